@@ -50,7 +50,9 @@ def wheel_faults(path: Path) -> list[str]:
     extensions = [name for name in names if name.endswith((".so", ".pyd", ".dylib"))]
     if extensions != ["dcp_rs/_core.abi3.so"]:
         faults.append(f"extensions: {extensions}")
-    faults += [f"{name} does not belong there" for name in names if not name.startswith(("dcp_rs/", about))]
+    faults += [
+        f"{name} does not belong there" for name in names if not name.startswith(("dcp_rs/", about))
+    ]
     faults += licence_faults(components)
     tag = path.stem.split("-")[-1]
     if "linux" in tag:
@@ -65,7 +67,11 @@ def licence_faults(components: list[dict[str, Any]]) -> list[str]:
     faults = [] if components else ["the SBOM names no component"]
     for component in components:
         for licence in component.get("licenses", [{"expression": "none"}]):
-            expression = licence.get("expression") or licence["license"].get("id") or licence["license"]["name"]
+            expression = (
+                licence.get("expression")
+                or licence["license"].get("id")
+                or licence["license"]["name"]
+            )
             if not allows(expression, allowed):
                 faults.append(f"{component['name']}: {expression} is not allowed")
     return faults
@@ -85,7 +91,10 @@ def linux_faults(path: Path, tag: str) -> list[str]:
     if tag.startswith("musl"):  # auditwheel looks for the machine's own musl, which is not there
         return faults + musl_faults(path)
     shown = subprocess.run(
-        [sys.executable, "-m", "auditwheel", "show", str(path)], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "auditwheel", "show", str(path)],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     consistent = re.findall(r'following\s+platform\s+tags?:\s+"([^"]+)"', " ".join(shown.split()))
     print(f"  auditwheel: {', '.join(consistent)}")
@@ -108,8 +117,14 @@ def musl_faults(path: Path) -> list[str]:
         for tag in section.iter_tags("DT_NEEDED")
     ]
     print(f"  needs: {', '.join(needed)}")
-    faults = [f"it needs {library}" for library in needed if not re.fullmatch(r"libc(\.musl-\w+)?\.so(\.1)?", library)]
-    return faults + (["it has versions of symbols"] if elf.get_section_by_name(".gnu.version_r") else [])
+    faults = [
+        f"it needs {library}"
+        for library in needed
+        if not re.fullmatch(r"libc(\.musl-\w+)?\.so(\.1)?", library)
+    ]
+    return faults + (
+        ["it has versions of symbols"] if elf.get_section_by_name(".gnu.version_r") else []
+    )
 
 
 def older(found: str, tag: str) -> bool:
@@ -126,26 +141,39 @@ def sdist_faults(path: Path) -> list[str]:
     top = f"dcp_rs-{version()}"
     with tarfile.open(path) as archive:
         names = {name.removeprefix(f"{top}/") for name in archive.getnames()}
-    tracked = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True, cwd=ROOT).stdout.split(
-        "\n"
-    )
+    tracked = subprocess.run(
+        ["git", "ls-files"], check=True, capture_output=True, text=True, cwd=ROOT
+    ).stdout.split("\n")
     wanted = {
         name
         for name in tracked
         if name.startswith(
-            ("python/", "rust/core/", "rust/remote/", "rust/py/", "tests/", "benches/", "docs/", "examples/")
+            (
+                "python/",
+                "rust/core/",
+                "rust/remote/",
+                "rust/py/",
+                "tests/",
+                "benches/",
+                "docs/",
+                "examples/",
+            )
         )
         or name in ("Makefile", "LICENSE", "README.md", "mkdocs.yml", "CITATION.cff")
     }
     faults = [f"no {name}" for name in sorted(wanted - names)[:10]]
-    return faults + [f"{name} does not belong there" for name in sorted(names) if name.endswith((".so", ".pyc"))]
+    return faults + [
+        f"{name} does not belong there" for name in sorted(names) if name.endswith((".so", ".pyc"))
+    ]
 
 
 def release_faults(tag: str | None) -> list[str]:
     """Whether version, tag, citation and changelog are of one release."""
     number = version()
     faults = [] if tag in (None, f"v{number}") else [f"the tag is {tag}, the version {number}"]
-    if not re.search(rf"^version: {re.escape(number)}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE):
+    if not re.search(
+        rf"^version: {re.escape(number)}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE
+    ):
         faults.append(f"CITATION.cff is not of {number}")
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     named = [heading for heading in headings if number in heading]

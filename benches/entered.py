@@ -1,7 +1,7 @@
 """How much of the package one call enters: modules, functions and depth of a load, and of a save, of four entries.
 
-`python benches/entered.py` prints a line for each. It counts Python functions of `dcp_rs` alone, and calls of a second load or save, when
-everything is imported and cached.
+`python benches/entered.py` prints a line for each. It counts Python functions of `dcp_rs` alone,
+and calls of a second load or save, when everything is imported and cached.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def entered(call: Callable[[], Any]) -> tuple[int, int, int]:
         nonlocal depth, deepest
         code = frame.f_code
         # Comprehensions and generators are parts of the function that they stand in.
-        if not code.co_filename.startswith(PACKAGE) or (code.co_name.startswith("<") and code.co_name != "<lambda>"):
+        if not code.co_filename.startswith(PACKAGE) or (
+            code.co_name.startswith("<") and code.co_name != "<lambda>"
+        ):
             return
         if event == "call":
             seen.add(code)
@@ -48,7 +50,12 @@ def entered(call: Callable[[], Any]) -> tuple[int, int, int]:
 
 def main() -> None:
     """Print the figures."""
-    state = {"a": torch.ones(4), "b": torch.ones(2, 3).t(), "c": torch.ones(3, dtype=torch.bfloat16), "step": 7}
+    state = {
+        "a": torch.ones(4),
+        "b": torch.ones(2, 3).t(),
+        "c": torch.ones(3, dtype=torch.bfloat16),
+        "step": 7,
+    }
     with tempfile.TemporaryDirectory() as folder:
         calls = {
             "save": lambda: dcp_rs.save(state, folder, no_dist=True, fsync=False),

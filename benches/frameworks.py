@@ -1,7 +1,9 @@
 """Saves and loads through frameworks, by what they have and by dcp-rs, in turn: `PYTHONPATH=python .venv-NAME/bin/python benches/frameworks.py NAME`.
 
-NAME is lightning or merge (one process, in .venv-lightning and .venv-accelerate), accelerate or torchtitan (2 ranks, by torchrun). A state of 605 MB or more: weights
-and the two moments of AdamW. Warm. Prints medians of seconds, bytes on disk, and the ratio theirs / ours. What was loaded is compared.
+NAME is lightning or merge (one process, in .venv-lightning and .venv-accelerate), accelerate or
+torchtitan (2 ranks, by torchrun). A state of 605 MB or more: weights and the two moments of AdamW.
+Warm. Prints medians of seconds, bytes on disk, and the ratio theirs / ours. What was loaded is
+compared.
 """
 
 import os
@@ -26,9 +28,16 @@ WIDTH, LAYERS = 2048, 12
 
 def training_state() -> dict:
     weights = {f"layers.{i}.weight": torch.randn(WIDTH, WIDTH) for i in range(LAYERS)}
-    moments = {i: {"exp_avg": torch.randn(WIDTH, WIDTH), "exp_avg_sq": torch.rand(WIDTH, WIDTH)} for i in range(LAYERS)}
+    moments = {
+        i: {"exp_avg": torch.randn(WIDTH, WIDTH), "exp_avg_sq": torch.rand(WIDTH, WIDTH)}
+        for i in range(LAYERS)
+    }
     group = {"lr": 0.1, "params": list(range(LAYERS))}
-    return {"epoch": 1, "state_dict": weights, "optimizer_states": [{"state": moments, "param_groups": [group]}]}
+    return {
+        "epoch": 1,
+        "state_dict": weights,
+        "optimizer_states": [{"state": moments, "param_groups": [group]}],
+    }
 
 
 Timed = Callable[[str, Callable[[], object]], object]
@@ -45,11 +54,18 @@ def timer(times: dict[str, list[float]]) -> Timed:
 
 
 def bytes_at(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    return (
+        path.stat().st_size
+        if path.is_file()
+        else sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    )
 
 
 def report(
-    times: dict[str, list[float]], theirs: str, ours: list[str], what: tuple[str, ...] = ("save", "load")
+    times: dict[str, list[float]],
+    theirs: str,
+    ours: list[str],
+    what: tuple[str, ...] = ("save", "load"),
 ) -> None:
     for action in what:
         old = times[f"{action}, {theirs}"]
@@ -79,8 +95,13 @@ def lightning(folder: Path) -> None:
     for _ in range(ROUNDS):
         for name, plugin in plugins.items():
             path = folder / f"{name}.ckpt"
-            timed(f"save, {name}", lambda plugin=plugin, path=path: plugin.save_checkpoint(state, path))
-            loaded = timed(f"load, {name}", lambda plugin=plugin, path=path: plugin.load_checkpoint(path))
+            timed(
+                f"save, {name}",
+                lambda plugin=plugin, path=path: plugin.save_checkpoint(state, path),
+            )
+            loaded = timed(
+                f"load, {name}", lambda plugin=plugin, path=path: plugin.load_checkpoint(path)
+            )
             for key, tensor in state["state_dict"].items():
                 assert torch.equal(loaded["state_dict"][key], tensor)
             print(f"{name}: {bytes_at(path):,} bytes")
@@ -97,14 +118,17 @@ def merge(folder: Path) -> None:
 
     PartialState(cpu=True)
     state = {
-        "model": training_state()["state_dict"] | {f"more.{i}": torch.randn(WIDTH, WIDTH) for i in range(2 * LAYERS)}
+        "model": training_state()["state_dict"]
+        | {f"more.{i}": torch.randn(WIDTH, WIDTH) for i in range(2 * LAYERS)}
     }
     dcp.save(state, checkpoint_id=folder / "ckpt", no_dist=True)
     times: dict[str, list[float]] = {}
     timed = timer(times)
     for _ in range(ROUNDS):
         for name, call in (("accelerate", merge_fsdp_weights), ("dcp-rs", ours.merge_fsdp_weights)):
-            timed(f"merge, {name}", lambda call=call, name=name: call(folder / "ckpt", folder / name))
+            timed(
+                f"merge, {name}", lambda call=call, name=name: call(folder / "ckpt", folder / name)
+            )
             merged = load_file(folder / name / "model.safetensors")
             assert all(torch.equal(merged[key], tensor) for key, tensor in state["model"].items())
             print(f"{name}: {bytes_at(folder / name):,} bytes")
@@ -138,7 +162,9 @@ def accelerate(folder: Path) -> None:
                     for parameter in model.parameters():
                         parameter.zero_()
                 timed(f"load, {name}", lambda path=path: accelerator.load_state(str(path)))
-            assert all(torch.equal(p.to_local(), w) for p, w in zip(model.parameters(), want, strict=True))
+            assert all(
+                torch.equal(p.to_local(), w) for p, w in zip(model.parameters(), want, strict=True)
+            )
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 print(f"{name}: {bytes_at(path):,} bytes")
@@ -172,10 +198,16 @@ def torchtitan(folder: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     fully_shard(model, mesh=mesh)
-    moments = {f"{kind}.{name}": torch.zeros_like(p) for name, p in model.named_parameters() for kind in ("avg", "sq")}
+    moments = {
+        f"{kind}.{name}": torch.zeros_like(p)
+        for name, p in model.named_parameters()
+        for kind in ("avg", "sq")
+    }
     managers = {}
     for name, cls in (("torchtitan", CheckpointManager), ("dcp-rs", DcpRsCheckpointManager)):
-        config = cls.Config(enable=True, folder=name, interval=1, keep_latest_k=0, last_save_model_only=False)
+        config = cls.Config(
+            enable=True, folder=name, interval=1, keep_latest_k=0, last_save_model_only=False
+        )
         managers[name] = config.build(
             dataloader=Part(at=1),
             model_parts=[model],
@@ -195,7 +227,9 @@ def torchtitan(folder: Path) -> None:
                 for parameter in model.parameters():
                     parameter.zero_()
             timed(f"load, {name}", lambda manager=manager, step=step: manager.load(step))
-            assert all(torch.equal(p.to_local(), w) for p, w in zip(model.parameters(), want, strict=True))
+            assert all(
+                torch.equal(p.to_local(), w) for p, w in zip(model.parameters(), want, strict=True)
+            )
             dist.barrier()
             if dist.get_rank() == 0:
                 print(f"{name}: {bytes_at(folder / name / f'step-{step}'):,} bytes")
@@ -213,9 +247,12 @@ def main(name: str) -> None:
     if dist.is_initialized():
         dist.broadcast_object_list(names)
     try:
-        {"lightning": lightning, "merge": merge, "accelerate": accelerate, "torchtitan": torchtitan}[name](
-            Path(names[0])
-        )
+        {
+            "lightning": lightning,
+            "merge": merge,
+            "accelerate": accelerate,
+            "torchtitan": torchtitan,
+        }[name](Path(names[0]))
     finally:
         if rank == 0:
             shutil.rmtree(names[0], ignore_errors=True)

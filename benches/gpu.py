@@ -2,13 +2,15 @@
 
     python benches/gpu.py --device cuda --sizes 2,16 --out benches/results
 
-It needs no compiler and no network: with a wheel that was carried there, `pip install --no-deps dcp_rs-*-abi3-*.whl`, or the wheel
-unpacked into a folder that PYTHONPATH names. It ran with torch 2.15 and Python 3.11 on a CPU; torch 2.8 and later and Python 3.11 and later
-are meant to do. Peers take part where they can be imported; wheels of theirs can be carried the same way. With `--device cpu` it measures nothing
-that matters, but shows that it works.
+It needs no compiler and no network: with a wheel that was carried there, `pip install --no-deps
+dcp_rs-*-abi3-*.whl`, or the wheel unpacked into a folder that PYTHONPATH names. It ran with torch
+2.15 and Python 3.11 on a CPU; torch 2.8 and later and Python 3.11 and later are meant to do. Peers
+take part where they can be imported; wheels of theirs can be carried the same way. With `--device
+cpu` it measures nothing that matters, but shows that it works.
 
-Every contender loads in every round, in an order that turns, and the median counts. What was loaded is compared bit for bit with what was saved, after every
-load. Loads begin and end with the device idle.
+Every contender loads in every round, in an order that turns, and the median counts. What was loaded
+is compared bit for bit with what was saved, after every load. Loads begin and end with the device
+idle.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ H2D_LIMIT = "limit: pinned copies of the same bytes"
 DISK_LIMIT = "limit: direct reads of the same bytes"
 
 
-# --- what is loaded --------------------------------------------------------------------------------
+# --- what is loaded
+# --------------------------------------------------------------------------------
 
 
 def large_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
@@ -81,7 +84,8 @@ def small_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
 LAYOUTS = {"large": large_shapes, "small": small_shapes}
 
 
-# --- contenders ------------------------------------------------------------------------------------
+# --- contenders
+# ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -100,7 +104,9 @@ class Data:
         if kind == "hugging-face":
             return checkpoints.hugging_face(self.folder, self.pattern)
         if kind == "torch":
-            return checkpoints.ensure(self.folder / "torch.pt", lambda path: torch.save(self.pattern.state(), path))
+            return checkpoints.ensure(
+                self.folder / "torch.pt", lambda path: torch.save(self.pattern.state(), path)
+            )
         pack = importlib.import_module("flashpack").pack_to_file
         return checkpoints.ensure(
             self.folder / "flashpack",
@@ -237,7 +243,8 @@ CONTENDERS = [
 ]
 
 
-# --- limits ----------------------------------------------------------------------------------------
+# --- limits
+# ----------------------------------------------------------------------------------------
 
 
 def h2d_seconds(nbytes: int, device: torch.device) -> float:
@@ -278,7 +285,8 @@ def disk_seconds(path: Path, depth: int = 32, block: int = 4 * MIB) -> float:
             os.close(descriptor)
 
 
-# --- measuring -------------------------------------------------------------------------------------
+# --- measuring
+# -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -290,7 +298,8 @@ class Row:
         seconds: of every round.
         first_seconds: of the load before those, with pinning and imports.
         gb_s: median, in 10^9 bytes a second.
-        device_extra: most bytes of the device beyond the tensors that were loaded, where it can tell.
+        device_extra: most bytes of the device beyond the tensors that were loaded, where it can
+            tell.
         pinned: pinned bytes in use after the load, where torch can tell.
         error: why there is no figure.
     """
@@ -312,7 +321,10 @@ def synchronize(device: torch.device) -> None:
 
 def blank(pattern: Pattern, device: torch.device) -> State:
     """Tensors to fill, with what no checkpoint holds."""
-    state = {name: torch.empty(shape, dtype=pattern.dtype, device=device) for name, shape in pattern.shapes.items()}
+    state = {
+        name: torch.empty(shape, dtype=pattern.dtype, device=device)
+        for name, shape in pattern.shapes.items()
+    }
     for tensor in state.values():
         tensor.view(torch.uint8).fill_(0x5A)
     synchronize(device)
@@ -329,7 +341,9 @@ def check(pattern: Pattern, state: State, device: torch.device) -> None:
         assert torch.equal(stored, pattern.bytes_of(name)), f"{name} was not loaded as it was saved"
 
 
-def one_load(contender: Contender, data: Data, device: torch.device, *, cold: bool, row: Row) -> float:
+def one_load(
+    contender: Contender, data: Data, device: torch.device, *, cold: bool, row: Row
+) -> float:
     path = data.path(contender.kind)
     (page_cache.drop if cold else page_cache.warm)(path)
     state = blank(data.pattern, device)
@@ -343,14 +357,18 @@ def one_load(contender: Contender, data: Data, device: torch.device, *, cold: bo
     seconds = time.perf_counter() - begin
     if module is not None:
         own = 0 if loaded is None else data.pattern.nbytes
-        row.device_extra = max(row.device_extra or 0, module.max_memory_allocated(device) - before - own)
+        row.device_extra = max(
+            row.device_extra or 0, module.max_memory_allocated(device) - before - own
+        )
         if hasattr(module, "host_memory_stats"):
             row.pinned = int(module.host_memory_stats().get("allocated_bytes.current", 0))
     check(data.pattern, state if loaded is None else loaded, device)
     return seconds
 
 
-def one_round(contender: Contender, data: Data, device: torch.device, row: Row, *, first: bool, cold: bool) -> None:
+def one_round(
+    contender: Contender, data: Data, device: torch.device, row: Row, *, first: bool, cold: bool
+) -> None:
     """One load, into the row, or why there is none. Errors of dcp-rs are not a line in a table."""
     if row.error is not None:
         return
@@ -400,7 +418,9 @@ def measure_saves(case: str, data: Data, device: torch.device, rounds: int) -> l
     state = {name: data.pattern.view(name).to(device) for name in data.pattern.shapes}
     writers: dict[str, Callable[[Path], object]] = {
         "dcp_rs.save": lambda path: dcp_rs.save(state, path, no_dist=True),
-        "FileSystemWriter": lambda path: dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True),
+        "FileSystemWriter": lambda path: dcp.save(
+            state, storage_writer=dcp.FileSystemWriter(path), no_dist=True
+        ),
     }
     rows = {name: Row(case, name) for name in writers}
     for i in range(rounds + 1):
@@ -424,7 +444,8 @@ def measure_saves(case: str, data: Data, device: torch.device, rounds: int) -> l
     return list(rows.values())
 
 
-# --- report ----------------------------------------------------------------------------------------
+# --- report
+# ----------------------------------------------------------------------------------------
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -453,12 +474,16 @@ def markdown(results: dict[str, Any]) -> str:
             times = f"{row['gb_s'] / base:.1f}" if base else ""
             first = f"{row['first_seconds']:.3f}" if row["first_seconds"] is not None else ""
             extra = size_of(row["device_extra"]) if row["device_extra"] is not None else ""
-            lines.append(f"| {row['name']} | {row['gb_s']:.2f} | {share} | {times} | {first} | {extra} |")
+            lines.append(
+                f"| {row['name']} | {row['gb_s']:.2f} | {share} | {times} | {first} | {extra} |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     has = torch.accelerator.is_available()
     default = torch.accelerator.current_accelerator() if has else "cpu"
     parser.add_argument("--device", default=str(default), help="(default: %(default)s)")
@@ -479,7 +504,9 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.empty(0, device=options.device).device  # with its index
     if options.only:
         wanted = options.only.split(",")
-        CONTENDERS[:] = [c for c in CONTENDERS if c.name == OURS or any(word in c.name for word in wanted)]
+        CONTENDERS[:] = [
+            c for c in CONTENDERS if c.name == OURS or any(word in c.name for word in wanted)
+        ]
     options.folder.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {

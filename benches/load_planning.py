@@ -1,7 +1,8 @@
 """What planning a load costs a rank and the coordinator, for 8 to 16,384 ranks: one rank of a process group that is not there.
 
-Every rank saved a shard of each tensor, and loads it again. The coordinator gets the plan of that rank as often as there are ranks. The
-commit is of the save before that: the indexes of all ranks, merged, checked and published.
+Every rank saved a shard of each tensor, and loads it again. The coordinator gets the plan of that
+rank as often as there are ranks. The commit is of the save before that: the indexes of all ranks,
+merged, checked and published.
 """
 
 from __future__ import annotations
@@ -29,15 +30,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096, 16384])
     parser.add_argument("--fqns", type=int, default=500)
-    parser.add_argument("--stock-ranks", type=int, default=64, help="the most ranks that torch is tried with")
-    parser.add_argument("--folder", help="where data goes, and is removed from after: 2 GB for 4,096 ranks")
+    parser.add_argument(
+        "--stock-ranks", type=int, default=64, help="the most ranks that torch is tried with"
+    )
+    parser.add_argument(
+        "--folder", help="where data goes, and is removed from after: 2 GB for 4,096 ranks"
+    )
     options = parser.parse_args()
-    print("| ranks | who | commit | read_metadata | plan of a rank | sent by a rank | back to a rank | coordinator |")
+    print(
+        "| ranks | who | commit | read_metadata | plan of a rank | sent by a rank | back to a rank | coordinator |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for ranks in options.ranks:
-        ways = [("ours", write_native)] + ([("stock", write_stock)] if ranks <= options.stock_ranks else [])
+        ways = [("ours", write_native)] + (
+            [("stock", write_stock)] if ranks <= options.stock_ranks else []
+        )
         for name, write in ways:
-            path = Path(tempfile.mkdtemp(prefix="dcp-rs-planning-", dir=options.folder)) / "checkpoint"
+            path = (
+                Path(tempfile.mkdtemp(prefix="dcp-rs-planning-", dir=options.folder)) / "checkpoint"
+            )
             try:
                 committing = write(path, options.fqns, ranks)
                 with worker("metadata_worker", path, options.fqns, ranks) as process:

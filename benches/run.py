@@ -25,19 +25,29 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"families:\n{_lines(FAMILIES)}\nquantities of --scaling:\n{_lines(QUANTITIES)}",
     )
-    parser.add_argument("--only", help="families, or quantities, separated by commas (default: all)")
+    parser.add_argument(
+        "--only", help="families, or quantities, separated by commas (default: all)"
+    )
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--quick", action="store_const", const="quick", dest="size", help="--size quick")
+    parser.add_argument(
+        "--quick", action="store_const", const="quick", dest="size", help="--size quick"
+    )
     parser.add_argument("--rounds", type=int, help="pairs a case, in place of the size's own")
-    parser.add_argument("--scaling", action="store_true", help="how cost grows, in place of the table")
+    parser.add_argument(
+        "--scaling", action="store_true", help="how cost grows, in place of the table"
+    )
     parser.add_argument(
         "--folder",
         type=resolved,
         default=HERE / "data",
         help="where data goes: some 16 GB, on the disk to be measured; removed after (default: %(default)s)",
     )
-    parser.add_argument("--keep", action="store_true", help="keep the data, for the next run with it")
-    parser.add_argument("--out", type=resolved, default=HERE / "results", help="(default: %(default)s)")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the data, for the next run with it"
+    )
+    parser.add_argument(
+        "--out", type=resolved, default=HERE / "results", help="(default: %(default)s)"
+    )
     parser.add_argument(
         "--peers",
         type=resolved,
@@ -45,7 +55,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="where the virtual environments of other loaders are made (default: %(default)s)",
     )
     parser.add_argument("--no-peers", action="store_const", const=None, dest="peers")
-    parser.add_argument("--limit", type=resolved, help="the built limit program, rather than building it")
+    parser.add_argument(
+        "--limit", type=resolved, help="the built limit program, rather than building it"
+    )
     parser.add_argument("--no-limit", action="store_true", help="without the limits of the machine")
     parser.add_argument(
         "--tables",
@@ -85,9 +97,20 @@ def run_family(name: str, context: Context) -> dict[str, Any]:
     if status == 0:
         result: dict[str, Any] = json.loads(out.read_text())
         return result
-    row: dict[str, Any] = {"case": FAMILIES.get(name, name), "error": f"the family {name} failed with status {status}"}
+    row: dict[str, Any] = {
+        "case": FAMILIES.get(name, name),
+        "error": f"the family {name} failed with status {status}",
+    }
     empty = dict.fromkeys(("value", "reach", "stretch", "ours_s", "theirs_s"))
-    row |= {"ours": "", "against": "", "unit": "", "note": "", "rounds": 0, "verdict": "failed", "skipped": False}
+    row |= {
+        "ours": "",
+        "against": "",
+        "unit": "",
+        "note": "",
+        "rounds": 0,
+        "verdict": "failed",
+        "skipped": False,
+    }
     quiet = {"busy": 0.0, "stolen": 0.0, "load_average": 0.0}
     return {"family": name, "noise": {"before": quiet, "after": quiet}, "rows": [row | empty]}
 
@@ -95,7 +118,10 @@ def run_family(name: str, context: Context) -> dict[str, Any]:
 def main() -> int:
     arguments = parse()
     if arguments.tables:
-        if arguments.tables.parent != tables.RESULTS or not arguments.tables.with_suffix(".json").exists():
+        if (
+            arguments.tables.parent != tables.RESULTS
+            or not arguments.tables.with_suffix(".json").exists()
+        ):
             print(f"{arguments.tables} is no run in {tables.RESULTS}")
             return 2
         for path in tables.rewrite(arguments.tables.stem):

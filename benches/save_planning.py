@@ -1,7 +1,8 @@
 """What the coordinator of a save does and receives, for 8 to 16,384 ranks: a simulation without processes.
 
-Every rank holds a shard of each of 500 tensors (`sharded`), a shard that 8 ranks share (`hybrid`), or all of them (`replicated`). Its plan is
-what a real rank would send. torch's planner gets the same as items, for as many ranks as it can do in reasonable time.
+Every rank holds a shard of each of 500 tensors (`sharded`), a shard that 8 ranks share (`hybrid`),
+or all of them (`replicated`). Its plan is what a real rank would send. torch's planner gets the
+same as items, for as many ranks as it can do in reasonable time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import time
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_rs import _core
@@ -20,12 +25,24 @@ from dcp_rs import _core
 NAMES = [
     f"model.layers.{i // 7}.{part}"
     for i in range(500)
-    for part in [("attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w2", "ffn.w3")[i % 7]]
+    for part in [
+        (
+            "attention.wq",
+            "attention.wk",
+            "attention.wv",
+            "attention.wo",
+            "ffn.w1",
+            "ffn.w2",
+            "ffn.w3",
+        )[i % 7]
+    ]
 ]
 COLUMNS = 4096
 
 
-def place(kind: str, rank: int, ranks: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+def place(
+    kind: str, rank: int, ranks: int
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """Shape, offsets and sizes of what a rank holds of each tensor."""
     parts = {"sharded": ranks, "hybrid": max(1, ranks // 8), "replicated": 1}[kind]
     rows = 4 * parts
@@ -38,7 +55,10 @@ def our_plan(kind: str, rank: int, ranks: int) -> bytes:
     plan = _core.SavePlan()
     nbytes = sizes[0] * sizes[1] * 4
     plan.add(
-        [_core.SaveItem(name, nbytes, dtype="float32", shape=shape, offsets=offsets, sizes=sizes) for name in NAMES]
+        [
+            _core.SaveItem(name, nbytes, dtype="float32", shape=shape, offsets=offsets, sizes=sizes)
+            for name in NAMES
+        ]
     )
     return plan.request()
 
@@ -74,7 +94,9 @@ def ours(kind: str, ranks: int, repeat: int) -> tuple[float, int, int, float]:
     times = []
     for _ in range(repeat):
         begin = time.process_time()
-        keep, items, _ = _core.assign_saves([pickle.loads(plan) for plan in plans], lowest_rank=False)
+        keep, items, _ = _core.assign_saves(
+            [pickle.loads(plan) for plan in plans], lowest_rank=False
+        )
         answers = [pickle.dumps(bits) for bits in keep]
         times.append(time.process_time() - begin)
     shape, _, sizes = place(kind, 0, ranks)
@@ -85,7 +107,12 @@ def ours(kind: str, ranks: int, repeat: int) -> tuple[float, int, int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096, 16384])
-    parser.add_argument("--stock-ranks", type=int, default=64, help="the most ranks that torch's planner is tried with")
+    parser.add_argument(
+        "--stock-ranks",
+        type=int,
+        default=64,
+        help="the most ranks that torch's planner is tried with",
+    )
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     print(

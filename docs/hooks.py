@@ -47,7 +47,9 @@ def _command_line() -> str:
         # As a process of its own: what is printed is what a terminal of this width shows.
         environment = os.environ | {"COLUMNS": "90", "NO_COLOR": "1", "TERM": "dumb"}
         command = [sys.executable, "-m", "dcp_rs", *filter(None, [name]), "--help"]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+        printed = subprocess.run(
+            command, check=True, capture_output=True, text=True, env=environment
+        ).stdout
         parts.append(f"## `dcp-rs{' ' + name if name else ''}`\n\n```text\n{printed.strip()}\n```")
     return "\n\n".join(parts) + "\n"
 

@@ -17,7 +17,8 @@ from dcp_rs import RsLoadPlanner
 class MergeAdapters(RsLoadPlanner):
     """Adds ``scale * up @ down`` of another checkpoint to every weight that has adapters there.
 
-    A planner that overrides ``resolve_tensor`` or ``commit_tensor`` sees each item of its rank, as with torch's own.
+    A planner that overrides ``resolve_tensor`` or ``commit_tensor`` sees each item of its rank, as
+    with torch's own.
     """
 
     def __init__(self, adapters: str | Path, scale: float, **options: Any) -> None:

@@ -56,7 +56,8 @@ def run_demo(size_mb: int = 300, keep: bool = False, console: Console | None = N
     """Save and restore a transformer's training state with stock DCP and with dcp-rs.
 
     Args:
-        size_mb: Size of the model's bfloat16 weights, in MB (10^6 bytes); AdamW's state adds twice that.
+        size_mb: Size of the model's bfloat16 weights, in MB (10^6 bytes); AdamW's state adds twice
+            that.
         keep: Leave both checkpoints on the disk, and say where.
         console: Where to print.
 
@@ -183,7 +184,8 @@ def _open_one(path: Path, state: dict[str, Any]) -> _Row:
         return _Row("open", "dcp_rs.open(path)", seconds, want.nbytes, _same(got, want))
 
 
-# --- state dicts -----------------------------------------------------------------------------------
+# --- state dicts
+# -----------------------------------------------------------------------------------
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -236,7 +238,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-# --- measuring -------------------------------------------------------------------------------------
+# --- measuring
+# -------------------------------------------------------------------------------------
 
 
 def _timed(action: Callable[[], object], device: torch.device) -> float:

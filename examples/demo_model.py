@@ -22,7 +22,9 @@ class _Block(nn.Module):
             nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(4)
         )
         self.ffn_norm = nn.RMSNorm(width, dtype=torch.bfloat16)
-        self.w1, self.w3 = (nn.Linear(width, hidden, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        self.w1, self.w3 = (
+            nn.Linear(width, hidden, bias=False, dtype=torch.bfloat16) for _ in range(2)
+        )
         self.w2 = nn.Linear(hidden, width, bias=False, dtype=torch.bfloat16)
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -32,7 +34,9 @@ class _Block(nn.Module):
             project(normed).view(batch, length, self.heads, -1).transpose(1, 2)
             for project in (self.wq, self.wk, self.wv)
         )
-        mixed = functional.scaled_dot_product_attention(_rotate(q, angles), _rotate(k, angles), v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            _rotate(q, angles), _rotate(k, angles), v, is_causal=True
+        )
         x = x + self.wo(mixed.transpose(1, 2).reshape(x.shape))
         normed = self.ffn_norm(x)
         gated = functional.silu(self.w1(normed)) * self.w3(normed)
@@ -60,7 +64,8 @@ class Transformer(nn.Module):
         self.output = nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16)
         pairs = width // heads // 2
         self.register_buffer(
-            "frequencies", 10000.0 ** -(torch.arange(pairs, device=torch.get_default_device()) / pairs)
+            "frequencies",
+            10000.0 ** -(torch.arange(pairs, device=torch.get_default_device()) / pairs),
         )
 
     @staticmethod

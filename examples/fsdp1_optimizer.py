@@ -67,14 +67,17 @@ def main(folder: str) -> tuple[float, list[float]]:
     load_optim_state_dict(path, model, optimizer)
     got.append(train(model, optimizer, 3))
 
-    # 2. By hand: memory of the right sharding from FSDP, filled by RsReader, and given back to FSDP.
+    # 2. By hand: memory of the right sharding from FSDP, filled by RsReader, and given back to
+    # FSDP.
     model, optimizer = resumed()
     train(model, optimizer, 9)  # so that the optimizer has state to take the place of
     with FSDP.state_dict_type(model, SHARDED):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
         dcp.load(state, storage_reader=RsReader(path))
         model.load_state_dict(state["model"])
-        flat = FSDP.optim_state_dict_to_load(model, optimizer, state["optim"], is_named_optimizer=False)
+        flat = FSDP.optim_state_dict_to_load(
+            model, optimizer, state["optim"], is_named_optimizer=False
+        )
         optimizer.load_state_dict(flat)
     got.append(train(model, optimizer, 3))
 

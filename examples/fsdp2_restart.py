@@ -1,7 +1,8 @@
 """FSDP2 training that goes on where it stopped, on any number of ranks.
 
-torchrun --nproc-per-node 4 examples/fsdp2_restart.py /tmp/run     # trains 10 steps, or what is left of them
-torchrun --nproc-per-node 2 examples/fsdp2_restart.py /tmp/run 20  # goes on with two ranks
+torchrun --nproc-per-node 4 examples/fsdp2_restart.py /tmp/run     # trains 10 steps, or what is
+left of them torchrun --nproc-per-node 2 examples/fsdp2_restart.py /tmp/run 20  # goes on with two
+ranks
 """
 
 import sys
@@ -23,7 +24,9 @@ SAVE_EVERY = 5
 def build() -> nn.Module:
     """Three layers, each its own FSDP unit."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         if isinstance(layer, nn.Linear):

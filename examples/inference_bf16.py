@@ -28,7 +28,8 @@ def main(folder: str) -> nn.Module:
     with torch.device("meta"):  # no memory yet
         model = build()
     state = model.state_dict()
-    # The training checkpoint calls it "model.<name>", and holds the optimizer's state, which is not read.
+    # The training checkpoint calls it "model.<name>", and holds the optimizer's state, which is not
+    # read.
     planner = RsLoadPlanner(dtype=torch.bfloat16, device="cpu", rename={"model": ""})
     dcp_rs.load(state, path, planner=planner)
     model.load_state_dict(state, assign=True)

@@ -42,7 +42,9 @@ class Loader:
     def next(self) -> torch.Tensor:
         """The next batch."""
         self.at += 1
-        return torch.randn(4, 16, generator=torch.Generator().manual_seed(1000 * self.rank + self.at))
+        return torch.randn(
+            4, 16, generator=torch.Generator().manual_seed(1000 * self.rank + self.at)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The position."""
@@ -56,7 +58,9 @@ class Loader:
 def main(folder: str, steps: int = 6) -> list[float]:
     """Trains up to ``steps``; returns the losses of the steps made now."""
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size // 2, 2) if size > 1 else (1, 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        "cpu", (size // 2, 2) if size > 1 else (1, 1), mesh_dim_names=("dp", "tp")
+    )
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(16, 1))
     for block in (model[0], model[1]):
@@ -67,11 +71,20 @@ def main(folder: str, steps: int = 6) -> list[float]:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
     dp_rank = mesh["dp"].get_local_rank()
     loader = Loader(dp_rank)
-    extra = {"scheduler": scheduler, "loader": PerRank(loader, key=dp_rank), "rng": RngState(), "step": 0}
+    extra = {
+        "scheduler": scheduler,
+        "loader": PerRank(loader, key=dp_rank),
+        "rng": RngState(),
+        "step": 0,
+    }
 
     losses = []
-    with CheckpointManager(folder, save_every=INTERVAL, keep_last=KEEP, preemption=signal.SIGTERM) as manager:
-        manager.load_training_state(model, optimizer, extra)  # the newest that is whole, if there is one
+    with CheckpointManager(
+        folder, save_every=INTERVAL, keep_last=KEEP, preemption=signal.SIGTERM
+    ) as manager:
+        manager.load_training_state(
+            model, optimizer, extra
+        )  # the newest that is whole, if there is one
         for step in range(extra["step"] + 1, steps + 1):
             x = loader.next()
             loss = (model(x) - x.mean(1, keepdim=True)).square().mean()
@@ -82,7 +95,9 @@ def main(folder: str, steps: int = 6) -> list[float]:
             losses.append(loss.item())
             extra["step"] = step
             if manager.should_save(step):
-                manager.async_save(step, training_state(model, optimizer, extra), metrics={"loss": losses[-1]})
+                manager.async_save(
+                    step, training_state(model, optimizer, extra), metrics={"loss": losses[-1]}
+                )
             if manager.preempted:
                 break
     return losses

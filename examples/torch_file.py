@@ -24,8 +24,13 @@ def by_name(path: Path) -> dict[str, torch.Tensor]:
     """One tensor onto a device as a dtype, and several onto several devices. Nothing else is read."""
     planner = RsLoadPlanner(checkpoint=path)
     first = planner.resolve_tensor("model.0.0.weight", device="cpu", dtype=torch.bfloat16)
-    places = {"model.0.0.bias": "cpu", "model.1.bias": "cuda" if torch.cuda.is_available() else "cpu"}
-    return {"first": first} | {name: planner.resolve_tensor(name, device=device) for name, device in places.items()}
+    places = {
+        "model.0.0.bias": "cpu",
+        "model.1.bias": "cuda" if torch.cuda.is_available() else "cpu",
+    }
+    return {"first": first} | {
+        name: planner.resolve_tensor(name, device=device) for name, device in places.items()
+    }
 
 
 class Doubled(RsLoadPlanner):
@@ -88,7 +93,8 @@ def main(folder: str) -> tuple[list[float], list[list[float]]]:
     want = [train(model, optimizer, 3), train(model, optimizer, 4)]
 
     got = []
-    # 1. As in the documentation of FSDP, with dcp_rs.open in the place of torch.load: views of the file, of which a rank reads its part.
+    # 1. As in the documentation of FSDP, with dcp_rs.open in the place of torch.load: views of the
+    # file, of which a rank reads its part.
     model, optimizer = build(seed=1)
     with dcp_rs.open(path) as checkpoint:
         state = checkpoint.state_dict()

@@ -24,12 +24,16 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("thorough", settings.get_profile("bounded"), max_examples=1000, derandomize=False)
+settings.register_profile(
+    "thorough", settings.get_profile("bounded"), max_examples=1000, derandomize=False
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bounded"))
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(1)  # several processes share the cores, and torch's threads wait by spinning
+    torch.set_num_threads(
+        1
+    )  # several processes share the cores, and torch's threads wait by spinning
     os.environ.setdefault("DCP_RS_DEBUG", "1")  # all frames, of a test that fails
     start_server()  # for this process and for those that share the tests, which inherit its address
 
@@ -48,7 +52,8 @@ def _mark_what_repeats(items: list[pytest.Item]) -> None:
                 products.setdefault((item.nodeid.partition("[")[0], together), []).append(item)
     for (_, together), product in products.items():
         seen: set[tuple[tuple[str, int], ...]] = set()
-        # By steps that have no divisor in common with most sizes: neighbours differ in one value only.
+        # By steps that have no divisor in common with most sizes: neighbours differ in one value
+        # only.
         size = len(product)
         for at in sorted(range(size), key=lambda at, size=size: at * 7919 % size):
             item = product[at]
@@ -64,12 +69,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         msg = f"processes that share the tests have to call them by the same names: {addressed[0]}"
         raise pytest.UsageError(msg)
-    # A process that has the simulated device keeps it, and torch then takes it for the accelerator. No file has tests of both kinds, as
-    # several processes share the tests by files, in this order.
-    items.sort(key=lambda item: [name in getattr(item, "fixturenames", ()) for name in ("sim", "accelerator")])
+    # A process that has the simulated device keeps it, and torch then takes it for the accelerator.
+    # No file has tests of both kinds, as several processes share the tests by files, in this order.
+    items.sort(
+        key=lambda item: [
+            name in getattr(item, "fixturenames", ()) for name in ("sim", "accelerator")
+        ]
+    )
     _mark_what_repeats(items)
     slow, only = config.getoption("--slow"), config.getoption("--only-slow")
-    left_out = [item for item in items if (only if not item.get_closest_marker("slow") else not (slow or only))]
+    left_out = [
+        item
+        for item in items
+        if (only if not item.get_closest_marker("slow") else not (slow or only))
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)

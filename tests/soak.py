@@ -45,7 +45,13 @@ def work(path: Path, number: int, rng: random.Random) -> int:
     what = rng.randrange(7)
     if what <= 1:
         number += 1
-        dcp_rs.save(rank_state(number, 0), path, no_dist=True, io=rng.choice(["direct", "buffered"]), fsync=False)
+        dcp_rs.save(
+            rank_state(number, 0),
+            path,
+            no_dist=True,
+            io=rng.choice(["direct", "buffered"]),
+            fsync=False,
+        )
     elif what == 2:
         number += 1
         dcp_rs.async_save(rank_state(number, 0), path, fsync=False).result()
@@ -57,7 +63,9 @@ def work(path: Path, number: int, rng: random.Random) -> int:
         assert dcp_rs.verify(path).ok
     else:
         got = {"common": torch.zeros(1000 + number % 2)}
-        reader = RsReader(path, io=rng.choice(["mmap", "direct", "buffered"]), threads=rng.randint(1, 4))
+        reader = RsReader(
+            path, io=rng.choice(["mmap", "direct", "buffered"]), threads=rng.randint(1, 4)
+        )
         dcp.load(got, storage_reader=reader, no_dist=True)
         assert int(got["common"][0]) == number
     if rng.random() < 0.05:
@@ -71,7 +79,9 @@ def fail(path: Path, rng: random.Random) -> None:
         if rng.random() < 0.5:
             dcp_rs.load({"unknown": torch.zeros(1)}, path, no_dist=True)
         else:
-            dcp_rs.save({"x": torch.ones(100), "meta": torch.empty(1, device="meta")}, path, no_dist=True)
+            dcp_rs.save(
+                {"x": torch.ones(100), "meta": torch.empty(1, device="meta")}, path, no_dist=True
+            )
     except dcp_rs.errors.DcpRsError:
         return
     raise AssertionError("that should have failed")
@@ -97,7 +107,10 @@ def main() -> int:
                 samples.append((now - begin, resident(), descriptors(), threads()))
             if now > told + 30:
                 told = now
-                print(f"{now - begin:5.0f} s: {rounds} rounds, {number} saves, {samples[-1][1] // MIB} MiB", flush=True)
+                print(
+                    f"{now - begin:5.0f} s: {rounds} rounds, {number} saves, {samples[-1][1] // MIB} MiB",
+                    flush=True,
+                )
         assert found_number(path, 1) == number
         strays = stray_files(path)
     # The first third is for caches and arenas to fill.

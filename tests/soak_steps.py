@@ -1,8 +1,9 @@
 """Runs that save, prune, are killed at any moment and resume: ``make soak-steps STEPS=10000``.
 
-Each run is made of rank processes that train (a counter), save every step through a manager, in the foreground or the background, and write down what they were
-told: that a step is durable. They are killed, one of them or all, at a random moment; what the root holds then is compared with what was written
-down, by rules that are written anew here.
+Each run is made of rank processes that train (a counter), save every step through a manager, in the
+foreground or the background, and write down what they were told: that a step is durable. They are
+killed, one of them or all, at a random moment; what the root holds then is compared with what was
+written down, by rules that are written anew here.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ KEEP_LAST, KEEP_BEST = 2, 1
 _MEETING = "_create_gloo_process_group"
 #: So many steps stay in the end by `keep_every`: a save looks at each of them.
 STAYING = 100
-#: Within this, some rank saves a step or ends: every rank has to notice by then that another was killed. It is no limit of a whole run, which a busy machine
-#: may make long.
+#: Within this, some rank saves a step or ends: every rank has to notice by then that another was
+#: killed. It is no limit of a whole run, which a busy machine may make long.
 PATIENCE = 60.0  # seconds
 
 
@@ -65,7 +66,8 @@ def promised(steps: set[int], keep_every: int) -> set[int]:
     return kept | set(sorted(steps, key=lambda step: (loss_of(step), -step))[:KEEP_BEST])
 
 
-# --- a rank ------------------------------------------------------------------------------------------
+# --- a rank
+# ------------------------------------------------------------------------------------------
 
 
 def train(run: Run, log: Path, store: Path, rank: int, seed: int, last: int) -> None:
@@ -75,12 +77,16 @@ def train(run: Run, log: Path, store: Path, rank: int, seed: int, last: int) -> 
     try:
         stacks = Path(f"{log}.{rank}.stacks").open("w")  # noqa: SIM115 - for as long as the process
         faulthandler.register(signal.SIGUSR1, stacks)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # of ranks that were killed, gloo and DCP say a lot
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 2
+        )  # of ranks that were killed, gloo and DCP say a lot
         if ranks > 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             meeting = dist.FileStore(str(store), ranks)
             limit = timedelta(seconds=PATIENCE / 2)
-            dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks, timeout=limit)
+            dist.init_process_group(
+                "gloo", store=meeting, rank=rank, world_size=ranks, timeout=limit
+            )
         rng = random.Random(seed)  # the same on all ranks
         told = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
@@ -100,11 +106,19 @@ def train(run: Run, log: Path, store: Path, rank: int, seed: int, last: int) -> 
             reuse=rng.choice([False, True, "frozen"]),
         )
         Path(f"{log}.{rank}.met").touch()
-        state = {"common": torch.zeros(10), "frozen": torch.zeros(20_000), "slow": torch.zeros(5000), "step": 0}
+        state = {
+            "common": torch.zeros(10),
+            "frozen": torch.zeros(20_000),
+            "slow": torch.zeros(5000),
+            "step": 0,
+        }
         first = manager.load(state, verify=True)
         if first is not None:
             want = state_of(first, rank)
-            assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(want[key])) for key in state)
+            assert all(
+                torch.equal(torch.as_tensor(state[key]), torch.as_tensor(want[key]))
+                for key in state
+            )
         say("resumed", -1 if first is None else first)
         pending = None
         for step in range((first or 0) + 1, last + 1):
@@ -136,7 +150,8 @@ def train(run: Run, log: Path, store: Path, rank: int, seed: int, last: int) -> 
         os._exit(code)
 
 
-# --- the parent ----------------------------------------------------------------------------------------
+# --- the parent
+# ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -179,7 +194,9 @@ class Run:
                 self.durable.add(step)
         listing = FolderRoot(self.root).look()
         # On NFS only the run that goes on knows that the save of an earlier one is over.
-        assert all(passed.kind in ("unfinished", "unknown") for passed in listing.passed_over), listing.passed_over
+        assert all(passed.kind in ("unfinished", "unknown") for passed in listing.passed_over), (
+            listing.passed_over
+        )
         there = {step.number for step in listing.steps}
         # Of a save that was killed after its commit, nobody was told.
         unknown = {step for step in there if step > max(self.durable, default=0)}
@@ -200,7 +217,9 @@ class Run:
         """After a save that was not killed: nothing is there that should have been removed."""
         there = {path.name for path in self.root.iterdir() if not path.name.startswith(".dcprs")}
         want = promised(self.durable, self.keep_every) | self.resumed_from
-        assert there == {f"step-{step}" for step in want}, sorted(there ^ {f"step-{step}" for step in want})
+        assert there == {f"step-{step}" for step in want}, sorted(
+            there ^ {f"step-{step}" for step in want}
+        )
 
 
 class RankGroup:
@@ -226,7 +245,10 @@ class RankGroup:
             time.sleep(0.005)
 
     def ended(self) -> bool:
-        return all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None for pid in self.pids)
+        return all(
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            for pid in self.pids
+        )
 
     def said(self) -> list[tuple[str, int]]:
         lines = self.log.read_text().splitlines() if self.log.exists() else []
@@ -259,7 +281,9 @@ class RankGroup:
                 self._end(ends)
                 if self.have_met():
                     waiting = [rank for rank, pid in enumerate(self.pids) if pid not in ends]
-                    raise AssertionError(f"ranks {waiting} did nothing for {PATIENCE} s\n{self.errors()}")
+                    raise AssertionError(
+                        f"ranks {waiting} did nothing for {PATIENCE} s\n{self.errors()}"
+                    )
             time.sleep(0.002)
         return [ends[pid] for pid in self.pids]
 
@@ -272,12 +296,14 @@ class RankGroup:
             time.sleep(1)  # to write its stacks
 
 
-def soak(folder: Path, *, ranks: int, steps: int, seed: int, kills: int | None = None, log: object = None) -> Tally:
+def soak(
+    folder: Path, *, ranks: int, steps: int, seed: int, kills: int | None = None, log: object = None
+) -> Tally:
     """Saves ``steps`` steps on ``ranks`` ranks, killed again and again; or fewer, up to so many ``kills``.
 
     Raises:
-        AssertionError: a step was lost that was told to be durable and is kept, a run resumed from another step than the newest, or something
-            is left.
+        AssertionError: a step was lost that was told to be durable and is kept, a run resumed from
+            another step than the newest, or something is left.
     """
     torch.set_num_threads(1)
     rng = random.Random(seed)
@@ -340,7 +366,15 @@ def main() -> int:
     print(f"seed {options.seed}", flush=True)
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(prefix="dcp-rs-soak-") as folder:
-            print(soak(Path(folder), ranks=ranks, steps=options.steps, seed=options.seed + ranks, log=sys.stdout))
+            print(
+                soak(
+                    Path(folder),
+                    ranks=ranks,
+                    steps=options.steps,
+                    seed=options.seed + ranks,
+                    log=sys.stdout,
+                )
+            )
     return 0
 
 

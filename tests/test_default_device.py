@@ -1,7 +1,8 @@
 """Under a default device that is not the CPU, everything does what it does without one.
 
-Buffers were made where the default device was. On ``meta`` they had no memory: a load that casts wrote to address 0 and ended the process, a save of
-what lies strided wrote nothing, and a save in the background failed with an error of torch's.
+Buffers were made where the default device was. On ``meta`` they had no memory: a load that casts
+wrote to address 0 and ended the process, a save of what lies strided wrote nothing, and a save in
+the background failed with an error of torch's.
 """
 
 import ast
@@ -42,15 +43,23 @@ def state() -> dict[str, Any]:
 def cast(values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """What a load of these as `dtype` gives."""
     return {
-        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        name: value.to(dtype)
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
         for name, value in values.items()
     }
 
 
 def blank() -> dict[str, Any]:
     """Where they are loaded to: lazily conjugated, and of other dtypes."""
-    made = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for name, value in state().items()}
-    return made | {"half": torch.zeros(4), "conjugated": torch.zeros(3, dtype=torch.complex64).conj()}
+    made = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+        for name, value in state().items()
+    }
+    return made | {
+        "half": torch.zeros(4),
+        "conjugated": torch.zeros(3, dtype=torch.complex64).conj(),
+    }
 
 
 @contextmanager
@@ -68,7 +77,9 @@ def save_and_load(folder: Path, on_meta: Callable[[], AbstractContextManager[Any
     with on_meta():
         dcp_rs.save(dict(want), folder / "saved", no_dist=True)
         dcp_rs.load(loaded, folder / "saved", no_dist=True)
-        dcp_rs.load(wider, folder / "saved", planner=RsLoadPlanner(dtype=torch.float64), no_dist=True)
+        dcp_rs.load(
+            wider, folder / "saved", planner=RsLoadPlanner(dtype=torch.float64), no_dist=True
+        )
         dcp.save(dict(want), storage_writer=RsWriter(folder / "by torch"), no_dist=True)
         reader = RsReader(folder / "by torch")
         dcp.load(by_torch, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
@@ -89,7 +100,9 @@ def open_and_convert(folder: Path, on_meta: Callable[[], AbstractContextManager[
             opened = {name: checkpoint[name] for name in checkpoint}
             rows = checkpoint.get_slice("strided")[1:3]
             streamed = dict(checkpoint.stream())
-        dcp_rs.convert(folder / "saved", out=folder / "half.safetensors", dtype=torch.float16, exclude="number")
+        dcp_rs.convert(
+            folder / "saved", out=folder / "half.safetensors", dtype=torch.float16, exclude="number"
+        )
         dcp_rs.convert(folder / "saved", out=folder / "all.pt")
         dcp_rs.convert(folder / "saved", out=folder / "stock", to="dcp")
         halves = dcp_rs.load_file(folder / "half.safetensors")

@@ -43,7 +43,9 @@ def test_a_wheel_that_lacks_something(tmp_path, missing):
 
 
 def test_a_wheel_with_something_else(tmp_path):
-    assert faults(tmp_path, WHOLE | {"tests/test_dist.py": ""}) == ["tests/test_dist.py does not belong there"]
+    assert faults(tmp_path, WHOLE | {"tests/test_dist.py": ""}) == [
+        "tests/test_dist.py does not belong there"
+    ]
 
 
 def test_a_licence_that_is_not_allowed(tmp_path):
@@ -65,7 +67,10 @@ def test_a_licence_that_is_not_allowed(tmp_path):
     ],
 )
 def test_licences(expression, holds):
-    assert dist.allows(expression, ["MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "Zlib"]) is holds
+    assert (
+        dist.allows(expression, ["MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "Zlib"])
+        is holds
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,11 @@ from support.object_server import Fault, object_server
 from support.places import ROOT
 
 DOCS = ROOT / "docs" / "errors.md"
-CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.DcpRsError)]
+CLASSES = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, errors.DcpRsError)
+]
 
 
 def not_found(path):
@@ -54,7 +58,9 @@ def corrupt_index(path):
 
 def quantized(path):
     save_rs({"m.weight": torch.ones(2, 2)}, path)
-    (path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
+    (path / "config.json").write_text(
+        '{"quantization_config": {"quant_method": "gptq", "bits": 4}}'
+    )
     dcp_rs.open(path, dequantize=True)
 
 
@@ -161,9 +167,13 @@ def unclear(path):
         dcp_rs.save(state, server.url("ckpt"), storage_options=options, no_dist=True)
 
         def is_index(request):
-            return request.key.endswith("index.dcprs") and (request.method == "PUT" or not server.faults[0].times)
+            return request.key.endswith("index.dcprs") and (
+                request.method == "PUT" or not server.faults[0].times
+            )
 
-        server.faults.append(Fault(lose=True, matches=lambda request: request.method == "PUT" and is_index(request)))
+        server.faults.append(
+            Fault(lose=True, matches=lambda request: request.method == "PUT" and is_index(request))
+        )
         server.faults.append(Fault(reset=True, matches=is_index, times=None))
         dcp_rs.save(state, server.url("ckpt"), storage_options=options, no_dist=True)
 
@@ -215,15 +225,24 @@ def test_it_is_raised_with_what_one_needs_to_know(ckpt, cls):
     assert len(str(error)) > 15
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is cls
-    assert (str(copy), copy.path, copy.tensor, copy.offset) == (str(error), error.path, error.tensor, error.offset)
-    assert error.path or error.tensor or cls in (errors.InternalError, errors.RankLostError)  # which know of no file
+    assert (str(copy), copy.path, copy.tensor, copy.offset) == (
+        str(error),
+        error.path,
+        error.tensor,
+        error.offset,
+    )
+    assert (
+        error.path or error.tensor or cls in (errors.InternalError, errors.RankLostError)
+    )  # which know of no file
     if error.tensor:
         assert error.tensor in str(error)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_it_is_documented(cls):
-    section = re.search(rf"^## `{cls.__name__}`.*?(?=^## |\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    section = re.search(
+        rf"^## `{cls.__name__}`.*?(?=^## |\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL
+    )
     assert section, f"docs/errors.md has no section {cls.__name__}"
     if cls is not errors.DcpRsError:
         assert "**Cause.**" in section[0]
@@ -246,7 +265,11 @@ def test_the_rank_is_named(ckpt):
 def test_the_core_raises_no_class_of_its_own(ckpt):
     save_rs({"w": torch.ones(1)}, ckpt)
     index = _core.Index.open(str(ckpt), None, False)
-    for call in (lambda: index.tensor(99), lambda: index.check_files([99]), lambda: index.first_chunk(99)):
+    for call in (
+        lambda: index.tensor(99),
+        lambda: index.check_files([99]),
+        lambda: index.first_chunk(99),
+    ):
         with pytest.raises(errors.DcpRsError):
             call()
 
@@ -254,10 +277,28 @@ def test_the_core_raises_no_class_of_its_own(ckpt):
 @pytest.mark.parametrize(
     ("call", "tensor"),
     [
-        (lambda index, memory: index.read_chunks([_core.Fill(0, [0], [9], memory, [1])], **ENGINE), "w"),
-        (lambda index, memory: index.read_regions([_core.Fill(0, [3], [9], memory, [1])], **ENGINE), "w"),
-        (lambda index, memory: index.read_regions([_core.Fill(0, [0], [4], memory, [0])], **ENGINE), "w"),
-        (lambda index, memory: index.read_regions([_core.Fill(0, [0], [4], 0, [1])], **ENGINE), "w"),
+        (
+            lambda index, memory: index.read_chunks(
+                [_core.Fill(0, [0], [9], memory, [1])], **ENGINE
+            ),
+            "w",
+        ),
+        (
+            lambda index, memory: index.read_regions(
+                [_core.Fill(0, [3], [9], memory, [1])], **ENGINE
+            ),
+            "w",
+        ),
+        (
+            lambda index, memory: index.read_regions(
+                [_core.Fill(0, [0], [4], memory, [0])], **ENGINE
+            ),
+            "w",
+        ),
+        (
+            lambda index, memory: index.read_regions([_core.Fill(0, [0], [4], 0, [1])], **ENGINE),
+            "w",
+        ),
         (lambda index, _: index.touching(0, [0], [9]), "w"),
         (lambda index, _: index.locate([("w", [3], None)]), "w"),
         (lambda index, _: index.locate([("unknown", None, None)]), "unknown"),
@@ -282,12 +323,18 @@ class OnItems(RsSavePlanner):
 
 
 @pytest.mark.parametrize(
-    "value", [lambda: 0, threading.Lock(), {"deep": [threading.Lock()]}], ids=["function", "lock", "deep"]
+    "value",
+    [lambda: 0, threading.Lock(), {"deep": [threading.Lock()]}],
+    ids=["function", "lock", "deep"],
 )
 @pytest.mark.parametrize("planner", [None, OnItems()])
 def test_a_value_that_does_not_pickle_is_named(ckpt, value, planner):
-    with pytest.raises(errors.UnsupportedError, match=r"value 'trainer\.thing.*' \(.*\) cannot be pickled: ") as raised:
-        dcp_rs.save({"w": torch.ones(1), "trainer": {"thing": value}}, ckpt, no_dist=True, planner=planner)
+    with pytest.raises(
+        errors.UnsupportedError, match=r"value 'trainer\.thing.*' \(.*\) cannot be pickled: "
+    ) as raised:
+        dcp_rs.save(
+            {"w": torch.ones(1), "trainer": {"thing": value}}, ckpt, no_dist=True, planner=planner
+        )
     assert raised.value.tensor.startswith("trainer.thing")
     assert list(ckpt.iterdir()) == []
 
@@ -296,7 +343,9 @@ def save_or_fail(path, how):
     """Both ranks go to different places that are no folders, or one of them does."""
     if how == "both":
         return dcp_rs.save({"w": torch.ones(1)}, path / "file" / str(dist.get_rank()))
-    return dcp_rs.save({"w": torch.ones(1)}, path / ("file" if dist.get_rank() else "folder") / "ckpt")
+    return dcp_rs.save(
+        {"w": torch.ones(1)}, path / ("file" if dist.get_rank() else "folder") / "ckpt"
+    )
 
 
 def test_an_error_of_the_system_on_one_rank_is_that_error_on_all(tmp_path):
@@ -309,7 +358,9 @@ def test_an_error_of_the_system_on_one_rank_is_that_error_on_all(tmp_path):
         assert outcome.error.__notes__ == [f"raised on ranks 0, 1; this is rank {rank}'s"]
 
 
-@pytest.mark.parametrize("save", [dcp_rs.save, lambda *args, **more: dcp_rs.async_save(*args, **more).result()])
+@pytest.mark.parametrize(
+    "save", [dcp_rs.save, lambda *args, **more: dcp_rs.async_save(*args, **more).result()]
+)
 def test_an_error_of_the_system_in_one_process_is_that_error(tmp_path, save):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(NotADirectoryError):

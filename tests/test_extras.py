@@ -28,6 +28,10 @@ assert into["w"].tolist() == [0, 1, 2, 3]
 assert dcp_rs.verify(path)
 """
     done = programs.run(
-        [sys.executable, "-c", WITHOUT + code], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", WITHOUT + code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr

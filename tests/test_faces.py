@@ -42,11 +42,26 @@ def test_a_type_checker_finds_every_typo(tmp_path):
     pytest.importorskip("mypy")
     file = tmp_path / "typos.py"
     file.write_text(TYPOS)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=850, check=False)
-    found = {int(number): code for number, code in re.findall(r"typos\.py:(\d+): error: .*\[([\w-]+)\]", done.stdout)}
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        str(ROOT / ".mypy_cache"),
+        str(file),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=850, check=False
+    )
+    found = {
+        int(number): code
+        for number, code in re.findall(r"typos\.py:(\d+): error: .*\[([\w-]+)\]", done.stdout)
+    }
     expected = {
-        number: line.partition("#")[2].split() for number, line in enumerate(TYPOS.splitlines(), 1) if "#" in line
+        number: line.partition("#")[2].split()
+        for number, line in enumerate(TYPOS.splitlines(), 1)
+        if "#" in line
     }
     assert set(found) == set(expected), done.stdout
     assert all(found[number] in codes for number, codes in expected.items()), done.stdout
@@ -68,7 +83,9 @@ def test_reprs_say_something_in_a_line(ckpt):
         part = arrays.get_slice("layer.weight")
     converted = dcp_rs.convert(ckpt, ckpt.parent / "copy")
     shown = {
-        repr(RsReader(ckpt, io="mmap", verify=True)): f"RsReader(path='{ckpt}', io='mmap', verify=True)",
+        repr(
+            RsReader(ckpt, io="mmap", verify=True)
+        ): f"RsReader(path='{ckpt}', io='mmap', verify=True)",
         repr(RsWriter(ckpt, fsync=False)): f"RsWriter(path='{ckpt}', fsync=False)",
         repr(
             RsLoadPlanner(include="layer.*", dtype=torch.float16)
@@ -76,14 +93,22 @@ def test_reprs_say_something_in_a_line(ckpt):
         repr(RsSavePlanner(exclude=["a"])): "RsSavePlanner(exclude=['a'])",
         repr(opened): f"Checkpoint('{ckpt}/index.dcprs', 2 entries, device='cpu')",
         repr(arrays): f"NumpyCheckpoint('{ckpt}/index.dcprs', 2 entries, closed)",
-        repr(opened.get_slice("layer.weight")): "TensorSlice('layer.weight', float32, shape=[4, 2])",
+        repr(
+            opened.get_slice("layer.weight")
+        ): "TensorSlice('layer.weight', float32, shape=[4, 2])",
         repr(part): "ArraySlice('layer.weight', float32, shape=[4, 2])",
-        repr(dcp_rs.LoadReport(missing=["a", "b", "c"])): "LoadReport(missing=<3: 'a', 'b' and 1 more>)",
+        repr(
+            dcp_rs.LoadReport(missing=["a", "b", "c"])
+        ): "LoadReport(missing=<3: 'a', 'b' and 1 more>)",
         repr(dcp_rs.CleanReport()): "CleanReport()",
     }
     assert list(shown) == list(shown.values())
-    assert re.fullmatch(r"ConvertReport\(written=<2: .*>, bytes=.*, files=1, seconds=.*\)", repr(converted))
-    assert re.fullmatch(r"VerifyReport\(bytes_verified=.* k?B, entries=2, seconds=.*\)", repr(dcp_rs.verify(ckpt)))
+    assert re.fullmatch(
+        r"ConvertReport\(written=<2: .*>, bytes=.*, files=1, seconds=.*\)", repr(converted)
+    )
+    assert re.fullmatch(
+        r"VerifyReport\(bytes_verified=.* k?B, entries=2, seconds=.*\)", repr(dcp_rs.verify(ckpt))
+    )
 
 
 def test_a_repr_of_many_names_is_short():

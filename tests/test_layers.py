@@ -45,22 +45,33 @@ def imports(path: Path) -> dict[str, set[str]]:
     """What a module imports of the package as soon as it is imported, and (under "later") what it imports when something is called."""
     found: dict[str, set[str]] = {"now": set(), "later": set()}
     tree = ast.parse(path.read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    within = {id(inner) for function in functions for inner in ast.walk(function) if inner is not function}
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    within = {
+        id(inner) for function in functions for inner in ast.walk(function) if inner is not function
+    }
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dcp_rs":
             base = (node.module or "").partition(".")[2]
             names = [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = [alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "dcp_rs"]
+            names = [
+                alias.name.partition(".")[2]
+                for alias in node.names
+                if alias.name.split(".")[0] == "dcp_rs"
+            ]
         found["later" if id(node) in within else "now"].update(filter(None, names))
     return found
 
 
 def modules() -> dict[str, Path]:
     paths = PACKAGE.rglob("*.py")
-    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
 
 
 def home(name: str, known: Collection[str]) -> str:
@@ -80,13 +91,19 @@ def upward(module: str, path: Path) -> list[str]:
             if there not in floor:  # what __init__ gives by name: `from dcp_rs import load`
                 there = "__init__"
             # The package's own __init__ brings in what it gives when that is first asked for.
-            if there != here and not (here == "__init__" and when == "later") and floor[here] >= floor[there]:
+            if (
+                there != here
+                and not (here == "__init__" and when == "later")
+                and floor[here] >= floor[there]
+            ):
                 found.append(f"{module} imports {name} ({when})")
     return found
 
 
 def test_imports_go_down():
-    assert [wrong for module, path in sorted(modules().items()) for wrong in upward(module, path)] == []
+    assert [
+        wrong for module, path in sorted(modules().items()) for wrong in upward(module, path)
+    ] == []
 
 
 def test_nothing_is_imported_in_a_circle():

@@ -36,7 +36,9 @@ def world(tmp_path_factory):
     save_rs({f"layers.{i}.weight": torch.ones(1) for i in (77, 777, 13777)}, folder / "deep")
     for part in ("unet", "vae"):
         (folder / "pipeline" / part).mkdir(parents=True)
-        dcp_rs.save_file({"w": torch.ones(1)}, folder / "pipeline" / part / "diffusion_pytorch_model.safetensors")
+        dcp_rs.save_file(
+            {"w": torch.ones(1)}, folder / "pipeline" / part / "diffusion_pytorch_model.safetensors"
+        )
     (folder / "pipeline" / "model_index.json").write_text("{}")
     (folder / "notes.txt").write_text("lr 3e-4")
     save_stock(MODEL, folder / "stock")
@@ -181,7 +183,9 @@ def heard():
         print(f"{what:44} {error:24} {said}")
 
 
-@pytest.mark.parametrize(("what", "make", "error", "words"), MISTAKES, ids=[mistake[0] for mistake in MISTAKES])
+@pytest.mark.parametrize(
+    ("what", "make", "error", "words"), MISTAKES, ids=[mistake[0] for mistake in MISTAKES]
+)
 def test_the_message_says_what_to_do(what, make, error, words, world, heard, monkeypatch, capfd):
     monkeypatch.chdir(world / "empty")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -228,4 +232,10 @@ def test_the_nearest_of_many_is_found_at_once():
 
 
 def test_a_person_counts():
-    assert sorted(["m.10.a", "m.2", "m.2.a", "m", "n"], key=natural) == ["m", "m.2", "m.2.a", "m.10.a", "n"]
+    assert sorted(["m.10.a", "m.2", "m.2.a", "m", "n"], key=natural) == [
+        "m",
+        "m.2",
+        "m.2.a",
+        "m.10.a",
+        "n",
+    ]

@@ -1,6 +1,7 @@
 """What is saved comes back bit for bit, for every kind of value that a state dict holds.
 
-The destinations differ from what was saved in every byte, and stock DCP says what it makes of the same state.
+The destinations differ from what was saved in every byte, and stock DCP says what it makes of the
+same state.
 """
 
 import collections
@@ -66,7 +67,9 @@ def test_both_ways_of_writing_store_the_same(tmp_path, mode):
 @pytest.mark.parametrize("make", [shapes_state, nested_state, strange_names_state])
 def test_stock_dcp_makes_the_same_of_it(tmp_path, make):
     state = make()
-    assert_state_equal(through_rs(state, tmp_path / "ours"), through_stock(state, tmp_path / "stock"))
+    assert_state_equal(
+        through_rs(state, tmp_path / "ours"), through_stock(state, tmp_path / "stock")
+    )
 
 
 def test_sizes_around_the_block_of_a_digest(ckpt):
@@ -97,7 +100,9 @@ def test_lazy_conjugation_and_negation_are_carried_out(ckpt, dtype):
     for name, value in got.items():
         assert torch.equal(
             torch.view_as_real(value) if value.is_complex() else value,
-            torch.view_as_real(state[name].resolve_conj()) if value.is_complex() else state[name].resolve_neg(),
+            torch.view_as_real(state[name].resolve_conj())
+            if value.is_complex()
+            else state[name].resolve_neg(),
         ), name
 
 
@@ -114,7 +119,9 @@ def test_tensors_of_one_element_with_odd_strides(ckpt, limit):
     }
     save_rs(state, ckpt, max_inflight_bytes=limit)
     got = load_rs(blank(state), ckpt, max_inflight_bytes=limit)
-    assert_state_equal(got, {name: value.resolve_conj().resolve_neg() for name, value in state.items()})
+    assert_state_equal(
+        got, {name: value.resolve_conj().resolve_neg() for name, value in state.items()}
+    )
 
 
 def test_a_destination_may_be_conjugated_or_negated(ckpt):
@@ -174,7 +181,9 @@ def test_an_optimizer_resumes_where_it_was(tmp_path):
     got = load_rs({"net": other_net.state_dict(), "optimizer": other.state_dict()}, tmp_path)
     save_stock(want, tmp_path / "stock")
     other_net, other = trained(1)
-    stock = load_stock({"net": other_net.state_dict(), "optimizer": other.state_dict()}, tmp_path / "stock")
+    stock = load_stock(
+        {"net": other_net.state_dict(), "optimizer": other.state_dict()}, tmp_path / "stock"
+    )
     assert_state_equal(got, stock)
 
 

@@ -223,7 +223,9 @@ def test_fresh_processes_know_nothing_of_earlier_calls():
 def begin_a_second_group():
     if dist.get_rank() == 0:
         dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1", timeout=timedelta(seconds=1))
+        dist.init_process_group(
+            "gloo", init_method="tcp://127.0.0.1:1", timeout=timedelta(seconds=1)
+        )
 
 
 def test_a_rank_whose_group_failed_to_form_is_replaced():

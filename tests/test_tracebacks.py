@@ -85,7 +85,13 @@ def test_what_may_be_a_defect_keeps_all_frames(error):
     def fail(*_, **__):
         raise error
 
-    fail = type(fail)(fail.__code__, {**globals(), "__name__": "dcp_rs.engine.made_up"}, "fail", None, fail.__closure__)
+    fail = type(fail)(
+        fail.__code__,
+        {**globals(), "__name__": "dcp_rs.engine.made_up"},
+        "fail",
+        None,
+        fail.__closure__,
+    )
     with pytest.raises(type(error)) as raised:
         fail()
     before = frames(raised.value)

@@ -14,7 +14,8 @@ from harness.states import Pattern, model_shapes, size_of
 import dcp_rs
 
 LIMIT = "limit: O_DIRECT, 16 in flight"
-#: What the disk gives to a reader that keeps nothing: harder, since small buffers used again stay in caches.
+#: What the disk gives to a reader that keeps nothing: harder, since small buffers used again stay
+#: in caches.
 DRAIN = "limit: O_DIRECT, 16 in flight, kept nowhere"
 VERIFY = "dcp_rs.verify"
 
@@ -28,7 +29,9 @@ def run(context: Context) -> list[Row]:
     state = pattern.blank()
 
     def cold(name: str, load: Callable[[Path, loaders.State], None], path: Path) -> Contender:
-        return loaders.loads(name, load, path, state, pattern, before=lambda: page_cache.drop(path), warm_up=False)
+        return loaders.loads(
+            name, load, path, state, pattern, before=lambda: page_cache.drop(path), warm_up=False
+        )
 
     def verify() -> None:
         found = dcp_rs.verify(native)
@@ -39,7 +42,10 @@ def run(context: Context) -> list[Row]:
 
         def limited(name: str, word: str) -> Contender:
             return Contender(
-                name, lambda: ask_limit(limit, word), before=lambda: page_cache.drop(native), warm_up=False
+                name,
+                lambda: ask_limit(limit, word),
+                before=lambda: page_cache.drop(native),
+                warm_up=False,
             )
 
         times = measure(

@@ -94,7 +94,11 @@ def _convert(context: Context) -> list[Row]:
 
         return Contender(CONVERT + target, convert, before=remove, verify=check)
 
-    times = measure([*map(converts, TARGETS), Contender(COPY, copy, before=remove)], **context.pairs)
+    times = measure(
+        [*map(converts, TARGETS), Contender(COPY, copy, before=remove)], **context.pairs
+    )
     remove()
     case = f"convert {size_of(pattern.nbytes)}"
-    return [versus(case, times, CONVERT + target, COPY, reach=round(1 / 1.3, 2)) for target in TARGETS]
+    return [
+        versus(case, times, CONVERT + target, COPY, reach=round(1 / 1.3, 2)) for target in TARGETS
+    ]

@@ -64,7 +64,9 @@ def _reports(context: Context) -> list[Row]:
 
     def load(level: int) -> None:
         with _logging(level):
-            dcp_rs.load_state_dict(state, dcp_rs.RsReader(path), no_dist=True, planner=dcp_rs.RsLoadPlanner())
+            dcp_rs.load_state_dict(
+                state, dcp_rs.RsReader(path), no_dist=True, planner=dcp_rs.RsLoadPlanner()
+            )
 
     times = measure(
         [
@@ -107,7 +109,13 @@ def _statistics(context: Context) -> list[Row]:
     for warmth, before in (("warm", page_cache.warm), ("cold", page_cache.drop)):
         times = measure(
             [
-                Contender(name, run, before=lambda before=before: before(path), verify=verify, warm_up=warmth == "warm")
+                Contender(
+                    name,
+                    run,
+                    before=lambda before=before: before(path),
+                    verify=verify,
+                    warm_up=warmth == "warm",
+                )
                 for name, run, verify in ((STATS, ours, check), (READ, read, lambda: None))
             ],
             **context.pairs,

@@ -32,7 +32,10 @@ def run(context: Context) -> list[Row]:
         targets = (100.0, 64.0) if name == OURS else (None, None)
         case = f"{warmth}, extra anonymous memory while loading {amount}"
         try:
-            extra = [_extra(context, warmth, name, path) for _ in range(min(ROUNDS, context.pairs["rounds"]))]
+            extra = [
+                _extra(context, warmth, name, path)
+                for _ in range(min(ROUNDS, context.pairs["rounds"]))
+            ]
         except RuntimeError as error:
             rows.append(Row(case, name, reach=targets[0], stretch=targets[1], error=str(error)))
             continue

@@ -46,12 +46,15 @@ def run(context: Context) -> list[Row]:
         state = pattern.blank()
         loaders.ours(out, state)
         for name in pattern.shapes:
-            # The mean of equal numbers is the number: a quarter of each is exact. The pattern is random bits.
+            # The mean of equal numbers is the number: a quarter of each is exact. The pattern is
+            # random bits.
             got, want = state[name], pattern.view(name)
             assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)), f"{name} is not the mean"
 
     def contender(name: str, work: Callable[[], None]) -> Contender:
-        return Contender(name, work, before=lambda: shutil.rmtree(out, ignore_errors=True), verify=check)
+        return Contender(
+            name, work, before=lambda: shutil.rmtree(out, ignore_errors=True), verify=check
+        )
 
     def merge(path: Path) -> None:
         dcp_rs.merge([path] * INPUTS, out)

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_rs import _core
 
-#: Rows that each rank holds of every tensor, and columns. Nobody reads the data: it is small, so that it need not be large.
+#: Rows that each rank holds of every tensor, and columns. Nobody reads the data: it is small, so
+#: that it need not be large.
 ROWS, COLUMNS = 2, 8
 
 OURS = "dcp_rs"
@@ -47,7 +48,12 @@ def write_rank(path: Path, fqns: int, rank: int, ranks: int) -> bytes:
     shape = (ROWS * ranks, COLUMNS)
     items = [
         _core.SaveItem(
-            name, payload.nbytes, dtype="float32", shape=shape, offsets=(ROWS * rank, 0), sizes=(ROWS, COLUMNS)
+            name,
+            payload.nbytes,
+            dtype="float32",
+            shape=shape,
+            offsets=(ROWS * rank, 0),
+            sizes=(ROWS, COLUMNS),
         )
         for name in names(fqns)
     ]

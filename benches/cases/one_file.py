@@ -12,8 +12,16 @@ from safetensors.torch import load_file, save_file
 
 import dcp_rs
 
-LOAD, VIEW, THEIR_LOAD = "dcp_rs.load_file", 'dcp_rs.load_file(backend="mmap")', "safetensors load_file"
-SAVE, DURABLE, THEIR_SAVE = "dcp_rs.save_file, fsync=False", "dcp_rs.save_file", "safetensors save_file"
+LOAD, VIEW, THEIR_LOAD = (
+    "dcp_rs.load_file",
+    'dcp_rs.load_file(backend="mmap")',
+    "safetensors load_file",
+)
+SAVE, DURABLE, THEIR_SAVE = (
+    "dcp_rs.save_file, fsync=False",
+    "dcp_rs.save_file",
+    "safetensors save_file",
+)
 
 
 def run(context: Context) -> list[Row]:
@@ -65,7 +73,11 @@ def run(context: Context) -> list[Row]:
         THEIR_SAVE: lambda: save_file(state, written),
     }
     save_times = measure(
-        [Contender(name, save, before=remove, verify=check_written) for name, save in saves.items()], **context.pairs
+        [
+            Contender(name, save, before=remove, verify=check_written)
+            for name, save in saves.items()
+        ],
+        **context.pairs,
     )
     remove()
     case = f"one file, {size_of(pattern.nbytes)}"

@@ -16,7 +16,8 @@ from harness.pairs import Contender, measure
 from harness.rows import Row, versus
 from harness.states import Pattern, model_shapes, size_of
 
-#: What to install for each loader of `workers/peer_worker.py`. safetensors' own pre-release prefetches on CUDA only.
+#: What to install for each loader of `workers/peer_worker.py`. safetensors' own pre-release
+#: prefetches on CUDA only.
 PACKAGES = {
     "safetensors": ["safetensors>=0.9.0rc1", "--prerelease=allow"],
     "fastsafetensors": ["fastsafetensors"],
@@ -47,7 +48,9 @@ def _pair(context: Context, loader: str, pattern: Pattern, native: Path) -> list
     with ExitStack() as stack:
         try:
             python = install(context, loader)
-            peer = stack.enter_context(worker("peer_worker", loader, native.parent, context.size, python=python))
+            peer = stack.enter_context(
+                worker("peer_worker", loader, native.parent, context.size, python=python)
+            )
             prepared = peer.ask("prepare")
         except (subprocess.CalledProcessError, RuntimeError) as error:
             reason = f"does not install or run here: {error}"
@@ -57,7 +60,9 @@ def _pair(context: Context, loader: str, pattern: Pattern, native: Path) -> list
         page_cache.sync(*files)
         rows = []
         for warmth, prepare in (("warm", page_cache.warm), ("cold", page_cache.drop)):
-            ours = loaders.loads(OURS, loaders.ours, native, state, pattern, before=partial(prepare, native))
+            ours = loaders.loads(
+                OURS, loaders.ours, native, state, pattern, before=partial(prepare, native)
+            )
             theirs = Contender(
                 name,
                 lambda: peer.seconds("load"),

@@ -83,7 +83,9 @@ def _waiting(context: Context) -> list[Row]:
         library = Path(scratch, "slow_open.so")
         source = BENCHES / "workers" / "slow_open.c"
         try:
-            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+            subprocess.run(
+                ["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True
+            )
         except FileNotFoundError:
             return [Row(case, loaders.OURS, DELAYS, skipped=True, note="there is no C compiler")]
         script = BENCHES / "workers" / "files_worker.py"
@@ -136,11 +138,21 @@ def _overlay(context: Context) -> list[Row]:
     state = pattern.blank()
     with _mounted(native) as merged:
         if merged is None:
-            return [Row(case, OVERLAY, loaders.OURS, skipped=True, note="overlayfs cannot be mounted here")]
+            return [
+                Row(
+                    case,
+                    OVERLAY,
+                    loaders.OURS,
+                    skipped=True,
+                    note="overlayfs cannot be mounted here",
+                )
+            ]
 
         def warm(name: str, path: Path) -> Contender:
             # Each time: some machines take back what nobody looked at for a while.
-            return loaders.loads(name, loaders.ours, path, state, pattern, before=lambda: page_cache.warm(native))
+            return loaders.loads(
+                name, loaders.ours, path, state, pattern, before=lambda: page_cache.warm(native)
+            )
 
         times = measure([warm(OVERLAY, merged), warm(loaders.OURS, native)], **context.pairs)
     return [versus(case, times, OVERLAY, loaders.OURS, reach=0.95, stretch=1.0)]
@@ -150,9 +162,16 @@ def _processes(context: Context) -> list[Row]:
     """What a process takes beyond one that does nothing."""
     pattern = Pattern(small_shapes(16), torch.float32)
     path = checkpoints.torch_file(context.folder / "looked-at", pattern)
-    commands = {PASS: ["-c", "pass"], IMPORT: ["-c", "import dcp_rs"], LS: ["-m", "dcp_rs", "ls", path]}
-    # As everywhere but in containers that forbid it, modules are compiled once, in the first run, which is not counted.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    commands = {
+        PASS: ["-c", "pass"],
+        IMPORT: ["-c", "import dcp_rs"],
+        LS: ["-m", "dcp_rs", "ls", path],
+    }
+    # As everywhere but in containers that forbid it, modules are compiled once, in the first run,
+    # which is not counted.
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
 
     def contender(name: str) -> Contender:
         def start() -> None:
@@ -167,7 +186,10 @@ def _processes(context: Context) -> list[Row]:
             f"{name}, beyond `{PASS}`",
             name,
             "ms",
-            [(ours - least) * 1e3 for ours, least in zip(times[name].seconds, times[PASS].seconds, strict=True)],
+            [
+                (ours - least) * 1e3
+                for ours, least in zip(times[name].seconds, times[PASS].seconds, strict=True)
+            ],
             reach=60,
             stretch=30,
         )

@@ -38,7 +38,9 @@ def _save(path: Path, tensors: State) -> Path:
         path.mkdir(parents=True)
         save_file(tensors, path / "model.safetensors")
         weight_map = dict.fromkeys(tensors, "model.safetensors")
-        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     page_cache.warm(path)
     return path
 
@@ -87,9 +89,17 @@ def _fp8(context: Context) -> list[Row]:
     times = measure(
         [
             _contender(
-                DEQUANTIZED, state, expected, lambda: dcp_rs.load(state, quantized, dequantize=True, no_dist=True)
+                DEQUANTIZED,
+                state,
+                expected,
+                lambda: dcp_rs.load(state, quantized, dequantize=True, no_dist=True),
             ),
-            _contender(TORCHS, state, expected, lambda: dcp.load(state, storage_reader=reader, no_dist=True)),
+            _contender(
+                TORCHS,
+                state,
+                expected,
+                lambda: dcp.load(state, storage_reader=reader, no_dist=True),
+            ),
             Contender(PLAIN, _untimed(lambda: dcp_rs.load(state, plain, no_dist=True))),
         ],
         **context.pairs,
@@ -97,7 +107,9 @@ def _fp8(context: Context) -> list[Row]:
     what = f"{MATRICES} matrices, {size_of(MATRICES * dim * dim * 2)} of bf16"
     return [
         versus(f"FP8 blocks, {what}", times, DEQUANTIZED, TORCHS, reach=10, stretch=30),
-        versus(f"FP8 blocks beside bf16, {what}", times, DEQUANTIZED, PLAIN, reach=0.4, stretch=0.5),
+        versus(
+            f"FP8 blocks beside bf16, {what}", times, DEQUANTIZED, PLAIN, reach=0.4, stretch=0.5
+        ),
     ]
 
 
@@ -107,7 +119,9 @@ def _mxfp4(context: Context) -> list[Row]:
     shape = (MATRICES, dim, dim)
     blocks = torch.randint(0, 256, (MATRICES, dim, dim // 32, 16), dtype=torch.uint8)
     scales = torch.randint(100, 150, blocks.shape[:-1], dtype=torch.uint8)
-    path = _save(context.folder / f"mxfp4-{dim}", {"experts_blocks": blocks, "experts_scales": scales})
+    path = _save(
+        context.folder / f"mxfp4-{dim}", {"experts_blocks": blocks, "experts_scales": scales}
+    )
     reader = QuantizedHuggingFaceStorageReader(str(path), target_dtype=torch.bfloat16)
     request = SimpleNamespace(storage_offsets=(0, 0, 0), lengths=shape)
 
@@ -119,7 +133,12 @@ def _mxfp4(context: Context) -> list[Row]:
     state = _blank(expected)
     times = measure(
         [
-            _contender(DEQUANTIZED, state, expected, lambda: dcp_rs.load(state, path, dequantize=True, no_dist=True)),
+            _contender(
+                DEQUANTIZED,
+                state,
+                expected,
+                lambda: dcp_rs.load(state, path, dequantize=True, no_dist=True),
+            ),
             _contender(
                 TORCHS_KERNEL,
                 state,
@@ -135,15 +154,21 @@ def _mxfp4(context: Context) -> list[Row]:
 
 def _stacked(context: Context) -> list[Row]:
     dim = context.sizes.reshard_dim // 8
-    experts = {f"experts.{number}.w": torch.randn(dim, 2 * dim).bfloat16() for number in range(EXPERTS)}
+    experts = {
+        f"experts.{number}.w": torch.randn(dim, 2 * dim).bfloat16() for number in range(EXPERTS)
+    }
     path = _save(context.folder / f"experts-{dim}", experts)
     experts = load_file(path / "model.safetensors")
-    joined = {"experts.w": torch.stack([experts[f"experts.{number}.w"] for number in range(EXPERTS)])}
+    joined = {
+        "experts.w": torch.stack([experts[f"experts.{number}.w"] for number in range(EXPERTS)])
+    }
     state, alone = _blank(joined), _blank(experts)
     views = [dcp_rs.Stack("experts.{n}.w", into="experts.w")]
     times = measure(
         [
-            _contender(STACKED, state, joined, lambda: dcp_rs.load(state, path, views=views, no_dist=True)),
+            _contender(
+                STACKED, state, joined, lambda: dcp_rs.load(state, path, views=views, no_dist=True)
+            ),
             _contender(ALONE, alone, experts, lambda: dcp_rs.load(alone, path, no_dist=True)),
         ],
         **context.pairs,

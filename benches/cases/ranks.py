@@ -30,14 +30,21 @@ def run(context: Context) -> list[Row]:
             ):  # each other matrices, whole: as if nobody else were there, and by the shape of what is wanted
                 loaders += [(OURS_ALONE, native), (OURS_SHARED, native)]
             times = measure(
-                [ranks.contender(name, path, lambda path=path: page_cache.drop(path)) for name, path in loaders],
+                [
+                    ranks.contender(name, path, lambda path=path: page_cache.drop(path))
+                    for name, path in loaders
+                ],
                 **context.pairs,
             )
             case = f"cold, {size_of(pattern.nbytes)}, {RANKS} ranks of a machine load {what}"
-            rows += [versus(case, times, OURS, STOCK), versus(case, times, OURS_STOCK_PLANNER, STOCK)]
+            rows += [
+                versus(case, times, OURS, STOCK),
+                versus(case, times, OURS_STOCK_PLANNER, STOCK),
+            ]
             if what == "stages":
                 rows += [
-                    versus(case, times, name, OURS_ALONE, reach=0.9, stretch=1.0) for name in (OURS, OURS_STOCK_PLANNER)
+                    versus(case, times, name, OURS_ALONE, reach=0.9, stretch=1.0)
+                    for name in (OURS, OURS_STOCK_PLANNER)
                 ]
                 rows.append(versus(case, times, OURS, OURS_SHARED))
     return rows
@@ -74,6 +81,7 @@ def together(context: Context) -> Iterator[Ranks]:
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(RANKS))
         processes = [
-            stack.enter_context(worker("rank_worker", rank, RANKS, store, context.size)) for rank in range(RANKS)
+            stack.enter_context(worker("rank_worker", rank, RANKS, store, context.size))
+            for rank in range(RANKS)
         ]
         yield Ranks(processes, pool)

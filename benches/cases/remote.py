@@ -1,6 +1,7 @@
 """Loads from a store and saves to one: a server of objects on the same machine, by itself and with 20 ms for each request.
 
-The server is that of the tests: threads of a Python process, which send from memory. It takes cores from the loaders, all alike.
+The server is that of the tests: threads of a Python process, which send from memory. It takes cores
+from the loaders, all alike.
 """
 
 import math
@@ -32,8 +33,20 @@ def run(context: Context) -> list[Row]:
     model = Pattern(model_shapes(context.sizes), torch.bfloat16)
     small = Pattern(small_shapes(context.sizes.small), torch.float32)
     return [
-        *_loads(context, "model", model, 0.0, {OBSTORE: (0.8, 0.95), FSSPEC: (8, 13), CONNECTOR: (2.5, 3.8)}),
-        *_loads(context, "model", model, LATENCY, {OBSTORE: (0.8, 0.95), FSSPEC: (5, 6), CONNECTOR: (3, 3.8)}),
+        *_loads(
+            context,
+            "model",
+            model,
+            0.0,
+            {OBSTORE: (0.8, 0.95), FSSPEC: (8, 13), CONNECTOR: (2.5, 3.8)},
+        ),
+        *_loads(
+            context,
+            "model",
+            model,
+            LATENCY,
+            {OBSTORE: (0.8, 0.95), FSSPEC: (5, 6), CONNECTOR: (3, 3.8)},
+        ),
         *_loads(context, "small", small, LATENCY, {FSSPEC: (40, 150)}),
         *_columns(context),
         *_opening(context, model),
@@ -47,7 +60,11 @@ def _case(pattern: Pattern, latency: float) -> str:
 
 
 def _loads(
-    context: Context, name: str, pattern: Pattern, latency: float, bounds: dict[str, tuple[float, float]]
+    context: Context,
+    name: str,
+    pattern: Pattern,
+    latency: float,
+    bounds: dict[str, tuple[float, float]],
 ) -> list[Row]:
     folder = context.folder / f"remote-{name}"
     native, stock = checkpoints.native(folder, pattern), checkpoints.stock(folder, pattern)
@@ -75,14 +92,18 @@ def _columns(context: Context) -> list[Row]:
     rows = []
     with stores.serving(0.0, native) as store, checkpoints.pretend_rank(RANK, LOADED_BY):
         options = StorageOptions.of(store.options())
-        index = open_index(stores.url(native), rank=None, allow_external=False, storage_options=options)
+        index = open_index(
+            stores.url(native), rank=None, allow_external=False, storage_options=options
+        )
         mesh = torch.distributed.init_device_mesh("cpu", (LOADED_BY,))
         fills, kept = [], []
         for name, shape in pattern.shapes.items():
             want = shard(pattern.view(name), 1, mesh)
             to = torch.empty(want.shape, dtype=want.dtype)
             offsets = [0, RANK * -(-shape[1] // LOADED_BY)]
-            fills.append(_core.Fill(index.find(name), offsets, want.shape, to.data_ptr(), to.stride()))
+            fills.append(
+                _core.Fill(index.find(name), offsets, want.shape, to.data_ptr(), to.stride())
+            )
             kept.append((want, to))
         store.counts()
         stats = index.read_regions(fills, **ReadOptions().engine())
@@ -93,7 +114,12 @@ def _columns(context: Context) -> list[Row]:
         told = "counted by the engine"
         rows.append(
             figure(
-                f"{case}: fetched for each byte wanted", OURS, "B/B", [stats.read / stats.wanted], reach=4.0, note=told
+                f"{case}: fetched for each byte wanted",
+                OURS,
+                "B/B",
+                [stats.read / stats.wanted],
+                reach=4.0,
+                note=told,
             )
         )
         # A file is never asked for in less than one.
@@ -109,7 +135,16 @@ def _opening(context: Context, pattern: Pattern) -> list[Row]:
         with dcp_rs.open(stores.url(native), storage_options=store.options()) as ckpt:
             assert set(ckpt.keys()) == set(pattern.shapes)
         asked = store.counts()["all"]
-    return [figure("requests for opening a checkpoint", "dcp_rs.open, s3://", "", [asked], reach=3, stretch=2)]
+    return [
+        figure(
+            "requests for opening a checkpoint",
+            "dcp_rs.open, s3://",
+            "",
+            [asked],
+            reach=3,
+            stretch=2,
+        )
+    ]
 
 
 def _memory(context: Context, pattern: Pattern) -> list[Row]:
@@ -121,7 +156,12 @@ def _memory(context: Context, pattern: Pattern) -> list[Row]:
     with stores.serving(LATENCY, native) as store:
         for _ in range(rounds):
             with Driven(
-                [sys.executable, BENCHES / "workers" / "load_worker.py", stores.url(native), context.size],
+                [
+                    sys.executable,
+                    BENCHES / "workers" / "load_worker.py",
+                    stores.url(native),
+                    context.size,
+                ],
                 **store.environment(),
             ) as process:
                 process.ask("prepare", "dcp_rs.load")

@@ -89,7 +89,8 @@ def _amounts(pattern: Pattern, native: Path) -> list[Row]:
     """Bytes read for each byte wanted, as the engine counts them, in every mode."""
     rows = []
     index = open_index(native, rank=None, allow_external=False)
-    # Past the page cache what lies between thin rows is read where that is quicker: there time is the measure.
+    # Past the page cache what lies between thin rows is read where that is quicker: there time is
+    # the measure.
     bounds = {"row": (1.05, 1.0), "column": (2.0, 1.5)}
     for dim, kind in ((0, "row"), (1, "column")):
         for io in ("mmap", "direct", "buffered"):
@@ -145,7 +146,10 @@ def _cold(context: Context, pattern: Pattern, native: Path, stock: Path) -> list
         **context.pairs,
     )
     case = _case(pattern, "cold")
-    rows = [versus(case, times, OURS, STOCK, reach=1.5, stretch=2), versus(case, times, OURS_SHARED, STOCK)]
+    rows = [
+        versus(case, times, OURS, STOCK, reach=1.5, stretch=2),
+        versus(case, times, OURS_SHARED, STOCK),
+    ]
     rows += [
         figure(
             f"cold, bytes the disk delivered for each byte wanted, column shard of {LOADED_BY}",

@@ -123,7 +123,9 @@ def _large(context: Context, pattern: Pattern) -> list[Row]:
             [
                 _saves(OURS, ours, loaders.ours, pattern, state, folder),
                 _saves(STOCK, stock, loaders.stock, pattern, state, folder),
-                _saves(OURS_STOCK_PLANNER, ours_stock_planner, loaders.ours, pattern, state, folder),
+                _saves(
+                    OURS_STOCK_PLANNER, ours_stock_planner, loaders.ours, pattern, state, folder
+                ),
                 Contender(
                     LIMIT,
                     lambda: ask_limit(limit, "write", limit_path, pattern.nbytes),

@@ -63,7 +63,9 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
     spread = statistics.pvariance(y)
     if spread == 0:
         return line.slope, 1.0
-    left = statistics.fmean((b - line.slope * a - line.intercept) ** 2 for a, b in zip(x, y, strict=True))
+    left = statistics.fmean(
+        (b - line.slope * a - line.intercept) ** 2 for a, b in zip(x, y, strict=True)
+    )
     return line.slope, 1 - left / spread
 
 
@@ -87,7 +89,9 @@ def _rows(what: str, ours: str, sizes: Sequence[int], took: Sequence[Took]) -> l
     note = f"R2 {fitted:.3f}; {took[-1].seconds / sizes[-1] * 1e9:.3g} ns each at the largest size"
     cpu = [one.cpu for one in took if one.cpu]
     if len(cpu) == len(sizes):
-        each = " / ".join(f"{1e9 * spent / size:.3g}" for size, spent in zip(sizes, cpu, strict=True))
+        each = " / ".join(
+            f"{1e9 * spent / size:.3g}" for size, spent in zip(sizes, cpu, strict=True)
+        )
         note += f"; of processor time: exponent {fit(sizes, cpu)[0]:.3f}, {each} ns each"
     law = Row(f"growth with {what}", ours, unit="exponent", value=exponent, note=note)
     return [*rows, law]
@@ -144,7 +148,9 @@ def chunks(context: Context) -> list[Row]:
 
 def ranks(context: Context) -> list[Row]:
     """As many FQNs, cut by ranks that grow."""
-    return _planned(context, "ranks that saved, plan of one rank", RANKS[context.size], by_chunks=False)
+    return _planned(
+        context, "ranks that saved, plan of one rank", RANKS[context.size], by_chunks=False
+    )
 
 
 def files(context: Context) -> list[Row]:
@@ -185,7 +191,9 @@ def _load_and_save(
     page_cache.warm(folder)
     state = pattern.blank()
     loads = [
-        _least(context, loaders.loads(name, load, path, state, pattern, warm_up=name == loaders.OURS))
+        _least(
+            context, loaders.loads(name, load, path, state, pattern, warm_up=name == loaders.OURS)
+        )
         for path, name, load in ways
     ]
     to = folder / "saved"
@@ -197,7 +205,9 @@ def _load_and_save(
     return loads, saved
 
 
-def _planned(context: Context, what: str, sizes: Sequence[tuple[int, int]], *, by_chunks: bool) -> list[Row]:
+def _planned(
+    context: Context, what: str, sizes: Sequence[tuple[int, int]], *, by_chunks: bool
+) -> list[Row]:
     ours: list[Took] = []
     stock: list[Took] = []
     for fqns, count in sizes:

@@ -50,7 +50,19 @@ def run(context: Context) -> list[Row]:
         case = f"{cache}, {len(pattern.shapes)} bf16 tensors, {size_of(pattern.nbytes)}"
         rows.append(versus(f"{case}: all cores", times, OURS, ONE))
         if not (times[EMPTY].error or times[OURS].error):
-            shares = [100 * least / all_ for least, all_ in zip(times[EMPTY].seconds, times[OURS].seconds, strict=True)]
+            shares = [
+                100 * least / all_
+                for least, all_ in zip(times[EMPTY].seconds, times[OURS].seconds, strict=True)
+            ]
             note = "Python, the index, planning, threads: all that is not bytes"
-            rows.append(figure(f"{case}: what does not grow with the bytes", EMPTY, "%", shares, reach=3, note=note))
+            rows.append(
+                figure(
+                    f"{case}: what does not grow with the bytes",
+                    EMPTY,
+                    "%",
+                    shares,
+                    reach=3,
+                    note=note,
+                )
+            )
     return rows

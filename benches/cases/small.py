@@ -22,7 +22,9 @@ def run(context: Context) -> list[Row]:
             loaders.loads(OURS, loaders.ours, native, state, pattern),
             loaders.loads(STOCK, loaders.stock, stock, state, pattern, warm_up=False),
             loaders.loads(OURS_STOCK_PLANNER, loaders.ours_stock_planner, native, state, pattern),
-            loaders.loads(HUGGING_FACE, loaders.hugging_face, hugging_face, state, pattern, warm_up=False),
+            loaders.loads(
+                HUGGING_FACE, loaders.hugging_face, hugging_face, state, pattern, warm_up=False
+            ),
             loaders.loads(SAFETENSORS, loaders.safetensors, hugging_face, state, pattern),
         ],
         **context.pairs,

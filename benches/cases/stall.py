@@ -24,7 +24,8 @@ DEFAULT = "async_save"
 STOCK = "dcp.async_save"
 STOCK_STAGED = "dcp.async_save, DefaultStager"
 
-#: Samples of a batch for each thousand columns of a layer: as long as a step of a real model takes, beside the copy of it.
+#: Samples of a batch for each thousand columns of a layer: as long as a step of a real model takes,
+#: beside the copy of it.
 BATCH = 64
 
 #: Saves, and gives what says when parameters may change, and when the checkpoint is there.
@@ -35,13 +36,16 @@ class Training:
     """A model that is trained, and saved once a step.
 
     Attributes:
-        returned, staged, step: seconds from the begin of a step until the save's call returned, until parameters might change, until the step was over; by contender.
+        returned, staged, step: seconds from the begin of a step until the save's call returned,
+            until parameters might change, until the step was over; by contender.
     """
 
     def __init__(self, context: Context) -> None:
         hidden = context.sizes.hidden
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(hidden, hidden, bias=False) for _ in range(context.sizes.layers)))
+        self.model = nn.Sequential(
+            *(nn.Linear(hidden, hidden, bias=False) for _ in range(context.sizes.layers))
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.batch = torch.randn(max(4, BATCH * hidden // 1000), hidden)
         self.path = context.folder / "stall"
@@ -77,12 +81,18 @@ class Training:
         waited = time.perf_counter() - waited
         self.optimizer.step()
         took = time.perf_counter() - begun
-        for measured, seconds in ((self.returned, returned), (self.staged, returned + waited), (self.step, took)):
+        for measured, seconds in (
+            (self.returned, returned),
+            (self.staged, returned + waited),
+            (self.step, took),
+        ):
             measured.setdefault(name, Times()).seconds.append(seconds)
         if saved is not None:
             saved.result()
             with dcp_rs.open(self.path) as checkpoint:
-                assert {key: _sum(checkpoint[key]) for key in checkpoint} == want, f"{name}: a torn checkpoint"
+                assert {key: _sum(checkpoint[key]) for key in checkpoint} == want, (
+                    f"{name}: a torn checkpoint"
+                )
         return took
 
 
@@ -111,7 +121,9 @@ def run(context: Context) -> list[Row]:
 
     def stock_staged(state: dict[str, torch.Tensor], path: Any) -> tuple[Future[Any], Future[Any]]:
         writer = dcp.FileSystemWriter(path)
-        response = dcp.async_save(state, storage_writer=writer, async_stager=stock_stager, no_dist=True)
+        response = dcp.async_save(
+            state, storage_writer=writer, async_stager=stock_stager, no_dist=True
+        )
         assert isinstance(response, AsyncSaveResponse)
         return response.staging_completion, response.upload_completion
 
@@ -123,7 +135,8 @@ def run(context: Context) -> list[Row]:
         STOCK_STAGED: stock_staged,
     }
     contenders = [
-        Contender(name, lambda name=name, save=save: training.run(name, save)) for name, save in saves.items()
+        Contender(name, lambda name=name, save=save: training.run(name, save))
+        for name, save in saves.items()
     ]
     errors = {name: times.error for name, times in measure(contenders, **context.pairs).items()}
     stock_stager.close()
@@ -151,5 +164,7 @@ def run(context: Context) -> list[Row]:
     for name in (OURS, DEFAULT, STOCK, STOCK_STAGED):
         if errors[name] is None and errors[NONE] is None:
             pairs = zip(training.step[name].seconds, training.step[NONE].seconds, strict=False)
-            rows.append(figure(case, name, "%", [100 * (saved / without - 1) for saved, without in pairs]))
+            rows.append(
+                figure(case, name, "%", [100 * (saved / without - 1) for saved, without in pairs])
+            )
     return rows

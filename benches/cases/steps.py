@@ -20,7 +20,8 @@ KNOWN = "parent=, reuse="
 DIGEST = "parent="
 FROZEN = "backbone.*"
 
-#: Matrices of the backbone, and adapters of each, which are one in so many parts of it with their two moments.
+#: Matrices of the backbone, and adapters of each, which are one in so many parts of it with their
+#: two moments.
 MATRICES = 15
 PARTS = 100
 
@@ -89,7 +90,9 @@ def run(context: Context) -> list[Row]:
             contender(KNOWN, ours(parent=told, reuse=FROZEN)),
             contender(
                 STOCK,
-                lambda: dcp.save(lora.state, storage_writer=dcp.FileSystemWriter(lora.path), no_dist=True),
+                lambda: dcp.save(
+                    lora.state, storage_writer=dcp.FileSystemWriter(lora.path), no_dist=True
+                ),
             ),
         ],
         **context.pairs,

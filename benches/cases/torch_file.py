@@ -35,7 +35,13 @@ IMPORT = "python -c 'import torch'"
 
 
 def run(context: Context) -> list[Row]:
-    return [*_large(context), *_small(context), *_one_of_four(context), *_four(context), *_ls(context)]
+    return [
+        *_large(context),
+        *_small(context),
+        *_one_of_four(context),
+        *_four(context),
+        *_ls(context),
+    ]
 
 
 def mapped(path: Path, state: loaders.State) -> None:
@@ -130,8 +136,13 @@ def _four(context: Context) -> list[Row]:
     page_cache.warm(path)
     with together(context) as ranks:
         ranks.ask("want", "rows")
-        times = measure([ranks.contender(name, path, warm_up=True) for name in (OURS, BROADCAST)], **context.pairs)
-    case = f"torch.save, warm, {size_of(pattern.nbytes)}, {RANKS} ranks of a machine take their rows"
+        times = measure(
+            [ranks.contender(name, path, warm_up=True) for name in (OURS, BROADCAST)],
+            **context.pairs,
+        )
+    case = (
+        f"torch.save, warm, {size_of(pattern.nbytes)}, {RANKS} ranks of a machine take their rows"
+    )
     return [versus(case, times, OURS, BROADCAST, reach=3, stretch=8)]
 
 
@@ -143,10 +154,22 @@ def _ls(context: Context) -> list[Row]:
         return Contender(name, lambda: drop_output([sys.executable, *command]))
 
     times = measure(
-        [process(LS, Path(sys.executable).with_name("dcp-rs"), "ls", path), process(IMPORT, "-c", "import torch")],
+        [
+            process(LS, Path(sys.executable).with_name("dcp-rs"), "ls", path),
+            process(IMPORT, "-c", "import torch"),
+        ],
         **context.pairs,
     )
-    return [versus(f"ls of {len(pattern.shapes)} tensors of torch.save", times, LS, IMPORT, reach=20, stretch=50)]
+    return [
+        versus(
+            f"ls of {len(pattern.shapes)} tensors of torch.save",
+            times,
+            LS,
+            IMPORT,
+            reach=20,
+            stretch=50,
+        )
+    ]
 
 
 def drop_output(command: list[str | Path]) -> None:

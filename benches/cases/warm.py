@@ -33,7 +33,9 @@ def run(context: Context) -> list[Row]:
                 loaders.loads(STOCK, loaders.stock, stock, state, pattern),
                 loaders.loads(OURS_VERIFIED, loaders.ours_verified, native, state, pattern),
                 loaders.loads(HUGGING_FACE, loaders.hugging_face, hugging_face, state, pattern),
-                loaders.loads(OURS_STOCK_PLANNER, loaders.ours_stock_planner, native, state, pattern),
+                loaders.loads(
+                    OURS_STOCK_PLANNER, loaders.ours_stock_planner, native, state, pattern
+                ),
                 loaders.loads(SAFETENSORS, loaders.safetensors, hugging_face, state, pattern),
                 Contender(LIMIT, lambda: ask_limit(limit, "copy")),
             ],
@@ -47,5 +49,13 @@ def run(context: Context) -> list[Row]:
         versus(case, times, OURS, LIMIT, reach=0.6, stretch=0.8),
         versus(case, times, OURS_STOCK_PLANNER, STOCK),
         versus(case, times, OURS_STOCK_PLANNER, LIMIT),
-        versus(case, times, OURS_VERIFIED, OURS, reach=0.8, stretch=0.9, note="what verify leaves of the speed"),
+        versus(
+            case,
+            times,
+            OURS_VERIFIED,
+            OURS,
+            reach=0.8,
+            stretch=0.9,
+            note="what verify leaves of the speed",
+        ),
     ]

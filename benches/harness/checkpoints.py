@@ -58,7 +58,9 @@ def remove(path: Path) -> None:
 def torch_file(folder: Path, pattern: Pattern) -> Path:
     return ensure(
         folder / "checkpoint.pth",
-        lambda path: torch.save({name: tensor.clone() for name, tensor in pattern.state().items()}, path),
+        lambda path: torch.save(
+            {name: tensor.clone() for name, tensor in pattern.state().items()}, path
+        ),
     )
 
 
@@ -69,7 +71,9 @@ def native(folder: Path, pattern: Pattern) -> Path:
 def stock(folder: Path, pattern: Pattern) -> Path:
     return ensure(
         folder / "stock",
-        lambda path: dcp.save(pattern.state(), storage_writer=dcp.FileSystemWriter(path), no_dist=True),
+        lambda path: dcp.save(
+            pattern.state(), storage_writer=dcp.FileSystemWriter(path), no_dist=True
+        ),
     )
 
 
@@ -104,7 +108,9 @@ class _Shards(DefaultSavePlanner):
         return self._tensors[write_item.index]
 
 
-def save_row_sharded(writers: list[StorageWriter], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def save_row_sharded(
+    writers: list[StorageWriter], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
     """What as many ranks as there are writers save of tensors sharded by rows, in this one process."""
     ranks = len(writers)
     plans: list[list[WriteItem]] = [[] for _ in range(ranks)]
@@ -123,7 +129,9 @@ def save_row_sharded(writers: list[StorageWriter], tensors: Iterable[tuple[str, 
     local_plans = []
     for rank, (writer, items) in enumerate(zip(writers, plans, strict=True)):
         writer.reset()
-        named = "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters  # not before torch 2.9
+        named = (
+            "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters
+        )  # not before torch 2.9
         writer.set_up_storage_writer(rank == 0, **({"rank": rank} if named else {}))
         local_plans.append(writer.prepare_local_plan(SavePlan(items)))
     global_plans, metadata = create_default_global_save_plan(local_plans)

@@ -77,7 +77,9 @@ class Context:
         return nullcontext() if self.limit is None else Driven([self.limit, *files])
 
     def to_json(self) -> str:
-        return json.dumps({k: os.fspath(v) if isinstance(v, Path) else v for k, v in asdict(self).items()})
+        return json.dumps(
+            {k: os.fspath(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Self:

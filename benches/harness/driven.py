@@ -81,7 +81,9 @@ class Driven:
         self.close()
 
 
-def worker(name: str, *arguments: str | os.PathLike[str] | int, python: str = sys.executable) -> Driven:
+def worker(
+    name: str, *arguments: str | os.PathLike[str] | int, python: str = sys.executable
+) -> Driven:
     """A script of `workers/`, in a fresh process."""
     return Driven([python, BENCHES / "workers" / f"{name}.py", *map(str, arguments)])
 

@@ -27,7 +27,9 @@ def describe(folder: Path) -> dict[str, Any]:
         "memory_gb": round(memory / 1e9, 1),
         "file_system": file_system(folder),
         "kernel": platform.release(),
-        "transparent_hugepages": re.findall(r"\[(\w+)\]", thp.read_text())[0] if thp.exists() else "",
+        "transparent_hugepages": re.findall(r"\[(\w+)\]", thp.read_text())[0]
+        if thp.exists()
+        else "",
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "dcp_rs": dcp_rs.__version__,

@@ -37,7 +37,9 @@ def resident_bytes(path: Path) -> int:
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE) as memory:
         pages = ctypes.create_string_buffer(-(-size // _PAGE))
         view = (ctypes.c_char * size).from_buffer(memory)
-        status = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size), pages)
+        status = _LIBC.mincore(
+            ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size), pages
+        )
         del view
         if status:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))

@@ -25,7 +25,8 @@ class Contender:
         name: in the report.
         run: does it; returns the seconds it took where it measured them itself, else None.
         before: prepares each run; not timed.
-        verify: raises unless the last run did what it should; called after the timing of the last round.
+        verify: raises unless the last run did what it should; called after the timing of the last
+            round.
         warm_up: run once before the first round.
     """
 
@@ -40,8 +41,9 @@ class Contender:
 class Times:
     """Seconds of a contender in each round, or why there are none.
 
-    The seconds of processor time, of this process and all its threads, say on a busy machine what was work and what was waiting
-    for a turn. They are none of a contender that works in another process.
+    The seconds of processor time, of this process and all its threads, say on a busy machine what
+    was work and what was waiting for a turn. They are none of a contender that works in another
+    process.
     """
 
     seconds: list[float] = field(default_factory=list)

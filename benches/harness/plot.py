@@ -23,9 +23,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    rows = [row for family in results["families"] for row in family["rows"] if row["unit"] == "x" and row["value"]][
-        ::-1
-    ]
+    rows = [
+        row
+        for family in results["families"]
+        for row in family["rows"]
+        if row["unit"] == "x" and row["value"]
+    ][::-1]
     if not rows:
         return
     figure, axes = plt.subplots(figsize=(12, 1.4 + 0.52 * len(rows)))
@@ -35,7 +38,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.plot([row["low"], row["high"]], [y, y], color="black", linewidth=1, zorder=4)
         for name, style in (("reach", "-"), ("stretch", ":")):
             if row[name]:
-                axes.plot([row[name]] * 2, [y - 0.42, y + 0.42], f"k{style}", linewidth=1.5, zorder=3)
+                axes.plot(
+                    [row[name]] * 2, [y - 0.42, y + 0.42], f"k{style}", linewidth=1.5, zorder=3
+                )
         axes.annotate(
             f"{value:.3g}x",
             (max(value, row["high"], row["reach"] or 0, row["stretch"] or 0, 1), y),
@@ -44,7 +49,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
             va="center",
             fontsize=8,
         )
-    labels = [textwrap.fill(row["case"], 78) + f"\n{row['ours']}  /  {row['against']}" for row in rows]
+    labels = [
+        textwrap.fill(row["case"], 78) + f"\n{row['ours']}  /  {row['against']}" for row in rows
+    ]
     axes.set_yticks(range(len(rows)), labels, fontsize=7.5)
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=1, zorder=1)

@@ -17,7 +17,8 @@ class Row:
         reach, stretch: the targets, where there are any.
         lower_is_better: for figures that are not ratios of times.
         ours_s, theirs_s: median seconds.
-        ours_cpu_s, theirs_cpu_s: median seconds of processor time, where they were spent in the process that measured.
+        ours_cpu_s, theirs_cpu_s: median seconds of processor time, where they were spent in the
+            process that measured.
         rounds: how many pairs.
         note: a word on what to know.
         error: why there is no figure.
@@ -52,7 +53,9 @@ class Row:
         if self.reach is None:
             return ""
         for name, target in (("stretch", self.stretch), ("reached", self.reach)):
-            if target is not None and (self.value <= target if self.lower_is_better else self.value >= target):
+            if target is not None and (
+                self.value <= target if self.lower_is_better else self.value >= target
+            ):
                 return name
         return "short"
 

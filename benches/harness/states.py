@@ -42,7 +42,9 @@ def small_shapes(count: int) -> dict[str, tuple[int, ...]]:
 
 def square_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Matrices to be cut by rows and by columns."""
-    return {f"layers.{i}.weight": (sizes.reshard_dim, sizes.reshard_dim) for i in range(sizes.reshard)}
+    return {
+        f"layers.{i}.weight": (sizes.reshard_dim, sizes.reshard_dim) for i in range(sizes.reshard)
+    }
 
 
 class Pattern:
@@ -77,7 +79,10 @@ class Pattern:
 
     def blank(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
         """A state dict to load into, of all names or these, its memory touched."""
-        state = {n: torch.empty(self.shapes[n], dtype=self.dtype) for n in (self.shapes if names is None else names)}
+        state = {
+            n: torch.empty(self.shapes[n], dtype=self.dtype)
+            for n in (self.shapes if names is None else names)
+        }
         scramble(state.values())
         return state
 
@@ -85,7 +90,9 @@ class Pattern:
         """Raises unless every bit is right, of all names or these."""
         for name in self.shapes if names is None else names:
             stored = state[name].detach().contiguous().view(torch.uint8).view(-1)
-            assert torch.equal(stored, self.bytes_of(name)), f"{name} was not loaded as it was saved"
+            assert torch.equal(stored, self.bytes_of(name)), (
+                f"{name} was not loaded as it was saved"
+            )
 
 
 def shard(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -93,10 +100,14 @@ def shard(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     return torch.chunk(tensor, mesh.size(), dim=dim)[mesh.get_local_rank()]
 
 
-def shards(pattern: Pattern, dim: int, mesh: DeviceMesh) -> tuple[dict[str, DTensor], dict[str, torch.Tensor]]:
+def shards(
+    pattern: Pattern, dim: int, mesh: DeviceMesh
+) -> tuple[dict[str, DTensor], dict[str, torch.Tensor]]:
     """Shards as DTensors to load into, and the memory behind them."""
     memory = {
-        name: torch.zeros_like(shard(pattern.view(name), dim, mesh), memory_format=torch.contiguous_format)
+        name: torch.zeros_like(
+            shard(pattern.view(name), dim, mesh), memory_format=torch.contiguous_format
+        )
         for name in pattern.shapes
     }
     state = {
@@ -113,7 +124,9 @@ def shards(pattern: Pattern, dim: int, mesh: DeviceMesh) -> tuple[dict[str, DTen
     return state, memory
 
 
-def check_shards(pattern: Pattern, dim: int, mesh: DeviceMesh, memory: Mapping[str, torch.Tensor]) -> None:
+def check_shards(
+    pattern: Pattern, dim: int, mesh: DeviceMesh, memory: Mapping[str, torch.Tensor]
+) -> None:
     """Raises unless every bit is right."""
     for name, local in memory.items():
         expected = shard(pattern.view(name), dim, mesh).contiguous()

@@ -16,7 +16,11 @@ from harness.driven import Driven, worker
 from harness.pairs import Contender
 from harness.states import Pattern
 
-OURS, OBSTORE, FSSPEC = "dcp_rs.load, s3://", "obstore, ranges of 8 MiB, 64 at a time", "FsspecReader, s3fs"
+OURS, OBSTORE, FSSPEC = (
+    "dcp_rs.load, s3://",
+    "obstore, ranges of 8 MiB, 64 at a time",
+    "FsspecReader, s3fs",
+)
 CONNECTOR = "S3StorageReader, s3torchconnector"
 SAVES, SAVES_FSSPEC = "dcp_rs.save, s3://", "FsspecWriter, s3fs"
 PACKAGES = {OBSTORE: "obstore", FSSPEC: "s3fs", SAVES_FSSPEC: "s3fs", CONNECTOR: "s3torchconnector"}
@@ -40,7 +44,9 @@ class Store:
 
     def counts(self) -> dict[str, int]:
         """Requests since the last time, by kind; `all` of them; `most at once`."""
-        return {name: count for name, count in self.process.ask("counts").items() if name != "seconds"}
+        return {
+            name: count for name, count in self.process.ask("counts").items() if name != "seconds"
+        }
 
     def options(self) -> dict[str, Any]:
         """`storage_options` that lead to it."""
@@ -54,7 +60,11 @@ class Store:
     def fsspec_options(self) -> dict[str, Any]:
         """The same, as s3fs has them."""
         client = {"endpoint_url": self.endpoint, "region_name": KEYS["aws_region"]}
-        return {"key": KEYS["aws_access_key_id"], "secret": KEYS["aws_secret_access_key"], "client_kwargs": client}
+        return {
+            "key": KEYS["aws_access_key_id"],
+            "secret": KEYS["aws_secret_access_key"],
+            "client_kwargs": client,
+        }
 
 
 @contextlib.contextmanager
@@ -85,7 +95,8 @@ def raw(store: Store, folder: Path) -> Contender:
         ]
         with ThreadPoolExecutor(64) as pool:
             fetched = pool.map(
-                lambda part: len(obstore.get_range(client, part[0], start=part[1], length=part[2])), parts
+                lambda part: len(obstore.get_range(client, part[0], start=part[1], length=part[2])),
+                parts,
             )
             assert sum(fetched) == sum(length for _, _, length in parts)
 
@@ -103,7 +114,9 @@ def fsspec(store: Store, folder: Path, state: State, pattern: Pattern) -> Conten
     def load(path: Path, into: State) -> None:
         from torch.distributed.checkpoint import FsspecReader
 
-        dcp.load(into, storage_reader=FsspecReader(url(path), **store.fsspec_options()), no_dist=True)
+        dcp.load(
+            into, storage_reader=FsspecReader(url(path), **store.fsspec_options()), no_dist=True
+        )
 
     return loaders.loads(FSSPEC, load, folder, state, pattern, warm_up=False)
 
@@ -123,7 +136,9 @@ def connector(store: Store, folder: Path, state: State, pattern: Pattern) -> Con
     return loaders.loads(CONNECTOR, load, folder, state, pattern, warm_up=False)
 
 
-def _saves(name: str, save: Callable[[State, str], None], store: Store, state: State, pattern: Pattern) -> Contender:
+def _saves(
+    name: str, save: Callable[[State, str], None], store: Store, state: State, pattern: Pattern
+) -> Contender:
     """A contender that saves to a prefix of its own for each run, which is loaded and compared after it, and removed."""
     runs = iter(range(1_000_000))
     at = [""]

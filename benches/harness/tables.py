@@ -162,7 +162,11 @@ def circumstances(results: dict[str, Any]) -> str:
     torch = ".".join(machine["torch"].split(".")[:2])
     cpu = machine["cpu"].replace("(R)", "")
     accelerator = "CPU tensors" if machine["accelerator"] == "none" else machine["accelerator"]
-    busy = [family["noise"][when]["busy"] for family in results["families"] for when in ("before", "after")]
+    busy = [
+        family["noise"][when]["busy"]
+        for family in results["families"]
+        for when in ("before", "after")
+    ]
     return (
         f"{cpu}, {machine['cores']} cores, {file_system}, torch {torch}, {accelerator}, {results['date']}.\n"
         "Medians of interleaved rounds; every loaded or saved bit was compared. Between the cases, other work\n"
@@ -185,7 +189,9 @@ def find(results: dict[str, Any], line: Line) -> dict[str, Any]:
                     raise MissingRowError(f"{line.case}: {row['error']}")
                 found: dict[str, Any] = row
                 return found
-    raise MissingRowError(f"the run has no row of {line.case!r}, {line.ours!r} against {line.against!r}")
+    raise MissingRowError(
+        f"the run has no row of {line.case!r}, {line.ours!r} against {line.against!r}"
+    )
 
 
 def table(name: str, results: dict[str, Any]) -> str:
@@ -225,7 +231,12 @@ def charted_run() -> str:
 def chart(results: dict[str, Any]) -> str:
     """Return the chart as SVG: for each line the time of dcp-rs beside that of stock DCP, which is the whole width."""
     lines = TABLES[CHARTED].lines
-    left, width, pitch, top = 16, 430, 60, 44  # narrow, with labels above their bars: for telephones, too
+    left, width, pitch, top = (
+        16,
+        430,
+        60,
+        44,
+    )  # narrow, with labels above their bars: for telephones, too
     height = top + pitch * len(lines) + 26
     parts = [
         (
@@ -254,7 +265,10 @@ def chart(results: dict[str, Any]) -> str:
             ),
         ]
     about = escape(circumstances(results).partition("\n")[0])
-    parts += [f'<text x="{left}" y="{height - 12}" font-size="11.5" fill="#607d8b">{about}</text>', "</svg>"]
+    parts += [
+        f'<text x="{left}" y="{height - 12}" font-size="11.5" fill="#607d8b">{about}</text>',
+        "</svg>",
+    ]
     return "\n".join(parts) + "\n"
 
 

@@ -73,7 +73,9 @@ def coordinate(reader: StorageReader, planner: LoadPlanner) -> Answer:
     return coordinated(opening, planning, sent, answers, start)
 
 
-def coordinated(opening: float, planning: float, sent: bytes, answers: list[bytes], start: float) -> Answer:
+def coordinated(
+    opening: float, planning: float, sent: bytes, answers: list[bytes], start: float
+) -> Answer:
     return {
         "read_metadata": opening,
         "plan": planning,
@@ -97,7 +99,9 @@ def regions(plan: LoadPlan) -> list[tuple[str, list[int], list[int]]]:
 def plan_of_ours() -> tuple[engine.Plan, float, float]:
     """The plan of `dcp_rs.load`; and the seconds for the metadata, and for the plan."""
     state = state_dict()
-    own = engine.plan_rank(state, dcp_rs.RsReader(PATH)._source, LoadOptions(), rank=RANKS // 3, ranks=RANKS)
+    own = engine.plan_rank(
+        state, dcp_rs.RsReader(PATH)._source, LoadOptions(), rank=RANKS // 3, ranks=RANKS
+    )
     own.clock.end("plan")
     return own, own.clock.seconds("metadata"), own.clock.seconds("plan")
 
@@ -120,7 +124,10 @@ def coordinate_ours() -> Answer:
     own, opening, planning = plan_of_ours()
     sent = pickle.dumps(own.note)
     start = time.perf_counter()
-    answers = [pickle.dumps(answer) for answer in engine.compare([pickle.loads(sent) for _ in range(RANKS)], PATH)]
+    answers = [
+        pickle.dumps(answer)
+        for answer in engine.compare([pickle.loads(sent) for _ in range(RANKS)], PATH)
+    ]
     return coordinated(opening, planning, sent, answers, start)
 
 

@@ -1,6 +1,7 @@
 """Another loader, in the virtual environment it was installed into: `peer_worker.py LOADER FOLDER SIZE`, then prepare, load, verify.
 
-Imports nothing of dcp-rs. Every loader fills the same preallocated CPU tensors; what a loader has no call for is copied.
+Imports nothing of dcp-rs. Every loader fills the same preallocated CPU tensors; what a loader has
+no call for is copied.
 """
 
 import importlib.metadata

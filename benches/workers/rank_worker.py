@@ -12,19 +12,25 @@ from harness.context import SIZES
 from harness.driven import serve
 from harness.loaders import BROADCAST, OURS, OURS_ALONE, OURS_SHARED, OURS_STOCK_PLANNER, STOCK
 from harness.states import Pattern, check_shards, scramble, shard, shards, square_shapes
-from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from torch.distributed.checkpoint.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import dcp_rs
 
 RANK, WORLD_SIZE = int(sys.argv[1]), int(sys.argv[2])
 PATTERN = Pattern(square_shapes(SIZES[sys.argv[4]]), torch.bfloat16)
-#: What a rank can want of each matrix, by the dimension that is sharded; and of "stages" some of the matrices whole.
+#: What a rank can want of each matrix, by the dimension that is sharded; and of "stages" some of
+#: the matrices whole.
 DIMS = {"replicas": None, "stages": None, "rows": 0, "columns": 1}
 
 os.environ["LOCAL_WORLD_SIZE"] = str(WORLD_SIZE)
 torch.set_num_threads(1)
-dist.init_process_group("gloo", rank=RANK, world_size=WORLD_SIZE, store=dist.FileStore(sys.argv[3], WORLD_SIZE))
+dist.init_process_group(
+    "gloo", rank=RANK, world_size=WORLD_SIZE, store=dist.FileStore(sys.argv[3], WORLD_SIZE)
+)
 MESH = init_device_mesh("cpu", (WORLD_SIZE,))
 
 
@@ -52,7 +58,10 @@ class Wanted:
         """By torch's reader of such files, which knows whole tensors only: under a DTensor two ranks did not return within 180 s."""
         whole = whole_tensors()
         dcp.load(
-            whole, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner(), checkpoint_id=path
+            whole,
+            storage_reader=BroadcastingTorchSaveReader(),
+            planner=DynamicMetaLoadPlanner(),
+            checkpoint_id=path,
         )
         assert self.dim is not None
         for name, tensor in whole.items():

@@ -78,7 +78,8 @@ __all__ = [
     "views_for",
 ]
 
-# Loaded when they are first used: most need torch, which takes seconds, and `dcp-rs ls` needs none of it.
+# Loaded when they are first used: most need torch, which takes seconds, and `dcp-rs ls` needs none
+# of it.
 _MODULES = {
     "api": ("async_save", "load", "load_state_dict", "save"),
     "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
@@ -118,7 +119,9 @@ if not TYPE_CHECKING:  # where types are checked, a name that is not above is an
             from dcp_rs.checkpoint.names import nearest
 
             near = nearest(name, __dir__())
-            msg = f"module {__name__!r} has no attribute {name!r}" + (f"; did you mean {near!r}?" if near else "")
+            msg = f"module {__name__!r} has no attribute {name!r}" + (
+                f"; did you mean {near!r}?" if near else ""
+            )
             raise AttributeError(msg)
         value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value

@@ -153,7 +153,9 @@ class ReadStats:
 class Fill:
     """Memory to be filled with a rectangle of a chunk, or of a tensor."""
 
-    def __init__(self, source: int, offsets: _Extent, sizes: _Extent, address: int, strides: _Extent) -> None: ...
+    def __init__(
+        self, source: int, offsets: _Extent, sizes: _Extent, address: int, strides: _Extent
+    ) -> None: ...
 
 @final
 class Part:
@@ -179,7 +181,10 @@ class Index:
 
     @staticmethod
     def open(
-        path: str, rank: int | None, allow_external: bool, storage_options: Mapping[str, str] | None = None
+        path: str,
+        rank: int | None,
+        allow_external: bool,
+        storage_options: Mapping[str, str] | None = None,
     ) -> Index:
         """Opens what is at `path`, which is a URL where `storage_options` are given."""
     @staticmethod
@@ -243,7 +248,9 @@ class Index:
             tuple[
                 str,
                 Sequence[int],
-                Sequence[tuple[int, Sequence[int], Sequence[int], Sequence[int | None], Sequence[int]]],
+                Sequence[
+                    tuple[int, Sequence[int], Sequence[int], Sequence[int | None], Sequence[int]]
+                ],
             ]
         ],
     ) -> Index:
@@ -270,14 +277,20 @@ class Index:
         """The chunk for each (fqn, offset, hint)."""
     def map_file(self, file: int) -> FileMapping: ...
     def check_files(self, chunks: Sequence[int]) -> None: ...
-    def describe(self, names: Sequence[str]) -> list[tuple[int, str | None, tuple[int, ...]] | None]:
+    def describe(
+        self, names: Sequence[str]
+    ) -> list[tuple[int, str | None, tuple[int, ...]] | None]:
         """[(tensor, dtype or None for bytes, shape)], None where there is no such name."""
     def check_regions(
         self, regions: Sequence[tuple[int, _Extent, _Extent]], values: Sequence[int]
     ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Checks the data files of regions (tensor, offsets, sizes) and of values; returns [(region, offsets, sizes)] that no chunk holds."""
     def plan_plain(
-        self, names: Sequence[str], tensors: Sequence[Any], types: tuple[type, ...], dtypes: Mapping[Any, str]
+        self,
+        names: Sequence[str],
+        tensors: Sequence[Any],
+        types: tuple[type, ...],
+        dtypes: Mapping[Any, str],
     ) -> tuple[Batch, list[int]]:
         """A batch that fills those of the tensors that lie in host memory as they are stored, and the places of all others."""
     def touching(self, tensor: int, offsets: _Extent, sizes: _Extent) -> list[Overlap]:
@@ -287,7 +300,9 @@ class Index:
     def read_regions(self, fills: Sequence[Fill], **options: Unpack[_ReadOptions]) -> ReadStats:
         """Sources are tensors."""
     def read_bytes(self, chunks: Sequence[int], **options: Unpack[_ReadOptions]) -> list[bytes]: ...
-    def verify(self, *, threads: int, progress: Callable[[int], object] | None = None) -> tuple[list[Damage], int, int]:
+    def verify(
+        self, *, threads: int, progress: Callable[[int], object] | None = None
+    ) -> tuple[list[Damage], int, int]:
         """(damage, bytes hashed, bytes without a digest)."""
     def find_link_outside(self) -> Path | None:
         """A data file that is a link out of the folder, and so refused to who opens the index file without leave."""
@@ -332,7 +347,11 @@ class Batch:
     def leave_out(self, places: Sequence[int]) -> None:
         """Takes all of these places out of the turns."""
     def read(
-        self, turn: int, *, progress: Callable[[int], object] | None = None, **options: Unpack[_ReadOptions]
+        self,
+        turn: int,
+        *,
+        progress: Callable[[int], object] | None = None,
+        **options: Unpack[_ReadOptions],
     ) -> ReadStats:
         """Fills what has this turn and is not elsewhere. ``progress`` hears now and then how many bytes of it are there."""
 
@@ -421,7 +440,12 @@ class SavePlan:
     ) -> Save:
         """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given, and in which turn each is written."""
     def reuse(
-        self, keep: bytes | None, lengths: Sequence[int], parent: Index | None, frozen: Sequence[bool], trusted: bool
+        self,
+        keep: bytes | None,
+        lengths: Sequence[int],
+        parent: Index | None,
+        frozen: Sequence[bool],
+        trusted: bool,
     ) -> Reuse:
         """What a parent may hold of that. ``frozen``, for each item: it never changes; ``trusted``: nor did it since the parent was saved."""
     def kept_names(self, keep: bytes | None) -> list[str]:
@@ -487,7 +511,9 @@ class Reuse:
     def probed(self) -> list[bool]:
         """For each item, whether of its bytes the first block of 1 MiB is enough."""
     def write(self, parts: Sequence[Part]) -> None: ...
-    def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
+    def write_plain(
+        self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]
+    ) -> None:
         """Compares the plain tensors that are wanted."""
     def write_values(self, values: Sequence[tuple[int, bytes]]) -> None: ...
     def verify(self, threads: int) -> list[str]:
@@ -508,11 +534,15 @@ class Store:
         """As the function of this name, on the store, of what several ranks wrote."""
     def leftovers(self, folder: str, older_than: float | None) -> list[Leftover]:
         """As the function of this name, on the store."""
-    def clean(self, folder: str, older_than: float | None) -> tuple[list[Leftover], list[Leftover], list[str]]:
+    def clean(
+        self, folder: str, older_than: float | None
+    ) -> tuple[list[Leftover], list[Leftover], list[str]]:
         """As the function of this name, on the store."""
     def list(
         self, folders: Sequence[str | Path]
-    ) -> builtins.list[tuple[builtins.list[tuple[str, int, float, str | None]], builtins.list[str]]]:
+    ) -> builtins.list[
+        tuple[builtins.list[tuple[str, int, float, str | None]], builtins.list[str]]
+    ]:
         """What is right in each: files (name, length, seconds since it was stored, tag), and names of folders."""
     def read(self, paths: Sequence[str | Path]) -> builtins.list[bytes | None]:
         """All bytes of each file; None of those that are not there."""
@@ -525,7 +555,13 @@ class Store:
     def has(self, path: str | Path, data: bytes) -> bool:
         """Whether a file has these bytes, and is the one that was seen before, if one was."""
     def upload_file(
-        self, path: str | Path, to: str | Path, *, overwrite: bool, threads: int, max_inflight_bytes: int
+        self,
+        path: str | Path,
+        to: str | Path,
+        *,
+        overwrite: bool,
+        threads: int,
+        max_inflight_bytes: int,
     ) -> None:
         """Stores a file of this machine under another name; without ``overwrite`` there must be none."""
     def upload_folder(
@@ -592,7 +628,9 @@ class Save:
         """Files are (name, header, size), in the caller's own layout. ``finish`` returns nothing of use. With ``crc32``, :meth:`crc32s` does."""
     def write(self, parts: Sequence[Part]) -> None:
         """Parts of an item come in order; all but the last are multiples of 1 MiB."""
-    def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
+    def write_plain(
+        self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]
+    ) -> None:
         """Writes the plain tensors of the plan that this was created from, the first while others are looked at: one that is not as planned ends the save."""
     def write_values(self, values: Sequence[tuple[int, bytes]]) -> None:
         """Values are (item, bytes)."""
@@ -618,7 +656,9 @@ class Save:
         """To a store: of parts, and for copies. 0 on a disk."""
     def reused(self) -> list[bool]:
         """For each item, whether it is reused: then it is not written."""
-    def finish(self, nesting: list[tuple[int, tuple[Any, ...], str]] | None = None) -> builtins.bytes:
+    def finish(
+        self, nesting: list[tuple[int, tuple[Any, ...], str]] | None = None
+    ) -> builtins.bytes:
         """Completes the files and returns an index over them, with containers as those of ``Index.nesting``. They stay claimed."""
     def let_go(self) -> None:
         """Ends the claim on the files."""
@@ -665,7 +705,9 @@ def recover(
     progress: Callable[[int], object] | None = None,
     store: Store | None = None,
 ) -> bytes: ...
-def assign_saves(requests: Sequence[bytes], *, lowest_rank: bool) -> tuple[list[bytes], int, list[int]]:
+def assign_saves(
+    requests: Sequence[bytes], *, lowest_rank: bool
+) -> tuple[list[bytes], int, list[int]]:
     """Who saves what: (for each rank a bit for each item of its request, the number of items of all, the bytes of each rank)."""
 
 def commit_indexes(

@@ -54,8 +54,15 @@ class _Bar:
     @staticmethod
     def where_it_is_seen(what: str, total: int | None) -> _Bar | None:
         """A bar for whoever watches this process; None where nobody does, or another rank has it."""
-        dist = sys.modules.get("torch.distributed")  # where nobody imported it, there is no process group
-        if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        dist = sys.modules.get(
+            "torch.distributed"
+        )  # where nobody imported it, there is no process group
+        if (
+            dist is not None
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_rank() != 0
+        ):
             return None
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if hasattr(shell, "kernel"):
@@ -81,8 +88,14 @@ class _Bar:
         """Bytes, speed, seconds that are left."""
         seconds = time.monotonic() - self._begin
         speed = self._done / seconds if seconds > 0 else 0.0
-        amount = size(self._done) if not self._total else f"{size(self._done)} of {size(self._total)}"
-        left = f", {max(0.0, (self._total - self._done) / speed):.0f} s left" if self._total and speed else ""
+        amount = (
+            size(self._done) if not self._total else f"{size(self._done)} of {size(self._total)}"
+        )
+        left = (
+            f", {max(0.0, (self._total - self._done) / speed):.0f} s left"
+            if self._total and speed
+            else ""
+        )
         return f"{amount}, {size(speed)}/s{left}"
 
     def share(self) -> float:

@@ -55,14 +55,18 @@ def _facts(report: Any) -> list[tuple[str, str]]:
     """What is in the fields that are not empty."""
     found = [(known.name, getattr(report, known.name)) for known in fields(report)]
     found.append(("gb_per_second", report.gb_per_second))
-    return [(name, _short(name, value)) for name, value in found if value not in (None, 0, "", [], {})]
+    return [
+        (name, _short(name, value)) for name, value in found if value not in (None, 0, "", [], {})
+    ]
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {known.name: _plain(getattr(value, known.name)) for known in fields(value)}
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(key): _plain(each) for key, each in value.items()}
+        return {
+            key if isinstance(key, str) else str(key): _plain(each) for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value if value is None or isinstance(value, str | int | float) else str(value)
@@ -70,7 +74,9 @@ def _plain(value: Any) -> Any:
 
 def _short(name: str, value: Any) -> str:
     if isinstance(value, list | tuple | Mapping):
-        first = [repr(entry) if isinstance(entry, str) else str(entry) for entry in list(value)[:_NAMED]]
+        first = [
+            repr(entry) if isinstance(entry, str) else str(entry) for entry in list(value)[:_NAMED]
+        ]
         more = f" and {len(value) - _NAMED:,} more" if len(value) > _NAMED else ""
         return f"<{len(value):,}: {', '.join(first)}{more}>"
     if name.startswith("bytes"):
@@ -89,7 +95,11 @@ def _brief(value: Any) -> str:
     if not isinstance(value, Mapping | list | tuple | set | frozenset) or len(value) <= _LISTED:
         return repr(value)
     first = list(value)[:_NAMED]
-    shown = [f"{one!r}: {value[one]!r}" for one in first] if isinstance(value, Mapping) else map(repr, first)
+    shown = (
+        [f"{one!r}: {value[one]!r}" for one in first]
+        if isinstance(value, Mapping)
+        else map(repr, first)
+    )
     return f"<{type(value).__name__} of {len(value):,}: {', '.join(shown)}, ...>"
 
 
@@ -105,15 +115,25 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.{digits}f} {unit}"
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, total: int | None = None) -> str:
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, total: int | None = None
+) -> str:
     """HTML; of many rows the first, and how many more there are of ``total``."""
     import html  # a list of all entities comes with it
 
     shown = [row for _, row in zip(range(_ROWS), rows, strict=False)]
-    head = "".join(f"<th style='text-align:left'>{html.escape(heading)}</th>" for heading in headings)
+    head = "".join(
+        f"<th style='text-align:left'>{html.escape(heading)}</th>" for heading in headings
+    )
     body = "".join(
-        "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        "<tr>"
+        + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row)
+        + "</tr>"
         for row in shown
     )
-    rest = f"<p>and {total - len(shown):,} more</p>" if total is not None and total > len(shown) else ""
+    rest = (
+        f"<p>and {total - len(shown):,} more</p>"
+        if total is not None and total > len(shown)
+        else ""
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"

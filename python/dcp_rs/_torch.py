@@ -21,7 +21,9 @@ from torch.distributed.checkpoint import (
     filesystem,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint._sharded_tensor_utils import (
+    _flatten_sharded_tensors,
+)  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
@@ -118,7 +120,9 @@ def is_gloo(group: dist.ProcessGroup | None) -> bool:
     group = group or _get_default_group()
     if torch.device("cpu") not in group._device_types:
         return False
-    return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
+    return isinstance(
+        group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ())
+    )
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
@@ -131,7 +135,8 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
 def background_group() -> dist.ProcessGroup:
     """Return a gloo group of all ranks in which only saves in the background talk. Every rank calls it.
 
-    It is made once for a default group, and found again among torch's groups, which forget it with the default group.
+    It is made once for a default group, and found again among torch's groups, which forget it with
+    the default group.
     """
     for group in _world.pg_map:
         if group.group_desc == _BACKGROUND:
@@ -154,7 +159,9 @@ def remembered_plans() -> dict[str, SavePlan]:
     return dict(SavePlanner._cached_final_save_plan)
 
 
-def put_back_remembered(plan: SavePlan, before: dict[str, SavePlan], *, storage_data: Any) -> SavePlan | None:
+def put_back_remembered(
+    plan: SavePlan, before: dict[str, SavePlan], *, storage_data: Any
+) -> SavePlan | None:
     """Have a planner remember what it did before a save, in place of a plan without items.
 
     Args:
@@ -189,12 +196,19 @@ def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     return _flatten_sharded_tensors(state_dict)
 
 
-_PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")  # torch's CheckpointableTensor, 2.15
+_PLACE = (
+    "global_shape",
+    "global_offsets",
+    "local_offsets",
+    "local_sizes",
+)  # torch's CheckpointableTensor, 2.15
 
 
 def place_in_whole(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that make a plain tensor a shard of a larger one."""
-    return {name: getattr(tensor, name) for name in _PLACE if name in getattr(tensor, "__dict__", {})}
+    return {
+        name: getattr(tensor, name) for name in _PLACE if name in getattr(tensor, "__dict__", {})
+    }
 
 
 def copy_place_in_whole(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -241,7 +255,11 @@ def find_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
 
 def dtensor_offsets(tensor: DTensor) -> tuple[int, ...]:
     """Where this rank's shard begins in the whole."""
-    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+    return tuple(
+        compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[
+            1
+        ]
+    )
 
 
 def is_strided_shard(placement: Placement) -> bool:
@@ -251,7 +269,9 @@ def is_strided_shard(placement: Placement) -> bool:
 
 def empty_host_cache() -> None:
     """Gives pinned memory that nothing uses back to the system."""
-    release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
+        torch._C, "_host_emptyCache", None
+    )
     if release is not None:  # 2.15 has the first, 2.8 and 2.11 the second
         release()
 
@@ -284,7 +304,9 @@ def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device
         return _empty_sharded(tensor, dtype=dtype, device=device)
     if not isinstance(tensor, DTensor):
         if type(tensor) in PLAIN_TYPES and tensor.is_contiguous():
-            made = torch.empty(tensor.shape, dtype=dtype, device=device)  # the other is slow on meta
+            made = torch.empty(
+                tensor.shape, dtype=dtype, device=device
+            )  # the other is slow on meta
         else:
             made = torch.empty_like(tensor, dtype=dtype, device=device, requires_grad=False)
         copy_place_in_whole(tensor, made)
@@ -300,9 +322,17 @@ def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device
     )
 
 
-def _empty_sharded(tensor: ShardedTensor, *, dtype: torch.dtype, device: torch.device) -> ShardedTensor:
-    made = [torch.empty_like(s.tensor, dtype=dtype, device=device, requires_grad=False) for s in tensor.local_shards()]
-    own = {tuple(s.metadata.shard_offsets): part for s, part in zip(tensor.local_shards(), made, strict=True)}
+def _empty_sharded(
+    tensor: ShardedTensor, *, dtype: torch.dtype, device: torch.device
+) -> ShardedTensor:
+    made = [
+        torch.empty_like(s.tensor, dtype=dtype, device=device, requires_grad=False)
+        for s in tensor.local_shards()
+    ]
+    own = {
+        tuple(s.metadata.shard_offsets): part
+        for s, part in zip(tensor.local_shards(), made, strict=True)
+    }
     metadata = copy.deepcopy(tensor.metadata())
     metadata.tensor_properties.dtype = dtype
     moved = False
@@ -310,9 +340,13 @@ def _empty_sharded(tensor: ShardedTensor, *, dtype: torch.dtype, device: torch.d
         part, place = own.get(tuple(shard.shard_offsets)), shard.placement
         if place is None:
             continue
-        is_there = place.device().type == device.type if part is None else place.device() == part.device
+        is_there = (
+            place.device().type == device.type if part is None else place.device() == part.device
+        )
         if not is_there:
-            shard.placement = _remote_device(f"rank:{place.rank()}/{device if part is None else part.device}")
+            shard.placement = _remote_device(
+                f"rank:{place.rank()}/{device if part is None else part.device}"
+            )
             moved = True
     by_offsets = {tuple(shard.shard_offsets): shard for shard in metadata.shards_metadata}
     return ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -340,16 +374,22 @@ def without_fsdp1_warnings() -> Iterator[None]:
     """FSDP1 says of each of its functions that it will go away."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
-        warnings.filterwarnings("ignore", message="FSDP.set_state_dict_type", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message="FSDP.set_state_dict_type", category=FutureWarning
+        )
         yield
 
 
-# --- where torch names its own storage --------------------------------------------------------------------
+# --- where torch names its own storage
+# --------------------------------------------------------------------
 
 
 def file_system_classes() -> dict[str, type]:
     """Stock's reader and writer of files, by their names."""
-    return {"FileSystemReader": filesystem.FileSystemReader, "FileSystemWriter": filesystem.FileSystemWriter}
+    return {
+        "FileSystemReader": filesystem.FileSystemReader,
+        "FileSystemWriter": filesystem.FileSystemWriter,
+    }
 
 
 def modules_that_name(stock: type) -> list[Any]:
@@ -358,8 +398,15 @@ def modules_that_name(stock: type) -> list[Any]:
 
     found = []
     for name, module in sorted(sys.modules.items()):
-        if name.startswith("torch.distributed.checkpoint") and vars(module).get(stock.__name__) is stock:
-            derived = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]
+        if (
+            name.startswith("torch.distributed.checkpoint")
+            and vars(module).get(stock.__name__) is stock
+        ):
+            derived = [
+                value
+                for value in vars(module).values()
+                if isinstance(value, type) and value.__module__ == name
+            ]
             if name == stock.__module__ or not any(issubclass(kind, stock) for kind in derived):
                 found.append(module)
     return found
@@ -367,8 +414,12 @@ def modules_that_name(stock: type) -> list[Any]:
 
 def async_executors() -> list[Any]:
     """The classes whose ``execute_save`` carries out an ``async_save``."""
-    from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
-    from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
+    from torch.distributed.checkpoint._async_process_executor import (
+        _ProcessBasedAsyncCheckpointExecutor,
+    )
+    from torch.distributed.checkpoint._async_thread_executor import (
+        _ThreadBasedAsyncCheckpointExecutor,
+    )
 
     return [_ProcessBasedAsyncCheckpointExecutor, _ThreadBasedAsyncCheckpointExecutor]
 

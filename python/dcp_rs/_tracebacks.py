@@ -37,8 +37,14 @@ def short_traceback(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                msg = explain_arguments(function, kwargs)  # the call itself failed: its arguments do not fit
+            if (
+                isinstance(error, TypeError)
+                and error.__traceback__ is not None
+                and error.__traceback__.tb_next is None
+            ):
+                msg = explain_arguments(
+                    function, kwargs
+                )  # the call itself failed: its arguments do not fit
                 error.args = (msg or str(error),)
             shorten(error)
             raise  # DCP_RS_DEBUG=1 shows where
@@ -51,7 +57,9 @@ def shorten(error: BaseException) -> None:
 
     An error that may be a defect, of this package or of torch, keeps all of its frames.
     """
-    error.__traceback__ = _without(lambda frame: frame.f_globals.get("__name__") == __name__, error.__traceback__)
+    error.__traceback__ = _without(
+        lambda frame: frame.f_globals.get("__name__") == __name__, error.__traceback__
+    )
     if os.environ.get("DCP_RS_DEBUG", "0") != "0":
         return
     seen: set[int] = set()
@@ -63,7 +71,9 @@ def shorten(error: BaseException) -> None:
         seen.add(id(one))
         waiting += [one.__cause__, one.__context__]
         if _is_the_callers(one):
-            one.__traceback__ = _without(lambda frame: _package(frame) in _HIDDEN, one.__traceback__)
+            one.__traceback__ = _without(
+                lambda frame: _package(frame) in _HIDDEN, one.__traceback__
+            )
 
 
 def _is_the_callers(error: BaseException) -> bool:
@@ -80,7 +90,9 @@ def _is_the_callers(error: BaseException) -> bool:
     return is_expected or root not in _HIDDEN
 
 
-def _without(hidden: Callable[[FrameType], bool], trace: TracebackType | None) -> TracebackType | None:
+def _without(
+    hidden: Callable[[FrameType], bool], trace: TracebackType | None
+) -> TracebackType | None:
     kept: TracebackType | None = None
     frames = []
     while trace is not None:
@@ -124,7 +136,11 @@ def explain_arguments(function: Callable[..., Any], passed: Iterable[str]) -> st
     """Return a message for the first keyword that ``function`` does not have; None if it has them all."""
     kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     parameters = signature(function).parameters.items()
-    known = [name for name, one in parameters if one.kind in kinds and not name.startswith("_") and name != "self"]
+    known = [
+        name
+        for name, one in parameters
+        if one.kind in kinds and not name.startswith("_") and name != "self"
+    ]
     called = function.__qualname__.removesuffix(".__init__")
     for name in passed:
         if name in known:

@@ -60,8 +60,8 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
     """The path, or the :class:`Url` where it is one of a store; ``file://`` leads to the file system.
 
     Raises:
-        UnsupportedError: a scheme that no store is known for, a URL with credentials or an empty part in it, or one that was made a
-            :class:`~pathlib.Path`, which lost a slash of it.
+        UnsupportedError: a scheme that no store is known for, a URL with credentials or an empty
+            part in it, or one that was made a :class:`~pathlib.Path`, which lost a slash of it.
         TypeError: a path as bytes, or something that is no path.
         ValueError: an empty path.
     """
@@ -113,7 +113,9 @@ def _no_path(value: Any) -> str:
     if value is None or isinstance(value, type):
         return f"a path is a str or a pathlib.Path, not {'None' if value is None else f'the class {value.__name__}'}"
     own = getattr(value, "checkpoint_id", None) or getattr(value, "path", None)
-    instead = f": pass {os.fspath(own)!r}, its own path" if isinstance(own, str | os.PathLike) else ""
+    instead = (
+        f": pass {os.fspath(own)!r}, its own path" if isinstance(own, str | os.PathLike) else ""
+    )
     return f"a path is a str or a pathlib.Path, not {type(value).__name__}{instead}"
 
 
@@ -124,7 +126,9 @@ class StorageOptions(Mapping[str, str]):
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = {str(key): _text(value) for key, value in options.items() if value is not None}
+        self._options = {
+            str(key): _text(value) for key, value in options.items() if value is not None
+        }
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Any | None) -> StorageOptions | None:
@@ -159,12 +163,15 @@ class StorageOptions(Mapping[str, str]):
 
     def __repr__(self) -> str:
         shown = ", ".join(
-            f"{key}={value!r}" if _is_plain(key, value) else f"{key}=***" for key, value in self._options.items()
+            f"{key}={value!r}" if _is_plain(key, value) else f"{key}=***"
+            for key, value in self._options.items()
         )
         return f"StorageOptions({shown})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StorageOptions, ({key: value for key, value in self._options.items() if _is_plain(key, value)},)
+        return StorageOptions, (
+            {key: value for key, value in self._options.items() if _is_plain(key, value)},
+        )
 
 
 def _is_plain(key: str, value: str) -> bool:
@@ -185,7 +192,11 @@ def use_storage_options(options: Mapping[str, StorageOptions]) -> None:
 
 
 def _given_for(url: str) -> StorageOptions | None:
-    own = [begin for begin in _of_command_line if begin and f"{url}/".startswith(f"{begin.rstrip('/')}/")]
+    own = [
+        begin
+        for begin in _of_command_line
+        if begin and f"{url}/".startswith(f"{begin.rstrip('/')}/")
+    ]
     return _of_command_line.get(max(own, key=len, default=""))
 
 

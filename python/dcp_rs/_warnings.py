@@ -14,6 +14,9 @@ _PACKAGES = ("dcp_rs", "torch", "contextlib", "functools")
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """A warning at the nearest line outside of this package and torch."""
     level, frame = 1, sys._getframe(0)  # noqa: SLF001  # the documented way to walk up
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES
+    ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

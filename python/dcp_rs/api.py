@@ -93,7 +93,9 @@ def load_state_dict(
         check_planner("load", planner)
         storage_reader.reset()
         if planner is None:
-            planner = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
+            planner = (
+                RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
+            )
     if type(storage_reader) is RsReader and is_plain(planner):
         report = engine.load(state_dict, storage_reader._source, planner._options(), ranks)
         storage_reader.report = report
@@ -161,7 +163,8 @@ def load(
         weights_only: unpickle values as ``torch.load(weights_only=True)`` does. Pass ``False``
             only for checkpoints that you wrote yourself.
         verify, io, threads, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
-        replicas, allow_external, storage_options, dequantize, views, progress: see :class:`RsReader`. ``rename`` comes after them.
+        replicas, allow_external, storage_options, dequantize, views, progress: see
+            :class:`RsReader`. ``rename`` comes after them.
 
     Returns:
         A report of the load on this rank. The log ``dcp_rs`` has it as one line.
@@ -198,7 +201,13 @@ def load(
         if planner is not None and given != LoadOptions():
             msg = "give the planner the options of the load, or no planner: RsLoadPlanner takes the same ones"
             raise TypeError(msg)
-        read = ReadOptions(io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes)
+        read = ReadOptions(
+            io=io,
+            threads=threads,
+            verify=verify,
+            shared=shared,
+            max_inflight_bytes=max_inflight_bytes,
+        )
         source = engine.Source(
             path=location(path),
             read=read,
@@ -329,7 +338,9 @@ def save(
     return _save(ranks, planner, ask)
 
 
-def _save(ranks: RankGroup, planner: SavePlanner | None, ask: Callable[[], SaveRequest]) -> SavedMetadata:
+def _save(
+    ranks: RankGroup, planner: SavePlanner | None, ask: Callable[[], SaveRequest]
+) -> SavedMetadata:
     """Save as the options of the planner say; or by torch's protocol, where the planner is the caller's own and has to be called."""
     if planner is None:
         return engine_save(ranks, PlanOptions(), ask)
@@ -349,12 +360,18 @@ def _without_stateful(state_dict: dict[str, Any], *, copy_buffers: bool = False)
         if copy_buffers and isinstance(holder, torch.nn.Module):
             # The next forward pass may write to them while the rest is still being copied.
             buffers = {name for name, _ in holder.named_buffers(remove_duplicate=False)}
-            state = like(state, ((key, value.clone() if key in buffers else value) for key, value in state.items()))
+            state = like(
+                state,
+                ((key, value.clone() if key in buffers else value) for key, value in state.items()),
+            )
         return state
 
     return like(
         state_dict,
-        ((key, state_of(stateful[key]) if key in stateful else value) for key, value in state_dict.items()),
+        (
+            (key, state_of(stateful[key]) if key in stateful else value)
+            for key, value in state_dict.items()
+        ),
     )
 
 
@@ -438,7 +455,8 @@ def async_save(
     is_dist = dist.is_initialized() and not no_dist
     if is_dist:
         if process_group is None and dist.get_world_size() > 1:
-            # Training goes on in the default group meanwhile, and collectives of two threads in one group do not match.
+            # Training goes on in the default group meanwhile, and collectives of two threads in one
+            # group do not match.
             process_group = _torch.background_group()
         _torch.require_cpu_backend(process_group)
     ranks = RankGroup(process_group, no_dist=no_dist)
@@ -485,16 +503,21 @@ def async_save(
             copied = Future()
             copied.set_result(None)
             future.staged.set_result(None)
-        background.saving.submit(_save_copy, future, ranks, planner, staging, copied, where, options)
+        background.saving.submit(
+            _save_copy, future, ranks, planner, staging, copied, where, options
+        )
     except BaseException as error:
         give_room()
         background.leave(future)
         if staging is not None:
             staging.release()
         if not ranks.is_alone:
-            # The others save: there they are told. Meanwhile nothing else of this rank may use the group.
+            # The others save: there they are told. Meanwhile nothing else of this rank may use the
+            # group.
             told = background.saving.submit(_save, ranks, planner, _raising(error))
-            if not background.saving.is_current:  # in a callback of a save: what it would wait for comes after it
+            if (
+                not background.saving.is_current
+            ):  # in a callback of a save: what it would wait for comes after it
                 told.exception()
         raise
     else:
@@ -527,7 +550,8 @@ def _save_copy(
     except BaseException as error:  # noqa: BLE001  # it is the future's
         shorten(error)
         future.set_exception(error)
-        # Its words alone: who keeps records of the log would keep what was staged, by the frames of the error.
+        # Its words alone: who keeps records of the log would keep what was staged, by the frames of
+        # the error.
         _log.error("the save in the background to %s failed: %s", os.fspath(where), str(error))
     else:
         future.report = saved.report

@@ -42,7 +42,9 @@ class DcpRsError(Exception):
     tensor: str | None = None
     offset: int | None = None
 
-    def __init__(self, *args: Any, path: Any = None, tensor: str | None = None, offset: int | None = None) -> None:
+    def __init__(
+        self, *args: Any, path: Any = None, tensor: str | None = None, offset: int | None = None
+    ) -> None:
         super().__init__(*args)
         if path is not None:
             self.path = str(path)
@@ -156,7 +158,9 @@ class StorageError(DcpRsError, OSError):
     operation: str | None = None
     attempts: int | None = None
 
-    def __init__(self, *args: Any, operation: str | None = None, attempts: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, operation: str | None = None, attempts: int | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         if operation is not None:
             self.operation = operation

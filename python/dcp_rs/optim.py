@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.optim import Optimizer
 
 from dcp_rs._tracebacks import short_traceback
@@ -174,7 +178,9 @@ def save_training_state(
     state = _training_state(
         _modules(model), optimizers, extra, RankGroup(process_group, no_dist=no_dist), strict=strict
     )
-    return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
+    return save(
+        state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options
+    )
 
 
 @short_traceback
@@ -231,10 +237,14 @@ def load_training_state(
     models, several, extra = _modules(model), _several(optimizers), {} if extra is None else extra
     planner = RsLoadPlanner(allow_partial_load=allow_partial_load) if planner is None else planner
     ranks = RankGroup(process_group, no_dist=no_dist)
-    partial = allow_partial_load or (isinstance(planner, RsLoadPlanner) and planner.allow_partial_load)
+    partial = allow_partial_load or (
+        isinstance(planner, RsLoadPlanner) and planner.allow_partial_load
+    )
 
     def load() -> None:
-        _load_into(path, models, several, planner, ranks, read_options, partial=partial, extra=extra)
+        _load_into(
+            path, models, several, planner, ranks, read_options, partial=partial, extra=extra
+        )
 
     engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
     return planner.report if isinstance(planner, RsLoadPlanner) else None
@@ -263,10 +273,16 @@ def _load_into(
         if extra is not None:
             parts.extend(get_model_state_dict(model) for model in models)
             state[MODEL] = _merged(parts)
-        saved = _saved_optimizers(reader, metadata, key, choice, needed=extra is None) if optimizers else None
+        saved = (
+            _saved_optimizers(reader, metadata, key, choice, needed=extra is None)
+            if optimizers
+            else None
+        )
         if saved is not None:
             state.update(saved.template(models, optimizers))
-        extras.extend(SavedExtra(metadata, name, value, choice) for name, value in (extra or {}).items())
+        extras.extend(
+            SavedExtra(metadata, name, value, choice) for name, value in (extra or {}).items()
+        )
         for one in extras:
             state.update(one.template)
         return choice, saved
@@ -340,12 +356,16 @@ def load_optim_state_dict(
     partial = allow_partial_load or bool(getattr(own_planner, "allow_partial_load", False))
 
     def load() -> None:
-        _load_into(path, models, (optimizer,), own_planner, ranks, read_options, partial=partial, key=key)
+        _load_into(
+            path, models, (optimizer,), own_planner, ranks, read_options, partial=partial, key=key
+        )
 
     engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
 
 
-def _opened(path: str | os.PathLike[str], read_options: dict[str, Any]) -> tuple[RsReader, Metadata]:
+def _opened(
+    path: str | os.PathLike[str], read_options: dict[str, Any]
+) -> tuple[RsReader, Metadata]:
     reader = RsReader(path, **read_options)
     return reader, reader.read_metadata()
 
@@ -371,9 +391,7 @@ def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
         msg = f"model is {model!r}: a module, or several"
         raise TypeError(msg)
     if models[1:] and any(map(is_fsdp1, models)):
-        msg = (
-            "several modules, of which one is of FSDP1 (FullyShardedDataParallel): wrap them in one, or use fully_shard"
-        )
+        msg = "several modules, of which one is of FSDP1 (FullyShardedDataParallel): wrap them in one, or use fully_shard"
         raise UnsupportedError(msg)
     return models
 
@@ -418,7 +436,11 @@ def _saved_optimizers(
             return None
         msg = f"the checkpoint has no optimizer state under {key!r}: there is no {join(key, 'param_groups')!r}"
         dotted = (f".{name}" for name in metadata.state_dict_metadata)
-        groups_of = (name.split(".param_groups")[0].removeprefix(".") for name in dotted if ".param_groups" in name)
+        groups_of = (
+            name.split(".param_groups")[0].removeprefix(".")
+            for name in dotted
+            if ".param_groups" in name
+        )
         if (other := next(groups_of, None)) is not None:
             msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
         raise PlanError(msg, tensor=join(key, "param_groups"))
@@ -434,7 +456,10 @@ def _saved_groups(reader: RsReader, metadata: Metadata, key: str) -> list[dict[s
     branch = branch_at(metadata, tuple(name.split(".")))
     if not branch.paths:
         return None
-    leaves = [(branch.positions[leaf], path, reader._read_value(leaf)) for leaf, path in branch.paths.items()]
+    leaves = [
+        (branch.positions[leaf], path, reader._read_value(leaf))
+        for leaf, path in branch.paths.items()
+    ]
     groups = tree_of(leaves, branch.containers)
     if isinstance(groups, Mapping):
         # By parameter, as `flatten_optimizer_state_dict` has it.

@@ -35,8 +35,15 @@ def default_shared() -> bool:
 
 def _has_others(ranks: int | None) -> bool:
     if ranks is None:
-        dist = sys.modules.get("torch.distributed")  # where nobody imported it, there is no process group
-        return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        dist = sys.modules.get(
+            "torch.distributed"
+        )  # where nobody imported it, there is no process group
+        return (
+            dist is not None
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        )
     return ranks > 1
 
 
@@ -227,4 +234,8 @@ class WriteOptions:
 
 def _given(options: ReadOptions | WriteOptions) -> dict[str, Any]:
     values = {known.name: getattr(options, known.name) for known in fields(options)}
-    return {known.name: values[known.name] for known in fields(options) if values[known.name] != known.default}
+    return {
+        known.name: values[known.name]
+        for known in fields(options)
+        if values[known.name] != known.default
+    }

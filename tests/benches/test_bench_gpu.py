@@ -55,6 +55,8 @@ def test_it_notices_what_was_loaded_wrongly(bench, tmp_path, monkeypatch):
             monkeypatch.setattr(contender, "load", wrong)
     pattern = bench.Pattern(bench.small_shapes(40_000), bench.torch.bfloat16)
     data = bench.Data(tmp_path, pattern)
-    rows = {r.name: r for r in bench.measure("case", data, bench.torch.device("cpu"), 1, cold=False)}
+    rows = {
+        r.name: r for r in bench.measure("case", data, bench.torch.device("cpu"), 1, cold=False)
+    }
     assert "not loaded as it was saved" in rows[bench.STOCK].error
     assert rows[bench.OURS].error is None

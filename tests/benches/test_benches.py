@@ -106,7 +106,16 @@ def test_a_loss_is_in_the_report():
     times = {"ours": Times([2.0]), "theirs": Times([1.0])}
     row = versus("a case", times, "ours", "theirs", reach=1.5)
     machine = dict.fromkeys(
-        ("cpu", "cores", "memory_gb", "file_system", "kernel", "accelerator", "torch", "safetensors"),
+        (
+            "cpu",
+            "cores",
+            "memory_gb",
+            "file_system",
+            "kernel",
+            "accelerator",
+            "torch",
+            "safetensors",
+        ),
         "?",
     ) | {"dcp_rs": "?", "commit": "?", "python": "?"}
     family = {"rows": [vars(row) | {"verdict": row.verdict}]}
@@ -137,7 +146,17 @@ def test_the_plot_leaves_out_what_has_no_ratio(tmp_path):
 
 
 def test_planning_of_loads_is_simulated():
-    command = [sys.executable, BENCHES / "load_planning.py", "--ranks", "2", "4", "--fqns", "3", "--stock-ranks", "4"]
+    command = [
+        sys.executable,
+        BENCHES / "load_planning.py",
+        "--ranks",
+        "2",
+        "4",
+        "--fqns",
+        "3",
+        "--stock-ranks",
+        "4",
+    ]
     done = programs.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]

@@ -22,20 +22,27 @@ def test_a_page_has_the_figures_of_its_run(page):
     text = page.read_text()
     assert "<!-- table: headline " in text
     assert text.count("<!-- table: ") == text.count("<!-- end of table -->")
-    assert tables.render(text) == text, "make bench ARGS='--tables benches/results/RUN.json' writes them"
+    assert tables.render(text) == text, (
+        "make bench ARGS='--tables benches/results/RUN.json' writes them"
+    )
 
 
 def test_both_pages_and_the_chart_are_of_one_run():
-    of = {page.read_text().partition("<!-- table: headline ")[2].partition(" ")[0] for page in tables.PAGES}
+    of = {
+        page.read_text().partition("<!-- table: headline ")[2].partition(" ")[0]
+        for page in tables.PAGES
+    }
     assert of == {tables.charted_run()}
     assert tables.CHART.read_text() == tables.chart(tables.load(tables.charted_run()))
 
 
 def test_another_figure_makes_another_table(tmp_path, monkeypatch):
     results = tables.load(RUN)
-    (warm,) = [row for row in results["families"][0]["rows"] if tables.TABLES["headline"].lines[0].case == row["case"]][
-        :1
-    ]
+    (warm,) = [
+        row
+        for row in results["families"][0]["rows"]
+        if tables.TABLES["headline"].lines[0].case == row["case"]
+    ][:1]
     before = tables.table("headline", results), tables.chart(results)
     warm |= {"value": 9.94, "ours_s": 0.1234}
     assert "| 1.25 s | 0.12 s | **9.9** |" in tables.table("headline", results)

@@ -101,7 +101,9 @@ def test_a_folder_that_is_a_link_is_followed(saved_blocks, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["auto", "mmap", "direct", "buffered"])
-@pytest.mark.parametrize(("name", "block"), [("large", 0), ("large", 1), ("large", 2), ("small", 0)])
+@pytest.mark.parametrize(
+    ("name", "block"), [("large", 0), ("large", 1), ("large", 2), ("small", 0)]
+)
 def test_a_flipped_bit_is_found_by_verification(saved_blocks, mode, name, block):
     file, offset = place_of(saved_blocks, name)
     flip(file, offset + block * (1 << 20) + 17, bit=3)
@@ -114,7 +116,9 @@ def test_a_flipped_bit_is_found_by_verification(saved_blocks, mode, name, block)
 
     for planner in (None, Planner()):
         template = {name: blank(STATE[name])}
-        error = failure(CorruptDataError, loaded, saved_blocks, template, planner=planner, verify=True, io=mode)
+        error = failure(
+            CorruptDataError, loaded, saved_blocks, template, planner=planner, verify=True, io=mode
+        )
         assert error.tensor == name
         assert error.offset == offset + block * (1 << 20)
         assert error.path == str(file)

@@ -67,7 +67,9 @@ def test_an_index_of_noise(tmp_path_factory, data):
     raw = bytearray(index.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(raw) - 8))
-        value = data.draw(st.sampled_from([0, 1, 255, 1 << 31, 1 << 40, (1 << 63) - 1, (1 << 64) - 1]))
+        value = data.draw(
+            st.sampled_from([0, 1, 255, 1 << 31, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])
+        )
         raw[at : at + 8] = value.to_bytes(8, "little")
     raw[:8] = index.read_bytes()[:8]
     raw[40:48] = digest_of(raw).to_bytes(8, "little")

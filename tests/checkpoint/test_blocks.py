@@ -34,7 +34,9 @@ def test_rectangles_are_the_elements_in_order(sizes: list[int], data: st.DataObj
 def test_cuts_fill_slabs_and_are_at_multiples_of_a_step(numels, sizes, step) -> None:
     slab = 16 << 20
     reached = [0] * len(numels)
-    for cuts in cut([(numel, size, step) for numel, size in zip(numels, sizes, strict=False)], slab):
+    for cuts in cut(
+        [(numel, size, step) for numel, size in zip(numels, sizes, strict=False)], slab
+    ):
         end = 0
         for part in cuts:
             assert part.at >= end

@@ -1,6 +1,7 @@
 """Two tensors of a file of torch.save may begin at the same byte and be of different lengths.
 
-A block that was hashed for the one was taken for the first block of the other: what followed the shorter one was not checked, and ``verify=True`` let damage through.
+A block that was hashed for the one was taken for the first block of the other: what followed the
+shorter one was not checked, and ``verify=True`` let damage through.
 """
 
 import os
@@ -24,7 +25,9 @@ def flip(path, values):
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-@pytest.fixture(params=[(10, 20_000, 15_000), (BLOCK + 10, BLOCK + 5000, BLOCK + 2000)], ids=["first", "second"])
+@pytest.fixture(
+    params=[(10, 20_000, 15_000), (BLOCK + 10, BLOCK + 5000, BLOCK + 2000)], ids=["first", "second"]
+)
 def damaged(request, tmp_path):
     """A part, all of it, and damage behind the part: in the first block of both, or in the second."""
     part, length, at = request.param

@@ -56,7 +56,9 @@ dcp.save(rank_state(2, 0), storage_writer=Killed(sys.argv[2]), no_dist=True)
 
 
 def kill_a_save(path):
-    done = programs.run([sys.executable, "-c", KILLED, TESTS, path], capture_output=True, text=True, check=False)
+    done = programs.run(
+        [sys.executable, "-c", KILLED, TESTS, path], capture_output=True, text=True, check=False
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
@@ -105,14 +107,18 @@ def test_a_save_that_waits_for_its_commit_is_left_alone(ckpt):
     save(ckpt, 1)
     writer = Paused(ckpt)
     thread = threading.Thread(
-        target=dcp.save, args=(rank_state(2, 0),), kwargs={"storage_writer": writer, "no_dist": True}
+        target=dcp.save,
+        args=(rank_state(2, 0),),
+        kwargs={"storage_writer": writer, "no_dist": True},
     )
     thread.start()
     try:
         assert writer.written.wait(60)
         # Of another process, and of this one.
         there = f"import dcp_rs, sys; r = dcp_rs.clean({str(ckpt)!r}, yes=True, older_than=0); print(r.removed, r.kept[0].verdict)"
-        other = programs.run([sys.executable, "-c", there], capture_output=True, text=True, check=True)
+        other = programs.run(
+            [sys.executable, "-c", there], capture_output=True, text=True, check=True
+        )
         assert other.stdout == "[] in use\n"
         report = dcp_rs.clean(ckpt, yes=True)
         assert (report.removed, [kept.verdict for kept in report.kept]) == ([], ["in use"])
@@ -169,7 +175,9 @@ def test_where_the_index_cannot_be_read_nothing_is_removed(ckpt):
 def test_what_is_young_stays_where_that_was_asked_for(ckpt):
     save(ckpt, 1)
     kill_a_save(ckpt)
-    assert [kept.verdict for kept in dcp_rs.clean(ckpt, yes=True, older_than=3600).kept] == ["young"]
+    assert [kept.verdict for kept in dcp_rs.clean(ckpt, yes=True, older_than=3600).kept] == [
+        "young"
+    ]
     (left,) = dcp_rs.clean(ckpt).found
     os.utime(left.path, (0, 0))
     assert names(dcp_rs.clean(ckpt, yes=True, older_than=3600).removed) == names([left])
@@ -207,7 +215,8 @@ def test_a_killed_conversion_is_cleaned_up(ckpt, tmp_path, to):
     assert [entry.name for entry in out.parent.iterdir()] == ["result"]
 
 
-# --- a folder that holds a model of somebody else ----------------------------------------------------
+# --- a folder that holds a model of somebody else
+# ----------------------------------------------------
 
 
 def a_model_of_others(folder, kind):

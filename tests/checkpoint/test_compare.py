@@ -26,7 +26,8 @@ def differences(tmp_path, a, b, **options):
     save_rs({"x": a}, tmp_path / "a")
     save_rs({"x": b}, tmp_path / "b")
     return [
-        (one.kind, one.elements, one.max_abs) for one in compare(tmp_path / "a", tmp_path / "b", **options).differences
+        (one.kind, one.elements, one.max_abs)
+        for one in compare(tmp_path / "a", tmp_path / "b", **options).differences
     ]
 
 
@@ -47,7 +48,9 @@ def test_integers_differ_by_what_they_differ(tmp_path, dtype, a, b):
     by = abs(a - b)
     one, other = torch.tensor([a, 1], dtype=dtype), torch.tensor([b, 1], dtype=dtype)
     assert differences(tmp_path, one, other) == [("elements", 1, by)]
-    assert differences(tmp_path, other, one, tolerance=1e-9 if by == 1 else by / 2) == [("elements", 1, by)]
+    assert differences(tmp_path, other, one, tolerance=1e-9 if by == 1 else by / 2) == [
+        ("elements", 1, by)
+    ]
     assert differences(tmp_path, one, other, tolerance=2.0 * by) == []
 
 
@@ -61,7 +64,8 @@ def test_random_integers_against_python(tmp_path, seed):
         info = torch.iinfo(dtype)
         near = (info.min, info.max, 0, 1 << 32, 1 << 31, info.max // 2)
         drawn = [
-            rng.choice((rng.randint(info.min, info.max), rng.choice(near) + rng.randint(-2, 2))) for _ in range(count)
+            rng.choice((rng.randint(info.min, info.max), rng.choice(near) + rng.randint(-2, 2)))
+            for _ in range(count)
         ]
         return [max(info.min, min(info.max, value)) for value in drawn]
 
@@ -70,7 +74,10 @@ def test_random_integers_against_python(tmp_path, seed):
         a, b = some(dtype, 50), some(other, 50)
         by = [abs(int(x) - int(y)) for x, y in zip(a, b, strict=True)]
         want = [("elements" if dtype == other else "dtype", sum(map(bool, by)), max(by))]
-        assert differences(tmp_path, torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=other)) == want, (dtype, other)
+        assert (
+            differences(tmp_path, torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=other))
+            == want
+        ), (dtype, other)
 
 
 def test_the_largest_difference_of_several_pieces(tmp_path):
@@ -108,8 +115,12 @@ def test_parts_of_complex_numbers_that_are_no_numbers_hide_nothing(tmp_path, dty
 
 def test_floats_are_compared_as_before(tmp_path):
     one = torch.tensor([1.0, NAN, INF, 0.5])
-    assert differences(tmp_path, one, torch.tensor([1.25, NAN, INF, 0.5])) == [("elements", 1, 0.25)]
+    assert differences(tmp_path, one, torch.tensor([1.25, NAN, INF, 0.5])) == [
+        ("elements", 1, 0.25)
+    ]
     assert differences(tmp_path, one, torch.tensor([1.25, NAN, INF, 0.5]), tolerance=0.25) == []
-    ((_, elements, largest),) = differences(tmp_path, one, torch.tensor([1.0, 2.0, INF, 0.5]), tolerance=9.0)
+    ((_, elements, largest),) = differences(
+        tmp_path, one, torch.tensor([1.0, 2.0, INF, 0.5]), tolerance=9.0
+    )
     assert elements == 1
     assert math.isnan(largest)

@@ -28,7 +28,8 @@ CORPUS = TESTS / "compat" / "v1"
 V1 = CORPUS / "everything"
 KINDS = ["plain", "nested", "values", "cast", "sharded", "reused", *ADOPTED]
 
-# sha256 over the names and contents of the files, in the order of their names: nothing in there ever changes.
+# sha256 over the names and contents of the files, in the order of their names: nothing in there
+# ever changes.
 V1_SHA256 = "4037dea5185a6427eeb763c80e0e6c8027be80b66ebf9554b60e3a5c422db597"
 
 
@@ -57,7 +58,9 @@ def test_every_kind_of_save_comes_back(kind, tmp_path):
     template = emptied(got)
     dcp_rs.load(template, folder, verify=kind not in ("stock", "views"), io="buffered")
     assert describe(template) == describe(got)
-    assert dcp_rs.verify(folder).ok is (None if kind in ("stock", "views") else True)  # those have no digests
+    assert dcp_rs.verify(folder).ok is (
+        None if kind in ("stock", "views") else True
+    )  # those have no digests
     if kind not in ADOPTED:
         assert SecondReader.open(folder).save_id
 
@@ -68,7 +71,9 @@ def emptied(node):
         return torch.zeros_like(node)
     if isinstance(node, dict):
         return like(node, ((key, emptied(value)) for key, value in node.items()))
-    has_tensors = isinstance(node, list) and any(isinstance(entry, torch.Tensor | dict) for entry in node)
+    has_tensors = isinstance(node, list) and any(
+        isinstance(entry, torch.Tensor | dict) for entry in node
+    )
     return [emptied(entry) for entry in node] if has_tensors else ...
 
 
@@ -76,7 +81,10 @@ def ordered(state, kind):
     """Adopted checkpoints know no order: entries come by name."""
     if kind not in ADOPTED:
         return state
-    items = [[key, ordered(value, kind) if "mapping" in value else value] for key, value in sorted(state["items"])]
+    items = [
+        [key, ordered(value, kind) if "mapping" in value else value]
+        for key, value in sorted(state["items"])
+    ]
     return state | {"items": items}
 
 
@@ -98,7 +106,9 @@ def test_what_each_rank_saved_for_itself(tmp_path):
     folder, about = copied("rank_local", tmp_path)
     for rank, state in enumerate(about["states"]):
         index = _core.Index.open(str(folder), rank, False)
-        assert describe(Checkpoint(index, options=ReadOptions()).state_dict()) == describe_sorted(state)
+        assert describe(Checkpoint(index, options=ReadOptions()).state_dict()) == describe_sorted(
+            state
+        )
         assert SecondReader.open(folder, rank).is_rank_local
 
 
@@ -127,7 +137,9 @@ def test_version_1_opens_as_a_mapping():
                     checkpoint[fqn]
         assert_state_equal(checkpoint["sharded.rows"], want["sharded"]["rows"])
         assert [c.sizes for c in checkpoint.chunks("sharded.rows")] == [(3, 3), (2, 3)]
-        assert_state_equal(checkpoint.get_slice("sharded.columns")[1:3, 2:6], want["sharded"]["columns"][1:3, 2:6])
+        assert_state_equal(
+            checkpoint.get_slice("sharded.columns")[1:3, 2:6], want["sharded"]["columns"][1:3, 2:6]
+        )
         assert checkpoint["values.text"] == want["values"]["text"]
         if all(hasattr(torch, name) for name in DTYPES):
             got = checkpoint.state_dict()
@@ -152,7 +164,9 @@ def test_version_1_loads_on_ranks_that_did_not_save_it():
     run_ranks(4, load_everything)
 
 
-@pytest.mark.skipif(not all(hasattr(torch, name) for name in DTYPES), reason="a dtype that this torch lacks")
+@pytest.mark.skipif(
+    not all(hasattr(torch, name) for name in DTYPES), reason="a dtype that this torch lacks"
+)
 def test_version_1_tells_its_own_structure():
     got = {}
     planner = _EmptyStateDictLoadPlanner()

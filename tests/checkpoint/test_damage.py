@@ -86,7 +86,9 @@ def test_what_is_corrupt_is_called_what_it_is(ckpt, tmp_path):
     save_rs(STATE, ckpt)
     dcp_rs.convert(ckpt, tmp_path / "hf", to="safetensors", skip_unsupported=True)
     flip(tmp_path / "hf" / "model.safetensors", 9)
-    with pytest.raises(CorruptIndexError, match=r"corrupt header of the data file .*model\.safetensors"):
+    with pytest.raises(
+        CorruptIndexError, match=r"corrupt header of the data file .*model\.safetensors"
+    ):
         dcp_rs.open(tmp_path / "hf")
     flip(ckpt / "index.dcprs", 100)
     with pytest.raises(CorruptIndexError, match=r"corrupt index .*index\.dcprs"):
@@ -102,8 +104,14 @@ def test_warnings_are_of_the_callers_line(ckpt, tmp_path):
         (lambda: dcp_rs.open(ckpt, verify=True), "checks nothing"),
         (lambda: dcp_rs.open(tmp_path / "both"), "holds two checkpoints"),
         (lambda: dcp_rs.RsWriter(ckpt, per_thread_copy_ahead=1), "has no use for"),
-        (lambda: dcp_rs.load({"small": torch.zeros(3).double()}, ckpt, no_dist=True), "are cast on loading"),
-        (lambda: dcp_rs.save({"odd": ckpt}, tmp_path / "odd", no_dist=True), "will not load under weights_only=True"),
+        (
+            lambda: dcp_rs.load({"small": torch.zeros(3).double()}, ckpt, no_dist=True),
+            "are cast on loading",
+        ),
+        (
+            lambda: dcp_rs.save({"odd": ckpt}, tmp_path / "odd", no_dist=True),
+            "will not load under weights_only=True",
+        ),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

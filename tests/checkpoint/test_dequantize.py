@@ -47,7 +47,9 @@ def one_of_each(path: Path) -> dict[str, torch.Tensor]:
 
 def wanted(expected: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     plain = ("norm.weight", "a.bias")
-    return {name: tensor if name in plain else tensor.to(dtype) for name, tensor in expected.items()}
+    return {
+        name: tensor if name in plain else tensor.to(dtype) for name, tensor in expected.items()
+    }
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -63,7 +65,9 @@ def test_every_way_in(tmp_path, target):
     assert_same(dict(checkpoint), expected)
     assert_same(dict(checkpoint.stream()), expected)
     assert_same(checkpoint.state_dict(copy=True), expected)
-    assert {name: checkpoint.info(name).shape for name in checkpoint} == {n: t.shape for n, t in expected.items()}
+    assert {name: checkpoint.info(name).shape for name in checkpoint} == {
+        n: t.shape for n, t in expected.items()
+    }
 
     empty = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     dcp_rs.load(empty, tmp_path / "q", dequantize=target)
@@ -91,7 +95,11 @@ def test_numpy_has_them_in_float32(tmp_path):
 
 def test_what_is_not_quantized_stays_as_it_is(tmp_path):
     """A training checkpoint may hold float8 tensors of its own."""
-    tensors = {"w.weight": torch.randn(4, 4), "amax": torch.randn(8).to(torch.float8_e4m3fn), "x_scale": torch.ones(1)}
+    tensors = {
+        "w.weight": torch.randn(4, 4),
+        "amax": torch.randn(8).to(torch.float8_e4m3fn),
+        "x_scale": torch.ones(1),
+    }
     dcp_rs.save(tensors, tmp_path / "ckpt")
     checkpoint = dcp_rs.open(tmp_path / "ckpt", dequantize=True)
     assert sorted(checkpoint) == sorted(tensors)
@@ -102,7 +110,9 @@ def test_a_checkpoint_of_dcp_rs_in_shards_of_its_own(tmp_path):
     """Codes that are stored in several chunks, with digests, which are checked on the way."""
     stored, whole = quantized.fp8("m", 300, 200, seed=20)
     dcp_rs.save(stored, tmp_path / "ckpt")
-    assert same(dcp_rs.open(tmp_path / "ckpt", dequantize=True, verify=True)["m.weight"], whole.to(BF16))
+    assert same(
+        dcp_rs.open(tmp_path / "ckpt", dequantize=True, verify=True)["m.weight"], whole.to(BF16)
+    )
     file = next((tmp_path / "ckpt").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -123,7 +133,14 @@ def test_strided_destinations_and_slices(tmp_path):
 @given(
     data=st.data(),
     name=st.sampled_from(
-        ["a.experts.weight", "c.experts", "c.large", "d.zeros.weight", "e.large.weight", "d.odd.weight"]
+        [
+            "a.experts.weight",
+            "c.experts",
+            "c.large",
+            "d.zeros.weight",
+            "e.large.weight",
+            "d.odd.weight",
+        ]
     ),
 )
 def test_a_slice_is_the_slice_of_the_whole(tmp_path_factory, data, name):
@@ -149,7 +166,12 @@ def test_stored_parts_are_no_entries(tmp_path):
     checkpoint = dcp_rs.open(tmp_path / "q", dequantize=True)
     assert same(checkpoint["c.experts_blocks"], checkpoint["c.experts"])
     assert "c.experts_blocks" not in list(checkpoint)
-    for name in ("c.experts_scales", "a.blocks.weight_scale_inv", "d.int4.weight_packed", "b.tensor.input_scale"):
+    for name in (
+        "c.experts_scales",
+        "a.blocks.weight_scale_inv",
+        "d.int4.weight_packed",
+        "b.tensor.input_scale",
+    ):
         with pytest.raises(KeyError):
             checkpoint[name]
 
@@ -182,7 +204,10 @@ FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (lambda t: t.update({"n_scales": torch.ones(3, 4).byte()}), "n_scales"),
         (
             lambda t: t.update(
-                {"n.weight": torch.ones(3, 8).byte(), "n.weight_scale": torch.ones(3, 1).to(torch.float8_e4m3fn)}
+                {
+                    "n.weight": torch.ones(3, 8).byte(),
+                    "n.weight_scale": torch.ones(3, 1).to(torch.float8_e4m3fn),
+                }
             ),
             "n.weight",
         ),
@@ -207,7 +232,10 @@ def test_parts_that_do_not_fit_are_refused(tmp_path, change, named):
         {"quant_method": "fp8", "weight_block_size": [128.5, 128]},
         {"quant_method": "fp8", "weight_block_size": [128]},
         {"quant_method": "compressed-tensors", "format": "int-quantized"},
-        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}},
+        },
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
     ],
 )
@@ -239,7 +267,10 @@ def test_shapes_that_contradict_the_codes_are_refused(tmp_path):
 
 def test_zero_points_of_each_expert_are_its_own(tmp_path):
     """All experts of a 3-D weight took the zero points of the first."""
-    made = [quantized.int4("m", 10, 64, seed=seed, group=16, zeros=True, has_shape=False) for seed in (1, 3, 5)]
+    made = [
+        quantized.int4("m", 10, 64, seed=seed, group=16, zeros=True, has_shape=False)
+        for seed in (1, 3, 5)
+    ]
     tensors = {name: torch.stack([stored[name] for stored, _ in made]) for name in made[0][0]}
     quantized.write(tmp_path / "q", tensors)
     checkpoint = dcp_rs.open(tmp_path / "q", dequantize=torch.float32)
@@ -253,7 +284,10 @@ def test_rows_that_end_within_a_word_are_as_long_as_their_shape_says(tmp_path, i
     """Two groups of 30 in eight words were taken for two groups of 32."""
     tensors, whole = quantized.int4("m", 10, 60, seed=3, group=30)
     weights = {"num_bits": 4, "type": "int", "group_size": 30}
-    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
     quantized.write(tmp_path / "q", tensors, config if is_configured else None)
     assert same(dcp_rs.open(tmp_path / "q", dequantize=torch.float32)["m.weight"], whole)
 
@@ -262,13 +296,20 @@ def test_scales_of_another_count_than_the_configuration_says_are_refused(tmp_pat
     """One scale for a block went for one of the whole weight, and groups of 64 for those of 128."""
     tensors = {"m.weight": quantized.codes(256, 256, seed=1, dtype=torch.float8_e4m3fn)}
     tensors["m.weight_scale_inv"] = torch.ones(1, 1)
-    quantized.write(tmp_path / "fp8", tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
-    with pytest.raises(dcp_rs.QuantizationError, match=r"\[1, 1\], and should have the shape \[2, 2\]"):
+    quantized.write(
+        tmp_path / "fp8", tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    )
+    with pytest.raises(
+        dcp_rs.QuantizationError, match=r"\[1, 1\], and should have the shape \[2, 2\]"
+    ):
         dcp_rs.open(tmp_path / "fp8", dequantize=True)
 
     tensors, _ = quantized.int4("m", 4, 256, seed=1, group=64)
     weights = {"num_bits": 4, "type": "int", "group_size": 128}
-    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
     quantized.write(tmp_path / "int4", tensors, config)
     with pytest.raises(dcp_rs.QuantizationError, match="no groups of 128 for 256 columns"):
         dcp_rs.open(tmp_path / "int4", dequantize=True)
@@ -278,7 +319,9 @@ def test_blocks_find_their_weight_beside_views(tmp_path):
     """With any view they were unknown."""
     tensors, whole = quantized.mxfp4("m", 5, 64, seed=1)
     quantized.write(tmp_path / "q", {**tensors, "norm": torch.zeros(2, 3)})
-    checkpoint = dcp_rs.open(tmp_path / "q", dequantize=True, views=dcp_rs.Transpose("norm", (1, 0)))
+    checkpoint = dcp_rs.open(
+        tmp_path / "q", dequantize=True, views=dcp_rs.Transpose("norm", (1, 0))
+    )
     assert same(checkpoint["m_blocks"], whole.to(BF16))
 
 
@@ -303,11 +346,17 @@ def test_torchs_reader_is_the_judge(tmp_path):
         theirs = module.QuantizedHuggingFaceStorageReader(str(tmp_path / "q"), target_dtype=target)
         expected = {"m.weight": torch.zeros(300, 200, dtype=target)}
         dcp.load(expected, storage_reader=theirs)
-        ours = {"m.weight": torch.zeros(300, 200, dtype=target), "e_blocks": torch.zeros(2, 5, 96, dtype=target)}
+        ours = {
+            "m.weight": torch.zeros(300, 200, dtype=target),
+            "e_blocks": torch.zeros(2, 5, 96, dtype=target),
+        }
         dcp.load(ours, storage_reader=dcp_rs.RsReader(tmp_path / "q", dequantize=target))
         assert same(ours["m.weight"], expected["m.weight"])
-        whole = theirs._dequantize_tensor_mxfp4(experts["e_blocks"], experts["e_scales"], request, 0, 0)
-        # A scale of 255 is infinite there. It is no number (section 5.4.1 of the OCP's specification of E8M0).
+        whole = theirs._dequantize_tensor_mxfp4(
+            experts["e_blocks"], experts["e_scales"], request, 0, 0
+        )
+        # A scale of 255 is infinite there. It is no number (section 5.4.1 of the OCP's
+        # specification of E8M0).
         known = experts["e_scales"].repeat_interleave(32, -1) != 255
         assert ours["e_blocks"][~known].isnan().all()
         assert same(ours["e_blocks"][known], whole[known])

@@ -132,7 +132,12 @@ def test_a_tensor_with_a_damaged_block_is_not_handed_over(ckpt):
         assert (raised.value.tensor, raised.value.offset) == ("w", chunk.offset + block)
         assert planner.committed == []
         index = dcp_rs._core.Index.open(str(ckpt), None, False)
-        for begin, damaged in ((0, False), (block - 1, True), (block + 5, True), (2 * block, False)):
+        for begin, damaged in (
+            (0, False),
+            (block - 1, True),
+            (block + 5, True),
+            (2 * block, False),
+        ):
             target = torch.zeros(2, dtype=torch.uint8)
             fill = _core.Fill(0, (begin,), (2,), target.data_ptr(), (1,))
             options = {"io": io, "threads": 1, "verify": True, "max_inflight_bytes": 1 << 22}

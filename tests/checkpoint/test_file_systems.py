@@ -16,7 +16,8 @@ from support import programs
 
 STATE = {f"w{i}": torch.arange(1 << 18) + i for i in range(8)}
 
-#: Loads a checkpoint through an overlay that it mounts for itself; prints what went past the page cache.
+#: Loads a checkpoint through an overlay that it mounts for itself; prints what went past the page
+#: cache.
 THROUGH_AN_OVERLAY = """
 import os, subprocess, sys
 from pathlib import Path
@@ -82,7 +83,8 @@ def test_an_index_that_is_cut_short_in_place_does_not_end_the_process(tmp_path):
 
 SLOW_OPEN = Path(__file__).parents[2] / "benches" / "workers" / "slow_open.c"
 
-#: Loads a folder of many files, each of which is opened late, and few of which this process may have open.
+#: Loads a folder of many files, each of which is opened late, and few of which this process may
+#: have open.
 LATE = """
 import resource, sys
 import torch, dcp_rs
@@ -95,7 +97,9 @@ assert all(torch.equal(got[f"w{i}"], torch.arange(float(elements)) + i) for i in
 """
 
 
-@pytest.mark.parametrize("elements", [1 << 14, pytest.param(1 << 9, marks=pytest.mark.slow)], ids=["mapped", "read"])
+@pytest.mark.parametrize(
+    "elements", [1 << 14, pytest.param(1 << 9, marks=pytest.mark.slow)], ids=["mapped", "read"]
+)
 @pytest.mark.parametrize("late", ["2000", pytest.param("0", marks=pytest.mark.slow)])
 def test_many_files_that_open_late(tmp_path, late, elements):
     """More than are kept open where none is late; of these, fewer than there are."""
@@ -103,13 +107,19 @@ def test_many_files_that_open_late(tmp_path, late, elements):
     named = {f"w{i}": f"{i:05}.safetensors" for i in range(files)}
     for i, (name, file) in enumerate(named.items()):
         save_file({name: torch.arange(float(elements)) + i}, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": named}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": named})
+    )
     library = tmp_path / "slow_open.so"
     try:
-        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, SLOW_OPEN, "-ldl"], check=True)
+        subprocess.run(
+            ["cc", "-O1", "-shared", "-fPIC", "-o", library, SLOW_OPEN, "-ldl"], check=True
+        )
     except FileNotFoundError:
         pytest.skip("there is no C compiler")
     command = [sys.executable, "-c", LATE, tmp_path, str(files), str(elements)]
     env = {**os.environ, "LD_PRELOAD": str(library), "DCP_RS_BENCH_OPEN_US": late}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, env=env
+    )
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,16 @@ import torch
 import dcp_rs
 from dcp_rs.errors import PlanError, UnsupportedError
 from support.failures import read_whole
-from support.forged import INDEX, NOTHING, rebuild, refused_at_once, sealed, section, sections_of, tensor_record
+from support.forged import (
+    INDEX,
+    NOTHING,
+    rebuild,
+    refused_at_once,
+    sealed,
+    section,
+    sections_of,
+    tensor_record,
+)
 
 
 def test_names_that_share_bytes_are_refused(saved):
@@ -40,10 +49,16 @@ def test_chunks_that_share_bytes_are_refused(saved):
     file = bytearray(files[:64])
     struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, (1 << 20) + 4096, 4096, 0)
     count, each = 1000, 1 << 20
-    dims = struct.pack("<Q", count * each) + b"".join(struct.pack("<QQ", i * each, each) for i in range(count))
-    chunks = b"".join(struct.pack("<IIQQQQII", 0, 0, 4096, each, 1 + 2 * i, 0, 0, 0) for i in range(count))
+    dims = struct.pack("<Q", count * each) + b"".join(
+        struct.pack("<QQ", i * each, each) for i in range(count)
+    )
+    chunks = b"".join(
+        struct.pack("<IIQQQQII", 0, 0, 4096, each, 1 + 2 * i, 0, 0, 0) for i in range(count)
+    )
     tensors = tensor_record((0, 1), shape=0, chunks=(0, count), dtype=2, ndim=1)
-    (saved / INDEX).write_bytes(rebuild(header, [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING]))
+    (saved / INDEX).write_bytes(
+        rebuild(header, [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING])
+    )
     (saved / "file").write_bytes(bytes((1 << 20) + 4096))
     refused_at_once(saved, "share bytes")
 
@@ -75,7 +90,9 @@ def test_entries_that_share_bytes_are_refused(saved, source, a, b):
     tensors = [one_chunk(0, 0), one_chunk(1, 1)]
     forge_chunks(saved, [(0, 0, a, 16, 1), (1, 0, b, 16, 1)], (16, 0, 16), tensors, source=source)
     refused_at_once(saved, 'share bytes.*"a" and "b"')
-    forge_chunks(saved, [(0, 0, 4096, 16, 1), (1, 0, 4112, 16, 1)], (16, 0, 16), tensors, source=source)
+    forge_chunks(
+        saved, [(0, 0, 4096, 16, 1), (1, 0, 4112, 16, 1)], (16, 0, 16), tensors, source=source
+    )
     assert set(dcp_rs.open(saved)) == {"a", "b"}
 
 
@@ -100,7 +117,9 @@ def test_a_file_that_is_named_twice_is_refused(saved):
 def test_a_tensor_of_a_torch_file_is_one_chunk(saved):
     """Entries of such a file may share bytes, as tied weights do: 256 kB of chunks over 1 MiB of file were a tensor of 4 GB."""
     tensors = [tensor_record((0, 1), shape=0, chunks=(0, 2), dtype=2, ndim=1)]
-    forge_chunks(saved, [(0, 0, 4096, 16, 1), (0, 0, 4096, 16, 3)], (32, 0, 16, 16, 16), tensors, source=3)
+    forge_chunks(
+        saved, [(0, 0, 4096, 16, 1), (0, 0, 4096, 16, 3)], (32, 0, 16, 16, 16), tensors, source=3
+    )
     refused_at_once(saved, "more than one chunk")
     tensors = [one_chunk(0, 0), one_chunk(1, 1)]
     forge_chunks(saved, [(0, 0, 4096, 16, 1), (1, 0, 4096, 16, 1)], (16, 0, 16), tensors, source=3)
@@ -132,7 +151,9 @@ def test_elements_that_share_bytes_stay_views(saved):
     refused_at_once(saved, "not an adopted tensor")
 
 
-@pytest.mark.parametrize("shape", [(1 << 62, 1 << 62, 0), (0, 1 << 62, 1 << 62), (1 << 61, 0), (1 << 63, 0)])
+@pytest.mark.parametrize(
+    "shape", [(1 << 62, 1 << 62, 0), (0, 1 << 62, 1 << 62), (1 << 61, 0), (1 << 63, 0)]
+)
 def test_a_shape_that_torch_cannot_multiply_is_refused(saved, shape):
     header = (saved / INDEX).read_bytes()
     dims = struct.pack(f"<{len(shape)}Q", *shape)
@@ -154,10 +175,14 @@ def test_a_memory_format_without_a_meaning_is_refused(saved):
     tensors = bytearray(tensor_record((0, 1)))
     for flags in (0b1100, 0b1111):
         tensors[15] = flags
-        (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", NOTHING]))
+        (saved / INDEX).write_bytes(
+            rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", NOTHING])
+        )
         refused_at_once(saved, "memory format")
     tensors[15] = 0b11111011
-    (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", NOTHING]))
+    (saved / INDEX).write_bytes(
+        rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", NOTHING])
+    )
     assert dcp_rs.open(saved).info("w").shape == ()
 
 
@@ -177,7 +202,9 @@ def test_strides_are_those_of_adopted_tensors(saved, source, kind, stride, match
     struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, 4097, 4096, 0)
     dims = struct.pack("<QQQQ", 1, 0, 1, stride)
     chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
-    tensors = tensor_record((0, 1), chunks=(0, 1), kind=kind, dtype=0 if kind else 2, ndim=0 if kind else 1)
+    tensors = tensor_record(
+        (0, 1), chunks=(0, 1), kind=kind, dtype=0 if kind else 2, ndim=0 if kind else 1
+    )
     sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING]
     (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source)]))
     (saved / "file").write_bytes(bytes(4097))
@@ -219,7 +246,12 @@ def test_signs_are_those_of_adopted_tensors(saved, source, incompat, code, flags
 
 @pytest.mark.parametrize(
     ("source", "incompat", "flags", "match"),
-    [(0, 2, 4, None), (0, 0, 4, "does not say so"), (2, 2, 4, "what others wrote"), (0, 2, 5, "what others wrote")],
+    [
+        (0, 2, 4, None),
+        (0, 0, 4, "does not say so"),
+        (2, 2, 4, "what others wrote"),
+        (0, 2, 5, "what others wrote"),
+    ],
 )
 def test_links_are_of_native_data_in_an_index_that_says_so(saved, source, incompat, flags, match):
     header = (saved / INDEX).read_bytes()
@@ -227,7 +259,15 @@ def test_links_are_of_native_data_in_an_index_that_says_so(saved, source, incomp
     file = bytearray(files[:64])
     struct.pack_into("<QIIQQQ", file, 0, 1, 4, flags, 4100, 4096, 0)
     chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 4, 0, 0, 0, 0)
-    sections = [bytes(file), tensor_record((0, 1), chunks=(0, 1)), chunks, b"", b"", b"wfile", NOTHING]
+    sections = [
+        bytes(file),
+        tensor_record((0, 1), chunks=(0, 1)),
+        chunks,
+        b"",
+        b"",
+        b"wfile",
+        NOTHING,
+    ]
     (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source), (24, incompat)]))
     (saved / "file").write_bytes(bytes(4096) + struct.pack("<f", 1))
     if match is None:
@@ -236,7 +276,9 @@ def test_links_are_of_native_data_in_an_index_that_says_so(saved, source, incomp
         refused_at_once(saved, match)
 
 
-@pytest.mark.parametrize(("at", "length"), [(4, 16), (1 << 40, 16), (256, 8), (256, 32), (256, 1 << 63)])
+@pytest.mark.parametrize(
+    ("at", "length"), [(4, 16), (1 << 40, 16), (256, 8), (256, 32), (256, 1 << 63)]
+)
 def test_contents_are_sixteen_bytes_a_chunk_within_the_index(saved, at, length):
     header = bytearray((saved / INDEX).read_bytes())
     struct.pack_into("<QQ", header, 208, at, length)
@@ -303,7 +345,11 @@ def test_forged_lengths_allocate_nothing(saved, tmp_path):
         path.write_bytes(struct.pack("<Q", length) + b"{}" * 50)
         folders.append(path)
     done = subprocess.run(
-        [sys.executable, "-c", BOUNDED, *folders], capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, "-c", BOUNDED, *folders],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     said = done.stdout.split()

@@ -7,7 +7,17 @@ import pytest
 import dcp_rs
 from dcp_rs import RsReader
 from dcp_rs.errors import CorruptIndexError, PlanError
-from support.forged import BYTES, INDEX, INTEGER, NOTHING, TEXT, encoded, rebuild, refused_at_once, tensor_record
+from support.forged import (
+    BYTES,
+    INDEX,
+    INTEGER,
+    NOTHING,
+    TEXT,
+    encoded,
+    rebuild,
+    refused_at_once,
+    tensor_record,
+)
 
 
 @pytest.mark.parametrize("key", [encoded(8), encoded(9), encoded(7, INTEGER, encoded(8))])
@@ -19,7 +29,9 @@ def test_a_key_that_python_cannot_hash_is_refused(saved, key):
         RsReader(saved).read_metadata()
 
 
-@pytest.mark.parametrize("key", [b"\0", b"\2", INTEGER, BYTES, encoded(7), encoded(7, TEXT, encoded(7, BYTES))])
+@pytest.mark.parametrize(
+    "key", [b"\0", b"\2", INTEGER, BYTES, encoded(7), encoded(7, TEXT, encoded(7, BYTES))]
+)
 def test_every_other_key_is_read(saved, key):
     header = (saved / INDEX).read_bytes()
     (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, INTEGER) + b"\0"]))
@@ -31,7 +43,9 @@ def test_the_path_of_a_tensor_comes_before_what_the_root_says_of_it(saved):
     header = (saved / INDEX).read_bytes()
     root, path = encoded(9, TEXT, INTEGER, BYTES, INTEGER), encoded(7, INTEGER, TEXT)
     tensors = tensor_record((0, 1), path=(len(root) + 1, len(path)))
-    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", root + b"\0" + path]))
+    (saved / INDEX).write_bytes(
+        rebuild(header, [b"", tensors, b"", b"", b"", b"w", root + b"\0" + path])
+    )
     paths = RsReader(saved).read_metadata().planner_data
     assert dict(paths) == {"w": (0, "w"), b"w": 0}
     assert len(paths) == 2
@@ -39,13 +53,20 @@ def test_the_path_of_a_tensor_comes_before_what_the_root_says_of_it(saved):
 
 @pytest.mark.parametrize(
     "path",
-    [encoded(7), encoded(8, TEXT), TEXT, *(encoded(7, TEXT, part) for part in (b"\0", b"\1", BYTES, encoded(7, TEXT)))],
+    [
+        encoded(7),
+        encoded(8, TEXT),
+        TEXT,
+        *(encoded(7, TEXT, part) for part in (b"\0", b"\1", BYTES, encoded(7, TEXT))),
+    ],
 )
 def test_a_path_of_other_than_strings_and_integers_is_refused(saved, path):
     header = (saved / INDEX).read_bytes()
     for planner, match in ((path, "path is not"), (encoded(7, TEXT, INTEGER), None)):
         tensors = tensor_record((0, 1), path=(2, len(planner)))
-        (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", NOTHING + planner]))
+        (saved / INDEX).write_bytes(
+            rebuild(header, [b"", tensors, b"", b"", b"", b"w", NOTHING + planner])
+        )
         if match is None:
             assert dcp_rs.open(saved).info("w").shape == ()
         else:

@@ -46,9 +46,25 @@ def number(n):
 
 def tensor(*, sizes, strides, key="0", count=1, offset=0, name="_rebuild_tensor_v2"):
     """A call that rebuilds a tensor over a storage of `count` floats."""
-    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu") + number(count) + b"tQ"
+    storage = (
+        b"("
+        + text("storage")
+        + b"ctorch\nFloatStorage\n"
+        + text(key)
+        + text("cpu")
+        + number(count)
+        + b"tQ"
+    )
     extents = b"(" + b"".join(map(number, sizes)) + b"t(" + b"".join(map(number, strides)) + b"t"
-    return b"ctorch._utils\n" + name.encode() + b"\n(" + storage + number(offset) + extents + b"\x89NtR"
+    return (
+        b"ctorch._utils\n"
+        + name.encode()
+        + b"\n("
+        + storage
+        + number(offset)
+        + extents
+        + b"\x89NtR"
+    )
 
 
 #: The seeds of mutations.
@@ -68,11 +84,15 @@ REBUILD = b"ctorch._tensor\n_rebuild_from_type_v2\n("
 
 UNSAFE = {
     "tuples as a key, a million deep": archive(PROTO + b"})" + b"\x85" * DEEP + b"Ns."),
-    "a tuple as an item of a set": archive(PROTO + b"c__builtin__\nset\n])" + b"\x85" * DEEP + b"a\x85R."),
+    "a tuple as an item of a set": archive(
+        PROTO + b"c__builtin__\nset\n])" + b"\x85" * DEEP + b"a\x85R."
+    ),
     "lists, 5,000 deep": archive(PROTO + b"]" * 5000 + b"a" * 4999 + b"."),
     "a key of 2**60 parts": archive(PROTO + b"}" + LAUGHS + b"Ns."),
     "a value of 2**60 parts": archive(PROTO + LAUGHS + b"."),
-    "a bytearray of a terabyte": archive(PROTO + b"c__builtin__\nbytearray\n" + number(1 << 40) + b"\x85R."),
+    "a bytearray of a terabyte": archive(
+        PROTO + b"c__builtin__\nbytearray\n" + number(1 << 40) + b"\x85R."
+    ),
     "bytes, renamed": archive(PROTO + b"cbuiltins\nbytes\n" + number(1 << 33) + b"\x85R."),
     "a bytearray of a number in a tensor": archive(
         PROTO + b"cbuiltins\nbytearray\n" + tensor(sizes=(), strides=()) + b"\x85R.", FLOAT
@@ -93,12 +113,16 @@ UNSAFE = {
         + b".",
         FLOAT,
     ),
-    "a storage of its own": archive(PROTO + b"ctorch.storage\nUntypedStorage\n" + number(1 << 40) + b"\x85R."),
+    "a storage of its own": archive(
+        PROTO + b"ctorch.storage\nUntypedStorage\n" + number(1 << 40) + b"\x85R."
+    ),
     "a tensor of its own": archive(PROTO + b"ctorch\nTensor\n" + number(1 << 40) + b"\x85R."),
     "a tensor of its own, by another": archive(
         PROTO + REBUILD + b"ctorch\nFloatTensor\nctorch\nTensor\n" + number(1 << 40) + b"\x85NtR."
     ),
-    "a name cut elsewhere": archive(PROTO + b"ctorch\nstorage.UntypedStorage\n" + number(1 << 40) + b"\x85R."),
+    "a name cut elsewhere": archive(
+        PROTO + b"ctorch\nstorage.UntypedStorage\n" + number(1 << 40) + b"\x85R."
+    ),
     "a call of a call": archive(PROTO + REBUILD + REBUILD[:-1] + b"ctorch\nTensor\n)NtR."),
     "one text, copied again and again": archive(
         PROTO
@@ -112,7 +136,9 @@ UNSAFE = {
         + b"."
     ),
     "another codec": archive(PROTO + b"c_codecs\nencode\n" + text("x") + text("idna") + b"\x86R."),
-    "a compressed record": archive(PROTO + b"N.", [("data/0", bytes(1 << 26))], zipfile.ZIP_DEFLATED),
+    "a compressed record": archive(
+        PROTO + b"N.", [("data/0", bytes(1 << 26))], zipfile.ZIP_DEFLATED
+    ),
     "many empty sets": archive(b"\x80\x04]" + b"(" + b"\x8f" * 1_000_000 + b"e."),
     "a class by number": archive(PROTO + b"\x82\x01."),
 }
@@ -128,13 +154,18 @@ DAMAGED = {
     "bytes of 2**62": archive(b"\x80\x04\x8e" + (1 << 62).to_bytes(8, "little") + b"."),
     "an unhashable key": archive(PROTO + b"}]Ns."),
     "a list as a class": archive(PROTO + b"]\x81."),
-    "no such layout": archive(PROTO + b"ctorch.serialization\n_get_layout\n" + text("x") + b"\x85R."),
+    "no such layout": archive(
+        PROTO + b"ctorch.serialization\n_get_layout\n" + text("x") + b"\x85R."
+    ),
     "wrong arguments": archive(PROTO + b"ctorch\nSize\nK\x01\x85R."),
-    "a storage longer than its record": archive(PROTO + tensor(sizes=(4,), strides=(1,), count=4) + b".", FLOAT),
+    "a storage longer than its record": archive(
+        PROTO + tensor(sizes=(4,), strides=(1,), count=4) + b".", FLOAT
+    ),
     "a storage without a record": archive(PROTO + tensor(sizes=(1,), strides=(1,)) + b"."),
     "a tensor before its storage": archive(PROTO + tensor(sizes=(2,), strides=(-1,)) + b".", FLOAT),
     "a storage of two lengths": archive(
-        PROTO + tensor(sizes=(), strides=()) + tensor(sizes=(), strides=(), count=0) + b"\x86.", FLOAT
+        PROTO + tensor(sizes=(), strides=()) + tensor(sizes=(), strides=(), count=0) + b"\x86.",
+        FLOAT,
     ),
     "names that differ in case": archive(PROTO + b"N.", [("DATA.PKL", b"\x80\x02K\x01.")]),
 }
@@ -153,7 +184,9 @@ def mutations():
     for _ in range(500):
         bad = bytearray(good)
         for _ in range(chosen.randint(1, 3)):
-            bad[chosen.randrange(len(bad))] = chosen.choice((chosen.randrange(256), *b"()]}0Rb.tue\x85\x86\x81Qqh"))
+            bad[chosen.randrange(len(bad))] = chosen.choice(
+                (chosen.randrange(256), *b"()]}0Rb.tue\x85\x86\x81Qqh")
+            )
         yield archive(bytes(bad), records)
 
 
@@ -195,13 +228,30 @@ assert not wrong
 def test_what_would_crash_or_fill_the_memory_is_refused():
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT.format(tests=tests)]
-    done = programs.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False)
+    done = programs.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
 
 
 def test_what_torch_saves_is_let_through():
-    values = [*rich_state().values(), VALUE, [{"lr": 0.1}] * 1000, {(i, (i, str(i))): [] for i in range(1000)}]
-    values += [bytes(1 << 20), "ü" * 100_000, [[] for _ in range(10_000)], [set() for _ in range(10_000)]]
+    values = [
+        *rich_state().values(),
+        VALUE,
+        [{"lr": 0.1}] * 1000,
+        {(i, (i, str(i))): [] for i in range(1000)},
+    ]
+    values += [
+        bytes(1 << 20),
+        "ü" * 100_000,
+        [[] for _ in range(10_000)],
+        [set() for _ in range(10_000)],
+    ]
     values += [[torch.zeros(0), torch.zeros(0, dtype=torch.int8)], torch.ones(1).expand(1000, 1000)]
     nested = []
     for _ in range(400):
@@ -220,7 +270,9 @@ def test_what_torch_saves_is_let_through():
 
 def test_open_names_the_entry(tmp_path):
     torch.save({"w": torch.ones(2), "v": (7,)}, tmp_path / "x.pt")
-    torch.distributed.checkpoint.save({"v": {"a": [1, 2]}}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    torch.distributed.checkpoint.save(
+        {"v": {"a": [1, 2]}}, checkpoint_id=tmp_path / "stock", no_dist=True
+    )
     (file,) = (tmp_path / "stock").glob("*.distcp")
     content = file.read_bytes()
     at = content.index(b"\x80\x02]")

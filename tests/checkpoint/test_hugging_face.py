@@ -35,9 +35,11 @@ def write_index(folder: Path, name: str, weight_map: dict[str, str]) -> None:
     (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-# --- several models in one folder -------------------------------------------------------------------
+# --- several models in one folder
+# -------------------------------------------------------------------
 
-#: What lies beside BASE, and under which names BASE itself does: what transformers 5.23 and diffusers 0.42 load without further arguments.
+#: What lies beside BASE, and under which names BASE itself does: what transformers 5.23 and
+#: diffusers 0.42 load without further arguments.
 FOLDERS = {
     "an adapter": (["model.safetensors"], ["adapter_model.safetensors"]),
     "a variant": (["model.safetensors"], ["model.fp16.safetensors"]),
@@ -46,15 +48,23 @@ FOLDERS = {
         ["consolidated.safetensors"],
     ),
     "an index left behind": (["model.safetensors"], ["model-00001-of-00001.safetensors"]),
-    "diffusers": (["diffusion_pytorch_model.safetensors"], ["diffusion_pytorch_model.non_ema.safetensors"]),
-    "a model of timm": (["model.safetensors"], ["open_clip_model.safetensors", "optimizer.safetensors"]),
+    "diffusers": (
+        ["diffusion_pytorch_model.safetensors"],
+        ["diffusion_pytorch_model.non_ema.safetensors"],
+    ),
+    "a model of timm": (
+        ["model.safetensors"],
+        ["open_clip_model.safetensors", "optimizer.safetensors"],
+    ),
     "another model": (["model.safetensors"], ["model_1.safetensors"]),
 }
 
 
 def make_folder(folder: Path, base: list[str], beside: list[str]) -> None:
     folder.mkdir()
-    for name, part in zip(base, [BASE] if len(base) == 1 else [{"w": BASE["w"]}, {"b": BASE["b"]}], strict=True):
+    for name, part in zip(
+        base, [BASE] if len(base) == 1 else [{"w": BASE["w"]}, {"b": BASE["b"]}], strict=True
+    ):
         save_file(part, folder / name)
     for i, name in enumerate(beside):
         save_file(ADAPTER if i else {**ADAPTER, "w": torch.zeros(2, 3)}, folder / name)
@@ -81,9 +91,13 @@ def test_of_several_models_the_one_that_loaders_take(tmp_path, kind):
 
 def test_the_configuration_of_a_model_names_its_file(tmp_path):
     make_folder(tmp_path / "model", ["model.safetensors"], ["adapter_model.safetensors"])
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"transformers_weights": "adapter_model.safetensors"}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"transformers_weights": "adapter_model.safetensors"})
+    )
     assert "lora_A" in contents(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"transformers_weights": "../other.safetensors"}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"transformers_weights": "../other.safetensors"})
+    )
     assert same(contents(tmp_path / "model"), BASE)
 
 
@@ -125,7 +139,11 @@ def test_a_model_of_several_files_is_chosen_by_its_index(tmp_path):
         names = [f"model.{precision}-0000{i}-of-00002.safetensors" for i in (1, 2)]
         for name, key in zip(names, "wb", strict=True):
             save_file({key: torch.full((2,), value)}, tmp_path / name)
-        write_index(tmp_path, f"model.safetensors.index.{precision}.json", dict(zip("wb", names, strict=True)))
+        write_index(
+            tmp_path,
+            f"model.safetensors.index.{precision}.json",
+            dict(zip("wb", names, strict=True)),
+        )
     with pytest.raises(UnsupportedError, match=r"model\.safetensors\.index\.bf16\.json"):
         dcp_rs.open(tmp_path)
     chosen = tmp_path / "model.safetensors.index.fp16.json"
@@ -149,12 +167,17 @@ def test_a_part_of_a_checkpoint_is_no_model_under_any_name(tmp_path):
     with safe_open(data, "pt") as opened:
         metadata = opened.metadata()
     about = {**json.loads(metadata["DCPRS"]), "world_size": 2}
-    save_file({"w": torch.arange(4.0)}, folder / "model.safetensors", {**metadata, "DCPRS": json.dumps(about)})
+    save_file(
+        {"w": torch.arange(4.0)},
+        folder / "model.safetensors",
+        {**metadata, "DCPRS": json.dumps(about)},
+    )
     with pytest.raises(CheckpointNotFoundError, match="a part of a checkpoint"):
         dcp_rs.open(folder)
 
 
-# --- the hub's cache ---------------------------------------------------------------------------------
+# --- the hub's cache
+# ---------------------------------------------------------------------------------
 
 
 def put_in_cache(cache: Path, files: dict[str, Path], revision: str = "0" * 40) -> Path:
@@ -180,7 +203,9 @@ def snapshot(tmp_path):
     names = {"1": "model-00001-of-00002.safetensors", "2": "sub/model-00002-of-00002.safetensors"}
     write_index(tmp_path, "index.json", {"w": names["1"], "b": names["2"]})
     files = {name: tmp_path / part for part, name in names.items()}
-    return put_in_cache(tmp_path / "hub", {**files, "model.safetensors.index.json": tmp_path / "index.json"})
+    return put_in_cache(
+        tmp_path / "hub", {**files, "model.safetensors.index.json": tmp_path / "index.json"}
+    )
 
 
 def test_an_index_in_a_snapshot_of_the_hub_opens(snapshot, tmp_path, recwarn):
@@ -203,7 +228,9 @@ def test_an_index_in_a_snapshot_of_the_hub_opens(snapshot, tmp_path, recwarn):
 
 def test_a_checkpoint_of_ours_from_the_hub_opens(tmp_path):
     save_rs({"model": BASE}, tmp_path / "ckpt")
-    snapshot = put_in_cache(tmp_path / "hub", {file.name: file for file in (tmp_path / "ckpt").iterdir()})
+    snapshot = put_in_cache(
+        tmp_path / "hub", {file.name: file for file in (tmp_path / "ckpt").iterdir()}
+    )
     assert same(contents(snapshot), {f"model.{name}": tensor for name, tensor in BASE.items()})
     assert dcp_rs.verify(snapshot).ok
     target = {"model": {name: torch.zeros_like(tensor) for name, tensor in BASE.items()}}
@@ -211,7 +238,9 @@ def test_a_checkpoint_of_ours_from_the_hub_opens(tmp_path):
     assert same(target["model"], BASE)
 
 
-@pytest.mark.parametrize("kind", ["another repository", "a file of the user", "a blob that is a link", "not a cache"])
+@pytest.mark.parametrize(
+    "kind", ["another repository", "a file of the user", "a blob that is a link", "not a cache"]
+)
 def test_links_to_elsewhere_are_still_refused(tmp_path, kind):
     save_file(BASE, tmp_path / "secret")
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "1"
@@ -244,7 +273,8 @@ def test_links_to_elsewhere_are_still_refused(tmp_path, kind):
     assert same(contents(snapshot, allow_external=True), BASE)
 
 
-# --- under torch's own functions --------------------------------------------------------------------
+# --- under torch's own functions
+# --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keys", [None, "w", {"w", "b"}, {"layers"}])
@@ -255,7 +285,9 @@ def test_torch_loads_some_names_as_from_a_folder_of_its_own(tmp_path, keys):
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
     reader = RsReader(tmp_path / "hf")
     planner_data = reader.read_metadata().planner_data
-    assert dict(planner_data) == dict(dcp.FileSystemReader(tmp_path / "stock").read_metadata().planner_data)
+    assert dict(planner_data) == dict(
+        dcp.FileSystemReader(tmp_path / "stock").read_metadata().planner_data
+    )
     assert len(planner_data) == 3
     want = _load_state_dict_from_keys(keys, storage_reader=dcp.FileSystemReader(tmp_path / "stock"))
     got = _load_state_dict_from_keys(keys, storage_reader=reader)

@@ -78,7 +78,9 @@ def test_data_that_went_meanwhile(ckpt, tmp_path, monkeypatch):
     shutil.copytree(ckpt, tmp_path / "copy")
     (data,) = ckpt.glob("g*.safetensors")
     recover = _core.recover
-    monkeypatch.setattr(_core, "recover", lambda *args, **how: (recover(*args, **how), data.unlink())[0])
+    monkeypatch.setattr(
+        _core, "recover", lambda *args, **how: (recover(*args, **how), data.unlink())[0]
+    )
     with pytest.raises(CheckpointReplacedError):
         dcp_rs.index(ckpt)
     monkeypatch.undo()

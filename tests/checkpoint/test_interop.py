@@ -27,7 +27,8 @@ from support import (
 from support.both import save_rs
 from support.oracle import raw_bytes
 
-# Those that both safetensors and torch's reader have (section 6 of docs/format.md); the others are bytes to them.
+# Those that both safetensors and torch's reader have (section 6 of docs/format.md); the others are
+# bytes to them.
 NOT_SHARED = {
     "complex32",
     "bcomplex32",
@@ -89,7 +90,9 @@ def test_safetensors_slices_what_we_wrote(ckpt):
 def test_names_with_tildes_stay_apart(ckpt):
     want = {
         name: random_tensor((3,), seed=i)
-        for i, name in enumerate(["__metadata__", "__metadata__~", "__metadata__~~", "__metadata__x", "~"])
+        for i, name in enumerate(
+            ["__metadata__", "__metadata__~", "__metadata__~~", "__metadata__x", "~"]
+        )
     }
     save_rs(want, ckpt)
     tensors = load_file(next(ckpt.glob("*.safetensors")))
@@ -141,7 +144,9 @@ def save_sharded(path):
         "rows": distribute_tensor(WHOLE, mesh, [Shard(0)], src_data_rank=None),
         "columns": distribute_tensor(WHOLE.half(), mesh, [Shard(1)], src_data_rank=None),
         "blocks": distribute_tensor(WHOLE, square, [Shard(0), Shard(1)], src_data_rank=None),
-        "complex": distribute_tensor(WHOLE.to(torch.complex128), mesh, [Shard(0)], src_data_rank=None),
+        "complex": distribute_tensor(
+            WHOLE.to(torch.complex128), mesh, [Shard(0)], src_data_rank=None
+        ),
         "plain": WHOLE.double(),
         "step": 3,
     }

@@ -63,7 +63,8 @@ def finish(process, seconds=120):
         pytest.fail(f"it hangs; it said {process.communicate()}")
 
 
-# --- waiting for the lock ------------------------------------------------------------------------------
+# --- waiting for the lock
+# ------------------------------------------------------------------------------
 
 SIGNALLED = """
 signal.signal(signal.SIGALRM, lambda *_: os.write(1, b"."))
@@ -162,7 +163,8 @@ def test_ctrl_c_ends_the_wait_for_the_lock(ckpt):
     assert len(files_in(ckpt)) == 2
 
 
-# --- forks in the midst of a commit ---------------------------------------------------------------------
+# --- forks in the midst of a commit
+# ---------------------------------------------------------------------
 
 FORKING = """
 def child():
@@ -267,7 +269,9 @@ def test_a_child_does_not_wait_for_the_threads_of_a_load(ckpt):
     save(ckpt, 1)
     index = _core.Index.open(str(ckpt), None, False)
     batch = batch_of(index)
-    reader = _core.SlabReader.create(batch, batch.wants(0), 1 << 16, sort=False, io="buffered", threads=1)
+    reader = _core.SlabReader.create(
+        batch, batch.wants(0), 1 << 16, sort=False, io="buffered", threads=1
+    )
     assert reader.batch_count > 2
     with mmap.mmap(-1, 1 << 16) as memory:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -304,7 +308,8 @@ def test_a_child_cannot_write_to_the_save_of_its_parent(ckpt):
     made.finish()
 
 
-# --- what runs Python holds no lock -----------------------------------------------------------------------
+# --- what runs Python holds no lock
+# -----------------------------------------------------------------------
 
 
 def test_a_plan_is_not_locked_while_tensors_are_looked_at():
@@ -323,19 +328,24 @@ def test_a_plan_is_not_locked_while_tensors_are_looked_at():
             return {"marked": True}
 
     seen = []
-    done = threading.Thread(target=plan.add_plain, args=(["a"], None, [Looking()], (Looking,), {}), daemon=True)
+    done = threading.Thread(
+        target=plan.add_plain, args=(["a"], None, [Looking()], (Looking,), {}), daemon=True
+    )
     done.start()
     done.join(60)
     assert not done.is_alive(), "it waits for itself"
     assert len(seen) == 1
 
 
-# --- panics ------------------------------------------------------------------------------------------------
+# --- panics
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_thread", [False, True])
 def test_a_panic_is_an_error_that_pickles(on_thread):
-    with pytest.raises(InternalError, match=r"please report it .*: it broke \(at rust/py/src/panics.rs:\d+") as raised:
+    with pytest.raises(
+        InternalError, match=r"please report it .*: it broke \(at rust/py/src/panics.rs:\d+"
+    ) as raised:
         _core._panic("it broke", on_thread)
     assert isinstance(raised.value, DcpRsError)
     copy = pickle.loads(pickle.dumps(raised.value))
@@ -348,10 +358,13 @@ def test_all_that_python_calls_is_guarded():
     for file in RUST.glob("*.rs"):
         text = file.read_text()
         for found in re.finditer(r"((?:#\[.*\]\n)*)#\[py(methods|function)\]", text):
-            assert "#[guarded]" in found[1], f"{file.name}: {text[found.start() : found.start() + 200]}"
+            assert "#[guarded]" in found[1], (
+                f"{file.name}: {text[found.start() : found.start() + 200]}"
+            )
 
 
-# --- what is told, and what is left ---------------------------------------------------------------------------
+# --- what is told, and what is left
+# ---------------------------------------------------------------------------
 
 
 def test_a_wait_that_lasts_is_logged(ckpt, caplog):
@@ -359,7 +372,9 @@ def test_a_wait_that_lasts_is_logged(ckpt, caplog):
     save(ckpt, 1)
     got = []
     with locked(ckpt), caplog.at_level(logging.WARNING, logger="dcp_rs"):
-        waiting = threading.Thread(target=lambda: got.append(_core.FolderLock(str(ckpt), notice=0.02)))
+        waiting = threading.Thread(
+            target=lambda: got.append(_core.FolderLock(str(ckpt), notice=0.02))
+        )
         waiting.start()
         while not caplog.records:
             assert waiting.is_alive()
@@ -403,7 +418,8 @@ def test_the_lock_of_a_save_stays_while_its_folder_is_cleaned(ckpt):
     assert (ckpt / _core.LOCK_NAME).exists()
 
 
-# --- a disk that is full ------------------------------------------------------------------------------------
+# --- a disk that is full
+# ------------------------------------------------------------------------------------
 
 
 def test_a_lock_that_cannot_be_made_is_an_error(ckpt):

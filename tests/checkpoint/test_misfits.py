@@ -16,7 +16,9 @@ from support.failures import STATE, failure
 def test_a_missing_key(saved_blocks):
     template = {"small": blank(STATE["small"]), "unheard.of": torch.zeros(2)}
     before = template["small"].clone()
-    error = failure(PlanError, dcp_rs.load_state_dict, template, RsReader(saved_blocks), planner=RsLoadPlanner())
+    error = failure(
+        PlanError, dcp_rs.load_state_dict, template, RsReader(saved_blocks), planner=RsLoadPlanner()
+    )
     assert error.tensor == "unheard.of"
     assert_state_equal(template["small"], before)
     with pytest.raises(CheckpointException, match=r"unheard\.of"):
@@ -26,7 +28,9 @@ def test_a_missing_key(saved_blocks):
 @pytest.mark.parametrize("shape", [(5, 4), (5,), (), (15,), (5, 3, 1), (0, 3)])
 def test_another_shape(saved_blocks, shape):
     template = {"small": torch.zeros(shape)}
-    error = failure(PlanError, dcp_rs.load_state_dict, template, RsReader(saved_blocks), planner=RsLoadPlanner())
+    error = failure(
+        PlanError, dcp_rs.load_state_dict, template, RsReader(saved_blocks), planner=RsLoadPlanner()
+    )
     assert error.tensor == "small"
     assert "(5, 3)" in str(error) or "[5, 3]" in str(error)
     with pytest.raises(CheckpointException, match="small"):
@@ -35,7 +39,13 @@ def test_another_shape(saved_blocks, shape):
 
 def test_a_value_where_a_tensor_was_saved(saved_blocks):
     """Stock DCP fails with an AttributeError here; what matters is that it fails by name."""
-    failure(PlanError, dcp_rs.load_state_dict, {"small": 3}, RsReader(saved_blocks), planner=RsLoadPlanner())
+    failure(
+        PlanError,
+        dcp_rs.load_state_dict,
+        {"small": 3},
+        RsReader(saved_blocks),
+        planner=RsLoadPlanner(),
+    )
 
 
 def test_a_plan_for_another_checkpoint(saved_blocks, tmp_path):
@@ -45,7 +55,9 @@ def test_a_plan_for_another_checkpoint(saved_blocks, tmp_path):
 
     class Stale(RsReader):
         def set_up_storage_reader(self, metadata, is_coordinator, *args, **kwargs):
-            super().set_up_storage_reader(RsReader(saved_blocks).read_metadata(), is_coordinator, *args, **kwargs)
+            super().set_up_storage_reader(
+                RsReader(saved_blocks).read_metadata(), is_coordinator, *args, **kwargs
+            )
 
     with pytest.raises(CheckpointException) as raised:
         dcp.load(blank(other), storage_reader=Stale(tmp_path / "other"), no_dist=True)

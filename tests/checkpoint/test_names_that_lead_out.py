@@ -20,7 +20,9 @@ def with_name(path, name, *, external=False):
     if external:
         struct.pack_into("<I", file, 12, struct.unpack_from("<I", file, 12)[0] | 1)
     # The names of files and of tensors are counted apart; the old name of the file stays, unused.
-    (path / INDEX).write_bytes(rebuild(data, [bytes(file), tensors, chunks, dims, digests, strings + name, planner]))
+    (path / INDEX).write_bytes(
+        rebuild(data, [bytes(file), tensors, chunks, dims, digests, strings + name, planner])
+    )
 
 
 @pytest.mark.parametrize("external", [False, True])
@@ -71,7 +73,9 @@ def test_names_are_paths_where_someone_else_wrote_the_file(saved, name, external
     for copy in ("x", "kept/x", "kept\\x"):
         (saved / copy).hardlink_to(data)
     with_name(saved, name.encode(), external=external)
-    expected = "CorruptIndexError" if not external else "CorruptDataError" if name == "x/" else "right"
+    expected = (
+        "CorruptIndexError" if not external else "CorruptDataError" if name == "x/" else "right"
+    )
     assert outcome(saved) == expected
 
 

@@ -19,7 +19,9 @@ VERIFYING = [
 @pytest.mark.parametrize("use", VERIFYING)
 def test_verifying_without_digests_warns(tmp_path, use):
     save_stock(STATE, tmp_path / "stock")
-    with pytest.warns(UserWarning, match=f"verify=True checks nothing in {tmp_path / 'stock'}: it has no digests"):
+    with pytest.warns(
+        UserWarning, match=f"verify=True checks nothing in {tmp_path / 'stock'}: it has no digests"
+    ):
         use(tmp_path / "stock")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -23,7 +23,9 @@ WHOLE = torch.arange(12 * 8, dtype=torch.float64).reshape(12, 8)
 
 def save_sharded(path):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    dcp_rs.save({"w": distribute_tensor(WHOLE, mesh, [Shard(1)], src_data_rank=None), "step": 4}, path)
+    dcp_rs.save(
+        {"w": distribute_tensor(WHOLE, mesh, [Shard(1)], src_data_rank=None), "step": 4}, path
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,9 @@ def test_pieces_are_put_together_and_slices_read_a_part(ckpt):
 
 def test_types_that_numpy_lacks(ckpt, monkeypatch):
     values = torch.tensor([1.5, -2.0, float("inf")])
-    save_rs({"b": values.bfloat16(), "f": values.to(torch.float8_e5m2), "g": values.bfloat16()}, ckpt)
+    save_rs(
+        {"b": values.bfloat16(), "f": values.to(torch.float8_e5m2), "g": values.bfloat16()}, ckpt
+    )
     if elements.has_ml_dtypes():
         arrays = dcp_rs.open(ckpt, framework="np")
         with warnings.catch_warnings():
@@ -110,7 +114,8 @@ def test_types_that_numpy_lacks(ckpt, monkeypatch):
     monkeypatch.setattr(elements, "has_ml_dtypes", lambda: False)
     arrays = dcp_rs.open(ckpt, framework="np")
     with pytest.warns(
-        UserWarning, match="'b' is of dtype bfloat16, which NumPy lacks without ml_dtypes.*bits, in uint16"
+        UserWarning,
+        match="'b' is of dtype bfloat16, which NumPy lacks without ml_dtypes.*bits, in uint16",
     ) as said:
         assert arrays["b"].tolist() == values.bfloat16().view(torch.uint16).tolist()
     assert said[0].filename == __file__

@@ -11,7 +11,13 @@ import torch.distributed.checkpoint as dcp
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, UnsafePickleError
-from support import assert_state_equal, dtypes_state, nested_state, shapes_state, strange_names_state
+from support import (
+    assert_state_equal,
+    dtypes_state,
+    nested_state,
+    shapes_state,
+    strange_names_state,
+)
 from support.both import HAS_RANK_LOCAL, save_rs
 from support.layouts import WHOLE
 
@@ -20,7 +26,9 @@ def test_a_part_of_a_checkpoint_is_not_opened_alone(sharded, saved_whole, tmp_pa
     """Of the first rank it looks like a whole one of smaller tensors, of the others like one that misses shards."""
     for rank in range(4):
         (file,) = sharded.glob(f"g*-r0000{rank}-f00000.safetensors")
-        with pytest.raises(CheckpointNotFoundError, match=f"rank {rank}, of 4 ranks.*open the folder"):
+        with pytest.raises(
+            CheckpointNotFoundError, match=f"rank {rank}, of 4 ranks.*open the folder"
+        ):
             dcp_rs.open(file)
     (whole,) = saved_whole.glob("g*.safetensors")
     with dcp_rs.open(whole) as checkpoint:
@@ -32,7 +40,9 @@ def test_a_part_of_a_checkpoint_is_not_opened_alone(sharded, saved_whole, tmp_pa
             dcp_rs.open(next(alone.glob("g*.safetensors")))
 
 
-@pytest.mark.parametrize("make", [dtypes_state, shapes_state, strange_names_state], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [dtypes_state, shapes_state, strange_names_state], ids=lambda f: f.__name__
+)
 def test_every_entry_is_found_by_its_name(ckpt, make):
     want = make()
     save_rs(want, ckpt)
@@ -154,7 +164,11 @@ def test_a_skeleton_reads_no_tensor(sharded, tmp_path):
     for name, want in state.items():
         got = skeleton[name]
         assert got.is_meta
-        assert (got.shape, got.dtype, got.requires_grad) == (want.shape, want.dtype, want.requires_grad), name
+        assert (got.shape, got.dtype, got.requires_grad) == (
+            want.shape,
+            want.dtype,
+            want.requires_grad,
+        ), name
     with dcp_rs.open(sharded, device="meta") as checkpoint:
         assert checkpoint["blocks"].shape == WHOLE.shape
         assert checkpoint["step"] == 4  # a value is one anywhere
@@ -166,7 +180,9 @@ def test_a_skeleton_reads_no_tensor(sharded, tmp_path):
 def test_a_load_unwraps_what_was_kept_whole(ckpt):
     kept = {5: {}, "six": OrderedDict(a=[])}
     dcp_rs.save(
-        {"a": ("dcp_rs.whole", kept), "deep": {"b": [torch.ones(1), ("dcp_rs.whole", [{}])]}}, ckpt, no_dist=True
+        {"a": ("dcp_rs.whole", kept), "deep": {"b": [torch.ones(1), ("dcp_rs.whole", [{}])]}},
+        ckpt,
+        no_dist=True,
     )
     got = {"a": None, "deep": {"b": [torch.zeros(1), None]}}
     dcp_rs.load(got, ckpt, no_dist=True)

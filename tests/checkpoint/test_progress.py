@@ -74,16 +74,24 @@ def test_a_load_tells_of_its_end(world, source, planner, dtype):
     seen = Seen()
     state = {"w": torch.zeros(24 << 20, dtype=dtype), "step": 0}
     options = {"dtype_policy": "cast"} if planner is RsLoadPlanner else {}
-    report = dcp_rs.load(state, world / source, planner=planner(**options), progress=seen, no_dist=True)
+    report = dcp_rs.load(
+        state, world / source, planner=planner(**options), progress=seen, no_dist=True
+    )
     assert_state_equal(state, {"w": STATE["w"].to(dtype), "step": 3})
-    check(Seen(one for one in seen if one[1] == report.bytes_wanted), report.bytes_wanted, report.bytes_wanted)
+    check(
+        Seen(one for one in seen if one[1] == report.bytes_wanted),
+        report.bytes_wanted,
+        report.bytes_wanted,
+    )
     assert seen[-1] == (report.bytes_wanted, report.bytes_wanted)
     seen.clear()
     dcp.load(blank(STATE), storage_reader=RsReader(world / source, progress=seen), no_dist=True)
     assert seen[-1][0] == seen[-1][1] > STATE["w"].nbytes
 
 
-@pytest.mark.parametrize("state", [STATE, {"w": STATE["w"].view(-1, 2).t()}, {"w": STATE["w"].double()}])
+@pytest.mark.parametrize(
+    "state", [STATE, {"w": STATE["w"].view(-1, 2).t()}, {"w": STATE["w"].double()}]
+)
 def test_a_save_tells_of_its_end(tmp_path, state):
     seen = Seen()
     writer = RsWriter(tmp_path / "dcp", progress=seen)
@@ -97,7 +105,9 @@ def test_a_save_tells_of_its_end(tmp_path, state):
 
 def test_readers_and_writers_go_to_other_processes_without_it(world):
     assert pickle.loads(pickle.dumps(RsReader(world, progress=print)))._source.progress is None
-    assert pickle.loads(pickle.dumps(RsWriter(world, progress=lambda *_: None)))._how.progress is None
+    assert (
+        pickle.loads(pickle.dumps(RsWriter(world, progress=lambda *_: None)))._how.progress is None
+    )
 
 
 def test_what_it_raises_ends_the_work(world, tmp_path):
@@ -134,7 +144,8 @@ def test_what_it_raises_on_one_rank_all_hear(ckpt):
     assert run_ranks(2, stop_on_one_rank, ckpt) == ["ValueError"] * 2
 
 
-# --- the bar ------------------------------------------------------------------------------------------
+# --- the bar
+# ------------------------------------------------------------------------------------------
 
 WORK = """
 import sys
@@ -171,7 +182,9 @@ def test_a_notebook_gets_a_bar_that_stays(world, monkeypatch):
         return handle
 
     shell = types.SimpleNamespace(kernel=object())
-    ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=display))
+    ipython = types.SimpleNamespace(
+        get_ipython=lambda: shell, display=types.SimpleNamespace(display=display)
+    )
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     dcp_rs.load(blank(STATE), world / "ours", progress=True, no_dist=True)
     assert cells[0]["text/plain"].startswith("loading: 0 B")

@@ -38,7 +38,8 @@ def assert_agree(path):
         assert list(reader.tensors) == list(checkpoint)
         assert checkpoint.save_id == str(uuid.UUID(bytes=reader.save_id))
         text = {
-            name: tuple(str(p[0]) if type(p) is tuple else p for p in path) for name, path in reader.paths().items()
+            name: tuple(str(p[0]) if type(p) is tuple else p for p in path)
+            for name, path in reader.paths().items()
         }
         assert dict(metadata.planner_data) == text
         for name, tensor in reader.tensors.items():

@@ -90,5 +90,7 @@ def test_of_data_without_an_index(tmp_path):
     save_stock(STATE, tmp_path / "stock")
     with dcp_rs.open(tmp_path / "stock") as checkpoint:
         os.utime(tmp_path / "stock" / "__0_0.distcp", (1, 1))
-        with pytest.raises(CorruptDataError, match=r"the file was modified after .*; open the checkpoint again$"):
+        with pytest.raises(
+            CorruptDataError, match=r"the file was modified after .*; open the checkpoint again$"
+        ):
             checkpoint["a"]

@@ -35,7 +35,9 @@ def numbers(tensor):
         table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
         return torch.where(halves < 8, table[(halves % 8).long()], -table[(halves % 8).long()])
     if name in ("complex32", "bcomplex32"):
-        tensor = tensor.view(torch.int16).view(torch.float16 if name == "complex32" else torch.bfloat16)
+        tensor = tensor.view(torch.int16).view(
+            torch.float16 if name == "complex32" else torch.bfloat16
+        )
     elif tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor)
     return tensor.double()
@@ -66,7 +68,12 @@ def save_torch(state, path):
 def test_every_dtype_and_shape(ckpt, save):
     every_byte = {
         str(d).removeprefix("torch."): torch.arange(256, dtype=torch.uint8).view(d)
-        for d in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+        for d in (
+            torch.float8_e4m3fn,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2,
+            torch.float8_e5m2fnuz,
+        )
     }
     state = {
         **shapes_state(),
@@ -115,7 +122,9 @@ def test_tensors_are_put_together_from_slabs_and_chunks(ckpt, tmp_path, monkeypa
     check(found["w"], torch.arange(5000 * 7, dtype=torch.float32).reshape(5000, 7))
     assert len(seen) > 10
     assert seen[-1] == (140_000, 140_000)
-    state = {f"t{i}": torch.randn(i * 17, generator=torch.Generator().manual_seed(i)) for i in range(60)}
+    state = {
+        f"t{i}": torch.randn(i * 17, generator=torch.Generator().manual_seed(i)) for i in range(60)
+    }
     save_rs(state, tmp_path / "many")
     for name, one in of(tmp_path / "many").items():
         check(one, state[name])
@@ -126,9 +135,42 @@ def test_the_command(dcp_rs_cli, ckpt):
     save_rs({"m.10.w": bad, "m.2.w": torch.full((3,), -2, dtype=torch.int32), "step": 3}, ckpt)
     status, out, err = dcp_rs_cli("stats", ckpt)
     assert (status, err) == (0, "")
-    assert out.splitlines()[0].split() == ["dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf", "name"]
-    assert out.splitlines()[1].split() == ["int32", "[3]", "-2", "-2", "-2", "0", "0", "0", "0", "m.2.w"]
-    assert out.splitlines()[2].split() == ["float32", "[4]", "0", "1", "0.5", "0.5", "25.0%", "1", "1", "m.10.w"]
+    assert out.splitlines()[0].split() == [
+        "dtype",
+        "shape",
+        "min",
+        "max",
+        "mean",
+        "std",
+        "zeros",
+        "nan",
+        "inf",
+        "name",
+    ]
+    assert out.splitlines()[1].split() == [
+        "int32",
+        "[3]",
+        "-2",
+        "-2",
+        "-2",
+        "0",
+        "0",
+        "0",
+        "0",
+        "m.2.w",
+    ]
+    assert out.splitlines()[2].split() == [
+        "float32",
+        "[4]",
+        "0",
+        "1",
+        "0.5",
+        "0.5",
+        "25.0%",
+        "1",
+        "1",
+        "m.10.w",
+    ]
     assert "NaN in 1 tensor" in out.splitlines()[-1]
     assert dcp_rs_cli("stats", ckpt, "--fail-on-nan")[0] == 1
     assert dcp_rs_cli("stats", ckpt, "--fail-on-nan", "--exclude", "m.10.*")[0] == 0
@@ -141,21 +183,34 @@ def test_the_command(dcp_rs_cli, ckpt):
 
 
 def test_the_tree_adds_up(dcp_rs_cli, ckpt):
-    state = {f"model.layers.{i}.{part}.weight": torch.ones(i + 1) for i in range(11) for part in ("a", "b")}
+    state = {
+        f"model.layers.{i}.{part}.weight": torch.ones(i + 1)
+        for i in range(11)
+        for part in ("a", "b")
+    }
     save_rs({**state, "model.head": torch.ones(100), "step": 3}, ckpt)
     status, out, err = dcp_rs_cli("tree", ckpt, "--exclude", "step")
     assert (status, err) == (0, "")
-    assert [line.split()[-1] for line in out.splitlines()[3:]] == ["layers", *map(str, range(11))][:12]
+    assert [line.split()[-1] for line in out.splitlines()[3:]] == ["layers", *map(str, range(11))][
+        :12
+    ]
     assert out.splitlines()[1].split()[:2] == ["928", "B"]
     torch.save({**state, "step": 3}, ckpt.with_name("x.pth"))
-    assert json.loads(dcp_rs_cli("tree", ckpt.with_name("x.pth"), "model.layers.*", "--json")[1])["bytes"] == 528
+    assert (
+        json.loads(dcp_rs_cli("tree", ckpt.with_name("x.pth"), "model.layers.*", "--json")[1])[
+            "bytes"
+        ]
+        == 528
+    )
     top = json.loads(dcp_rs_cli("tree", ckpt, "model.*", "--depth", 0, "--json")[1])
     assert (top["bytes"], top["entries"]) == (928, 23)
     layers = top["modules"][0]["modules"][0]
     assert layers["name"] == "layers"
     assert sum(layer["bytes"] for layer in layers["modules"]) == layers["bytes"] == 528
     assert [module["name"] for module in layers["modules"][0]["modules"]] == ["a", "b"]
-    largest = json.loads(dcp_rs_cli("tree", ckpt, "model.*", "--sort", "size", "--json")[1])["modules"][0]["modules"][0]
+    largest = json.loads(dcp_rs_cli("tree", ckpt, "model.*", "--sort", "size", "--json")[1])[
+        "modules"
+    ][0]["modules"][0]
     assert largest["modules"][0]["name"] == "10"
 
 
@@ -169,6 +224,10 @@ def test_the_tree_imports_no_torch(ckpt, save):
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(ckpt)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script, str(ckpt)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

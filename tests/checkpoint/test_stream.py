@@ -18,12 +18,19 @@ from support.slabs import damage, save_shards
 def want(ckpt):
     torch.manual_seed(1)
     state = {f"w{i:02}": torch.randn(100 + i, 300) for i in range(40)}
-    state |= {"empty": torch.empty(0, 4), "scalar": torch.tensor(2), "step": 7, "zz": torch.empty(3, 0)}
+    state |= {
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(2),
+        "step": 7,
+        "zz": torch.empty(3, 0),
+    }
     dcp_rs.save(state, ckpt)
     return state
 
 
-@pytest.mark.parametrize("options", [{}, {"max_inflight_bytes": 300_000}, {"verify": True}, {"io": "direct"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_inflight_bytes": 300_000}, {"verify": True}, {"io": "direct"}]
+)
 def test_a_stream_gives_everything(ckpt, want, options):
     with dcp_rs.open(ckpt, **options) as source:
         got = dict(source.stream())

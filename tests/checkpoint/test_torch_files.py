@@ -29,12 +29,15 @@ def state_for(*, zipped):
     if not zipped:
         del state["sparse"], state["quantized"]
         state["dtypes"] = {
-            name: state["dtypes"][name] for name in ("float32", "bfloat16", "bool", "complex64", "int16")
+            name: state["dtypes"][name]
+            for name in ("float32", "bfloat16", "bool", "complex64", "int16")
         }
     return state
 
 
-@pytest.mark.parametrize("name", ["x.pth", "x.pt", "x.bin", "x.ckpt", "checkpoint", "odd.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["x.pth", "x.pt", "x.bin", "x.ckpt", "checkpoint", "odd.safetensors"]
+)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_what_it_holds_comes_back(tmp_path, name, zipped):
     path = tmp_path / name
@@ -69,7 +72,9 @@ def test_it_loads_into_what_is_there(tmp_path, zipped):
     for load in (
         lambda into: dcp_rs.load(into, path),
         lambda into: dcp.load(into, storage_reader=RsReader(path), no_dist=True),
-        lambda into: dcp.load(into, storage_reader=RsReader(path), planner=RsLoadPlanner(), no_dist=True),
+        lambda into: dcp.load(
+            into, storage_reader=RsReader(path), planner=RsLoadPlanner(), no_dist=True
+        ),
     ):
         got = blank(state)
         load(got)
@@ -101,15 +106,30 @@ def test_parameters_are_read_as_what_is_in_them(tmp_path):
     path = tmp_path / "x.pth"
     weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    torch.save({"w": weight, "frozen": frozen, "tensor": torch.ones(3, requires_grad=True), "list": [weight, 1]}, path)
+    torch.save(
+        {
+            "w": weight,
+            "frozen": frozen,
+            "tensor": torch.ones(3, requires_grad=True),
+            "list": [weight, 1],
+        },
+        path,
+    )
     with dcp_rs.open(path) as opened:
         for nested in (opened.state_dict(), {**opened, "list": [opened["list.0"], 1]}):
-            read = {"w": nested["w"], "frozen": nested["frozen"], "tensor": nested["tensor"], "0": nested["list"][0]}
+            read = {
+                "w": nested["w"],
+                "frozen": nested["frozen"],
+                "tensor": nested["tensor"],
+                "0": nested["list"][0],
+            }
             assert {type(value) for value in read.values()} == {torch.Tensor}
             assert not any(value.requires_grad for value in read.values())
         assert_state_equal(opened["w"], weight.detach())
     with dcp_rs.open(path, device="meta") as skeleton:
-        assert {name for name in ("w", "frozen", "tensor", "list.0") if skeleton[name].requires_grad} == {
+        assert {
+            name for name in ("w", "frozen", "tensor", "list.0") if skeleton[name].requires_grad
+        } == {
             "w",
             "tensor",
             "list.0",
@@ -121,7 +141,9 @@ def test_parameters_are_read_as_what_is_in_them(tmp_path):
     assert kept.requires_grad
     assert_state_equal(kept.detach(), weight.detach())
     module = torch.nn.Module()
-    module.w, module.frozen = (torch.nn.Parameter(torch.zeros_like(value)) for value in (weight, frozen))
+    module.w, module.frozen = (
+        torch.nn.Parameter(torch.zeros_like(value)) for value in (weight, frozen)
+    )
     with dcp_rs.open(path) as opened:
         module.load_state_dict(opened.state_dict(), strict=False)
     assert_state_equal(module.w.detach(), weight.detach())
@@ -153,7 +175,9 @@ def test_a_class_that_is_not_allowed_is_named_when_it_is_asked_for(tmp_path):
     with dcp_rs.open(path) as opened:
         assert torch.equal(opened["w"], torch.ones(3))
         assert opened["hyper_parameters.lr"] == 0.1
-        with pytest.raises(UnsafePickleError, match=r"'hyper_parameters.model'.*test_torch_files\.Forbidden"):
+        with pytest.raises(
+            UnsafePickleError, match=r"'hyper_parameters.model'.*test_torch_files\.Forbidden"
+        ):
             opened["hyper_parameters.model"]
         with pytest.raises(UnsafePickleError, match=r"PurePosixPath"):
             opened["hyper_parameters.path"]
@@ -209,7 +233,9 @@ _LEAVES = st.one_of(
     st.binary(max_size=5),
     st.complex_numbers(allow_nan=False),
     st.sets(st.integers(0, 5), max_size=3),
-    st.sampled_from([torch.Size([1, 2]), torch.float16, torch.device("cpu"), collections.Counter("aab")]),
+    st.sampled_from(
+        [torch.Size([1, 2]), torch.float16, torch.device("cpu"), collections.Counter("aab")]
+    ),
     st.sampled_from(list(shapes_state().values())[:-1]),
     st.sampled_from([pathlib.PurePosixPath("x"), print, int]),
 )
@@ -230,7 +256,9 @@ def _containers(inner):
 _STATES = st.dictionaries(_KEYS, st.recursive(_LEAVES, _containers, max_leaves=12), max_size=5)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(_STATES, st.booleans())
 def test_the_same_as_torch_or_both_refuse(tmp_path, state, zipped):
     path = tmp_path / "x.pth"
@@ -258,7 +286,9 @@ def test_checksums_are_those_of_zip(tmp_path):
     """The archive that a value is handed over as is one that others read."""
     torch.save({"t": (torch.arange(3.0), "x")}, tmp_path / "x.pth")
     index = dcp_rs._core.Index.open(os.fspath(tmp_path / "x.pth"), None, False)
-    (data,) = index.read_bytes([0], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 20)
+    (data,) = index.read_bytes(
+        [0], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 20
+    )
     with zipfile.ZipFile(io.BytesIO(data)) as file:
         assert file.testzip() is None
         assert zlib.crc32(torch.arange(3.0).numpy().tobytes()) == file.getinfo("archive/data/0").CRC

@@ -47,29 +47,80 @@ def laughing(levels):
     key = [b"X\x01\x00\x00\x00a", b"X\x01\x00\x00\x00b"]
     inner = b"}" + key[0] + b"Nsq\x00"
     for level in range(levels):
-        inner = b"}" + key[0] + inner + b"s" + key[1] + b"h" + bytes([level]) + b"s" + b"q" + bytes([level + 1])
+        inner = (
+            b"}"
+            + key[0]
+            + inner
+            + b"s"
+            + key[1]
+            + b"h"
+            + bytes([level])
+            + b"s"
+            + b"q"
+            + bytes([level + 1])
+        )
     return b"\x80\x02" + inner + b"."
 
 
 LIES = {
-    "a deflated archive": (archive(one(tensor()), method=zipfile.ZIP_DEFLATED), UnsupportedError, "is compressed"),
+    "a deflated archive": (
+        archive(one(tensor()), method=zipfile.ZIP_DEFLATED),
+        UnsupportedError,
+        "is compressed",
+    ),
     "a record that is not there": (
         archive(one(tensor().replace(b"\x000X", b"\x001X"))),
         CorruptDataError,
         "no record data/1",
     ),
-    "a storage that is too short": (archive(one(tensor(count=5))), CorruptDataError, "16 bytes, expected 20"),
-    "a tensor beyond its storage": (archive(one(tensor(size=5))), CorruptDataError, "leads out of its storage"),
-    "strides beyond its storage": (archive(one(tensor(stride=200))), CorruptDataError, "leads out of its storage"),
-    "an offset beyond its storage": (archive(one(tensor(offset=200))), CorruptDataError, "leads out of its storage"),
+    "a storage that is too short": (
+        archive(one(tensor(count=5))),
+        CorruptDataError,
+        "16 bytes, expected 20",
+    ),
+    "a tensor beyond its storage": (
+        archive(one(tensor(size=5))),
+        CorruptDataError,
+        "leads out of its storage",
+    ),
+    "strides beyond its storage": (
+        archive(one(tensor(stride=200))),
+        CorruptDataError,
+        "leads out of its storage",
+    ),
+    "an offset beyond its storage": (
+        archive(one(tensor(offset=200))),
+        CorruptDataError,
+        "leads out of its storage",
+    ),
     "nesting": (archive(nested(100_000)), UnsupportedError, "nested more than 1000 deep"),
-    "itself": (archive(b"\x80\x02}q\x00X\x01\x00\x00\x00wh\x00s."), UnsupportedError, "without measure|nested more"),
-    "many laughs": (archive(laughing(60)), UnsupportedError, "grows without bound as it repeats itself"),
+    "itself": (
+        archive(b"\x80\x02}q\x00X\x01\x00\x00\x00wh\x00s."),
+        UnsupportedError,
+        "without measure|nested more",
+    ),
+    "many laughs": (
+        archive(laughing(60)),
+        UnsupportedError,
+        "grows without bound as it repeats itself",
+    ),
     "no pickle": (archive(b""), CorruptDataError, "ends too early"),
     "an opcode": (archive(b"\x80\x02P1\n."), CorruptDataError, "opcode 0x50 is not allowed"),
-    "a record twice": (archive(one(b"N"), more=[("x/data/0", b"")]), CorruptDataError, "is there twice"),
-    "an empty zip archive": (b"PK\x05\x06" + bytes(18), CorruptDataError, "it does not begin like one"),
-    "another zip archive": (archive(b"").replace(b"data.pkl", b"blob.bin"), CorruptDataError, "without data.pkl"),
+    "a record twice": (
+        archive(one(b"N"), more=[("x/data/0", b"")]),
+        CorruptDataError,
+        "is there twice",
+    ),
+    "an empty zip archive": (
+        b"PK\x05\x06" + bytes(18),
+        CorruptDataError,
+        "it does not begin like one",
+    ),
+    "another zip archive": (
+        archive(b"").replace(b"data.pkl", b"blob.bin"),
+        CorruptDataError,
+        "without data.pkl",
+    ),
     "nothing": (b"", CorruptDataError, "it is empty"),
     "text": (b"junk", CorruptDataError, "it does not begin like one"),
     "a tar archive": (bytes(257) + b"ustar" + bytes(300), UnsupportedError, "tar archive"),
@@ -91,8 +142,13 @@ def test_lies_are_typed_errors(tmp_path, lie):
 def test_records_that_share_bytes(tmp_path):
     torch.save({"a": torch.ones(64), "b": torch.zeros(64)}, tmp_path / "x.pth")
     data = (tmp_path / "x.pth").read_bytes()
-    # In the directory the second storage begins where the first does; its name is made the first's too where that is compared.
-    entries = [i for i in range(len(data)) if data[i : i + 4] == b"PK\x01\x02" and b"/data/" in data[i + 46 : i + 60]]
+    # In the directory the second storage begins where the first does; its name is made the first's
+    # too where that is compared.
+    entries = [
+        i
+        for i in range(len(data))
+        if data[i : i + 4] == b"PK\x01\x02" and b"/data/" in data[i + 46 : i + 60]
+    ]
     first, second = (struct.unpack("<I", data[i + 42 : i + 46])[0] for i in entries[:2])
     forged = bytearray(data)
     forged[first + 18 : first + 26] = struct.pack("<II", second - first + 128, second - first + 128)
@@ -104,7 +160,9 @@ def test_records_that_share_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "follows", [b"\0" * 100, b"x" * 60_000, b"PK\x05\x06"], ids=["zeros", "much", "the beginning of an end"]
+    "follows",
+    [b"\0" * 100, b"x" * 60_000, b"PK\x05\x06"],
+    ids=["zeros", "much", "the beginning of an end"],
 )
 def test_what_follows_an_archive_is_no_part_of_it(tmp_path, follows):
     path = tmp_path / "x.pth"
@@ -123,7 +181,9 @@ def test_a_comment_of_an_archive(tmp_path):
     assert torch.equal(dcp_rs.open(path)["w"], torch.load(path)["w"])
 
 
-@pytest.mark.parametrize("follows", [b"x" * 0x10000, b"PK\x05\x06" + b"x" * 18], ids=["too much", "another end"])
+@pytest.mark.parametrize(
+    "follows", [b"x" * 0x10000, b"PK\x05\x06" + b"x" * 18], ids=["too much", "another end"]
+)
 def test_what_torch_cannot_find_the_end_of(tmp_path, follows):
     path = tmp_path / "x.pth"
     torch.save({"w": torch.arange(4.0)}, path)
@@ -139,7 +199,11 @@ def test_what_torch_cannot_find_the_end_of(tmp_path, follows):
 def test_every_byte_that_is_changed_or_cut_off(tmp_path, zipped):
     """A typed error, or tensors within the file."""
     buffer = io.BytesIO()
-    torch.save({"w": torch.arange(4.0), "n": {"x": [1, torch.ones(2)]}}, buffer, _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {"w": torch.arange(4.0), "n": {"x": [1, torch.ones(2)]}},
+        buffer,
+        _use_new_zipfile_serialization=zipped,
+    )
     good = buffer.getvalue()
     path = tmp_path / "x.pth"
     for at in range(0, len(good), 3):

@@ -14,7 +14,10 @@ from support.states import blank
 def sharded(folder):
     """A model in two files, as transformers saved them."""
     folder.mkdir()
-    first, second = {"a": torch.ones(3), "b": torch.zeros(2)}, {"c": torch.arange(4.0), "d": torch.ones(1)}
+    first, second = (
+        {"a": torch.ones(3), "b": torch.zeros(2)},
+        {"c": torch.arange(4.0), "d": torch.ones(1)},
+    )
     names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
     for name, state in zip(names, (first, second), strict=True):
         torch.save(state, folder / name)
@@ -45,7 +48,9 @@ def test_files_with_an_index_are_one_checkpoint(tmp_path, way):
 def test_files_that_do_not_make_one_checkpoint(tmp_path):
     index, _ = sharded(tmp_path / "hf")
     torch.save({"c": torch.arange(4.0)}, tmp_path / "hf" / "pytorch_model-00002-of-00002.bin")
-    with pytest.raises(CorruptDataError, match="names the tensor for this file, which does not hold it") as raised:
+    with pytest.raises(
+        CorruptDataError, match="names the tensor for this file, which does not hold it"
+    ) as raised:
         dcp_rs.open(index)
     assert raised.value.tensor == "d"
     index.unlink()

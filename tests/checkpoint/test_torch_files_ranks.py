@@ -31,7 +31,9 @@ def as_sharded_tensor(value):
     size, rank, rows = dist.get_world_size(), dist.get_rank(), value.shape[0]
     begin, end = rank * rows // size, (rank + 1) * rows // size
     mine = value[begin:end].resolve_conj().clone(memory_format=torch.contiguous_format)
-    return init_from_local_shards([LocalShard.from_tensor_and_offsets(mine, [begin, 0], rank)], *value.shape)
+    return init_from_local_shards(
+        [LocalShard.from_tensor_and_offsets(mine, [begin, 0], rank)], *value.shape
+    )
 
 
 def load_parts(path):
@@ -48,10 +50,14 @@ def load_parts(path):
     for at, (over, placements) in enumerate(ways):
 
         def sharded(value, over=over, placements=placements):
-            return distribute_tensor(value.resolve_conj().contiguous(), over, placements, src_data_rank=None)
+            return distribute_tensor(
+                value.resolve_conj().contiguous(), over, placements, src_data_rank=None
+            )
 
         want = placed(whole(), sharded)
-        got = placed(whole(), lambda value, sharded=sharded: sharded(torch.full_like(value, 99))) | {"step": 0}
+        got = placed(
+            whole(), lambda value, sharded=sharded: sharded(torch.full_like(value, 99))
+        ) | {"step": 0}
         loads[at % len(loads)](got)
         assert_state_equal(got, want)
     for load in loads:
@@ -60,11 +66,16 @@ def load_parts(path):
         for (name, sharded), (_, value) in zip(_leaves(got), tensors(whole()), strict=True):
             mine = as_sharded_tensor(value).local_shards()[0].tensor
             assert_state_equal({name: sharded.local_shards()[0].tensor}, {name: mine})
-    report = dcp_rs.load({"rows": distribute_tensor(torch.empty(ROWS, 3), mesh, [Shard(0)], src_data_rank=None)}, path)
+    report = dcp_rs.load(
+        {"rows": distribute_tensor(torch.empty(ROWS, 3), mesh, [Shard(0)], src_data_rank=None)},
+        path,
+    )
     together = RsReader(path, replicas="all")
     everything = placed(whole(), lambda value: torch.full_like(value, 99).contiguous())
     dcp_rs.load_state_dict(everything, together, planner=RsLoadPlanner())
-    assert_state_equal(dict(tensors(everything)), {n: v.resolve_conj().contiguous() for n, v in tensors(whole())})
+    assert_state_equal(
+        dict(tensors(everything)), {n: v.resolve_conj().contiguous() for n, v in tensors(whole())}
+    )
     return report.bytes_wanted, report.bytes_read
 
 

@@ -51,7 +51,13 @@ def bits(*numbers):
 def test_all_that_lies_over_damage_is_lost(tmp_path, where):
     path = tmp_path / "x.pth"
     base = torch.arange(6.0) + 1000
-    shared = {"a": base, "b": base, "part": base[3:], "turned": base.view(2, 3).t(), "in": {"value": (base, 3)}}
+    shared = {
+        "a": base,
+        "b": base,
+        "part": base[3:],
+        "turned": base.view(2, 3).t(),
+        "in": {"value": (base, 3)},
+    }
     torch.save(shared | {"other": torch.ones(2), "empty": base[:0], "step": 1}, path)
     damage(path, bits(where))
     report = dcp_rs.verify(path)
@@ -64,7 +70,13 @@ def test_a_value_over_damage_is_lost_alone(tmp_path):
     path = tmp_path / "x.pth"
     sparse = torch.eye(3).to_sparse() * 99
     torch.save(
-        {"a": torch.ones(4), "v": (1, [{"k": torch.tensor([77.0, 78.0])}]), "sparse": sparse, "z": torch.zeros(3)}, path
+        {
+            "a": torch.ones(4),
+            "v": (1, [{"k": torch.tensor([77.0, 78.0])}]),
+            "sparse": sparse,
+            "z": torch.zeros(3),
+        },
+        path,
     )
     damage(path, bits(77.0, 78.0))
     assert dcp_rs.verify(path).lost == ["v"]
@@ -146,7 +158,9 @@ def test_it_converts(tmp_path, to):
     path, out = tmp_path / "x.pth", tmp_path / "out"
     torch.save(rich_state(), path)
     want = flat(torch.load(path, weights_only=True))
-    dcp_rs.convert(path, out, to=to, skip_unsupported=to == "dcp")  # keys that are no text, say, become text there
+    dcp_rs.convert(
+        path, out, to=to, skip_unsupported=to == "dcp"
+    )  # keys that are no text, say, become text there
     with dcp_rs.open(out) as opened:
         assert set(opened) == set(want)
         for fqn, value in want.items():
@@ -165,7 +179,11 @@ def test_the_command_line_needs_no_torch(tmp_path):
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(path)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert "model.embedding.weight" in done.stdout
     assert "a file of torch.save" in done.stdout
@@ -173,10 +191,15 @@ def test_the_command_line_needs_no_torch(tmp_path):
 
 def test_tied_tensors_are_said_to_be(tmp_path, capfd):
     weight = torch.ones(4, 4)
-    torch.save({"head": weight, "embed": weight, "part": weight[:2], "other": torch.ones(2)}, tmp_path / "x.pth")
+    torch.save(
+        {"head": weight, "embed": weight, "part": weight[:2], "other": torch.ones(2)},
+        tmp_path / "x.pth",
+    )
     with pytest.raises(SystemExit):
         main(["inspect", str(tmp_path / "x.pth"), "head"])
-    assert "shares its bytes with  embed, part" in " ".join(capfd.readouterr().out.split(" ")).replace("\n", " ")
+    assert "shares its bytes with  embed, part" in " ".join(
+        capfd.readouterr().out.split(" ")
+    ).replace("\n", " ")
     with pytest.raises(SystemExit):
         main(["inspect", str(tmp_path / "x.pth"), "other"])
     assert "shares" not in capfd.readouterr().out

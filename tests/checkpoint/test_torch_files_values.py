@@ -82,7 +82,9 @@ def test_values_come_back_as_torch_loads_them(tmp_path, kind, protocol, zipped):
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_value_of_a_nested_class_is_refused_alone(tmp_path, protocol):
-    torch.save({"w": torch.arange(3.0), "kind": Outer.Kind.A}, tmp_path / "x.pth", pickle_protocol=protocol)
+    torch.save(
+        {"w": torch.arange(3.0), "kind": Outer.Kind.A}, tmp_path / "x.pth", pickle_protocol=protocol
+    )
     with dcp_rs.open(tmp_path / "x.pth") as checkpoint:
         assert torch.equal(checkpoint["w"], torch.arange(3.0))
         with pytest.raises(UnsafePickleError, match="'kind'"):
@@ -95,7 +97,9 @@ def test_a_tuple_in_itself(tmp_path, protocol, count):
     inner = [torch.ones(2)]
     outer = (inner, *range(1, count))
     inner.append(outer)
-    torch.save({"w": torch.arange(3.0), "value": outer}, tmp_path / "x.pth", pickle_protocol=protocol)
+    torch.save(
+        {"w": torch.arange(3.0), "value": outer}, tmp_path / "x.pth", pickle_protocol=protocol
+    )
     got = opened(tmp_path / "x.pth", "value")
     assert got[0][1] is got
     assert got[1:] == outer[1:]
@@ -131,11 +135,15 @@ class Python2(pickle._Pickler):
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
 
     def _ordered(self, value):
-        self.save_reduce(collections.OrderedDict, ([[key, item] for key, item in value.items()],), obj=value)
+        self.save_reduce(
+            collections.OrderedDict, ([[key, item] for key, item in value.items()],), obj=value
+        )
 
     def _text(self, value):
         data = value.encode()
-        self.write(b"U" + bytes([len(data)]) if len(data) < 256 else b"T" + struct.pack("<i", len(data)))
+        self.write(
+            b"U" + bytes([len(data)]) if len(data) < 256 else b"T" + struct.pack("<i", len(data))
+        )
         self.write(data)
         self.memoize(value)
 
@@ -149,7 +157,9 @@ class Python2(pickle._Pickler):
 
 
 PYTHON_2 = types.SimpleNamespace(
-    __name__="python2", Pickler=Python2, dump=lambda value, file, protocol=2: Python2(file, protocol).dump(value)
+    __name__="python2",
+    Pickler=Python2,
+    dump=lambda value, file, protocol=2: Python2(file, protocol).dump(value),
 )
 
 

@@ -27,7 +27,11 @@ from dcp_rs import RsReader, _core
 from dcp_rs.errors import CorruptIndexError, DcpRsError, UnsafePickleError, UnsupportedError
 from support.places import STOCK
 
-CASES = sorted(path for path in STOCK.glob("*/*/.metadata") if path.parent.name not in ("quantized", "extension"))
+CASES = sorted(
+    path
+    for path in STOCK.glob("*/*/.metadata")
+    if path.parent.name not in ("quantized", "extension")
+)
 
 fired: list[str] = []
 
@@ -75,7 +79,10 @@ def opened(data: bytes) -> _core.Index:
 
 
 def refused_at(
-    folder: str | Path, error: type[DcpRsError] = UnsafePickleError, match: str | None = None, named: str = ".metadata"
+    folder: str | Path,
+    error: type[DcpRsError] = UnsafePickleError,
+    match: str | None = None,
+    named: str = ".metadata",
 ) -> None:
     """By everything that opens a folder; the message names the file."""
     for read in (
@@ -90,7 +97,9 @@ def refused_at(
         assert named in str(caught.value)
 
 
-def refused(data: bytes, error: type[DcpRsError] = UnsafePickleError, match: str | None = None) -> None:
+def refused(
+    data: bytes, error: type[DcpRsError] = UnsafePickleError, match: str | None = None
+) -> None:
     refused_at(folder_with(data), error, match)
 
 
@@ -115,7 +124,9 @@ def test_reads_what_stock_torch_wrote(path: Path) -> None:
         assert entry.chunk_count
         if tensor["path"] is not None:
             assert list(index.planner_path(at)) == tensor["path"]
-    assert {file.name for file in index.files()} == {file.name for file in path.parent.glob("*.distcp")}
+    assert {file.name for file in index.files()} == {
+        file.name for file in path.parent.glob("*.distcp")
+    }
     for at in range(index.tensor_count):
         assert len(index.chunks(at)) == index.tensor(at).chunk_count
 
@@ -125,7 +136,9 @@ def test_an_extension_is_named() -> None:
 
 
 def test_a_quantized_tensor_is_named() -> None:
-    refused_at(STOCK / "torch-2.15.0" / "quantized", UnsupportedError, r"\"w\.q\" has dtype torch\.quint8")
+    refused_at(
+        STOCK / "torch-2.15.0" / "quantized", UnsupportedError, r"\"w\.q\" has dtype torch\.quint8"
+    )
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -187,7 +200,8 @@ PROTO = b"\x80\x04"
         (PROTO + b"\x82\x01.", "extension registry"),
         (PROTO + b"\x83\x01\x00.", "extension registry"),
         (PROTO + b"\x84\x01\x00\x00\x00.", "extension registry"),
-        # names with dots, which pickle resolves attribute by attribute, through modules and classes that are allowed
+        # names with dots, which pickle resolves attribute by attribute, through modules and classes
+        # that are allowed
         (
             PROTO + name("torch", "os.system") + short("touch owned") + b"\x85R.",
             r"torch\.os\.system",
@@ -220,12 +234,22 @@ def test_globals(data: bytes, asks_for: str) -> None:
         # a state for a global itself, for an allowed class, a list, a tuple; a second state
         (PROTO + name(METADATA, "Metadata") + b"}b.", "a state for"),
         (
-            PROTO + name(METADATA, "Metadata") + b"N}" + short("__setstate__") + short("x") + b"s\x86b.",
+            PROTO
+            + name(METADATA, "Metadata")
+            + b"N}"
+            + short("__setstate__")
+            + short("x")
+            + b"s\x86b.",
             "a state for",
         ),
         (PROTO + b"]}b.", "a state for"),
         (
-            PROTO + name(METADATA, "Metadata") + b")\x81}" + short("__setstate__") + name("torch", "Size") + b"sb}b.",
+            PROTO
+            + name(METADATA, "Metadata")
+            + b")\x81}"
+            + short("__setstate__")
+            + name("torch", "Size")
+            + b"sb}b.",
             "a state for",
         ),
         # calling what is no global
@@ -285,7 +309,11 @@ def test_an_exploit_within_a_real_file() -> None:
     good = (folder / ".metadata").read_bytes()
     assert _core.Index.from_data(str(folder)).tensor_count
     call = name("os", "system") + short("touch owned") + b"\x85R"
-    places = [(at, arg) for op, arg, at in pickletools.genops(good) if op.name == "SHORT_BINUNICODE" and arg != ""]
+    places = [
+        (at, arg)
+        for op, arg, at in pickletools.genops(good)
+        if op.name == "SHORT_BINUNICODE" and arg != ""
+    ]
     for at, arg in places[:: max(1, len(places) // 60)]:
         end = at + 2 + len(arg.encode())
         bad = good[:at] + call + good[end:]
@@ -296,7 +324,14 @@ def test_an_exploit_within_a_real_file() -> None:
 
 
 def metadata_with(planner_data: bytes, more: bytes = b"") -> bytes:
-    fields = short("state_dict_metadata") + b"}" + short("storage_data") + b"}" + short("planner_data") + planner_data
+    fields = (
+        short("state_dict_metadata")
+        + b"}"
+        + short("storage_data")
+        + b"}"
+        + short("planner_data")
+        + planner_data
+    )
     return PROTO + name(METADATA, "Metadata") + b")\x81}(" + fields + more + b"ub."
 
 
@@ -315,12 +350,18 @@ def test_deep_nesting_does_not_end_the_process() -> None:
     [
         (b")" + b"\x85" * 100, UnsupportedError, "64 deep"),
         (b"]\x94h\x00a", UnsupportedError, "64 deep"),  # a list in itself
-        (b"]\x94" + b"(" + b"h\x00" * 100 + b"t", CorruptIndexError, "not a dict"),  # one value too many
+        (
+            b"]\x94" + b"(" + b"h\x00" * 100 + b"t",
+            CorruptIndexError,
+            "not a dict",
+        ),  # one value too many
         (name("torch", "float32"), UnsupportedError, "other than plain values"),
         (name("pathlib", "PosixPath") + b")R", UnsupportedError, "other than plain values"),
     ],
 )
-def test_planner_data_is_plain_and_bounded(planner_data: bytes, error: type[DcpRsError], match: str) -> None:
+def test_planner_data_is_plain_and_bounded(
+    planner_data: bytes, error: type[DcpRsError], match: str
+) -> None:
     refused(metadata_with(planner_data), error, match)
 
 
@@ -339,20 +380,37 @@ def test_a_list_of_chunks_cannot_multiply() -> None:
     """One chunk 50,000 times in a list, and that in 1,000 tensors: 150 kB took gigabytes."""
     new = b")\x81}("
     chunk = (
-        name(METADATA, "ChunkStorageMetadata") + new + short("offsets") + b"K\x00\x85" + short("sizes") + b"K\x01\x85ub"
+        name(METADATA, "ChunkStorageMetadata")
+        + new
+        + short("offsets")
+        + b"K\x00\x85"
+        + short("sizes")
+        + b"K\x01\x85ub"
     )
     layout = name("torch.serialization", "_get_layout") + short("torch.strided") + b"\x85R"
     order = name(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R"
     properties = (
-        name(METADATA, "TensorProperties") + b")\x81(" + name("torch", "float32") + layout + b"\x89" + order + b"\x89tb"
+        name(METADATA, "TensorProperties")
+        + b")\x81("
+        + name("torch", "float32")
+        + layout
+        + b"\x89"
+        + order
+        + b"\x89tb"
     )
     kept = b"(" + chunk + b"\x94" + b"](" + b"h\x00" * 50_000 + b"e\x94" + properties + b"\x94t"
     tensor = name(METADATA, "TensorStorageMetadata") + new
-    tensor += short("properties") + b"h\x02" + short("size") + b"K\x01\x85" + short("chunks") + b"h\x01ub"
+    tensor += (
+        short("properties") + b"h\x02" + short("size") + b"K\x01\x85" + short("chunks") + b"h\x01ub"
+    )
     tensors = b"".join(short(str(number)) + tensor for number in range(1000))
     fields = short("storage_meta") + kept + short("state_dict_metadata") + b"}(" + tensors + b"u"
     fields += short("storage_data") + b"}" + short("planner_data") + b"}"
-    refused(PROTO + name(METADATA, "Metadata") + b")\x81}(" + fields + b"ub.", UnsupportedError, "without bound")
+    refused(
+        PROTO + name(METADATA, "Metadata") + b")\x81}(" + fields + b"ub.",
+        UnsupportedError,
+        "without bound",
+    )
 
 
 def test_a_pickle_cannot_make_much_of_little() -> None:
@@ -425,7 +483,12 @@ def test_calls_and_names_stay_data() -> None:
     made = name("pathlib", "PosixPath") + short("/") + short("tmp") + b"\x86R"
     assert opened(metadata_with(b"N", short("storage_meta") + made)).tensor_count == 0
     # A call whose arguments the class would not take.
-    assert opened(metadata_with(b"N", short("storage_meta") + name("torch", "Size") + b"K\x01\x85R")).tensor_count == 0
+    assert (
+        opened(
+            metadata_with(b"N", short("storage_meta") + name("torch", "Size") + b"K\x01\x85R")
+        ).tensor_count
+        == 0
+    )
     refused(PROTO + made + b".", CorruptIndexError, "a Metadata was expected")
     refused(metadata_with(made), UnsupportedError, "other than plain values")
 
@@ -433,7 +496,9 @@ def test_calls_and_names_stay_data() -> None:
 def test_every_dtype_may_be_named() -> None:
     """Whether it can be read is another question."""
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
-        refused(metadata_with(name(*str(dtype).split("."))), UnsupportedError, "other than plain values")
+        refused(
+            metadata_with(name(*str(dtype).split("."))), UnsupportedError, "other than plain values"
+        )
 
 
 @settings(max_examples=300, deadline=None)

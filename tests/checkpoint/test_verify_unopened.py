@@ -8,7 +8,12 @@ import pytest
 import torch
 
 import dcp_rs
-from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError, UnsafePickleError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CorruptDataError,
+    CorruptIndexError,
+    UnsafePickleError,
+)
 from support.both import save_rs, save_stock
 
 STATE = {"large": torch.arange(1 << 12), "small": torch.ones(3)}
@@ -21,7 +26,11 @@ def cut(path, size):
 
 def safetensors(folder):
     dcp_rs.save_file(STATE, folder / "model.safetensors")
-    return cut(folder / "model.safetensors", 20_000), folder / "model.safetensors", "follow the header"
+    return (
+        cut(folder / "model.safetensors", 20_000),
+        folder / "model.safetensors",
+        "follow the header",
+    )
 
 
 def torch_file(folder):

@@ -108,8 +108,13 @@ def test_and_back(tmp_path, kind):
 @pytest.mark.parametrize("to", ["dcp-rs", "safetensors", "dcp"])
 def test_parts_without_elements_are_written(tmp_path, to):
     """They had no chunk, so that a conversion left them out and its report named them."""
-    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 2)}, tmp_path / "model.safetensors")
-    views = [Split("a", into=["a.first", "a.rest"], sizes=[0, 2]), Unstack("b", into="b.{n}", dim=1)]
+    save_file(
+        {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 2)}, tmp_path / "model.safetensors"
+    )
+    views = [
+        Split("a", into=["a.first", "a.rest"], sizes=[0, 2]),
+        Unstack("b", into="b.{n}", dim=1),
+    ]
     expected = {"a.first": torch.zeros(0, 3), "a.rest": torch.arange(6.0).view(2, 3)}
     expected |= {"b.0": torch.zeros(0), "b.1": torch.zeros(0)}
     dcp_rs.convert(tmp_path / "model.safetensors", tmp_path / "out", to=to, views=views)
@@ -140,7 +145,9 @@ def test_a_slice_of_a_view_is_the_slice_of_the_whole(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "sliced"
     if not path.exists():
         stored_as("dcp-rs", experts(), path)
-    name, whole = data.draw(st.sampled_from(sorted(fused(experts()).items(), key=lambda item: item[0])))
+    name, whole = data.draw(
+        st.sampled_from(sorted(fused(experts()).items(), key=lambda item: item[0]))
+    )
     bounds = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in whole.shape]
     region = tuple(slice(begin, end) for begin, end in bounds)
     assert torch.equal(dcp_rs.open(path, views=VIEWS).get_slice(name)[region], whole[region])
@@ -149,30 +156,54 @@ def test_a_slice_of_a_view_is_the_slice_of_the_whole(tmp_path_factory, data):
 def test_views_of_quantized_weights(tmp_path):
     """Views come after the dequantization, and names are changed after both."""
     made = [quantized.fp8(f"experts.{i}.w", 130, 70, seed=i) for i in range(3)]
-    quantized.write(tmp_path / "q", {name: tensor for stored, _ in made for name, tensor in stored.items()})
+    quantized.write(
+        tmp_path / "q", {name: tensor for stored, _ in made for name, tensor in stored.items()}
+    )
     whole = torch.stack([tensor for _, tensor in made]).bfloat16()
-    views = [Stack("experts.{i}.w.weight", into="experts.w", dim=1), Transpose("experts.w", (1, 2, 0))]
+    views = [
+        Stack("experts.{i}.w.weight", into="experts.w", dim=1),
+        Transpose("experts.w", (1, 2, 0)),
+    ]
     checkpoint = dcp_rs.open(tmp_path / "q", dequantize=True, views=views)
     assert same(checkpoint["experts.w"], whole.permute(0, 2, 1))
-    assert same(checkpoint.get_slice("experts.w")[1:, 5:9, 128:], whole.permute(0, 2, 1)[1:, 5:9, 128:])
+    assert same(
+        checkpoint.get_slice("experts.w")[1:, 5:9, 128:], whole.permute(0, 2, 1)[1:, 5:9, 128:]
+    )
     state = {"w": torch.zeros(3, 70, 130, dtype=torch.bfloat16)}
     dcp_rs.load(state, tmp_path / "q", dequantize=True, views=views, rename={"experts": ""})
     assert same(state["w"], whole.permute(0, 2, 1))
     parts = [*views, Split("experts.w", into=["left", "right"], dim=2, sizes=[30, 100])]
-    assert same(dcp_rs.open(tmp_path / "q", dequantize=True, views=parts)["right"], whole.permute(0, 2, 1)[:, :, 30:])
+    assert same(
+        dcp_rs.open(tmp_path / "q", dequantize=True, views=parts)["right"],
+        whole.permute(0, 2, 1)[:, :, 30:],
+    )
 
 
 @pytest.mark.parametrize(
     ("views", "message"),
     [
-        (Stack("layers.{layer}.expert.{expert}.gate", into="layers.{layer}.g"), "no tensor matches"),
-        (Stack("layers.{layer}.experts.{expert}.{name}", into="layers.{layer}"), "more than one field"),
+        (
+            Stack("layers.{layer}.expert.{expert}.gate", into="layers.{layer}.g"),
+            "no tensor matches",
+        ),
+        (
+            Stack("layers.{layer}.experts.{expert}.{name}", into="layers.{layer}"),
+            "more than one field",
+        ),
         (Stack("layers.{layer}.experts.{expert}.gate", into="{depth}.g"), "in no name"),
-        (Stack("layers.{layer}.{name}.{expert}.gate", into="layers.{layer}.{expert}.g"), "is no number"),
+        (
+            Stack("layers.{layer}.{name}.{expert}.gate", into="layers.{layer}.{expert}.g"),
+            "is no number",
+        ),
         (Stack("layers.{layer}.experts.{expert}.gate", into="norm"), "more than one field"),
         (Stack("layers.{layer}.experts.0.gate", into="norm"), "two of this name"),
         ([VIEWS[0], Stack(VIEWS[1].pattern, into=VIEWS[0].into)], "layers.0.gates"),
-        (Concat(["layers.{layer}.experts.0.gate", "layers.{layer}.experts.0.down"], into="{layer}"), "beside dim 0"),
+        (
+            Concat(
+                ["layers.{layer}.experts.0.gate", "layers.{layer}.experts.0.down"], into="{layer}"
+            ),
+            "beside dim 0",
+        ),
         (Split("norm", into=["a", "b"], sizes=[1, 2]), "are no sizes"),
         (Split("norm", into=["a", "b", "c"]), "are no sizes"),
         (Split("norm", into=["{a}", "b"]), "in no name"),
@@ -212,12 +243,18 @@ def moe(kind: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = dict(zip(names, ((6, 4), (6, 4), (4, 6)), strict=True))
     tensors = {
-        f"model.layers.{layer}.{mlp}.experts.{expert}.{name}.weight": torch.randn(shape, generator=generator)
+        f"model.layers.{layer}.{mlp}.experts.{expert}.{name}.weight": torch.randn(
+            shape, generator=generator
+        )
         for layer in range(2)
         for expert in range(3)
         for name, shape in shapes.items()
     }
-    return {**tensors, f"model.layers.0.{mlp}.gate.weight": torch.randn(3, 4), "model.norm.weight": torch.randn(4)}
+    return {
+        **tensors,
+        f"model.layers.0.{mlp}.gate.weight": torch.randn(3, 4),
+        "model.norm.weight": torch.randn(4),
+    }
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
@@ -236,9 +273,13 @@ def test_views_for_models_of_transformers(tmp_path, kind):
         "model.layers.1.mlp.experts.gate_up_proj",
         "model.norm.weight",
     ]
-    mlp, gate, up = ("mlp", "gate_proj", "up_proj") if kind == "qwen3_moe" else ("block_sparse_moe", "w1", "w3")
+    mlp, gate, up = (
+        ("mlp", "gate_proj", "up_proj") if kind == "qwen3_moe" else ("block_sparse_moe", "w1", "w3")
+    )
     both = [
-        torch.cat([tensors[f"model.layers.1.{mlp}.experts.{expert}.{name}.weight"] for name in (gate, up)])
+        torch.cat(
+            [tensors[f"model.layers.1.{mlp}.experts.{expert}.{name}.weight"] for name in (gate, up)]
+        )
         for expert in range(3)
     ]
     assert torch.equal(checkpoint["model.layers.1.mlp.experts.gate_up_proj"], torch.stack(both))

@@ -27,7 +27,9 @@ def test_ls(dcp_rs_cli, world: Path) -> None:
         assert lines[-1].startswith("7 tensors, 8 values, ")
         # Of a file of torch.save a value is a few bytes of the pickle.
         assert name == "x.pt" or lines[-1].endswith(output.size(10508))
-        assert "bfloat16 [8, 4] 1 64 B model.embedding.weight" in [" ".join(line.split()) for line in lines]
+        assert "bfloat16 [8, 4] 1 64 B model.embedding.weight" in [
+            " ".join(line.split()) for line in lines
+        ]
     status, out, _ = dcp_rs_cli("ls", world / "ckpt", "model.*", "step", "--sort", "size")
     assert [line.split()[-1] for line in out.splitlines()[1:-1]] == [
         "step",
@@ -55,7 +57,9 @@ def test_json_everywhere(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
         assert (status, err) == (0, ""), name
         said[name] = json.loads(out)
     assert said["ls"]["bytes"] == said["inspect"]["bytes"] == 10508
-    assert {entry["name"]: entry["dtype"] for entry in said["ls"]["entries"]}["buffers.0"] == "int64"
+    assert {entry["name"]: entry["dtype"] for entry in said["ls"]["entries"]}[
+        "buffers.0"
+    ] == "int64"
     assert said["inspect"]["files"][0]["chunks"] == 15
     assert said["entry"]["state_dict_path"] == ["model", "embedding.weight"]
     assert said["entry"]["pieces"][0]["sizes"] == [8, 4]
@@ -65,7 +69,10 @@ def test_json_everywhere(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
     assert said["index"]["source"] == "dcp"
     assert said["diff"]["same"]
     assert said["bench"]["same_bits"]
-    assert {row["reader"] for row in said["bench"]["readers"]} >= {"dcp_rs.load", "dcp.load, RsReader"}
+    assert {row["reader"] for row in said["bench"]["readers"]} >= {
+        "dcp_rs.load",
+        "dcp.load, RsReader",
+    }
 
 
 def test_verify_names_the_block(dcp_rs_cli, tmp_path: Path) -> None:
@@ -81,7 +88,11 @@ def test_verify_names_the_block(dcp_rs_cli, tmp_path: Path) -> None:
     status, out, _ = dcp_rs_cli("verify", tmp_path / "ckpt", "--json")
     assert status == 1
     (problem,) = json.loads(out)["problems"]
-    assert (problem["tensor"], problem["block"], problem["offset"]) == ("large", 3, 4096 + (3 << 20))
+    assert (problem["tensor"], problem["block"], problem["offset"]) == (
+        "large",
+        3,
+        4096 + (3 << 20),
+    )
 
 
 def test_index_makes_others_verifiable(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
@@ -125,7 +136,10 @@ def test_diff(dcp_rs_cli, tmp_path: Path) -> None:
         "lr": 0.1,
         "n": 1,
     }
-    a |= {"w": torch.zeros(3_000_000, dtype=torch.bfloat16), "nan": torch.tensor([float("nan"), 1.0])}
+    a |= {
+        "w": torch.zeros(3_000_000, dtype=torch.bfloat16),
+        "nan": torch.tensor([float("nan"), 1.0]),
+    }
     b = {
         **a,
         "shape": torch.ones(3),
@@ -151,7 +165,11 @@ def test_diff(dcp_rs_cli, tmp_path: Path) -> None:
         "w": "elements",
     }
     assert (found["w"]["elements"], found["w"]["max_abs"]) == (2, 0.25)
-    assert (found["dtype"]["a"], found["dtype"]["b"], found["dtype"]["max_abs"]) == ("float32", "float16", 0.5)
+    assert (found["dtype"]["a"], found["dtype"]["b"], found["dtype"]["max_abs"]) == (
+        "float32",
+        "float16",
+        0.5,
+    )
     assert (found["lr"]["a"], found["lr"]["b"]) == ("0.1", "0.2")
     status, out, _ = dcp_rs_cli("diff", tmp_path / "a", tmp_path / "b.pt")
     assert status == 1
@@ -159,15 +177,37 @@ def test_diff(dcp_rs_cli, tmp_path: Path) -> None:
     assert "6 of 9 entries differ" in out
     chosen = ["--include", "w", "--include", "same"]
     assert dcp_rs_cli("diff", tmp_path / "a", tmp_path / "b.pt", *chosen)[0] == 1
-    assert dcp_rs_cli("diff", tmp_path / "a", tmp_path / "b.pt", *chosen, "--tolerance", "0.25")[0] == 0
+    assert (
+        dcp_rs_cli("diff", tmp_path / "a", tmp_path / "b.pt", *chosen, "--tolerance", "0.25")[0]
+        == 0
+    )
     status, out, _ = dcp_rs_cli("diff", tmp_path / "a", tmp_path / "a")
     assert (status, out.startswith("the same: 8 entries")) == (0, True)
 
 
 def test_convert_takes_all_options(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
     status, out, err = dcp_rs_cli(
-        *["convert", world / "ckpt", tmp_path / "hf", "--to", "safetensors", "--dtype", "fp16", "--shards", 2],
-        *["--include", "model.*", "--include", "step", "--exclude", "*.0.*", "--include", "optimizer.*"],
+        *[
+            "convert",
+            world / "ckpt",
+            tmp_path / "hf",
+            "--to",
+            "safetensors",
+            "--dtype",
+            "fp16",
+            "--shards",
+            2,
+        ],
+        *[
+            "--include",
+            "model.*",
+            "--include",
+            "step",
+            "--exclude",
+            "*.0.*",
+            "--include",
+            "optimizer.*",
+        ],
         *["--rename", "model=", "--rename", "optimizer.state=adam", "--skip-unsupported"],
     )
     assert (status, err) == (0, "")
@@ -196,11 +236,24 @@ def test_the_help_says_which_commands_read_files_of_torch_save(dcp_rs_cli) -> No
 
 def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
     for name in ("ckpt", "stock", "x.pt"):
-        status, out, err = dcp_rs_cli("ls", world / name, "--values", "--include", "step", "--include", "name")
+        status, out, err = dcp_rs_cli(
+            "ls", world / name, "--values", "--include", "step", "--include", "name"
+        )
         assert (status, err) == (0, "")
-        assert [line.split()[-2:] for line in out.splitlines()[1:-1]] == [["name", "'ünïcode'"], ["step", "12"]]
+        assert [line.split()[-2:] for line in out.splitlines()[1:-1]] == [
+            ["name", "'ünïcode'"],
+            ["step", "12"],
+        ]
         _, out, _ = dcp_rs_cli(
-            "ls", world / name, "*", "--exclude", "optimizer.*", "--exclude", "model.*", "--values", "--json"
+            "ls",
+            world / name,
+            "*",
+            "--exclude",
+            "optimizer.*",
+            "--exclude",
+            "model.*",
+            "--values",
+            "--json",
         )
         values = {entry["name"]: entry.get("value") for entry in json.loads(out)["entries"]}
         assert values == {
@@ -217,7 +270,9 @@ def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
     assert "no name matches: a pattern covers a whole name" in out
 
 
-def test_a_number_that_python_does_not_write_out_hides_no_other_entry(dcp_rs_cli, tmp_path: Path) -> None:
+def test_a_number_that_python_does_not_write_out_hides_no_other_entry(
+    dcp_rs_cli, tmp_path: Path
+) -> None:
     torch.save({"big": 10**5000, "small": 7, "w": torch.ones(2)}, tmp_path / "x.pt")
     status, out, _ = dcp_rs_cli("ls", tmp_path / "x.pt", "--values", "--json")
     entries = {entry["name"]: entry for entry in json.loads(out)["entries"]}
@@ -237,7 +292,10 @@ def test_values_that_repeat_themselves_do_not_hang_a_listing(dcp_rs_cli, tmp_pat
     deep: list[Any] = []
     for _ in range(450):
         deep = [deep]
-    torch.save({"shared": (shared,), "text": (["ha" * 1000] * 1000,), "deep": (deep,), "ok": 7}, tmp_path / "x.pt")
+    torch.save(
+        {"shared": (shared,), "text": (["ha" * 1000] * 1000,), "deep": (deep,), "ok": 7},
+        tmp_path / "x.pt",
+    )
     status, out, _ = dcp_rs_cli("ls", tmp_path / "x.pt", "--values", "--json")
     entries = {entry["name"]: entry for entry in json.loads(out)["entries"]}
     assert (status, entries["ok"]["value"]) == (0, 7)
@@ -264,7 +322,11 @@ def test_keys_of_all_kinds_are_told_apart(dcp_rs_cli, tmp_path: Path) -> None:
     assert "['state'][0]['m']" in shown
     assert "['state']['1']['m']" in dcp_rs_cli("inspect", tmp_path / "ckpt", "state.1.m")[1]
     said = dcp_rs_cli("inspect", tmp_path / "ckpt", "state.0.m", "--json")[1]
-    assert json.loads(said)["state_dict_path"] == ["state", [0], "m"]  # a key, and no place in a list
+    assert json.loads(said)["state_dict_path"] == [
+        "state",
+        [0],
+        "m",
+    ]  # a key, and no place in a list
 
 
 def test_version_and_module() -> None:
@@ -276,7 +338,12 @@ def test_version_and_module() -> None:
 
 
 def test_completion_is_there() -> None:
-    environment = {**os.environ, "_DCP_RS_COMPLETE": "bash_complete", "COMP_WORDS": "dcp-rs in", "COMP_CWORD": "1"}
+    environment = {
+        **os.environ,
+        "_DCP_RS_COMPLETE": "bash_complete",
+        "COMP_WORDS": "dcp-rs in",
+        "COMP_CWORD": "1",
+    }
     done = in_a_process(env=environment)
     assert done.stdout.split() == ["plain,inspect", "plain,index"]
 
@@ -290,7 +357,10 @@ def test_looking_needs_no_torch(world: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run(
-        [sys.executable, "-c", script, str(world / "ckpt")], check=True, stdout=subprocess.DEVNULL, timeout=60
+        [sys.executable, "-c", script, str(world / "ckpt")],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=60,
     )
 
 
@@ -327,9 +397,15 @@ def test_convert_leaves_the_folder_only_when_told(dcp_rs_cli, world: Path, tmp_p
     assert status == 2
     assert "outside its folder" in err
     assert not (tmp_path / "new").exists()
-    status, _, err = dcp_rs_cli("convert", tmp_path / "adopted", tmp_path / "new", "--allow-external")
+    status, _, err = dcp_rs_cli(
+        "convert", tmp_path / "adopted", tmp_path / "new", "--allow-external"
+    )
     assert (status, err) == (0, "")
-    for command, *more in (("verify", "--allow-unverified"), ("diff", world / "hf"), ("bench", "--rounds", "1")):
+    for command, *more in (
+        ("verify", "--allow-unverified"),
+        ("diff", world / "hf"),
+        ("bench", "--rounds", "1"),
+    ):
         status, _, err = dcp_rs_cli(command, tmp_path / "adopted", *more)
         assert status == 2
         assert "--allow-external" in err

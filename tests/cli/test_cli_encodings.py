@@ -12,7 +12,12 @@ import torch
 import dcp_rs
 from support.both import save_in_two_chunks, save_rs
 
-STATE = {"größe": torch.arange(3.0), "层.0": torch.ones(2, 2), "plain": torch.zeros(1), "text": "ß🙂"}
+STATE = {
+    "größe": torch.arange(3.0),
+    "层.0": torch.ones(2, 2),
+    "plain": torch.zeros(1),
+    "text": "ß🙂",
+}
 
 #: What Python then takes file names for, and what it can print.
 ENCODINGS = {
@@ -52,7 +57,11 @@ while words:
 
 def run(world: Path, environment: dict[str, str], *commands: tuple[str, ...]) -> list[bytes]:
     """What each command prints; one process for all, as each takes a second to start."""
-    outer = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG", "PYTHON"))}
+    outer = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("LC_", "LANG", "PYTHON"))
+    }
     words = [word for command in commands for word in (*command, ";")]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, *words],
@@ -85,7 +94,10 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def expected(world) -> list[object]:
-    return [without_times(said) for said in run(world, UTF8, *((*command, "--json") for command in COMMANDS))]
+    return [
+        without_times(said)
+        for said in run(world, UTF8, *((*command, "--json") for command in COMMANDS))
+    ]
 
 
 @pytest.mark.slow
@@ -106,7 +118,9 @@ def test_every_command_says_the_same_everywhere(world, expected, encoding, tmp_p
     for command, document in zip(COMMANDS, documents, strict=True):
         assert ("größe" in json.dumps(document, ensure_ascii=False)) == (command[0] != "diff")
     charset = "latin-1" if encoding.startswith("latin") else "ascii"
-    listed, overview, drawn, _ = (text.decode(charset).splitlines() for text in said[len(COMMANDS) :])
+    listed, overview, drawn, _ = (
+        text.decode(charset).splitlines() for text in said[len(COMMANDS) :]
+    )
     name = "größe" if charset == "latin-1" else r"gr\xf6\xdfe"
     assert [line.split()[-1] for line in listed[1:-1]] == [name, "plain", "text", r"\u5c42.0"]
     assert overview[0] == r"\u6a21\u578b"

@@ -34,7 +34,9 @@ from support.commands import in_a_process
     ],
     ids=" ".join,
 )
-def test_errors_are_one_line(dcp_rs_cli, arguments: list[str], world: Path, tmp_path: Path, monkeypatch) -> None:
+def test_errors_are_one_line(
+    dcp_rs_cli, arguments: list[str], world: Path, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (world / "empty").mkdir(exist_ok=True)
     status, out, err = dcp_rs_cli(*[argument.format(world=world) for argument in arguments])
@@ -50,31 +52,43 @@ def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
     assert "s3://bucket/ckpt: here paths of the file system" in said
 
 
-def test_a_copy_of_an_indexed_folder_says_what_to_do(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+def test_a_copy_of_an_indexed_folder_says_what_to_do(
+    dcp_rs_cli, world: Path, tmp_path: Path
+) -> None:
     shutil.copytree(world / "stock", tmp_path / "stock")
     dcp_rs.index(tmp_path / "stock")
     shutil.copytree(tmp_path / "stock", tmp_path / "copy", copy_function=shutil.copy)
     status, out, _ = dcp_rs_cli("verify", tmp_path / "copy")
     assert status == 1
-    assert "expected the file that was indexed, got another: the file was modified after it was indexed" in out
+    assert (
+        "expected the file that was indexed, got another: the file was modified after it was indexed"
+        in out
+    )
     assert "dcp-rs index --overwrite" in out
     assert dcp_rs_cli("index", tmp_path / "copy", "--overwrite")[0] == 0
     assert dcp_rs_cli("verify", tmp_path / "copy", "--allow-unverified")[0] == 0
 
 
-def test_a_file_that_was_cut_short_is_described_once(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_described_once(
+    dcp_rs_cli, world: Path, tmp_path: Path
+) -> None:
     shutil.copytree(world / "ckpt", tmp_path / "ckpt")
     (file,) = (tmp_path / "ckpt").glob("*.safetensors")
     size = file.stat().st_size
     os.truncate(file, size - 10)
     out = dcp_rs_cli("verify", tmp_path / "ckpt")[1]
-    assert out.splitlines()[0] == f"damaged  {file}: expected a file of {size} bytes, got one of {size - 10} bytes"
+    assert (
+        out.splitlines()[0]
+        == f"damaged  {file}: expected a file of {size} bytes, got one of {size - 10} bytes"
+    )
     file.unlink()
     out = dcp_rs_cli("verify", tmp_path / "ckpt")[1]
     assert out.splitlines()[0] == f"damaged  {file}: expected a file of {size} bytes, got none"
 
 
-def test_two_checkpoints_in_one_folder_are_warned_of_in_one_line(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+def test_two_checkpoints_in_one_folder_are_warned_of_in_one_line(
+    dcp_rs_cli, world: Path, tmp_path: Path
+) -> None:
     shutil.copytree(world / "ckpt", tmp_path / "both")
     shutil.copy(world / "stock" / ".metadata", tmp_path / "both")
     status, out, err = dcp_rs_cli("ls", tmp_path / "both")

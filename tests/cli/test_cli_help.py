@@ -17,7 +17,8 @@ COMMANDS = sorted(app.commands)
 
 def takes_url(command):
     return any(
-        isinstance(each, click.Argument) and getattr(each.type, "func", None) is location for each in command.params
+        isinstance(each, click.Argument) and getattr(each.type, "func", None) is location
+        for each in command.params
     )
 
 
@@ -39,9 +40,11 @@ def test_every_option_is_explained(name):
         if isinstance(option, click.Option):
             assert option.help, option.name
             assert option.help.endswith((".", "]")), option.name
-            assert option.metavar or option.is_flag or isinstance(option.type, click.Choice | click.FloatRange), (
-                option.name
-            )
+            assert (
+                option.metavar
+                or option.is_flag
+                or isinstance(option.type, click.Choice | click.FloatRange)
+            ), option.name
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

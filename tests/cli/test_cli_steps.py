@@ -47,7 +47,9 @@ def test_the_steps_of_a_run(dcp_rs_does, run, command):
     assert [line.split()[0] for line in out[1:4]] == ["100", "200", "300"]
     assert out[1].endswith("loss=2 lr=0.1")
     assert out[4] == "passed over  step-150: its save did not finish"
-    assert out[5].startswith("passed over  step-400: it is complete, but its index.dcprs is gone: dcp-rs index")
+    assert out[5].startswith(
+        "passed over  step-400: it is complete, but its index.dcprs is gone: dcp-rs index"
+    )
     assert out[6].startswith("3 steps, ")
 
 
@@ -59,7 +61,10 @@ def test_the_steps_of_a_run_for_programs(dcp_rs_does, run):
         (200, {"loss": 1.0, "lr": 0.1}),
         (300, {"loss": 3.0, "lr": 0.1}),
     ]
-    assert [(step["step"], step["kind"]) for step in found["passed_over"]] == [(150, "unfinished"), (400, "no index")]
+    assert [(step["step"], step["kind"]) for step in found["passed_over"]] == [
+        (150, "unfinished"),
+        (400, "no index"),
+    ]
     assert found["bytes"] == sum(step["bytes"] for step in found["steps"])
 
 
@@ -117,7 +122,13 @@ def test_what_is_not_removed_is_a_finding(dcp_rs_does, run):
 
 @pytest.mark.parametrize(
     "wrong",
-    [("--keep-within", "soon"), ("--max-bytes", "5XB"), ("--keep-last", "0"), ("--keep-best", "1"), ("--mode", "best")],
+    [
+        ("--keep-within", "soon"),
+        ("--max-bytes", "5XB"),
+        ("--keep-last", "0"),
+        ("--keep-best", "1"),
+        ("--mode", "best"),
+    ],
 )
 def test_what_makes_no_sense_is_said(dcp_rs_does, run, wrong):
     dcp_rs_does("prune", run, *wrong, status=2)
@@ -128,7 +139,11 @@ def test_what_steps_share_is_told_and_counted_once(dcp_rs_does, tmp_path):
     with CheckpointManager(root, reuse=True) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"frozen": torch.ones(100_000), "step": torch.tensor(step)})
-    assert [line.split().count("400") for line in dcp_rs_does("steps", root).splitlines()[1:4]] == [0, 1, 1]
+    assert [line.split().count("400") for line in dcp_rs_does("steps", root).splitlines()[1:4]] == [
+        0,
+        1,
+        1,
+    ]
     found = json.loads(dcp_rs_does("steps", root, "--json"))
     assert [step["reused"] for step in found["steps"]] == [0, 400_000, 400_000]
     assert [step["written"] < 10_000 for step in found["steps"]] == [False, True, True]
@@ -138,11 +153,16 @@ def test_what_steps_share_is_told_and_counted_once(dcp_rs_does, tmp_path):
 
 
 def test_steps_of_another_name(dcp_rs_does, tmp_path):
-    with CheckpointManager(tmp_path / "run", step_name="global_{}", no_dist=True, fsync=False) as manager:
+    with CheckpointManager(
+        tmp_path / "run", step_name="global_{}", no_dist=True, fsync=False
+    ) as manager:
         for step in (1, 2):
             manager.save(step, {"w": torch.ones(3)})
     name = ("--step-name", "global_{}")
-    assert [step["step"] for step in json.loads(dcp_rs_does("steps", manager.root, *name, "--json"))["steps"]] == [1, 2]
+    assert [
+        step["step"]
+        for step in json.loads(dcp_rs_does("steps", manager.root, *name, "--json"))["steps"]
+    ] == [1, 2]
     dcp_rs_does("prune", manager.root, *name, "--keep-last", 1, "--yes")
     assert not manager.path(1).exists()
     assert manager.path(2).exists()

@@ -17,7 +17,11 @@ from support.terminal import shown_on_a_terminal
 
 @pytest.mark.slow
 def test_no_escapes_when_piped(world: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS")}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS")
+    }
     for arguments in (
         ["--help"],
         ["convert", "--help"],
@@ -34,7 +38,10 @@ def test_no_escapes_when_piped(world: Path) -> None:
 
 def test_a_terminal_gets_colours_and_names_no_commands(world: Path, tmp_path: Path) -> None:
     save_rs({"evil\x1b[31mred\x07": torch.ones(3), "line\nbreak": torch.ones(3)}, tmp_path / "ckpt")
-    for path, name in ((world / "ckpt", "model.embedding.weight"), (tmp_path / "ckpt", "evil\x1b[31mred\x07")):
+    for path, name in (
+        (world / "ckpt", "model.embedding.weight"),
+        (tmp_path / "ckpt", "evil\x1b[31mred\x07"),
+    ):
         shown = on_a_terminal("ls", path)
         assert "\x1b[" in shown
         assert "\x1b[31mred" not in shown
@@ -50,7 +57,11 @@ def on_a_terminal(*arguments: Any) -> str:
 
 
 def test_80_columns(world: Path, dcp_rs_cli) -> None:
-    for arguments in (["inspect", world / "ckpt"], ["ls", world / "ckpt"], ["inspect", world / "ckpt", "buffers.0"]):
+    for arguments in (
+        ["inspect", world / "ckpt"],
+        ["ls", world / "ckpt"],
+        ["inspect", world / "ckpt", "buffers.0"],
+    ):
         _, out, _ = dcp_rs_cli(*arguments)
         long = [
             line
@@ -64,7 +75,9 @@ def status_into_true(*arguments: Any) -> tuple[int, str]:
     """The status of a command whose reader has had enough at once, and its errors."""
     line = " ".join(map(str, [*COMMAND, *arguments]))
     script = f"{line} | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
     return done.returncode, done.stderr
 
 
@@ -83,7 +96,9 @@ def test_head_changes_no_status(world: Path, tmp_path: Path) -> None:
 def by_shell(*words: Any) -> tuple[int, str]:
     """The status of a command with redirections, and its errors."""
     line = " ".join(map(str, [*COMMAND, *words]))
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False
+    )
     return done.returncode, done.stderr
 
 
@@ -101,7 +116,9 @@ def test_streams_that_are_closed_change_no_status(world: Path) -> None:
 def test_descriptors_that_are_closed_are_no_data_files(world: Path, tmp_path: Path) -> None:
     """The next files that were opened had the numbers of the standard streams."""
     script = "import os; from dcp_rs.cli.output import prepare_streams; prepare_streams(); os.open('/', os.O_RDONLY); "
-    script += "print(*(os.readlink(f'/proc/self/fd/{fd}') for fd in range(4)), file=open('seen', 'w'))"
+    script += (
+        "print(*(os.readlink(f'/proc/self/fd/{fd}') for fd in range(4)), file=open('seen', 'w'))"
+    )
     python = COMMAND[0]
     line = f'{python} -c "$SCRIPT" <&- >&- 2>&-'
     environment = os.environ | {"SCRIPT": script}

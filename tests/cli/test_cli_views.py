@@ -17,7 +17,9 @@ def folder(tmp_path_factory):
     for expert in range(2):
         tensors |= quantized.fp8(f"experts.{expert}.w", 130, 70, seed=expert)[0]
     path = quantized.write(tmp_path_factory.mktemp("cli") / "q", tensors)
-    (path / "views.json").write_text(json.dumps([{"stack": "experts.{i}.w.weight", "into": "experts.w", "dim": 0}]))
+    (path / "views.json").write_text(
+        json.dumps([{"stack": "experts.{i}.w.weight", "into": "experts.w", "dim": 0}])
+    )
     return path
 
 
@@ -52,7 +54,9 @@ def test_statistics_trees_and_differences(dcp_rs_cli, folder: Path, tmp_path: Pa
 def test_convert_rounds_once(dcp_rs_cli, folder: Path, tmp_path: Path, dtype: str) -> None:
     """A dtype that is wanted beside the dequantization is what weights are decoded to: through bfloat16, they were rounded twice."""
     views = ["--views", folder / "views.json"]
-    status, _, err = dcp_rs_cli("convert", folder, tmp_path / "out", "--dequantize", "--dtype", dtype, *views)
+    status, _, err = dcp_rs_cli(
+        "convert", folder, tmp_path / "out", "--dequantize", "--dtype", dtype, *views
+    )
     assert status == 0, err
     whole = torch.stack([quantized.fp8("x", 130, 70, seed=expert)[1] for expert in range(2)])
     written = dcp_rs.open(tmp_path / "out")["experts.w"]
@@ -60,8 +64,12 @@ def test_convert_rounds_once(dcp_rs_cli, folder: Path, tmp_path: Path, dtype: st
     assert quantized.same(written.float(), whole)
 
 
-@pytest.mark.parametrize("text", ["[", "{}", '["x"]', '[{"stick": "a"}]', '[{"stack": "a", "from": "b"}]'])
-def test_a_file_of_views_that_is_none_is_refused(dcp_rs_cli, folder: Path, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["[", "{}", '["x"]', '[{"stick": "a"}]', '[{"stack": "a", "from": "b"}]']
+)
+def test_a_file_of_views_that_is_none_is_refused(
+    dcp_rs_cli, folder: Path, tmp_path: Path, text: str
+) -> None:
     (tmp_path / "views.json").write_text(text)
     status, _, err = dcp_rs_cli("ls", folder, "--views", tmp_path / "views.json")
     assert status == 2

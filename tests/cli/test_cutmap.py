@@ -31,10 +31,17 @@ def test_maps_of_any_shape() -> None:
     assert (drawn.row_dim, drawn.column_dim, drawn.files) == (None, 0, {"0": 0, "1": 5})
     drawn = cutmap.draw((), [(3, (), ())])
     assert drawn.rows == ["0"]
-    drawn = cutmap.draw((4, 2, 6, 2), [(i, (0, 0, i, 0), (4, 2, 1, 2)) for i in range(6)], width=8, height=8)
+    drawn = cutmap.draw(
+        (4, 2, 6, 2), [(i, (0, 0, i, 0), (4, 2, 1, 2)) for i in range(6)], width=8, height=8
+    )
     assert (drawn.row_dim, drawn.column_dim, drawn.hidden) == (2, 3, [])
     assert drawn.rows == ["00", "11", "22", "33", "44", "55"]
-    eight = [(4 * i + 2 * j + k, (i, j, k), (1, 1, 1)) for i in range(2) for j in range(2) for k in range(2)]
+    eight = [
+        (4 * i + 2 * j + k, (i, j, k), (1, 1, 1))
+        for i in range(2)
+        for j in range(2)
+        for k in range(2)
+    ]
     drawn = cutmap.draw((2, 2, 2), eight)
     assert (drawn.rows, drawn.hidden) == (["02", "46"], [2])
     many = cutmap.draw((1000, 8), [(i, (i, 0), (1, 8)) for i in range(1000)], height=16)

@@ -21,14 +21,23 @@ from dcp_rs.cli.contents import Entry, Piece, open_contents
 from support import nested_state
 from support.both import save_rs
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 
 
 def in_a_browser(file: Path, query: str = "", flags: Sequence[str] = ()) -> str:
     """The document after its script ran."""
     if BROWSER is None:
         pytest.skip("no Chromium")
-    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=10000"]
+    quiet = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--virtual-time-budget=10000",
+    ]
     profile = f"--user-data-dir={file.parent / 'profile'}"
     command = [BROWSER, *quiet, *flags, profile, "--dump-dom", f"file://{file}{query}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
@@ -98,7 +107,10 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_statistics_and_values_are_shown_with_their_entry(tmp_path: Path) -> None:
-    save_rs({"m.2.w": torch.tensor([1.0, 3.0, float("nan")]), "m.10.w": torch.ones(2), "lr": 0.125}, tmp_path / "ckpt")
+    save_rs(
+        {"m.2.w": torch.tensor([1.0, 3.0, float("nan")]), "m.10.w": torch.ones(2), "lr": 0.125},
+        tmp_path / "ckpt",
+    )
     index = open_index(tmp_path / "ckpt", rank=None, allow_external=False)
     tensors = [number for number in range(index.tensor_count) if not index.tensor(number).is_bytes]
     found = {one.name: one for one in stats(index, tensors)}
@@ -116,14 +128,20 @@ def test_colours_are_the_same_on_every_page(tmp_path: Path) -> None:
     """A module, and a type, keep theirs where there are others beside them."""
     save_rs({"model.w": torch.ones(2), "optim.m": torch.ones(3)}, tmp_path / "one")
     save_rs(
-        {"model.w": torch.ones(2), "optim.m": torch.ones(3, dtype=torch.int8), "a": torch.ones(2)}, tmp_path / "two"
+        {"model.w": torch.ones(2), "optim.m": torch.ones(3, dtype=torch.int8), "a": torch.ones(2)},
+        tmp_path / "two",
     )
     colours = []
     for name in ("one", "two"):
         page.write(page.render(open_contents(tmp_path / name)), tmp_path / f"{name}.html")
         document = in_a_browser(tmp_path / f"{name}.html")
         colours.append(
-            {label: colour for colour, label in re.findall(r'background: ([^;"]+);?"></span>([\w.]+)<', document)}
+            {
+                label: colour
+                for colour, label in re.findall(
+                    r'background: ([^;"]+);?"></span>([\w.]+)<', document
+                )
+            }
         )
     assert {"model", "optim"} <= set(colours[0])
     assert colours[0].items() <= colours[1].items()
@@ -133,7 +151,9 @@ def test_colours_are_the_same_on_every_page(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     names = [f"model.layers.{i // 100}.experts.{i % 100}.weight" for i in range(100_000)]
-    entries = [Entry(name, i, "bfloat16", (64, 64), 2, 8192) for i, name in enumerate(sorted(names))]
+    entries = [
+        Entry(name, i, "bfloat16", (64, 64), 2, 8192) for i, name in enumerate(sorted(names))
+    ]
     cut = [Piece(0, 0, 4096, (0, 0), (32, 64)), Piece(1, 0, 4096, (32, 0), (32, 64))]
     contents: Any = SimpleNamespace(
         path=Path("big"),
@@ -150,7 +170,8 @@ def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     assert "100,000" in document
 
 
-# --- two beside each other ---------------------------------------------------------------------------
+# --- two beside each other
+# ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -176,7 +197,9 @@ def diff(*arguments: Any) -> int:
 
 
 @pytest.mark.slow
-def test_two_are_beside_each_other(two: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_are_beside_each_other(
+    two: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "page.html"
     assert diff(*two, "--html", file, "--stats") == 1
     printed = capfd.readouterr().out
@@ -186,7 +209,9 @@ def test_two_are_beside_each_other(two: tuple[Path, Path], tmp_path: Path, capfd
     assert 'data-ready="yes"' in document
     assert len(re.findall("<canvas ", document)) == 2
     # What differs comes first, and as a person counts.
-    kinds = dict(re.findall(r'<tr class="row"><td class="n">(.*?)</td><td class="">(.*?)</td>', document))
+    kinds = dict(
+        re.findall(r'<tr class="row"><td class="n">(.*?)</td><td class="">(.*?)</td>', document)
+    )
     assert list(kinds)[:6] == [
         "model.&lt;b&gt;new&lt;/b&gt;",
         "model.layers.2.w",
@@ -195,7 +220,13 @@ def test_two_are_beside_each_other(two: tuple[Path, Path], tmp_path: Path, capfd
         "model.layers.11.w",
         "step",
     ]
-    assert [kinds[name] for name in list(kinds)[:5]] == ["only in b", "dtype", "shape", "elements", "only in a"]
+    assert [kinds[name] for name in list(kinds)[:5]] == [
+        "only in b",
+        "dtype",
+        "shape",
+        "elements",
+        "only in a",
+    ]
     assert (kinds["step"], kinds["lr"], kinds["model.layers.3.w"]) == ("value", "", "")
     assert "<b>new</b>" not in document
     document = in_a_browser(file, "#q=layers.10.w")
@@ -206,7 +237,9 @@ def test_two_are_beside_each_other(two: tuple[Path, Path], tmp_path: Path, capfd
     assert rows(in_a_browser(file, "#q=only%20b")) == ["model.&lt;b&gt;new&lt;/b&gt;"]
 
 
-def test_two_that_are_the_same(two: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_that_are_the_same(
+    two: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert diff(two[0], two[0], "--html", tmp_path / "page.html") == 0
     capfd.readouterr()
     assert diff(*two, "--html", "-", "--include", "model.layers.1*") == 1
@@ -222,7 +255,9 @@ def test_two_that_are_the_same(two: tuple[Path, Path], tmp_path: Path, capfd: py
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(("width", "columns"), [(400, 1), (900, 2), (1500, 2)])
 @pytest.mark.slow
-def test_it_fits_the_window(two: tuple[Path, Path], tmp_path: Path, width: int, columns: int, *, dark: bool) -> None:
+def test_it_fits_the_window(
+    two: tuple[Path, Path], tmp_path: Path, width: int, columns: int, *, dark: bool
+) -> None:
     """At three sizes, light and dark: nothing is wider than the window, also with an entry open, and the maps have colours."""
     file = tmp_path / "page.html"
     diff(*two, "--html", file)
@@ -237,7 +272,10 @@ def test_it_fits_the_window(two: tuple[Path, Path], tmp_path: Path, width: int, 
     });
     </script>"""
     file.write_text(file.read_text().replace("</html>", probe + "</html>"))
-    flags = [f"--window-size={width},900", *(["--blink-settings=preferredColorScheme=0"] if dark else [])]
+    flags = [
+        f"--window-size={width},900",
+        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
+    ]
     found = re.search(r"PROBE (\{.*?\})", in_a_browser(file, "#q=layers.10.w", flags))
     assert found is not None
     seen = json.loads(found[1])
@@ -261,7 +299,11 @@ def test_two_of_a_hundred_thousand_tensors(tmp_path: Path) -> None:
         tensors=100_000,
         pieces=lambda entry: one,
     )
-    differences = [Difference("model.layers.777.experts.42.weight", "elements", elements=1, max_abs=float("nan"))]
+    differences = [
+        Difference(
+            "model.layers.777.experts.42.weight", "elements", elements=1, max_abs=float("nan")
+        )
+    ]
     text = page.render_both(contents, contents, differences)
     assert page.write(text, tmp_path / "page.html") < 30e6
     document = in_a_browser(tmp_path / "page.html")

@@ -1,7 +1,8 @@
 """Builds the compat corpus of format version 1: `PYTHONPATH=tests python -m compat.build_v1 OUTPUT`.
 
-A small checkpoint of each kind of save. Its output is committed in `v1/` and never built anew: later releases have to read what this release wrote.
-Beside each stands `<kind>.json`: what was saved, written down from the state dict and not from the checkpoint.
+A small checkpoint of each kind of save. Its output is committed in `v1/` and never built anew:
+later releases have to read what this release wrote. Beside each stands `<kind>.json`: what was
+saved, written down from the state dict and not from the checkpoint.
 """
 
 import json
@@ -38,7 +39,10 @@ def describe(node: Any) -> Any:
     if isinstance(node, dict):
         factory = getattr(node, "default_factory", None)
         kind = type(node).__name__ + (f"({factory.__name__})" if factory else "")
-        return {"mapping": kind, "items": [[repr(key), describe(value)] for key, value in node.items()]}
+        return {
+            "mapping": kind,
+            "items": [[repr(key), describe(value)] for key, value in node.items()],
+        }
     if isinstance(node, list) and any(isinstance(entry, dict | torch.Tensor) for entry in node):
         return {"list": [describe(entry) for entry in node]}
     return {"value": type(node).__name__, "repr": repr(node)}
@@ -55,7 +59,11 @@ def plain() -> dict[str, Any]:
 def nested() -> dict[str, Any]:
     return OrderedDict(
         zero={},
-        state={0: {"step": tensor((), "float32", 4)}, 10: {}, 2: {"step": tensor((), "float32", 5)}},
+        state={
+            0: {"step": tensor((), "float32", 4)},
+            10: {},
+            2: {"step": tensor((), "float32", 5)},
+        },
         param_groups=[{"lr": 0.1, "params": [0, 10, 2]}],
         keys={True: 1, None: 2, 1.5: 3, (1, "a"): 4, "text": 5},
         lists=[{}, tensor((2,), "uint8", 6), [{"x": tensor((1,), "int8", 7)}]],
@@ -127,7 +135,10 @@ def reused() -> dict[str, Any]:
 def expected(kind: str) -> Any:
     """What comes back, where it can be told by a function."""
     if kind == "cast":
-        return {name: value.bfloat16() if value.is_floating_point() else value for name, value in cast().items()}
+        return {
+            name: value.bfloat16() if value.is_floating_point() else value
+            for name, value in cast().items()
+        }
     kinds = {
         "plain": plain,
         "nested": nested,
@@ -152,7 +163,11 @@ def save_on_ranks(rank: int, output: str, store: str) -> None:
     for name, dim in (("rows", 0), ("columns", 1)):
         state[name] = distribute_tensor(state[name], mesh, [Shard(dim)], src_data_rank=None)
     dcp_rs.save(state, f"{output}/sharded")
-    dcp.save(rank_local(rank), storage_writer=dcp_rs.RsWriter(f"{output}/rank_local"), use_collectives=False)
+    dcp.save(
+        rank_local(rank),
+        storage_writer=dcp_rs.RsWriter(f"{output}/rank_local"),
+        use_collectives=False,
+    )
     dist.destroy_process_group()
 
 
@@ -168,7 +183,9 @@ def build(output: Path) -> None:
     dcp_rs.save(plain(), output / "plain", no_dist=True)
     dcp_rs.save(nested(), output / "nested", no_dist=True)
     dcp_rs.save(values(), output / "values", no_dist=True)
-    dcp_rs.save(cast(), output / "cast", no_dist=True, planner=dcp_rs.RsSavePlanner(dtype=torch.bfloat16))
+    dcp_rs.save(
+        cast(), output / "cast", no_dist=True, planner=dcp_rs.RsSavePlanner(dtype=torch.bfloat16)
+    )
     with tempfile.TemporaryDirectory() as parent:
         dcp_rs.save(reused() | {"step": tensor((), "int64", 18)}, parent, no_dist=True)
         dcp_rs.save(reused(), output / "reused", no_dist=True, parent=parent, reuse="frozen")
@@ -180,13 +197,23 @@ def build(output: Path) -> None:
     dcp_rs.index(output / "hf", digests=True)
     for lock in output.rglob(".dcprs.lock"):
         lock.unlink()
-    states = {kind: expected(kind) for kind in ("plain", "nested", "values", "cast", "sharded", "reused", *ADOPTED)}
+    states = {
+        kind: expected(kind)
+        for kind in ("plain", "nested", "values", "cast", "sharded", "reused", *ADOPTED)
+    }
     for kind, state in states.items():
         about = {"state": describe(state)}
-        if kind in ADOPTED:  # an index over data of others goes by the time of its files, which git does not keep
-            about["mtimes"] = {file.name: file.stat().st_mtime_ns for file in sorted((output / kind).iterdir())}
+        if (
+            kind in ADOPTED
+        ):  # an index over data of others goes by the time of its files, which git does not keep
+            about["mtimes"] = {
+                file.name: file.stat().st_mtime_ns for file in sorted((output / kind).iterdir())
+            }
         write(output / f"{kind}.json", about)
-    write(output / "rank_local.json", {"states": [describe(rank_local(rank)) for rank in range(RANKS)]})
+    write(
+        output / "rank_local.json",
+        {"states": [describe(rank_local(rank)) for rank in range(RANKS)]},
+    )
 
 
 def write(path: Path, about: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What is in the kind `everything` of the compat corpus of format version 1: every dtype, shapes, names, shards of two ranks, by torch's own planner.
 
-It depends on torch and dcp_rs alone, and on no random numbers, and does not change: the checkpoint is not built anew.
+It depends on torch and dcp_rs alone, and on no random numbers, and does not change: the checkpoint
+is not built anew.
 """
 
 from typing import Any

@@ -31,7 +31,10 @@ def test_nested_state_survives(source: str, to: str, tmp_path: Path) -> None:
 @pytest.mark.each
 def test_flat_tensors_survive(source: str, to: str, shards: int, tmp_path: Path) -> None:
     state = {f"layers.{i}.w": random_tensor((3, i, 5), torch.bfloat16, seed=i) for i in range(7)}
-    state |= {"scalar": random_tensor((), torch.int64), "big": random_tensor((1023, 1025, 3), torch.float32, 9)}
+    state |= {
+        "scalar": random_tensor((), torch.int64),
+        "big": random_tensor((1023, 1025, 3), torch.float32, 9),
+    }
     src = make(source, state, tmp_path / "src")
     many = {} if to == "torch" else {"shards": shards}
     report = dcp_rs.convert(src, tmp_path / "dst", to=to, **many)
@@ -76,7 +79,9 @@ def test_an_optimizer_goes_on_where_it_was(way: str, tmp_path: Path) -> None:
     model, optimizer = trained(steps=3)
     state = {"model": model.state_dict(), "optims": [optimizer.state_dict()], "epoch": 3}
     torch.save(state, tmp_path / "before.pt")
-    dcp_rs.convert(tmp_path / "before.pt", tmp_path / "between", to="dcp" if way == "dcp" else "dcp-rs")
+    dcp_rs.convert(
+        tmp_path / "before.pt", tmp_path / "between", to="dcp" if way == "dcp" else "dcp-rs"
+    )
     if way == "state_dict":
         with dcp_rs.open(tmp_path / "between") as opened:
             back = opened.state_dict()
@@ -100,14 +105,21 @@ def test_safetensors_holds_its_own_dtypes(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'complex128' is of complex128"):
         dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to="safetensors")
     assert not (tmp_path / "dst").exists()
-    report = dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to="safetensors", skip_unsupported=True)
+    report = dcp_rs.convert(
+        tmp_path / "src", tmp_path / "dst", to="safetensors", skip_unsupported=True
+    )
     assert {"complex128", "complex32"} <= set(report.skipped)
-    assert_state_equal(load_hf(tmp_path / "dst"), {name: t for name, t in state.items() if name not in report.skipped})
+    assert_state_equal(
+        load_hf(tmp_path / "dst"),
+        {name: t for name, t in state.items() if name not in report.skipped},
+    )
     assert len(report.written) >= 16
 
 
 @pytest.mark.parametrize(
-    "case", sorted(p.parent for p in STOCK.glob("*/*/.metadata") if "nested" in p.parts[-2]), ids=lambda p: p.parts[-2]
+    "case",
+    sorted(p.parent for p in STOCK.glob("*/*/.metadata") if "nested" in p.parts[-2]),
+    ids=lambda p: p.parts[-2],
 )
 def test_what_older_torch_wrote(case: Path, tmp_path: Path) -> None:
     dcp_rs.convert(case, tmp_path / "dst")
@@ -145,13 +157,22 @@ def test_what_wants_a_gradient_goes_on_to_want_it(source: str, tmp_path: Path) -
     kinds = (torch.float32, torch.bfloat16, torch.complex64, torch.complex128)
     state = {str(dtype): torch.ones(4, dtype=dtype, requires_grad=True) for dtype in kinds}
     state |= {f"part of {name}": tensor[::2] for name, tensor in state.items()}
-    state |= {"conjugate": torch.ones(2, dtype=torch.complex64, requires_grad=True).conj(), "none": torch.ones(2)}
+    state |= {
+        "conjugate": torch.ones(2, dtype=torch.complex64, requires_grad=True).conj(),
+        "none": torch.ones(2),
+    }
     if source == "torch":  # which does not save what a graph made
-        state = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in state.items()}
+        state = {
+            name: tensor.detach().requires_grad_(tensor.requires_grad)
+            for name, tensor in state.items()
+        }
     src = make(source, state, tmp_path / "src")
     dcp_rs.convert(src, tmp_path / "out.pt")
     again = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert {name for name, tensor in again.items() if tensor.requires_grad} == state.keys() - {"none"}
+    assert {name for name, tensor in again.items() if tensor.requires_grad} == state.keys() - {
+        "none"
+    }
     assert_state_equal(
-        {name: tensor.detach() for name, tensor in again.items()}, {n: t.detach() for n, t in state.items()}
+        {name: tensor.detach() for name, tensor in again.items()},
+        {n: t.detach() for n, t in state.items()},
     )

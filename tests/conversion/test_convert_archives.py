@@ -18,7 +18,9 @@ from support.formats import judge, make
 from support.states import ALL_DTYPES, can_copy
 
 DTYPES = [dtype for dtype in ALL_DTYPES if can_copy(dtype)]
-SHAPES = st.sampled_from([(), (0,), (1,), (3, 0, 2), (7,), (5, 3), (1, 2, 1, 3), (1 << 19,), (3, 350_001)])
+SHAPES = st.sampled_from(
+    [(), (0,), (1,), (3, 0, 2), (7,), (5, 3), (1, 2, 1, 3), (1 << 19,), (3, 350_001)]
+)
 
 
 def check_archive(data: io.BytesIO | Path) -> zipfile.ZipFile:
@@ -33,7 +35,9 @@ def check_folder(folder: Path) -> int:
     """Looks at every archive of a stock folder, and says how many there are."""
     places = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
     for place in places:
-        data = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+        data = (folder / place.relative_path).read_bytes()[
+            place.offset : place.offset + place.length
+        ]
         check_archive(io.BytesIO(data))
     return len(places)
 
@@ -56,29 +60,49 @@ def test_archives_have_their_checksums(tmp_path: Path) -> None:
     check_archive(tmp_path / "own.pt")
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(
     tensors=st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=6),
     views=st.booleans(),
     shards=st.integers(1, 3),
     io_bytes=st.sampled_from([None, 1 << 20]),
 )
-def test_whatever_is_in_them(tmp_path_factory, tensors, views: bool, shards: int, io_bytes: int | None) -> None:
+def test_whatever_is_in_them(
+    tmp_path_factory, tensors, views: bool, shards: int, io_bytes: int | None
+) -> None:
     tmp_path = tmp_path_factory.mktemp("any")
-    state = {f"t{i}": random_tensor(shape, dtype, seed=i) for i, (shape, dtype) in enumerate(tensors)}
+    state = {
+        f"t{i}": random_tensor(shape, dtype, seed=i) for i, (shape, dtype) in enumerate(tensors)
+    }
     state |= {"value": {1, 2}, "bytes": bytes(range(256)) * 300}
     if views:
         base = random_tensor((40, 60), seed=99)
-        state |= {"tied": base, "too": base, "rows": base[3:9], "columns": base[:, 3:9], "transposed": base.t()}
+        state |= {
+            "tied": base,
+            "too": base,
+            "rows": base[3:9],
+            "columns": base[:, 3:9],
+            "transposed": base.t(),
+        }
     torch.save(state, tmp_path / "src.pt")
-    dcp_rs.convert(tmp_path / "src.pt", tmp_path / "x.pt", to="torch", max_inflight_bytes=io_bytes, weights_only=False)
+    dcp_rs.convert(
+        tmp_path / "src.pt",
+        tmp_path / "x.pt",
+        to="torch",
+        max_inflight_bytes=io_bytes,
+        weights_only=False,
+    )
     check_archive(tmp_path / "x.pt")
     for mapped in (False, True):
         again = torch.load(tmp_path / "x.pt", mmap=mapped, weights_only=True)
         assert_state_equal(again, state)
         if views:
             assert again["tied"].data_ptr() == again["too"].data_ptr()
-    dcp_rs.convert(tmp_path / "src.pt", tmp_path / "dcp", to="dcp", shards=shards, max_inflight_bytes=io_bytes)
+    dcp_rs.convert(
+        tmp_path / "src.pt", tmp_path / "dcp", to="dcp", shards=shards, max_inflight_bytes=io_bytes
+    )
     judge("dcp", tmp_path / "dcp", state)
     assert check_folder(tmp_path / "dcp") == len(state)
 
@@ -108,17 +132,25 @@ def test_many_small_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-def test_a_torch_that_would_write_what_stands_for_a_tensor(to: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_torch_that_would_write_what_stands_for_a_tensor(
+    to: str, tmp_path: Path, monkeypatch
+) -> None:
     """What it copied would be zeros in the result."""
     make("dcp-rs", {"model": {"weight": torch.ones(50, 50)}, "step": 3}, tmp_path / "src")
     save = torch.save
 
     def copying(obj, f) -> None:
-        copied = obj.clone() if isinstance(obj, torch.Tensor) else {"model": {"weight": obj["model"]["weight"].clone()}}
+        copied = (
+            obj.clone()
+            if isinstance(obj, torch.Tensor)
+            else {"model": {"weight": obj["model"]["weight"].clone()}}
+        )
         save(copied, f)
 
     monkeypatch.setattr(torch, "save", copying)
-    with pytest.raises(UnsupportedError, match=r"does not write 'model\.weight' as it lies in memory"):
+    with pytest.raises(
+        UnsupportedError, match=r"does not write 'model\.weight' as it lies in memory"
+    ):
         dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to=to)
     assert {entry.name for entry in tmp_path.iterdir()} == {"src"}
 
@@ -128,7 +160,12 @@ def test_what_is_no_archive_gets_no_checksums(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(100)}, buffer)
     good = buffer.getvalue()
     descriptor = good.index(b"PK\x07\x08")
-    for bad in (good[:-1], good[:descriptor] + b"????" + good[descriptor + 4 :], b"PK\x03\x04", b""):
+    for bad in (
+        good[:-1],
+        good[:descriptor] + b"????" + good[descriptor + 4 :],
+        b"PK\x03\x04",
+        b"",
+    ):
         stream = _core.Template(1, 0)
         assert stream.write(bad) == len(bad)
         with pytest.raises(CorruptDataError, match=r"x\.pt"):

@@ -66,7 +66,9 @@ def test_damage_goes_over_only_where_it_is_asked_to(tmp_path: Path) -> None:
     data.write_bytes(data.read_bytes()[:-1] + bytes([data.read_bytes()[-1] ^ 1]))
     dcp_rs.convert(tmp_path / "src", tmp_path / "dst", verify=False)
     with dcp_rs.open(tmp_path / "dst", verify=True) as opened:
-        assert (opened["a"].view(torch.int32) != state["a"].view(torch.int32)).sum() == 1  # the bits: some are NaN
+        assert (
+            opened["a"].view(torch.int32) != state["a"].view(torch.int32)
+        ).sum() == 1  # the bits: some are NaN
 
 
 @pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch", "safetensors"])

@@ -38,7 +38,12 @@ def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
     src = tmp_path / "outer" / "src"
     (tmp_path / "link").symlink_to(src)
     data = next(src.glob("*.safetensors"))
-    for dst, to in [(src, "dcp"), (tmp_path / "outer", "dcp"), (tmp_path / "link", "dcp"), (data, "safetensors")]:
+    for dst, to in [
+        (src, "dcp"),
+        (tmp_path / "outer", "dcp"),
+        (tmp_path / "link", "dcp"),
+        (data, "safetensors"),
+    ]:
         with pytest.raises(ValueError, match="is the source"):
             dcp_rs.convert(src, dst, to=to, overwrite=True)
     judge("dcp-rs", src, {"w": torch.ones(3)})
@@ -190,7 +195,9 @@ def a_folder_of_such_a_name(folder: Path) -> str:
 
 def an_index_of_another(folder: Path) -> str:
     a_series(folder)
-    (folder / "other.safetensors.index.json").write_text('{"weight_map": {"x": "other.safetensors"}}')
+    (folder / "other.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "other.safetensors"}}'
+    )
     return "other.safetensors.index.json"
 
 
@@ -287,7 +294,9 @@ def of_one_rank(folder: Path) -> None:
         of_one_rank,
     ],
 )
-def test_one_checkpoint_is_replaced_and_be_it_damaged(tmp_path: Path, lay: Callable[[Path], None]) -> None:
+def test_one_checkpoint_is_replaced_and_be_it_damaged(
+    tmp_path: Path, lay: Callable[[Path], None]
+) -> None:
     dst = tmp_path / "dst"
     lay(dst)
     dcp_rs.convert(make("torch", W, tmp_path / "src.pt"), dst, overwrite=True)

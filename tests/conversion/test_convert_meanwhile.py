@@ -13,7 +13,13 @@ import dcp_rs.conversion.place
 from dcp_rs.errors import CheckpointExistsError
 from support.formats import judge, leftovers, make
 
-KINDS = [("torch", "o.pt"), ("safetensors", "o.safetensors"), ("safetensors", "o"), ("dcp", "o"), ("dcp-rs", "o")]
+KINDS = [
+    ("torch", "o.pt"),
+    ("safetensors", "o.safetensors"),
+    ("safetensors", "o"),
+    ("dcp", "o"),
+    ("dcp-rs", "o"),
+]
 
 
 def once(work: Callable[[], object]) -> Callable[[int, int], None]:
@@ -61,7 +67,10 @@ def test_what_came_meanwhile_stays(src: Path, to: str, name: str, is_file: bool)
 def test_only_what_was_there_is_replaced(src: Path, to: str, name: str) -> None:
     """With overwrite=True: a checkpoint that another wrote there since is not what the caller knew of."""
     dst = src.parent / name
-    old, newer = make("torch", {"w": torch.zeros(3)}, src.parent / "old.pt"), {"w": torch.full((9,), 7.0)}
+    old, newer = (
+        make("torch", {"w": torch.zeros(3)}, src.parent / "old.pt"),
+        {"w": torch.full((9,), 7.0)},
+    )
     dcp_rs.convert(old, dst, to=to)
     make("torch", newer, src.parent / "newer.pt")
 
@@ -100,7 +109,9 @@ def test_of_two_conversions_to_one_place_one_wins(tmp_path: Path, to: str, name:
     def convert(number: int) -> None:
         src = make("torch", {"w": torch.full((1000,), float(number))}, tmp_path / f"{number}.pt")
         try:
-            came[number] = dcp_rs.convert(src, tmp_path / name, to=to, progress=once(meet.wait)).written
+            came[number] = dcp_rs.convert(
+                src, tmp_path / name, to=to, progress=once(meet.wait)
+            ).written
         except CheckpointExistsError as error:
             came[number] = error
 
@@ -137,4 +148,6 @@ def test_the_old_one_outlives_a_replacement_that_fails(
     judge("dcp-rs", Path(raised.value.filename2) if displaced else dst, {"w": torch.zeros(2)})
     assert bool(leftovers(src.parent)) == displaced
     if displaced:
-        assert [(left.kind, left.verdict) for left in dcp_rs.clean(dst).kept] == [("conversion", "whole")]
+        assert [(left.kind, left.verdict) for left in dcp_rs.clean(dst).kept] == [
+            ("conversion", "whole")
+        ]

@@ -32,7 +32,13 @@ def test_casts_are_torchs(to: str, dtype: object, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "to"),
-    [("x.pt", "torch"), ("x.pth", "torch"), ("x.bin", "torch"), ("x.safetensors", "safetensors"), ("x", "dcp-rs")],
+    [
+        ("x.pt", "torch"),
+        ("x.pth", "torch"),
+        ("x.bin", "torch"),
+        ("x.safetensors", "safetensors"),
+        ("x", "dcp-rs"),
+    ],
 )
 def test_the_format_is_what_the_name_ends_in(name: str, to: str, tmp_path: Path) -> None:
     state = {"w": torch.randn(3, 4)}
@@ -40,7 +46,9 @@ def test_the_format_is_what_the_name_ends_in(name: str, to: str, tmp_path: Path)
     dcp_rs.convert(tmp_path / "src", tmp_path / name)
     assert (tmp_path / name).is_file() == (to != "dcp-rs")
     assert_state_equal(judge_one(tmp_path / name), state)
-    dcp_rs.convert(tmp_path / "src", tmp_path / name, to="dcp-rs", overwrite=True)  # said, it is that
+    dcp_rs.convert(
+        tmp_path / "src", tmp_path / name, to="dcp-rs", overwrite=True
+    )  # said, it is that
     assert (tmp_path / name / "index.dcprs").is_file()
 
 
@@ -65,14 +73,23 @@ def test_a_value_whose_class_is_not_allowed_is_left_out_by_name(tmp_path: Path) 
 def test_choosing_and_renaming(tmp_path: Path) -> None:
     make("dcp-rs", nested_state(), tmp_path / "src")
     dcp_rs.convert(
-        tmp_path / "src", tmp_path / "hf", to="safetensors", include="model.*", exclude="*.0.*", rename={"model": ""}
+        tmp_path / "src",
+        tmp_path / "hf",
+        to="safetensors",
+        include="model.*",
+        exclude="*.0.*",
+        rename={"model": ""},
     )
     assert set(load_hf(tmp_path / "hf")) == {"embedding.weight"}
     renames = {"model": "module.net", "model.layers": "blocks", "": "all"}
-    dcp_rs.convert(tmp_path / "src", tmp_path / "new", include=["model.*", "step", "modelx*"], rename=renames)
+    dcp_rs.convert(
+        tmp_path / "src", tmp_path / "new", include=["model.*", "step", "modelx*"], rename=renames
+    )
     with dcp_rs.open(tmp_path / "new") as made:
         assert set(made) == {"module.net.embedding.weight", "blocks.0.weight", "all.step"}
-    dcp_rs.convert(tmp_path / "src", tmp_path / "x.pt", to="torch", include="model.*", rename=str.upper)
+    dcp_rs.convert(
+        tmp_path / "src", tmp_path / "x.pt", to="torch", include="model.*", rename=str.upper
+    )
     assert set(torch.load(tmp_path / "x.pt")) == {"MODEL.EMBEDDING.WEIGHT", "MODEL.LAYERS.0.WEIGHT"}
     with pytest.raises(PlanError, match=r"both be named 'x'"):
         dcp_rs.convert(tmp_path / "src", tmp_path / "clash", rename=lambda _: "x")
@@ -88,16 +105,29 @@ def test_what_is_taken_out_of_its_container_stays_nested(tmp_path: Path, source:
         "param_groups": [{"lr": 0.1, "params": ["w"]}],
     }
     make(source, {"optimizer": inner, "model": {"w": torch.ones(2)}}, tmp_path / "src")
-    dcp_rs.convert(tmp_path / "src", tmp_path / "out.pt", to="torch", include="optimizer.*", rename={"optimizer": ""})
+    dcp_rs.convert(
+        tmp_path / "src",
+        tmp_path / "out.pt",
+        to="torch",
+        include="optimizer.*",
+        rename={"optimizer": ""},
+    )
     assert_state_equal(torch.load(tmp_path / "out.pt"), inner)
-    dcp_rs.convert(tmp_path / "src", tmp_path / "out", include="optimizer.*", rename={"optimizer": ""})
+    dcp_rs.convert(
+        tmp_path / "src", tmp_path / "out", include="optimizer.*", rename={"optimizer": ""}
+    )
     assert_state_equal(dcp_rs.open(tmp_path / "out").state_dict(), inner)
     # Where names come from several places they are names, and no nesting.
     dcp_rs.convert(
-        tmp_path / "src", tmp_path / "all.pt", to="torch", rename={"optimizer": ""}, include=["model.w", "*.step"]
+        tmp_path / "src",
+        tmp_path / "all.pt",
+        to="torch",
+        rename={"optimizer": ""},
+        include=["model.w", "*.step"],
     )
     assert_state_equal(
-        torch.load(tmp_path / "all.pt"), {"state.w.step": torch.tensor(2.0), "model": {"w": torch.ones(2)}}
+        torch.load(tmp_path / "all.pt"),
+        {"state.w.step": torch.tensor(2.0), "model": {"w": torch.ones(2)}},
     )
 
 
@@ -124,7 +154,11 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     for to in ("dcp-rs", "dcp", "torch"):
         seen = []
         report = dcp_rs.convert(
-            tmp_path / "src", tmp_path / to, to=to, dtype="fp64", progress=lambda *now, seen=seen: seen.append(now)
+            tmp_path / "src",
+            tmp_path / to,
+            to=to,
+            dtype="fp64",
+            progress=lambda *now, seen=seen: seen.append(now),
         )
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
         assert {total for _, total in seen} == {report.bytes}
@@ -134,7 +168,9 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch"])
 def test_a_name_that_would_be_in_and_at_once_another_is_refused(to: str, tmp_path: Path) -> None:
     empty = {} if to == "dcp" else {"empty": {}}  # which DCP cannot hold
-    source = make("torch", {"a": {"b": torch.ones(2)}, "x": torch.ones(3)} | empty, tmp_path / "x.pt")
+    source = make(
+        "torch", {"a": {"b": torch.ones(2)}, "x": torch.ones(3)} | empty, tmp_path / "x.pt"
+    )
     for name in ("a", *empty):
         rename = {"x": name}
         with pytest.raises(PlanError, match="contradict each other"):

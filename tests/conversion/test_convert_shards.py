@@ -49,7 +49,9 @@ def test_shards_stay_shards(sharded: Path, tmp_path: Path) -> None:
         judge(to, tmp_path / to, state)
         with dcp_rs.open(sharded) as old, dcp_rs.open(tmp_path / to) as new:
             for name in ("rows", "columns"):
-                chunks = [[(c.offsets, c.sizes) for c in opened.chunks(name)] for opened in (old, new)]
+                chunks = [
+                    [(c.offsets, c.sizes) for c in opened.chunks(name)] for opened in (old, new)
+                ]
                 assert chunks[0] == chunks[1]
                 assert len(chunks[1]) == 3
         # A shard of a shard, cast on the way.
@@ -60,7 +62,9 @@ def test_shards_stay_shards(sharded: Path, tmp_path: Path) -> None:
     dcp_rs.convert(sharded, tmp_path / "x.pt", to="torch")
     judge("torch", tmp_path / "x.pt", state)
     dcp_rs.convert(sharded, tmp_path / "hf", to="safetensors", exclude="step")
-    judge("safetensors", tmp_path / "hf", {name: state[name] for name in ("rows", "columns", "whole")})
+    judge(
+        "safetensors", tmp_path / "hf", {name: state[name] for name in ("rows", "columns", "whole")}
+    )
 
 
 def test_a_tensor_with_a_hole(sharded: Path, tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ dcp_rs.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=progress, max_
 def test_ctrl_c_leaves_nothing(to: str, tmp_path: Path) -> None:
     make("dcp-rs", {f"w.{i}": torch.ones(4 << 20) for i in range(5)}, tmp_path / "src")
     command = [sys.executable, "-c", SLOW, str(tmp_path / "src"), str(tmp_path / "dst"), to]
-    with programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with programs.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline()  # something is written
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -45,7 +47,10 @@ def tiny_disk(tmp_path: Path):
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
         pytest.skip("no right to mount a small file system")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -23,13 +23,17 @@ def test_tied_weights(tmp_path: Path) -> None:
     with safe_open(tmp_path / "hf" / "model.safetensors", framework="pt") as opened:
         assert opened.metadata() == {"format": "pt", "lm_head": "embed"}
     # As safetensors.torch itself writes and reads a model with them.
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(6, 4), "lm_head": torch.nn.Linear(4, 6, bias=False)})
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(6, 4), "lm_head": torch.nn.Linear(4, 6, bias=False)}
+    )
     model["lm_head"].weight = model["embed"].weight
     torch.save(model.state_dict(), tmp_path / "model.pt")
     dcp_rs.convert(tmp_path / "model.pt", tmp_path / "one.safetensors", to="safetensors")
     from safetensors.torch import load_model
 
-    fresh = torch.nn.ModuleDict({"embed": torch.nn.Embedding(6, 4), "lm_head": torch.nn.Linear(4, 6, bias=False)})
+    fresh = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(6, 4), "lm_head": torch.nn.Linear(4, 6, bias=False)}
+    )
     fresh["lm_head"].weight = fresh["embed"].weight
     load_model(fresh, tmp_path / "one.safetensors")
     assert torch.equal(fresh["embed"].weight, model["embed"].weight)
@@ -42,11 +46,17 @@ def test_tied_weights(tmp_path: Path) -> None:
 def test_of_tied_weights_the_one_stays_that_transformers_keeps(tmp_path: Path) -> None:
     weight, bias = random_tensor((6, 4), seed=1), random_tensor((6,), seed=2)
     models = {
-        # (names of one tensor, in the order of the state dict) and the one that `save_pretrained` keeps
+        # (names of one tensor, in the order of the state dict) and the one that `save_pretrained`
+        # keeps
         "llama": (("model.embed_tokens.weight", "lm_head.weight"), "model.embed_tokens.weight"),
         "sorted": (("lm_head.weight", "model.embed_tokens.weight"), "model.embed_tokens.weight"),
         "t5": (
-            ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+            (
+                "shared.weight",
+                "encoder.embed_tokens.weight",
+                "decoder.embed_tokens.weight",
+                "lm_head.weight",
+            ),
             "shared.weight",
         ),
         "bert": (
@@ -55,10 +65,14 @@ def test_of_tied_weights_the_one_stays_that_transformers_keeps(tmp_path: Path) -
         ),
     }
     for model, (names, kept) in models.items():
-        state = {"lm_head.bias": bias} | dict.fromkeys(names, weight) | {"lm_head.decoder.bias": bias}
+        state = (
+            {"lm_head.bias": bias} | dict.fromkeys(names, weight) | {"lm_head.decoder.bias": bias}
+        )
         torch.save(state, tmp_path / f"{model}.pt")
         report = dcp_rs.convert(tmp_path / f"{model}.pt", tmp_path / model, to="safetensors")
-        dropped = dict.fromkeys(set(names) - {kept}, kept) | {"lm_head.decoder.bias": "lm_head.bias"}
+        dropped = dict.fromkeys(set(names) - {kept}, kept) | {
+            "lm_head.decoder.bias": "lm_head.bias"
+        }
         assert report.tied == dropped
         assert set(load_hf(tmp_path / model)) == {kept, "lm_head.bias"}
         with safe_open(tmp_path / model / "model.safetensors", framework="pt") as opened:
@@ -68,7 +82,13 @@ def test_of_tied_weights_the_one_stays_that_transformers_keeps(tmp_path: Path) -
 def test_conjugates_and_negatives_of_one_memory_are_tensors_of_their_own(tmp_path: Path) -> None:
     """They were taken for one another: both had *some* signs changed, and nobody asked which."""
     x = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
-    state = {"p": x, "a": x.conj(), "b": torch._neg_view(x), "c": torch._neg_view(x.conj()), "d": x.conj()}
+    state = {
+        "p": x,
+        "a": x.conj(),
+        "b": torch._neg_view(x),
+        "c": torch._neg_view(x.conj()),
+        "d": x.conj(),
+    }
     torch.save(state, tmp_path / "x.pt")
     plain = {name: tensor.resolve_conj().resolve_neg() for name, tensor in state.items()}
     report = dcp_rs.convert(tmp_path / "x.pt", tmp_path / "y.pt")
@@ -87,7 +107,10 @@ def test_a_tied_tensor_takes_no_word_of_the_header(tmp_path: Path, name: str) ->
     assert report.tied == {"other": "emb"}
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "other": "emb"}
-    for loaded in (load_file(tmp_path / "out.safetensors"), dcp_rs.load_file(tmp_path / "out.safetensors")):
+    for loaded in (
+        load_file(tmp_path / "out.safetensors"),
+        dcp_rs.load_file(tmp_path / "out.safetensors"),
+    ):
         assert loaded.keys() == {"emb", name}
         assert all(torch.equal(tensor, weight) for tensor in loaded.values())
 

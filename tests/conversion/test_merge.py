@@ -17,11 +17,14 @@ from support import blank, random_tensor
 from support.both import load_stock, save_rs, save_stock
 from support.formats import SOURCES, judge, leftovers, make
 
-FLOATS = [dtype for dtype in BY_NAME.values() if dtype.is_floating_point and "float4" not in str(dtype)]
+FLOATS = [
+    dtype for dtype in BY_NAME.values() if dtype.is_floating_point and "float4" not in str(dtype)
+]
 WEIGHTS = [None, [0.5, 0.3, 0.2], [-1.5, 0.1, 7.0]]
 
 needs_fma = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch adds without a fused multiply-add here"
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="torch adds without a fused multiply-add here",
 )
 pytestmark = needs_fma
 
@@ -29,7 +32,9 @@ pytestmark = needs_fma
 def summed(tensors, weights=None, dtype=None):
     """As torch does it: the judge."""
     weights = weights or [1 / len(tensors)] * len(tensors)
-    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    wide = (
+        torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    )
     total = torch.zeros(tensors[0].shape, dtype=wide)
     for tensor, weight in zip(tensors, weights, strict=True):
         total.add_(tensor.to(wide), alpha=weight)
@@ -60,7 +65,8 @@ def models(dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
     shapes = {"model.embed": (37, 16), "model.norm": (16,), "model.scalar": ()}
     return [
-        {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()} for _ in range(3)
+        {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+        for _ in range(3)
     ]
 
 
@@ -69,7 +75,11 @@ def test_sums_of_every_dtype_are_those_of_torch(weights, tmp_path: Path) -> None
     # Random bits: NaN, infinities and subnormal numbers are among them.
     states = [
         {str(dtype): random_tensor((61, 67), dtype, seed=seed) for dtype in FLOATS}
-        | {"zeros": torch.tensor([0.0, -0.0, -0.0]), "empty": torch.empty(0, 3), "scalar": torch.tensor(1.5 + seed)}
+        | {
+            "zeros": torch.tensor([0.0, -0.0, -0.0]),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(1.5 + seed),
+        }
         for seed in range(3)
     ]
     report = dcp_rs.merge(three(tmp_path, states), tmp_path / "out", weights=weights)
@@ -82,7 +92,13 @@ def test_sums_of_every_dtype_are_those_of_torch(weights, tmp_path: Path) -> None
 
 
 def test_every_float8_is_the_number_that_torch_reads(tmp_path: Path) -> None:
-    states = [{str(dtype): torch.arange(256, dtype=torch.uint8).view(dtype) for dtype in FLOATS if dtype.itemsize == 1}]
+    states = [
+        {
+            str(dtype): torch.arange(256, dtype=torch.uint8).view(dtype)
+            for dtype in FLOATS
+            if dtype.itemsize == 1
+        }
+    ]
     dcp_rs.merge(three(tmp_path, states), tmp_path / "out.pt", weights=[1.0])
     for name, tensor in torch.load(tmp_path / "out.pt").items():
         same_numbers(tensor, summed([states[0][name]], [1.0]))
@@ -96,8 +112,13 @@ def test_inputs_of_several_dtypes_become_that_of_the_first(tmp_path: Path) -> No
         out = tmp_path / f"out-{len(states)}"
         dcp_rs.merge([save(state, out, n) for n, state in enumerate(states)], out)
         same_numbers(read(out)["w"], summed([state["w"] for state in states]))
-        dcp_rs.merge([save(state, out, n + 9) for n, state in enumerate(states)], f"{out}.pt", dtype="fp32")
-        same_numbers(torch.load(f"{out}.pt")["w"], summed([state["w"] for state in states], dtype=torch.float32))
+        dcp_rs.merge(
+            [save(state, out, n + 9) for n, state in enumerate(states)], f"{out}.pt", dtype="fp32"
+        )
+        same_numbers(
+            torch.load(f"{out}.pt")["w"],
+            summed([state["w"] for state in states], dtype=torch.float32),
+        )
 
 
 def save(state, out, number):
@@ -108,7 +129,8 @@ def save(state, out, number):
 def test_inputs_of_any_format_make_a_result_of_any_format(to: str, tmp_path: Path) -> None:
     flat = models()
     paths = [
-        make(kind, state, tmp_path / kind) for kind, state in zip(["dcp", "torch", "safetensors"], flat, strict=True)
+        make(kind, state, tmp_path / kind)
+        for kind, state in zip(["dcp", "torch", "safetensors"], flat, strict=True)
     ]
     report = dcp_rs.merge(paths, tmp_path / "out", to=to, weights=[0.5, 0.3, 0.2])
     # The judge reads the first with stock DCP.
@@ -143,7 +165,9 @@ def test_inputs_are_sharded_differently_and_the_result_as_the_first(tmp_path: Pa
             assert [chunk.sizes for chunk in ckpt.chunks("w")] == pieces
 
 
-def test_negated_and_expanded_views_of_torch_save_are_summed_as_what_they_are(tmp_path: Path) -> None:
+def test_negated_and_expanded_views_of_torch_save_are_summed_as_what_they_are(
+    tmp_path: Path,
+) -> None:
     a = {"w": torch._neg_view(torch.arange(6.0)), "e": torch.tensor([1.0, 2.0]).expand(3, 2)}
     b = {"w": torch.arange(6.0) * 3, "e": torch.ones(3, 2)}
     paths = [make("torch", a, tmp_path / "a.pt"), make("torch", b, tmp_path / "b.pt")]
@@ -177,7 +201,9 @@ def pieces(vector, *begins):
         ((torch.float8_e4m3fn, torch.bfloat16, torch.float32), True),
     ],
 )
-def test_pieces_that_begin_elsewhere_in_each_input_are_summed_in_place(dtypes, verify: bool, tmp_path: Path) -> None:
+def test_pieces_that_begin_elsewhere_in_each_input_are_summed_in_place(
+    dtypes, verify: bool, tmp_path: Path
+) -> None:
     """Runs of several blocks, cut where any input begins a piece: there, blocks of the others are hashed as a whole."""
     shape = (1_294_071,)
     whole = [random_tensor(shape, dtype, seed) for seed, dtype in enumerate(dtypes)]
@@ -187,7 +213,9 @@ def test_pieces_that_begin_elsewhere_in_each_input_are_summed_in_place(dtypes, v
     paths = [tmp_path / name for name in "abc"]
     for order in ((0, 1, 2), (2, 1, 0)):
         out = tmp_path / f"out-{order[0]}"
-        dcp_rs.merge([paths[i] for i in order], out, to="safetensors", weights=[1, -1, 0.25], verify=verify)
+        dcp_rs.merge(
+            [paths[i] for i in order], out, to="safetensors", weights=[1, -1, 0.25], verify=verify
+        )
         same_numbers(read(out)["w"], summed([whole[i] for i in order], [1, -1, 0.25]))
 
 
@@ -208,7 +236,9 @@ def training(step, *, rng=0):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_the_state_of_optimizers_is_left_out_unless_it_is_included(source: str, tmp_path: Path) -> None:
+def test_the_state_of_optimizers_is_left_out_unless_it_is_included(
+    source: str, tmp_path: Path
+) -> None:
     states = [training(100), training(100)]
     paths = three(tmp_path, states, source)
     report = dcp_rs.merge(paths, tmp_path / "out", to="dcp-rs")
@@ -222,8 +252,12 @@ def test_the_state_of_optimizers_is_left_out_unless_it_is_included(source: str, 
     assert set(report.written) == {
         *("model.weight", "model.bias", "model.seen", "step", "rng", "config.lr"),
     }
-    included = dcp_rs.merge(paths, tmp_path / "all", include=["model.*", "optimizer.state.*"], conflicts="first")
-    assert any(name.startswith("optimizer.state.") and name.endswith("exp_avg") for name in included.summed)
+    included = dcp_rs.merge(
+        paths, tmp_path / "all", include=["model.*", "optimizer.state.*"], conflicts="first"
+    )
+    assert any(
+        name.startswith("optimizer.state.") and name.endswith("exp_avg") for name in included.summed
+    )
     assert included.left_out == []
 
 
@@ -232,7 +266,16 @@ def test_what_differs_and_is_not_summed_is_an_error_that_names_the_ways_out(tmp_
     with pytest.raises(PlanError, match=r"'step'|'rng'") as raised:
         dcp_rs.merge([a, b], tmp_path / "out")
     message = str(raised.value)
-    for part in (str(a), str(b), "'rng'", "'step'", "conflicts='first'", "'last'", "'drop'", "exclude="):
+    for part in (
+        str(a),
+        str(b),
+        "'rng'",
+        "'step'",
+        "conflicts='first'",
+        "'last'",
+        "'drop'",
+        "exclude=",
+    ):
         assert part in message
     assert raised.value.tensor in ("step", "rng")
     assert not (tmp_path / "out").exists()
@@ -241,7 +284,9 @@ def test_what_differs_and_is_not_summed_is_an_error_that_names_the_ways_out(tmp_
 
 
 @pytest.mark.parametrize(("conflicts", "left"), [("first", 0), ("last", 1), ("drop", None)])
-def test_conflicts_are_settled_as_the_caller_says(conflicts: str, left: int | None, tmp_path: Path) -> None:
+def test_conflicts_are_settled_as_the_caller_says(
+    conflicts: str, left: int | None, tmp_path: Path
+) -> None:
     states = [training(100), training(110, rng=1)]
     report = dcp_rs.merge(three(tmp_path, states), tmp_path / "out", conflicts=conflicts)
     assert sorted(report.conflicts) == ["rng", "step"]
@@ -259,10 +304,16 @@ def test_conflicts_are_settled_as_the_caller_says(conflicts: str, left: int | No
 
 def test_complex_numbers_have_to_be_equal(tmp_path: Path) -> None:
     a, b = (
-        make("torch", {"w": torch.ones(2), "rope": torch.full((2,), turn, dtype=torch.complex64)}, tmp_path / name)
+        make(
+            "torch",
+            {"w": torch.ones(2), "rope": torch.full((2,), turn, dtype=torch.complex64)},
+            tmp_path / name,
+        )
         for name, turn in (("a.pt", 1j), ("b.pt", 2j))
     )
-    with pytest.raises(PlanError, match=r"'rope' is not the same .* Only floating-point tensors are summed"):
+    with pytest.raises(
+        PlanError, match=r"'rope' is not the same .* Only floating-point tensors are summed"
+    ):
         dcp_rs.merge([a, b], tmp_path / "out")
     dcp_rs.merge([a, a], tmp_path / "same")
     assert torch.equal(read(tmp_path / "same")["rope"], torch.full((2,), 1j))
@@ -272,7 +323,11 @@ def test_an_input_that_lacks_an_entry_or_has_another_shape_is_named(tmp_path: Pa
     first = {"w": torch.ones(2, 3), "v": torch.ones(2)}
     a, b, c = (
         make("dcp-rs", state, tmp_path / name)
-        for name, state in (("a", first), ("b", {"w": torch.ones(2, 3)}), ("c", first | {"w": torch.ones(3, 2)}))
+        for name, state in (
+            ("a", first),
+            ("b", {"w": torch.ones(2, 3)}),
+            ("c", first | {"w": torch.ones(3, 2)}),
+        )
     )
     for paths in ([a, b], [b, a]):
         with pytest.raises(PlanError, match=r"'v': in .*a, but not in .*b; .*exclude="):
@@ -291,10 +346,15 @@ def test_an_input_that_lacks_an_entry_or_has_another_shape_is_named(tmp_path: Pa
     "state",
     [
         {"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)},
-        {"w_packed": torch.ones(4, 1, dtype=torch.int32), "w_scale": torch.ones(4, 1, dtype=torch.bfloat16)},
+        {
+            "w_packed": torch.ones(4, 1, dtype=torch.int32),
+            "w_scale": torch.ones(4, 1, dtype=torch.bfloat16),
+        },
     ],
 )
-def test_quantized_weights_are_not_summed_apart_from_their_scales(state: dict, tmp_path: Path) -> None:
+def test_quantized_weights_are_not_summed_apart_from_their_scales(
+    state: dict, tmp_path: Path
+) -> None:
     paths = three(tmp_path, [state, state], "safetensors")
     with pytest.raises(UnsupportedError, match="is quantized, with its scales in 'w_scale"):
         dcp_rs.merge(paths, tmp_path / "out", conflicts="first")
@@ -374,7 +434,9 @@ def test_the_command(tmp_path: Path, dcp_rs_cli) -> None:
     assert json.loads(said)["weights"] == [-1, 1, 1]
     got = read(out)
     assert got["step"] == 120
-    same_numbers(got["model.weight"], summed([state["model"]["weight"] for state in states], [-1, 1, 1]))
+    same_numbers(
+        got["model.weight"], summed([state["model"]["weight"] for state in states], [-1, 1, 1])
+    )
     status, shown, _ = dcp_rs_cli(*command, "--overwrite", "--include", "model.*")
     assert (status, f"0.333333 * {paths[0]}" in shown, "wrote" in shown) == (0, True, True)
 
@@ -402,7 +464,11 @@ def test_damage_in_any_block_is_found(first: int, tmp_path: Path) -> None:
     inputs = [tmp_path / "a", tmp_path / "b"]
     for folder in inputs:
         with dcp_rs.open(folder) as ckpt:
-            ends = [(chunk.file, chunk.offset + at) for chunk in ckpt.chunks("w") for at in (0, chunk.nbytes - 1)]
+            ends = [
+                (chunk.file, chunk.offset + at)
+                for chunk in ckpt.chunks("w")
+                for at in (0, chunk.nbytes - 1)
+            ]
             places = [*ends, *((chunk.file, chunk.offset + 700_000) for chunk in ckpt.chunks("w"))]
         for data, place in places:
             with (folder / data).open("r+b") as file:
@@ -417,6 +483,8 @@ def test_damage_in_any_block_is_found(first: int, tmp_path: Path) -> None:
 def test_progress_goes_to_the_end(tmp_path: Path) -> None:
     told = []
     paths = three(tmp_path, models())
-    report = dcp_rs.merge(paths, tmp_path / "out", progress=lambda done, total: told.append((done, total)))
+    report = dcp_rs.merge(
+        paths, tmp_path / "out", progress=lambda done, total: told.append((done, total))
+    )
     assert told[-1] == (report.bytes, report.bytes)
     assert all(one <= other for one, other in itertools.pairwise(told))

@@ -39,21 +39,45 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     paths = []
     for number in range(2):
-        state = {f"w.{i}": torch.full((1 << 20,), float(i + number), dtype=torch.bfloat16) for i in range(10)}
+        state = {
+            f"w.{i}": torch.full((1 << 20,), float(i + number), dtype=torch.bfloat16)
+            for i in range(10)
+        }
         paths.append(make("dcp-rs", state, folder / str(number)))
     yield paths
     shutil.rmtree(folder)
 
 
-def stop(inputs: list[Path], out: Path, *, by: int = signal.SIGKILL, call: int = 1, to: str, overwrite: bool = False):
-    arguments = [str(int(by)), str(call), str(out), to, "yes" if overwrite else "no", *map(str, inputs)]
+def stop(
+    inputs: list[Path],
+    out: Path,
+    *,
+    by: int = signal.SIGKILL,
+    call: int = 1,
+    to: str,
+    overwrite: bool = False,
+):
+    arguments = [
+        str(int(by)),
+        str(call),
+        str(out),
+        to,
+        "yes" if overwrite else "no",
+        *map(str, inputs),
+    ]
     return programs.run(
-        [sys.executable, "-c", STOPPED, *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", STOPPED, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
 @pytest.mark.parametrize("to", ["dcp-rs", "safetensors"])
-def test_a_killed_merge_leaves_nothing_at_its_destination(to: str, inputs: list[Path], tmp_path: Path) -> None:
+def test_a_killed_merge_leaves_nothing_at_its_destination(
+    to: str, inputs: list[Path], tmp_path: Path
+) -> None:
     done = stop(inputs, tmp_path / "out", to=to)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "out").exists()
@@ -125,7 +149,9 @@ print(peak - before)
 def test_memory_is_bounded(tmp_path: Path) -> None:
     paths = []
     for number in range(3):
-        state = {f"w.{i}": torch.full((16 << 20,), float(i), dtype=torch.bfloat16) for i in range(8)}
+        state = {
+            f"w.{i}": torch.full((16 << 20,), float(i), dtype=torch.bfloat16) for i in range(8)
+        }
         paths.append(make("dcp-rs", state | {"small": torch.ones(4)}, tmp_path / str(number)))
     command = [sys.executable, "-c", GROWTH, str(tmp_path / "out"), *map(str, paths)]
     done = programs.run(command, check=True, capture_output=True, text=True, timeout=250)

@@ -10,7 +10,10 @@ from support.formats import item
 
 @given(sizes=st.lists(st.integers(0, 1000), max_size=40), count=st.integers(1, 9))
 def test_split_is_even_and_in_order(sizes: list[int], count: int) -> None:
-    tasks = [Task(item(str(i), n, torch.uint8), str(i), torch.uint8, (str(i),)) for i, n in enumerate(sizes)]
+    tasks = [
+        Task(item(str(i), n, torch.uint8), str(i), torch.uint8, (str(i),))
+        for i, n in enumerate(sizes)
+    ]
     runs = split(tasks, count)
     assert [task for run in runs for task in run] == tasks
     assert len(runs) == max(1, min(count, len(tasks)))

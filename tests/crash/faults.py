@@ -68,7 +68,9 @@ def _failed_with(error: BaseException, number: int) -> bool:
     return any(isinstance(e, OSError) and e.errno == number for e, _ in failures.values())
 
 
-def _save_on_rank(faults: Faults, path: Path, number: int, rank: int, ranks: int, fault: tuple[int, int] | None) -> Any:
+def _save_on_rank(
+    faults: Faults, path: Path, number: int, rank: int, ranks: int, fault: tuple[int, int] | None
+) -> Any:
     import dcp_rs
     from crash.states import rank_state
 
@@ -82,7 +84,9 @@ def _save_on_rank(faults: Faults, path: Path, number: int, rank: int, ranks: int
     return faults.disarm(), error
 
 
-def _fork_ranks(faults: Faults, path: Path, number: int, ranks: int, victim: int, fault: tuple[int, int]) -> list[Any]:
+def _fork_ranks(
+    faults: Faults, path: Path, number: int, ranks: int, victim: int, fault: tuple[int, int]
+) -> list[Any]:
     """What :func:`_save_on_rank` returned on each of ``ranks`` forked ranks."""
     import torch.distributed as dist
 
@@ -102,7 +106,9 @@ def _fork_ranks(faults: Faults, path: Path, number: int, ranks: int, victim: int
                     world_size=ranks,
                     timeout=timedelta(seconds=30),
                 )
-                result = _save_on_rank(faults, path, number, rank, ranks, fault if rank == victim else None)
+                result = _save_on_rank(
+                    faults, path, number, rank, ranks, fault if rank == victim else None
+                )
                 os.write(write, pickle.dumps(result))
             finally:
                 os._exit(0)
@@ -186,7 +192,10 @@ def _converted_number(path: Path, to: str) -> int:
         state = torch.load(path, weights_only=True)
         number = int(state["common"][0])
         want = rank_state(number, 0)
-        assert all(torch.equal(state[k], v) if isinstance(v, torch.Tensor) else state[k] == v for k, v in want.items())
+        assert all(
+            torch.equal(state[k], v) if isinstance(v, torch.Tensor) else state[k] == v
+            for k, v in want.items()
+        )
         return number
     with dcp_rs.open(path) as checkpoint:
         number = int(checkpoint["common"][0])
@@ -221,7 +230,10 @@ def sweep_conversions(faults: Faults, folder: Path, error: int, step: int) -> li
                 failure = caught
             call = faults.disarm()
             found = _converted_number(target, to)
-            assert [p.name for p in target.parent.iterdir()] == [to], (call, list(target.parent.iterdir()))
+            assert [p.name for p in target.parent.iterdir()] == [to], (
+                call,
+                list(target.parent.iterdir()),
+            )
             if call is None:
                 assert failure is None, failure
                 assert found != number
@@ -255,7 +267,10 @@ def main(arguments: list[str]) -> int:
     tallies = []
     with tempfile.TemporaryDirectory(prefix="dcp-rs-faults-") as name:
         for error in (errno.EIO, errno.ENOSPC):
-            tallies += [sweep_saves(faults, Path(name), n, error, step if n == 1 else 4 * step) for n in ranks]
+            tallies += [
+                sweep_saves(faults, Path(name), n, error, step if n == 1 else 4 * step)
+                for n in ranks
+            ]
             if 1 in ranks:
                 tallies += sweep_conversions(faults, Path(name), error, step)
     print(json.dumps([asdict(tally) for tally in tallies]))

@@ -25,8 +25,9 @@ class Folder:
         scratch: a folder to make it in.
     """
 
-    #: How a process is ended: at once; by a signal that it does not handle; by one that it does, so that it cleans up; at once, while children that it
-    #: forked in the midst of saves live on; at once, while it waits for a lock that another process takes all the time, and hears signals.
+    #: How a process is ended: at once; by a signal that it does not handle; by one that it does, so
+    #: that it cleans up; at once, while children that it forked in the midst of saves live on; at
+    #: once, while it waits for a lock that another process takes all the time, and hears signals.
     ways: tuple[str, ...] = ("kill", "term", "handled term", "forks", "contended")
     #: Elements of the largest tensor.
     large = LARGE

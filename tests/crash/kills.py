@@ -58,7 +58,9 @@ class Tally:
 class Savers:
     """``ranks`` forked processes that save number after number until they are killed."""
 
-    def __init__(self, place: Folder | Store, scratch: Path, first: int, ranks: int, way: str = "kill") -> None:
+    def __init__(
+        self, place: Folder | Store, scratch: Path, first: int, ranks: int, way: str = "kill"
+    ) -> None:
         self.way = way
         self.read, write = os.pipe()
         self.pids: list[int] = []
@@ -99,11 +101,17 @@ class Savers:
     def how_they_end(self) -> set[int]:
         """How those end that were killed."""
         # One that handles the signal may be past its last line of Python: then it is not heard.
-        return {"term": {-signal.SIGTERM}, "handled term": {0, -signal.SIGTERM}}.get(self.way, {-signal.SIGKILL})
+        return {"term": {-signal.SIGTERM}, "handled term": {0, -signal.SIGTERM}}.get(
+            self.way, {-signal.SIGKILL}
+        )
 
     def children(self) -> list[int]:
         """What they forked, and what is still there."""
-        return [int(line.split()[1]) for line in self._lines.split(b"\n")[:-1] if line.startswith(b"child")]
+        return [
+            int(line.split()[1])
+            for line in self._lines.split(b"\n")[:-1]
+            if line.startswith(b"child")
+        ]
 
     def end(self) -> None:
         """Ends what has outlived them."""
@@ -168,7 +176,8 @@ def _fork_forever(pipe: int) -> None:
         pid = os.fork()
         if pid == 0:
             os.close(pipe)
-            # One whose parent was killed before it told of it is known to nobody: who reads what is printed must not wait for it.
+            # One whose parent was killed before it told of it is known to nobody: who reads what is
+            # printed must not wait for it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             signal.alarm(120)
             while True:
@@ -180,7 +189,9 @@ def _handled(*_: Any) -> None:
     raise SystemExit(143)
 
 
-def _save_forever(place: Folder | Store, store: Path, first: int, rank: int, ranks: int, pipe: int, way: str) -> None:
+def _save_forever(
+    place: Folder | Store, store: Path, first: int, rank: int, ranks: int, pipe: int, way: str
+) -> None:
     """In the forked process; never returns."""
     code = 3
     try:
@@ -220,11 +231,14 @@ def _save_forever(place: Folder | Store, store: Path, first: int, rank: int, ran
         os._exit(code)
 
 
-def run(place: Folder | Store, scratch: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> Tally:
+def run(
+    place: Folder | Store, scratch: Path, *, kills: int, ranks: int, seed: int, log: Any = None
+) -> Tally:
     """Kills ``kills`` times, in one of the place's ways after the other. Every second time on several ranks, it is one rank only.
 
     Raises:
-        AssertionError: the place holds something other than the last save that ended or the one that was going on.
+        AssertionError: the place holds something other than the last save that ended or the one
+            that was going on.
     """
     torch.set_num_threads(1)
     rng = random.Random(seed)
@@ -242,7 +256,8 @@ def run(place: Folder | Store, scratch: Path, *, kills: int, ranks: int, seed: i
     savers.wait()
     place.settle()
     number = found_now()
-    # A child has its parent's connections, so that the peers of one that was killed would wait for their time limit.
+    # A child has its parent's connections, so that the peers of one that was killed would wait for
+    # their time limit.
     ways = [way for way in place.ways if way != "forks" or ranks == 1]
     for round_ in range(kills):
         way = ways[round_ // 2 % len(ways)]
@@ -260,7 +275,12 @@ def run(place: Folder | Store, scratch: Path, *, kills: int, ranks: int, seed: i
         victims = [rng.randrange(ranks)] if one else list(range(ranks))
         savers.kill(victims)
         ends = savers.wait()
-        assert all(ends[rank] in savers.how_they_end() for rank in victims), (savers.way, moment, ends, savers.told())
+        assert all(ends[rank] in savers.how_they_end() for rank in victims), (
+            savers.way,
+            moment,
+            ends,
+            savers.told(),
+        )
         begun, ended = savers.progress()
         assert begun is not None
         old = ended if ended is not None else number
@@ -294,7 +314,9 @@ def run(place: Folder | Store, scratch: Path, *, kills: int, ranks: int, seed: i
             log(f"{round_ + 1} kills on {ranks} ranks: {tally}")
     # What killed saves left does not hinder the next one.
     if ranks == 1:
-        dcp_rs.save(rank_state(number + 1, 0, place.large), place.path, no_dist=True, **place.access)
+        dcp_rs.save(
+            rank_state(number + 1, 0, place.large), place.path, no_dist=True, **place.access
+        )
         assert found_now() == number + 1
     return tally
 
@@ -322,14 +344,20 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m crash", description=__doc__)
     parser.add_argument("--kills", type=int, default=1600, help="on one rank (default 1600)")
-    parser.add_argument("--kills-of-four", type=int, default=400, help="on four ranks (default 400)")
+    parser.add_argument(
+        "--kills-of-four", type=int, default=400, help="on four ranks (default 400)"
+    )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
     parser.add_argument(
-        "--store", action="store_true", help="save to a store of objects, on this machine, which also misbehaves"
+        "--store",
+        action="store_true",
+        help="save to a store of objects, on this machine, which also misbehaves",
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--faults", action="store_true", help="let every call fail, too (make crash does)")
+    parser.add_argument(
+        "--faults", action="store_true", help="let every call fail, too (make crash does)"
+    )
     parser.add_argument(
         "--power",
         type=int,
@@ -345,10 +373,18 @@ def main(arguments: list[str] | None = None) -> int:
             with tempfile.TemporaryDirectory(prefix="dcp-rs-crash-", dir=options.folder) as name:
                 scratch = Path(name)
                 place = Store() if options.store else Folder(scratch)
-                tallies.append(run(place, scratch, kills=kills, ranks=ranks, seed=options.seed + ranks, log=log))
+                tallies.append(
+                    run(
+                        place, scratch, kills=kills, ranks=ranks, seed=options.seed + ranks, log=log
+                    )
+                )
     if options.faults:
         print("\n".join(map(str, faults.run("1", "1,4", timeout=3600))))
     if options.power:
         print("\n".join(map(str, power.run(str(options.power), str(options.seed), timeout=7200))))
-    print(json.dumps([dataclasses.asdict(t) for t in tallies]) if options.json else "\n".join(map(str, tallies)))
+    print(
+        json.dumps([dataclasses.asdict(t) for t in tallies])
+        if options.json
+        else "\n".join(map(str, tallies))
+    )
     return 0

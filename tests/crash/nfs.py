@@ -26,7 +26,9 @@ def main(library: str, kills: int) -> None:
     for locks in (1, 0):
         shim.nfs_locks(locks)
         with tempfile.TemporaryDirectory(prefix="dcp-rs-nfs-") as folder:
-            tally = soak_steps.soak(Path(folder), ranks=1, steps=10**6, kills=kills // 2, seed=locks)
+            tally = soak_steps.soak(
+                Path(folder), ranks=1, steps=10**6, kills=kills // 2, seed=locks
+            )
         tallies.append({"locks": bool(locks), **dataclasses.asdict(tally)})
     print(json.dumps(tallies))
 

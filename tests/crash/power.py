@@ -1,13 +1,16 @@
 """Every state that a loss of power can leave, as far as POSIX allows: ``python -m crash.power``.
 
-What a save (or conversion, ...) does to files and folders is written down as it happens (``record.c``, preloaded). For each moment of it, what
-was synced is on the disk; of the rest any part may be:
+What a save (or conversion, ...) does to files and folders is written down as it happens
+(``record.c``, preloaded). For each moment of it, what was synced is on the disk; of the rest any
+part may be:
 
-* a change of a folder (a name made, changed or removed) is there or not, whatever became of other names; a rename is one change;
-* of a file's bytes that were not synced none, some or all are there, in any order; its length may be there and its bytes not, or not yet all,
-  or what the disk held before in their place.
+* a change of a folder (a name made, changed or removed) is there or not, whatever became of other
+  names; a rename is one change;
+* of a file's bytes that were not synced none, some or all are there, in any order; its length may
+  be there and its bytes not, or not yet all, or what the disk held before in their place.
 
-Each such state is made anew in a folder of its own and judged there: it is the old checkpoint or the new one, whole.
+Each such state is made anew in a folder of its own and judged there: it is the old checkpoint or
+the new one, whole.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class Tally:
     new: int = 0
     cleaned: int = 0
     saved_over: int = 0
-    refused: list[str] = field(default_factory=list)  # what was found where syncs are left out of the log
+    refused: list[str] = field(
+        default_factory=list
+    )  # what was found where syncs are left out of the log
 
 
 def run(*arguments: str, timeout: float = 600) -> list[dict[str, Any]]:
@@ -60,7 +65,8 @@ def run(*arguments: str, timeout: float = 600) -> list[dict[str, Any]]:
     return preloaded("power", "record.c", arguments, timeout)
 
 
-# --- what happened ---------------------------------------------------------------------------------------
+# --- what happened
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -125,7 +131,18 @@ class History:
             body = text[at + HEAD.size : at + HEAD.size + length]
             at += HEAD.size + length
             name, second, data = body.split(b"\0", 2)
-            self._take(operation, inode, other, offset, size, process, name.decode(), second.decode(), data, begun)
+            self._take(
+                operation,
+                inode,
+                other,
+                offset,
+                size,
+                process,
+                name.decode(),
+                second.decode(),
+                data,
+                begun,
+            )
             self.moments += 1
 
     def _take(
@@ -191,7 +208,8 @@ class History:
         return found[-1].at, found[-1].durable
 
 
-# --- what may be left of it --------------------------------------------------------------------------------
+# --- what may be left of it
+# --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -222,7 +240,9 @@ def content(history: History, node: Node, moment: int, variant: int) -> bytes:
     later = [d for d in history.data if d.node is node and d.at < moment <= d.durable]
     got = bytearray(node.content)
     _apply(got, before)
-    kept = {0: [], 1: later, 2: later, 3: later[: len(later) // 2], 4: later[-1:], 5: later}[variant]
+    kept = {0: [], 1: later, 2: later, 3: later[: len(later) // 2], 4: later[-1:], 5: later}[
+        variant
+    ]
     if variant == 2:  # the length only
         whole = bytearray(got)
         _apply(whole, later)
@@ -230,7 +250,9 @@ def content(history: History, node: Node, moment: int, variant: int) -> bytes:
     if variant == 5:  # each piece half, and the rest what the disk held before
         for data in kept:
             half = len(data.data) // 2 if data.data is not None else 0
-            torn = None if data.data is None else data.data[:half] + GARBAGE * (len(data.data) - half)
+            torn = (
+                None if data.data is None else data.data[:half] + GARBAGE * (len(data.data) - half)
+            )
             _apply(got, [Data(data.at, node, data.offset, torn)])
         return bytes(got)
     _apply(got, sorted([*kept], key=lambda d: d.at))
@@ -250,7 +272,9 @@ def _apply(got: bytearray, changes: list[Data]) -> None:
             got[change.offset : end] = change.data
 
 
-def tree(history: History, moment: int, lost: set[int], variants: dict[Node, int]) -> dict[str, bytes | None]:
+def tree(
+    history: History, moment: int, lost: set[int], variants: dict[Node, int]
+) -> dict[str, bytes | None]:
     """All files (and folders: None) by their paths, without the changes of names that are lost."""
     entries = {node: dict(node.entries) for node in history.by_inode.values() if node.is_folder}
     for names in history.names:
@@ -280,14 +304,20 @@ def inner_entries(node: Node) -> dict[str, Node]:
     return node.entries
 
 
-def choices(left: Volatile, limit: int, rng: random.Random) -> Iterator[tuple[set[int], dict[Node, int]]]:
+def choices(
+    left: Volatile, limit: int, rng: random.Random
+) -> Iterator[tuple[set[int], dict[Node, int]]]:
     """What is lost, and how files are: all ways, or ``limit`` of them with the most likely to matter first."""
     axes = [2] * len(left.names) + [VARIANTS] * len(left.files)
     total = 1
     for n in axes:
         total *= n
     picks: Iterator[tuple[int, ...]]
-    picks = itertools.product(*map(range, axes)) if total <= limit else itertools.islice(_picks(axes, rng), limit)
+    picks = (
+        itertools.product(*map(range, axes))
+        if total <= limit
+        else itertools.islice(_picks(axes, rng), limit)
+    )
     for pick in picks:
         names = pick[: len(left.names)]
         lost = {n.at for n, kept in zip(left.names, names, strict=True) if not kept}
@@ -320,7 +350,8 @@ def _closed(names: list[Names], lost: set[int]) -> set[int]:
     return lost
 
 
-# --- judging ---------------------------------------------------------------------------------------------
+# --- judging
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -376,7 +407,9 @@ def sweep(history: History, scenario: Scenario, scratch: Path, limit: int, seed:
     begins, durable = (sys.maxsize, sys.maxsize)
     if scenario.new_name is not None:
         begins, durable = history.renamed_to(scenario.new_name)
-        assert durable < sys.maxsize, f"{scenario.what}: the new one is not durable when it is said to be there"
+        assert durable < sys.maxsize, (
+            f"{scenario.what}: the new one is not durable when it is said to be there"
+        )
     verdicts: dict[bytes, str] = {}
     place = scratch / "state"
     for moment in range(history.moments + 1):
@@ -389,7 +422,9 @@ def sweep(history: History, scenario: Scenario, scratch: Path, limit: int, seed:
                 tally.distinct += 1
                 verdicts[key] = _judge(files, scenario, place, tally)
             verdict = verdicts[key]
-            where = f"{scenario.what}, after {moment} of {history.moments} calls, lost {sorted(lost)}"
+            where = (
+                f"{scenario.what}, after {moment} of {history.moments} calls, lost {sorted(lost)}"
+            )
             assert verdict in allowed, f"{where}: {verdict}, not {allowed}; {sorted(files)}"
             tally.old += verdict == "old"
             tally.new += verdict == "new"
@@ -437,7 +472,8 @@ def _judge(files: dict[str, bytes | None], scenario: Scenario, place: Path, tall
     return verdict
 
 
-# --- what is done -------------------------------------------------------------------------------------------
+# --- what is done
+# -------------------------------------------------------------------------------------------
 
 
 class _NoFaults:
@@ -476,7 +512,11 @@ def scenarios(folder: Path) -> Iterator[Scenario]:
 
     root = new_root("first")
     yield Scenario(
-        "a first save, 1 rank", root, lambda: save(root / "a/b/ckpt", 1), _saved("a/b/ckpt", 1, None, 1), "index.dcprs"
+        "a first save, 1 rank",
+        root,
+        lambda: save(root / "a/b/ckpt", 1),
+        _saved("a/b/ckpt", 1, None, 1),
+        "index.dcprs",
     )
     for ranks in (1, 4):
         root = new_root(f"over-{ranks}")
@@ -548,7 +588,9 @@ def scenarios(folder: Path) -> Iterator[Scenario]:
         yield Scenario(
             f"a conversion to {to} over another",
             root,
-            lambda root=root, options=options: dcp_rs.convert(sources[1], root / "result", **options),
+            lambda root=root, options=options: dcp_rs.convert(
+                sources[1], root / "result", **options
+            ),
             judge,
             "result",
         )
@@ -565,7 +607,9 @@ def reusing_scenarios(folder: Path) -> Iterator[Scenario]:
     yield Scenario(
         "a save over another that it reuses",
         root,
-        lambda root=root: dcp_rs.save(rank_state(2, 0), root / "ckpt", parent=root / "ckpt", **options),
+        lambda root=root: dcp_rs.save(
+            rank_state(2, 0), root / "ckpt", parent=root / "ckpt", **options
+        ),
         _saved("ckpt", 1, 1, 2),
         "index.dcprs",
         "ckpt",
@@ -581,7 +625,12 @@ def reusing_scenarios(folder: Path) -> Iterator[Scenario]:
         shutil.rmtree(root / "parent")
 
     yield Scenario(
-        "a save that outlives what it reuses", root, reuse, _saved("ckpt", 1, None, 2), "index.dcprs", "ckpt"
+        "a save that outlives what it reuses",
+        root,
+        reuse,
+        _saved("ckpt", 1, None, 2),
+        "index.dcprs",
+        "ckpt",
     )
 
 

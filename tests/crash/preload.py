@@ -12,7 +12,9 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
-def preloaded(module: str, source: str, arguments: Sequence[str], timeout: float) -> list[dict[str, Any]]:
+def preloaded(
+    module: str, source: str, arguments: Sequence[str], timeout: float
+) -> list[dict[str, Any]]:
     """What ``python -m crash.<module> <library> <arguments>`` prints, as JSON.
 
     Raises:
@@ -21,7 +23,9 @@ def preloaded(module: str, source: str, arguments: Sequence[str], timeout: float
     """
     with tempfile.TemporaryDirectory(prefix=f"dcp-rs-{module}-") as scratch:
         library = f"{scratch}/{module}.so"
-        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, HERE / source, "-ldl"], check=True)
+        subprocess.run(
+            ["cc", "-O1", "-shared", "-fPIC", "-o", library, HERE / source, "-ldl"], check=True
+        )
         done = subprocess.run(
             [sys.executable, "-m", f"crash.{module}", library, *arguments],
             env=os.environ | {"LD_PRELOAD": library, "PYTHONPATH": str(HERE.parent)},

@@ -7,7 +7,8 @@ import torch
 
 import dcp_rs
 
-#: Elements of the larger tensors: several digest blocks, and direct writes where the file system takes them.
+#: Elements of the larger tensors: several digest blocks, and direct writes where the file system
+#: takes them.
 LARGE = 300_000
 
 
@@ -42,19 +43,32 @@ def found_number(path: Path | str, ranks: int, large: int = LARGE, **access: Any
                 want[name] = value
     assert flat.keys() == want.keys(), f"save {number}: {sorted(flat.keys() ^ want.keys())}"
     for name, value in want.items():
-        same = torch.equal(flat[name], value) if isinstance(value, torch.Tensor) else flat[name] == value
+        same = (
+            torch.equal(flat[name], value)
+            if isinstance(value, torch.Tensor)
+            else flat[name] == value
+        )
         assert same, f"{name} is not that of save {number}"
     return number
 
 
-def load_number(path: Path | str, number: int, ranks: int, large: int = LARGE, **access: Any) -> None:
+def load_number(
+    path: Path | str, number: int, ranks: int, large: int = LARGE, **access: Any
+) -> None:
     """Loads save ``number`` through the protocol, as training code would."""
     for rank in range(ranks):
         want = rank_state(number, rank, large)
-        got = {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else dict.fromkeys(v) for key, v in want.items()}
+        got = {
+            key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else dict.fromkeys(v)
+            for key, v in want.items()
+        }
         dcp_rs.load(got, path, no_dist=True, verify=True, **access)
         for key, value in want.items():
-            assert torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value, key
+            assert (
+                torch.equal(got[key], value)
+                if isinstance(value, torch.Tensor)
+                else got[key] == value
+            ), key
 
 
 def stray_files(path: Path) -> list[Path]:

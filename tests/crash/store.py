@@ -82,7 +82,9 @@ class _Told:
             faults.insert(0, Fault(delay=HELD, matches=self._is_the_one(REQUESTS[moment], passed)))
         self._server.faults[:] = faults
 
-    def _is_the_one(self, matches: Callable[[Request], bool], passed: int) -> Callable[[Request], bool]:
+    def _is_the_one(
+        self, matches: Callable[[Request], bool], passed: int
+    ) -> Callable[[Request], bool]:
         left = [passed]
 
         def is_it(request: Request) -> bool:
@@ -104,7 +106,9 @@ class _Told:
         quiet = 0
         end = time.monotonic() + PATIENCE
         while quiet < 3:
-            assert time.monotonic() < end, f"{self._server.connections} connections of savers that are gone"
+            assert time.monotonic() < end, (
+                f"{self._server.connections} connections of savers that are gone"
+            )
             quiet = 0 if self._server.connections else quiet + 1
             time.sleep(0.005)
         self._server.faults.clear()
@@ -137,7 +141,8 @@ def _serve(told: Connection) -> None:
 class Store:
     """A prefix of a store, in a process that ends with this one."""
 
-    #: As for folders; and at once, while requests fail now and then, while the answer to the commit is lost, or any.
+    #: As for folders; and at once, while requests fail now and then, while the answer to the commit
+    #: is lost, or any.
     ways = ("kill", "term", "handled term", "busy", "lost commit", "lost answers")
     #: Elements: three parts of an upload.
     large = 4_300_000
@@ -145,7 +150,9 @@ class Store:
     def __init__(self) -> None:
         self._told, theirs = multiprocessing.Pipe()
         # Before anything of a store was asked here: a fork has no threads of its parent.
-        process = multiprocessing.get_context("fork").Process(target=_serve, args=(theirs,), daemon=True)
+        process = multiprocessing.get_context("fork").Process(
+            target=_serve, args=(theirs,), daemon=True
+        )
         process.start()
         self.path, options = self._told.recv()
         self.access = {"storage_options": options}
@@ -177,7 +184,10 @@ class Store:
         return {INDEX, *(f"{KEY}/{file.name}" for file in index.files())}
 
     def _plain(self) -> dict[str, str]:
-        return {name: str(value).lower() if value is True else str(value) for name, value in self._options().items()}
+        return {
+            name: str(value).lower() if value is True else str(value)
+            for name, value in self._options().items()
+        }
 
     def _options(self) -> dict[str, object]:
         return self.access["storage_options"]
@@ -200,6 +210,8 @@ class Store:
         done = in_a_process("clean", self.path, "--yes", "--older-than", "0", "--json", *options)
         assert done.returncode == 0, done.stderr
         removed = [found["path"] for found in json.loads(done.stdout)["removed"]]
-        assert sorted(path.removeprefix(self.path) for path in removed) == [key.removeprefix(KEY) for key in strays]
+        assert sorted(path.removeprefix(self.path) for path in removed) == [
+            key.removeprefix(KEY) for key in strays
+        ]
         assert self.strays() == []
         assert dcp_rs.clean(self.path, older_than=0, **self.access).found == []

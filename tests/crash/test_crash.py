@@ -67,7 +67,8 @@ def test_a_call_that_fails_on_one_of_four_ranks():
         assert tally["faults"] >= 10
 
 
-# --- disks that are full ---------------------------------------------------------------------------
+# --- disks that are full
+# ---------------------------------------------------------------------------
 
 
 def save_expecting(path, number, error):
@@ -143,7 +144,17 @@ def test_a_full_disk(mounted, kind):
     page = 4096
     # From nothing left, to enough for the data, to enough for the index too.
     data = max(file.stat().st_size for file in ckpt.iterdir())
-    for spare in (0, page, 16 * page, data // 2, data - page, data, data + page, data + 2 * page, data + 64 * page):
+    for spare in (
+        0,
+        page,
+        16 * page,
+        data // 2,
+        data - page,
+        data,
+        data + page,
+        data + 2 * page,
+        data + 64 * page,
+    ):
         fill(filler, spare)
         failed = save_expecting(ckpt, 3, errno.ENOSPC)
         filler.unlink()
@@ -179,7 +190,9 @@ def save_on_full(path, number, limit):
     try:
         dcp_rs.save(rank_state(number, rank), path)
     except OSError as failure:
-        notes = [note for note in failure.__notes__ if not note.startswith("there:")]  # the traceback of another rank
+        notes = [
+            note for note in failure.__notes__ if not note.startswith("there:")
+        ]  # the traceback of another rank
         return type(failure).__name__, failure.errno, notes
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -196,7 +209,8 @@ def test_a_disk_that_is_full_for_one_rank_fails_all(ckpt, victim):
         assert stray_files(ckpt) == []  # what the others wrote is gone too
 
 
-# --- order on the disk -----------------------------------------------------------------------------
+# --- order on the disk
+# -----------------------------------------------------------------------------
 
 SAVE_TWICE = """
 import sys
@@ -213,9 +227,24 @@ def test_the_order_of_system_calls(ckpt, tmp_path):
     """Data is durable before the index names it, the index before its rename, the rename before old data goes."""
     trace = tmp_path / "trace"
     calls = "pwrite64,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat"
-    command = ["strace", "-f", "--seccomp-bpf", "-y", "-qq", "-e", f"trace={calls}", "-e", "signal=none", "-o", trace]
+    command = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-y",
+        "-qq",
+        "-e",
+        f"trace={calls}",
+        "-e",
+        "signal=none",
+        "-o",
+        trace,
+    ]
     done = subprocess.run(
-        [*command, sys.executable, "-c", SAVE_TWICE, TESTS, ckpt], capture_output=True, text=True, check=False
+        [*command, sys.executable, "-c", SAVE_TWICE, TESTS, ckpt],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode and "ptrace" in done.stderr:
         pytest.skip("strace may not trace here")
@@ -235,12 +264,17 @@ def test_the_order_of_system_calls(ckpt, tmp_path):
         assert any(path.suffix == ".tmp" for path in written)
         for path in written:
             last_write = max(i for i, event in enumerate(before) if event == ("pwrite64", path))
-            assert any(call in ("fsync", "fdatasync") and at == path for call, at in before[last_write + 1 :]), (
-                f"{path.name} is not synced before the commit"
-            )
+            assert any(
+                call in ("fsync", "fdatasync") and at == path
+                for call, at in before[last_write + 1 :]
+            ), f"{path.name} is not synced before the commit"
         temporary = next(i for i, (_, path) in enumerate(before) if path.suffix == ".tmp")
-        assert ("fsync", ckpt) in before[:temporary], "names of data files are durable before the index is written"
-        after = events[commit + 1 : commits[save_number + 1] if save_number + 1 < len(commits) else None]
+        assert ("fsync", ckpt) in before[:temporary], (
+            "names of data files are durable before the index is written"
+        )
+        after = events[
+            commit + 1 : commits[save_number + 1] if save_number + 1 < len(commits) else None
+        ]
         assert after[0] == ("fsync", ckpt), "the rename is durable before anything else happens"
         begin = commit + 1
     removed = [i for i, (call, _) in enumerate(events) if call.startswith("unlink")]
@@ -248,7 +282,8 @@ def test_the_order_of_system_calls(ckpt, tmp_path):
     assert removed[0] > commits[1] + 1
 
 
-# --- two writers, and what lies about --------------------------------------------------------------
+# --- two writers, and what lies about
+# --------------------------------------------------------------
 
 
 def contend(path):
@@ -349,7 +384,9 @@ def test_a_save_commits_where_it_wrote(tmp_path):
 
     writer.finish = wait_and_finish
     thread = threading.Thread(
-        target=dcp.save, args=(rank_state(1, 0),), kwargs={"storage_writer": writer, "no_dist": True}
+        target=dcp.save,
+        args=(rank_state(1, 0),),
+        kwargs={"storage_writer": writer, "no_dist": True},
     )
     thread.start()
     assert begun.wait(60)
@@ -372,7 +409,8 @@ def write_only(writer):
     return writer
 
 
-# --- a loss of power ---------------------------------------------------------------------------------
+# --- a loss of power
+# ---------------------------------------------------------------------------------
 
 
 def check_over_another(tally):

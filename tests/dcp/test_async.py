@@ -21,7 +21,9 @@ from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, UnsupportedError
 from support import assert_state_equal, files_in, rank_outcomes, run_ranks
 from support.both import HAS_RANK_LOCAL
 
-needs_rank_local = pytest.mark.skipif(not HAS_RANK_LOCAL, reason="this torch has no rank-local saves")
+needs_rank_local = pytest.mark.skipif(
+    not HAS_RANK_LOCAL, reason="this torch has no rank-local saves"
+)
 
 
 def state_of(seed):
@@ -50,18 +52,23 @@ def check(path, seed):
     assert_state_equal(got, state_of(seed))
 
 
-# --- in the background -----------------------------------------------------------------------------
+# --- in the background
+# -----------------------------------------------------------------------------
 
 
 def test_the_writer_is_a_stager(ckpt):
     writer = RsWriter(ckpt)
     assert isinstance(writer, AsyncStager)
-    assert writer.should_synchronize_after_execute is False or isinstance(writer.should_synchronize_after_execute, bool)
+    assert writer.should_synchronize_after_execute is False or isinstance(
+        writer.should_synchronize_after_execute, bool
+    )
 
 
 def save_in_background(path, kind):
     state = state_of(1)
-    future = dcp.async_save(state, storage_writer=RsWriter(path), async_checkpointer_type=AsyncCheckpointerType[kind])
+    future = dcp.async_save(
+        state, storage_writer=RsWriter(path), async_checkpointer_type=AsyncCheckpointerType[kind]
+    )
     # What is staged is a copy: training goes on.
     state["w"].to_local().fill_(-5)
     state[f"own.{dist.get_rank()}"].fill_(-5)
@@ -108,7 +115,8 @@ def test_a_background_save_that_fails_says_so(tmp_path):
         future.result(60)
 
 
-# --- plans that are cached -------------------------------------------------------------------------
+# --- plans that are cached
+# -------------------------------------------------------------------------
 
 
 def save_with_cached_plans(path, reuse_writer):
@@ -154,12 +162,17 @@ def test_a_cached_plan_is_not_used_for_another_state(ckpt):
     run_ranks(2, cached_plans_for_changing_states, ckpt)
 
 
-# --- each rank for itself --------------------------------------------------------------------------
+# --- each rank for itself
+# --------------------------------------------------------------------------
 
 
 def save_rank_local(path, seed, **options):
     rank = dist.get_rank()
-    state = {"mine": torch.full((3,), float(seed + rank)), f"x{rank}": torch.arange(2), "step": seed}
+    state = {
+        "mine": torch.full((3,), float(seed + rank)),
+        f"x{rank}": torch.arange(2),
+        "step": seed,
+    }
     dcp.save(state, storage_writer=RsWriter(path, **options), use_collectives=False)
     dist.barrier()
     return state
@@ -200,7 +213,9 @@ def test_a_rank_local_save_is_no_checkpoint_to_rebuild(ckpt, tmp_path, order):
         (ckpt / f"__{rank}.index.dcprs").unlink()
     with pytest.raises(CheckpointNotFoundError, match="is of a rank-local save"):
         dcp_rs.index(ckpt)
-    assert [file.name for file in files_in(ckpt)] == [name for name in before if name.endswith(".safetensors")]
+    assert [file.name for file in files_in(ckpt)] == [
+        name for name in before if name.endswith(".safetensors")
+    ]
 
 
 @needs_rank_local

@@ -36,7 +36,8 @@ def saved(path):
         return dict(checkpoint)
 
 
-# --- what is saved -------------------------------------------------------------------------------------
+# --- what is saved
+# -------------------------------------------------------------------------------------
 
 
 def test_it_returns_when_the_copy_has_begun(ckpt):
@@ -66,7 +67,9 @@ def test_what_changes_once_it_is_staged_does_not_reach_the_checkpoint(tmp_path, 
     for step in range(6):
         for tensor in state.values():
             tensor.fill_(step)
-        futures.append(dcp_rs.async_save(state, tmp_path / str(step), async_staging=True, stager=stager))
+        futures.append(
+            dcp_rs.async_save(state, tmp_path / str(step), async_staging=True, stager=stager)
+        )
         futures[-1].staged.result(60)
         for tensor in state.values():
             tensor.fill_(-1)
@@ -90,7 +93,8 @@ def test_tensors_of_inference(ckpt):
     assert torch.equal(saved(ckpt)["t"], torch.arange(6.0).reshape(2, 3).t())
 
 
-# --- how many there are at a time ------------------------------------------------------------------------
+# --- how many there are at a time
+# ------------------------------------------------------------------------
 
 
 def test_a_third_save_waits_until_the_first_is_over(tmp_path):
@@ -114,7 +118,9 @@ def test_a_third_save_waits_until_the_first_is_over(tmp_path):
 def test_one_stager_with_a_cache_makes_the_second_wait(tmp_path):
     planner, stager = Slow(), HostStager(cache=True)
     state = {"w": torch.ones(1000)}
-    first = dcp_rs.async_save(state, tmp_path / "1", planner=planner, stager=stager, async_staging=True)
+    first = dcp_rs.async_save(
+        state, tmp_path / "1", planner=planner, stager=stager, async_staging=True
+    )
     first.staged.result(60)
     state["w"].fill_(2)
     threading.Timer(0.2, planner.go.set).start()
@@ -132,7 +138,9 @@ def test_saves_that_fail_take_no_room(tmp_path):
     for number in range(2 * background.STAGED_AT_ONCE):
         with pytest.raises(UnsupportedError, match="no copy of this"):
             dcp_rs.async_save({"v": NotCopied()}, tmp_path / str(number), async_staging=True)
-        failed = dcp_rs.async_save({"m": torch.empty(1, device="meta")}, tmp_path / str(number), async_staging=True)
+        failed = dcp_rs.async_save(
+            {"m": torch.empty(1, device="meta")}, tmp_path / str(number), async_staging=True
+        )
         assert isinstance(failed.exception(60), UnsupportedError)
     dcp_rs.async_save({"w": torch.ones(2)}, tmp_path / "ok", async_staging=True).result(60)
 
@@ -160,7 +168,9 @@ def test_a_callback_with_the_stager_of_a_save_that_waits_for_it_makes_a_copy_of_
 
     def save_another(_):
         waiting.wait(60)
-        begun.append(dcp_rs.async_save({"w": torch.full((5,), 9.0)}, tmp_path / "last", stager=stager))
+        begun.append(
+            dcp_rs.async_save({"w": torch.full((5,), 9.0)}, tmp_path / "last", stager=stager)
+        )
 
     first = dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "1", planner=planner, stager=stager)
     first.add_done_callback(save_another)
@@ -173,7 +183,8 @@ def test_a_callback_with_the_stager_of_a_save_that_waits_for_it_makes_a_copy_of_
         assert saved(tmp_path / name)["w"].eq(value).all()
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------
+# --- what goes wrong
+# -------------------------------------------------------------------------------------
 
 
 def test_a_change_before_it_is_staged_is_an_error_and_no_checkpoint(ckpt):
@@ -183,7 +194,9 @@ def test_a_change_before_it_is_staged_is_an_error_and_no_checkpoint(ckpt):
         future = dcp_rs.async_save(state, ckpt, async_staging=True)
         state["model"]["w"].add_(1)
     future.staged.result(60)  # of which one rank alone would hear
-    with pytest.raises(StateChangedError, match=r"'model\.w' was changed while it was being copied") as raised:
+    with pytest.raises(
+        StateChangedError, match=r"'model\.w' was changed while it was being copied"
+    ) as raised:
         future.result(60)
     assert raised.value.tensor == "model.w"
     assert future.report is None

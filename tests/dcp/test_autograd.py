@@ -17,7 +17,11 @@ W = torch.arange(24.0).reshape(4, 6)
 
 
 def stock(state, path):
-    dcp.load(state, storage_reader=dcp.FileSystemReader(path / "stock"), no_dist=not dist.is_initialized())
+    dcp.load(
+        state,
+        storage_reader=dcp.FileSystemReader(path / "stock"),
+        no_dist=not dist.is_initialized(),
+    )
 
 
 def ours(state, path):
@@ -26,13 +30,18 @@ def ours(state, path):
 
 def torchs_planner(state, path):
     dcp.load(
-        state, storage_reader=RsReader(path / "ours"), planner=DefaultLoadPlanner(), no_dist=not dist.is_initialized()
+        state,
+        storage_reader=RsReader(path / "ours"),
+        planner=DefaultLoadPlanner(),
+        no_dist=not dist.is_initialized(),
     )
 
 
 def partly(state, path):
     state["missing"] = torch.zeros(2)
-    dcp_rs.load(state, path / "ours", planner=RsLoadPlanner(allow_partial_load=True, dtype_policy="cast"))
+    dcp_rs.load(
+        state, path / "ours", planner=RsLoadPlanner(allow_partial_load=True, dtype_policy="cast")
+    )
 
 
 def shared(state, path):
@@ -69,7 +78,9 @@ DESTINATIONS = {
 }
 
 
-@pytest.mark.parametrize("load", [stock, ours, torchs_planner, partly], ids=lambda load: load.__name__)
+@pytest.mark.parametrize(
+    "load", [stock, ours, torchs_planner, partly], ids=lambda load: load.__name__
+)
 @pytest.mark.parametrize("make", DESTINATIONS.values(), ids=DESTINATIONS)
 def test_gradients_of_what_was_there_are_refused(saved, load, make):
     assert refuses_gradients(load, saved, make())

@@ -45,7 +45,9 @@ def count_groups(path):
     # Torch forgets it with the default group: a new one gets its own.
     rank = dist.get_rank()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}.store", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{path}.store", 2), rank=rank, world_size=2
+    )
     dcp_rs.async_save({"w": torch.ones(1)}, path).result(60)
     assert len(dist.distributed_c10d._world.pg_map) == 2
 

@@ -70,7 +70,8 @@ def distributed(name, pair, empty=False, other=False):
     if other:
         mesh, placements = OTHER_PLACEMENTS.get(name, (mesh, placements))
     whole = torch.full(shape, -1).to(dtype) if empty else numbered(shape, dtype)
-    # All ranks have the whole of it: nothing needs to be sent, which gloo could not for every dtype.
+    # All ranks have the whole of it: nothing needs to be sent, which gloo could not for every
+    # dtype.
     return distribute_tensor(whole, pair[mesh], placements, src_data_rank=None)
 
 

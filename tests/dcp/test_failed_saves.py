@@ -27,7 +27,10 @@ class Failing(RsSavePlanner):
 
 
 def fail_on_one_rank(path, how):
-    state = {"w": torch.full((1000,), float(dist.get_rank())), f"own.{dist.get_rank()}": torch.ones(3)}
+    state = {
+        "w": torch.full((1000,), float(dist.get_rank())),
+        f"own.{dist.get_rank()}": torch.ones(3),
+    }
     dcp_rs.save(state, path)
     before = data_files(path)
     dist.barrier()

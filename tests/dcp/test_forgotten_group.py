@@ -9,7 +9,12 @@ import torch
 import dcp_rs
 from dcp_rs import RsReader
 from dcp_rs.errors import PlanError
-from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state, training_state
+from dcp_rs.optim import (
+    load_optim_state_dict,
+    load_training_state,
+    save_training_state,
+    training_state,
+)
 
 STATE = {"w": torch.ones(2)}
 FORGOTTEN = r"WORLD_SIZE=2.*no process group.*init_process_group.*no_dist=True"

@@ -37,7 +37,11 @@ def read_with_threads(index):
     """All chunks. Nothing of torch: its own threads (OpenMP's) do not survive a fork."""
     assert index.verify(threads=3)[0] == []
     return index.read_bytes(
-        list(range(index.chunk_count)), io="buffered", threads=3, verify=True, max_inflight_bytes=1 << 20
+        list(range(index.chunk_count)),
+        io="buffered",
+        threads=3,
+        verify=True,
+        max_inflight_bytes=1 << 20,
     )
 
 
@@ -92,7 +96,16 @@ def test_a_forked_child_leaves_the_save_of_its_parent_alone(ckpt):
     item = whole_item("w", tensor)
     options = {"threads": 1, "fsync": False, "io": "buffered", "max_inflight_bytes": 1 << 20}
     made = [
-        _core.Save.create(str(ckpt), [item], save_id=bytes(16), generation=1, token=1, rank=0, world_size=1, **options)
+        _core.Save.create(
+            str(ckpt),
+            [item],
+            save_id=bytes(16),
+            generation=1,
+            token=1,
+            rank=0,
+            world_size=1,
+            **options,
+        )
     ]
     made[0].write([_core.Part(0, 0, tensor.data_ptr(), 40)])
     assert in_child(made.clear) == 0

@@ -16,15 +16,27 @@ from support import assert_state_equal
 @pytest.mark.parametrize("empty", [{}, [], {"a": {}}, {"a": {"b": {}}, "c": {}}], ids=str)
 def test_what_is_empty_needs_nothing_from_the_checkpoint(tmp_path, empty, flatten):
     state = {"w": torch.ones(2), "e": empty}
-    stock, ours = DefaultSavePlanner(flatten_state_dict=flatten), RsSavePlanner(flatten_state_dict=flatten)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), planner=stock, no_dist=True)
+    stock, ours = (
+        DefaultSavePlanner(flatten_state_dict=flatten),
+        RsSavePlanner(flatten_state_dict=flatten),
+    )
+    dcp.save(
+        state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), planner=stock, no_dist=True
+    )
     dcp.save(state, storage_writer=RsWriter(tmp_path / "rs"), planner=ours, no_dist=True)
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     want = {"w": torch.zeros(2), "e": empty}
-    dcp.load(want, storage_reader=dcp.FileSystemReader(tmp_path / "stock"), planner=planner, no_dist=True)
+    dcp.load(
+        want, storage_reader=dcp.FileSystemReader(tmp_path / "stock"), planner=planner, no_dist=True
+    )
     for folder in ("stock", "rs"):
         got = {"w": torch.zeros(2), "e": empty}
         reader = RsReader(tmp_path / folder)
-        dcp.load(got, storage_reader=reader, planner=RsLoadPlanner(flatten_state_dict=False), no_dist=True)
+        dcp.load(
+            got,
+            storage_reader=reader,
+            planner=RsLoadPlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
         assert_state_equal(got, want)
         assert "entries" not in str(reader.report)

@@ -75,7 +75,10 @@ else:
 def test_ctrl_c_leaves_no_thread_and_no_lock(tmp_path, what):
     path = tmp_path / "ckpt"
     dcp_rs.save(
-        {"w": torch.ones(256 << 20, dtype=torch.uint8), "small": torch.ones(1)}, path, no_dist=True, fsync=False
+        {"w": torch.ones(256 << 20, dtype=torch.uint8), "small": torch.ones(1)},
+        path,
+        no_dist=True,
+        fsync=False,
     )
     done = programs.run(
         [sys.executable, "-c", INTERRUPTED, path, what],

@@ -26,8 +26,16 @@ def zeros(**options):
 
 CASES = {
     "rename": (zeros, {"rename": {"model": ""}}, lambda: {"w": W, "b": W[0]}),
-    "include": (lambda: {"model": zeros()}, {"include": "*.w"}, lambda: {"model": {"w": W, "b": torch.zeros(6)}}),
-    "exclude": (lambda: {"model": zeros()}, {"exclude": "*.b"}, lambda: {"model": {"w": W, "b": torch.zeros(6)}}),
+    "include": (
+        lambda: {"model": zeros()},
+        {"include": "*.w"},
+        lambda: {"model": {"w": W, "b": torch.zeros(6)}},
+    ),
+    "exclude": (
+        lambda: {"model": zeros()},
+        {"exclude": "*.b"},
+        lambda: {"model": {"w": W, "b": torch.zeros(6)}},
+    ),
     "allow_partial_load": (
         lambda: {"model": zeros(), "other": torch.ones(2)},
         {"allow_partial_load": True},
@@ -38,7 +46,11 @@ CASES = {
         {"dtype": torch.bfloat16},
         lambda: {"model": {"w": W.bfloat16(), "b": W[0].bfloat16()}},
     ),
-    "device": (lambda: {"model": zeros(device="meta")}, {"device": "cpu"}, lambda: {"model": {"w": W, "b": W[0]}}),
+    "device": (
+        lambda: {"model": zeros(device="meta")},
+        {"device": "cpu"},
+        lambda: {"model": {"w": W, "b": W[0]}},
+    ),
     "dtype_policy": (
         lambda: {"model": zeros(dtype=torch.float64)},
         {"dtype_policy": "cast"},

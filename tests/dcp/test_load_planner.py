@@ -56,7 +56,8 @@ def load(path, state=None, **options):
     return state, planner
 
 
-# --- dtype and device ------------------------------------------------------------------------------
+# --- dtype and device
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,9 @@ def load(path, state=None, **options):
 )
 def test_dtype_is_what_floating_point_tensors_become(saved, dtype):
     state, planner = load(saved, dtype=dtype)
-    want = {name: {k: v.to(dtype) for k, v in layer.items()} for name, layer in STATE["layers"].items()}
+    want = {
+        name: {k: v.to(dtype) for k, v in layer.items()} for name, layer in STATE["layers"].items()
+    }
     assert_state_equal(state, STATE | {"layers": want})
     assert planner.report.dtype_mismatched == []  # it was a wish
 
@@ -82,7 +85,14 @@ def test_a_low_precision_checkpoint_loads_into_a_float32_model(tmp_path):
 
 def test_a_difference_in_dtype_is_said(saved):
     def template():
-        return {"layers": {"0": {"weight": torch.zeros(4, 6, dtype=torch.float16), "bias": torch.zeros(6).double()}}}
+        return {
+            "layers": {
+                "0": {
+                    "weight": torch.zeros(4, 6, dtype=torch.float16),
+                    "bias": torch.zeros(6).double(),
+                }
+            }
+        }
 
     with pytest.warns(UserWarning, match=r"'layers.0.\w+' and 1 other tensors are cast on loading"):
         dcp_rs.load(template(), saved)
@@ -93,13 +103,24 @@ def test_a_difference_in_dtype_is_said(saved):
         load(saved, template(), dtype_policy="error")
     # dtype= says it is meant for that dtype, and for no other.
     load(saved, template(), dtype=torch.float64, dtype_policy="error")
-    with pytest.raises(PlanError, match=r"'ids' is torch.int32 in the state dict, and torch.int64 in the checkpoint"):
-        load(saved, {"ids": torch.zeros(5, dtype=torch.int32)}, dtype=torch.float64, dtype_policy="error")
+    with pytest.raises(
+        PlanError,
+        match=r"'ids' is torch.int32 in the state dict, and torch.int64 in the checkpoint",
+    ):
+        load(
+            saved,
+            {"ids": torch.zeros(5, dtype=torch.int32)},
+            dtype=torch.float64,
+            dtype_policy="error",
+        )
 
 
 def test_a_cast_that_cannot_be_is_an_error_whatever_the_policy(saved):
     for policy in ("warn", "cast", "error"):
-        with pytest.raises(PlanError, match=r"'z' is stored as torch.complex64, which cannot be cast to torch.float32"):
+        with pytest.raises(
+            PlanError,
+            match=r"'z' is stored as torch.complex64, which cannot be cast to torch.float32",
+        ):
             load(saved, {"z": torch.zeros(6)}, dtype_policy=policy)
 
 
@@ -115,7 +136,9 @@ class Module(torch.nn.Module):
         self.register_buffer("ids", torch.zeros(5, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"device": "cpu", "dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "options", [{}, {"device": "cpu"}, {"device": "cpu", "dtype": torch.bfloat16}]
+)
 def test_models_on_meta_come_into_being(saved, options):
     with torch.device("meta"):
         module = Module()
@@ -146,28 +169,45 @@ def test_a_policy_may_change_between_loads(saved):
     assert torch.equal(state["layers"]["0"]["weight"], W.double())
 
 
-# --- names -----------------------------------------------------------------------------------------
+# --- names
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "rename",
     [
         {"layers.0.weight": "model.a", "layers.1.weight": "model.b", "step": "count"},
-        lambda name: {"layers.0.weight": "model.a", "layers.1.weight": "model.b", "step": "count"}.get(name, name),
+        lambda name: {
+            "layers.0.weight": "model.a",
+            "layers.1.weight": "model.b",
+            "step": "count",
+        }.get(name, name),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # through the fast path and through staging
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64]
+)  # through the fast path and through staging
 def test_rename(saved, rename, dtype):
-    state = {"model": {"a": torch.zeros(4, 6), "b": torch.zeros(4, 6)}, "count": 0, "ids": torch.zeros(5).long()}
+    state = {
+        "model": {"a": torch.zeros(4, 6), "b": torch.zeros(4, 6)},
+        "count": 0,
+        "ids": torch.zeros(5).long(),
+    }
     state, planner = load(saved, state, rename=rename, dtype=dtype)
-    assert_state_equal(state, {"model": {"a": W.to(dtype), "b": -W.to(dtype)}, "count": 7, "ids": STATE["ids"]})
+    assert_state_equal(
+        state, {"model": {"a": W.to(dtype), "b": -W.to(dtype)}, "count": 7, "ids": STATE["ids"]}
+    )
     assert torch.equal(planner.resolve_tensor("model.b", dtype=torch.float32), -W)
 
 
 @pytest.mark.parametrize(
     ("include", "exclude", "loaded"),
     [
-        ("layers.*", None, {"layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"}),
+        (
+            "layers.*",
+            None,
+            {"layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"},
+        ),
         (["layers.0.*", "ids"], None, {"layers.0.weight", "layers.0.bias", "ids"}),
         ("layers.*", "*.bias", {"layers.0.weight", "layers.1.weight"}),
         (None, ["layers.*", "z", "note", "step"], {"ids", "mask"}),
@@ -189,7 +229,8 @@ def flat(tree, prefix=""):
             yield prefix + key, value
 
 
-# --- what does not fit -----------------------------------------------------------------------------
+# --- what does not fit
+# -----------------------------------------------------------------------------
 
 
 def test_what_is_missing_is_named(saved):
@@ -197,16 +238,24 @@ def test_what_is_missing_is_named(saved):
     with pytest.raises(PlanError, match=r"the checkpoint has no 'new'.*and 1 more: 'other'"):
         load(saved, state)
     state = fresh() | {"layers": {"0": {"weight": torch.zeros(6, 4)}}}
-    with pytest.raises(PlanError, match=r"'layers.0.weight' has shape \(6, 4\) in the state dict, and \(4, 6\)"):
+    with pytest.raises(
+        PlanError, match=r"'layers.0.weight' has shape \(6, 4\) in the state dict, and \(4, 6\)"
+    ):
         load(saved, state)
-    with pytest.raises(PlanError, match=r"'ids' is a tensor in the checkpoint, and of type int in the state dict"):
+    with pytest.raises(
+        PlanError, match=r"'ids' is a tensor in the checkpoint, and of type int in the state dict"
+    ):
         load(saved, {"ids": 3})
 
 
 @pytest.mark.parametrize("count", [2, 10, 13])
 def test_all_that_does_not_fit_is_named(tmp_path, count):
     """Only the first was: a model of other sizes was mended one run at a time."""
-    dcp_rs.save({f"w{i:02}": torch.ones(4, 4) for i in range(count)} | {"right": torch.ones(2)}, tmp_path, no_dist=True)
+    dcp_rs.save(
+        {f"w{i:02}": torch.ones(4, 4) for i in range(count)} | {"right": torch.ones(2)},
+        tmp_path,
+        no_dist=True,
+    )
     state = {f"w{i:02}": torch.zeros(4, i + 5) for i in range(count)} | {"right": torch.zeros(2)}
     state["w01"] = "a word"
     for planner in (RsLoadPlanner(), RsLoadPlanner(dtype=torch.float16)):
@@ -214,7 +263,10 @@ def test_all_that_does_not_fit_is_named(tmp_path, count):
             dcp_rs.load(state, tmp_path, no_dist=True, planner=planner)
         said = str(raised.value).split("; ")
         assert raised.value.tensor == "w00"
-        assert said[0] == "tensor 'w00' has shape (4, 5) in the state dict, and (4, 4) in the checkpoint"
+        assert (
+            said[0]
+            == "tensor 'w00' has shape (4, 5) in the state dict, and (4, 4) in the checkpoint"
+        )
         assert said[1] == "'w01' is a tensor in the checkpoint, and of type str in the state dict"
         assert len(said) == min(count, 10) + (count > 10)
         assert all(f"'w{i:02}' has shape (4, {i + 5})" in said[i] for i in range(2, min(count, 10)))
@@ -236,14 +288,18 @@ def test_a_partial_load_reports_what_it_left_alone(saved):
     report = planner.report
     assert set(report.missing) == {"new", "missing_value"}
     assert set(report.unexpected) == {"layers.1.weight", "layers.1.bias", "mask", "z", "note"}
-    assert set(report.shape_mismatched) == {Mismatch("layers.0.bias", (5,), (6,)), Mismatch("ids", "str", (5,))}
+    assert set(report.shape_mismatched) == {
+        Mismatch("layers.0.bias", (5,), (6,)),
+        Mismatch("ids", "str", (5,)),
+    }
     assert report.partly_filled == []
     # A second load with the same planner begins anew.
     dcp_rs.load(fresh(), saved, planner=planner)
     assert planner.report.missing == []
 
 
-# --- tensors by name -------------------------------------------------------------------------------
+# --- tensors by name
+# -------------------------------------------------------------------------------
 
 
 def test_tensors_by_name(saved):
@@ -256,16 +312,23 @@ def test_tensors_by_name(saved):
     assert third.tolist() == list(range(5))
     first.zero_()  # the caller's own
     assert torch.equal(planner.resolve_tensor("layers.0.weight"), W)
-    assert RsLoadPlanner(checkpoint=saved, dtype=torch.bfloat16).resolve_tensor("layers.1.bias").dtype == torch.bfloat16
+    assert (
+        RsLoadPlanner(checkpoint=saved, dtype=torch.bfloat16).resolve_tensor("layers.1.bias").dtype
+        == torch.bfloat16
+    )
     with pytest.raises(KeyError, match=r"nothing"):
         planner.resolve_tensor("nothing")
     with pytest.raises(TypeError, match=r"'note' is not a tensor"):
         planner.resolve_tensor("note")
     with pytest.raises(PlanError, match=r"no checkpoint"):
         RsLoadPlanner().resolve_tensor("ids")
-    # It gave the real part of complex numbers, and an error of torch's own for what that cannot convert.
+    # It gave the real part of complex numbers, and an error of torch's own for what that cannot
+    # convert.
     for dtype in (torch.float32, getattr(torch, "float4_e2m1fn_x2", torch.float32)):
-        with pytest.raises(PlanError, match=r"'z' is stored as torch.complex64, which cannot be cast to torch.float"):
+        with pytest.raises(
+            PlanError,
+            match=r"'z' is stored as torch.complex64, which cannot be cast to torch.float",
+        ):
             planner.resolve_tensor("z", dtype=dtype)
     # After a load, of what was loaded.
     _, planner = load(saved)
@@ -301,9 +364,14 @@ class Watching(RsLoadPlanner):
 def test_subclasses_see_items(tmp_path):
     dcp_rs.save({"model": {"w": W, "b": W[0]}, "step": 3}, tmp_path, no_dist=True)
     planner = Watching(rename={"model.w": "model.x"}, exclude="model.skip")
-    got = {"model": {"x": torch.zeros(4, 6), "b": torch.zeros(6), "skip": torch.zeros(1)}, "step": 0}
+    got = {
+        "model": {"x": torch.zeros(4, 6), "b": torch.zeros(6), "skip": torch.zeros(1)},
+        "step": 0,
+    }
     dcp.load(got, storage_reader=RsReader(tmp_path), planner=planner, no_dist=True)
-    assert_state_equal(got, {"model": {"x": W * 2, "b": W[0] * 2, "skip": torch.zeros(1)}, "step": 3})
+    assert_state_equal(
+        got, {"model": {"x": W * 2, "b": W[0] * 2, "skip": torch.zeros(1)}, "step": 3}
+    )
     assert sorted(planner.seen) == ["model.b", "model.w"]
 
 
@@ -311,14 +379,19 @@ def test_with_a_reader_of_others_it_is_torchs_planner(tmp_path):
     state = {"model": {"w": W, "b": W[0]}, "step": 3}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     got = {"model": {"w": torch.zeros(4, 6), "b": torch.zeros(6)}, "step": 0}
-    dcp.load(got, storage_reader=dcp.FileSystemReader(tmp_path), planner=RsLoadPlanner(), no_dist=True)
+    dcp.load(
+        got, storage_reader=dcp.FileSystemReader(tmp_path), planner=RsLoadPlanner(), no_dist=True
+    )
     assert_state_equal(got, state)
     planner = RsLoadPlanner(rename={"model.w": "model.x"}, include="*")
-    with pytest.raises(CheckpointException, match=r"rename= and include= of RsLoadPlanner need an RsReader"):
+    with pytest.raises(
+        CheckpointException, match=r"rename= and include= of RsLoadPlanner need an RsReader"
+    ):
         dcp.load(got, storage_reader=dcp.FileSystemReader(tmp_path), planner=planner, no_dist=True)
 
 
-# --- ranks -----------------------------------------------------------------------------------------
+# --- ranks
+# -----------------------------------------------------------------------------------------
 
 
 def told_to_the_coordinator(path):
@@ -340,10 +413,14 @@ def load_with_hole(path):
     rank = dist.get_rank()
 
     def target():
-        return {"w": distribute_tensor(torch.full((8, 1), -1.0), mesh, [Shard(0)], src_data_rank=None)}
+        return {
+            "w": distribute_tensor(torch.full((8, 1), -1.0), mesh, [Shard(0)], src_data_rank=None)
+        }
 
     # Only rank 1 lacks something; both ranks hear of it.
-    with pytest.raises(PlanError, match=r"'w': the checkpoint does not hold \[4, 1\] elements at \[4, 0\]") as caught:
+    with pytest.raises(
+        PlanError, match=r"'w': the checkpoint does not hold \[4, 1\] elements at \[4, 0\]"
+    ) as caught:
         dcp_rs.load(target(), path)
     assert any("rank 1" in note for note in caught.value.__notes__)
     state = target()
@@ -379,7 +456,10 @@ def keys_that_differ(path):
     problems = [
         ({"stage9": torch.zeros(3)}, "the checkpoint has no 'stage9'"),
         ({"stage1": torch.zeros(4)}, "'stage1' has shape"),
-        ({"stage1": torch.zeros(3, dtype=torch.int32)}, "'stage1' is torch.int32 .*dtype_policy='error'"),
+        (
+            {"stage1": torch.zeros(3, dtype=torch.int32)},
+            "'stage1' is torch.int32 .*dtype_policy='error'",
+        ),
     ]
     for bad, message in problems:
         state = bad if rank == 1 else {"shared": torch.zeros(2)}
@@ -389,7 +469,9 @@ def keys_that_differ(path):
         # Through dcp.load it is DCP's collection of errors, with the rank.
         state = dict(bad) if rank == 1 else {"shared": torch.zeros(2)}
         with pytest.raises(CheckpointException) as collected:
-            dcp.load(state, storage_reader=RsReader(path), planner=RsLoadPlanner(dtype_policy="error"))
+            dcp.load(
+                state, storage_reader=RsReader(path), planner=RsLoadPlanner(dtype_policy="error")
+            )
         assert list(collected.value.failures) == [1]
 
 
@@ -427,7 +509,10 @@ def load_and_die(path, where, replicas):
 
 @pytest.mark.parametrize(
     ("where", "replicas"),
-    [("read", "each"), *(pytest.param(*at, marks=pytest.mark.slow) for at in (("plan", "each"), ("read", "all")))],
+    [
+        ("read", "each"),
+        *(pytest.param(*at, marks=pytest.mark.slow) for at in (("plan", "each"), ("read", "all"))),
+    ],
 )
 def test_a_rank_that_dies_ends_the_load_of_all(saved, where, replicas):
     outcomes = rank_outcomes(3, load_and_die, saved, where, replicas, timeout=40, fresh=True)
@@ -445,7 +530,9 @@ def test_a_load_leaves_nothing_to_the_garbage_collector(tmp_path):
     gone = weakref.ref(planner)
     gc.disable()
     try:
-        dcp_rs.load({"w": torch.zeros(4), "step": 0}, tmp_path / "ckpt", planner=planner, no_dist=True)
+        dcp_rs.load(
+            {"w": torch.zeros(4), "step": 0}, tmp_path / "ckpt", planner=planner, no_dist=True
+        )
         del planner
         assert gone() is None  # nor what it held: the state dict, the mapped index
     finally:

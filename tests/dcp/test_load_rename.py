@@ -40,7 +40,12 @@ def numbered(tmp_path) -> Callable[..., Path]:
         ("a b", "b a", {"a": "b", "b": "a"}, [0, 1]),
         ("a b c", "b c d", {"a": "b", "b": "c", "c": "d"}, [0, 1, 2]),
         ("a b c", "a b c", {"a": "b", "b": "c", "c": "a"}, [2, 0, 1]),
-        ("m.a n.b", "a n.b", lambda name: name.split(".", 1)[1] if name[0] == "m" else name, [0, 1]),
+        (
+            "m.a n.b",
+            "a n.b",
+            lambda name: name.split(".", 1)[1] if name[0] == "m" else name,
+            [0, 1],
+        ),
     ],
 )
 def test_from_stored_names_to_wanted_ones(stored, wanted, rename, got, numbered):
@@ -54,15 +59,21 @@ def test_from_stored_names_to_wanted_ones(stored, wanted, rename, got, numbered)
     assert [int(planner.resolve_tensor(name)[0]) for name in names] == got
 
 
-@pytest.mark.parametrize("rename", [{"x": "a"}, {"x": "a", "b": "b"}, lambda name: name.removeprefix("x.")])
+@pytest.mark.parametrize(
+    "rename", [{"x": "a"}, {"x": "a", "b": "b"}, lambda name: name.removeprefix("x.")]
+)
 def test_the_other_way_is_refused(rename, numbered):
-    with pytest.raises(PlanError, match=r"the checkpoint has no 'x'.*rename= gives this name to no entry"):
+    with pytest.raises(
+        PlanError, match=r"the checkpoint has no 'x'.*rename= gives this name to no entry"
+    ):
         filled(numbered("a", "b"), "xb", rename)
 
 
 def test_names_that_nothing_or_too_much_is_renamed_to(numbered):
     path = numbered("a", "b")
-    with pytest.raises(PlanError, match=r"the checkpoint has no 'a'.*rename= gives this name to no entry"):
+    with pytest.raises(
+        PlanError, match=r"the checkpoint has no 'a'.*rename= gives this name to no entry"
+    ):
         filled(path, "xa", {"a": "x"})
     assert filled(path, "xa", {"a": "x"}, allow_partial_load=True) == [0, -1]
     with pytest.raises(PlanError, match="'a' and 'b' of the checkpoint would both be named 'b'"):

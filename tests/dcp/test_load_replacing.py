@@ -21,7 +21,10 @@ from support.forged import save_with_hole
 
 W = torch.arange(24.0).reshape(4, 6) / 7
 STATE = {
-    "model": {"layers": [{"weight": W, "bias": W[0]}, {"weight": -W, "bias": -W[0]}], "ids": torch.arange(5)},
+    "model": {
+        "layers": [{"weight": W, "bias": W[0]}, {"weight": -W, "bias": -W[0]}],
+        "ids": torch.arange(5),
+    },
     "empty": torch.zeros(0, 3),
     "scalar": torch.tensor(2.5),
     "step": 7,
@@ -45,7 +48,9 @@ class Allocating(RsLoadPlanner):
 
     def commit_tensor(self, read_item, tensor):
         place = self.lookup_tensor(read_item.dest_index)
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        for dim, (offset, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
             place = place.narrow(dim, offset, length)
         place.copy_(tensor)
 
@@ -118,7 +123,11 @@ def template(tree, device):
 def leaves(tree):
     """All that is reachable, by identity."""
     if isinstance(tree, dict | list):
-        return [leaf for value in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(value)]
+        return [
+            leaf
+            for value in (tree.values() if isinstance(tree, dict) else tree)
+            for leaf in leaves(value)
+        ]
     return [tree]
 
 
@@ -130,9 +139,15 @@ def nothing_replaced(state):
     assert len(before) == len(after)
     assert all(a is b for a, b in zip(before, after, strict=True))
     for leaf in after:
-        shards = [shard.tensor for shard in leaf.local_shards()] if isinstance(leaf, ShardedTensor) else [leaf]
+        shards = (
+            [shard.tensor for shard in leaf.local_shards()]
+            if isinstance(leaf, ShardedTensor)
+            else [leaf]
+        )
         for tensor in shards:
-            assert not isinstance(tensor, torch.Tensor) or tensor.is_meta or not tensor.isnan().any()
+            assert (
+                not isinstance(tensor, torch.Tensor) or tensor.is_meta or not tensor.isnan().any()
+            )
 
 
 def cast(tree, dtype):
@@ -140,7 +155,11 @@ def cast(tree, dtype):
         return {key: cast(value, dtype) for key, value in tree.items()}
     if isinstance(tree, list):
         return [cast(value, dtype) for value in tree]
-    return tree.to(dtype) if isinstance(tree, torch.Tensor) and tree.is_floating_point() and dtype else tree
+    return (
+        tree.to(dtype)
+        if isinstance(tree, torch.Tensor) and tree.is_floating_point() and dtype
+        else tree
+    )
 
 
 @pytest.mark.each
@@ -190,7 +209,8 @@ def test_what_is_excluded_stays(way):
     way(state, exclude="*.1.weight", dtype=torch.float16)
     assert state["model"]["layers"][1].pop("weight") is weight
     assert_state_equal(
-        state["model"]["layers"], [cast(STATE["model"]["layers"][0], torch.float16), {"bias": -W[0].half()}]
+        state["model"]["layers"],
+        [cast(STATE["model"]["layers"][0], torch.float16), {"bias": -W[0].half()}],
     )
 
 
@@ -224,7 +244,9 @@ def damage(path):
 
 @pytest.mark.each
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
-def test_a_read_that_fails_is_raised_and_our_own_leaves_the_old_tensors(way, tmp_path, device, options):
+def test_a_read_that_fails_is_raised_and_our_own_leaves_the_old_tensors(
+    way, tmp_path, device, options
+):
     state = {f"t{i}": torch.full((8, 8), float(i + 1)) for i in range(12)}
     way.save({"model": state})
     damage(tmp_path)
@@ -268,7 +290,9 @@ def test_a_tensor_that_is_held_in_part_keeps_its_values_elsewhere(tmp_path):
             state = {"nested": {"w": torch.full((8, 1), -1.0)}}
             with (
                 nothing_replaced(state),
-                pytest.raises(PlanError, match=r"'nested.w': the checkpoint does not hold \[4, 1\]"),
+                pytest.raises(
+                    PlanError, match=r"'nested.w': the checkpoint does not hold \[4, 1\]"
+                ),
             ):
                 dcp_rs.load(state, tmp_path, planner=planner(rename={"w": "nested.w"}, **whole))
 
@@ -320,7 +344,9 @@ def of_ranks(path):
     tiny = flat[:1] if rank == 0 else flat[:0]  # rank 1 holds nothing of it
 
     def dtensor(local, like):
-        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+        return DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+        )
 
     def sharded(device, local):
         at = [0, 0] if rank == 0 else [3, 0]

@@ -1,7 +1,8 @@
 """Loads wrote to the memory that tensors had when the load was planned.
 
-A planner's ``finish_plan`` that gave them other memory (``t.data = ...``, a storage that is freed and allocated again) ended
-in a segmentation fault, or left the tensors unfilled. Stock DCP fills the memory that they have when it reads.
+A planner's ``finish_plan`` that gave them other memory (``t.data = ...``, a storage that is freed
+and allocated again) ended in a segmentation fault, or left the tensors unfilled. Stock DCP fills
+the memory that they have when it reads.
 """
 
 import pytest
@@ -33,12 +34,19 @@ def freed_and_allocated(tensor):
     """As FSDP does: the storage object stays, its memory does not."""
     nbytes = tensor.untyped_storage().nbytes()
     tensor.untyped_storage().resize_(0)
-    keep.append(torch.full((nbytes,), 7, dtype=torch.uint8))  # where the old memory was, most likely
+    keep.append(
+        torch.full((nbytes,), 7, dtype=torch.uint8)
+    )  # where the old memory was, most likely
     tensor.untyped_storage().resize_(nbytes)
 
 
 def other_storage(tensor):
-    tensor.set_(torch.full((2 * tensor.numel(),), -1, dtype=tensor.dtype).untyped_storage(), 64, (64, 64), (64, 1))
+    tensor.set_(
+        torch.full((2 * tensor.numel(),), -1, dtype=tensor.dtype).untyped_storage(),
+        64,
+        (64, 64),
+        (64, 1),
+    )
 
 
 keep = []
@@ -69,7 +77,9 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["plain", "cast"])
-@pytest.mark.parametrize("change", [other_memory, other_strides, freed_and_allocated, other_storage])
+@pytest.mark.parametrize(
+    "change", [other_memory, other_strides, freed_and_allocated, other_storage]
+)
 def test_what_is_filled_is_the_memory_at_the_read(folder, change, dtype, grad):
     def change_some(state):
         for name in ("w1", "w3"):
@@ -77,10 +87,14 @@ def test_what_is_filled_is_the_memory_at_the_read(folder, change, dtype, grad):
 
     want = fresh(dtype, grad=grad)
     planner = with_finish_plan(DefaultLoadPlanner, change_some)
-    dcp.load(want, storage_reader=dcp.FileSystemReader(folder / "stock"), planner=planner, no_dist=True)
+    dcp.load(
+        want, storage_reader=dcp.FileSystemReader(folder / "stock"), planner=planner, no_dist=True
+    )
     for load in (
         lambda state, planner: dcp_rs.load(state, folder / "rs", planner=planner),
-        lambda state, planner: dcp.load(state, storage_reader=RsReader(folder / "rs"), planner=planner, no_dist=True),
+        lambda state, planner: dcp.load(
+            state, storage_reader=RsReader(folder / "rs"), planner=planner, no_dist=True
+        ),
     ):
         for base in (RsLoadPlanner, DefaultLoadPlanner):
             got = fresh(dtype, grad=grad)
@@ -92,7 +106,9 @@ def test_what_is_filled_is_the_memory_at_the_read(folder, change, dtype, grad):
 def test_a_module_that_is_emptied_anew(folder):
     model = torch.nn.Linear(64, 64, bias=False)
     state = model.state_dict()
-    load = with_finish_plan(RsLoadPlanner, lambda _: model.to_empty(device="cpu"), rename={"w2": "weight"})
+    load = with_finish_plan(
+        RsLoadPlanner, lambda _: model.to_empty(device="cpu"), rename={"w2": "weight"}
+    )
     dcp_rs.load(state, folder / "rs", planner=load)
     assert torch.equal(state["weight"], SAVED["w2"])
 
@@ -117,7 +133,9 @@ def test_another_shape_is_an_error(folder, dtype):
 def test_what_the_checkpoint_holds_in_part(tmp_path):
     save_with_hole(tmp_path)
     state = {"w": torch.full((8, 1), -2.0)}
-    planner = with_finish_plan(RsLoadPlanner, lambda state: other_memory(state["w"]), allow_partial_load=True)
+    planner = with_finish_plan(
+        RsLoadPlanner, lambda state: other_memory(state["w"]), allow_partial_load=True
+    )
     dcp_rs.load(state, tmp_path, planner=planner)
     assert state["w"].flatten().tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
 
@@ -131,8 +149,12 @@ def load_shards(folder):
 
     for change in (other_local, lambda shard: other_memory(shard._local_tensor)):
         for dtype in (torch.float32, torch.bfloat16):
-            state = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in fresh(dtype).items()}
-            planner = with_finish_plan(RsLoadPlanner, lambda state, change=change: change(state["w1"]))
+            state = {
+                name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in fresh(dtype).items()
+            }
+            planner = with_finish_plan(
+                RsLoadPlanner, lambda state, change=change: change(state["w1"])
+            )
             dcp_rs.load(state, folder / "rs", planner=planner)
             for name, shard in state.items():
                 assert torch.equal(shard.full_tensor(), SAVED[name].to(dtype))
@@ -161,7 +183,9 @@ def test_memory_that_a_commit_replaces(tmp_path):
             freed_and_allocated(self.buffer)
 
     got, want = Planner(), Planner()
-    dcp.load(fresh(), storage_reader=dcp.FileSystemReader(tmp_path / "stock"), planner=want, no_dist=True)
+    dcp.load(
+        fresh(), storage_reader=dcp.FileSystemReader(tmp_path / "stock"), planner=want, no_dist=True
+    )
     dcp.load(fresh(), storage_reader=RsReader(tmp_path / "rs"), planner=got, no_dist=True)
     assert_state_equal(got.got, want.got)
     assert_state_equal(got.got, SAVED)

@@ -30,14 +30,24 @@ def blank(prefix="model."):
     return {f"{prefix}layers.{i}.weight": torch.zeros(2) for i in range(7)}
 
 
-@pytest.mark.parametrize("names", [{"include": "layers.*"}, {"include": []}, {"exclude": "*"}], ids=str)
+@pytest.mark.parametrize(
+    "names", [{"include": "layers.*"}, {"include": []}, {"exclude": "*"}], ids=str
+)
 def test_names_that_match_nothing(saved, names):
-    given = "=".join(map(str, *names.items())).replace("layers.*", r"'layers\.\*'").replace("=*", r"='\*'")
-    match = rf"nothing to load.*{given.replace('[]', '..')}.*'model\.layers\.0\.weight'.* and 2 more"
+    given = (
+        "=".join(map(str, *names.items()))
+        .replace("layers.*", r"'layers\.\*'")
+        .replace("=*", r"='\*'")
+    )
+    match = (
+        rf"nothing to load.*{given.replace('[]', '..')}.*'model\.layers\.0\.weight'.* and 2 more"
+    )
     with pytest.raises(PlanError, match=match):
         dcp_rs.load(blank(), saved, planner=RsLoadPlanner(**names))
     with pytest.raises(dcp.api.CheckpointException, match="nothing to load"):
-        dcp.load(blank(), storage_reader=RsReader(saved), planner=RsLoadPlanner(**names), no_dist=True)
+        dcp.load(
+            blank(), storage_reader=RsReader(saved), planner=RsLoadPlanner(**names), no_dist=True
+        )
 
 
 def test_a_partial_load_with_nothing_in_common(saved):
@@ -49,13 +59,17 @@ def test_a_partial_load_with_nothing_in_common(saved):
 def test_what_is_there_in_part_is_loaded_and_counted(saved):
     state = {**blank(), "head": torch.zeros(1)}
     report = dcp_rs.load(
-        state, saved, planner=RsLoadPlanner(allow_partial_load=True, include=["model.layers.1*", "head"])
+        state,
+        saved,
+        planner=RsLoadPlanner(allow_partial_load=True, include=["model.layers.1*", "head"]),
     )
     assert (report.entries, report.entries_loaded) == (8, 1)
     assert "loaded 1 of 8 entries, 8 B from" in str(report)
     assert "entries" not in str(dcp_rs.load(blank(), saved))
     misfit = dcp_rs.load(
-        {"model.layers.0.weight": torch.zeros(3)}, saved, planner=RsLoadPlanner(allow_partial_load=True)
+        {"model.layers.0.weight": torch.zeros(3)},
+        saved,
+        planner=RsLoadPlanner(allow_partial_load=True),
     )
     assert "loaded 0 of 1 entries" in str(misfit)
 
@@ -89,7 +103,12 @@ def test_a_save_of_nothing(tmp_path):
     with pytest.raises(dcp.api.CheckpointException, match="nothing to save"):
         dcp.save(SAVED, storage_writer=RsWriter(tmp_path / "rs"), planner=planner, no_dist=True)
     with pytest.raises(dcp.api.CheckpointException, match="nothing to save"):
-        dcp.save(SAVED, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), planner=planner, no_dist=True)
+        dcp.save(
+            SAVED,
+            storage_writer=dcp.FileSystemWriter(tmp_path / "stock"),
+            planner=planner,
+            no_dist=True,
+        )
     assert not list(tmp_path.glob("*/*index*"))
 
 

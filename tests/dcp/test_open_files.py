@@ -25,10 +25,18 @@ def test_more_files_than_a_process_may_open(tmp_path):
     data = torch.arange(10.0)
     for rank in range(300):
         item = whole_item(f"w{rank:03}", data)
-        made = _core.Save.create(str(tmp_path), [item], token=rank, rank=rank, max_inflight_bytes=1 << 20, **one)
+        made = _core.Save.create(
+            str(tmp_path), [item], token=rank, rank=rank, max_inflight_bytes=1 << 20, **one
+        )
         made.write([_core.Part(0, 0, data.data_ptr(), 40)])
         indexes.append(made.finish())
-    how = {"save_id": bytes(range(16)), "generation": 1, "planner_data": {}, "items": None, "names": []}
+    how = {
+        "save_id": bytes(range(16)),
+        "generation": 1,
+        "planner_data": {},
+        "items": None,
+        "names": [],
+    }
     _core.commit_indexes(str(tmp_path), None, indexes, fsync=False, **how)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     in_use = len(os.listdir("/proc/self/fd"))
@@ -59,7 +67,9 @@ def test_no_call_leaves_a_file_open_or_mapped(tmp_path):
         return checkpoint  # closed
 
     def held():
-        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(str(tmp_path))
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(
+            str(tmp_path)
+        )
 
     use()
     before = held()

@@ -197,7 +197,12 @@ def save_unless_there(path, others):
             dcp_rs.save({"w": torch.full((1000,), 7.0)}, path, overwrite=False, no_dist=True)
 
     try:
-        dcp_rs.save({"w": torch.ones(1000), f"of.{rank}": torch.ones(3)}, path, overwrite=False, progress=other)
+        dcp_rs.save(
+            {"w": torch.ones(1000), f"of.{rank}": torch.ones(3)},
+            path,
+            overwrite=False,
+            progress=other,
+        )
     except CheckpointExistsError as error:
         return str(error)
     return None

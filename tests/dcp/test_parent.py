@@ -79,7 +79,11 @@ def _bytes_of_value():
 
 def test_links_share_the_disk_and_make_no_chains(tmp_path):
     for number in range(1, 5):
-        save(state(number), tmp_path / str(number), parent=tmp_path / str(number - 1) if number > 1 else None)
+        save(
+            state(number),
+            tmp_path / str(number),
+            parent=tmp_path / str(number - 1) if number > 1 else None,
+        )
         if number > 2:
             shutil.rmtree(tmp_path / str(number - 2))
     files = [file.stat() for path in ("3", "4") for file in (tmp_path / path).glob("g*")]
@@ -92,7 +96,9 @@ def test_links_share_the_disk_and_make_no_chains(tmp_path):
 names = st.sampled_from("abcdef")
 shapes = st.sampled_from([(), (3,), (40, 50), (0, 2), (70_000,)])
 entries = st.one_of(
-    st.tuples(shapes, st.sampled_from([torch.float32, torch.int8, torch.complex64]), st.integers(0, 2)),
+    st.tuples(
+        shapes, st.sampled_from([torch.float32, torch.int8, torch.complex64]), st.integers(0, 2)
+    ),
     st.integers(0, 3),
 )
 
@@ -115,14 +121,18 @@ def test_any_history_of_saves_with_parents(tmp_path_factory, drawn, rng, reuse):
     root = tmp_path_factory.mktemp("history")
     # What is said not to change does not.
     held = made(dict.fromkeys("abc", ((300,), torch.float32, 1)))
-    history = [{**made(entry), **held} for entry in drawn] if reuse else [made(entry) for entry in drawn]
+    history = (
+        [{**made(entry), **held} for entry in drawn] if reuse else [made(entry) for entry in drawn]
+    )
     for number, values in enumerate(history):
         parent = root / str(rng.randrange(number)) if number else None
         save(values, root / str(number), parent=parent, reuse=reuse)
     left = list(range(len(history)))
     for _ in range(len(history)):
         for number in left:
-            assert_state_equal(load_rs(blank(history[number]), root / str(number), verify=True), history[number])
+            assert_state_equal(
+                load_rs(blank(history[number]), root / str(number), verify=True), history[number]
+            )
             assert dcp_rs.verify(root / str(number)).ok
             SecondReader.open(root / str(number))
         one = rng.choice(left)
@@ -134,15 +144,20 @@ def test_any_history_of_saves_with_parents(tmp_path_factory, drawn, rng, reuse):
             shutil.rmtree(root / str(number), ignore_errors=True)
 
 
-# --- ranks -------------------------------------------------------------------------------------------
+# --- ranks
+# -------------------------------------------------------------------------------------------
 
 
 def sharded(changed):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rank = dist.get_rank()
     return {
-        "rows": distribute_tensor(random_tensor((64, 500), seed=1), mesh, [Shard(0)], src_data_rank=None),
-        "columns": distribute_tensor(random_tensor((6, 8), seed=changed), mesh, [Shard(1)], src_data_rank=None),
+        "rows": distribute_tensor(
+            random_tensor((64, 500), seed=1), mesh, [Shard(0)], src_data_rank=None
+        ),
+        "columns": distribute_tensor(
+            random_tensor((6, 8), seed=changed), mesh, [Shard(1)], src_data_rank=None
+        ),
         "common": random_tensor((5000,), seed=2),
         f"of.{rank}": random_tensor((300,), seed=10 + rank),
         "step": changed,
@@ -160,7 +175,10 @@ def compare_sharded(folder, number):
     got, want = blank_sharded(), blank_sharded()
     dcp.load(got, storage_reader=RsReader(f"{folder}/{number}", verify=True))
     dcp.load(want, checkpoint_id=f"{folder}/stock-{number}")
-    plain = [{k: v.to_local() if hasattr(v, "to_local") else v for k, v in each.items()} for each in (got, want)]
+    plain = [
+        {k: v.to_local() if hasattr(v, "to_local") else v for k, v in each.items()}
+        for each in (got, want)
+    ]
     assert_state_equal(*plain)
 
 
@@ -232,7 +250,8 @@ def save_rank_local(folder):
     assert [linked for _, linked in index.use_of_files()] == [False, True]
 
 
-# --- what the caller says ----------------------------------------------------------------------------
+# --- what the caller says
+# ----------------------------------------------------------------------------
 
 
 def test_of_what_is_frozen_only_the_first_block_is_compared(tmp_path):
@@ -244,7 +263,12 @@ def test_of_what_is_frozen_only_the_first_block_is_compared(tmp_path):
     assert_state_equal(load_rs(blank(state(1)), tmp_path / "2"), state(2))
     # Where the parent's save was not told so, it does not.
     save(changed, tmp_path / "3", parent=tmp_path / "1")
-    save(changed | {"frozen": state()["frozen"]}, tmp_path / "4", parent=tmp_path / "3", reuse=["froz*", "x"])
+    save(
+        changed | {"frozen": state()["frozen"]},
+        tmp_path / "4",
+        parent=tmp_path / "3",
+        reuse=["froz*", "x"],
+    )
     assert_state_equal(load_rs(blank(state(1)), tmp_path / "3"), changed)
     assert_state_equal(load_rs(blank(state(1)), tmp_path / "4"), state(2))
     # Where it is wrong from the first block on, as after a step of training, it is.
@@ -299,7 +323,8 @@ def test_reuse_is_globs_or_a_module():
         RsWriter("x", reuse=[torch.ones(1)])
 
 
-# --- planners and ways to save -----------------------------------------------------------------------
+# --- planners and ways to save
+# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, RsSavePlanner])
@@ -315,7 +340,9 @@ def test_what_is_cast_is_compared_as_it_is_stored(tmp_path):
     for number, parent in ((1, None), (2, tmp_path / "1")):
         writer = RsWriter(tmp_path / str(number), parent=parent)
         values = {"w": torch.arange(700_000.0), "n": torch.tensor(float(number))}
-        dcp.save(values, storage_writer=writer, planner=RsSavePlanner(dtype=torch.bfloat16), no_dist=True)
+        dcp.save(
+            values, storage_writer=writer, planner=RsSavePlanner(dtype=torch.bfloat16), no_dist=True
+        )
     assert writer.report.bytes_reused == 1_400_000
     with dcp_rs.open(tmp_path / "2", verify=True) as checkpoint:
         assert torch.equal(checkpoint["w"], torch.arange(700_000.0).bfloat16())
@@ -342,7 +369,8 @@ def test_a_save_over_its_own_parent(tmp_path):
     assert {file.name[:9] for file in tmp_path.glob("g*")} == {"g00000002"}
 
 
-# --- parents that cannot be used ---------------------------------------------------------------------
+# --- parents that cannot be used
+# ---------------------------------------------------------------------
 
 
 def break_nothing(path):
@@ -371,7 +399,9 @@ def test_a_parent_that_cannot_be_used_is_named_and_all_is_written(tmp_path, harm
     one, two = tmp_path / "one", tmp_path / "two"
     save(state(1), one)
     harm(one)
-    with pytest.warns(UserWarning, match=r"what could be reused of .*one is written to .*two: .*") as said:
+    with pytest.warns(
+        UserWarning, match=r"what could be reused of .*one is written to .*two: .*"
+    ) as said:
         written, reused = save(state(2), two, parent=one)
     (reason,) = (str(each.message) for each in said if "could be reused" in str(each.message))
     assert str(one) in reason.split(": ", 1)[1] or harm is break_kind
@@ -425,7 +455,8 @@ def test_where_links_cannot_be_made_all_is_written(tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- what else knows of it ---------------------------------------------------------------------------
+# --- what else knows of it
+# ---------------------------------------------------------------------------
 
 
 def test_conversions_copies_of_the_index_and_cleaning_know_of_links(tmp_path):

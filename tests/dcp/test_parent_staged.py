@@ -1,6 +1,7 @@
 """What was frozen when one save was staged says nothing of the next through the same writer.
 
-A save that failed left its names with the writer. The module was trained since, and the next save took the parent's bytes for tensors that had changed.
+A save that failed left its names with the writer. The module was trained since, and the next save
+took the parent's bytes for tensors that had changed.
 """
 
 import pickle
@@ -50,11 +51,15 @@ def assert_saved_anew(writer, module):
     assert writer.report.bytes_reused == 0
 
 
-@pytest.mark.parametrize("method", ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"])
+@pytest.mark.parametrize(
+    "method", ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"]
+)
 def test_after_a_save_that_failed(tmp_path, module, method):
     writer = writer_to(tmp_path / "child", module)
     with pytest.raises(CheckpointException):
-        dcp.async_save(save_of(module), storage_writer=writer, planner=FailingSavePlanner(method)).result(60)
+        dcp.async_save(
+            save_of(module), storage_writer=writer, planner=FailingSavePlanner(method)
+        ).result(60)
     train(module)
     assert_saved_anew(writer, module)
 
@@ -82,7 +87,9 @@ def test_after_a_save_in_another_process(tmp_path, module):
 def test_a_writer_whose_save_failed_takes_nothing_to_another_process(tmp_path, module, method):
     writer = writer_to(tmp_path / "child", module)
     with pytest.raises(CheckpointException):
-        dcp.async_save(save_of(module), storage_writer=writer, planner=FailingSavePlanner(method)).result(60)
+        dcp.async_save(
+            save_of(module), storage_writer=writer, planner=FailingSavePlanner(method)
+        ).result(60)
     train(module)
     assert_saved_anew(pickle.loads(pickle.dumps(writer)), module)
 

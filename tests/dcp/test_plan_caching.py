@@ -22,7 +22,12 @@ def forget_plans_of_torch():
 
 
 def save_by_torch(writer, state, **options):
-    dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True), **options)
+    dcp.save(
+        state,
+        storage_writer=writer,
+        planner=DefaultSavePlanner(enable_plan_caching=True),
+        **options,
+    )
 
 
 def test_plans_that_torch_remembers_of_a_writer_of_its_own(tmp_path):
@@ -48,7 +53,8 @@ def test_plans_that_torch_remembers_outlive_a_save_that_failed(tmp_path):
             patch.setattr(RsWriter, method, fail_to_write)
             with pytest.raises(CheckpointException, match="disk full"):
                 save_by_torch(RsWriter(tmp_path / "failed"), {"w": torch.ones(3)}, no_dist=True)
-        # After a writer that never wrote what it was told to, what torch remembers has no items: an error, and no empty checkpoint.
+        # After a writer that never wrote what it was told to, what torch remembers has no items: an
+        # error, and no empty checkpoint.
         if method == "write_data":
             with pytest.raises(CheckpointException, match="was not told"):
                 save_by_torch(RsWriter(tmp_path / "1"), {"w": torch.ones(3)}, no_dist=True)

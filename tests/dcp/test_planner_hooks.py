@@ -1,7 +1,8 @@
 """Every method that a user may override in torch's planners, overridden in ours: the same body does the same.
 
-Each body stands in a subclass, on one object, in the class itself, or in a planner that wraps another; each time stock does it too, and
-what was loaded or saved, and what the body saw, has to agree. The methods are found in the installed torch: one that is new there fails
+Each body stands in a subclass, on one object, in the class itself, or in a planner that wraps
+another; each time stock does it too, and what was loaded or saved, and what the body saw, has to
+agree. The methods are found in the installed torch: one that is new there fails
 `test_no_method_is_forgotten` until it has a body in `support.hook_bodies`.
 """
 
@@ -76,7 +77,11 @@ def folders(tmp_path_factory):
 
 
 def cases(table):
-    return [pytest.param(name, body, id=f"{name}-{body.__name__}") for name, bodies in table.items() for body in bodies]
+    return [
+        pytest.param(name, body, id=f"{name}-{body.__name__}")
+        for name, bodies in table.items()
+        for body in bodies
+    ]
 
 
 def outcome(planner, run):
@@ -96,7 +101,8 @@ def load_with(reader, planner):
     return got, {key: made[key] for key in sorted(made)}
 
 
-#: torch takes a state dict that lacks a name of the checkpoint for one of torch 2.3, flattens it anew, and so undoes the filter (docs/differences.md).
+#: torch takes a state dict that lacks a name of the checkpoint for one of torch 2.3, flattens it
+#: anew, and so undoes the filter (docs/differences.md).
 FILTERS = {set_up_and_forget: ("w",), plan_with_a_smaller_state: ("nest", "t")}
 
 
@@ -157,7 +163,9 @@ def save_with(path, writer, reader, planner):
 def test_saves_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
     stock = partial(save_with, tmp_path / "stock", dcp.FileSystemWriter, dcp.FileSystemReader)
     ours = partial(save_with, tmp_path / "ours", RsWriter, RsReader)
-    stock_by_ours = partial(save_with, tmp_path / "mixed", dcp.FileSystemWriter, dcp.FileSystemReader)
+    stock_by_ours = partial(
+        save_with, tmp_path / "mixed", dcp.FileSystemWriter, dcp.FileSystemReader
+    )
     with monkeypatch.context() as patch:
         want = outcome(way(DefaultSavePlanner, name, body, patch), stock)
     for run in (ours, stock_by_ours):
@@ -209,7 +217,9 @@ def sharded_blank():
                 shape=value.shape,
                 stride=value.stride(),
             )
-        return {k: empty(v) for k, v in value.items()} if isinstance(value, dict) else blank_of(value)
+        return (
+            {k: empty(v) for k, v in value.items()} if isinstance(value, dict) else blank_of(value)
+        )
 
     return empty(sharded_state())
 
@@ -244,7 +254,9 @@ def hooks_on_two_ranks(path, ways, kind):
     if kind == "loads":
         dcp_rs.save(sharded_state(), path / "ours", fsync=False)
         dcp.save(sharded_state(), storage_writer=dcp.FileSystemWriter(path / "stock"))
-    for number, (way, name, body) in enumerate((w, n, b) for w in ways for n, bodies in table.items() for b in bodies):
+    for number, (way, name, body) in enumerate(
+        (w, n, b) for w in ways for n, bodies in table.items() for b in bodies
+    ):
         if kind == "loads":
             stock, ours = (
                 partial(load_sharded, dcp.FileSystemReader(path / "stock")),
@@ -252,8 +264,12 @@ def hooks_on_two_ranks(path, ways, kind):
             )
             bases = DefaultLoadPlanner, RsLoadPlanner
         else:
-            stock = partial(save_sharded, path / f"stock{number}", dcp.FileSystemWriter, dcp.FileSystemReader)
-            ours = partial(save_sharded, path / f"ours{number}", partial(RsWriter, fsync=False), RsReader)
+            stock = partial(
+                save_sharded, path / f"stock{number}", dcp.FileSystemWriter, dcp.FileSystemReader
+            )
+            ours = partial(
+                save_sharded, path / f"ours{number}", partial(RsWriter, fsync=False), RsReader
+            )
             bases = DefaultSavePlanner, RsSavePlanner
         want = of_all_ranks(outcome(way(bases[0], name, body, None), stock))
         got = of_all_ranks(outcome(way(bases[1], name, body, None), ours))

@@ -38,7 +38,8 @@ def load(path, template, planner):
     return template
 
 
-# --- planners --------------------------------------------------------------------------------------
+# --- planners
+# --------------------------------------------------------------------------------------
 
 
 class AllocatingPlanner(DefaultLoadPlanner):
@@ -187,7 +188,8 @@ def test_a_save_planner_may_change_the_dtype(ckpt):
     assert torch.equal(got["w"], NUMBERS)
 
 
-# --- destinations ----------------------------------------------------------------------------------
+# --- destinations
+# ----------------------------------------------------------------------------------
 
 
 def filled_like_stock(saved, make):
@@ -226,7 +228,9 @@ def offset():
 
 
 @pytest.mark.parametrize(
-    "make", [columns, every_other_column, transposed, inner_of_three, offset], ids=lambda f: f.__name__
+    "make",
+    [columns, every_other_column, transposed, inner_of_three, offset],
+    ids=lambda f: f.__name__,
 )
 def test_strided_destinations(saved, make):
     view, base = filled_like_stock(saved, make)
@@ -279,7 +283,9 @@ def test_an_expanded_destination_is_refused(saved, dtype):
     template = torch.zeros(1, 8, dtype=dtype).expand(6, 8)
     with pytest.raises(CheckpointException):
         load_stock({"w": template}, saved / "stock")
-    with pytest.raises(CheckpointException, match="several elements in one place of memory") as raised:
+    with pytest.raises(
+        CheckpointException, match="several elements in one place of memory"
+    ) as raised:
         load_rs({"w": template}, saved / "ours")
     error = pickle.loads(pickle.dumps(raised.value.failures[0][0]))
     assert type(error) is PlanError
@@ -309,10 +315,14 @@ def test_any_strided_destination(tmp_path_factory, dtype, shape, data):
     steps = [data.draw(st.integers(1, 3)) for _ in shape]
     starts = [data.draw(st.integers(0, 2)) for _ in shape]
     order = data.draw(st.permutations(range(len(shape))))
-    outer = [start + size * step + 1 for start, size, step in zip(starts, shape, steps, strict=True)]
+    outer = [
+        start + size * step + 1 for start, size, step in zip(starts, shape, steps, strict=True)
+    ]
     want = random_tensor(shape, dtype, seed=3)
     base = random_tensor(tuple(outer[d] for d in order), dtype, seed=4)
-    before = base.view(torch.uint8).clone().view(dtype)  # older torch cannot copy its youngest dtypes
+    before = (
+        base.view(torch.uint8).clone().view(dtype)
+    )  # older torch cannot copy its youngest dtypes
 
     def view(tensor):
         tensor = tensor.permute([order.index(d) for d in range(len(shape))])
@@ -337,7 +347,8 @@ def _copies(dtype):
     return True
 
 
-# --- both sides of a nested state ------------------------------------------------------------------
+# --- both sides of a nested state
+# ------------------------------------------------------------------
 
 
 def test_a_planner_for_every_load_and_save(tmp_path):

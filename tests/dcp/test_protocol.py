@@ -14,7 +14,10 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
+from torch.distributed.checkpoint.state_dict_loader import (
+    _load_state_dict,
+    _load_state_dict_from_keys,
+)
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
@@ -37,7 +40,8 @@ def two(tmp_path):
     return paths, states
 
 
-# --- what torch looks at ---------------------------------------------------------------------------
+# --- what torch looks at
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [RsReader, RsWriter])
@@ -117,7 +121,8 @@ def test_the_checkpoint_id_of_load_and_save_replaces_the_path(two, tmp_path):
     assert_state_equal(load_rs(blank(want), tmp_path / "third"), want)
 
 
-# --- one object, used again ------------------------------------------------------------------------
+# --- one object, used again
+# ------------------------------------------------------------------------
 
 
 def test_a_reader_serves_one_load_after_another(two):
@@ -209,7 +214,8 @@ def test_threads_share_a_reader(two):
     assert failures == []
 
 
-# --- torch's own ways to load ----------------------------------------------------------------------
+# --- torch's own ways to load
+# ----------------------------------------------------------------------
 
 
 def test_the_deprecated_name_works(two):
@@ -238,7 +244,9 @@ def test_an_empty_template_is_filled_with_the_whole_checkpoint(tmp_path):
     want = nested_state()
     save_rs(want, tmp_path)
     got = {}
-    _load_state_dict(got, storage_reader=RsReader(tmp_path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    _load_state_dict(
+        got, storage_reader=RsReader(tmp_path), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
     assert_state_equal(got, want | {"buffers": got["buffers"]})
     assert_state_equal(list(got["buffers"]), want["buffers"])
 
@@ -291,10 +299,14 @@ def test_our_save_and_load_take_the_options_of_writer_and_reader(ckpt):
     want = nested_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        metadata = dcp_rs.save(want, ckpt, planner=DefaultSavePlanner(), fsync=False, io="buffered", no_dist=True)
+        metadata = dcp_rs.save(
+            want, ckpt, planner=DefaultSavePlanner(), fsync=False, io="buffered", no_dist=True
+        )
         got = blank(want)
         dcp_rs.load(got, ckpt, planner=DefaultLoadPlanner(), verify=True, io="buffered")
-    assert set(metadata.state_dict_metadata) == set(RsReader(ckpt).read_metadata().state_dict_metadata)
+    assert set(metadata.state_dict_metadata) == set(
+        RsReader(ckpt).read_metadata().state_dict_metadata
+    )
     assert_state_equal(got, want)
     with pytest.raises(TypeError):
         dcp_rs.save(want, ckpt, no_such_option=1)
@@ -342,7 +354,10 @@ def test_reading_before_anything_was_saved(ckpt):
 
 def test_elements_that_a_job_cuts_come_whole(ckpt):
     """In stock's files tensors begin at any byte. Where a job ended within an element, all that followed was bytes too early."""
-    want = {"odd": torch.ones(3, dtype=torch.uint8), "long": torch.arange(1 << 20, dtype=torch.float32)}
+    want = {
+        "odd": torch.ones(3, dtype=torch.uint8),
+        "long": torch.arange(1 << 20, dtype=torch.float32),
+    }
     dcp.save(want, checkpoint_id=ckpt, no_dist=True)
     got = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
     dcp_rs.load(got, ckpt, no_dist=True)

@@ -99,11 +99,15 @@ def save_again_after_a_failure(path):
 def errors_of(size, function, *args):
     """The errors of all ranks, none of which may be missing or a time-out."""
     errors = [outcome.error for outcome in rank_outcomes(size, function, *args, timeout=30)]
-    assert all(isinstance(e, DcpRsError | CheckpointException | OSError | ValueError) for e in errors), errors
+    assert all(
+        isinstance(e, DcpRsError | CheckpointException | OSError | ValueError) for e in errors
+    ), errors
     return errors
 
 
-@pytest.mark.parametrize("method", ["create_local_plan", "finish_plan", "resolve_tensor", "commit_tensor"])
+@pytest.mark.parametrize(
+    "method", ["create_local_plan", "finish_plan", "resolve_tensor", "commit_tensor"]
+)
 def test_a_planner_that_raises_on_one_rank(saved, method):
     planner = RaisingLoadPlanner(method, ValueError("one rank only"))
     own, others = reversed(errors_of(2, load_with, saved, planner)), []
@@ -204,7 +208,8 @@ def load_x1_on_rank_zero(path):
     dcp_rs.load({name: torch.zeros(1000).long()}, path)
 
 
-# --- saving ----------------------------------------------------------------------------------------
+# --- saving
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_failed_save_leaves_no_files_and_the_old_checkpoint(ckpt):

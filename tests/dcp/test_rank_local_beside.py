@@ -16,7 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.engine import load as loading
-from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptIndexError, StorageError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CorruptIndexError,
+    StorageError,
+)
 from support import rank_outcomes, run_ranks
 from support.both import HAS_RANK_LOCAL
 
@@ -58,7 +63,9 @@ def beside(ckpt, tmp_path):
     for file in (tmp_path / "kept").iterdir():
         if not (ckpt / file.name).exists():
             shutil.copy(file, ckpt)
-    assert {"index.dcprs", "__0.index.dcprs", "__1.index.dcprs"} <= {file.name for file in ckpt.iterdir()}
+    assert {"index.dcprs", "__0.index.dcprs", "__1.index.dcprs"} <= {
+        file.name for file in ckpt.iterdir()
+    }
     return ckpt
 
 
@@ -82,12 +89,18 @@ def load_where_one_fails(how, path, error):
 @pytest.mark.parametrize("how", [OURS, TORCHS])
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.EIO, "Input/output error"), CorruptIndexError("damaged"), StorageError("status 503")],
+    [
+        OSError(errno.EIO, "Input/output error"),
+        CorruptIndexError("damaged"),
+        StorageError("status 503"),
+    ],
     ids=lambda error: type(error).__name__,
 )
 def test_a_rank_that_cannot_read_it_does_not_take_its_own(beside, how, error):
     for outcome in rank_outcomes(2, load_where_one_fails, how, beside, error):
-        assert isinstance(outcome.error, CheckpointException if how == TORCHS else type(error)), outcome
+        assert isinstance(outcome.error, CheckpointException if how == TORCHS else type(error)), (
+            outcome
+        )
 
 
 @pytest.mark.parametrize("how", [OURS, TORCHS])
@@ -150,4 +163,6 @@ def test_ranks_agree_on_which_of_the_two_it_is(ckpt, tmp_path, how):
         return
     for outcome in outcomes:
         assert isinstance(outcome.error, CheckpointException), outcome
-        assert {type(error) for error, _ in outcome.error.failures.values()} == {CheckpointReplacedError}
+        assert {type(error) for error, _ in outcome.error.failures.values()} == {
+            CheckpointReplacedError
+        }

@@ -75,7 +75,9 @@ def load_cell(folder, step, how, group=None, *, planned=False):
         return dcp_rs.load_state_dict(state, RsReader(path, **options), planner=planner)
     if how in ("all", "node"):
         options |= {"replicas": how, "max_inflight_bytes": 1 << 18}
-    return dcp_rs.load(state, path, planner=planner, process_group=group, no_dist=how == "no_dist", **options)
+    return dcp_rs.load(
+        state, path, planner=planner, process_group=group, no_dist=how == "no_dist", **options
+    )
 
 
 def save_cell(path, step, how):
@@ -100,7 +102,9 @@ def save_cell(path, step, how):
 def optim_cell(folder, step, how):
     model = torch.nn.Linear(30, 20)
     other = torch.nn.Linear(30, 21 if step == "plan" else 20)
-    optimizer = torch.optim.SGD((other if step == "optimizer" else model).parameters(), momentum=0.5)
+    optimizer = torch.optim.SGD(
+        (other if step == "optimizer" else model).parameters(), momentum=0.5
+    )
     extra = {"s": Breaks(step)}
     if how == "save":
         return save_training_state(folder / "new", model, optimizer, extra, fsync=False)
@@ -110,7 +114,12 @@ def optim_cell(folder, step, how):
 
 def prepare(folder):
     """The checkpoints that are loaded; one of them is damaged in its data."""
-    state = {"w": torch.arange(float(BIG)), "own": torch.ones(10), "s": {"value": torch.ones(3)}, "bad": Path("x")}
+    state = {
+        "w": torch.arange(float(BIG)),
+        "own": torch.ones(10),
+        "s": {"value": torch.ones(3)},
+        "bad": Path("x"),
+    }
     dcp_rs.save(state, folder / "whole", no_dist=True, fsync=False)
     shutil.copytree(folder / "whole", folder / "damaged", copy_function=shutil.copy2)
     (data,) = (folder / "damaged").glob("*.safetensors")
@@ -120,7 +129,9 @@ def prepare(folder):
     data.write_bytes(raw)
     model = torch.nn.Linear(30, 20)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
-    save_training_state(folder / "training", model, optimizer, {"s": Breaks(None)}, no_dist=True, fsync=False)
+    save_training_state(
+        folder / "training", model, optimizer, {"s": Breaks(None)}, no_dist=True, fsync=False
+    )
 
 
 def cells_of(folder, culprit):  # noqa: C901 - a table
@@ -160,11 +171,19 @@ def cells_of(folder, culprit):  # noqa: C901 - a table
         for how in ("save", "async_save", *(("dcp.save",) if step in TORCHS else ())):
             path = folder / f"{how}-{step}"
             kind = CheckpointException if how == "dcp.save" else error
-            add(f"{how}: {step}", lambda here=here, how=how, path=path: save_cell(path, here, how), kind)
+            add(
+                f"{how}: {step}",
+                lambda here=here, how=how, path=path: save_cell(path, here, how),
+                kind,
+            )
     for step, error in {"state_dict": MishapError, "optimizer": PlanError}.items():
         here = step if mine else None
         add(f"optim save: {step}", lambda here=here: optim_cell(folder, here, "save"), error)
-    for step, error in {"metadata": CheckpointNotFoundError, "plan": PlanError, "load_state_dict": MishapError}.items():
+    for step, error in {
+        "metadata": CheckpointNotFoundError,
+        "plan": PlanError,
+        "load_state_dict": MishapError,
+    }.items():
         here = step if mine else None
         add(f"optim load: {step}", lambda here=here: optim_cell(folder, here, "load"), error)
     return cells, expected
@@ -208,7 +227,9 @@ def die(folder, culprit, entry, step):
     if entry == "save":
         dcp_rs.save(state, folder / "new", planner=SaveBreaks(here, "killed"), fsync=False)
     elif entry == "async_save":
-        dcp_rs.async_save(state, folder / "new", planner=SaveBreaks(here, "killed"), fsync=False).result(60)
+        dcp_rs.async_save(
+            state, folder / "new", planner=SaveBreaks(here, "killed"), fsync=False
+        ).result(60)
     else:
         options = {"replicas": "all", "max_inflight_bytes": 1 << 18} if entry == "all" else {}
         planner = RsLoadPlanner() if step == "exchange" else LoadBreaks(here, "killed")
@@ -218,7 +239,12 @@ def die(folder, culprit, entry, step):
 DEATHS = [
     (entry, step, culprit)
     for entry in ("load", "all", "save", "async_save")
-    for step in ("state_dict", "set_up_planner", "finish_plan", *(["exchange"] if entry == "all" else []))
+    for step in (
+        "state_dict",
+        "set_up_planner",
+        "finish_plan",
+        *(["exchange"] if entry == "all" else []),
+    )
     for culprit in (0, 2)
 ]
 #: One of each kind runs always.
@@ -228,7 +254,10 @@ OFTEN = [("all", "exchange", 1), ("save", "finish_plan", 0)]
 @pytest.mark.filterwarnings("ignore:value 'bad'")
 @pytest.mark.parametrize(
     ("entry", "step", "culprit"),
-    [*OFTEN, *(pytest.param(*death, marks=pytest.mark.slow) for death in DEATHS if death not in OFTEN)],
+    [
+        *OFTEN,
+        *(pytest.param(*death, marks=pytest.mark.slow) for death in DEATHS if death not in OFTEN),
+    ],
 )
 def test_a_rank_that_is_killed_is_missed_by_all(tmp_path, entry, step, culprit):
     prepare(tmp_path)

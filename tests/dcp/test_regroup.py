@@ -9,7 +9,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import dcp_rs
 from support import assert_state_equal, run_ranks
 
-WHOLE = {"even": torch.arange(8.0), "uneven": torch.arange(15.0).reshape(5, 3), "strided": torch.arange(16.0)}
+WHOLE = {
+    "even": torch.arange(8.0),
+    "uneven": torch.arange(15.0).reshape(5, 3),
+    "strided": torch.arange(16.0),
+}
 
 
 def shards(mesh, whole, placements):
@@ -17,17 +21,28 @@ def shards(mesh, whole, placements):
     (at,) = mesh.get_coordinate()
     cut = {}
     for name, tensor in whole.items():
-        if name == "strided":  # every second block of rows: split in 4, of which a rank holds one of each half
+        if (
+            name == "strided"
+        ):  # every second block of rows: split in 4, of which a rank holds one of each half
             local = tensor.view(2, 2, -1)[:, at].reshape(-1, *tensor.shape[1:])
         else:
             local = tensor.chunk(2)[at]
         cut[name] = DTensor.from_local(
-            local.clone(), mesh, placements[name], run_check=False, shape=tensor.shape, stride=tensor.stride()
+            local.clone(),
+            mesh,
+            placements[name],
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
     return cut
 
 
-PLACEMENTS = {"even": [Shard(0)], "uneven": [Shard(0)], "strided": [_StridedShard(0, split_factor=2)]}
+PLACEMENTS = {
+    "even": [Shard(0)],
+    "uneven": [Shard(0)],
+    "strided": [_StridedShard(0, split_factor=2)],
+}
 
 
 def save_and_load_as_two_ranks(path):
@@ -37,13 +52,19 @@ def save_and_load_as_two_ranks(path):
         if turn:
             # As after an elastic restart within the process.
             dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2
+            )
         meshes.append(init_device_mesh("cpu", (2,)))
         assert tuple(meshes[-1].get_coordinate()) == (rank,)
         states.append(shards(meshes[-1], WHOLE, PLACEMENTS))
         dcp_rs.save(states[-1], f"{path}/{turn}")
         for source in range(turn + 1):
-            got = shards(meshes[-1], {name: torch.full_like(whole, -1) for name, whole in WHOLE.items()}, PLACEMENTS)
+            got = shards(
+                meshes[-1],
+                {name: torch.full_like(whole, -1) for name, whole in WHOLE.items()},
+                PLACEMENTS,
+            )
             dcp_rs.load(got, f"{path}/{source}")
             assert_state_equal(got, states[-1])
     assert meshes[0] == meshes[1]
@@ -52,7 +73,8 @@ def save_and_load_as_two_ranks(path):
     both = {"then": states[0]["even"], "now": states[1]["even"]}
     dcp_rs.save(both, f"{path}/both")
     got = {
-        name: DTensor.from_local(torch.zeros(4), t.device_mesh, [Shard(0)], run_check=False) for name, t in both.items()
+        name: DTensor.from_local(torch.zeros(4), t.device_mesh, [Shard(0)], run_check=False)
+        for name, t in both.items()
     }
     dcp_rs.load(got, f"{path}/both")
     assert_state_equal(got, both)

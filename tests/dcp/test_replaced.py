@@ -99,7 +99,9 @@ def test_a_partial_load_that_is_overtaken_says_so(ckpt, hook):
     """It does not begin again: what the new checkpoint lacks would keep what was read from the old one."""
     save(ckpt, 2)
     with pytest.raises(CheckpointReplacedError):
-        dcp_rs.load(template(), ckpt, no_dist=True, allow_partial_load=True, **{hook: overtaking(ckpt, [4])})
+        dcp_rs.load(
+            template(), ckpt, no_dist=True, allow_partial_load=True, **{hook: overtaking(ckpt, [4])}
+        )
 
 
 def test_a_load_that_is_always_overtaken_gives_up(ckpt):
@@ -111,7 +113,12 @@ def test_a_load_that_is_always_overtaken_gives_up(ckpt):
 def test_the_protocol_of_torch_reports_it(ckpt):
     save(ckpt, 2)
     with pytest.raises(CheckpointException) as raised:
-        dcp.load(template(), storage_reader=RsReader(ckpt), no_dist=True, planner=Replacing(ckpt, "after the plan", 1))
+        dcp.load(
+            template(),
+            storage_reader=RsReader(ckpt),
+            no_dist=True,
+            planner=Replacing(ckpt, "after the plan", 1),
+        )
     assert type(raised.value.failures[0][0]) is CheckpointReplacedError
 
 

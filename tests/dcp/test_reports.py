@@ -77,12 +77,19 @@ def test_a_load_tells_which_way_the_bytes_came(ckpt, dtype, caplog):
         caplog.clear()
         planner = RsLoadPlanner(dtype_policy="cast")
         with caplog.at_level(logging.DEBUG, logger="dcp_rs"):
-            report = dcp_rs.load({"w": torch.zeros(300_000, dtype=dtype)}, ckpt, no_dist=True, planner=planner, io=io)
+            report = dcp_rs.load(
+                {"w": torch.zeros(300_000, dtype=dtype)}, ckpt, no_dist=True, planner=planner, io=io
+            )
         assert report.bytes_read == 1_200_000
         if io != "auto":  # which takes what this file system is best at
-            assert (report.bytes_mapped, report.bytes_direct) == (1_200_000 if io == "mmap" else 0, 0)
+            assert (report.bytes_mapped, report.bytes_direct) == (
+                1_200_000 if io == "mmap" else 0,
+                0,
+            )
         assert report.requests >= 1
-        (line,) = [record.getMessage() for record in caplog.records if "requests" in record.getMessage()]
+        (line,) = [
+            record.getMessage() for record in caplog.records if "requests" in record.getMessage()
+        ]
         assert line.startswith(f"io='{io}': of 1.20 MB, ")
 
 
@@ -143,7 +150,9 @@ def test_the_log_has_a_line_for_each(ckpt, caplog):
     caplog.clear()
     with caplog.at_level(logging.DEBUG, logger="dcp_rs"):
         dcp_rs.load(blank(), ckpt, no_dist=True)
-    assert {"metadata", "plan", "read"} <= {record.getMessage().split()[0] for record in caplog.records}
+    assert {"metadata", "plan", "read"} <= {
+        record.getMessage().split()[0] for record in caplog.records
+    }
     caplog.clear()
     dcp_rs.load(blank(), ckpt, no_dist=True)
     assert not [record for record in caplog.records if record.name == "dcp_rs"]
@@ -170,7 +179,11 @@ def load_with_logs(path):
     finally:  # the process serves other tests
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-    return lines["INFO"], [line for line in lines["DEBUG"] if line in ("saved", "loaded")], report.bytes_wanted
+    return (
+        lines["INFO"],
+        [line for line in lines["DEBUG"] if line in ("saved", "loaded")],
+        report.bytes_wanted,
+    )
 
 
 def test_one_rank_speaks_for_all(ckpt):
@@ -184,7 +197,10 @@ def save_in_the_background(path):
     """What two saves, one after the other, say of themselves on this rank."""
     said = []
     for size in (1000, 5000):
-        state = {"all": torch.ones(10), f"of {dist.get_rank()}": torch.ones(size * (1 + dist.get_rank()))}
+        state = {
+            "all": torch.ones(10),
+            f"of {dist.get_rank()}": torch.ones(size * (1 + dist.get_rank())),
+        }
         future = dcp_rs.async_save(state, f"{path}/{size}")
         assert not future.cancel()
         future.result(150)
@@ -234,7 +250,9 @@ def test_every_report_is_of_plain_types_and_tells_its_speed(ckpt, tmp_path):
     for report in timed:
         assert report.to_dict()["gb_per_second"] == report.gb_per_second > 0
         assert "gb_per_second=" in repr(report)
-    assert cast.to_dict()["dtype_mismatched"] == [{"name": "w", "expected": "torch.bfloat16", "got": "torch.float32"}]
+    assert cast.to_dict()["dtype_mismatched"] == [
+        {"name": "w", "expected": "torch.bfloat16", "got": "torch.float32"}
+    ]
 
 
 def test_what_a_save_returns_prints_its_report(tmp_path):

@@ -1,7 +1,7 @@
 """A planner may make every item that it resolves in the same memory: stock's writer has written one before it asks for the next.
 
-All items were resolved before the first was written: of four tensors, each cast into the planner's one buffer, the checkpoint held the last four times,
-and its digests were right.
+All items were resolved before the first was written: of four tensors, each cast into the planner's
+one buffer, the checkpoint held the last four times, and its digests were right.
 """
 
 import pytest
@@ -50,7 +50,12 @@ def cast(buffer, tensor):
 
 
 def transposed(buffer, tensor):
-    return buffer[: tensor.numel()].view(tensor.shape[::-1]).permute(*reversed(range(tensor.dim()))).copy_(tensor)
+    return (
+        buffer[: tensor.numel()]
+        .view(tensor.shape[::-1])
+        .permute(*reversed(range(tensor.dim())))
+        .copy_(tensor)
+    )
 
 
 def by_the_handle(buffer, tensor):
@@ -65,13 +70,21 @@ def from_numpy(buffer, tensor):
 
 @pytest.mark.parametrize(
     ("way", "through"),
-    [*((way, cast) for way in WAYS), *((in_a_subclass, other) for other in (transposed, by_the_handle, from_numpy))],
+    [
+        *((way, cast) for way in WAYS),
+        *((in_a_subclass, other) for other in (transposed, by_the_handle, from_numpy)),
+    ],
 )
 @pytest.mark.parametrize("base", BASES)
 def test_what_is_resolved_is_written_as_it_was(ckpt, monkeypatch, base, way, through):
     with monkeypatch.context() as patch:
         planner = way(DefaultSavePlanner, "transform_object", in_one_buffer(through), patch)
-        dcp.save(state(), storage_writer=dcp.FileSystemWriter(ckpt / "stock"), planner=planner, no_dist=True)
+        dcp.save(
+            state(),
+            storage_writer=dcp.FileSystemWriter(ckpt / "stock"),
+            planner=planner,
+            no_dist=True,
+        )
     with monkeypatch.context() as patch:
         planner = way(base, "transform_object", in_one_buffer(through), patch)
         dcp.save(state(), storage_writer=RsWriter(ckpt / "ours"), planner=planner, no_dist=True)
@@ -131,7 +144,11 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        copies = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+        copies = {
+            torch.ops.aten.clone.default,
+            torch.ops.aten._to_copy.default,
+            torch.ops.aten.copy_.default,
+        }
         self.count += func in copies and made.numel() == self.elements
         return made
 
@@ -145,7 +162,12 @@ def test_what_is_the_state_dicts_own_is_not_copied(ckpt, monkeypatch, way, base)
         "parameter": torch.nn.Parameter(torch.ones(7, 11)),
         "nested": [torch.ones(11, 7)],
     }
-    planner = way(base, "transform_object", lambda before, planner, item, value: before(item, value), monkeypatch)
+    planner = way(
+        base,
+        "transform_object",
+        lambda before, planner, item, value: before(item, value),
+        monkeypatch,
+    )
     with Copies(77) as copies:
         dcp.save(dict(values), storage_writer=RsWriter(ckpt), planner=planner, no_dist=True)
     assert copies.count == 0

@@ -9,7 +9,9 @@ from dcp_rs import RsSavePlanner
 from support import assert_state_equal
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+)
 def test_floating_tensors_are_cast(ckpt, dtype):
     state = {
         "f": torch.linspace(-2, 2, 4096).reshape(64, 64),
@@ -49,7 +51,9 @@ def test_strided_and_conjugated_tensors_take_bounded_memory(ckpt):
 def test_casts_reach_other_writers(tmp_path):
     state = {"f": torch.ones(3), "i": torch.arange(2)}
     planner = RsSavePlanner(dtype=torch.bfloat16, exclude="nothing*")
-    metadata = dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True)
+    metadata = dcp.save(
+        state, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True
+    )
     assert metadata.state_dict_metadata["f"].properties.dtype == torch.bfloat16
     got = {"f": torch.zeros(3, dtype=torch.bfloat16), "i": torch.zeros(2, dtype=torch.int64)}
     dcp.load(got, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
@@ -69,7 +73,9 @@ def test_types_of_eight_bits_stay(ckpt, tmp_path):
         "turned": weight.to(torch.float8_e5m2).t(),
         "scale": weight[0],
     }
-    want = {name: tensor.contiguous() for name, tensor in state.items()} | {"scale": weight[0].bfloat16()}
+    want = {name: tensor.contiguous() for name, tensor in state.items()} | {
+        "scale": weight[0].bfloat16()
+    }
     dcp_rs.save(state, ckpt, planner=RsSavePlanner(dtype=torch.bfloat16))
     with dcp_rs.open(ckpt) as checkpoint:
         assert_state_equal(dict(checkpoint), want)
@@ -78,6 +84,8 @@ def test_types_of_eight_bits_stay(ckpt, tmp_path):
     with dcp_rs.open(tmp_path / "cast") as checkpoint:
         assert_state_equal(dict(checkpoint), want)
     planner = RsSavePlanner(dtype=torch.bfloat16)
-    stored = dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "s"), planner=planner, no_dist=True)
+    stored = dcp.save(
+        state, storage_writer=dcp.FileSystemWriter(tmp_path / "s"), planner=planner, no_dist=True
+    )
     dtypes = {name: entry.properties.dtype for name, entry in stored.state_dict_metadata.items()}
     assert dtypes == {name: tensor.dtype for name, tensor in want.items()}

@@ -65,9 +65,18 @@ def test_all_ranks_write_what_the_coordinator_chose(ckpt, planner, caching):
 def test_one_process_alone_keeps_plans_too(ckpt, planner):
     for _ in range(3):
         writer = RsWriter(ckpt)
-        dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=planner(enable_plan_caching=True), no_dist=True)
+        dcp.save(
+            {"w": torch.ones(2)},
+            storage_writer=writer,
+            planner=planner(enable_plan_caching=True),
+            no_dist=True,
+        )
         (about,) = told_in(ckpt)
-        assert about["save_id"] == writer.save_id == RsReader(ckpt).read_metadata().storage_meta.save_id
+        assert (
+            about["save_id"]
+            == writer.save_id
+            == RsReader(ckpt).read_metadata().storage_meta.save_id
+        )
     assert about["generation"] == 3
 
 

@@ -46,7 +46,9 @@ def test_metadata_of_what_others_wrote_pickles_to_the_path_that_was_opened(tmp_p
     save_file({"w": torch.ones(3)}, tmp_path / "part.safetensors")
     torch.save({"x": torch.ones(4)}, tmp_path / "file.pt")
     for rank in range(2):
-        dcp.save({"r": torch.full((rank + 1,), 1.0)}, checkpoint_id=tmp_path / f"of{rank}", no_dist=True)
+        dcp.save(
+            {"r": torch.full((rank + 1,), 1.0)}, checkpoint_id=tmp_path / f"of{rank}", no_dist=True
+        )
         (tmp_path / f"of{rank}/.metadata").rename(tmp_path / f"of{rank}/__{rank}.metadata")
     for name, rank, size in [
         ("part.safetensors", None, {"w": (3,)}),

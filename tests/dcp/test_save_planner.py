@@ -14,7 +14,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.errors import PlanError, UnsafePickleError, UnsupportedError
-from support import assert_state_equal, blank, dtypes_state, nested_state, shapes_state, strange_names_state
+from support import (
+    assert_state_equal,
+    blank,
+    dtypes_state,
+    nested_state,
+    shapes_state,
+    strange_names_state,
+)
 
 
 def restored(template, path, **options):
@@ -45,19 +52,26 @@ def test_parameters_tied_weights_and_frozen_ones(ckpt):
     metadata = dcp_rs.save({"a": weight, "b": weight, "c": frozen}, ckpt)
     got = restored({"a": torch.zeros(4, 3), "b": torch.zeros(4, 3), "c": torch.zeros(2)}, ckpt)
     assert_state_equal(got, {"a": weight.detach(), "b": weight.detach(), "c": frozen.detach()})
-    flags = {fqn: entry.properties.requires_grad for fqn, entry in metadata.state_dict_metadata.items()}
+    flags = {
+        fqn: entry.properties.requires_grad for fqn, entry in metadata.state_dict_metadata.items()
+    }
     assert flags == {"a": True, "b": True, "c": False}
 
 
 def test_without_flattening(ckpt):
-    dcp_rs.save({"w": torch.ones(2), "d": {"x": 1}}, ckpt, planner=RsSavePlanner(flatten_state_dict=False))
+    dcp_rs.save(
+        {"w": torch.ones(2), "d": {"x": 1}}, ckpt, planner=RsSavePlanner(flatten_state_dict=False)
+    )
     with dcp_rs.open(ckpt) as checkpoint:
         assert checkpoint["d"] == {"x": 1}
         assert sorted(checkpoint.keys()) == ["d", "w"]
 
 
 def test_globs_choose_what_is_saved(ckpt):
-    state = {"model": {"w": torch.ones(1), "b": torch.ones(1)}, "optim": {"m": torch.ones(1), "lr": 1}}
+    state = {
+        "model": {"w": torch.ones(1), "b": torch.ones(1)},
+        "optim": {"m": torch.ones(1), "lr": 1},
+    }
     dcp_rs.save(state, ckpt, planner=RsSavePlanner(include="*.[wm]"))
     assert sorted(dcp_rs.open(ckpt).keys()) == ["model.w", "optim.m"]
     dcp_rs.save(state, ckpt, planner=RsSavePlanner(exclude=["optim.*"]))
@@ -95,7 +109,10 @@ class Config:
     width: int = 8
 
 
-SAVES = [dcp_rs.save, lambda state, path, **more: dcp.save(state, storage_writer=RsWriter(path), **more)]
+SAVES = [
+    dcp_rs.save,
+    lambda state, path, **more: dcp.save(state, storage_writer=RsWriter(path), **more),
+]
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -109,7 +126,8 @@ SAVES = [dcp_rs.save, lambda state, path, **more: dcp.save(state, storage_writer
 )
 def test_a_value_that_will_not_load_is_warned_of(ckpt, save, value, kind):
     with pytest.warns(
-        UserWarning, match=rf"value 'run\.config' \({kind}\) is saved, but will not load under weights_only=True"
+        UserWarning,
+        match=rf"value 'run\.config' \({kind}\) is saved, but will not load under weights_only=True",
     ):
         save({"run": {"config": value}}, ckpt, no_dist=True)
     with pytest.raises(UnsafePickleError):
@@ -172,7 +190,9 @@ class Counting(RsSavePlanner):
 
 class Renaming(RsSavePlanner):
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
-        super().set_up_planner({f"x_{k}": v for k, v in state_dict.items()}, storage_meta, is_coordinator)
+        super().set_up_planner(
+            {f"x_{k}": v for k, v in state_dict.items()}, storage_meta, is_coordinator
+        )
 
 
 def test_subclasses_get_items_where_they_ask_for_them(ckpt):

@@ -59,7 +59,10 @@ def save_wrongly(path, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("shape", r'"w": it is a tensor of float32 \[2\] on rank 0, and a tensor of float32 \[3\] on rank 1'),
+        (
+            "shape",
+            r'"w": it is a tensor of float32 \[2\] on rank 0, and a tensor of float32 \[3\] on rank 1',
+        ),
         ("kind", '"w": it is a tensor of float32'),
     ],
 )

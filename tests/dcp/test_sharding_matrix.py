@@ -39,7 +39,10 @@ def save_all(path):
             model, optimizer = start(kind, seed=3)
             train_step(model, [optimizer], 0)
             save_training_state(f"{path}/{kind}", model, optimizer, fsync=False)
-            dcp.save({"model": get_model_state_dict(model)}, storage_writer=RsWriter(f"{path}/{kind}-dcp", fsync=False))
+            dcp.save(
+                {"model": get_model_state_dict(model)},
+                storage_writer=RsWriter(f"{path}/{kind}-dcp", fsync=False),
+            )
         for kind in ("plain", "fsdp2", "ddp"):
             model, optimizer = start(kind, seed=3, tied=True)
             train_step(model, [optimizer], 0)
@@ -56,14 +59,20 @@ def scramble(model, optimizer):
 
 def stored(path, prefix):
     with dcp_rs.open(path) as checkpoint:
-        return {name[len(prefix) :]: checkpoint[name].clone() for name in checkpoint if name.startswith(prefix)}
+        return {
+            name[len(prefix) :]: checkpoint[name].clone()
+            for name in checkpoint
+            if name.startswith(prefix)
+        }
 
 
 def optimizer_state(model, optimizer):
     """The whole state of every parameter, by FQN."""
     flat = {}
     with quiet():
-        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+        state = get_optimizer_state_dict(
+            model, optimizer, options=StateDictOptions(full_state_dict=True)
+        )["state"]
     for fqn, values in state.items():
         flat |= {f"{fqn}.{name}": whole(value).cpu() for name, value in values.items()}
     return flat
@@ -76,25 +85,36 @@ def load_some(path, shift, kinds):
         for kind in kinds:
             at = KINDS.index(kind)
             model, optimizer = start(kind, seed=4)
-            for load, other in zip(loads, (kind, KINDS[(at + 1 + 2 * shift) % len(KINDS)]), strict=True):
+            for load, other in zip(
+                loads, (kind, KINDS[(at + 1 + 2 * shift) % len(KINDS)]), strict=True
+            ):
                 source = f"{path}/{other}"
                 scramble(model, optimizer)
                 report = load_training_state(source, model, optimizer)
                 assert report.missing == [], (kind, other)
                 assert_state_equal(whole_parameters(model), stored(source, "model."))
-                assert_state_equal(optimizer_state(model, optimizer), stored(source, "optim.state."))
+                assert_state_equal(
+                    optimizer_state(model, optimizer), stored(source, "optim.state.")
+                )
                 scramble(model, optimizer)
                 state = {"model": get_model_state_dict(model)}
                 load(state, f"{source}-dcp")
                 set_model_state_dict(model, state["model"])
                 assert_state_equal(whole_parameters(model), stored(source, "model."))
-        for kind, other in (("fsdp2", "plain"), ("plain", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")):
+        for kind, other in (
+            ("fsdp2", "plain"),
+            ("plain", "fsdp2"),
+            ("ddp", "fsdp2"),
+            ("fsdp2", "ddp"),
+        ):
             model, optimizer = start(kind, seed=4, tied=True)
             load_training_state(f"{path}/{other}-tied", model, optimizer)
             parameters = whole_parameters(model)
             assert_state_equal(parameters, stored(f"{path}/{other}-tied", "model."))
             assert_state_equal(parameters["head.weight"], parameters["embed.weight"])
-            assert_state_equal(optimizer_state(model, optimizer), stored(f"{path}/{other}-tied", "optim.state."))
+            assert_state_equal(
+                optimizer_state(model, optimizer), stored(f"{path}/{other}-tied", "optim.state.")
+            )
 
 
 def test_any_parallelism_loads_what_another_saved(tmp_path):
@@ -173,12 +193,16 @@ def stock_functions(path):
             for flat in (False, True):
                 model, optimizer = start(kind, seed=4)
                 load_training_state(f"{theirs}{flat}", model, optimizer)
-                assert_state_equal((whole_parameters(model), optimizer_state(model, optimizer)), want)
+                assert_state_equal(
+                    (whole_parameters(model), optimizer_state(model, optimizer)), want
+                )
                 assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
             model, optimizer = start(kind, seed=4)
             model_state, optim_state = get_state_dict(model, optimizer)
             dcp.load({"model": model_state, "optim": optim_state}, storage_reader=RsReader(ours))
-            set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+            set_state_dict(
+                model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state
+            )
             assert_state_equal((whole_parameters(model), optimizer_state(model, optimizer)), want)
 
 
@@ -204,7 +228,12 @@ def layouts(empty):
         if mesh.get_coordinate() is None:
             # Such a rank has the DTensor all the same, with nothing in it.
             made[name] = DTensor.from_local(
-                torch.empty(0), mesh, placements, run_check=False, shape=torch.Size(shape), stride=value.stride()
+                torch.empty(0),
+                mesh,
+                placements,
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=value.stride(),
             )
         else:
             made[name] = distribute_tensor(value, mesh, placements, src_data_rank=None)
@@ -227,16 +256,27 @@ def interleaved():
     return [
         (8, square, [Shard(0), _StridedShard(0, split_factor=2)]),
         (16, line, [_StridedShard(0, split_factor=2)]),
-        (8, square, [_StridedShard(0, split_factor=2), Shard(0)]),  # FSDP2 over TP: these do lie together
+        (
+            8,
+            square,
+            [_StridedShard(0, split_factor=2), Shard(0)],
+        ),  # FSDP2 over TP: these do lie together
     ]
 
 
 def odd_layouts(path):
-    # DCP has no word for a rank outside of a mesh that holds nothing: such ranks leave the entry out.
-    mine = {k: v for k, v in layouts(empty=False).items() if v.device_mesh.get_coordinate() is not None}
+    # DCP has no word for a rank outside of a mesh that holds nothing: such ranks leave the entry
+    # out.
+    mine = {
+        k: v for k, v in layouts(empty=False).items() if v.device_mesh.get_coordinate() is not None
+    }
     dcp_rs.save(mine, path, fsync=False)
     for load in (lambda sd, p: dcp.load(sd, storage_reader=RsReader(p)), dcp_rs.load):
-        got = {k: v for k, v in layouts(empty=True).items() if v.device_mesh.get_coordinate() is not None}
+        got = {
+            k: v
+            for k, v in layouts(empty=True).items()
+            if v.device_mesh.get_coordinate() is not None
+        }
         load(got, path)
         assert_state_equal(got, mine)
     # Ranks outside of the mesh may have the entry too.
@@ -249,13 +289,20 @@ def odd_layouts(path):
     assert_state_equal(plain, {name: numbered(value.shape) for name, value in plain.items()})
 
     cases = interleaved()
-    dcp_rs.save({f"w{i}": numbered((rows, 3)) for i, (rows, *_) in enumerate(cases)}, f"{path}-i", fsync=False)
+    dcp_rs.save(
+        {f"w{i}": numbered((rows, 3)) for i, (rows, *_) in enumerate(cases)},
+        f"{path}-i",
+        fsync=False,
+    )
     for i, (rows, mesh, placements) in enumerate(cases):
         want = distribute_tensor(numbered((rows, 3)), mesh, placements, src_data_rank=None)
-        target = distribute_tensor(torch.full((rows, 3), -1.0), mesh, placements, src_data_rank=None)
+        target = distribute_tensor(
+            torch.full((rows, 3), -1.0), mesh, placements, src_data_rank=None
+        )
         dcp_rs.load({f"w{i}": target}, f"{path}-i")
         assert_state_equal(target, want)
-        # Stock planning takes such a shard for one box, and reads other rows: with DCP's planner the reader cannot know.
+        # Stock planning takes such a shard for one box, and reads other rows: with DCP's planner
+        # the reader cannot know.
 
 
 def test_odd_layouts(ckpt):

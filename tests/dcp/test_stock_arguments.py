@@ -6,7 +6,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+)
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
@@ -57,7 +61,11 @@ def round_trip(writer: RsWriter) -> None:
 
 @pytest.mark.parametrize(
     ("stock", "ours"),
-    [(FileSystemWriter, RsWriter), (FileSystemReader, RsReader), (HuggingFaceStorageReader, RsReader)],
+    [
+        (FileSystemWriter, RsWriter),
+        (FileSystemReader, RsReader),
+        (HuggingFaceStorageReader, RsReader),
+    ],
 )
 def test_every_argument_of_stock_is_taken(stock, ours):
     theirs = inspect.signature(stock).parameters
@@ -65,7 +73,9 @@ def test_every_argument_of_stock_is_taken(stock, ours):
 
 
 def test_the_writer_s_arguments_do_what_they_say(ckpt, recwarn):
-    written = RsWriter(ckpt, thread_count=3, sync_files=False, cache_staged_state_dict=True, overwrite=False)
+    written = RsWriter(
+        ckpt, thread_count=3, sync_files=False, cache_staged_state_dict=True, overwrite=False
+    )
     assert written.options.engine()["threads"] == 3
     assert written.options.engine()["fsync"] is False
     assert written.overwrite is False
@@ -74,7 +84,11 @@ def test_the_writer_s_arguments_do_what_they_say(ckpt, recwarn):
     same = RsWriter(ckpt, True, False, 3, 10_000_000, False, False)
     assert (same.options, same.overwrite) == (written.options, written.overwrite)
     by_default = RsWriter(ckpt)
-    assert (by_default.options.fsync, by_default.options.threads, by_default.overwrite) == (True, None, True)
+    assert (by_default.options.fsync, by_default.options.threads, by_default.overwrite) == (
+        True,
+        None,
+        True,
+    )
     assert RsWriter(ckpt, sync_files=True).options.fsync is True
     assert RsWriter(ckpt, fsync=False).options.fsync is False
     quiet = {"single_file_per_rank": True, "per_thread_copy_ahead": 10_000_000, "_extensions": None}
@@ -83,7 +97,9 @@ def test_the_writer_s_arguments_do_what_they_say(ckpt, recwarn):
     assert not complaints(recwarn)
 
 
-@pytest.mark.parametrize("argument", [{"single_file_per_rank": False}, {"per_thread_copy_ahead": 5}])
+@pytest.mark.parametrize(
+    "argument", [{"single_file_per_rank": False}, {"per_thread_copy_ahead": 5}]
+)
 def test_what_has_no_meaning_is_said_once(ckpt, argument):
     (name,) = argument
     with pytest.warns(UserWarning, match=f"RsWriter.*{name}") as said:

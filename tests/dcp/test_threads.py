@@ -65,7 +65,11 @@ def test_two_threads_of_one_save_do_not_wait_for_ever(ckpt):
         str(ckpt), items, save_id=bytes(16), generation=1, token=1, rank=0, world_size=1, **options
     )
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda i: made.write([_core.Part(i, 0, data.data_ptr(), data.nbytes)]), range(4)))
+        list(
+            threads.map(
+                lambda i: made.write([_core.Part(i, 0, data.data_ptr(), data.nbytes)]), range(4)
+            )
+        )
     made.finish()
 
 

@@ -42,7 +42,9 @@ def steps(ranks):
     return {
         "together": ranks.run,
         "all": ranks.all_gather,
-        "divided": lambda work: ranks.reduce_scatter(work, lambda values: [value * 10 for value in values]),
+        "divided": lambda work: ranks.reduce_scatter(
+            work, lambda values: [value * 10 for value in values]
+        ),
         "joined": lambda work: ranks.all_reduce(work, sum),
     }
 
@@ -67,7 +69,8 @@ def fail_on_one():
             error = fails(lambda: step(on(culprit, PlanError("no", tensor="w"))), PlanError)  # noqa: B023
             assert error.tensor == "w", name
             assert error.__notes__ == [f"raised on rank {culprit}"], name
-            # An error of the user's is itself where it was raised, and elsewhere too, with where that was.
+            # An error of the user's is itself where it was raised, and elsewhere too, with where
+            # that was.
             error = fails(lambda: step(on(culprit, KeyError("mine"))), KeyError)  # noqa: B023
             assert error.__notes__[-1] == f"raised on rank {culprit}", name
             assert len(error.__notes__) == (1 if me == culprit else 2), name
@@ -104,13 +107,20 @@ def test_ranks_that_fail_together():
 def fail_elsewhere():
     """What goes wrong where the coordinator alone is at work, and between steps."""
     me, ranks = dist.get_rank(), RankGroup()
-    assert fails(lambda: ranks.all_reduce(lambda: me, lambda _: fail(PlanError("join")))).__notes__ == [
-        "raised on rank 0"
-    ]
-    assert str(fails(lambda: ranks.reduce_scatter(lambda: me, lambda _: fail(PlanError("divide"))))) == "divide"
+    assert fails(
+        lambda: ranks.all_reduce(lambda: me, lambda _: fail(PlanError("join")))
+    ).__notes__ == ["raised on rank 0"]
+    assert (
+        str(fails(lambda: ranks.reduce_scatter(lambda: me, lambda _: fail(PlanError("divide")))))
+        == "divide"
+    )
     unfit = (lambda: None) if me == 1 else None  # it does not pickle
-    assert fails(lambda: ranks.all_gather(lambda: unfit), UnsupportedError).__notes__ == ["raised on rank 1"]
-    assert fails(lambda: ranks.all_reduce(lambda: unfit, len), UnsupportedError).__notes__ == ["raised on rank 1"]
+    assert fails(lambda: ranks.all_gather(lambda: unfit), UnsupportedError).__notes__ == [
+        "raised on rank 1"
+    ]
+    assert fails(lambda: ranks.all_reduce(lambda: unfit, len), UnsupportedError).__notes__ == [
+        "raised on rank 1"
+    ]
 
     def outer():
         """Rank 1 does not come to the inner steps, and the others have not heard of it."""
@@ -159,7 +169,9 @@ def test_without_a_process_group_it_is_this_process():
 
 def lose_one(step, culprit):
     """The others stay, and do not end: who is not beside the lost one hears of it from those who are."""
-    steps(RankGroup())[step](lambda: os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == culprit else 1)
+    steps(RankGroup())[step](
+        lambda: os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == culprit else 1
+    )
 
 
 @pytest.mark.parametrize(("step", "culprit"), [("together", 3), ("divided", 3), ("joined", 0)])

@@ -44,12 +44,15 @@ def test_of_two_saves_to_a_path_the_last_commit_wins(ckpt):
 def test_a_writer_that_still_saves_is_not_sent_elsewhere(tmp_path):
     """W7: torch named the next path to the writer in the midst of a save, and its staged memory was written over.
 
-    The save was then found at the path of the next, in silence. Now it fails, and the next is whole.
+    The save was then found at the path of the next, in silence. Now it fails, and the next is
+    whole.
     """
     planner = Slow()
     writer = RsWriter(tmp_path, cache_staged_state_dict=True)
     state = {"w": torch.ones(1000)}
-    first = dcp.async_save(state, checkpoint_id=tmp_path / "first", storage_writer=writer, planner=planner)
+    first = dcp.async_save(
+        state, checkpoint_id=tmp_path / "first", storage_writer=writer, planner=planner
+    )
     assert planner.begun.wait(60)
     state["w"].fill_(2)
     second = dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer)
@@ -136,18 +139,28 @@ def test_a_save_of_another_thread_fails_where_its_writer_is_taken(tmp_path, step
     planner, writer = Late(step), RsWriter(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         how = {"storage_writer": writer, "no_dist": True}
-        first = pool.submit(dcp.save, {"w": torch.ones(2)}, checkpoint_id=tmp_path / "first", planner=planner, **how)
+        first = pool.submit(
+            dcp.save, {"w": torch.ones(2)}, checkpoint_id=tmp_path / "first", planner=planner, **how
+        )
         assert planner.begun.wait(60)
         dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "second", **how)
         planner.go.set()
-        with pytest.raises(CheckpointException, match="another thread began a save with this writer"):
+        with pytest.raises(
+            CheckpointException, match="another thread began a save with this writer"
+        ):
             first.result(60)
     assert not (tmp_path / "first" / "index.dcprs").exists()
     assert dcp_rs.open(tmp_path / "second", verify=True)["w"].eq(0).all()
     assert len(data_files(tmp_path / "second")) == 1
 
 
-METHODS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
+METHODS = [
+    "set_up_planner",
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "resolve_data",
+]
 
 
 def save_again(way, writer, path):

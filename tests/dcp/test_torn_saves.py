@@ -1,7 +1,8 @@
 """A tensor that changes while it is saved: digests are of the bytes that are in the file.
 
-Digests were once taken of the tensor, which was then read a second time to be written. Such a save failed ``verify=True``, and a later
-save with ``parent=`` took over bytes that were not the tensor's: its loads were wrong without a word.
+Digests were once taken of the tensor, which was then read a second time to be written. Such a save
+failed ``verify=True``, and a later save with ``parent=`` took over bytes that were not the
+tensor's: its loads were wrong without a word.
 """
 
 import threading
@@ -17,7 +18,9 @@ ELEMENTS = (2 << 20) + 5
 
 def save(tensors, path, parent=None):
     """How many bytes were taken over from the parent."""
-    return dcp_rs.save(dict(tensors), path, parent=parent, overwrite=True, fsync=False).report.bytes_reused
+    return dcp_rs.save(
+        dict(tensors), path, parent=parent, overwrite=True, fsync=False
+    ).report.bytes_reused
 
 
 def assert_loads(path, tensors):

@@ -25,7 +25,9 @@ def tied(dtype=torch.float32):
 def test_two_values_for_one_tensor_are_warned_of(tmp_path, save, dtype):
     save({"embed": EMBED, "norm": torch.ones(3), "lm_head": HEAD}, tmp_path)
     state = tied(dtype)
-    with pytest.warns(UserWarning, match=r"'embed' and 'lm_head' are one tensor.*two that differ.*exclude='embed'"):
+    with pytest.warns(
+        UserWarning, match=r"'embed' and 'lm_head' are one tensor.*two that differ.*exclude='embed'"
+    ):
         dcp_rs.load(state, tmp_path)
     assert state["embed"].eq(-1).all()  # as stock has it: the last
     with warnings.catch_warnings():

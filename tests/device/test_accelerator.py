@@ -136,7 +136,9 @@ def test_all_devices_in_one_load(ckpt, device):
 @pytest.mark.slow
 def test_memory_is_bounded(ckpt, device):
     module = (
-        torch.accelerator if hasattr(torch.accelerator, "max_memory_allocated") else torch.get_device_module(device)
+        torch.accelerator
+        if hasattr(torch.accelerator, "max_memory_allocated")
+        else torch.get_device_module(device)
     )
     if not hasattr(module, "max_memory_allocated"):
         pytest.skip("no memory statistics")
@@ -218,13 +220,18 @@ def test_async_save(tmp_path, device, cache):
         base = torch.randn(300, 200, dtype=torch.complex64)
         there = base.to(device)
         state_dict["conj"], state_dict["neg"] = there.conj(), there.conj().imag
-        futures.append((turn, base, dcp_rs.async_save(state_dict, tmp_path / str(turn), stager=stager)))
+        futures.append(
+            (turn, base, dcp_rs.async_save(state_dict, tmp_path / str(turn), stager=stager))
+        )
         for tensor in (*state_dict.values(), there):
             tensor.zero_()
     for turn, base, future in futures:
         future.result(120)
         saved = {name: tensor + turn for name, tensor in want.items()}
-        saved |= {"conj": base.conj().resolve_conj(), "neg": base.conj().imag.resolve_neg().contiguous()}
+        saved |= {
+            "conj": base.conj().resolve_conj(),
+            "neg": base.conj().imag.resolve_neg().contiguous(),
+        }
         with dcp_rs.open(tmp_path / str(turn), verify=True) as source:
             assert_state_equal(dict(source), saved)
 

@@ -18,7 +18,8 @@ from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits, th
 from support.simulated import host, on
 from support.slabs import SMALL, batch_of, damage, fill, saved, state, whole
 
-# --- what arrives ----------------------------------------------------------------------------------
+# --- what arrives
+# ----------------------------------------------------------------------------------
 
 
 def test_what_a_load_gives_is_safe_on_the_callers_stream(ckpt, sim, device):
@@ -80,7 +81,10 @@ CASTS = [
 def test_casts_that_no_kernel_does_for_a_group_are_done_one_by_one(ckpt, sim, device):
     """G1: ``_foreach_copy_`` takes the ordinary dtypes alone, and a cast of others raised."""
     stored = {f"{a}>{b}.{i}": torch.arange(4 + i).to(a) for a, b in CASTS for i in range(3)}
-    wanted = {name: torch.zeros(t.shape, dtype=CASTS[at // 3][1]) for at, (name, t) in enumerate(stored.items())}
+    wanted = {
+        name: torch.zeros(t.shape, dtype=CASTS[at // 3][1])
+        for at, (name, t) in enumerate(stored.items())
+    }
     index = saved(ckpt, stored)
     got = on(device, wanted)
     grouped = sim.grouped
@@ -124,7 +128,10 @@ def test_destinations_of_all_kinds(ckpt, sim, device):
 def test_several_devices_take_turns(ckpt, sim, device, other_device):
     want = state()
     index = saved(ckpt, want)
-    got = {name: t.to(other_device if i % 2 else device) for i, (name, t) in enumerate(on(device, want).items())}
+    got = {
+        name: t.to(other_device if i % 2 else device)
+        for i, (name, t) in enumerate(on(device, want).items())
+    }
     sim.delay = 1000
     fill(index, got)
     sim.delay = 0
@@ -170,13 +177,16 @@ def test_dcp_load(ckpt, sim, device, planner):
 def test_a_load_to_other_dtypes(ckpt, sim, device):
     want = state()
     dcp_rs.save(want, ckpt)
-    got = {name: torch.zeros(t.shape, dtype=torch.bfloat16, device=device) for name, t in want.items()}
+    got = {
+        name: torch.zeros(t.shape, dtype=torch.bfloat16, device=device) for name, t in want.items()
+    }
     sim.delay = 500
     dcp_rs.load(got, ckpt, planner=dcp_rs.RsLoadPlanner(dtype_policy="cast"))
     assert_state_equal(host(got), {name: t.bfloat16() for name, t in want.items()})
 
 
-# --- the order of things ---------------------------------------------------------------------------
+# --- the order of things
+# ---------------------------------------------------------------------------
 
 
 def test_a_slab_is_filled_again_only_when_its_copies_are_done(ckpt, sim, device):
@@ -186,7 +196,9 @@ def test_a_slab_is_filled_again_only_when_its_copies_are_done(ckpt, sim, device)
     sim.delay = 10_000
     fill(index, got, ReadOptions(max_inflight_bytes=256 << 10, threads=2))
     sim.delay = 0
-    assert_state_equal(host(got), want)  # a slab that was filled too early would have changed under a copy
+    assert_state_equal(
+        host(got), want
+    )  # a slab that was filled too early would have changed under a copy
 
 
 def test_the_next_load_has_the_slabs_when_the_last_copies_are_done(ckpt, sim, device):
@@ -216,7 +228,9 @@ def test_slabs_are_filled_while_copies_run(ckpt, sim, device):
     with running:
         for _, copies, slab in running:
             unfinished += any(not stream.done(token) for _, token, _ in running._pending)
-            running.sent(stream, stream.upload(slab, upload.make_transfer(slab, stream, targets, copies)))
+            running.sent(
+                stream, stream.upload(slab, upload.make_transfer(slab, stream, targets, copies))
+            )
     assert unfinished > 5  # slabs were ready before the copies of the ones before were over
 
 
@@ -257,14 +271,17 @@ def test_scratch_memory_may_be_in_use_by_the_callers_stream(ckpt, sim, device):
             memory.record_stream(other)
         del memory
         old.clear()
-    other.synchronize()  # so it becomes free, with work of the caller's stream still to come, when the load asks for memory
+    # So it becomes free, with work of the caller's stream still to come, when the load asks for
+    # memory
+    other.synchronize()
     sim.delay = 20_000
     fill(index, got)
     sim.delay = 0
     assert_state_equal(host(got), want)
 
 
-# --- memory ----------------------------------------------------------------------------------------
+# --- memory
+# ----------------------------------------------------------------------------------------
 
 
 def test_pinned_memory_is_bounded(ckpt, sim, device):
@@ -312,7 +329,8 @@ def test_a_device_without_streams(ckpt, sim, device):
     assert_state_equal(host(got), want)
 
 
-# --- when things go wrong --------------------------------------------------------------------------
+# --- when things go wrong
+# --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -426,10 +444,13 @@ def test_loads_of_several_threads(ckpt, sim, device, other_device):
     assert not failed
 
 
-# --- packing ---------------------------------------------------------------------------------------
+# --- packing
+# ---------------------------------------------------------------------------------------
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3)
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.float8_e4m3fn])
+DTYPES = st.sampled_from(
+    [torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.float8_e4m3fn]
+)
 
 
 @given(

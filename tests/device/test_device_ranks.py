@@ -5,7 +5,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -25,7 +28,13 @@ WHOLE = {
     "all": torch.arange(5000.0),
     "conj": torch.complex(torch.arange(600.0), -torch.arange(600.0)).reshape(20, 30),
 }
-PLACEMENTS = {"rows": [Shard(0)], "columns": [Shard(1)], "uneven": [Shard(0)], "all": [Replicate()], "conj": [Shard(0)]}
+PLACEMENTS = {
+    "rows": [Shard(0)],
+    "columns": [Shard(1)],
+    "uneven": [Shard(0)],
+    "all": [Replicate()],
+    "conj": [Shard(0)],
+}
 
 
 def begin():
@@ -46,9 +55,13 @@ def sharded(whole, placement, mesh, *, empty=False):
         parts = whole.chunk(size, placement.dim)
         local = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
     local = (
-        torch.empty(local.shape, dtype=local.dtype, device=f"sim:{rank % 2}") if empty else local.to(f"sim:{rank % 2}")
+        torch.empty(local.shape, dtype=local.dtype, device=f"sim:{rank % 2}")
+        if empty
+        else local.to(f"sim:{rank % 2}")
     )
-    return DTensor.from_local(local, mesh, [placement], shape=whole.shape, stride=whole.stride(), run_check=False)
+    return DTensor.from_local(
+        local, mesh, [placement], shape=whole.shape, stride=whole.stride(), run_check=False
+    )
 
 
 def state(mesh, *, empty=False, turned=False):
@@ -67,7 +80,11 @@ def check(got):
         want = whole
         if isinstance(placement, Shard):
             parts = whole.chunk(dist.get_world_size(), placement.dim)
-            want = parts[dist.get_rank()] if dist.get_rank() < len(parts) else whole.narrow(placement.dim, 0, 0)
+            want = (
+                parts[dist.get_rank()]
+                if dist.get_rank() < len(parts)
+                else whole.narrow(placement.dim, 0, 0)
+            )
         assert torch.equal(tensor.to_local().cpu(), want), name
 
 
@@ -80,7 +97,11 @@ def save_and_load(folder):
             state_dict = state(mesh)
             sim.delay = 500
             if writer == "ours":
-                dcp.save(state_dict, storage_writer=RsWriter(path, fsync=False), planner=planner and planner())
+                dcp.save(
+                    state_dict,
+                    storage_writer=RsWriter(path, fsync=False),
+                    planner=planner and planner(),
+                )
             else:
                 dcp.save(state_dict, storage_writer=dcp.FileSystemWriter(path))
             for reader, make in reader_of.items():
@@ -89,7 +110,9 @@ def save_and_load(folder):
                 for turned in (False, True):
                     for load_planner in (None, RsLoadPlanner):
                         got = state(mesh, empty=True, turned=turned)
-                        dcp.load(got, storage_reader=make(path), planner=load_planner and load_planner())
+                        dcp.load(
+                            got, storage_reader=make(path), planner=load_planner and load_planner()
+                        )
                         sim.delay = 0
                         check(got)
                         sim.delay = 500
@@ -158,7 +181,8 @@ def resume(folder):
 
 
 def test_training_resumes_on_devices(tmp_path):
-    # Ranks of their own: autograd counts the devices at a process's first backward pass, and never again.
+    # Ranks of their own: autograd counts the devices at a process's first backward pass, and never
+    # again.
     run_ranks(2, resume, tmp_path, timeout=200, fresh=True)
 
 
@@ -172,7 +196,10 @@ def load_replicas(path):
         group = dist.new_group(backend=kind)
         for dtype in (None, torch.float64):
             got = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype if dtype is None or tensor.is_complex() else dtype)
+                name: torch.empty(
+                    tensor.shape,
+                    dtype=tensor.dtype if dtype is None or tensor.is_complex() else dtype,
+                )
                 for name, tensor in WHOLE.items()
             }
             got = {name: tensor.to(device) for name, tensor in got.items()}
@@ -180,7 +207,9 @@ def load_replicas(path):
             sim.delay = 500
             before, sent_before = sim.copies, sent[0]
             reader = RsReader(path, replicas="all", max_inflight_bytes=1 << 20)
-            dcp_rs.load_state_dict(got, reader, process_group=group, planner=RsLoadPlanner(dtype_policy="cast"))
+            dcp_rs.load_state_dict(
+                got, reader, process_group=group, planner=RsLoadPlanner(dtype_policy="cast")
+            )
             sim.delay = 0
             for name, tensor in got.items():
                 assert torch.equal(tensor.cpu(), WHOLE[name].to(tensor.dtype)), (kind, name)

@@ -21,11 +21,18 @@ def loaded(path):
 
 
 def plain(value):
-    return value.resolve_conj().resolve_neg().contiguous() if isinstance(value, torch.Tensor) else value
+    return (
+        value.resolve_conj().resolve_neg().contiguous()
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def moved(device, values):
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
 
 
 @pytest.fixture
@@ -49,7 +56,9 @@ def on_device(device, want):
         if not isinstance(value, torch.Tensor):
             made[name] = value
             continue
-        made[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
+        made[name] = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=device
+        ).copy_(value)
     return made
 
 
@@ -96,7 +105,10 @@ def test_what_follows_a_save_does_not_change_it(ckpt, sim, device):
 
 def test_several_devices(ckpt, sim, device, other_device):
     want = {f"w{i}": torch.randn(500 + i, 70) for i in range(20)}
-    state_dict = {name: tensor.to(other_device if i % 2 else device) for i, (name, tensor) in enumerate(want.items())}
+    state_dict = {
+        name: tensor.to(other_device if i % 2 else device)
+        for i, (name, tensor) in enumerate(want.items())
+    }
     sim.delay = 500
     with torch.accelerator.device_index(1):
         dcp_rs.save(state_dict, ckpt)
@@ -212,6 +224,8 @@ def test_any_strides(tmp_path_factory, sim, device, shape, order, step, dtype, c
     want, view = views
     to = torch.float64 if cast and want.dtype == torch.float32 else None
     sim.delay = 100
-    dcp_rs.save({"w": view}, path, planner=to and RsSavePlanner(dtype=to), max_inflight_bytes=2 * MIB)
+    dcp_rs.save(
+        {"w": view}, path, planner=to and RsSavePlanner(dtype=to), max_inflight_bytes=2 * MIB
+    )
     sim.delay = 0
     assert same_bits(loaded(path)["w"], want.to(to or want.dtype))

@@ -25,7 +25,10 @@ def template(memory, order):
 
 
 def test_views_of_one_memory_are_filled_in_the_order_of_the_plan(ckpt, sim, device):
-    stored = {name: torch.randn(value.shape) for name, value in template(torch.zeros(700, 1000), VIEWS)["m"].items()}
+    stored = {
+        name: torch.randn(value.shape)
+        for name, value in template(torch.zeros(700, 1000), VIEWS)["m"].items()
+    }
     save_rs({"m": stored}, ckpt)
     sim.delay = 2000
     for order in (tuple(VIEWS), tuple(reversed(VIEWS)), ("turned", "below", "a tie", "above")):
@@ -35,15 +38,26 @@ def test_views_of_one_memory_are_filled_in_the_order_of_the_plan(ckpt, sim, devi
                 view.copy_(stored[name])
             for planner in (RsLoadPlanner(dtype_policy="cast"), dcp.DefaultLoadPlanner()):
                 got = torch.zeros(700, 1000, dtype=dtype, device=device)
-                dcp.load(template(got, order), storage_reader=dcp_rs.RsReader(ckpt), planner=planner, no_dist=True)
+                dcp.load(
+                    template(got, order),
+                    storage_reader=dcp_rs.RsReader(ckpt),
+                    planner=planner,
+                    no_dist=True,
+                )
                 assert_state_equal(host({"w": got}), {"w": want})
 
 
 def test_memory_of_host_and_devices_is_apart(ckpt, sim, device, other_device):
     save_rs({"a": torch.ones(9), "b": torch.ones(9) + 1, "c": torch.ones(9) + 2}, ckpt)
-    got = {"a": torch.zeros(9), "b": torch.zeros(9, device=device), "c": torch.zeros(9, device=other_device)}
+    got = {
+        "a": torch.zeros(9),
+        "b": torch.zeros(9, device=device),
+        "c": torch.zeros(9, device=other_device),
+    }
     load_rs(got, ckpt)
-    assert_state_equal(host(got), {"a": torch.ones(9), "b": torch.ones(9) + 1, "c": torch.ones(9) + 2})
+    assert_state_equal(
+        host(got), {"a": torch.ones(9), "b": torch.ones(9) + 1, "c": torch.ones(9) + 2}
+    )
 
 
 def test_tied_weights_come_down_once(sim, device):

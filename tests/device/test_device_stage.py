@@ -80,7 +80,12 @@ def test_conjugated_and_negated(sim, device):
     base = torch.randn(500, 40, dtype=torch.complex64)
     there = base.to(device)
     want = {"conj": base.conj(), "neg": base.conj().imag, "both": base.conj().t(), "plain": base}
-    source = {"conj": there.conj(), "neg": there.conj().imag, "both": there.conj().t(), "plain": there}
+    source = {
+        "conj": there.conj(),
+        "neg": there.conj().imag,
+        "both": there.conj().t(),
+        "plain": there,
+    }
     sim.delay = 3000
     staged = HostStager().stage(source)
     assert_state_equal(contiguous(staged), contiguous(want))
@@ -88,19 +93,25 @@ def test_conjugated_and_negated(sim, device):
 
 def test_several_devices(sim, device, other_device):
     want = {f"w{i}": torch.randn(100 + i, 70) for i in range(20)}
-    source = {name: tensor.to(other_device if i % 2 else device) for i, (name, tensor) in enumerate(want.items())}
+    source = {
+        name: tensor.to(other_device if i % 2 else device)
+        for i, (name, tensor) in enumerate(want.items())
+    }
     sim.delay = 1000
     with torch.accelerator.device_index(1):
         staged = HostStager().stage(source)
     assert_state_equal(dict(staged), want)
 
 
-# --- how much memory ---------------------------------------------------------------------------------
+# --- how much memory
+# ---------------------------------------------------------------------------------
 
 
 def test_not_a_byte_more_is_pinned(sim, device):
     """G3: one block for all, which torch rounds up to a power of two, and which was never given back."""
-    source = {f"w{i}": torch.zeros(100, 1000, device=device) for i in range(50)}  # 20 MB: 32 MiB as a power of two
+    source = {
+        f"w{i}": torch.zeros(100, 1000, device=device) for i in range(50)
+    }  # 20 MB: 32 MiB as a power of two
     staging = HostStager()._begin(source)
     staging.finish()
     assert 20_000_000 <= sim.pinned_bytes <= 20_010_000
@@ -139,7 +150,9 @@ def test_where_torch_alone_can_pin_blocks_are_not_rounded_up_together(sim, devic
     """As on the devices of others than NVIDIA and AMD."""
     monkeypatch.delattr(torch.get_device_module(device), "cudart")
     monkeypatch.setattr("dcp_rs.transfer.stage.BLOCK_BYTES", MIB)
-    want = {f"w{i}": torch.randn(100 + i, 200) for i in range(30)} | {"large": torch.randn(3000, 100)}
+    want = {f"w{i}": torch.randn(100 + i, 200) for i in range(30)} | {
+        "large": torch.randn(3000, 100)
+    }
     staged = HostStager().stage(to(device, want))
     assert_state_equal(dict(staged), want)
     assert all(sim.is_pinned(tensor) for tensor in staged.values())
@@ -202,7 +215,8 @@ def test_a_failed_staging_gives_its_memory_back_when_no_copy_is_under_way(sim, d
     assert_state_equal(contiguous(again), contiguous(state()))
 
 
-# --- saves -------------------------------------------------------------------------------------------
+# --- saves
+# -------------------------------------------------------------------------------------------
 
 
 def test_async_saves_that_queue(tmp_path, sim, device):
@@ -240,7 +254,8 @@ def test_torchs_async_save(tmp_path, sim, device):
     assert sim.pinned_bytes <= 10 * MIB
 
 
-# --- copies that go on beside training -----------------------------------------------------------------
+# --- copies that go on beside training
+# -----------------------------------------------------------------
 
 
 class HeldUp:
@@ -311,7 +326,9 @@ def test_copies_have_a_stream_of_their_own_and_training_goes_on(ckpt, sim, devic
 
 
 @pytest.mark.parametrize("without", [None, "pinned", "streams"])
-def test_what_the_optimizer_does_once_it_is_staged_does_not_reach_the_checkpoint(tmp_path, sim, device, without):
+def test_what_the_optimizer_does_once_it_is_staged_does_not_reach_the_checkpoint(
+    tmp_path, sim, device, without
+):
     if without:
         setattr(sim, without, 0)
     weights = {f"w{i}": torch.empty(200, 300 + i, device=device) for i in range(10)}
@@ -324,7 +341,9 @@ def test_what_the_optimizer_does_once_it_is_staged_does_not_reach_the_checkpoint
         futures[-1].staged.result(60)
         for tensor in weights.values():
             tensor.fill_(-1)
-    assert sim.pinned_bytes < 3 * sum(tensor.nbytes for tensor in weights.values())  # two copies at most
+    assert sim.pinned_bytes < 3 * sum(
+        tensor.nbytes for tensor in weights.values()
+    )  # two copies at most
     for step, future in enumerate(futures):
         future.result(60)
         with dcp_rs.open(tmp_path / str(step), verify=True) as saved:

@@ -19,9 +19,14 @@ def test_what_is_on_a_store_arrives_on_the_device(ckpt, sim, device, faulty):
     with object_server() as server:
         server.put_folder(ckpt, "ckpt")
         options = StorageOptions.of(server.options())
-        index = open_index(server.url("ckpt"), rank=None, allow_external=False, storage_options=options)
+        index = open_index(
+            server.url("ckpt"), rank=None, allow_external=False, storage_options=options
+        )
         if faulty:
-            server.faults += [Fault(status=503, times=None, chance=0.1), Fault(cut=999, times=None, chance=0.1)]
+            server.faults += [
+                Fault(status=503, times=None, chance=0.1),
+                Fault(cut=999, times=None, chance=0.1),
+            ]
         got = on(device, want)
         fill(index, got, SMALL)
         assert_state_equal(host(got), want)

@@ -17,12 +17,19 @@ def want(ckpt):
     torch.manual_seed(1)
     state = {f"w{i:02}": torch.randn(100 + i, 300) for i in range(40)}
     state |= {f"same{i:03}": torch.randn(64, 64) for i in range(200)}
-    state |= {"empty": torch.empty(0, 4), "scalar": torch.tensor(2), "step": 7, "zz": torch.empty(3, 0)}
+    state |= {
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(2),
+        "step": 7,
+        "zz": torch.empty(3, 0),
+    }
     dcp_rs.save(state, ckpt)
     return state
 
 
-@pytest.mark.parametrize("options", [{}, {"max_inflight_bytes": 300_000}, {"verify": True}, {"io": "direct"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_inflight_bytes": 300_000}, {"verify": True}, {"io": "direct"}]
+)
 def test_a_stream_gives_everything(ckpt, want, sim, device, options):
     with dcp_rs.open(ckpt, device=device, **options) as source:
         sim.delay = 300
@@ -146,7 +153,9 @@ def test_a_stream_can_be_left_early(ckpt, sim, device):
     assert threads.none_of("dcp-rs-slab")
     before = host(kept)
     del running
-    again = [torch.zeros(100 + i, 300, device=device) for i in range(40)]  # in the memory that it let go
+    again = [
+        torch.zeros(100 + i, 300, device=device) for i in range(40)
+    ]  # in the memory that it let go
     sim.synchronize()
     assert_state_equal(host(kept), before)
     assert all(tensor.cpu().abs().sum() == 0 for tensor in again)

@@ -18,7 +18,9 @@ def test_weights_are_decoded_into_slabs(tmp_path, device):
     stacked = torch.stack([tensor.bfloat16() for tensor in whole.values()], -1)
     views = dcp_rs.Stack("experts.{n}.weight", into="experts", dim=-1)
     for options in ({}, {"max_inflight_bytes": 1 << 17}):
-        checkpoint = dcp_rs.open(tmp_path / "q", device=device, dequantize=True, views=views, **options)
+        checkpoint = dcp_rs.open(
+            tmp_path / "q", device=device, dequantize=True, views=views, **options
+        )
         got = host(dict(checkpoint.stream()))
         assert same(got["experts"], stacked)
         assert same(got["m"], blocks[1].bfloat16())

@@ -22,9 +22,16 @@ BATCH = 50
 def main() -> int:
     parser = argparse.ArgumentParser(prog="differential", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="of the first batch")
+    parser.add_argument(
+        "--seed", type=int, default=int.from_bytes(os.urandom(4)), help="of the first batch"
+    )
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
-    parser.add_argument("--patience", type=float, default=300, help="seconds that a step may take, on a busy machine")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=300,
+        help="seconds that a step may take, on a busy machine",
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     began, batch, failed = time.monotonic(), arguments.seed, []
@@ -40,7 +47,9 @@ def main() -> int:
                 break
         batch += 1
     seconds = time.monotonic() - began
-    print(f"{tally.pop('cases', 0)} cases in {seconds:.0f} s, seeds {arguments.seed} to {batch}, {len(failed)} failed")
+    print(
+        f"{tally.pop('cases', 0)} cases in {seconds:.0f} s, seeds {arguments.seed} to {batch}, {len(failed)} failed"
+    )
     for outcome, count in tally.most_common():
         print(f"{count:8} {outcome}")
     return 1 if failed else 0
@@ -48,7 +57,9 @@ def main() -> int:
 
 def _batch(number: int, patience: float) -> None:
     @seed(number)
-    @settings(max_examples=BATCH, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=BATCH, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(cases(tuple(bodies.SAVES), tuple(bodies.LOADS)))
     def run(case: object) -> None:
         judge(case, patience)

@@ -28,12 +28,16 @@ def _look(own: Any, self: Any, *args: Any) -> Any:
 
 def _plan_some(own: Any, self: Any) -> Any:
     plan = own()
-    return dataclasses.replace(plan, items=[item for item in plan.items if _chosen(item.dest_index.fqn)])
+    return dataclasses.replace(
+        plan, items=[item for item in plan.items if _chosen(item.dest_index.fqn)]
+    )
 
 
 def _finish_some(own: Any, self: Any, plan: Any) -> Any:
     plan = own(plan)
-    return dataclasses.replace(plan, items=[item for item in plan.items if _chosen(item.dest_index.fqn)])
+    return dataclasses.replace(
+        plan, items=[item for item in plan.items if _chosen(item.dest_index.fqn)]
+    )
 
 
 def _plan_backwards(own: Any, self: Any) -> Any:
@@ -87,7 +91,11 @@ def _save_some(own: Any, self: Any) -> Any:
 
 def _turn(own: Any, self: Any, item: Any, *rest: Any) -> Any:
     made = own(item, *rest)
-    return -made if isinstance(made, torch.Tensor) and made.dtype in (torch.float32, torch.int64) else made
+    return (
+        -made
+        if isinstance(made, torch.Tensor) and made.dtype in (torch.float32, torch.int64)
+        else made
+    )
 
 
 #: Methods of save planners, and bodies for them.

@@ -16,8 +16,20 @@ __all__ = ["Case", "Load", "Save", "Tensor", "cases"]
 #: Older torch cannot copy its youngest dtypes, and stock copies.
 DTYPES = [dtype for dtype in ALL_DTYPES if can_copy(dtype)]
 #: How a tensor lies in memory.
-FORMS = ("plain", "parameter", "transposed", "steps", "offset", "expanded", "conj", "neg", "tied", "tied view")
-#: A placement for each dimension of a mesh: replicated, sharded along a dimension, or pending a sum.
+FORMS = (
+    "plain",
+    "parameter",
+    "transposed",
+    "steps",
+    "offset",
+    "expanded",
+    "conj",
+    "neg",
+    "tied",
+    "tied view",
+)
+#: A placement for each dimension of a mesh: replicated, sharded along a dimension, or pending a
+#: sum.
 PLACES = ("R", "S0", "S1", "S2", "P")
 
 
@@ -29,7 +41,8 @@ class Tensor:
         shape: of the whole.
         dtype: its dtype.
         form: one of ``FORMS``.
-        kind: ``"plain"`` (every rank has all of it), ``"dtensor"``, ``"sharded"`` (a ShardedTensor), or ``"own"`` (of one rank alone).
+        kind: ``"plain"`` (every rank has all of it), ``"dtensor"``, ``"sharded"`` (a
+            ShardedTensor), or ``"own"`` (of one rank alone).
         number: what its values are made of; two tensors of one number differ by nothing else.
     """
 
@@ -69,7 +82,8 @@ class Save:
     Attributes:
         ranks: who saves.
         through: ``"dcp"`` (torch's function, our writer) or ``"dcp_rs"``.
-        hook: name of a body of ``bodies.SAVES``, and how it gets into the planner; None: the planner as it is.
+        hook: name of a body of ``bodies.SAVES``, and how it gets into the planner; None: the
+            planner as it is.
         planner: ``"ours"`` or ``"torch"``.
         options: of the planner.
         times: how often; the values change from one to the next.
@@ -92,7 +106,8 @@ class Load:
         options: of the planner.
         reader: options of our reader.
         forms: of the destinations, by number.
-        changes: names at the top that are left out (``-name``), and whether one more is asked for (``+``).
+        changes: names at the top that are left out (``-name``), and whether one more is asked for
+            (``+``).
         cast: what floating-point tensors of the state dict are, in place of what was saved.
     """
 
@@ -115,9 +130,12 @@ class Case:
     steps: list[Save | Load] = field(default_factory=list)
 
 
-# --- drawing ---------------------------------------------------------------------------------------
+# --- drawing
+# ---------------------------------------------------------------------------------------
 
-_keys = st.sampled_from(["a", "b", "w", "x.y", "", "0", "état", "deep", "k" * 40]) | st.integers(0, 3)
+_keys = st.sampled_from(["a", "b", "w", "x.y", "", "0", "état", "deep", "k" * 40]) | st.integers(
+    0, 3
+)
 _values = st.one_of(
     st.none(),
     st.booleans(),
@@ -147,7 +165,9 @@ def _tensors(draw: st.DrawFn) -> Tensor:
         tuple(draw(st.lists(st.integers(0, 5), max_size=3))),
         dtype,
         draw(st.sampled_from(forms)),
-        draw(st.sampled_from(["plain", "plain", "dtensor", "dtensor", "dtensor", "sharded", "own"])),
+        draw(
+            st.sampled_from(["plain", "plain", "dtensor", "dtensor", "dtensor", "sharded", "own"])
+        ),
         draw(st.integers(0, 999)),
     )
 
@@ -156,11 +176,15 @@ def _trees() -> st.SearchStrategy[dict[Any, Any]]:
     leaves = _tensors() | _tensors() | _values
     inner = st.recursive(
         leaves,
-        lambda children: st.lists(children, max_size=3) | st.dictionaries(_keys, children, max_size=3),
+        lambda children: (
+            st.lists(children, max_size=3) | st.dictionaries(_keys, children, max_size=3)
+        ),
         max_leaves=5,
     )
     top = inner | st.builds(Holder, st.dictionaries(_keys, inner, max_size=2))
-    return st.dictionaries(st.sampled_from(["a", "b", "model", "x.y", "step"]), top, min_size=1, max_size=4)
+    return st.dictionaries(
+        st.sampled_from(["a", "b", "model", "x.y", "step"]), top, min_size=1, max_size=4
+    )
 
 
 _place = st.sampled_from(PLACES[:4] * 4 + PLACES)
@@ -179,17 +203,26 @@ def _hooks(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, str] | None]:
 
 
 def _options(**choices: Any) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in choices.items()})
+    return st.fixed_dictionaries(
+        {}, optional={name: st.sampled_from(values) for name, values in choices.items()}
+    )
 
 
 def saves(hooks: tuple[str, ...]) -> st.SearchStrategy[Save]:
     """A save by planners with any of these bodies."""
-    options = _options(dedup_save_to_lowest_rank=[True], enable_plan_caching=[True], flatten_sharded_tensors=[False])
-    # As it was given: torch's flattening of ShardedTensors makes keys text and drops what is empty, by itself too (docs/differences.md).
+    options = _options(
+        dedup_save_to_lowest_rank=[True],
+        enable_plan_caching=[True],
+        flatten_sharded_tensors=[False],
+    )
+    # As it was given: torch's flattening of ShardedTensors makes keys text and drops what is empty,
+    # by itself too (docs/differences.md).
     options |= st.just({"flatten_state_dict": False, "flatten_sharded_tensors": False})
     through = st.sampled_from(["dcp", "dcp_rs"])
     planner = st.sampled_from(["ours", "ours", "torch"])
-    return st.builds(Save, _ranks, through, planner, _hooks(hooks), options, st.sampled_from([1, 1, 2, 3]))
+    return st.builds(
+        Save, _ranks, through, planner, _hooks(hooks), options, st.sampled_from([1, 1, 2, 3])
+    )
 
 
 def loads(hooks: tuple[str, ...]) -> st.SearchStrategy[Load]:
@@ -202,9 +235,15 @@ def loads(hooks: tuple[str, ...]) -> st.SearchStrategy[Load]:
         _hooks(hooks),
         _options(allow_partial_load=[True]),
         _options(
-            verify=[True], replicas=["all", "node"], io=["mmap", "direct", "buffered"], max_inflight_bytes=[1, 4096]
+            verify=[True],
+            replicas=["all", "node"],
+            io=["mmap", "direct", "buffered"],
+            max_inflight_bytes=[1, 4096],
         ),
-        st.dictionaries(st.integers(0, 3), st.sampled_from(["plain", "parameter", "transposed", "steps", "offset"])),
+        st.dictionaries(
+            st.integers(0, 3),
+            st.sampled_from(["plain", "parameter", "transposed", "steps", "offset"]),
+        ),
         st.lists(st.sampled_from(["-a", "-model", "+"]), max_size=1).map(tuple),
         st.none() | st.none() | st.sampled_from([torch.float64, torch.bfloat16]),
     )
@@ -213,6 +252,7 @@ def loads(hooks: tuple[str, ...]) -> st.SearchStrategy[Load]:
 def cases(save_hooks: tuple[str, ...], load_hooks: tuple[str, ...]) -> st.SearchStrategy[Case]:
     """State dicts with a history: saved, loaded elsewhere, saved again."""
     history = st.tuples(
-        st.lists(saves(save_hooks), min_size=1, max_size=2), st.lists(loads(load_hooks), min_size=1, max_size=2)
+        st.lists(saves(save_hooks), min_size=1, max_size=2),
+        st.lists(loads(load_hooks), min_size=1, max_size=2),
     ).map(lambda both: [*both[0], *both[1]])
     return st.builds(Case, _trees(), history)

@@ -46,7 +46,9 @@ def _is_pending(case: Case, step: Save | Load, stock: Result, ours: Result) -> b
 
 
 def _is_of_another_rank(case: Case, step: Save | Load, stock: Result, ours: Result) -> bool:
-    whole = any(isinstance(s, Save) and s.options.get("flatten_state_dict") is False for s in case.steps)
+    whole = any(
+        isinstance(s, Save) and s.options.get("flatten_state_dict") is False for s in case.steps
+    )
     return whole and not ours.errors and "kind='own'" in repr(case.state)
 
 
@@ -60,7 +62,9 @@ def _is_ambiguous(case: Case, step: Save | Load, stock: Result, ours: Result) ->
 
 def _has_nothing_in_common(case: Case, step: Save | Load, stock: Result, ours: Result) -> bool:
     is_partial = isinstance(step, Load) and bool(step.options.get("allow_partial_load"))
-    return is_partial and ours.errors == ("PlanError",) and "there is nothing to load" in ours.message
+    return (
+        is_partial and ours.errors == ("PlanError",) and "there is nothing to load" in ours.message
+    )
 
 
 ALLOWED = [
@@ -110,7 +114,9 @@ def judge(case: Case, patience: float = WATCHDOG) -> None:
 
 def _run(case: Case, folder: Path, patience: float) -> None:
     def on_ranks(step: Save | Load, function: Any, *args: Any) -> list[Any]:
-        outcomes = shared_pool().outcomes(step.ranks.size, function, step, case.state, folder, *args, timeout=patience)
+        outcomes = shared_pool().outcomes(
+            step.ranks.size, function, step, case.state, folder, *args, timeout=patience
+        )
         for outcome in outcomes:
             if outcome.error is not None:
                 raise DisagreementError(
@@ -149,7 +155,9 @@ def _compare(case: Case, step: Save | Load, stock: Result, ours: Result) -> None
             tally[f"{kind}: {difference.name}"] += 1
             return
     lines = "\n".join(ours.differences)
-    raise DisagreementError(f"{ours.who}: {ours.errors} {ours.message}\n{lines}\n{_shown(case, step)}")
+    raise DisagreementError(
+        f"{ours.who}: {ours.errors} {ours.message}\n{lines}\n{_shown(case, step)}"
+    )
 
 
 def _shown(case: Case, step: Save | Load) -> str:

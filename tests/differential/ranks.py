@@ -7,6 +7,7 @@ import itertools
 import logging
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ class _Stateful:
         self.loads += 1
 
 
-# --- tensors ---------------------------------------------------------------------------------------
+# --- tensors
+# ---------------------------------------------------------------------------------------
 
 
 class _Builder:
@@ -131,16 +133,25 @@ class _Builder:
         if self._mesh is None:
             self._mesh = init_device_mesh("cpu", self._ranks.mesh)
         codes = self._ranks.places[spec.number % len(self._ranks.places)]
-        # torch has not implemented for these what it divides by, to make a pending sum, and what it pads uneven shards with.
+        # torch has not implemented for these what it divides by, to make a pending sum, and what it
+        # pads uneven shards with.
         halves = values.dtype in (torch.complex32, getattr(torch, "bcomplex32", None))
         tiny = values.dtype.is_floating_point and values.dtype.itemsize == 1
-        exact = not (values.dtype.is_floating_point or values.dtype.is_complex)  # of which it makes float32
+        exact = not (
+            values.dtype.is_floating_point or values.dtype.is_complex
+        )  # of which it makes float32
         codes = ["R" if code == "P" and (halves or tiny or exact) else code for code in codes]
-        places = [_placement(code, values.dim()) for code, _ in zip(codes, self._ranks.mesh, strict=False)]
+        places = [
+            _placement(code, values.dim()) for code, _ in zip(codes, self._ranks.mesh, strict=False)
+        ]
         bits = values.view(torch.int32) if halves else values
         whole = distribute_tensor(bits, self._mesh, places, src_data_rank=None)
-        local = _laid_out(whole.to_local().view(values.dtype), "plain" if form == "parameter" else form)
-        made = DTensor.from_local(local, self._mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
+        local = _laid_out(
+            whole.to_local().view(values.dtype), "plain" if form == "parameter" else form
+        )
+        made = DTensor.from_local(
+            local, self._mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
         return torch.nn.Parameter(made) if form == "parameter" else made
 
     def _sharded(self, values: torch.Tensor, form: str) -> ShardedTensor:
@@ -150,8 +161,14 @@ class _Builder:
         local = values[first : first + each]
         shards = []
         if local.shape[0]:
-            local = _laid_out(local, form if form == "offset" else "plain")  # contiguous, as ShardedTensors have to be
-            shards = [ShardOfTensor.from_tensor_and_offsets(local, [first] + [0] * (values.dim() - 1), rank)]
+            local = _laid_out(
+                local, form if form == "offset" else "plain"
+            )  # contiguous, as ShardedTensors have to be
+            shards = [
+                ShardOfTensor.from_tensor_and_offsets(
+                    local, [first] + [0] * (values.dim() - 1), rank
+                )
+            ]
         return init_from_local_shards(shards, *values.shape)
 
 
@@ -190,7 +207,8 @@ def _laid_out(values: torch.Tensor, form: str) -> torch.Tensor:
     return values.clone()
 
 
-# --- both ------------------------------------------------------------------------------------------
+# --- both
+# ------------------------------------------------------------------------------------------
 
 
 def _planner(step: Save | Load, *, stock: bool) -> Any:
@@ -201,7 +219,8 @@ def _planner(step: Save | Load, *, stock: bool) -> Any:
     )
     options = dict(step.options)
     if stock or step.planner == "torch" or step.hook is not None:
-        # torch's own cache goes by the planner's class, across process groups (docs/differences.md).
+        # torch's own cache goes by the planner's class, across process groups
+        # (docs/differences.md).
         options.pop("enable_plan_caching", None)
     kind = theirs if stock or step.planner == "torch" else ours
     if step.hook is None:
@@ -224,7 +243,8 @@ def _attempt(result: Result, run: Any) -> Result:
         result.message = str(error)[:500]
     finally:
         logging.disable(logging.NOTSET)
-        # What torch's planner sets while it looks for names of before 2.4, and leaves so where that fails: whatever it flattens next is flattened as then.
+        # What torch's planner sets while it looks for names of before 2.4, and leaves so where that
+        # fails: whatever it flattens next is flattened as then.
         _version._derived_version = None
     return result
 
@@ -272,7 +292,8 @@ def load_step(load: Load, state: Any, folder: Path, has_ours: bool) -> list[Resu
             reader = RsReader(folder / path, **load.reader)
             _attempt(result, lambda: dcp.load(made, storage_reader=reader, planner=planner))  # noqa: B023
         else:
-            _attempt(result, lambda: dcp_rs.load(made, folder / path, planner=planner, **load.reader))  # noqa: B023
+            call = partial(dcp_rs.load, made, folder / path, planner=planner, **load.reader)
+            _attempt(result, call)
         got = {
             "state": _comparable(made, as_text=load.through == "dcp_rs" or load.planner == "ours"),
             "seen": vars(inner(planner)).get("seen"),
@@ -294,8 +315,9 @@ def _values(planner: Any) -> list[str]:
 def _comparable(node: Any, *, as_text: bool) -> Any:
     """The tree, with what the comparison does not know taken apart.
 
-    With ``as_text``, keys are text: torch's planner fills the tensors under 0, and puts values that were read under "0" beside it; `RsLoadPlanner` and
-    `dcp_rs.load` fill what is there (docs/differences.md).
+    With ``as_text``, keys are text: torch's planner fills the tensors under 0, and puts values that
+    were read under "0" beside it; `RsLoadPlanner` and `dcp_rs.load` fill what is there
+    (docs/differences.md).
     """
     if isinstance(node, _Stateful):
         return {"loads": node.loads, "state": _comparable(node.state, as_text=as_text)}

@@ -27,7 +27,14 @@ MADE = (
     "SavedMetadata",
     "VerifyReport",
 )
-PLUGINS = ("HostStager", "NumpyCheckpoint", "RsLoadPlanner", "RsReader", "RsSavePlanner", "RsWriter")
+PLUGINS = (
+    "HostStager",
+    "NumpyCheckpoint",
+    "RsLoadPlanner",
+    "RsReader",
+    "RsSavePlanner",
+    "RsWriter",
+)
 
 
 def public():
@@ -37,9 +44,15 @@ def public():
             value = getattr(module, name)
             if inspect.isfunction(value):
                 yield prefix + name, value
-    for cls in (getattr(dcp_rs, name) for name in dcp_rs.__all__ if inspect.isclass(getattr(dcp_rs, name))):
+    for cls in (
+        getattr(dcp_rs, name) for name in dcp_rs.__all__ if inspect.isclass(getattr(dcp_rs, name))
+    ):
         for name, value in inspect.getmembers(cls, inspect.isfunction):
-            if not name.startswith("_") and value.__module__.startswith("dcp_rs") and not is_of_others(cls, name):
+            if (
+                not name.startswith("_")
+                and value.__module__.startswith("dcp_rs")
+                and not is_of_others(cls, name)
+            ):
                 yield f"{cls.__name__}.{name}", value
     for cls in (dcp_rs.optim.PerRank, dcp_rs.optim.RngState):
         for name in ("state_dict", "load_state_dict"):
@@ -48,17 +61,21 @@ def public():
 
 def is_of_others(cls, name):
     """Whether torch, or Python, says what a method is, and calls it: the class has the example."""
-    return any(name in vars(base) for base in cls.__mro__[:-1] if not base.__module__.startswith("dcp_rs"))
+    return any(
+        name in vars(base) for base in cls.__mro__[:-1] if not base.__module__.startswith("dcp_rs")
+    )
 
 
 FUNCTIONS = dict(public())
 CLASSES = {name: getattr(dcp_rs, name) for name in (*PLUGINS, "Checkpoint", "CheckpointManager")}
-CLASSES |= {name: getattr(dcp_rs, name) for name in ("Concat", "Split", "Stack", "Transpose", "Unstack")}
+CLASSES |= {
+    name: getattr(dcp_rs, name) for name in ("Concat", "Split", "Stack", "Transpose", "Unstack")
+}
 CLASSES |= {"optim.RngState": dcp_rs.optim.RngState}
 
 
-#: What a user's completion shows of each class: its own members, not those of torch, ``dict`` or ``Future``.
-#: A member that only this package calls begins with an underscore.
+#: What a user's completion shows of each class: its own members, not those of torch, ``dict`` or
+#: ``Future``. A member that only this package calls begins with an underscore.
 SHOWN = {
     "Checkpoint": "chunks close get get_slice get_tensor get_tensors info metadata offset_keys path report save_id "
     "source state_dict stream",
@@ -104,7 +121,9 @@ def shown(cls):
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_class_shows_what_users_call(name):
-    cls = getattr(dcp_rs.optim, name.removeprefix("optim.")) if "." in name else getattr(dcp_rs, name)
+    cls = (
+        getattr(dcp_rs.optim, name.removeprefix("optim.")) if "." in name else getattr(dcp_rs, name)
+    )
     assert sorted(member for member, _ in shown(cls)) == SHOWN[name].split()
     for member, holder in shown(cls):
         attributes = inspect.getdoc(holder).partition("Attributes:")[2]
@@ -118,12 +137,16 @@ def test_every_public_class_is_looked_at():
 
 
 def sections(value):
-    return set(re.findall(r"^(Args|Returns|Raises|Example):$", inspect.getdoc(value) or "", re.MULTILINE))
+    return set(
+        re.findall(r"^(Args|Returns|Raises|Example):$", inspect.getdoc(value) or "", re.MULTILINE)
+    )
 
 
 def test_every_public_name_is_looked_at():
     classes = {name for name in dcp_rs.__all__ if inspect.isclass(getattr(dcp_rs, name))}
-    assert classes == {*CLASSES, *MADE, "QuantizationError"} - {"optim.RngState"}  # errors have a page of their own
+    assert classes == {*CLASSES, *MADE, "QuantizationError"} - {
+        "optim.RngState"
+    }  # errors have a page of their own
     assert len(FUNCTIONS) > 45
 
 
@@ -131,21 +154,31 @@ def test_every_public_name_is_looked_at():
 def test_a_docstring_has_what_a_caller_needs(name):
     function = FUNCTIONS[name]
     signature, text = inspect.signature(function), inspect.getdoc(function)
-    passed = [one for one in signature.parameters if one not in ("self", "unknown") and not one.startswith("_")]
+    passed = [
+        one
+        for one in signature.parameters
+        if one not in ("self", "unknown") and not one.startswith("_")
+    ]
     assert not passed or "Args" in sections(function)
     for one in passed:
-        assert re.search(rf"^    (\w+, )*{one}(, \w+)*: ", text, re.MULTILINE), f"{name} does not explain {one}"
+        assert re.search(rf"^    (\w+, )*{one}(, \w+)*: ", text, re.MULTILINE), (
+            f"{name} does not explain {one}"
+        )
     if str(signature.return_annotation) != "None":
         assert "Returns" in sections(function)
     # A title such as "Raises (on every rank):" is no section: the site shows it as a paragraph.
     assert not re.search(r"^(Raises|Args|Returns) \(", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [*(name for name in FUNCTIONS if "." not in name), "CheckpointManager"])
+@pytest.mark.parametrize(
+    "name", [*(name for name in FUNCTIONS if "." not in name), "CheckpointManager"]
+)
 def test_help_and_completion_show_each_option(name):
     signature = inspect.signature(getattr(dcp_rs, name))
     others = [one for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]
-    assert all(one.annotation == "Never" for one in others)  # it collects what is refused on all ranks
+    assert all(
+        one.annotation == "Never" for one in others
+    )  # it collects what is refused on all ranks
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +187,13 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     state = {"model": torch.nn.Linear(2, 3).state_dict(), "step": 7}
     dcp_rs.save(state, folder / "ckpt", no_dist=True)
-    dcp_rs.convert(folder / "ckpt", folder / "hf_model", to="safetensors", include="model.*", rename={"model": ""})
+    dcp_rs.convert(
+        folder / "ckpt",
+        folder / "hf_model",
+        to="safetensors",
+        include="model.*",
+        rename={"model": ""},
+    )
     with dcp_rs.CheckpointManager(folder / "run", no_dist=True) as manager:
         manager.save(1, state, metrics={"loss": 0.5})
         manager.save(2, state, metrics={"loss": 0.75})
@@ -165,7 +204,9 @@ def made(tmp_path_factory):
 SHOWN_BY_THEIR_CLASS = ("optim.PerRank.", "optim.RngState.")
 
 
-@pytest.mark.parametrize("name", [*(name for name in FUNCTIONS if not name.startswith(SHOWN_BY_THEIR_CLASS)), *CLASSES])
+@pytest.mark.parametrize(
+    "name", [*(name for name in FUNCTIONS if not name.startswith(SHOWN_BY_THEIR_CLASS)), *CLASSES]
+)
 def test_an_example_runs(name, made, tmp_path, monkeypatch):
     value = FUNCTIONS.get(name) or CLASSES[name]
     block = BLOCK.search(inspect.getdoc(value))
@@ -176,6 +217,13 @@ def test_an_example_runs(name, made, tmp_path, monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    names = {"dcp_rs": dcp_rs, "dcp": dcp, "torch": torch, "signal": signal, "model": model, "optimizer": optimizer}
+    names = {
+        "dcp_rs": dcp_rs,
+        "dcp": dcp,
+        "torch": torch,
+        "signal": signal,
+        "model": model,
+        "optimizer": optimizer,
+    }
     names |= {"state": {"model": model, "step": 0}, "steps": 3, "train_one_step": lambda: 0.25}
     exec(compile(textwrap.dedent(block[1]), name, "exec"), names)

@@ -42,7 +42,9 @@ def go_on(name, folder, last):
         return example(name).main(folder, last)
 
 
-@pytest.mark.parametrize(("name", "first", "last"), [("fsdp2_restart", 5, 10), ("titan_loop", 4, 8)])
+@pytest.mark.parametrize(
+    ("name", "first", "last"), [("fsdp2_restart", 5, 10), ("titan_loop", 4, 8)]
+)
 def test_training_goes_on_where_it_stopped(tmp_path, name, first, last):
     for whole, parts in run_ranks(2, restart, name, tmp_path, first, last):
         assert len(whole) == last
@@ -91,12 +93,20 @@ def test_examples_without_ranks(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    shutil.which("torchrun") is None and not Path(sys.executable).with_name("torchrun").exists(), reason="no torchrun"
+    shutil.which("torchrun") is None and not Path(sys.executable).with_name("torchrun").exists(),
+    reason="no torchrun",
 )
 @pytest.mark.parametrize("name", ["fsdp2_restart", "fsdp1_optimizer", "titan_loop", "torch_file"])
 def test_examples_run_as_they_say(tmp_path, name):
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    command = [torchrun, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / f"{name}.py"), str(tmp_path)]
+    command = [
+        torchrun,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLES / f"{name}.py"),
+        str(tmp_path),
+    ]
     for _ in range(3):
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
         # Seen on a busy machine, after all was printed: a process with gloo ends so at its exit.

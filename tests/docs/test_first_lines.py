@@ -11,7 +11,12 @@ EXCEPT = ("tests/compat/", "tests/fixtures/")
 
 def sources() -> list[str]:
     folders = ("python", "rust", "tests", "benches", "examples")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".pyi", ".rs")]
+    files = [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".pyi", ".rs")
+    ]
     names = [path.relative_to(ROOT).as_posix() for path in files]
     return sorted(name for name in names if "/target/" not in name and not name.startswith(EXCEPT))
 

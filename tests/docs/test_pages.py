@@ -30,7 +30,8 @@ from support.places import ROOT
 
 DOCS = ROOT / "docs"
 WRITE = "DCP_RS_WRITE_PAGES" in os.environ
-#: Their code belongs to a program of the reader's: it has to be Python, and its names of dcp_rs have to exist.
+#: Their code belongs to a program of the reader's: it has to be Python, and its names of dcp_rs
+#: have to exist.
 FRAGMENTS = ("index.md", "frameworks.md", "serving.md", "../README.md")
 #: What is printed is that of this torch. Another one pickles values to another length.
 RELEASE = "2.15"
@@ -44,8 +45,12 @@ def stable(printed: str) -> str:
     """Return the text without what differs from run to run: times, random parts of names, digests."""
     printed = re.sub(r" *\b[\d.]+ s\b", " <time>", printed)
     printed = re.sub(r"[\d.]+ \w?B/s", "<speed>", printed)
-    printed = re.sub(r" +[\d,]+ +(?=__\d+_\d+\.distcp)", " <offset> ", printed)  # the order in which stock writes
-    printed = re.sub(r"\b[0-9a-f]{16}\b|\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "<random>", printed)
+    printed = re.sub(
+        r" +[\d,]+ +(?=__\d+_\d+\.distcp)", " <offset> ", printed
+    )  # the order in which stock writes
+    printed = re.sub(
+        r"\b[0-9a-f]{16}\b|\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "<random>", printed
+    )
     return "\n".join(re.sub(r"  +", "  ", line).rstrip() for line in printed.strip().splitlines())
 
 
@@ -74,7 +79,9 @@ def program_on_rank(folder: str, program: str, arguments: list[str]) -> str:
 def torchrun(arguments: list[str]) -> str:
     """What the ranks of a program print, one after the other."""
     assert arguments[0] == "--nproc-per-node"
-    return "".join(run_ranks(int(arguments[1]), program_on_rank, str(Path.cwd()), arguments[2], arguments[3:]))
+    return "".join(
+        run_ranks(int(arguments[1]), program_on_rank, str(Path.cwd()), arguments[2], arguments[3:])
+    )
 
 
 def run_command(line: str, capfd: pytest.CaptureFixture[str]) -> str:
@@ -129,7 +136,9 @@ def made_anew(page: str, text: str, capfd: pytest.CaptureFixture[str]) -> str:
 
 def pages() -> list[str]:
     with_code = [
-        path.name for path in DOCS.glob("*.md") if re.search("^```(python|console)", path.read_text(), re.MULTILINE)
+        path.name
+        for path in DOCS.glob("*.md")
+        if re.search("^```(python|console)", path.read_text(), re.MULTILINE)
     ]
     return sorted(set(with_code) - set(FRAGMENTS))
 
@@ -140,7 +149,9 @@ def store(monkeypatch):
     with object_server() as server:
         monkeypatch.setattr(server, "bucket", "bucket")
         for name, value in server.options().items():
-            monkeypatch.setenv(name.upper(), str(value).lower() if isinstance(value, bool) else str(value))
+            monkeypatch.setenv(
+                name.upper(), str(value).lower() if isinstance(value, bool) else str(value)
+            )
         yield server
 
 
@@ -173,11 +184,15 @@ def test_fragments_are_python_and_name_what_is_there(page):
         found += 1
         compile(block, page, "exec")
         for module, names in re.findall(r"^from (dcp_rs[\w.]*) import (.*)$", block, re.MULTILINE):
-            if module.startswith("dcp_rs.integrations."):  # each needs its framework: tests/frameworks
+            if module.startswith(
+                "dcp_rs.integrations."
+            ):  # each needs its framework: tests/frameworks
                 continue
             for name in names.split(", "):
                 assert hasattr(__import__(module, fromlist=[name]), name), f"{module}.{name}"
-        for name in re.findall(r"\bdcp_rs\.(\w+)", re.sub(r"^(from|import) .*$", "", block, flags=re.MULTILINE)):
+        for name in re.findall(
+            r"\bdcp_rs\.(\w+)", re.sub(r"^(from|import) .*$", "", block, flags=re.MULTILINE)
+        ):
             assert name in dir(dcp_rs), name
     assert found
 
@@ -207,11 +222,15 @@ def test_links_lead_somewhere(page):
 
 def test_links_of_the_readme_work_on_the_package_index():
     """They were relative once, and led nowhere on PyPI."""
-    text = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     targets = [first or second for first, second in LINK.findall(text)]
     assert len(targets) > 10
     anchored = {f"#{anchor}" for anchor in anchors(text)}
-    assert [target for target in targets if not target.startswith("https://") and target not in anchored] == []
+    assert [
+        target for target in targets if not target.startswith("https://") and target not in anchored
+    ] == []
     for target in targets:  # and those of the site and of the repository lead to what is there
         if match := re.fullmatch(r"https://dcp-rs\.github\.io/dcp-rs/(.*)\.html", target):
             made = match[1] in ("security", "changelog", "reference/cli")
@@ -226,7 +245,11 @@ def test_the_site_is_small_enough_to_know():
     named = [match[1] for line in lines if (match := re.search(r" ([\w/-]+\.md)$", line))]
     assert len(named) == len(set(named))
     section = "\n".join(lines).partition("  - Reference:\n")[2]
-    reference = set(re.findall(r" ([\w/-]+\.md)$", re.split(r"^  - ", section, flags=re.MULTILINE)[0], re.MULTILINE))
+    reference = set(
+        re.findall(
+            r" ([\w/-]+\.md)$", re.split(r"^  - ", section, flags=re.MULTILINE)[0], re.MULTILINE
+        )
+    )
     assert len(set(named) - reference) <= 28
     assert {path.name for path in DOCS.glob("*.md")} <= set(named)
 
@@ -246,7 +269,11 @@ def public() -> list[str]:
 def test_the_reference_has_every_public_name():
     text = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     documented = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
-    missing = [name for name in public() if name not in documented and name.rpartition(".")[0] not in documented]
+    missing = [
+        name
+        for name in public()
+        if name not in documented and name.rpartition(".")[0] not in documented
+    ]
     assert missing == []
     for name in documented:  # and nothing that is not there
         module, _, attribute = name.rpartition(".")

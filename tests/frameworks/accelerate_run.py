@@ -1,6 +1,7 @@
 """FSDP2 by accelerate, or by the Trainer of transformers: `accelerate_run.py HOW FOLDER STEPS [CHECKPOINT]`. Losses and weights go to FOLDER.
 
-accelerate has FSDP for accelerators alone. That ranks of CPUs have one is the one thing that is made up here; the process group is gloo.
+accelerate has FSDP for accelerators alone. That ranks of CPUs have one is the one thing that is
+made up here; the process group is gloo.
 """
 
 import sys
@@ -28,12 +29,16 @@ def count_as_accelerators() -> PartialState:
 
 
 def make_model() -> transformers.LlamaForCausalLM:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, attn_implementation="eager"))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, **HEADS, attn_implementation="eager")
+    )
 
 
 class Text(torch.utils.data.Dataset):
     def __init__(self) -> None:
-        self.ids = torch.randint(SIZES["vocab_size"], (32, 8), generator=torch.Generator().manual_seed(1))
+        self.ids = torch.randint(
+            SIZES["vocab_size"], (32, 8), generator=torch.Generator().manual_seed(1)
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -43,7 +48,10 @@ class Text(torch.utils.data.Dataset):
 
 
 def by_hand(folder: Path, steps: int, checkpoint: str | None) -> tuple[object, list[float]]:
-    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    wrap = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
+    }
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **wrap)
     count_as_accelerators()
     accelerator = Accelerator(fsdp_plugin=plugin)
@@ -77,7 +85,10 @@ def by_trainer(folder: Path, steps: int, checkpoint: str | None) -> tuple[object
         output_dir=str(folder),
         use_cpu=True,
         fsdp=True,
-        fsdp_config={"state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        fsdp_config={
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        },
         max_steps=8,
         save_steps=SAVE_EVERY,
         logging_steps=1,
@@ -95,7 +106,9 @@ def by_trainer(folder: Path, steps: int, checkpoint: str | None) -> tuple[object
             if state.global_step == steps:
                 control.should_training_stop = True
 
-    trainer = transformers.Trainer(make_model(), arguments, train_dataset=Text(), callbacks=[Stop()])
+    trainer = transformers.Trainer(
+        make_model(), arguments, train_dataset=Text(), callbacks=[Stop()]
+    )
     trainer.train(resume_from_checkpoint=checkpoint)
     return trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -104,7 +117,9 @@ def main(how: str, folder: Path, steps: int, checkpoint: str | None = None) -> N
     run = by_trainer if how.startswith("trainer") else by_hand
     with dcp_rs.installed() if how.endswith("rs") else nullcontext():
         model, losses = run(folder, steps, checkpoint)
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     ranks = PartialState()
     if ranks.is_main_process:
         torch.save({"losses": losses, "model": weights}, folder / "end.pt")

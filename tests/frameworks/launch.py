@@ -14,7 +14,11 @@ def launch(script: Path, *arguments: object, ranks: int = 1) -> str:
     command = [sys.executable, "-W", "ignore"]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "true",
+    }
     done = subprocess.run(
         [*command, str(script), *map(str, arguments)],
         capture_output=True,

@@ -8,17 +8,29 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
-from dcp_rs.integrations.lightning import DcpRsCheckpointIO, DcpRsFSDPStrategy, DcpRsModelParallelStrategy
+from dcp_rs.integrations.lightning import (
+    DcpRsCheckpointIO,
+    DcpRsFSDPStrategy,
+    DcpRsModelParallelStrategy,
+)
 
 
 class Net(lightning.LightningModule):
-    def __init__(self, width: int = 16, names: tuple[str, ...] = ("a", "b"), nothing: dict | None = None) -> None:
+    def __init__(
+        self, width: int = 16, names: tuple[str, ...] = ("a", "b"), nothing: dict | None = None
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.losses: list[float] = []
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)), torch.nn.Dropout(0.2))
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Linear(width, width) for _ in range(3)), torch.nn.Dropout(0.2)
+        )
 
     def configure_model(self) -> None:
         if "ModelParallel" in type(self.trainer.strategy).__name__:
@@ -33,17 +45,29 @@ class Net(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        }
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         # The order of batches and of dropout is drawn from it.
-        checkpoint["odd"] = {"empty": {}, 3: {(1, 2): [], None: 1.5}, "list": [{}, 1], "rng": torch.get_rng_state()}
+        checkpoint["odd"] = {
+            "empty": {},
+            3: {(1, 2): [], None: 1.5},
+            "list": [{}, 1],
+            "rng": torch.get_rng_state(),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         odd = dict(checkpoint["odd"])
         self.rng = odd.pop("rng")
         assert odd == {"empty": {}, 3: {(1, 2): [], None: 1.5}, "list": [{}, 1]}, odd
-        assert checkpoint["hyper_parameters"] == {"width": 16, "names": ("a", "b"), "nothing": {}}, checkpoint
+        assert checkpoint["hyper_parameters"] == {
+            "width": 16,
+            "names": ("a", "b"),
+            "nothing": {},
+        }, checkpoint
 
     def on_train_batch_start(self, *_: object) -> None:
         if hasattr(self, "rng"):
@@ -67,12 +91,20 @@ def main(how: str, folder: Path, epochs: int, checkpoint: str | None = None) -> 
     elif how == "parallel-stock":
         strategy, devices = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), 2
     elif how == "parallel":
-        strategy, devices = DcpRsModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), 2
+        strategy, devices = (
+            DcpRsModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            2,
+        )
     elif how == "fsdp":
         strategy, devices = DcpRsFSDPStrategy(state_dict_type="sharded"), 2
     net = Net(nothing={})
     kept = ModelCheckpoint(
-        dirpath=folder / "kept", save_top_k=2, monitor="epoch", mode="max", save_last=True, filename="{epoch}"
+        dirpath=folder / "kept",
+        save_top_k=2,
+        monitor="epoch",
+        mode="max",
+        save_last=True,
+        filename="{epoch}",
     )
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -91,9 +123,16 @@ def main(how: str, folder: Path, epochs: int, checkpoint: str | None = None) -> 
     trainer.fit(net, loader, ckpt_path=checkpoint)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model = get_model_state_dict(trainer.strategy.model, options=options)
-    optimizer = get_optimizer_state_dict(trainer.strategy.model, trainer.optimizers[0], options=options)
+    optimizer = get_optimizer_state_dict(
+        trainer.strategy.model, trainer.optimizers[0], options=options
+    )
     if trainer.is_global_zero:
-        result = {"model": model, "optimizer": optimizer, "losses": net.losses, "best": kept.best_model_path}
+        result = {
+            "model": model,
+            "optimizer": optimizer,
+            "losses": net.losses,
+            "best": kept.best_model_path,
+        }
         torch.save(result, folder / "end.pt")
 
 

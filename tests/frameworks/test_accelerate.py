@@ -6,7 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-frameworks")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-frameworks")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: make test-frameworks"
+)
 
 from accelerate.utils import merge_fsdp_weights as merge_by_accelerate
 from safetensors.torch import load_file
@@ -68,7 +70,10 @@ def test_weights_are_merged_as_by_accelerate(run, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     step = f"step-{STOP}"
     stock, ours = run("hand-stock", STEPS)[0] / step, run("hand-rs", STOP)[0] / step
-    for safe, file, load in ((True, "model.safetensors", load_file), (False, "pytorch_model.bin", torch.load)):
+    for safe, file, load in (
+        (True, "model.safetensors", load_file),
+        (False, "pytorch_model.bin", torch.load),
+    ):
         merge_by_accelerate(stock / MODEL, tmp_path / "want", safe_serialization=safe)
         want = load(tmp_path / "want" / file)
         for source in (stock, ours):
@@ -97,7 +102,9 @@ def test_the_state_of_an_optimizer_is_merged_as_by_accelerate(run, tmp_path, mon
         assert set(got["state"]) == set(want["state"])
         for name, moments in want["state"].items():
             assert set(got["state"][name]) == set(moments)
-            assert all(torch.equal(got["state"][name][key], tensor) for key, tensor in moments.items())
+            assert all(
+                torch.equal(got["state"][name][key], tensor) for key, tensor in moments.items()
+            )
     with pytest.raises(UnsupportedError, match="param_groups"):
         merge_fsdp_weights(ours / OPTIMIZER, tmp_path / "safe")
     with pytest.raises(CheckpointNotFoundError, match=f"pass .*{MODEL} or .*{OPTIMIZER}"):

@@ -64,7 +64,9 @@ def unbroken(tmp_path_factory):
         ("parallel", "parallel-stock", 2),
     ],
 )
-def test_resumed_training_is_the_training_that_was_not_stopped(tmp_path, unbroken, how, stock, ranks):
+def test_resumed_training_is_the_training_that_was_not_stopped(
+    tmp_path, unbroken, how, stock, ranks
+):
     launch(RUN, how, tmp_path, STOP, ranks=ranks)
     kept = tmp_path / "kept"
     assert sorted(os.listdir(kept)) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
@@ -97,7 +99,12 @@ def checkpoint():
     return {
         "epoch": 3,
         "state_dict": {"w": torch.randn(3, 4), "half": torch.ones(2).bfloat16()},
-        "optimizer_states": [{"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+        "optimizer_states": [
+            {
+                "state": {0: {"step": torch.tensor(2.0)}},
+                "param_groups": [{"lr": 0.1, "params": [0]}],
+            }
+        ],
         "lr_schedulers": [],
         "loops": {"fit": {"state_dict": {}, 7: {"ready": {}}}},
         "hyper_parameters": {"names": ["a", {}], "pair": (1, None), "empty": {}},
@@ -125,7 +132,10 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path, asynchronous):
 
 
 def test_a_background_save_has_what_was_there_when_it_began(tmp_path):
-    io, state = DcpRsCheckpointIO(asynchronous=True), {"w": torch.zeros(1 << 20), "steps": {"done": 1}}
+    io, state = (
+        DcpRsCheckpointIO(asynchronous=True),
+        {"w": torch.zeros(1 << 20), "steps": {"done": 1}},
+    )
     io.save_checkpoint(state, tmp_path / "a.ckpt")
     state["w"].fill_(1)
     state["steps"]["done"] = 2
@@ -165,7 +175,9 @@ def test_values_of_ones_own_classes_load_as_in_torch(tmp_path):
         io.save_checkpoint({"hparams": Namespace(width=3)}, tmp_path / "a.ckpt")
     with pytest.raises(UnsafePickleError):
         io.load_checkpoint(tmp_path / "a.ckpt")
-    assert io.load_checkpoint(tmp_path / "a.ckpt", weights_only=False) == {"hparams": Namespace(width=3)}
+    assert io.load_checkpoint(tmp_path / "a.ckpt", weights_only=False) == {
+        "hparams": Namespace(width=3)
+    }
     with pytest.raises(CheckpointNotFoundError):
         io.load_checkpoint(tmp_path / "none.ckpt")
     with pytest.raises(TypeError, match="storage_options"):

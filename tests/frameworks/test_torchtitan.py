@@ -27,7 +27,8 @@ STEPS, STOP = 8, 4
 MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 
-# --- the trainer ---------------------------------------------------------------------------------------
+# --- the trainer
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,9 @@ def check_end(folder, whole, steps):
         assert len(theirs["losses"]) == STEPS
         assert mine["losses"] == theirs["losses"][STEPS - steps :]
         assert mine["step"] == theirs["step"] == STEPS
-        assert all(torch.equal(mine["model"][name], tensor) for name, tensor in theirs["model"].items())
+        assert all(
+            torch.equal(mine["model"][name], tensor) for name, tensor in theirs["model"].items()
+        )
 
 
 def test_resumed_training_is_the_training_that_was_not_stopped(tmp_path, whole):
@@ -54,7 +57,16 @@ def test_resumed_training_is_the_training_that_was_not_stopped(tmp_path, whole):
     steps = tmp_path / "checkpoint"
     assert {step.name for step in steps.iterdir()} == {"step-2", "step-4"}
     assert (steps / "step-4" / "index.dcprs").is_file()
-    launch(RUN, "rs", tmp_path, STEPS, "--checkpoint.async_mode", "async", "--checkpoint.verify", ranks=2)
+    launch(
+        RUN,
+        "rs",
+        tmp_path,
+        STEPS,
+        "--checkpoint.async_mode",
+        "async",
+        "--checkpoint.verify",
+        ranks=2,
+    )
     check_end(tmp_path, whole, STEPS - STOP)
     # Two are kept when a step is saved; after the last one torchtitan does not look.
     assert {step.name for step in steps.glob("step-*")} == {"step-4", "step-6", "step-8"}
@@ -67,7 +79,8 @@ def test_a_run_of_torchtitans_own_goes_on(tmp_path, whole):
     assert (tmp_path / "checkpoint" / "step-8" / "index.dcprs").is_file()
 
 
-# --- the manager ---------------------------------------------------------------------------------------
+# --- the manager
+# ---------------------------------------------------------------------------------------
 
 
 class Part:
@@ -114,7 +127,12 @@ def make(tmp_path):
     def make_manager(cls=DcpRsCheckpointManager, seed=0, files=None, **config):
         torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
-        settings = {"enable": True, "interval": 1, "keep_latest_k": 0, "last_save_model_only": False} | config
+        settings = {
+            "enable": True,
+            "interval": 1,
+            "keep_latest_k": 0,
+            "last_save_model_only": False,
+        } | config
         manager = cls.Config(**settings).build(
             dataloader=Part(at=seed),
             model_parts=[model],
@@ -133,7 +151,10 @@ def make(tmp_path):
 
 
 def state_of(manager, model):
-    parts = {name: manager.states[name].state for name in ("optimizer", "dataloader", "lr_scheduler", "train_state")}
+    parts = {
+        name: manager.states[name].state
+        for name in ("optimizer", "dataloader", "lr_scheduler", "train_state")
+    }
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, parts
 
 
@@ -189,7 +210,8 @@ def test_the_newest_step_that_is_whole_is_found(make, tmp_path, caplog):
     assert "step-4: its save did not finish" in caplog.text
     assert "step-3" in caplog.text
     assert "gone" in caplog.text
-    # torchtitan's own manager sees none of them, and starts at the beginning: that is why there is this one.
+    # torchtitan's own manager sees none of them, and starts at the beginning: that is why there is
+    # this one.
     assert make(CheckpointManager)[0]._find_load_step() == -1
     dcp.save(manager._flattened_model_states_sd(), checkpoint_id=steps / "step-9", no_dist=True)
     fresh, other = make(seed=5)
@@ -212,10 +234,14 @@ def test_a_newer_step_that_may_be_whole_is_an_error(make, tmp_path, name):
         newest = tmp_path / "checkpoint" / "step-3"
         newest.mkdir()
         (newest / name).write_text("of something else")
-    with pytest.raises(UnsupportedError, match=rf"cannot be resumed: {newest.name}: .*set checkpoint.load_step"):
+    with pytest.raises(
+        UnsupportedError, match=rf"cannot be resumed: {newest.name}: .*set checkpoint.load_step"
+    ):
         manager._find_load_step()
     assert manager._find_load_step(max_step=1) == 1
-    (newest / "__0_0.distcp").write_text("")  # torch's own save was killed: it is known not to be whole
+    (newest / "__0_0.distcp").write_text(
+        ""
+    )  # torch's own save was killed: it is known not to be whole
     if name != "index.dcprs":
         assert manager._find_load_step() == 2
 
@@ -253,7 +279,10 @@ def test_what_later_releases_ask_of_a_purge_and_a_look(make, tmp_path, monkeypat
         dcp_rs.save({"w": torch.ones(2)}, tmp_path / "checkpoint" / f"step-{step}", no_dist=True)
     manager._purge_stale_checkpoints(saving_step=4, staging_dir_prefix=None)
     wait_for_purge(manager)
-    assert sorted(entry.name for entry in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-3"]
+    assert sorted(entry.name for entry in (tmp_path / "checkpoint").iterdir()) == [
+        "step-1",
+        "step-3",
+    ]
     assert manager._find_load_step(max_step=2) == 1
     assert manager._find_load_step(max_step=0) == -1
 
@@ -282,14 +311,21 @@ def test_the_last_step_is_exported_for_hugging_face(make, tmp_path, files):
     other.bfloat16()
     fresh.states["model"].cached_state_dict = fresh.states["model"]._get_state_dict()
     assert fresh.load()
-    assert all(torch.equal(tensor, want[f"model.{name}"]) for name, tensor in other.state_dict().items())
+    assert all(
+        torch.equal(tensor, want[f"model.{name}"]) for name, tensor in other.state_dict().items()
+    )
 
 
 def test_weights_of_hugging_face_begin_a_run(make, tmp_path):
-    manager, model = make(seed=1, folder="run", initial_load_path=str(tmp_path / "hf"), initial_load_in_hf=True)
+    manager, model = make(
+        seed=1, folder="run", initial_load_path=str(tmp_path / "hf"), initial_load_in_hf=True
+    )
     want = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
     (tmp_path / "hf").mkdir()
-    save_file({f"model.{name}": tensor for name, tensor in want.items()}, tmp_path / "hf" / "model.safetensors")
+    save_file(
+        {f"model.{name}": tensor for name, tensor in want.items()},
+        tmp_path / "hf" / "model.safetensors",
+    )
     assert manager.load()
     assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 

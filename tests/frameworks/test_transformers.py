@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-frameworks")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: make test-frameworks"
+)
 
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
@@ -51,7 +53,10 @@ def same(model, expected):
 
 
 def is_tied(model):
-    return model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    return (
+        model.get_input_embeddings().weight.data_ptr()
+        == model.get_output_embeddings().weight.data_ptr()
+    )
 
 
 def tokenizer_files(folder):
@@ -92,7 +97,9 @@ def llama_like(model, dtype):
 def test_the_model_owns_its_memory(tmp_path):
     model = llama()
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    loaded = from_pretrained(transformers.LlamaForCausalLM, tmp_path / "model.pt", config=model.config)
+    loaded = from_pretrained(
+        transformers.LlamaForCausalLM, tmp_path / "model.pt", config=model.config
+    )
     (tmp_path / "model.pt").write_bytes(b"")
     same(loaded, model)
 
@@ -104,7 +111,12 @@ def test_names_by_prefix_by_callable_and_found_out(tmp_path):
     dcp_rs.save(wrapped | {"module.other": torch.ones(3)}, tmp_path / "ckpt")
     cls = transformers.LlamaForCausalLM
     for rename in (None, {"module.net": ""}, lambda name: name.removeprefix("module.net.")):
-        same(from_pretrained(cls, tmp_path / "ckpt", config=model.config, rename=rename, exclude="*.other"), model)
+        same(
+            from_pretrained(
+                cls, tmp_path / "ckpt", config=model.config, rename=rename, exclude="*.other"
+            ),
+            model,
+        )
     dcp_rs.save({"ema": state, "model": state}, tmp_path / "two")
     with pytest.raises(PlanError, match=r"'ema\.' and 'model\.'.*include='ema"):
         from_pretrained(cls, tmp_path / "two", config=model.config)
@@ -145,21 +157,34 @@ def test_generation_is_configured_as_by_transformers(tmp_path, cls):
         assert loaded.generation_config == want
     assert from_pretrained(cls, tmp_path / "hf").generation_config == want
     assert from_pretrained(cls, tmp_path / "hf", config=model.config).generation_config == want
-    assert from_pretrained(cls, tmp_path / "hf", generation_config=own).generation_config.eos_token_id == 4
-    # Where no file says so, the configuration of the model does, as in models that are older than that file.
+    assert (
+        from_pretrained(cls, tmp_path / "hf", generation_config=own).generation_config.eos_token_id
+        == 4
+    )
+    # Where no file says so, the configuration of the model does, as in models that are older than
+    # that file.
     (tmp_path / "hf" / "generation_config.json").unlink()
     fields = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"num_beams": 3}))
     assert cls.from_pretrained(tmp_path / "hf").generation_config.num_beams == 3
-    assert from_pretrained(cls, tmp_path / "ckpt", config=tmp_path / "hf").generation_config.num_beams == 3
-    assert from_pretrained(cls, tmp_path / "ckpt", config=model.config).generation_config.num_beams is None
+    assert (
+        from_pretrained(cls, tmp_path / "ckpt", config=tmp_path / "hf").generation_config.num_beams
+        == 3
+    )
+    assert (
+        from_pretrained(cls, tmp_path / "ckpt", config=model.config).generation_config.num_beams
+        is None
+    )
 
 
 def test_fields_of_the_configuration_may_be_given(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "hf")
     classifier = from_pretrained(
-        transformers.AutoModelForSequenceClassification, tmp_path / "hf", num_labels=3, allow_partial_load=True
+        transformers.AutoModelForSequenceClassification,
+        tmp_path / "hf",
+        num_labels=3,
+        allow_partial_load=True,
     )
     assert classifier.score.weight.shape == (3, 16)
     for cls in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
@@ -208,21 +233,29 @@ class Own(PreTrainedModel):
 
 def test_a_model_whose_code_is_beside_it(tmp_path, monkeypatch):
     """That its code is trusted was told to the configuration alone."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     base = tmp_path / "base"
     base.mkdir()
     (base / "own.py").write_text(CODE)
     classes = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.Own"}
-    (base / "config.json").write_text(json.dumps({"model_type": "of-ones-own", "width": 3, "auto_map": classes}))
+    (base / "config.json").write_text(
+        json.dumps({"model_type": "of-ones-own", "width": 3, "auto_map": classes})
+    )
     state = {"inner.weight": torch.ones(3, 3), "inner.bias": torch.ones(3)}
     dcp_rs.save({"model": state}, tmp_path / "ckpt")
-    loaded = from_pretrained(transformers.AutoModel, tmp_path / "ckpt", config=base, trust_remote_code=True)
+    loaded = from_pretrained(
+        transformers.AutoModel, tmp_path / "ckpt", config=base, trust_remote_code=True
+    )
     assert {name: tensor.sum().item() for name, tensor in loaded.state_dict().items()} == {
         "inner.weight": 9,
         "inner.bias": 3,
     }
     with pytest.raises(ValueError, match="trust_remote_code"):
-        from_pretrained(transformers.AutoModel, tmp_path / "ckpt", config=base, trust_remote_code=False)
+        from_pretrained(
+            transformers.AutoModel, tmp_path / "ckpt", config=base, trust_remote_code=False
+        )
 
 
 def test_a_device_map_of_accelerate(tmp_path):
@@ -230,10 +263,15 @@ def test_a_device_map_of_accelerate(tmp_path):
     model = llama(tied=True)
     dcp_rs.save({"model": model.state_dict()}, tmp_path / "ckpt")
     loaded = from_pretrained(
-        transformers.LlamaForCausalLM, tmp_path / "ckpt", config=model.config, device_map={"": "cpu"}
+        transformers.LlamaForCausalLM,
+        tmp_path / "ckpt",
+        config=model.config,
+        device_map={"": "cpu"},
     )
     same(loaded, model)
-    auto = from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "ckpt", config=model.config, device_map="auto")
+    auto = from_pretrained(
+        transformers.AutoModelForCausalLM, tmp_path / "ckpt", config=model.config, device_map="auto"
+    )
     same(auto.cpu(), model)
 
 
@@ -245,7 +283,10 @@ def test_fused_experts_load_from_both_forms(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     assert set(load_file(tmp_path / "hf" / "model.safetensors")) != set(model.state_dict())
     for folder in ("training", "hf"):
-        same(from_pretrained(transformers.MixtralForCausalLM, tmp_path / folder, config=config), model)
+        same(
+            from_pretrained(transformers.MixtralForCausalLM, tmp_path / folder, config=config),
+            model,
+        )
 
 
 @pytest.mark.timeout(900)  # a start of transformers on every rank
@@ -271,13 +312,19 @@ def test_no_expert_is_lost_where_transformers_loads_what_was_saved(name, tmp_pat
     dcp_rs.save({"model": model.state_dict()}, tmp_path / "ckpt")
     model.config.save_pretrained(tmp_path / "base")
     save_pretrained(
-        tmp_path / "ckpt", tmp_path / "out", config=tmp_path / "base", rename={"model": ""}, include="model.*"
+        tmp_path / "ckpt",
+        tmp_path / "out",
+        config=tmp_path / "base",
+        rename={"model": ""},
+        include="model.*",
     )
     loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     same(loaded, model)
     model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "theirs"))
+    ours, theirs = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "theirs")
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
@@ -303,7 +350,10 @@ def test_what_is_saved_transformers_loads(tmp_path):
     assert len(list(out.glob("model-0000?-of-00003.safetensors"))) == 3
     assert (out / "merges.txt").read_text() == "a b"
     assert not (out / "model.safetensors").exists()
-    same(transformers.AutoModelForCausalLM.from_pretrained(out, dtype="bfloat16"), llama_like(model, torch.bfloat16))
+    same(
+        transformers.AutoModelForCausalLM.from_pretrained(out, dtype="bfloat16"),
+        llama_like(model, torch.bfloat16),
+    )
     (out / "notes.pdf").write_text("mine")
     with pytest.raises(CheckpointExistsError, match=r"notes\.pdf"):
         save_pretrained(tmp_path / "ckpt", out, **how, overwrite=True)
@@ -333,7 +383,9 @@ def test_a_snapshot_of_the_hub_opens_indexes_and_converts(tmp_path):
 
 
 def test_what_is_saved_diffusers_loads(tmp_path):
-    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: make test-frameworks")
+    diffusers = pytest.importorskip(
+        "diffusers", reason="diffusers is not installed: make test-frameworks"
+    )
     torch.manual_seed(0)
     unet = diffusers.UNet2DModel(
         sample_size=8,
@@ -352,14 +404,18 @@ def test_what_is_saved_diffusers_loads(tmp_path):
     assert (tmp_path / "out" / "diffusion_pytorch_model.safetensors").is_file()
     same(diffusers.UNet2DModel.from_pretrained(tmp_path / "out"), unet)
     save_pretrained(tmp_path / "ckpt", tmp_path / "out", **how, shards=2, overwrite=True)
-    index = json.loads((tmp_path / "out" / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    index = json.loads(
+        (tmp_path / "out" / "diffusion_pytorch_model.safetensors.index.json").read_text()
+    )
     assert set(index["weight_map"]) == set(unet.state_dict())
     same(diffusers.UNet2DModel.from_pretrained(tmp_path / "out"), unet)
 
 
 def test_what_is_saved_peft_loads(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed: make test-frameworks")
-    adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
     adapted.save_pretrained(tmp_path / "theirs")
     dcp_rs.save({"model": adapted.state_dict()}, tmp_path / "ckpt")
     save_pretrained(
@@ -369,7 +425,9 @@ def test_what_is_saved_peft_loads(tmp_path):
         include="*.lora_*",
         rename=lambda name: name.removeprefix("model.").replace(".default.", "."),
     )
-    mine, theirs = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "theirs"))
+    mine, theirs = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "theirs")
+    )
     assert set(mine) == set(theirs)
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "out")

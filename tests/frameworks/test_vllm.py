@@ -47,7 +47,9 @@ def test_a_training_checkpoint_is_served_as_what_transformers_saved(tmp_path, mo
     model.config.save_pretrained(tmp_path / "config")
     dcp_rs.save(training_state(model), tmp_path / "ckpt")
     # As pip lays out an entry point.
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "vllm.general_plugins"
+    ]
     installed = tmp_path / "site" / "dcp_rs-0.1.0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: dcp-rs\nVersion: 0.1.0\n")
@@ -105,19 +107,27 @@ def test_the_weights_of_the_model_are_given_and_nothing_else(tmp_path, kind):
     else:
         model.save_pretrained(path, max_shard_size="100KB")
     config = SimpleNamespace(model=str(path), hf_config=model.config, quantization=None)
-    renames = [{}] if kind == "hf" else [{}, {"include": "model.*", "rename": {"model": ""}, "threads": 2}]
+    renames = (
+        [{}]
+        if kind == "hf"
+        else [{}, {"include": "model.*", "rename": {"model": ""}, "threads": 2}]
+    )
     for extra in renames:
         served = Model(model.state_dict())
         loader(**extra).load_weights(served, config)
         assert served.given.keys() == model.state_dict().keys()
-        assert all(torch.equal(served.given[name], tensor) for name, tensor in model.state_dict().items())
+        assert all(
+            torch.equal(served.given[name], tensor) for name, tensor in model.state_dict().items()
+        )
 
 
 def test_weights_that_are_missing_are_an_error(tmp_path):
     model = llama()
     state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1" not in name}
     dcp_rs.save({"model": state}, tmp_path / "ckpt")
-    config = SimpleNamespace(model=str(tmp_path / "ckpt"), hf_config=model.config, quantization=None)
+    config = SimpleNamespace(
+        model=str(tmp_path / "ckpt"), hf_config=model.config, quantization=None
+    )
     with pytest.raises(PlanError, match=r"lacks 9 weights of the model, 'weights\.model_layers_1"):
         loader().load_weights(Model(model.state_dict()), config)
     loader(allow_partial_load=True).load_weights(Model(model.state_dict()), config)

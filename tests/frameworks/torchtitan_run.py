@@ -1,7 +1,8 @@
 """torchtitan's trainer and its smallest Llama: `torchtitan_run.py HOW FOLDER STEPS [OPTIONS OF TORCHTITAN...]`. What it ends with goes to FOLDER.
 
-torchtitan asks for an accelerator. What is made up here: the CPU counts as one, with a name and memory of its own, and attention, which torch's
-``flex_attention`` cannot train on a CPU, is dense under the same mask. Text and tokenizer are small ones.
+torchtitan asks for an accelerator. What is made up here: the CPU counts as one, with a name and
+memory of its own, and attention, which torch's ``flex_attention`` cannot train on a CPU, is dense
+under the same mask. Text and tokenizer are small ones.
 """
 
 import json
@@ -36,9 +37,15 @@ from dcp_rs.integrations.torchtitan import DcpRsCheckpointManager
 WORDS = 64
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: object) -> tuple[torch.Tensor, None]:
-    mask = create_mask(given["block_mask"].mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device="cpu")
-    out = scaled_dot_product_attention(q, k, v, mask, scale=given["scale"], enable_gqa=given["enable_gqa"])
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: object
+) -> tuple[torch.Tensor, None]:
+    mask = create_mask(
+        given["block_mask"].mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device="cpu"
+    )
+    out = scaled_dot_product_attention(
+        q, k, v, mask, scale=given["scale"], enable_gqa=given["enable_gqa"]
+    )
     return out, None
 
 
@@ -49,13 +56,22 @@ def assets(folder: Path) -> Path:
     """A tokenizer, and text."""
     if not folder.exists():
         (folder / "text").mkdir(parents=True)
-        vocabulary = {f"w{i}": i for i in range(WORDS)} | {"[UNK]": WORDS, "<s>": WORDS + 1, "</s>": WORDS + 2}
+        vocabulary = {f"w{i}": i for i in range(WORDS)} | {
+            "[UNK]": WORDS,
+            "<s>": WORDS + 1,
+            "</s>": WORDS + 2,
+        }
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.add_special_tokens(["<s>", "</s>"])
         tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-        lines = [{"text": " ".join(f"w{(i * i + 7 * j) % WORDS}" for j in range(100))} for i in range(200)]
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+        )
+        lines = [
+            {"text": " ".join(f"w{(i * i + 7 * j) % WORDS}" for j in range(100))}
+            for i in range(200)
+        ]
         (folder / "text" / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
@@ -71,7 +87,9 @@ def llama(how: str) -> Trainer.Config:
     config.debug.seed = 0
     config.validator.enable = False
     manager = CheckpointManager if how == "stock" else DcpRsCheckpointManager
-    config.checkpoint = manager.Config(enable=True, interval=2, keep_latest_k=2, last_save_model_only=False)
+    config.checkpoint = manager.Config(
+        enable=True, interval=2, keep_latest_k=2, last_save_model_only=False
+    )
     return config
 
 
@@ -80,7 +98,15 @@ stock, rs = (lambda: llama("stock")), (lambda: llama("rs"))
 
 def main(how: str, folder: Path, steps: int, *options: str) -> None:
     here = assets(folder / f"assets-{os.environ['RANK']}")
-    arguments = ["--module", "torchtitan_run", "--config", how, "--dump_folder", str(folder), *options]
+    arguments = [
+        "--module",
+        "torchtitan_run",
+        "--config",
+        how,
+        "--dump_folder",
+        str(folder),
+        *options,
+    ]
     arguments += ["--hf_assets_path", str(here), "--dataloader.dataset_path", str(here / "text")]
     config = ConfigManager().parse_args([*arguments, "--training.steps", "8"])
     losses: list[float] = []
@@ -101,7 +127,10 @@ def main(how: str, folder: Path, steps: int, *options: str) -> None:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     trainer.train()
     model = trainer.model_parts[0].state_dict()
-    model = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in model.items()}
+    model = {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for name, tensor in model.items()
+    }
     trainer.checkpointer.maybe_wait_for_saving()
     trainer.close()
     rank = torch.distributed.get_rank()

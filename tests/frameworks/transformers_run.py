@@ -23,10 +23,15 @@ SIZES = {
 }
 MODELS = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES)),
-    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig(**SIZES, num_local_experts=4)),
+    "mixtral": (
+        transformers.MixtralForCausalLM,
+        transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    ),
     "qwen3-moe": (
         transformers.Qwen3MoeForCausalLM,
-        transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=8, num_experts_per_tok=2, head_dim=8),
+        transformers.Qwen3MoeConfig(
+            **SIZES, num_experts=4, moe_intermediate_size=8, num_experts_per_tok=2, head_dim=8
+        ),
     ),
 }
 
@@ -89,7 +94,9 @@ def main(folder):
             for kind in ("training", "hf"):
                 found = load(name, Path(folder, name, kind), **how())
                 if dist.get_rank() == 1:
-                    print(json.dumps({"model": name, "way": way, "kind": kind, **found}), flush=True)
+                    print(
+                        json.dumps({"model": name, "way": way, "kind": kind, **found}), flush=True
+                    )
     dist.destroy_process_group()
 
 

@@ -5,7 +5,11 @@ import os
 import sys
 from pathlib import Path
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 from vllm import LLM, SamplingParams
@@ -25,7 +29,10 @@ def generate(load_format: str, folder: str, checkpoint: str | None = None) -> li
     how = SamplingParams(max_tokens=8, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
     (answer,) = model.generate([{"prompt_token_ids": [1, 2, 3, 4]}], how, use_tqdm=False)
     said = answer.outputs[0]
-    return [[token, chances[token].logprob] for token, chances in zip(said.token_ids, said.logprobs, strict=True)]
+    return [
+        [token, chances[token].logprob]
+        for token, chances in zip(said.token_ids, said.logprobs, strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,11 @@ from dcp_rs.integrations._experts import names_of_rank, single_experts
 from dcp_rs.integrations.transformers import save_pretrained
 
 LAYER = "model.layers.0.mlp.experts"
-SHARED = {"model.norm.weight", "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.shared_experts.up_proj.weight"}
+SHARED = {
+    "model.norm.weight",
+    "model.layers.0.mlp.gate.weight",
+    "model.layers.0.mlp.shared_experts.up_proj.weight",
+}
 
 
 def weights(experts, end="up_proj.weight", layer=LAYER):
@@ -43,12 +47,16 @@ def test_a_rank_reads_its_experts(experts, rank, size, placement, own):
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 def test_together_the_ranks_read_every_expert(experts, placement):
     names = weights(range(experts))
-    read = [names_of_rank(names, rank=r, size=8, experts=experts, placement=placement) for r in range(8)]
+    read = [
+        names_of_rank(names, rank=r, size=8, experts=experts, placement=placement) for r in range(8)
+    ]
     assert set().union(*read) == names
     assert placement != "linear" or sum(map(len, read)) == experts
 
 
-@pytest.mark.parametrize("end", ["up_proj.weight_scale", "w13.input_scale", "up_proj.weight_scale_2", "up_proj.bias"])
+@pytest.mark.parametrize(
+    "end", ["up_proj.weight_scale", "w13.input_scale", "up_proj.weight_scale_2", "up_proj.bias"]
+)
 def test_scales_of_all_experts_are_read(end):
     """Kernels take the greatest scale over all experts: vLLM's own filter once left the others' as they were, at random."""
     names = weights(range(8)) | weights(range(8), "up_proj.weight_packed") | weights(range(8), end)
@@ -72,7 +80,9 @@ def test_what_is_no_layer_of_that_many_experts_is_read_whole(names):
 
 def test_the_names_may_begin_with_the_experts():
     names = weights(range(4), layer="experts")
-    assert names_of_rank(names, rank=1, size=2, experts=4, placement="linear") == weights([2, 3], layer="experts")
+    assert names_of_rank(names, rank=1, size=2, experts=4, placement="linear") == weights(
+        [2, 3], layer="experts"
+    )
 
 
 FUSED = {
@@ -86,7 +96,9 @@ CONFIG = {"model_type": "qwen3_moe", "num_experts": 4}
 
 def test_fused_experts_are_exported_one_by_one(tmp_path):
     """They had names that no server but transformers knows."""
-    dcp_rs.save({"model": FUSED, "optimizer": {"m": torch.zeros(2)}}, tmp_path / "ckpt", no_dist=True)
+    dcp_rs.save(
+        {"model": FUSED, "optimizer": {"m": torch.zeros(2)}}, tmp_path / "ckpt", no_dist=True
+    )
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(CONFIG))
     how = {"config": tmp_path / "base", "rename": {"model": ""}, "include": "model.*"}
@@ -108,7 +120,10 @@ def test_fused_experts_are_exported_one_by_one(tmp_path):
         ({f"model.{name}": name for name in FUSED if "gate_up" not in name}, CONFIG),
         ({name: name for name in FUSED}, {"model_type": "llama"}),
         ({name: name for name in FUSED}, {"model_type": "of_tomorrow", "num_experts": 4}),
-        ({f"x{number}": name for number, name in enumerate(FUSED)}, CONFIG),  # renamed beyond a prefix
+        (
+            {f"x{number}": name for number, name in enumerate(FUSED)},
+            CONFIG,
+        ),  # renamed beyond a prefix
     ],
 )
 def test_other_names_stay_as_they_are(names, config):

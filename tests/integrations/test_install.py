@@ -138,7 +138,9 @@ def save_in_the_background(folder, kind):
     want = {"w": torch.full((4, 4), float(rank)), "step": 3}
     with dcp_rs.installed():
         future = dcp.async_save(
-            {f"rank{rank}": want}, checkpoint_id=folder, async_checkpointer_type=AsyncCheckpointerType[kind]
+            {f"rank{rank}": want},
+            checkpoint_id=folder,
+            async_checkpointer_type=AsyncCheckpointerType[kind],
         )
     future.result()
     got = {f"rank{rank}": {"w": torch.zeros(4, 4), "step": 0}}

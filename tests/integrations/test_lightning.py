@@ -50,7 +50,11 @@ def test_a_file_gives_way_to_a_folder(checkpoint_io, old):
 @pytest.mark.parametrize("kind", ["folder", "file", "nothing"])
 def test_a_link_gives_way_and_what_it_leads_to_stays(checkpoint_io, tmp_path, kind, asynchronous):
     """The best checkpoint was replaced by the last one, without a word, where ``last.ckpt`` was a link to it."""
-    io, best, last = checkpoint_io(asynchronous=asynchronous), tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    io, best, last = (
+        checkpoint_io(asynchronous=asynchronous),
+        tmp_path / "best.ckpt",
+        tmp_path / "last.ckpt",
+    )
     before = {"state_dict": {"w": torch.ones(3)}}
     if kind == "folder":
         dcp_rs.save(before, best, no_dist=True)
@@ -73,7 +77,12 @@ def test_a_signal_at_any_call_that_changes_a_name_leaves_one_of_the_two(checkpoi
     changed = []
 
     def interrupting(_frame, event, function):
-        if event == "c_return" and function.__name__ in ("unlink", "rename", "replace", "put_in_place"):
+        if event == "c_return" and function.__name__ in (
+            "unlink",
+            "rename",
+            "replace",
+            "put_in_place",
+        ):
             changed.append(function.__name__)
             if len(changed) == at:
                 raise KeyboardInterrupt
@@ -100,7 +109,9 @@ def test_a_file_that_was_written_meanwhile_stays(checkpoint_io, old):
 
     def write(*_):
         if not written:
-            written.append(torch.save({"state_dict": {"w": torch.full((3,), 7.0)}, "epoch": 2}, old))
+            written.append(
+                torch.save({"state_dict": {"w": torch.full((3,), 7.0)}, "epoch": 2}, old)
+            )
 
     with pytest.raises(CheckpointExistsError, match="was created meanwhile"):
         checkpoint_io(progress=write).save_checkpoint(NEW, old)

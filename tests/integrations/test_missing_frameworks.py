@@ -25,7 +25,9 @@ from dcp_rs.integrations.{name} import {what}
 )
 def test_it_says_what_to_install(name, what, call):
     script = SAYS.format(name=name, what=what, call=call)
-    done = programs.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = programs.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (
         f"ModuleNotFoundError: this part of dcp_rs works with {name}, which is not installed: pip install {name}"
         in done.stderr
@@ -33,6 +35,12 @@ def test_it_says_what_to_install(name, what, call):
 
 
 def test_the_package_imports_no_framework():
-    script = "import sys, dcp_rs; [getattr(dcp_rs, name) for name in dir(dcp_rs)]; print(*sys.modules)"
-    done = programs.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert not {"transformers", "accelerate", "lightning", "torchtitan", "vllm"} & set(done.stdout.split())
+    script = (
+        "import sys, dcp_rs; [getattr(dcp_rs, name) for name in dir(dcp_rs)]; print(*sys.modules)"
+    )
+    done = programs.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert not {"transformers", "accelerate", "lightning", "torchtitan", "vllm"} & set(
+        done.stdout.split()
+    )

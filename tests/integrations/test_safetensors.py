@@ -12,7 +12,13 @@ import safetensors.torch as stock
 import torch
 
 import dcp_rs
-from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    DcpRsError,
+    EntryNotFoundError,
+    PlanError,
+    UnsupportedError,
+)
 from dcp_rs.tensors import elements
 
 DTYPES = [
@@ -65,7 +71,9 @@ def test_what_is_saved_safetensors_reads(tmp_path):
     same(stock.load_file(path), tensors())
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt", "note": "näh"}
-    same(stock.load(path.read_bytes()), tensors())  # the strict reader of bytes: no gap, nothing left over
+    same(
+        stock.load(path.read_bytes()), tensors()
+    )  # the strict reader of bytes: no gap, nothing left over
     same(dcp_rs.load_file(path), tensors())
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
@@ -73,7 +81,10 @@ def test_what_is_saved_safetensors_reads(tmp_path):
 def test_what_safetensors_saved_is_loaded(tmp_path):
     path = tmp_path / "model.safetensors"
     stock.save_file(tensors(), path)
-    for loaded in (dcp_rs.load_file(path), dcp_rs.load_file(str(path), "cpu", backend="pread", threads=2)):
+    for loaded in (
+        dcp_rs.load_file(path),
+        dcp_rs.load_file(str(path), "cpu", backend="pread", threads=2),
+    ):
         same(loaded, tensors())
     path.write_bytes(b"")  # what was loaded is no view of the file
     same(loaded, tensors())
@@ -115,9 +126,13 @@ def young(name):
 def test_types_that_came_later_are_written_as_safetensors_writes_them(tmp_path):
     """They were refused, as what safetensors cannot hold, and ``get_slice`` called them otherwise."""
     here = tuple(map(int, safetensors.__version__.split(".")[:2]))
-    wanted = {name: young(name) for since, names in YOUNG.items() if here >= since for name in names}
+    wanted = {
+        name: young(name) for since, names in YOUNG.items() if here >= since for name in names
+    }
     wanted |= {f"empty {name}": tensor[:, :0] for name, tensor in wanted.items()}
-    ours, theirs, converted = (tmp_path / f"{name}.safetensors" for name in ("ours", "theirs", "converted"))
+    ours, theirs, converted = (
+        tmp_path / f"{name}.safetensors" for name in ("ours", "theirs", "converted")
+    )
     dcp_rs.save_file(wanted, ours)
     stock.save_file(wanted, theirs)
     dcp_rs.save(wanted, tmp_path / "native")
@@ -130,7 +145,10 @@ def test_types_that_came_later_are_written_as_safetensors_writes_them(tmp_path):
             with dcp_rs.open(path) as opened:
                 for name in wanted:
                     mine, their = opened.get_slice(name), known.get_slice(name)
-                    assert (mine.get_dtype(), mine.get_shape()) == (their.get_dtype(), their.get_shape()), name
+                    assert (mine.get_dtype(), mine.get_shape()) == (
+                        their.get_dtype(),
+                        their.get_shape(),
+                    ), name
                     assert (mine.dtype, mine.shape) == (wanted[name].dtype, wanted[name].shape)
                     same({name: mine[1:3]}, {name: wanted[name][1:3]})
         for path in (ours, converted):
@@ -139,8 +157,12 @@ def test_types_that_came_later_are_written_as_safetensors_writes_them(tmp_path):
                     assert read.get_slice(name).get_shape() == known.get_slice(name).get_shape()
 
 
-@pytest.mark.parametrize(("since", "name"), [(since, name) for since, names in YOUNG.items() for name in names])
-def test_what_the_installed_safetensors_could_not_read_is_not_written(tmp_path, monkeypatch, since, name):
+@pytest.mark.parametrize(
+    ("since", "name"), [(since, name) for since, names in YOUNG.items() for name in names]
+)
+def test_what_the_installed_safetensors_could_not_read_is_not_written(
+    tmp_path, monkeypatch, since, name
+):
     before = (since[0], since[1] - 1)
     said = rf"{name}, which safetensors has from {since[0]}\.{since[1]} on: {before[0]}\.{before[1]} is installed"
     dcp_rs.save({"w": young(name)}, tmp_path / "native")
@@ -190,9 +212,17 @@ def test_an_empty_file(tmp_path):
         ({1: torch.zeros(1)}, TypeError, "1 names a tensor"),
         ([torch.zeros(1)], TypeError, "a list"),
         ({"a": torch.eye(2).to_sparse()}, UnsupportedError, "'a': its layout"),
-        ({"a": torch.zeros(1, dtype=torch.complex128)}, UnsupportedError, "'a': its dtype is complex128"),
+        (
+            {"a": torch.zeros(1, dtype=torch.complex128)},
+            UnsupportedError,
+            "'a': its dtype is complex128",
+        ),
         ({"a": torch.zeros(1, device="meta")}, UnsupportedError, "'a' is on the meta device"),
-        ({"a": young("float4_e2m1fn_x2")[0, 0]}, UnsupportedError, "'a': its dtype is float4.*without a dimension"),
+        (
+            {"a": young("float4_e2m1fn_x2")[0, 0]},
+            UnsupportedError,
+            "'a': its dtype is float4.*without a dimension",
+        ),
         ({"__metadata__": torch.zeros(1)}, UnsupportedError, "keeps for itself"),
     ],
     ids=["strided", "number", "key", "list", "sparse", "dtype", "meta", "pairs", "metadata"],
@@ -235,7 +265,9 @@ def test_a_file_is_replaced_in_one_step(tmp_path):
     link = tmp_path / "link.safetensors"
     link.symlink_to("model.safetensors")
     dcp_rs.save_file({"a": torch.ones(4)}, link)
-    assert not link.is_symlink()  # as a snapshot of the hub leads to a blob that others lead to as well
+    assert (
+        not link.is_symlink()
+    )  # as a snapshot of the hub leads to a blob that others lead to as well
     same(dcp_rs.load_file(path), {"a": torch.zeros(4)})
     dcp_rs.save_file({"a": torch.ones(4)}, path, fsync=False)
     same(dcp_rs.load_file(path), {"a": torch.ones(4)})
@@ -284,7 +316,10 @@ def test_open_does_what_safe_open_does(tmp_path):
             ours.get_tensor("d")
     with pytest.raises(DcpRsError, match="closed"):
         ours.metadata()
-    with safetensors.safe_open(path, framework="np") as theirs, dcp_rs.open(path, framework="np") as ours:
+    with (
+        safetensors.safe_open(path, framework="np") as theirs,
+        dcp_rs.open(path, framework="np") as ours,
+    ):
         assert ours.get_slice("b").get_dtype() == theirs.get_slice("b").get_dtype() == "F32"
         assert np.array_equal(ours.get_tensor("b"), theirs.get_tensor("b"))
     with pytest.raises(CheckpointNotFoundError) as raised:
@@ -295,10 +330,19 @@ def test_open_does_what_safe_open_does(tmp_path):
 def test_metadata_of_several_files_and_of_none(tmp_path):
     folder = tmp_path / "hf"
     folder.mkdir()
-    for number, metadata in ((1, {"format": "pt", "which": "first"}), (2, {"which": "second", "more": "x"})):
-        stock.save_file({f"w{number}": torch.zeros(2)}, folder / f"model-0000{number}-of-00002.safetensors", metadata)
+    for number, metadata in (
+        (1, {"format": "pt", "which": "first"}),
+        (2, {"which": "second", "more": "x"}),
+    ):
+        stock.save_file(
+            {f"w{number}": torch.zeros(2)},
+            folder / f"model-0000{number}-of-00002.safetensors",
+            metadata,
+        )
     weights = {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weights})
+    )
     assert dcp_rs.open(folder).metadata() == {"format": "pt", "which": "first", "more": "x"}
     stock.save_file({"w": torch.zeros(2)}, tmp_path / "silent.safetensors")
     assert dcp_rs.open(tmp_path / "silent.safetensors").metadata() is None

@@ -23,7 +23,9 @@ def model(path: Path) -> Path:
 
 def same(path: Path) -> bool:
     loaded = load_file(path / "model.safetensors")
-    return loaded.keys() == W.keys() and all(torch.equal(loaded[name], tensor) for name, tensor in W.items())
+    return loaded.keys() == W.keys() and all(
+        torch.equal(loaded[name], tensor) for name, tensor in W.items()
+    )
 
 
 def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
@@ -51,7 +53,10 @@ def test_the_configuration_stays_where_it_is(tmp_path: Path) -> None:
         save_pretrained(tmp_path / "ckpt", base, config=base, overwrite=True)
     assert same(base)
     save_pretrained(tmp_path / "ckpt", tmp_path / "out", config=base)
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     save_pretrained(base, tmp_path / "out", overwrite=True)
     assert same(tmp_path / "out")
 
@@ -96,7 +101,9 @@ def test_tokenizers_of_all_kinds_come_along(tmp_path: Path) -> None:
     for _ in range(2):
         save_pretrained(base, out, overwrite=True)
         found = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
-        assert [name for name in found if name not in ("config.json", "model.safetensors")] == sorted(names)
+        assert [
+            name for name in found if name not in ("config.json", "model.safetensors")
+        ] == sorted(names)
         assert all((out / name).read_text() == name for name in names)
     (out / "additional_chat_templates" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="additional_chat_templates"):
@@ -128,12 +135,22 @@ def test_tied_weights_are_exported_once(tmp_path: Path, config, is_same, left_ou
     """Both names were, and the folder was twice as large as that of transformers."""
     embeddings = torch.randn(50, 8)
     head = embeddings.clone() if is_same else embeddings + 1
-    state = {"model": {"model.embed_tokens.weight": embeddings, "lm_head.weight": head, "norm.weight": torch.ones(8)}}
+    state = {
+        "model": {
+            "model.embed_tokens.weight": embeddings,
+            "lm_head.weight": head,
+            "norm.weight": torch.ones(8),
+        }
+    }
     dcp_rs.save(state, tmp_path / "ckpt", no_dist=True)
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps(config))
     report = save_pretrained(
-        tmp_path / "ckpt", tmp_path / "out", config=tmp_path / "config", rename={"model": ""}, exclude="norm.*"
+        tmp_path / "ckpt",
+        tmp_path / "out",
+        config=tmp_path / "config",
+        rename={"model": ""},
+        exclude="norm.*",
     )
     names = load_file(tmp_path / "out" / "model.safetensors").keys()
     assert ("lm_head.weight" not in names) == left_out

@@ -17,7 +17,17 @@ ROOT = Path(__file__).parents[2]
 #: The copy, and what cargo keeps between two runs.
 SCRATCH = ROOT / "build" / "mutants"
 TARGET = ROOT / "target" / "mutants"
-COPIED = ["python", "rust", "tests", "docs", "examples", ".cargo", "Cargo.toml", "Cargo.lock", "pyproject.toml"]
+COPIED = [
+    "python",
+    "rust",
+    "tests",
+    "docs",
+    "examples",
+    ".cargo",
+    "Cargo.toml",
+    "Cargo.lock",
+    "pyproject.toml",
+]
 EXTENSION = Path("python/dcp_rs/_core.abi3.so")
 #: A test that hangs is no test that found the bug.
 PATIENCE = 900.0  # seconds
@@ -33,8 +43,12 @@ def main() -> None:
     if unknown:
         parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
     mutants = [mutant for mutant in MUTANTS if not chosen or mutant.name in chosen]
-    if stale := [mutant for mutant in mutants if (ROOT / mutant.file).read_text().count(mutant.old) != 1]:
-        sys.exit("the text is not in the file once: " + "; ".join(f"{m.name} ({m.file})" for m in stale))
+    if stale := [
+        mutant for mutant in mutants if (ROOT / mutant.file).read_text().count(mutant.old) != 1
+    ]:
+        sys.exit(
+            "the text is not in the file once: " + "; ".join(f"{m.name} ({m.file})" for m in stale)
+        )
     synchronize()
     check_environment()
     seconds, failure = tests_of({test for mutant in mutants for test in mutant.tests})
@@ -51,16 +65,24 @@ def main() -> None:
         print(f"{rows[-1][0]}: {rows[-1][1]} ({rows[-1][2]:.0f} s)", flush=True)
     show(rows)
     if survivors:
-        sys.exit("not caught: " + "; ".join(f"{mutant.name} ({mutant.why})" for mutant in survivors))
+        sys.exit(
+            "not caught: " + "; ".join(f"{mutant.name} ({mutant.why})" for mutant in survivors)
+        )
 
 
 def synchronize() -> None:
     """Make the copy what the tree is. Files that are alike keep their times, for cargo."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *COPIED]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    names = subprocess.run(
+        listed, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     wanted = {name for name in names if (ROOT / name).is_file()}
     for file in list(SCRATCH.rglob("*")):
-        if file.is_file() and str(file.relative_to(SCRATCH)) not in wanted and "__pycache__" not in file.parts:
+        if (
+            file.is_file()
+            and str(file.relative_to(SCRATCH)) not in wanted
+            and "__pycache__" not in file.parts
+        ):
             file.unlink()
     for name in wanted:
         data = (ROOT / name).read_bytes()
@@ -77,7 +99,9 @@ def environment() -> dict[str, str]:
 def check_environment() -> None:
     """Fail unless the tests import the copy of the package."""
     command = [sys.executable, "-c", "import dcp_rs; print(dcp_rs.__file__)"]
-    done = subprocess.run(command, cwd=SCRATCH, env=environment(), check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=SCRATCH, env=environment(), check=True, capture_output=True, text=True
+    )
     if not done.stdout.startswith(str(SCRATCH)):
         sys.exit(f"the tests would import {done.stdout.strip()}")
 
@@ -85,9 +109,25 @@ def check_environment() -> None:
 def tests_of(tests: set[str]) -> tuple[float, str]:
     """Run tests until one fails. Return the seconds, and which test failed, if one did."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *sorted(tests)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+        *sorted(tests),
+    ]
     done = subprocess.run(
-        command, cwd=SCRATCH, env=environment(), check=False, capture_output=True, text=True, timeout=PATIENCE
+        command,
+        cwd=SCRATCH,
+        env=environment(),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     seconds = time.monotonic() - began
     if done.returncode == 0:
@@ -96,7 +136,9 @@ def tests_of(tests: set[str]) -> tuple[float, str]:
         return seconds, f"the process died of signal {-done.returncode}"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode != FAILED or failed is None:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        sys.exit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
     return seconds, failed[1]
 
 
@@ -115,7 +157,16 @@ def caught_by(mutant: Mutant) -> str:
 
 def build(mutant: Mutant) -> None:
     """Build the extension of the copy, without link-time optimization."""
-    command = ["cargo", "build", "--profile", "fast", "--package", "dcp-rs-py", "--features", "pyo3/extension-module"]
+    command = [
+        "cargo",
+        "build",
+        "--profile",
+        "fast",
+        "--package",
+        "dcp-rs-py",
+        "--features",
+        "pyo3/extension-module",
+    ]
     done = subprocess.run(
         [*command, "--quiet"],
         cwd=SCRATCH,
@@ -126,7 +177,9 @@ def build(mutant: Mutant) -> None:
     )
     if done.returncode:
         sys.exit(f"{mutant.name} does not compile:\n{done.stderr[-3000:]}")
-    (library,) = (file for file in (TARGET / "fast").glob("lib_core.*") if file.suffix in (".so", ".dylib"))
+    (library,) = (
+        file for file in (TARGET / "fast").glob("lib_core.*") if file.suffix in (".so", ".dylib")
+    )
     # Not over the old one: a process may have it mapped.
     (SCRATCH / EXTENSION).unlink()
     shutil.copyfile(library, SCRATCH / EXTENSION)

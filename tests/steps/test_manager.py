@@ -55,7 +55,8 @@ def flip(manager, step):
         file.write(bytes([byte[0] ^ 1]))
 
 
-# --- saves and loads -----------------------------------------------------------------------------------
+# --- saves and loads
+# -----------------------------------------------------------------------------------
 
 
 def test_a_run_begins_and_goes_on(run):
@@ -72,7 +73,9 @@ def test_a_run_begins_and_goes_on(run):
         assert manager.passed_over == []
         assert not manager.should_save(30)  # it is there
         assert loaded(manager, 20) == 20
-        with pytest.raises(CheckpointNotFoundError, match=r"there is no step 10 in .*: it has 20, 30"):
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"there is no step 10 in .*: it has 20, 30"
+        ):
             manager.load({}, 10)
 
 
@@ -88,7 +91,11 @@ def test_saves_in_the_background_follow_each_other(run):
         assert numbers(manager) == [5, 6, 7]  # what goes is gone when the future is done
         assert metadata.state_dict_metadata.keys() == {"w", "at.step"}
         assert loaded(manager) == 7
-        assert [step.metrics for step in manager.steps()] == [{"loss": 5.0}, {"loss": 4.0}, {"loss": 3.0}]
+        assert [step.metrics for step in manager.steps()] == [
+            {"loss": 5.0},
+            {"loss": 4.0},
+            {"loss": 3.0},
+        ]
         assert all(dcp_rs.verify(step.path).leftovers == [] for step in manager.steps())
 
 
@@ -96,7 +103,9 @@ def test_a_step_that_is_there_is_not_replaced_unless_that_is_asked_for(run):
     with CheckpointManager(run) as manager:
         manager.save(5, state_of(5), metrics={"loss": 1})
         for save in (manager.save, manager.async_save):
-            with pytest.raises(CheckpointExistsError, match=r"a step 5 in .* already: force=True replaces it"):
+            with pytest.raises(
+                CheckpointExistsError, match=r"a step 5 in .* already: force=True replaces it"
+            ):
                 save(5, state_of(6))
         assert loaded(manager) == 5
         with pytest.raises(UnsupportedError):
@@ -135,7 +144,9 @@ def test_what_is_no_step_is_refused(run, step):
     assert not run.exists()
 
 
-@pytest.mark.parametrize("loss", ["1.0", None, [1], 10**400], ids=["text", "none", "list", "too large"])
+@pytest.mark.parametrize(
+    "loss", ["1.0", None, [1], 10**400], ids=["text", "none", "list", "too large"]
+)
 def test_what_is_no_metric_is_refused(run, loss):
     with CheckpointManager(run) as manager, pytest.raises(ValueError, match=r"metrics\['loss'\]"):
         manager.save(1, state_of(1), metrics={"loss": loss})
@@ -155,14 +166,21 @@ def test_tensors_are_metrics_and_nan_is_never_best(run):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"save_every": 0}, {"keep_last": -1}, {"keep_best": 1}, {"io": "fast"}, {"preemption": signal.SIGKILL}],
+    [
+        {"save_every": 0},
+        {"keep_last": -1},
+        {"keep_best": 1},
+        {"io": "fast"},
+        {"preemption": signal.SIGKILL},
+    ],
 )
 def test_arguments_that_make_no_sense_are_refused_at_once(run, wrong):
     with pytest.raises(ValueError, match=r"save_every|keep_last|metric|io|SIGKILL"):
         CheckpointManager(run, **wrong)
 
 
-# --- what is resumed from --------------------------------------------------------------------------------
+# --- what is resumed from
+# --------------------------------------------------------------------------------
 
 
 def killed(manager, step):
@@ -177,7 +195,9 @@ def test_a_run_that_never_saved_begins_anew_beside_what_a_kill_left(run):
         killed(manager, 5)
         with pytest.warns(UserWarning, match="not resumed from step-5: its save did not finish"):
             assert loaded(manager) is None
-        assert [(passed.number, passed.kind) for passed in manager.passed_over] == [(5, "unfinished")]
+        assert [(passed.number, passed.kind) for passed in manager.passed_over] == [
+            (5, "unfinished")
+        ]
         manager.save(5, state_of(5))  # in its place
         assert loaded(manager) == 5
         assert len(list(manager.path(5).glob("g*"))) == 1
@@ -219,7 +239,8 @@ def test_damage_that_only_reading_finds_is_passed_over_too(run):
             loaded(manager, 3, verify=True)
         flip(manager, 1)
         with pytest.raises(
-            CheckpointNotFoundError, match=r"none can be resumed from: step-3: corrupt.*step-1: corrupt"
+            CheckpointNotFoundError,
+            match=r"none can be resumed from: step-3: corrupt.*step-1: corrupt",
         ):
             loaded(manager, verify=True)
 
@@ -229,7 +250,9 @@ def test_a_run_does_not_begin_anew_beside_checkpoints_that_it_cannot_take(run):
         torch.distributed.checkpoint.save(state_of(3), checkpoint_id=manager.path(3), no_dist=True)
         with pytest.raises(UnsupportedError, match=r"step-3: .*dcp_rs\.index"):
             loaded(manager)
-        with pytest.raises(CheckpointNotFoundError, match=r"no step 3 .*dcp_rs\.index.*it has none"):
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"no step 3 .*dcp_rs\.index.*it has none"
+        ):
             loaded(manager, 3)
         dcp_rs.index(manager.path(3))
         assert loaded(manager) == 3
@@ -243,7 +266,10 @@ def test_a_newer_checkpoint_under_another_form_of_the_name_is_an_error(run, olde
             manager.save(step, state_of(step))
         dcp_rs.save(state_of(10), run / "step-0010", no_dist=True)
         (run / "step-0099").mkdir()  # no checkpoint
-        with pytest.raises(UnsupportedError, match=r"step-0010: its name is not step-10\. Rename step-0010 to step-10"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"step-0010: its name is not step-10\. Rename step-0010 to step-10",
+        ):
             loaded(manager)
         assert all(loaded(manager, step) == step for step in older)
         (run / "step-0010").rename(run / "step-10")
@@ -258,14 +284,17 @@ def test_a_state_dict_that_does_not_fit_is_no_damage(run):
             loaded(manager)
 
 
-# --- names and files of the user's --------------------------------------------------------------------------
+# --- names and files of the user's
+# --------------------------------------------------------------------------
 
 
 def test_files_of_the_user_are_in_a_step_and_go_with_it(run, tmp_path):
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
     with CheckpointManager(run, keep_last=1, fsync=False) as manager:
-        manager.save(1, state_of(1), extra_files={"tokenizer.json": tokenizer, "config.json": b"[1]"})
+        manager.save(
+            1, state_of(1), extra_files={"tokenizer.json": tokenizer, "config.json": b"[1]"}
+        )
         assert (manager.path(1) / "tokenizer.json").read_text() == "{}"
         assert (manager.path(1) / "config.json").read_bytes() == b"[1]"
         manager.async_save(2, state_of(2), extra_files={"config.json": b"[2]"}).result(60)
@@ -274,7 +303,9 @@ def test_files_of_the_user_are_in_a_step_and_go_with_it(run, tmp_path):
         assert loaded(manager) == 2
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "index.dcprs", f"saving-{1:032x}.json"])
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "../x", ".hidden", "index.dcprs", f"saving-{1:032x}.json"]
+)
 def test_names_of_files_that_cannot_be_are_refused(run, name):
     with CheckpointManager(run) as manager:
         with pytest.raises(ValueError, match="extra_files has"):
@@ -313,7 +344,8 @@ def test_steps_have_the_name_that_is_asked_for(run):
             CheckpointManager(run, step_name=wrong)
 
 
-# --- what goes -------------------------------------------------------------------------------------------
+# --- what goes
+# -------------------------------------------------------------------------------------------
 
 
 def test_what_the_run_resumed_from_and_the_best_stay(run):
@@ -360,7 +392,9 @@ def test_what_cannot_be_removed_is_warned_of_once_and_no_error(run):
     with CheckpointManager(run, keep_last=1) as manager:
         manager.save(1, state_of(1))
         (run / ".removing-step-1").write_text("in the way")
-        with pytest.warns(UserWarning, match=r"removing-step-1, which was removed, is still there") as said:
+        with pytest.warns(
+            UserWarning, match=r"removing-step-1, which was removed, is still there"
+        ) as said:
             manager.save(2, state_of(2))
         assert len(said) == 1
         manager.save(3, state_of(3))
@@ -385,12 +419,16 @@ def save_and_wait(manager, step, state, *, background):
     manager.wait()
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting needs root"
+)
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_names_what_could_go_and_the_run_goes_on(tmp_path, background):
     place = tmp_path / "small"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place], check=False
+    ).returncode:
         pytest.skip("no right to mount a small file system")
     try:
         with CheckpointManager(place / "run", keep_last=5) as manager:
@@ -412,7 +450,8 @@ def test_a_full_disk_names_what_could_go_and_the_run_goes_on(tmp_path, backgroun
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-# --- a save in the background that fails -----------------------------------------------------------------
+# --- a save in the background that fails
+# -----------------------------------------------------------------
 
 
 def fail_at(call, manager):
@@ -431,7 +470,9 @@ def fail_at(call, manager):
         getattr(manager, call)()
 
 
-@pytest.mark.parametrize("call", ["save", "async_save", "load", "delete", "should_save", "wait", "close"])
+@pytest.mark.parametrize(
+    "call", ["save", "async_save", "load", "delete", "should_save", "wait", "close"]
+)
 def test_a_failure_in_the_background_is_raised_once_by_the_next_call(run, call):
     manager = CheckpointManager(run, keep_last=1)
     manager.save(1, state_of(1))
@@ -557,7 +598,9 @@ def test_a_step_that_lost_its_index_and_is_damaged_is_replaced(run):
             manager.save(step, state_of(step))
         without_index(manager, 2)
         flip(manager, 2)
-        with pytest.warns(UserWarning, match="lost its index"):  # the new one has digests of what is there
+        with pytest.warns(
+            UserWarning, match="lost its index"
+        ):  # the new one has digests of what is there
             assert manager.load(state_of(0)) == 2
         without_index(manager, 2)
         os.truncate(data_file(manager, 2), 10)
@@ -576,9 +619,13 @@ def test_a_newest_step_of_a_later_version_is_raised(run, monkeypatch):
     failing(monkeypatch, UnsupportedError("of a later version"), times=10**9)
     assert loaded(manager) == 3  # what is older does not matter
     manager.delete(3)
-    with pytest.raises(UnsupportedError, match=r"step-2: of a later version.*load\(state, N\).*delete\(2\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"step-2: of a later version.*load\(state, N\).*delete\(2\)"
+    ):
         loaded(manager)
-    with pytest.raises(CheckpointExistsError, match=r"step 2 cannot be saved to .*of a later version"):
+    with pytest.raises(
+        CheckpointExistsError, match=r"step 2 cannot be saved to .*of a later version"
+    ):
         manager.save(2, state_of(0))
     # To go back is for the user to say. After that nothing is in the way.
     manager.delete(2)
@@ -609,7 +656,8 @@ def test_a_step_that_was_found_damaged_is_replaced(run, background):
             manager.save(2, state_of(2))
 
 
-# --- an earlier run ----------------------------------------------------------------------------------------
+# --- an earlier run
+# ----------------------------------------------------------------------------------------
 
 
 class Meanwhile(RsSavePlanner):
@@ -695,7 +743,11 @@ def test_who_saves_without_a_load_takes_over_too(run):
 def test_a_killed_save_stops_nobody_where_locks_tell_nothing(run, monkeypatch):
     """On NFS, Lustre, CephFS and FUSE a save that was killed made every restart fail at that step for 24 hours."""
     told = folder_root.leftovers
-    monkeypatch.setattr(folder_root, "leftovers", lambda path: [replace(left, verdict="young") for left in told(path)])
+    monkeypatch.setattr(
+        folder_root,
+        "leftovers",
+        lambda path: [replace(left, verdict="young") for left in told(path)],
+    )
     with CheckpointManager(run) as manager:
         manager.save(1, state_of(1))
         for step in (0, 2, 3):
@@ -755,9 +807,14 @@ with dcp_rs.CheckpointManager(sys.argv[1], keep_last=1) as manager:
     with CheckpointManager(run) as manager:
         manager.save(1, state_of(1))
     with CheckpointManager(run) as manager:
-        with programs.Popen([sys.executable, "-c", job, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        with programs.Popen(
+            [sys.executable, "-c", job, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as other:
             assert other.stdout.readline() == b"written\n"
-            with pytest.warns(UserWarning, match=r"not resumed from step-2: process \d+ on '.+' since .* is saving it"):
+            with pytest.warns(
+                UserWarning,
+                match=r"not resumed from step-2: process \d+ on '.+' since .* is saving it",
+            ):
                 assert loaded(manager) == 1
             manager.save(2, state_of(2))
             other.stdin.close()
@@ -767,7 +824,8 @@ with dcp_rs.CheckpointManager(sys.argv[1], keep_last=1) as manager:
         assert len(list(manager.path(2).glob("g*"))) == 1
 
 
-# --- preemption ------------------------------------------------------------------------------------------
+# --- preemption
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_signal_is_a_reason_to_save(run):
@@ -815,7 +873,9 @@ with dcp_rs.CheckpointManager(sys.argv[1], preemption=signal.SIGTERM) as manager
     os.kill(os.getpid(), signal.SIGTERM)
     assert manager.should_save(1)
 """
-    done = programs.run([sys.executable, "-c", code, run], check=True, capture_output=True, text=True, timeout=120)
+    done = programs.run(
+        [sys.executable, "-c", code, run], check=True, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.split() == [str(-signal.SIGTERM), "9"]
 
 
@@ -842,7 +902,9 @@ def test_a_signal_needs_the_main_thread(run):
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert errors == ["preemption= takes a signal in the main thread only; elsewhere, give it a function"]
+    assert errors == [
+        "preemption= takes a signal in the main thread only; elsewhere, give it a function"
+    ]
 
 
 def test_a_manager_that_only_looks_changes_nothing(run):

@@ -51,7 +51,9 @@ def save_and_resume(root):
         got.append(loaded(manager))
         for step in range(1, 10):
             if manager.should_save(step):
-                (manager.save if step % 4 else manager.async_save)(step, state_of(step), metrics={"loss": 1.0})
+                (manager.save if step % 4 else manager.async_save)(
+                    step, state_of(step), metrics={"loss": 1.0}
+                )
         manager.wait()
         got.append(numbers(manager))
     with CheckpointManager(root, keep_last=1) as manager:
@@ -86,7 +88,9 @@ def give_different_steps(root, call):
         manager.save(1, state_of(1))
         rank = dist.get_rank()
         with pytest.raises(PlanError, match="different steps: rank 0 gives 5, rank 1 gives 6"):
-            getattr(manager, call)(*([{}] if call == "load" else []), 5 + rank, *([{}] if "save" in call else []))
+            getattr(manager, call)(
+                *([{}] if call == "load" else []), 5 + rank, *([{}] if "save" in call else [])
+            )
         return numbers(manager)
 
 
@@ -224,7 +228,9 @@ def pass_over_damage_of_one_rank(root):
 
 
 def test_what_one_rank_finds_damaged_all_pass_over(tmp_path):
-    assert run_ranks(2, pass_over_damage_of_one_rank, tmp_path / "run") == [(1, [(2, "damaged")])] * 2
+    assert (
+        run_ranks(2, pass_over_damage_of_one_rank, tmp_path / "run") == [(1, [(2, "damaged")])] * 2
+    )
 
 
 def save_in_a_part(root):

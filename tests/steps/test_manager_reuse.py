@@ -13,11 +13,19 @@ FROZEN = 100_000
 
 
 def state_of(step):
-    return {"frozen": torch.arange(FROZEN), "adapter": torch.full((10,), float(step)), "at": {"step": step}}
+    return {
+        "frozen": torch.arange(FROZEN),
+        "adapter": torch.full((10,), float(step)),
+        "at": {"step": step},
+    }
 
 
 def loaded(manager, **options):
-    state = {"frozen": torch.zeros(FROZEN, dtype=torch.int64), "adapter": torch.zeros(10), "at": {"step": -1}}
+    state = {
+        "frozen": torch.zeros(FROZEN, dtype=torch.int64),
+        "adapter": torch.zeros(10),
+        "at": {"step": -1},
+    }
     step = manager.load(state, **options)
     if step is not None:
         want = state_of(step)

@@ -1,6 +1,7 @@
 """Resuming with ``allow_partial_load`` where the newest step turns out to be damaged.
 
-A load of the step before left alone what that lacks, and there was what the load of the damaged one had written, damaged bytes among it.
+A load of the step before left alone what that lacks, and there was what the load of the damaged one
+had written, damaged bytes among it.
 """
 
 import os

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_rs.steps.retention import Policies, best, beyond, keep_best, keep_every, keep_last, keep_within, used
+from dcp_rs.steps.retention import (
+    Policies,
+    best,
+    beyond,
+    keep_best,
+    keep_every,
+    keep_last,
+    keep_within,
+    used,
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,9 @@ def test_keep_best(losses, count, mode, kept):
     ],
 )
 def test_beyond_max_bytes(sizes, max_bytes, protected, gone):
-    assert beyond([Saved(n, nbytes=size) for n, size in sizes.items()], max_bytes, protected) == set(gone)
+    assert beyond(
+        [Saved(n, nbytes=size) for n, size in sizes.items()], max_bytes, protected
+    ) == set(gone)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +171,12 @@ def test_what_makes_no_sense_is_refused(wrong, match):
 
 
 losses = st.floats(allow_nan=True)
-found = st.dictionaries(st.integers(0, 200), st.tuples(losses, st.integers(0, 50)), max_size=30).map(
+found = st.dictionaries(
+    st.integers(0, 200), st.tuples(losses, st.integers(0, 50)), max_size=30
+).map(
     lambda all_of_them: [
-        Saved(n, saved=float(n), nbytes=size, metrics={"loss": loss}) for n, (loss, size) in sorted(all_of_them.items())
+        Saved(n, saved=float(n), nbytes=size, metrics={"loss": loss})
+        for n, (loss, size) in sorted(all_of_them.items())
     ]
 )
 counts = st.none() | st.integers(1, 20)
@@ -171,7 +185,9 @@ counts = st.none() | st.integers(1, 20)
 @given(found, counts, counts, counts, counts)
 def test_what_goes_now_or_later_is_the_same(found, last, every, within, best_ones):
     """A step at a time, with removal after each, or all at once: nothing that is promised is lost on the way, and nothing else stays."""
-    policies = Policies(keep_last=last, keep_every=every, keep_within=within, keep_best=best_ones, metric="loss")
+    policies = Policies(
+        keep_last=last, keep_every=every, keep_within=within, keep_best=best_ones, metric="loss"
+    )
     there = []
     for step in found:
         there.append(step)
@@ -191,7 +207,12 @@ def sharing(*files):
     [
         ([{"a": 100}, {"a": 100}, {"a": 100}], 103, [], 103),
         ([{"a": 100}, {"a": 100}, {"a": 100}], 102, [0], 103),
-        ([{"a": 100}, {"a": 100, "b": 5}, {"b": 5}], 50, [0, 1], 108),  # what two share goes with the second
+        (
+            [{"a": 100}, {"a": 100, "b": 5}, {"b": 5}],
+            50,
+            [0, 1],
+            108,
+        ),  # what two share goes with the second
         ([{"a": 100}, {"b": 100}, {"b": 100}], 150, [0], 203),
     ],
 )

@@ -27,7 +27,12 @@ def root(tmp_path):
 def save(root, number, metrics=None, *, settle=True):
     save_id = f"{number:032x}"
     root.begin(number, save_id, metrics or {})
-    dcp_rs.save({"w": torch.full((1000,), float(number))}, root.folder(number), save_id=save_id, no_dist=True)
+    dcp_rs.save(
+        {"w": torch.full((1000,), float(number))},
+        root.folder(number),
+        save_id=save_id,
+        no_dist=True,
+    )
     if settle:
         root.settle(number, save_id)
     return root.folder(number)
@@ -69,7 +74,11 @@ def test_steps_are_folders_with_an_index(root):
         path=root.folder(20),
         save_id=f"{20:032x}",
         saved=step.saved,
-        nbytes=sum(f.stat().st_size for f in root.folder(20).iterdir() if f.suffix in (".safetensors", ".dcprs")),
+        nbytes=sum(
+            f.stat().st_size
+            for f in root.folder(20).iterdir()
+            if f.suffix in (".safetensors", ".dcprs")
+        ),
         metrics={"loss": 10.0},
     )
     assert dcp_rs.open(step.path).save_id.replace("-", "") == step.save_id
@@ -131,7 +140,9 @@ def test_a_lost_index_can_be_made_anew(root):
     assert numbers(root) == [10]
 
 
-@pytest.mark.parametrize("left", ["all its data", "some of its data", "a temporary index", "no data"])
+@pytest.mark.parametrize(
+    "left", ["all its data", "some of its data", "a temporary index", "no data"]
+)
 def test_what_a_killed_save_leaves_goes_once_a_newer_step_is_there(root, left):
     folder = save(root, 10, settle=False)
     if left == "a temporary index":
@@ -170,7 +181,9 @@ def test_a_save_that_goes_on_is_left_alone(root):
     root.begin(10, f"{10:032x}", {})
     writer = Paused(root.folder(10))
     thread = threading.Thread(
-        target=dcp.save, args=({"w": torch.ones(2)},), kwargs={"storage_writer": writer, "no_dist": True}
+        target=dcp.save,
+        args=({"w": torch.ones(2)},),
+        kwargs={"storage_writer": writer, "no_dist": True},
     )
     thread.start()
     try:
@@ -203,7 +216,9 @@ def test_a_save_that_begins_after_the_look_is_left_alone(root):
     save(root, 20)
     writer = Paused(root.folder(10))
     thread = threading.Thread(
-        target=dcp.save, args=({"w": torch.ones(2)},), kwargs={"storage_writer": writer, "no_dist": True}
+        target=dcp.save,
+        args=({"w": torch.ones(2)},),
+        kwargs={"storage_writer": writer, "no_dist": True},
     )
 
     def begin():
@@ -296,7 +311,8 @@ def test_a_name_in_another_form_is_no_step(root):
     assert len(root.look().passed_over) == 1
 
 
-# --- what is noted of a save ---------------------------------------------------------------------------
+# --- what is noted of a save
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -307,7 +323,9 @@ def test_a_name_in_another_form_is_no_step(root):
         "[]",
         '{"saved": "x", "metrics": {}}',
         '{"saved": 1, "metrics": {"a": []}}',
-        pytest.param(f'{{"saved": 1, "metrics": {{"a": 1{"0" * 400}}}}}', id="a number that is no float"),
+        pytest.param(
+            f'{{"saved": 1, "metrics": {{"a": 1{"0" * 400}}}}}', id="a number that is no float"
+        ),
         pytest.param('{"saved": Infinity, "metrics": {}}', id="no time"),
         pytest.param("[" * 100_000, id="deep"),
         pytest.param('{"saved": 1, "metrics": {}}' + " " * (1 << 20), id="long"),
@@ -371,7 +389,8 @@ def test_only_what_was_read_and_is_right_is_verified(root):
     assert not root.latest().verified
 
 
-# --- removal ---------------------------------------------------------------------------------------------
+# --- removal
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_removal_that_was_cut_short_leaves_no_step(root):
@@ -413,7 +432,9 @@ def test_what_did_not_change_is_looked_at_once(root, monkeypatch):
     looked = []
     look = FolderRoot._look_at_one
     monkeypatch.setattr(
-        FolderRoot, "_look_at_one", lambda root, number, **how: looked.append(number) or look(root, number, **how)
+        FolderRoot,
+        "_look_at_one",
+        lambda root, number, **how: looked.append(number) or look(root, number, **how),
     )
     for number in (1, 2, 3):
         save(root, number)
@@ -426,7 +447,12 @@ def test_what_did_not_change_is_looked_at_once(root, monkeypatch):
     looked.clear()
     found = root.sweep()
     assert looked == [2, 3]
-    assert [(step.number, step.verified) for step in found.steps] == [(1, False), (3, True), (4, False), (5, False)]
+    assert [(step.number, step.verified) for step in found.steps] == [
+        (1, False),
+        (3, True),
+        (4, False),
+        (5, False),
+    ]
 
 
 def test_pruning_counts_only_what_is_whole(root):

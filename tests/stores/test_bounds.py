@@ -25,7 +25,10 @@ def test_what_needs_a_buffer_narrows_nothing_else(tmp_path, server):
     dcp_rs.save(state, tmp_path / "x")
     server.put_folder(tmp_path / "x", "x")
     server.latency = 0.4
-    into = {name: torch.empty(1024, 1500).t() if name == "turned" else torch.empty(256, 1024) for name in state}
+    into = {
+        name: torch.empty(1024, 1500).t() if name == "turned" else torch.empty(256, 1024)
+        for name in state
+    }
     dcp_rs.load(into, server.url("x"), storage_options=server.options(), max_inflight_bytes=4 * MIB)
     assert all(into[name].equal(state[name]) for name in state)
     assert server.most_at_once >= 8
@@ -43,7 +46,9 @@ def test_many_small_tensors_are_few_requests(server):
     most = 8000 * 4096 // MIB + 1 + 4
     dcp_rs.save(state, server.url("x"), storage_options=server.options())
     stored = server.counts()
-    assert stored["part"] + stored["put"] <= 12 + 2  # with the index, and the question whether conditions are kept
+    assert (
+        stored["part"] + stored["put"] <= 12 + 2
+    )  # with the index, and the question whether conditions are kept
     assert sum(stored.values()) <= 32
     for step in (1, 2, 10, 100):
         server.requests.clear()
@@ -62,7 +67,10 @@ def test_many_small_tensors_are_few_requests(server):
 @pytest.mark.slow
 def test_each_page_of_a_listing_has_a_time_of_its_own(tmp_path, server):
     for i in range(12):
-        save_file({f"t{i}": torch.full((3,), float(i))}, tmp_path / f"model-{i + 1:05}-of-00012.safetensors")
+        save_file(
+            {f"t{i}": torch.full((3,), float(i))},
+            tmp_path / f"model-{i + 1:05}-of-00012.safetensors",
+        )
     server.put_folder(tmp_path, "model")
     server.page = 1
     pages = [Fault(delay=0.3, times=None, matches=lambda request: request.kind == "list")]
@@ -76,7 +84,9 @@ def test_each_page_of_a_listing_has_a_time_of_its_own(tmp_path, server):
 def test_the_threads_of_a_load_by_slabs_end_with_it_and_not_with_its_reader(saved, server):
     state, _ = saved
     options = StorageOptions.of(server.options())
-    index = open_index(server.url("runs/ckpt"), rank=None, allow_external=False, storage_options=options)
+    index = open_index(
+        server.url("runs/ckpt"), rank=None, allow_external=False, storage_options=options
+    )
     batch = batch_of(index)
     reading = ReadOptions(max_inflight_bytes=MIB)
     # All but the empty one.
@@ -86,6 +96,8 @@ def test_the_threads_of_a_load_by_slabs_end_with_it_and_not_with_its_reader(save
         for _, copies, _ in load:
             got += sum(copy.nbytes for copy in copies)
             assert isinstance(copies[0], _core.Copy)
-    assert got == sum(tensor.nbytes for tensor in [*state["model"].values(), *state["many"].values()])
+    assert got == sum(
+        tensor.nbytes for tensor in [*state["model"].values(), *state["many"].values()]
+    )
     assert threads.none_of("dcp-rs")
     assert load.stats().wanted == got

@@ -16,7 +16,12 @@ import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs._url import StorageOptions, Url
 from dcp_rs.engine.destination import Destination, commit_outcome
-from dcp_rs.errors import CheckpointExistsError, CorruptDataError, StoragePreconditionError, StorageUnclearError
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    CorruptDataError,
+    StoragePreconditionError,
+    StorageUnclearError,
+)
 from support import assert_state_equal, rank_outcomes
 from support.object_server import Fault
 from support.stored import large_state, loaded, names, small_state
@@ -48,7 +53,10 @@ def at(matches, work):
 def another_save(server, state, **more):
     """Saves apart, as another process would have. Returns what commits that save to ``ckpt``, where it replaces what is there."""
     save(server, state, "another", **more)
-    objects = {key.replace("another/", "ckpt/"): server.objects.pop(key).data for key in server.keys("another/")}
+    objects = {
+        key.replace("another/", "ckpt/"): server.objects.pop(key).data
+        for key in server.keys("another/")
+    }
 
     def commit():
         for key in server.keys("ckpt/"):
@@ -64,7 +72,9 @@ def silent_after_the_commit(server):
     mark = len(server.requests)
 
     def after_the_commit(request):
-        return request.key.endswith("index.dcprs") and any(index(asked) for asked in server.requests[mark:])
+        return request.key.endswith("index.dcprs") and any(
+            index(asked) for asked in server.requests[mark:]
+        )
 
     server.faults.append(Fault(lose=True, matches=index))
     server.faults.append(Fault(reset=True, matches=after_the_commit, times=None))
@@ -138,7 +148,9 @@ def test_a_commit_that_lands_after_its_saver_was_interrupted(server, tmp_path, h
         return True
 
     server.faults.append(Fault(delay=2.0, matches=interrupt))
-    outcomes = rank_outcomes(2, save_and_wait, server.url("ckpt"), server.options(), pid, how, fresh=True)
+    outcomes = rank_outcomes(
+        2, save_and_wait, server.url("ckpt"), server.options(), pid, how, fresh=True
+    )
     raised = {signal.SIGINT: KeyboardInterrupt, signal.SIGUSR2: PreemptedError}[number]
     if how == "api":
         assert [type(outcome.error) for outcome in outcomes] == [raised, StorageUnclearError]
@@ -216,7 +228,9 @@ def test_overwrite_false_looks_once_more_where_it_begins(server):
     with pytest.raises(CheckpointExistsError, match="overwrite=False"):
         save(server, {"a": torch.ones(3)}, overwrite=False)
     assert_state_equal(loaded(server, other), other)
-    assert not any(index(request) and request.key.startswith("ckpt/") for request in server.requests)
+    assert not any(
+        index(request) and request.key.startswith("ckpt/") for request in server.requests
+    )
 
 
 def test_two_savers_of_one_id(server):
@@ -297,7 +311,9 @@ def lose_data(server):
 @pytest.mark.filterwarnings("ignore:the store of")
 @pytest.mark.parametrize("ignores_conditions", [False, True])
 @pytest.mark.parametrize("fault", [{"lose": True}, {"status": 503, "done": True}], ids=str)
-def test_a_removal_of_the_index_that_is_not_answered_spares_the_save_that_follows(server, fault, ignores_conditions):
+def test_a_removal_of_the_index_that_is_not_answered_spares_the_save_that_follows(
+    server, fault, ignores_conditions
+):
     """It was tried again blindly: had another save been committed since, its index was removed."""
     server.ignores_conditions = ignores_conditions
     other = small_state()
@@ -333,7 +349,10 @@ def test_an_index_is_removed_where_conditions_are_refused(server):
     with pytest.raises(CorruptDataError, match="at the commit of its save it is missing"):
         save(server, {"a": torch.ones(3)})
     assert names(server) == []
-    assert [request.condition is None for request in server.requests if removes_index(request)] == [False, True]
+    assert [request.condition is None for request in server.requests if removes_index(request)] == [
+        False,
+        True,
+    ]
 
 
 def data_after_the_index(server):
@@ -351,7 +370,9 @@ def test_files_that_cannot_be_looked_at_again_are_no_failure_and_the_old_ones_st
     save(server, large_state(1))
     before = names(server)
     state = small_state()
-    server.faults.append(Fault(status=403, code="AccessDenied", matches=data_after_the_index(server), times=None))
+    server.faults.append(
+        Fault(status=403, code="AccessDenied", matches=data_after_the_index(server), times=None)
+    )
     with pytest.warns(UserWarning, match="of the one before is still there.*403"):
         save(server, state)
     server.faults.clear()
@@ -361,7 +382,9 @@ def test_files_that_cannot_be_looked_at_again_are_no_failure_and_the_old_ones_st
 
 def test_the_first_files_that_cannot_be_looked_at_again(server, recwarn):
     state = small_state()
-    server.faults.append(Fault(status=403, code="AccessDenied", matches=data_after_the_index(server), times=None))
+    server.faults.append(
+        Fault(status=403, code="AccessDenied", matches=data_after_the_index(server), times=None)
+    )
     save(server, state)
     server.faults.clear()
     assert not [warning for warning in recwarn if "still there" in str(warning.message)]

@@ -70,7 +70,11 @@ def small(tmp_path):
 
 
 def failing(kind, what, times=None, key=""):
-    return Fault(**what, times=times, matches=lambda request: request.kind == kind and request.key.endswith(key))
+    return Fault(
+        **what,
+        times=times,
+        matches=lambda request: request.kind == kind and request.key.endswith(key),
+    )
 
 
 class TestOverAnother:
@@ -137,7 +141,9 @@ class TestOverAnother:
 class TestBesideAnother:
     """One file where there was none, without ``overwrite``."""
 
-    @pytest.mark.parametrize("store", [{}, {"ignores_conditions": True}, {"refuses_conditions": True}])
+    @pytest.mark.parametrize(
+        "store", [{}, {"ignores_conditions": True}, {"refuses_conditions": True}]
+    )
     @pytest.mark.parametrize("size", ["two", "small"])
     def test_one_that_appears_meanwhile_stays(self, request, server, size, store):
         """It was replaced."""
@@ -199,7 +205,9 @@ def several(tmp_path):
 
 def assert_is_there(server):
     with dcp_rs.open(server.url("copy"), storage_options=server.options()) as checkpoint:
-        assert {name: checkpoint[name].sum().item() for name in checkpoint} == {f"w{i}": 1000 for i in range(4)}
+        assert {name: checkpoint[name].sum().item() for name in checkpoint} == {
+            f"w{i}": 1000 for i in range(4)
+        }
 
 
 def is_claimed(server):
@@ -256,7 +264,9 @@ class TestTheLastFile:
             return False
 
         server.faults.append(Fault(matches=stored))
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
+        before = signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a run in the background ignores it
         try:
             with pytest.raises(KeyboardInterrupt) as raised:
                 to_a_folder(several, server)
@@ -293,7 +303,9 @@ class TestTheClaim:
             warnings.simplefilter("always")
             to_a_folder(several, server, progress=progress)
         assert told
-        assert any("ignores conditions" in str(warning.message) for warning in warned) == (store != "ignores_new")
+        assert any("ignores conditions" in str(warning.message) for warning in warned) == (
+            store != "ignores_new"
+        )
         assert_is_there(server)
         assert not is_claimed(server)
 
@@ -342,5 +354,7 @@ def test_a_file_of_the_source_is_not_replaced(tmp_path, server, include):
     for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         for to in ("safetensors", "dcp-rs"):
             with pytest.raises(ValueError, match="would be lost"):
-                converted(server.url("hf"), server, f"hf/{file}", include=include, overwrite=True, to=to)
+                converted(
+                    server.url("hf"), server, f"hf/{file}", include=include, overwrite=True, to=to
+                )
     assert {key: stored.tag for key, stored in server.objects.items()} == before

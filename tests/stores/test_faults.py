@@ -65,7 +65,14 @@ def test_what_passes_is_tried_again(saved, server, fault):
 
 def test_one_request_in_ten_fails(saved, server):
     state, _ = saved
-    kinds = [{"status": 503}, {"status": 500}, {"cut": 100}, {"reset": True}, {"lose": True}, {"cut": 300_000}]
+    kinds = [
+        {"status": 503},
+        {"status": 500},
+        {"cut": 100},
+        {"reset": True},
+        {"lose": True},
+        {"cut": 300_000},
+    ]
     server.faults.extend(Fault(**kind, times=None, chance=0.1 / len(kinds)) for kind in kinds)
     for _ in range(10):
         into = blank(state)
@@ -89,7 +96,9 @@ def test_a_cut_body_goes_on_from_where_it_was_cut(saved, server):
     dcp_rs.load(into, server.url("runs/ckpt"), storage_options=server.options())
     assert_state_equal(into, state)
     spans = [span(request) for request in server.requests if is_data(request)]
-    again = [(one, other) for one in spans for other in spans if one[1] == other[1] and one[0] < other[0]]
+    again = [
+        (one, other) for one in spans for other in spans if one[1] == other[1] and one[0] < other[0]
+    ]
     assert len(again) == 1
     ((first, _), (second, _)) = again[0]
     assert 0 < second - first <= 500_000
@@ -130,9 +139,14 @@ def test_an_object_replaced_while_its_first_bytes_come(saved, server):
 
 
 def test_an_endpoint_without_credentials_is_no_missing_object(saved, server):
-    server.faults.append(Fault(status=404, code="x", matches=lambda request: request.key == "api/token", times=None))
+    server.faults.append(
+        Fault(status=404, code="x", matches=lambda request: request.key == "api/token", times=None)
+    )
     options = server.options(
-        aws_access_key_id=None, aws_secret_access_key=None, aws_metadata_endpoint=server.endpoint, max_retries=1
+        aws_access_key_id=None,
+        aws_secret_access_key=None,
+        aws_metadata_endpoint=server.endpoint,
+        max_retries=1,
     )
     with pytest.raises(StoragePermissionError, match="no credentials") as caught:
         dcp_rs.open(server.url("runs/ckpt"), storage_options=options)
@@ -160,7 +174,10 @@ def test_what_stays_is_an_error_in_time(saved, server, limit):
 def test_a_store_that_says_nothing_is_given_up(saved, server):
     server.faults.append(Fault(delay=30.0, times=None))
     with pytest.raises(StorageError, match="no answer in time"):
-        dcp_rs.open(server.url("runs/ckpt"), storage_options=server.options(retry_timeout=1, read_timeout=0.3))
+        dcp_rs.open(
+            server.url("runs/ckpt"),
+            storage_options=server.options(retry_timeout=1, read_timeout=0.3),
+        )
 
 
 def test_nobody_there(server):
@@ -219,7 +236,9 @@ def test_ctrl_c_ends_a_load(saved, server):
         except KeyboardInterrupt:
             print("stopped", flush=True)
     """
-    child = programs.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    child = programs.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout.readline() == "begin\n"
     deadline = time.monotonic() + 60
     while not any(is_data(request) for request in server.asked()):

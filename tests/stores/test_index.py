@@ -27,14 +27,20 @@ INDEX = "hf/index.dcprs"
 def hf(server, tmp_path):
     """The tensors of a model in two files of Hugging Face, on the server under ``hf``."""
     torch.manual_seed(0)
-    tensors = {"a": torch.randn(700, 1024), "b": torch.randn(300, 7).bfloat16(), "c": torch.arange(5)}
+    tensors = {
+        "a": torch.randn(700, 1024),
+        "b": torch.randn(300, 7).bfloat16(),
+        "c": torch.arange(5),
+    }
     folder = tmp_path / "hf"
     folder.mkdir()
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     save_file({"a": tensors["a"]}, folder / names[0])
     save_file({"b": tensors["b"], "c": tensors["c"]}, folder / names[1])
     of = {"a": names[0], "b": names[1], "c": names[1]}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of, "metadata": {}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": of, "metadata": {}})
+    )
     server.put_folder(folder, "hf")
     return tensors, folder
 
@@ -68,7 +74,12 @@ def test_with_digests_what_is_damaged_later_is_found(hf, server):
     _, folder = hf
     url, options = server.url("hf"), server.options()
     told = []
-    dcp_rs.index(url, digests=True, storage_options=options, progress=lambda done, total: told.append((done, total)))
+    dcp_rs.index(
+        url,
+        digests=True,
+        storage_options=options,
+        progress=lambda done, total: told.append((done, total)),
+    )
     nbytes = 700 * 1024 * 4 + 300 * 7 * 2 + 5 * 8
     assert told[-1] == (nbytes, nbytes)
     report = dcp_rs.verify(url, storage_options=options)
@@ -157,7 +168,9 @@ def test_another_who_is_faster_is_not_touched(hf, server, overwrite):
     assert server.objects[INDEX].data == b"another"
 
 
-@pytest.mark.parametrize("fault", [{"lose": True}, {"status": 503, "done": True}, {"status": 503}, {"reset": True}])
+@pytest.mark.parametrize(
+    "fault", [{"lose": True}, {"status": 503, "done": True}, {"status": 503}, {"reset": True}]
+)
 def test_a_lost_answer(hf, server, fault):
     tensors, _ = hf
     server.faults.append(Fault(**fault, matches=is_index, times=2))
@@ -173,9 +186,16 @@ def test_a_store_that_is_busy_while_data_is_hashed(hf, server):
         for kind in ({"status": 503}, {"cut": 1000}, {"reset": True})
     )
     dcp_rs.index(server.url("hf"), digests=True, storage_options=server.options())
-    server.faults[:] = [Fault(status=503, times=None, matches=lambda request: request.key.endswith("2.safetensors"))]
+    server.faults[:] = [
+        Fault(status=503, times=None, matches=lambda request: request.key.endswith("2.safetensors"))
+    ]
     with pytest.raises(StorageError, match="503"):
-        dcp_rs.index(server.url("hf"), digests=True, overwrite=True, storage_options=server.options(max_retries=1))
+        dcp_rs.index(
+            server.url("hf"),
+            digests=True,
+            overwrite=True,
+            storage_options=server.options(max_retries=1),
+        )
     server.faults.clear()
     assert dcp_rs.verify(server.url("hf"), storage_options=server.options()).ok
     assert_state_equal(opened(server), tensors)
@@ -204,7 +224,16 @@ def test_the_command(hf, server):
         f"--storage-option={key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in server.options().items()
     ]
-    line = [sys.executable, "-m", "dcp_rs", "index", server.url("hf"), "--digests", "--json", *given]
+    line = [
+        sys.executable,
+        "-m",
+        "dcp_rs",
+        "index",
+        server.url("hf"),
+        "--digests",
+        "--json",
+        *given,
+    ]
     told = json.loads(programs.run(line, capture_output=True, check=True, text=True).stdout)
     assert told["index"] == server.url(INDEX)
     assert told["bytes"] == len(server.objects[INDEX].data)

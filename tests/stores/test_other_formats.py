@@ -9,7 +9,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import dcp_rs
-from dcp_rs.errors import CheckpointExistsError, DcpRsError, StoragePermissionError, StoragePreconditionError
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    DcpRsError,
+    StoragePermissionError,
+    StoragePreconditionError,
+)
 from support import assert_state_equal, blank
 from support.object_server import Fault
 
@@ -100,7 +105,9 @@ def test_two_at_a_time(saved, server, tmp_path):
 @pytest.mark.parametrize("kind", ["part", "complete", "put"])
 def test_after_a_failure_nothing_of_it_is_left(large, server, kind):
     denied = {"status": 403, "code": "AccessDenied", "times": None}
-    server.faults.append(Fault(**denied, matches=lambda r: r.kind == kind and "converting" not in r.key))
+    server.faults.append(
+        Fault(**denied, matches=lambda r: r.kind == kind and "converting" not in r.key)
+    )
     with pytest.raises(StoragePermissionError):
         converted(large, server, "copy", to="dcp")
     assert server.keys("copy/") == []
@@ -111,7 +118,9 @@ def test_after_a_failure_nothing_of_it_is_left(large, server, kind):
 def test_a_file_that_was_not_replaced_is_as_it_was(large, server, kind, what):
     """It is the old one until the new one is whole, whatever fails."""
     server.put("out/all.pt", b"the old one")
-    server.faults.append(Fault(status=403, code="AccessDenied", times=None, matches=lambda r: r.kind == kind))
+    server.faults.append(
+        Fault(status=403, code="AccessDenied", times=None, matches=lambda r: r.kind == kind)
+    )
     with pytest.raises(StoragePermissionError):
         converted(large, server, "out/all.pt", to="torch", include=what, overwrite=True)
     assert server.objects["out/all.pt"].data == b"the old one"

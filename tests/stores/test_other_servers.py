@@ -21,7 +21,9 @@ from dcp_rs import _core
 from dcp_rs.errors import CheckpointNotFoundError, StorageNotFoundError, StoragePreconditionError
 from support import assert_state_equal, blank, programs
 
-boto3 = pytest.importorskip("boto3", reason="boto3 is not installed: the group `stores` of pyproject.toml")
+boto3 = pytest.importorskip(
+    "boto3", reason="boto3 is not installed: the group `stores` of pyproject.toml"
+)
 
 BUCKET = "bucket"
 
@@ -30,18 +32,27 @@ class Bucket:
     """A bucket on a server.
 
     Args:
-        root: where the server keeps objects and uploads as files, if it does. It looks at conditions before it stores, then, and not in one step, and lists no uploads.
+        root: where the server keeps objects and uploads as files, if it does. It looks at
+            conditions before it stores, then, and not in one step, and lists no uploads.
     """
 
     def __init__(self, endpoint: str, root: Path | None = None) -> None:
         self.endpoint = endpoint
         self.root = root
-        keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+        keys = {
+            "aws_access_key_id": "key",
+            "aws_secret_access_key": "secret",
+            "region_name": "us-east-1",
+        }
         self.client = boto3.client("s3", endpoint_url=endpoint, **keys)
         self.client.create_bucket(Bucket=BUCKET)
 
     def options(self, **more):
-        keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_region": "us-east-1"}
+        keys = {
+            "aws_access_key_id": "key",
+            "aws_secret_access_key": "secret",
+            "aws_region": "us-east-1",
+        }
         return {**keys, "aws_endpoint": self.endpoint, "aws_allow_http": True, **more}
 
     def put_folder(self, folder, prefix):
@@ -80,7 +91,9 @@ def moto_server(_root):
 @contextlib.contextmanager
 def s3s_fs(root):
     """Objects are files in a folder."""
-    program = shutil.which("s3s-fs", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    program = shutil.which(
+        "s3s-fs", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
     if program is None:
         pytest.skip("s3s-fs is not installed: make s3s-fs")
     with socket.create_server(("127.0.0.1", 0)) as found:
@@ -118,7 +131,11 @@ def store(request, tmp_path_factory):
 def state():
     torch.manual_seed(0)
     model = {"w": torch.randn(600, 300), "b": torch.arange(7), "none": torch.empty(0, 2)}
-    return {"model": model, "many": {f"t{i}": torch.full((5,), float(i)) for i in range(9)}, "step": 3}
+    return {
+        "model": model,
+        "many": {f"t{i}": torch.full((5,), float(i)) for i in range(9)},
+        "step": 3,
+    }
 
 
 def test_native_checkpoints(tmp_path, store, state):
@@ -192,7 +209,9 @@ def test_what_did_not_change_is_copied(tmp_path, store, state):
     options = store.options()
     dcp_rs.save(state, store.url("step 1"), storage_options=options)
     later = {**state, "step": 4}
-    saved = dcp_rs.save(later, store.url("step 2"), parent=store.url("step 1"), storage_options=options)
+    saved = dcp_rs.save(
+        later, store.url("step 2"), parent=store.url("step 1"), storage_options=options
+    )
     assert saved.report.bytes_reused > state["model"]["w"].nbytes
     for key in store.keys("step 1/"):
         store.client.delete_object(Bucket=BUCKET, Key=key)
@@ -212,16 +231,21 @@ def test_what_is_replaced_before_it_is_copied_is_written(store, state, monkeypat
     dcp_rs.save(state, store.url("one"), storage_options=options)
     (key,) = (key for key in store.keys("one") if key.endswith(".safetensors"))
     data = store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
-    # After the parent was looked at, and before it is copied: what is compared is compared in between.
+    # After the parent was looked at, and before it is copied: what is compared is compared in
+    # between.
     compare = dcp_rs.engine.reuse.write_entries
 
     def swap(*args, **more):
-        store.client.put_object(Bucket=BUCKET, Key=key, Body=data[:9000] + bytes([data[9000] ^ 1]) + data[9001:])
+        store.client.put_object(
+            Bucket=BUCKET, Key=key, Body=data[:9000] + bytes([data[9000] ^ 1]) + data[9001:]
+        )
         return compare(*args, **more)
 
     monkeypatch.setattr(dcp_rs.engine.reuse, "write_entries", swap)
     with pytest.warns(UserWarning, match=r"what could be reused of .*(: copy|replaced)"):
-        saved = dcp_rs.save(state, store.url("two"), parent=store.url("one"), storage_options=options)
+        saved = dcp_rs.save(
+            state, store.url("two"), parent=store.url("one"), storage_options=options
+        )
     assert saved.report.bytes_reused == 0
     into = blank(state)
     dcp_rs.load(into, store.url("two"), storage_options=options, verify=True)
@@ -231,7 +255,10 @@ def test_what_is_replaced_before_it_is_copied_is_written(store, state, monkeypat
 def test_an_index_is_removed_as_it_was_seen(store, state):
     dcp_rs.save(state, store.url("x"), storage_options=store.options())
     path = store.url("x/index.dcprs")
-    options = {name: str(value).lower() if value is True else value for name, value in store.options().items()}
+    options = {
+        name: str(value).lower() if value is True else value
+        for name, value in store.options().items()
+    }
     seen = _core.Store(path, options)
     assert seen.read([path]) != [None]
     store.client.put_object(Bucket=BUCKET, Key="x/index.dcprs", Body=b"another")

@@ -47,8 +47,14 @@ def test_only_that_there_is_none_leads_to_a_rank_s_own(server, status):
         server.put(key, data)
     assert run_ranks(2, load, server.url("ckpt"), options) == [(2, [2.0] * 4)] * 2
     server.faults.append(
-        Fault(status=status, code="AccessDenied" if status == 403 else "InternalError", matches=is_index_of_all)
+        Fault(
+            status=status,
+            code="AccessDenied" if status == 403 else "InternalError",
+            matches=is_index_of_all,
+        )
     )
     for outcome in rank_outcomes(2, load, server.url("ckpt"), options):
-        assert isinstance(outcome.error, StoragePermissionError if status == 403 else StorageError), outcome
+        assert isinstance(
+            outcome.error, StoragePermissionError if status == 403 else StorageError
+        ), outcome
     assert run_ranks(2, load, server.url("ckpt"), options) == [(2, [2.0] * 4)] * 2

@@ -15,7 +15,12 @@ from safetensors.torch import save_file
 import dcp_rs
 from dcp_rs import RsReader
 from dcp_rs._url import location
-from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptDataError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CorruptDataError,
+    UnsupportedError,
+)
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target
@@ -35,7 +40,9 @@ def options(server):
     return server.options()
 
 
-@pytest.mark.parametrize("read", [{}, {"verify": True}, {"max_inflight_bytes": 1 << 16}, {"threads": 1}])
+@pytest.mark.parametrize(
+    "read", [{}, {"verify": True}, {"max_inflight_bytes": 1 << 16}, {"threads": 1}]
+)
 def test_load_gives_what_was_saved(saved, url, options, read):
     state, _ = saved
     into = blank(state)
@@ -77,7 +84,9 @@ def test_open_without_torch(saved, url, options):
     state, _ = saved
     with dcp_rs.open(url, framework="np", storage_options=options) as ckpt:
         assert np.array_equal(ckpt["model.big"], state["model"]["big"].numpy())
-        assert np.array_equal(ckpt.get_slice("model.big")[:, 5:9], state["model"]["big"][:, 5:9].numpy())
+        assert np.array_equal(
+            ckpt.get_slice("model.big")[:, 5:9], state["model"]["big"][:, 5:9].numpy()
+        )
 
 
 def test_columns_are_read_through_and_not_row_by_row(saved, server, url, options):
@@ -138,7 +147,12 @@ def test_hugging_face_folders_in_place(tmp_path, server, options, index):
 
 
 def test_stock_folders_in_place(tmp_path, server, options):
-    state = {"w": torch.randn(200, 300), "b": torch.randn(11), "n": {"deep": torch.arange(5)}, "value": "text"}
+    state = {
+        "w": torch.randn(200, 300),
+        "b": torch.randn(11),
+        "n": {"deep": torch.arange(5)},
+        "value": "text",
+    }
     dcp.save(state, checkpoint_id=tmp_path / "stock")
     server.put_folder(tmp_path / "stock", "stock")
     into = blank(state)
@@ -190,7 +204,12 @@ def test_verify_and_compare(saved, server, url, options):
     assert [problem.tensor for problem in report.problems] == ["model.big"]
     for verify in (True, "auto"):
         with pytest.raises(CorruptDataError, match=r"model\.big"):
-            dcp_rs.load({"model": {"big": torch.zeros(1500, 1024)}}, url, storage_options=options, verify=verify)
+            dcp_rs.load(
+                {"model": {"big": torch.zeros(1500, 1024)}},
+                url,
+                storage_options=options,
+                verify=verify,
+            )
     server.put(key, bytes(damaged[:-1]))
     report = dcp_rs.verify(url, storage_options=options)
     assert "bytes long" in report.problems[0].got
@@ -220,7 +239,13 @@ def test_a_save_that_replaces_it_is_noticed(saved, server, url, options, tmp_pat
 
 def converted(index, name, shape):
     """A target that is filled through slabs, for its dtype is another one."""
-    return Target(index.find(name), [0] * len(shape), torch.zeros(shape, dtype=torch.float64), name, torch.float32)
+    return Target(
+        index.find(name),
+        [0] * len(shape),
+        torch.zeros(shape, dtype=torch.float64),
+        name,
+        torch.float32,
+    )
 
 
 def test_a_load_through_slabs_notices_it_too(saved, server, url, options, tmp_path):
@@ -259,7 +284,10 @@ def test_files_of_torch_save(tmp_path, server, options, zipped):
     torch.save(state, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
     server.put("runs/model.pt", (tmp_path / "model.pt").read_bytes())
     url = server.url("runs/model.pt")
-    with dcp_rs.open(url, storage_options=options) as ckpt, dcp_rs.open(tmp_path / "model.pt") as local:
+    with (
+        dcp_rs.open(url, storage_options=options) as ckpt,
+        dcp_rs.open(tmp_path / "model.pt") as local,
+    ):
         assert ckpt.keys() == local.keys()
         for name in local:
             if isinstance(local[name], torch.Tensor):
@@ -270,7 +298,10 @@ def test_files_of_torch_save(tmp_path, server, options, zipped):
     into = blank(state)
     dcp_rs.load(into, url, storage_options=options)
     assert_state_equal(into, state)
-    assert dcp_rs.verify(url, storage_options=options).problems == dcp_rs.verify(tmp_path / "model.pt").problems
+    assert (
+        dcp_rs.verify(url, storage_options=options).problems
+        == dcp_rs.verify(tmp_path / "model.pt").problems
+    )
     dcp_rs.convert(url, tmp_path / "native", storage_options=options)
     into = blank(state)
     dcp_rs.load(into, tmp_path / "native")
@@ -287,7 +318,13 @@ def test_damage_in_a_file_of_torch_save_is_found(tmp_path, server, options):
 
 
 def test_names_that_a_path_would_change_are_refused():
-    for path in ("s3://b/a//x", "s3://b//x", "https://h/a//", Path("s3://b/x"), Path("https://h/x")):
+    for path in (
+        "s3://b/a//x",
+        "s3://b//x",
+        "https://h/a//",
+        Path("s3://b/x"),
+        Path("https://h/x"),
+    ):
         with pytest.raises(UnsupportedError, match="slash"):
             location(path)
     with pytest.raises(TypeError, match=r"this one is bytes.*fsdecode"):
@@ -298,7 +335,10 @@ def test_names_that_a_path_would_change_are_refused():
 
 def test_what_is_not_there_is_said(server, options, saved):
     server.put("junk/readme.txt", b"x")
-    for url, what in [(server.url("nothing"), "nothing is there"), (server.url("junk"), r"no index\.dcprs")]:
+    for url, what in [
+        (server.url("nothing"), "nothing is there"),
+        (server.url("junk"), r"no index\.dcprs"),
+    ]:
         with pytest.raises(CheckpointNotFoundError, match=what):
             dcp_rs.open(url, storage_options=options)
     with pytest.raises(CheckpointNotFoundError, match="lists no files"):
@@ -336,7 +376,9 @@ def test_the_environment_tells_the_rest(saved, server, url, monkeypatch):
     server.access_key = "test-access-key"
     for name, value in server.options().items():
         if name.startswith("aws_"):
-            monkeypatch.setenv(name.upper(), str(value).lower() if isinstance(value, bool) else value)
+            monkeypatch.setenv(
+                name.upper(), str(value).lower() if isinstance(value, bool) else value
+            )
     into = blank(state)
     dcp_rs.load(into, url)
     assert_state_equal(into, state)
@@ -363,7 +405,9 @@ dcp_rs.load({"a": torch.ones(4)}, sys.argv[1])
 assert not [name for name in threads.names() if name.startswith("dcp-rs-store")]
 """
     programs.run(
-        [sys.executable, "-c", code, str(tmp_path / "x")], check=True, env=os.environ | {"PYTHONPATH": str(TESTS)}
+        [sys.executable, "-c", code, str(tmp_path / "x")],
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
     )
 
 
@@ -393,4 +437,7 @@ def test_requests_are_large(saved, server, url, options):
     state, _ = saved
     dcp_rs.load(blank(state), url, storage_options=options)
     files = len([key for key in server.objects if key.endswith(".safetensors")])
-    assert len(server.requests) <= 2 + 2 * files + sum(len(stored.data) for stored in server.objects.values()) // MIB
+    assert (
+        len(server.requests)
+        <= 2 + 2 * files + sum(len(stored.data) for stored in server.objects.values()) // MIB
+    )

@@ -48,10 +48,15 @@ def nbytes(values):
 
 def save(server, step, parent=None, *, to=None, **options):
     """The report of a save of a step."""
-    stored = {name: options.pop(name) for name in ("max_retries", "read_timeout") if name in options}
+    stored = {
+        name: options.pop(name) for name in ("max_retries", "read_timeout") if name in options
+    }
     parent = server.url(f"step-{parent}") if isinstance(parent, int) else parent
     writer = RsWriter(
-        to or server.url(f"step-{step}"), parent=parent, storage_options=server.options(**stored), **options
+        to or server.url(f"step-{step}"),
+        parent=parent,
+        storage_options=server.options(**stored),
+        **options,
     )
     dcp.save(state(step), storage_writer=writer, planner=RsSavePlanner(), no_dist=True)
     return writer.report
@@ -99,12 +104,16 @@ def flip(data):
     data[len(data) // 2] ^= 1
 
 
-# --- what is reused -----------------------------------------------------------------------------------
+# --- what is reused
+# -----------------------------------------------------------------------------------
 
 
 def test_a_run_sends_what_changed_and_each_step_is_whole(server, tmp_path):
     first = save(server, 1)
-    assert (first.bytes_reused, first.requests) == (0, sum(server.counts()[kind] for kind in ("part", "put")) - 2)
+    assert (first.bytes_reused, first.requests) == (
+        0,
+        sum(server.counts()[kind] for kind in ("part", "put")) - 2,
+    )
     for step in range(2, 6):
         mark = len(server.requests)
         report = save(server, step, parent=step - 1)
@@ -120,7 +129,9 @@ def test_a_run_sends_what_changed_and_each_step_is_whole(server, tmp_path):
     remove(server, 4)
     assert_holds(server, 5)
     assert server.open_uploads() == []
-    assert [request.condition is not None for request in server.requests if copies(request)] == [True] * 4
+    assert [request.condition is not None for request in server.requests if copies(request)] == [
+        True
+    ] * 4
 
 
 def test_a_step_that_is_downloaded_is_as_one_of_a_disk(server, tmp_path):
@@ -152,7 +163,8 @@ def test_any_history(tmp_path_factory, changes, rng, reuse):
         for number, changed in enumerate(changes):
             # What is said not to change does not.
             seeds = [
-                seed + (c and not (reuse and i < 2)) for i, (seed, c) in enumerate(zip(seeds, changed, strict=True))
+                seed + (c and not (reuse and i < 2))
+                for i, (seed, c) in enumerate(zip(seeds, changed, strict=True))
             ]
             history.append(
                 {
@@ -162,7 +174,9 @@ def test_any_history(tmp_path_factory, changes, rng, reuse):
             )
             parent = server.url(str(rng.randrange(number))) if number else None
             options = {"storage_options": server.options(), "no_dist": True}
-            dcp_rs.save(dict(history[-1]), server.url(str(number)), parent=parent, reuse=reuse, **options)
+            dcp_rs.save(
+                dict(history[-1]), server.url(str(number)), parent=parent, reuse=reuse, **options
+            )
         left = list(range(len(history)))
         while left:
             for number in left:
@@ -188,7 +202,10 @@ def test_files_are_copied_at_a_time(server):
 
     # What is said to stay is in a file of its own.
     save(server, 1, reuse="backbone")
-    server.faults += [Fault(delay=1.0, matches=begins), Fault(delay=1.0, matches=copies, times=None)]
+    server.faults += [
+        Fault(delay=1.0, matches=begins),
+        Fault(delay=1.0, matches=copies, times=None),
+    ]
     save(server, 1, parent=1, to=server.url("step-2"), reuse="backbone")
     assert server.counts()["copy"] == 2
     assert server.most_at_once >= 2
@@ -211,7 +228,12 @@ def test_what_a_module_says_is_frozen(server, how):
 
     def save_it(number, parent):
         values = {"model": module.state_dict(), "step": number}
-        options = {"parent": parent, "reuse": module, "no_dist": True, "storage_options": server.options()}
+        options = {
+            "parent": parent,
+            "reuse": module,
+            "no_dist": True,
+            "storage_options": server.options(),
+        }
         if how == "save":
             return dcp_rs.save(values, server.url(number), **options).report
         future = dcp_rs.async_save(values, server.url(number), **options)
@@ -255,7 +277,8 @@ def test_other_tools_know_of_it(server, tmp_path):
     assert_holds(server, 1)
 
 
-# --- ranks --------------------------------------------------------------------------------------------
+# --- ranks
+# --------------------------------------------------------------------------------------------
 
 
 def sharded(step):
@@ -308,7 +331,8 @@ def test_a_rank_local_save_reuses_that_rank_s_own(server):
     run_ranks(2, save_rank_local, server.url("run"), server.options())
 
 
-# --- parents that cannot be used ----------------------------------------------------------------------
+# --- parents that cannot be used
+# ----------------------------------------------------------------------
 
 
 def lose_all(server):
@@ -328,7 +352,12 @@ def cut_file(server):
 
 
 @pytest.mark.parametrize(
-    "harm", [lose_all, cut_file, *(pytest.param(harm, marks=pytest.mark.slow) for harm in (lose_index, lose_file))]
+    "harm",
+    [
+        lose_all,
+        cut_file,
+        *(pytest.param(harm, marks=pytest.mark.slow) for harm in (lose_index, lose_file)),
+    ],
 )
 def test_a_parent_that_cannot_be_used_is_named_and_all_is_written(server, harm):
     save(server, 1)
@@ -402,11 +431,15 @@ def test_damage_is_found_where_it_is_looked_for(server):
 def test_a_store_and_a_file_system_share_nothing(server, tmp_path):
     save(server, 1)
     dcp_rs.save(state(1), tmp_path / "1", no_dist=True)
-    with pytest.warns(UserWarning, match=REASON + "a store and a file system have no files in common"):
+    with pytest.warns(
+        UserWarning, match=REASON + "a store and a file system have no files in common"
+    ):
         save(server, 2, parent=tmp_path / "1")
     assert_holds(server, 2)
     mark = len(server.requests)
-    with pytest.warns(UserWarning, match=REASON + "a store and a file system have no files in common"):
+    with pytest.warns(
+        UserWarning, match=REASON + "a store and a file system have no files in common"
+    ):
         dcp_rs.save(state(2), tmp_path / "2", parent=server.url("step-1"), no_dist=True)
     assert len(server.requests) == mark
     into = blank(state(2))
@@ -414,14 +447,17 @@ def test_a_store_and_a_file_system_share_nothing(server, tmp_path):
     assert_state_equal(into, state(2))
 
 
-@pytest.mark.parametrize("parent", ["s3://another/step-1", "gs://bucket/step-1", "http://127.0.0.1:1/bucket/step-1"])
+@pytest.mark.parametrize(
+    "parent", ["s3://another/step-1", "gs://bucket/step-1", "http://127.0.0.1:1/bucket/step-1"]
+)
 def test_another_bucket_or_store(server, parent):
     with pytest.warns(UserWarning, match=REASON + "it is in another bucket"):
         save(server, 2, parent=parent)
     assert_holds(server, 2)
 
 
-# --- requests that fail -------------------------------------------------------------------------------
+# --- requests that fail
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -434,7 +470,9 @@ def test_another_bucket_or_store(server, parent):
         pytest.param({"reset": True}, marks=pytest.mark.slow),
         pytest.param({"delay": 8.0}, marks=pytest.mark.slow),
         pytest.param({"status": 500, "code": "InternalError"}, marks=pytest.mark.slow),
-        pytest.param({"status": 500, "code": "InternalError", "done": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"status": 500, "code": "InternalError", "done": True}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -484,10 +522,16 @@ def test_what_stays_is_said_and_written(server, status, code, said):
 
 def test_of_a_save_that_fails_nothing_is_left(server):
     save(server, 1)
-    server.faults.append(Fault(status=403, code="AccessDenied", matches=lambda r: r.kind == "put", times=None))
+    server.faults.append(
+        Fault(status=403, code="AccessDenied", matches=lambda r: r.kind == "put", times=None)
+    )
     with pytest.raises(dcp_rs.errors.StoragePermissionError):
         dcp_rs.save(
-            state(2), server.url("step-2"), parent=server.url("step-1"), storage_options=server.options(), no_dist=True
+            state(2),
+            server.url("step-2"),
+            parent=server.url("step-1"),
+            storage_options=server.options(),
+            no_dist=True,
         )
     assert server.counts()["copy"] == 1
     assert names(server, "step-2") == []
@@ -499,11 +543,20 @@ def test_of_a_commit_that_fails_nothing_is_left(server):
     save(server, 1)
     index = "step-2/index.dcprs"
     server.faults.append(
-        Fault(status=403, code="AccessDenied", matches=lambda r: r.key == index and r.method == "PUT", times=None)
+        Fault(
+            status=403,
+            code="AccessDenied",
+            matches=lambda r: r.key == index and r.method == "PUT",
+            times=None,
+        )
     )
     with pytest.raises(dcp_rs.errors.StoragePermissionError):
         dcp_rs.save(
-            state(2), server.url("step-2"), parent=server.url("step-1"), storage_options=server.options(), no_dist=True
+            state(2),
+            server.url("step-2"),
+            parent=server.url("step-1"),
+            storage_options=server.options(),
+            no_dist=True,
         )
     assert server.counts()["copy"] == 1
     assert names(server, "step-2") == []
@@ -525,7 +578,9 @@ def child(server):
         except KeyboardInterrupt:
             print("stopped", flush=True)
     """
-    process = programs.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    process = programs.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "begin\n"
     deadline = time.monotonic() + 60
     while not any(copies(request) for request in server.asked()):

@@ -30,7 +30,9 @@ def does(server):
 @pytest.fixture
 def run(server):
     """The URL of a run with steps 100, 200 and 300, of which 100 is the best, and what is left of 400."""
-    with CheckpointManager(server.url("run"), storage_options=server.options(), no_dist=True) as manager:
+    with CheckpointManager(
+        server.url("run"), storage_options=server.options(), no_dist=True
+    ) as manager:
         for step in (100, 200, 300, 400):
             manager.save(step, {"w": torch.full((1000,), float(step))}, metrics={"loss": step / 50})
     del server.objects["run/step-400/index.dcprs"]
@@ -46,7 +48,9 @@ def test_the_steps_of_a_run(does, run):
     assert out[4].startswith("passed over  step-400: its save did not finish, or goes on")
     assert out[5].startswith("3 steps, ")
     for command in ("ls", "inspect"):
-        assert [row.split()[0] for row in does(command, f"{run}/").splitlines()] == [row.split()[0] for row in out]
+        assert [row.split()[0] for row in does(command, f"{run}/").splitlines()] == [
+            row.split()[0] for row in out
+        ]
     assert does("ls", f"{run}/step-100").splitlines()[-1] != out[-1]  # a checkpoint is one
 
 
@@ -55,9 +59,13 @@ def test_the_steps_of_a_run_for_programs(does, run, server):
     found = json.loads(does("steps", run, "--json"))
     assert found["path"] == run
     assert found["latest"] == 300
-    assert [step["path"] for step in found["steps"]] == [f"{run}/step-{number}" for number in (100, 200, 300)]
+    assert [step["path"] for step in found["steps"]] == [
+        f"{run}/step-{number}" for number in (100, 200, 300)
+    ]
     assert found["bytes"] == sum(step["bytes"] for step in found["steps"])
-    assert [(passed["step"], passed["kind"]) for passed in found["passed_over"]] == [(400, "unknown")]
+    assert [(passed["step"], passed["kind"]) for passed in found["passed_over"]] == [
+        (400, "unknown")
+    ]
 
 
 @pytest.mark.slow

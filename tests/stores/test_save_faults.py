@@ -78,12 +78,16 @@ def test_what_passes_is_tried_again(server, kind, fault):
     assert server.faults[0].times == 0
     assert_state_equal(loaded(server, second), second)
     assert len(names(server)) == 2
-    if kind != "create":  # an upload that was begun, and whose name nobody heard, is for the store's lifecycle rule
+    if (
+        kind != "create"
+    ):  # an upload that was begun, and whose name nobody heard, is for the store's lifecycle rule
         assert server.open_uploads() == []
 
 
 @pytest.mark.parametrize(
-    "fault", [{"lose": True}, {"status": 503, "done": True}, {"broken": 100}, {"reset": True}], ids=str
+    "fault",
+    [{"lose": True}, {"status": 503, "done": True}, {"broken": 100}, {"reset": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("existing", [False, True])
 @pytest.mark.each
@@ -155,9 +159,13 @@ def test_what_stays_is_an_error_and_leaves_nothing(server, kind, status, code, k
 def test_an_upload_that_cannot_be_aborted_is_named(server):
     """Its parts are in no listing and cost money: the error of the save said nothing of them."""
     server.faults += [
-        Fault(status=403, code="AccessDenied", times=1000, matches=of(kind)) for kind in ("part", "abort")
+        Fault(status=403, code="AccessDenied", times=1000, matches=of(kind))
+        for kind in ("part", "abort")
     ]
-    with pytest.raises(StoragePermissionError, match=r"left something on the store: abort the upload of s3://.*ckpt/"):
+    with pytest.raises(
+        StoragePermissionError,
+        match=r"left something on the store: abort the upload of s3://.*ckpt/",
+    ):
         save(server, large_state(1))
     assert server.open_uploads()
 
@@ -183,7 +191,10 @@ def test_no_secret_in_the_writer(server):
     with pytest.raises(StorageError) as caught:
         dcp_rs.save({"a": 1}, server.url("ckpt"), storage_options=options)
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(caught.value.__traceback__)][1:]
-    assert not any(has_secret({**variables, "storage_options": None, "write_options": None}) for variables in frames)
+    assert not any(
+        has_secret({**variables, "storage_options": None, "write_options": None})
+        for variables in frames
+    )
 
 
 def child(server, seed):
@@ -199,7 +210,9 @@ def child(server, seed):
         except KeyboardInterrupt:
             print("stopped", flush=True)
     """
-    process = programs.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    process = programs.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "begin\n"
     return process
 
@@ -231,7 +244,12 @@ def test_ctrl_c_ends_a_save(server):
 
 
 @pytest.mark.parametrize(
-    "kind", ["part", "index", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("create", "complete", "look"))]
+    "kind",
+    [
+        "part",
+        "index",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("create", "complete", "look")),
+    ],
 )
 def test_a_kill_leaves_the_one_before_whole(server, kind):
     first = large_state(1)
@@ -239,7 +257,9 @@ def test_a_kill_leaves_the_one_before_whole(server, kind):
     mark = len(server.requests)
     server.faults.append(Fault(delay=120.0, times=None, matches=KINDS[kind]))
     process = child(server, 2)
-    wait_for(server, lambda request: KINDS[kind](request) and request in server.requests[mark:], process)
+    wait_for(
+        server, lambda request: KINDS[kind](request) and request in server.requests[mark:], process
+    )
     process.kill()
     process.wait(30)
     server.faults.clear()

@@ -70,14 +70,17 @@ def test_parts_go_straight_from_memory(server):
 def test_what_is_written_together_lies_together(server):
     """Contiguous and strided tensors in turn: each part that both were in waited in memory for the second, up to the whole checkpoint."""
     state = {
-        f"{i}": torch.full((512, 512), float(i)) if i % 2 else torch.full((512, 512), float(i)).t() for i in range(40)
+        f"{i}": torch.full((512, 512), float(i)) if i % 2 else torch.full((512, 512), float(i)).t()
+        for i in range(40)
     }
     state |= {f"text{i}": "x" * 4096 for i in range(3)}
     dcp_rs.save(state, server.url("ckpt"), storage_options=server.options())
     (file,) = [name for name in names(server) if name.endswith(".safetensors")]
     data = server.objects[f"ckpt/{file}"].data
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    at = {name: about["data_offsets"][0] for name, about in header.items() if name != "__metadata__"}
+    at = {
+        name: about["data_offsets"][0] for name, about in header.items() if name != "__metadata__"
+    }
     order = sorted((name for name in at if not name.startswith("text")), key=at.__getitem__)
     assert order == [str(i) for i in [*range(1, 40, 2), *range(0, 40, 2)]]
     assert_state_equal(loaded(server, state), state)
@@ -95,7 +98,11 @@ def test_a_save_replaces_the_one_before(server):
     assert now & old == {"index.dcprs", "notes.txt"}
     assert len(now) == 3
     assert any(name.startswith("g00000002-") for name in now)
-    put = [request for request in server.requests if request.kind == "put" and request.key == "ckpt/index.dcprs"]
+    put = [
+        request
+        for request in server.requests
+        if request.kind == "put" and request.key == "ckpt/index.dcprs"
+    ]
     assert [request.condition.partition(":")[0] for request in put] == ["If-None-Match", "If-Match"]
 
 
@@ -122,7 +129,10 @@ def test_overwrite_false(server):
 def another_save(server, state):
     """A fault that is none: while the first request for a part is on its way, a save of another process is committed to the same place."""
     dcp_rs.save(state, server.url("another"), storage_options=server.options())
-    objects = {key.replace("another/", "ckpt/"): server.objects.pop(key).data for key in server.keys("another/")}
+    objects = {
+        key.replace("another/", "ckpt/"): server.objects.pop(key).data
+        for key in server.keys("another/")
+    }
 
     def is_committed(request):
         if request.kind == "create" and objects:
@@ -274,7 +284,10 @@ def save_rank_local(url, options):
 @pytest.mark.skipif(not HAS_RANK_LOCAL, reason="this torch has no rank-local saves")
 def test_rank_local_saves(server):
     run_ranks(2, save_rank_local, server.url("ckpt"), server.options())
-    assert {name for name in names(server) if name.endswith(".dcprs")} == {"__0.index.dcprs", "__1.index.dcprs"}
+    assert {name for name in names(server) if name.endswith(".dcprs")} == {
+        "__0.index.dcprs",
+        "__1.index.dcprs",
+    }
     run_ranks(2, save_sharded, server.url("ckpt"), server.options())
     assert {name for name in names(server) if name.endswith(".dcprs")} == {"index.dcprs"}
     assert len(names(server)) == 3

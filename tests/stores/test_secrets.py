@@ -58,13 +58,19 @@ def test_errors_and_logs(saved, server, options, fault, caplog):
     server.faults.append(fault)
     caplog.set_level(logging.DEBUG)
     with pytest.raises(DcpRsError) as caught:
-        dcp_rs.load(blank(state), server.url("runs/ckpt"), storage_options={**options, "max_retries": 1})
+        dcp_rs.load(
+            blank(state), server.url("runs/ckpt"), storage_options={**options, "max_retries": 1}
+        )
     told = "".join(traceback.format_exception(caught.value))
     assert not has_secret(told)
     assert not has_secret(pickle.dumps(caught.value))
     assert not has_secret(caplog.text)
     dumped = pickle.loads(pickle.dumps(caught.value))
-    assert (dumped.path, dumped.operation, dumped.attempts) == (caught.value.path, "read", caught.value.attempts)
+    assert (dumped.path, dumped.operation, dumped.attempts) == (
+        caught.value.path,
+        "read",
+        caught.value.attempts,
+    )
 
 
 def test_urls_with_credentials_are_refused_without_telling_them():
@@ -83,7 +89,11 @@ def test_urls_with_credentials_are_refused_without_telling_them():
 
 def test_an_endpoint_with_a_password_is_a_secret():
     options = StorageOptions(
-        {"aws_endpoint": f"http://me:{SECRETS[0]}@host", "aws_region": "r", "aws_session_token": None}
+        {
+            "aws_endpoint": f"http://me:{SECRETS[0]}@host",
+            "aws_region": "r",
+            "aws_session_token": None,
+        }
     )
     assert dict(options) == {"aws_endpoint": f"http://me:{SECRETS[0]}@host", "aws_region": "r"}
     assert not has_secret(repr(options))
@@ -97,7 +107,8 @@ def test_no_variable_of_a_traceback_shows_them(saved, server, options):
         dcp_rs.open(server.url("runs/ckpt"), storage_options=options)
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(caught.value.__traceback__)][1:]
     assert any("storage_options" in variables for variables in frames)
-    # What the caller gave is the caller's own; the first frame that takes it in has it by that name.
+    # What the caller gave is the caller's own; the first frame that takes it in has it by that
+    # name.
     assert not any(has_secret({**variables, "storage_options": None}) for variables in frames[1:])
 
 
@@ -117,7 +128,11 @@ def test_options_of_another_kind_are_refused():
 def test_a_store_of_obstore_is_taken(saved, server, options):
     from obstore.store import S3Store
 
-    config = {key: value for key, value in options.items() if key.startswith("aws_") and key != "aws_allow_http"}
+    config = {
+        key: value
+        for key, value in options.items()
+        if key.startswith("aws_") and key != "aws_allow_http"
+    }
     store = S3Store(server.bucket, config=config, client_options={"allow_http": True})
     with dcp_rs.open(server.url("runs/ckpt"), storage_options=store) as ckpt:
         assert ckpt["step"] == 17
@@ -125,7 +140,9 @@ def test_a_store_of_obstore_is_taken(saved, server, options):
 
 def test_what_lends_its_options_keeps_them_secret():
     config = {"aws_access_key_id": "a", "aws_secret_access_key": SECRETS[0]}
-    store = SimpleNamespace(config=config, client_options={"allow_http": True}, credential_provider=None)
+    store = SimpleNamespace(
+        config=config, client_options={"allow_http": True}, credential_provider=None
+    )
     options = StorageOptions.of(store)
     assert dict(options) == {"allow_http": "true", **config}
     assert not has_secret(repr(options))
@@ -135,7 +152,10 @@ def test_what_lends_its_options_keeps_them_secret():
 def test_the_command_line(saved, server, options):
     arguments = []
     for key, value in options.items():
-        arguments += ["--storage-option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+        arguments += [
+            "--storage-option",
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}",
+        ]
     url = server.url("runs/ckpt")
 
     def run(*command):

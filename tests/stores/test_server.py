@@ -15,7 +15,9 @@ def store(server):
     config = {name: value for name, value in server.options().items() if name.startswith("aws_")}
     config.pop("aws_allow_http")
     retry = {"max_retries": 0}
-    return obstore.store.S3Store(server.bucket, config=config, client_options={"allow_http": True}, retry_config=retry)
+    return obstore.store.S3Store(
+        server.bucket, config=config, client_options={"allow_http": True}, retry_config=retry
+    )
 
 
 def test_conditions_of_a_put(store, server):
@@ -54,7 +56,9 @@ def test_an_upload_in_parts(store, server):
 
 
 def test_an_upload_that_fails_is_open_until_it_is_aborted(store, server):
-    server.faults.append(Fault(status=200, code="InternalError", matches=lambda request: request.kind == "complete"))
+    server.faults.append(
+        Fault(status=200, code="InternalError", matches=lambda request: request.kind == "complete")
+    )
     with pytest.raises(Exception, match="InternalError"):
         obstore.put(store, "big", bytes(PART + 1), use_multipart=True, chunk_size=PART)
     assert "big" not in server.objects

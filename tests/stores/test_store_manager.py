@@ -51,14 +51,17 @@ def make(server):
 
 
 def steps_on(server):
-    return sorted({int(key.split("/")[1].removeprefix("step-")) for key in server.keys("run/step-")})
+    return sorted(
+        {int(key.split("/")[1].removeprefix("step-")) for key in server.keys("run/step-")}
+    )
 
 
 def is_index(request):
     return request.kind == "put" and request.key.endswith("index.dcprs")
 
 
-# --- one manager -----------------------------------------------------------------------------------------
+# --- one manager
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_run_begins_and_goes_on(make, server):
@@ -77,7 +80,9 @@ def test_a_run_begins_and_goes_on(make, server):
         assert manager.passed_over == []
         assert not manager.should_save(30)
         assert loaded(manager, 20) == 20
-        with pytest.raises(CheckpointNotFoundError, match=r"there is no step 10 in s3://.*: it has 20, 30"):
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"there is no step 10 in s3://.*: it has 20, 30"
+        ):
             manager.load({}, 10)
         manager.delete(20)
         assert numbers(manager) == [30]
@@ -96,7 +101,9 @@ def test_saves_in_the_background_follow_each_other(make, server):
         assert numbers(manager) == [2, 4, 5, 6]
         assert manager.best_step() == 2
         assert loaded(manager) == 6
-        assert [step.metrics for step in manager.steps()] == [{"loss": float(abs(step - 2))} for step in (2, 4, 5, 6)]
+        assert [step.metrics for step in manager.steps()] == [
+            {"loss": float(abs(step - 2))} for step in (2, 4, 5, 6)
+        ]
         manager.wait()
     assert server.open_uploads() == []
     assert not any("saving-" in key for key in server.keys("run/"))
@@ -106,12 +113,16 @@ def test_a_step_that_is_there_is_not_replaced_unless_that_is_asked_for(make):
     with make() as manager:
         manager.save(5, state_of(5), metrics={"loss": 1})
         for save in (manager.save, manager.async_save):
-            with pytest.raises(CheckpointExistsError, match=r"a step 5 in s3://.* already: force=True replaces it"):
+            with pytest.raises(
+                CheckpointExistsError, match=r"a step 5 in s3://.* already: force=True replaces it"
+            ):
                 save(5, state_of(6))
         assert loaded(manager) == 5
         manager.save(5, {"w": torch.ones(3)}, metrics={"loss": 3}, force=True)
         assert manager.steps()[0].metrics == {"loss": 3}
-        with dcp_rs.open(manager.path(5), storage_options=manager._root.access["storage_options"]) as ckpt:
+        with dcp_rs.open(
+            manager.path(5), storage_options=manager._root.access["storage_options"]
+        ) as ckpt:
             assert ckpt["w"].tolist() == [1, 1, 1]
 
 
@@ -125,7 +136,11 @@ def test_there_is_room_for_a_save_before_it_begins(make, server):
         assert numbers(manager) == [2, 3, 4]
         begin = len(server.requests)
         manager.save(5, state_of(5))
-        asked = [request.key for request in server.requests[begin:] if request.method in ("PUT", "DELETE")]
+        asked = [
+            request.key
+            for request in server.requests[begin:]
+            if request.method in ("PUT", "DELETE")
+        ]
         assert asked.index("run/step-2/index.dcprs") < asked.index("run/step-5/index.dcprs")
         assert numbers(manager) == [3, 4, 5]
 
@@ -147,7 +162,9 @@ def test_training_state_is_saved_and_resumed(make):
         assert manager.load_training_state(other, its_optimizer, found := {"step": 0}) == 7
     assert found == extra
     assert torch.equal(other.weight, model.weight)
-    assert torch.equal(its_optimizer.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(
+        its_optimizer.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )
 
 
 def test_a_damaged_step_is_passed_over(make, server):
@@ -160,7 +177,10 @@ def test_a_damaged_step_is_passed_over(make, server):
     with make() as manager:
         with pytest.warns(UserWarning, match=r"not resumed from step-[32]"):
             assert loaded(manager, verify=True) == 1
-        assert [(found.number, found.kind) for found in manager.passed_over] == [(3, "damaged"), (2, "damaged")]
+        assert [(found.number, found.kind) for found in manager.passed_over] == [
+            (3, "damaged"),
+            (2, "damaged"),
+        ]
 
 
 @pytest.mark.parametrize("reuse", [True, "frozen"])
@@ -214,18 +234,27 @@ def test_no_secret_is_shown(make, server):
             assert secret not in repr(shown)
 
 
-# --- requests that fail ----------------------------------------------------------------------------------
+# --- requests that fail
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_one_request_in_ten_fails(server):
-    kinds = [{"status": 503}, {"status": 500}, {"lose": True}, {"reset": True}, {"status": 503, "done": True}]
+    kinds = [
+        {"status": 503},
+        {"status": 500},
+        {"lose": True},
+        {"reset": True},
+        {"status": 503, "done": True},
+    ]
     server.faults.extend(Fault(**kind, times=None, chance=0.1 / len(kinds)) for kind in kinds)
     with CheckpointManager(
         server.url("run"), keep_last=2, keep_every=4, storage_options=server.options(), no_dist=True
     ) as manager:
         for step in range(1, 10):
-            (manager.save if step % 2 else manager.async_save)(step, state_of(step), metrics={"loss": step})
+            (manager.save if step % 2 else manager.async_save)(
+                step, state_of(step), metrics={"loss": step}
+            )
         manager.wait()
         assert numbers(manager) == [4, 8, 9]
         assert [step.metrics["loss"] for step in manager.steps()] == [4, 8, 9]
@@ -274,7 +303,10 @@ def test_a_save_that_failed_is_no_step_and_can_be_made_again(make, server):
         manager.save(2, state_of(2), metrics={"loss": 2})
         manager.save(3, state_of(3), metrics={"loss": 3})
         # The one that this run resumed from stays.
-        assert [(step.number, step.metrics) for step in manager.steps()] == [(1, {}), (3, {"loss": 3.0})]
+        assert [(step.number, step.metrics) for step in manager.steps()] == [
+            (1, {}),
+            (3, {"loss": 3.0}),
+        ]
 
 
 def test_what_cannot_be_removed_is_warned_of_and_removed_later(make, server):
@@ -287,14 +319,18 @@ def test_what_cannot_be_removed_is_warned_of_and_removed_later(make, server):
         assert numbers(manager) == [2]  # its index went first
         server.undeletable.clear()
         manager.save(3, state_of(3))
-        assert steps_on(server) == [1, 3]  # nothing tells what is left of 1 from a save that goes on
+        assert steps_on(server) == [
+            1,
+            3,
+        ]  # nothing tells what is left of 1 from a save that goes on
         for key in server.keys("run/step-1/"):
             server.objects[key].modified = time.time() - 2 * DAY
         manager.save(4, state_of(4))
     assert steps_on(server) == [4]
 
 
-# --- another manager ---------------------------------------------------------------------------------------
+# --- another manager
+# ---------------------------------------------------------------------------------------
 
 
 def commits_meanwhile(server, make):
@@ -350,7 +386,9 @@ def test_a_step_of_a_killed_run_is_saved_again_without_a_wait(make, server):
 def test_another_manager_prunes_nothing_that_is_being_saved(make, server):
     with make() as manager:
         manager.save(4, state_of(4))
-        server.faults.append(Fault(delay=2.0, matches=lambda request: is_index(request) and "step-5/" in request.key))
+        server.faults.append(
+            Fault(delay=2.0, matches=lambda request: is_index(request) and "step-5/" in request.key)
+        )
         saving = manager.async_save(5, state_of(5))
         while not any(key.endswith(".safetensors") for key in server.keys("run/step-5/")):
             time.sleep(0.01)
@@ -377,7 +415,8 @@ def test_a_job_that_was_taken_over_commits_and_removes_nothing(make, server):
         assert loaded(new, take_over=False) == 3
 
 
-# --- killed --------------------------------------------------------------------------------------------------
+# --- killed
+# --------------------------------------------------------------------------------------------------
 
 RUN = """
     import os, signal, sys, warnings
@@ -427,13 +466,18 @@ def test_killed_at_any_moment_a_run_goes_on_from_the_newest(make, server):
             for _ in range(20):
                 last = len(server.requests) + rng.randrange(20, 120)
                 # From this request on nothing is answered until the process is gone.
-                is_late = Fault(delay=0.3, times=None, matches=lambda _, last=last: len(server.requests) >= last)
+                is_late = Fault(
+                    delay=0.3, times=None, matches=lambda _, last=last: len(server.requests) >= last
+                )
                 server.faults[:] = [is_late]
                 runs.stdin.write("run\n")
                 runs.stdin.flush()
                 word, resumed = runs.stdout.readline().split()
                 assert word == "resumed"
-                assert int(resumed) in (saved, saved + 1)  # committed, and killed before that was said
+                assert int(resumed) in (
+                    saved,
+                    saved + 1,
+                )  # committed, and killed before that was said
                 saved, deadline = int(resumed), time.monotonic() + 60
                 while len(server.requests) < last and time.monotonic() < deadline:
                     time.sleep(0.002)
@@ -464,7 +508,8 @@ def test_killed_at_any_moment_a_run_goes_on_from_the_newest(make, server):
             assert len(server.keys(f"run/step-{step.number}/")) == 3
 
 
-# --- ranks ---------------------------------------------------------------------------------------------------
+# --- ranks
+# ---------------------------------------------------------------------------------------------------
 
 
 def sharded(step):
@@ -493,11 +538,15 @@ def save_and_resume(url, options):
         return told[0]
 
     got = []
-    with CheckpointManager(url, save_every=2, keep_last=2, keep_every=6, storage_options=options) as manager:
+    with CheckpointManager(
+        url, save_every=2, keep_last=2, keep_every=6, storage_options=options
+    ) as manager:
         got.append(resumed(manager))
         for step in range(1, 10):
             if manager.should_save(step):
-                (manager.save if step % 4 else manager.async_save)(step, sharded(step), metrics={"loss": 1.0})
+                (manager.save if step % 4 else manager.async_save)(
+                    step, sharded(step), metrics={"loss": 1.0}
+                )
         manager.wait()
         got.append(numbers_together(manager))
         with pytest.raises(CheckpointExistsError):

@@ -9,7 +9,12 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 from dcp_rs import RsWriter
-from dcp_rs.errors import CheckpointNotFoundError, StorageError, StoragePermissionError, StoragePreconditionError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    StorageError,
+    StoragePermissionError,
+    StoragePreconditionError,
+)
 from dcp_rs.steps.retention import Policies, prune
 from dcp_rs.steps.root import SkippedStep, Step
 from dcp_rs.steps.store_root import root_at
@@ -58,7 +63,8 @@ def steps_on(server):
     return sorted({int(key.split("/")[1].removeprefix("step-")) for key in server.keys("run/")})
 
 
-# --- looking ---------------------------------------------------------------------------------------------
+# --- looking
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_root_that_is_not_there_has_no_steps(root):
@@ -219,7 +225,9 @@ def test_a_save_that_goes_on_is_left_alone(root):
     root.begin(10, f"{10:032x}", {})
     writer = Paused(root.folder(10), **root.access)
     thread = threading.Thread(
-        target=dcp.save, args=({"w": torch.ones(2)},), kwargs={"storage_writer": writer, "no_dist": True}
+        target=dcp.save,
+        args=({"w": torch.ones(2)},),
+        kwargs={"storage_writer": writer, "no_dist": True},
     )
     thread.start()
     try:
@@ -265,7 +273,9 @@ def test_a_store_that_does_not_answer_says_nothing_of_a_step(root, server):
     save(root, 10)
     save(root, 20)
     for kind in ("list", "get"):
-        server.faults[:] = [Fault(status=503, times=None, matches=lambda request, kind=kind: request.kind == kind)]
+        server.faults[:] = [
+            Fault(status=503, times=None, matches=lambda request, kind=kind: request.kind == kind)
+        ]
         fresh = root_at(server.url("run"), server.options(max_retries=1))
         for look in (fresh.look, fresh.latest):
             with pytest.raises(StorageError, match="503"):
@@ -274,7 +284,8 @@ def test_a_store_that_does_not_answer_says_nothing_of_a_step(root, server):
     assert numbers(root) == [10, 20]
 
 
-# --- what is noted of a save -----------------------------------------------------------------------------
+# --- what is noted of a save
+# -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("notes", [b"", b"{", b"[]", b"\xff", b'{"saved": "x", "metrics": {}}'])
@@ -305,7 +316,9 @@ def test_notes_of_another_save_are_not_believed(root, server):
     assert root.latest().metrics == {"loss": 1.0}
     assert root.verify(root.latest()).ok
     assert root.latest().verified
-    dcp_rs.save({"w": torch.ones(3)}, root.folder(10), save_id=f"{11:032x}", no_dist=True, **root.access)
+    dcp_rs.save(
+        {"w": torch.ones(3)}, root.folder(10), save_id=f"{11:032x}", no_dist=True, **root.access
+    )
     # Committed, and killed before that was noted.
     assert root.latest().metrics == {"loss": 0.0}
     assert not root.latest().verified
@@ -338,7 +351,8 @@ def test_only_what_was_read_and_is_right_is_verified(root, server):
     assert not root.latest().verified
 
 
-# --- removal ---------------------------------------------------------------------------------------------
+# --- removal
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_removal_takes_all_of_a_step_and_the_index_first(root, server):
@@ -446,7 +460,9 @@ def test_a_step_that_is_saved_anew_meanwhile_is_not_removed(root, server):
 
 @pytest.mark.filterwarnings("ignore:the store of")
 @pytest.mark.parametrize("ignores_conditions", [False, True])
-def test_a_removal_whose_answer_is_lost_spares_a_save_that_follows(root, server, ignores_conditions):
+def test_a_removal_whose_answer_is_lost_spares_a_save_that_follows(
+    root, server, ignores_conditions
+):
     """It was tried again blindly, and removed the index of the save that had come since."""
     server.ignores_conditions = ignores_conditions
     save(root, 10)

@@ -24,9 +24,23 @@ def signed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
     new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
     authority = ["-keyout", folder / "ca-key.pem", "-out", folder / "ca.pem"]
-    openssl("req", "-x509", *new, *authority, "-subj", "/CN=tests", "-addext", "keyUsage=keyCertSign")
-    server = ["-CA", folder / "ca.pem", "-CAkey", folder / "ca-key.pem", "-addext", "subjectAltName=IP:127.0.0.1"]
-    server += ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", "extendedKeyUsage=serverAuth"]
+    openssl(
+        "req", "-x509", *new, *authority, "-subj", "/CN=tests", "-addext", "keyUsage=keyCertSign"
+    )
+    server = [
+        "-CA",
+        folder / "ca.pem",
+        "-CAkey",
+        folder / "ca-key.pem",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    ]
+    server += [
+        "-addext",
+        "basicConstraints=critical,CA:FALSE",
+        "-addext",
+        "extendedKeyUsage=serverAuth",
+    ]
     files = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
     openssl("req", "-x509", *new, *files, "-subj", "/CN=127.0.0.1", *server)
     return folder
@@ -66,17 +80,23 @@ def test_the_certificate_of_the_one_who_signed(saved, server, options, monkeypat
 
 def test_another_name_than_that_of_the_certificate(saved, server, monkeypatch, signed):
     monkeypatch.setenv("SSL_CERT_FILE", str(signed / "ca.pem"))
-    elsewhere = server.options(aws_allow_http=False, aws_endpoint=server.endpoint.replace("127.0.0.1", "localhost"))
+    elsewhere = server.options(
+        aws_allow_http=False, aws_endpoint=server.endpoint.replace("127.0.0.1", "localhost")
+    )
     with pytest.raises(StorageError, match=r"certificate.*not valid for"):
         dcp_rs.open(server.url("runs/ckpt"), storage_options=elsewhere)
 
 
 def test_no_certificate_is_looked_at_where_that_is_asked_for(saved, server, options):
-    with dcp_rs.open(server.url("runs/ckpt"), storage_options={**options, "allow_invalid_certificates": True}) as ckpt:
+    with dcp_rs.open(
+        server.url("runs/ckpt"), storage_options={**options, "allow_invalid_certificates": True}
+    ) as ckpt:
         assert ckpt["step"] == 17
 
 
-def test_a_bundle_in_place_of_the_authorities_of_the_system(saved, server, options, monkeypatch, signed):
+def test_a_bundle_in_place_of_the_authorities_of_the_system(
+    saved, server, options, monkeypatch, signed
+):
     """`AWS_CA_BUNDLE` was not read."""
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     bundle = str(signed / "ca.pem")

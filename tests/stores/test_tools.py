@@ -37,7 +37,9 @@ def loaded(state, url, options):
 @pytest.mark.parametrize("shards", [1, 3])
 def test_from_a_folder(saved, server, shards):
     state, folder = saved
-    report = dcp_rs.convert(folder, server.url("copy"), shards=shards, storage_options=server.options())
+    report = dcp_rs.convert(
+        folder, server.url("copy"), shards=shards, storage_options=server.options()
+    )
     assert_state_equal(loaded(state, server.url("copy"), server.options()), state)
     assert report.files == shards
     assert len(server.keys("copy/")) == shards + 1
@@ -47,7 +49,9 @@ def test_from_a_folder(saved, server, shards):
 def test_from_store_to_store(saved, server):
     state, _ = saved
     begin = len(server.requests)
-    dcp_rs.convert(server.url("runs/ckpt"), server.url("half"), dtype="bf16", storage_options=server.options())
+    dcp_rs.convert(
+        server.url("runs/ckpt"), server.url("half"), dtype="bf16", storage_options=server.options()
+    )
     assert {request.kind for request in server.requests[begin:]} >= {"get", "put"}
     with dcp_rs.open(server.url("half"), storage_options=server.options()) as ckpt:
         assert ckpt["model.big"].equal(state["model"]["big"].bfloat16())
@@ -66,13 +70,19 @@ def test_what_is_there_is_replaced_when_that_is_asked_for(saved, server, tmp_pat
     dcp_rs.convert(tmp_path / "other", url, overwrite=True, storage_options=options)
     with dcp_rs.open(url, storage_options=options) as ckpt:
         assert list(ckpt.keys()) == ["w"]
-    assert set(server.keys("runs/ckpt/")).isdisjoint(key for key in before if key.endswith(".safetensors"))
+    assert set(server.keys("runs/ckpt/")).isdisjoint(
+        key for key in before if key.endswith(".safetensors")
+    )
 
 
 def test_after_a_failure_nothing_of_it_is_left(saved, server):
     _, folder = saved
     server.faults.append(
-        Fault(status=403, code="AccessDenied", matches=lambda r: r.kind == "put" and r.key == "copy/index.dcprs")
+        Fault(
+            status=403,
+            code="AccessDenied",
+            matches=lambda r: r.kind == "put" and r.key == "copy/index.dcprs",
+        )
     )
     with pytest.raises(StoragePermissionError):
         dcp_rs.convert(folder, server.url("copy"), shards=2, storage_options=server.options())
@@ -100,7 +110,11 @@ def test_another_who_is_faster(saved, server):
     _, folder = saved
 
     def commits(request):
-        if request.kind in ("put", "part") and request.key.startswith("copy/") and request.key.endswith(".safetensors"):
+        if (
+            request.kind in ("put", "part")
+            and request.key.startswith("copy/")
+            and request.key.endswith(".safetensors")
+        ):
             server.objects["copy/index.dcprs"] = server.objects["runs/ckpt/index.dcprs"]
         return False
 
@@ -136,7 +150,9 @@ def test_clean_removes_what_no_index_names(saved, server):
     server.put(f"runs/ckpt/deeper/{orphan(server, 7)}", b"not in this folder")
     report = dcp_rs.clean(url, storage_options=options)
     assert [leftover.path for leftover in report.found] == [server.url(old)]
-    assert [(leftover.path, leftover.verdict) for leftover in report.kept] == [(server.url(young), "young")]
+    assert [(leftover.path, leftover.verdict) for leftover in report.kept] == [
+        (server.url(young), "young")
+    ]
     assert report.removed == []
     assert old in server.objects
     assert dcp_rs.clean(url, yes=True, older_than=3 * DAY, storage_options=options).removed == []
@@ -146,7 +162,9 @@ def test_clean_removes_what_no_index_names(saved, server):
     assert old not in server.objects
     assert young in server.objects
     assert {"runs/ckpt/notes.txt", "runs/ckpt/index.dcprs", data_of(server)} < set(server.keys())
-    assert dcp_rs.clean(url, yes=True, older_than=0, storage_options=options).removed[0].path == server.url(young)
+    assert dcp_rs.clean(url, yes=True, older_than=0, storage_options=options).removed[
+        0
+    ].path == server.url(young)
     assert_state_equal(loaded(state, url, options), state)
 
 
@@ -170,7 +188,9 @@ def test_clean_removes_nothing_where_it_cannot_know(saved, server):
     with pytest.raises(CheckpointNotFoundError):
         dcp_rs.clean(server.url("nothing"), yes=True, storage_options=options)
     server.objects["runs/ckpt/index.dcprs"] = index
-    server.faults.append(Fault(status=503, times=None, matches=lambda request: request.kind == "list"))
+    server.faults.append(
+        Fault(status=503, times=None, matches=lambda request: request.kind == "list")
+    )
     with pytest.raises(StorageError):
         dcp_rs.clean(url, yes=True, storage_options={**options, "max_retries": 1})
     with pytest.raises(UnsupportedError):
@@ -196,7 +216,9 @@ def test_the_command_fails_where_something_could_not_be_removed(saved, server, c
     kept = f"runs/ckpt/{orphan(server, 7)}"
     leave(server, kept, 2 * DAY)
     server.undeletable.add(kept)
-    options = [f"--storage-option={key}={str(value).lower()}" for key, value in server.options().items()]
+    options = [
+        f"--storage-option={key}={str(value).lower()}" for key, value in server.options().items()
+    ]
     monkeypatch.setattr(_url, "_of_command_line", {})  # which the command sets, for the process
     with pytest.raises(SystemExit) as ended:
         main(["clean", server.url("runs/ckpt"), "--yes", "--json", *options])
@@ -212,7 +234,9 @@ def test_the_command(saved, server):
         for key, value in server.options().items()
     ]
     line = [sys.executable, "-m", "dcp_rs", "clean", server.url("runs/ckpt"), *given]
-    listed = json.loads(programs.run([*line, "--json"], capture_output=True, check=True, text=True).stdout)
+    listed = json.loads(
+        programs.run([*line, "--json"], capture_output=True, check=True, text=True).stdout
+    )
     assert [found["path"] for found in listed["found"]] == [server.url(old)]
     said = programs.run([*line, "--yes"], capture_output=True, check=True, text=True).stdout
     assert server.url(old) in said

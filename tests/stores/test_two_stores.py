@@ -46,7 +46,9 @@ def test_the_command_line_tells_them_apart_by_their_urls(saved, server, other):
     general = list(given("", server.options()))
 
     def status(*arguments):
-        return programs.run([sys.executable, "-m", "dcp_rs", *arguments], capture_output=True, check=False).returncode
+        return programs.run(
+            [sys.executable, "-m", "dcp_rs", *arguments], capture_output=True, check=False
+        ).returncode
 
     assert status(*command, *general, *given("s3://other:", theirs)) == 0
     assert len(other.requests) > 0

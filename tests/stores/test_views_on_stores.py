@@ -16,7 +16,10 @@ def test_views_of_a_folder_on_a_store(server, tmp_path):
     quantized.write(tmp_path / "q", tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
     server.put_folder(tmp_path / "q", "q")
     whole = torch.stack([tensor for _, tensor in made]).bfloat16()
-    how = {"storage_options": server.options(), "views": dcp_rs.Stack("experts.{n}.weight", into="experts")}
+    how = {
+        "storage_options": server.options(),
+        "views": dcp_rs.Stack("experts.{n}.weight", into="experts"),
+    }
     checkpoint = dcp_rs.open(server.url("q"), dequantize=True, **how)
     assert same(checkpoint["experts"], whole)
     state = {"experts": torch.zeros(2, 96, 64, dtype=torch.bfloat16)}

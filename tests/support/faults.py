@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-__all__ = ["Breaks", "FailingSavePlanner", "LoadBreaks", "MishapError", "SaveBreaks", "Slow", "die_in", "watched"]
+__all__ = [
+    "Breaks",
+    "FailingSavePlanner",
+    "LoadBreaks",
+    "MishapError",
+    "SaveBreaks",
+    "Slow",
+    "die_in",
+    "watched",
+]
 
 #: Nobody may wait longer for a rank that has failed.
 PATIENCE = 20  # seconds
@@ -120,7 +129,9 @@ class Slow(RsSavePlanner):
         super().__init__()
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         self.begun.set()
         self.go.wait(60)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)

@@ -52,7 +52,20 @@ def sections_of(data):
 
 
 def tensor_record(name, path=(0, 0), shape=0, chunks=(0, 0), dtype=12, ndim=0, kind=0):
-    return struct.pack("<QIBBBBQQQQIIQ", name[0], name[1], kind, dtype, ndim, 0, shape, *chunks, *path, 0xFFFFFFFF, 0)
+    return struct.pack(
+        "<QIBBBBQQQQIIQ",
+        name[0],
+        name[1],
+        kind,
+        dtype,
+        ndim,
+        0,
+        shape,
+        *chunks,
+        *path,
+        0xFFFFFFFF,
+        0,
+    )
 
 
 def encoded(tag, *items):
@@ -76,11 +89,19 @@ def whole_item(name: str, tensor: torch.Tensor, **options: Any) -> _core.SaveIte
     shape = tuple(tensor.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return _core.SaveItem(
-        name, tensor.nbytes, dtype=dtype, shape=shape, offsets=(0,) * tensor.dim(), sizes=shape, **options
+        name,
+        tensor.nbytes,
+        dtype=dtype,
+        shape=shape,
+        offsets=(0,) * tensor.dim(),
+        sizes=shape,
+        **options,
     )
 
 
-def commit_ranks(path: Path, indexes: list[bytes], *, generation: int = 1, planner_data: Any = None) -> None:
+def commit_ranks(
+    path: Path, indexes: list[bytes], *, generation: int = 1, planner_data: Any = None
+) -> None:
     """Commits the indexes of all ranks, as the coordinator of a save does."""
     _core.commit_indexes(
         str(path),
@@ -99,7 +120,14 @@ def save_with_hole(path: Path) -> None:
     """Rows 0 to 3 of 8, in an index that is valid: as if a rank's part had been lost."""
     rows = torch.arange(4.0)
     item = _core.SaveItem(
-        "w", rows.nbytes, dtype="float32", shape=(8, 1), offsets=(0, 0), sizes=(4, 1), path=("w",), position=0
+        "w",
+        rows.nbytes,
+        dtype="float32",
+        shape=(8, 1),
+        offsets=(0, 0),
+        sizes=(4, 1),
+        path=("w",),
+        position=0,
     )
     generation = _core.next_generation(str(path))
     save = _core.Save.create(

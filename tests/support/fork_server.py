@@ -126,7 +126,8 @@ def _report_ended(programs: dict[int, socket.socket]) -> None:
             connection.close()
 
 
-# --- in the child ----------------------------------------------------------------------------------
+# --- in the child
+# ----------------------------------------------------------------------------------
 
 
 def _open_standard_streams() -> None:
@@ -172,7 +173,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
 def run(request: dict[str, Any], descriptors: list[int]) -> None:
     """Run the program: what it raises ends this process as it would end a fresh interpreter."""
     arguments = _become(request, descriptors)
-    extra = [entry for entry in request["environment"].get("PYTHONPATH", "").split(os.pathsep) if entry]
+    extra = [
+        entry for entry in request["environment"].get("PYTHONPATH", "").split(os.pathsep) if entry
+    ]
     rest = list(dict.fromkeys([*extra, *request["path"], *sys.path]))
     if request["function"] is not None:
         sys.path[:] = rest

@@ -64,7 +64,11 @@ def load_hf(path: Path) -> dict[str, torch.Tensor]:
 
 
 def leftovers(folder: Path) -> list[str]:
-    return [entry.name for entry in folder.iterdir() if entry.name.endswith(".tmp") or entry.name.startswith(".")]
+    return [
+        entry.name
+        for entry in folder.iterdir()
+        if entry.name.endswith(".tmp") or entry.name.startswith(".")
+    ]
 
 
 def item(name: str, numel: int, dtype: torch.dtype) -> Item:

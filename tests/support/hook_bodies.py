@@ -27,11 +27,18 @@ def note(planner, *what):
     notes(planner).append(repr(what))
 
 
-# --- loads --------------------------------------------------------------------------------------------
+# --- loads
+# --------------------------------------------------------------------------------------------
 
 
 def seen(item):
-    return item.type.name, item.dest_index, item.storage_index, tuple(item.storage_offsets), tuple(item.lengths)
+    return (
+        item.type.name,
+        item.dest_index,
+        item.storage_index,
+        tuple(item.storage_offsets),
+        tuple(item.lengths),
+    )
 
 
 def set_up_by_itself(own, self, state_dict, metadata=None, is_coordinator=False):
@@ -60,7 +67,9 @@ def plan_and_look(own, self):
 
 def plan_a_part(own, self):
     plan = own()
-    return dataclasses.replace(plan, items=[i for i in plan.items if i.dest_index.fqn not in ("w", "nest.step")])
+    return dataclasses.replace(
+        plan, items=[i for i in plan.items if i.dest_index.fqn not in ("w", "nest.step")]
+    )
 
 
 def plan_less_in_place(own, self):
@@ -77,7 +86,8 @@ def plan_from_another_name(own, self):
     def renamed(item):
         index = item.storage_index
         return dataclasses.replace(
-            item, storage_index=dataclasses.replace(index, fqn="v" if index.fqn == "b" else index.fqn)
+            item,
+            storage_index=dataclasses.replace(index, fqn="v" if index.fqn == "b" else index.fqn),
         )
 
     return LoadPlan([renamed(item) for item in plan.items], planner_data=plan.planner_data)
@@ -91,7 +101,9 @@ def plan_more(own, self):
         row,
         dest_index=dataclasses.replace(row.dest_index, fqn="spare"),
     )
-    return dataclasses.replace(plan, items=[i for i in plan.items if i.dest_index.fqn != "spare"] + [extra])
+    return dataclasses.replace(
+        plan, items=[i for i in plan.items if i.dest_index.fqn != "spare"] + [extra]
+    )
 
 
 def plan_in_another_order(own, self):
@@ -159,7 +171,9 @@ def resolve_and_count(own, self, read_item):
 def resolve_elsewhere(own, self, read_item):
     """New memory for everything, kept by name: the state dict stays as it is."""
     made = torch.full(tuple(read_item.lengths), 0, dtype=own(read_item).dtype)
-    vars(self).setdefault("made", {})[repr(read_item.dest_index), tuple(read_item.dest_offsets)] = made
+    vars(self).setdefault("made", {})[repr(read_item.dest_index), tuple(read_item.dest_offsets)] = (
+        made
+    )
     return made
 
 
@@ -218,12 +232,17 @@ LOADS = {
 }
 
 
-# --- saves --------------------------------------------------------------------------------------------
+# --- saves
+# --------------------------------------------------------------------------------------------
 
 
 def written(item):
     data = item.tensor_data
-    chunk = None if data is None else (tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size))
+    chunk = (
+        None
+        if data is None
+        else (tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size))
+    )
     return item.type.name, item.index, chunk, None if data is None else data.properties.dtype
 
 
@@ -254,7 +273,9 @@ def plan_and_look_at_writes(own, self):
 
 def plan_fewer_writes(own, self):
     plan = own()
-    return dataclasses.replace(plan, items=[i for i in plan.items if i.index.fqn not in ("b", "nest.step")])
+    return dataclasses.replace(
+        plan, items=[i for i in plan.items if i.index.fqn not in ("b", "nest.step")]
+    )
 
 
 def plan_fewer_writes_in_place(own, self):
@@ -273,7 +294,9 @@ def plan_one_write_more(own, self):
     self.state_dict["extra"] = torch.arange(4)
     plan = own()
     more = create_default_local_save_plan({"extra": self.state_dict["extra"]}, self.is_coordinator)
-    return dataclasses.replace(plan, items=[i for i in plan.items if i.index.fqn != "extra"] + more.items)
+    return dataclasses.replace(
+        plan, items=[i for i in plan.items if i.index.fqn != "extra"] + more.items
+    )
 
 
 def global_look(own, self, plans):
@@ -282,7 +305,9 @@ def global_look(own, self, plans):
 
 
 def global_less(own, self, plans):
-    return own([dataclasses.replace(p, items=[i for i in p.items if i.index.fqn != "v"]) for p in plans])
+    return own(
+        [dataclasses.replace(p, items=[i for i in p.items if i.index.fqn != "v"]) for p in plans]
+    )
 
 
 def global_by_itself(own, self, plans):
@@ -326,7 +351,9 @@ def resolve_by_itself(own, self, write_item):
         stream = io.BytesIO()
         torch.save("always the same", stream)
         return stream
-    return torch.zeros(write_item.tensor_data.chunk.sizes, dtype=write_item.tensor_data.properties.dtype)
+    return torch.zeros(
+        write_item.tensor_data.chunk.sizes, dtype=write_item.tensor_data.properties.dtype
+    )
 
 
 def object_noted(own, self, index):
@@ -345,7 +372,13 @@ def transform_and_double(own, self, write_item, thing):
 
 
 SAVES = {
-    "set_up_planner": [count, save_a_part, save_under_other_names, set_up_a_save_by_itself, set_up_and_change],
+    "set_up_planner": [
+        count,
+        save_a_part,
+        save_under_other_names,
+        set_up_a_save_by_itself,
+        set_up_and_change,
+    ],
     "create_local_plan": [
         count,
         plan_and_look_at_writes,

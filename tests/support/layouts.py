@@ -24,7 +24,9 @@ def layouts(seed=0):
     return {
         "rows": distribute_tensor(whole(7, 3), mesh, [Shard(0)], src_data_rank=None),
         "columns": distribute_tensor(whole(3, 9), mesh, [Shard(1)], src_data_rank=None),
-        "hybrid": distribute_tensor(whole(8, 6), square, [Replicate(), Shard(0)], src_data_rank=None),
+        "hybrid": distribute_tensor(
+            whole(8, 6), square, [Replicate(), Shard(0)], src_data_rank=None
+        ),
         "block": distribute_tensor(whole(8, 6), square, [Shard(0), Shard(1)], src_data_rank=None),
         "empty": distribute_tensor(whole(1, 3), mesh, [Shard(0)], src_data_rank=None),
         "model": {f"w{i}": whole(5 + i, 4) for i in range(9)},

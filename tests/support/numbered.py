@@ -12,14 +12,19 @@ def save(path, number):
 
 def template():
     state = rank_state(0, 0)
-    return {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else dict.fromkeys(v) for key, v in state.items()}
+    return {
+        key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else dict.fromkeys(v)
+        for key, v in state.items()
+    }
 
 
 def check_loaded(got):
     """Returns which save it is, all of it."""
     number = int(got["common"][0])
     for key, value in rank_state(number, 0).items():
-        assert torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value, key
+        assert (
+            torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value
+        ), key
     return number
 
 

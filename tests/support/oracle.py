@@ -1,7 +1,8 @@
 """The tests' own comparison of states, by bytes and NumPy.
 
-It imports nothing of the package under test, so a mistake in the package's comparison cannot hide here. Torch only tells where a
-tensor's memory is, and its dtype, shape and strides. NaN payloads and negative zeros count, and so do the types of containers.
+It imports nothing of the package under test, so a mistake in the package's comparison cannot hide
+here. Torch only tells where a tensor's memory is, and its dtype, shape and strides. NaN payloads
+and negative zeros count, and so do the types of containers.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def same_bits(left: Any, right: Any) -> bool:
 def state_differences(got: Any, want: Any, path: str = "state") -> list[str]:
     """Return one line for each place where the two differ; none when they are the same.
 
-    A dense tensor may be on another device, be a parameter, or have other strides. Everything else has to be of the same type. The order
-    of a mapping counts for an ``OrderedDict`` only. Attributes of containers do not count: no checkpoint of DCP holds them.
+    A dense tensor may be on another device, be a parameter, or have other strides. Everything else
+    has to be of the same type. The order of a mapping counts for an ``OrderedDict`` only.
+    Attributes of containers do not count: no checkpoint of DCP holds them.
     """
     return list(_walk(got, want, path, {}))
 
@@ -61,10 +63,16 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     memory = memory_of(local)
     if local.numel() == 0:
         return b""
-    end = start + sum(step * (count - 1) for step, count in zip(strides, local.shape, strict=True)) + size
+    end = (
+        start
+        + sum(step * (count - 1) for step, count in zip(strides, local.shape, strict=True))
+        + size
+    )
     if end > len(memory):
         raise ValueError(f"a tensor of {end} bytes has memory of {len(memory)}")
-    elements = np.ndarray(tuple(local.shape), np.dtype((np.void, size)), memory.data, start, strides)
+    elements = np.ndarray(
+        tuple(local.shape), np.dtype((np.void, size)), memory.data, start, strides
+    )
     data = elements.tobytes()
     if local.is_conj() or local.is_neg():
         data = _with_signs(data, local)
@@ -118,7 +126,9 @@ def _walk(got: Any, want: Any, path: str, seen: dict[tuple[int, int], Any]) -> I
 def _walk_mapping(
     got: Mapping[Any, Any], want: Mapping[Any, Any], path: str, seen: dict[tuple[int, int], Any]
 ) -> Iterator[str]:
-    left, right = ({_token(key): (key, value) for key, value in mapping.items()} for mapping in (got, want))
+    left, right = (
+        {_token(key): (key, value) for key, value in mapping.items()} for mapping in (got, want)
+    )
     yield from (f"{path}: missing {right[key][0]!r}" for key in right if key not in left)
     yield from (f"{path}: unexpected {left[key][0]!r}" for key in left if key not in right)
     for key in right:
@@ -161,7 +171,9 @@ def _reduced(got: Any, want: Any) -> tuple[bool, tuple[Any, Any] | None]:
     """Return what pickle would store of two objects of one class; where it cannot, whether they are equal."""
     try:
         left, right = (
-            part if isinstance(part, str) else [list(p) if isinstance(p, Iterator) else p for p in part]
+            part
+            if isinstance(part, str)
+            else [list(p) if isinstance(p, Iterator) else p for p in part]
             for part in (value.__reduce_ex__(4) for value in (got, want))
         )
     except Exception:  # noqa: BLE001 - of whatever type
@@ -186,7 +198,9 @@ def _token(value: Hashable) -> Hashable:
     return kind, bytes(value) if isinstance(value, bytearray) else value
 
 
-def _walk_tensor(got: Any, want: torch.Tensor, path: str, seen: dict[tuple[int, int], Any]) -> Iterator[str]:
+def _walk_tensor(
+    got: Any, want: torch.Tensor, path: str, seen: dict[tuple[int, int], Any]
+) -> Iterator[str]:
     if not isinstance(got, torch.Tensor):
         yield f"{path}: got a {type(got).__name__}, want a tensor"
         return
@@ -201,7 +215,9 @@ def _walk_tensor(got: Any, want: torch.Tensor, path: str, seen: dict[tuple[int, 
         return
     parts, others = _parts(got), _parts(want)
     if parts is not None or others is not None:
-        facts = [(type(t), t.layout, t.device, t.requires_grad, t.is_quantized) for t in (got, want)]
+        facts = [
+            (type(t), t.layout, t.device, t.requires_grad, t.is_quantized) for t in (got, want)
+        ]
         if facts[0] != facts[1] or any(_walk(parts, others, path, seen)):
             yield f"{path}: {type(want).__name__}s of {want.dtype} {tuple(want.shape)} differ"
         return
@@ -211,7 +227,9 @@ def _walk_tensor(got: Any, want: torch.Tensor, path: str, seen: dict[tuple[int, 
         yield from _walk_memory(got, want, path)
 
 
-def _walk_dtensor(got: Any, want: Any, path: str, seen: dict[tuple[int, int], Any]) -> Iterator[str]:
+def _walk_dtensor(
+    got: Any, want: Any, path: str, seen: dict[tuple[int, int], Any]
+) -> Iterator[str]:
     if not isinstance(got, DTensor):
         yield f"{path}: got a plain tensor, want a DTensor"
     elif not isinstance(want, DTensor):
@@ -239,7 +257,9 @@ def _parts(tensor: torch.Tensor) -> Any:
         names, context = tensor.__tensor_flatten__()
         return [getattr(tensor, name) for name in names], context
     if hasattr(tensor, "local_shards"):
-        return tensor.metadata(), [(shard.metadata, shard.tensor) for shard in tensor.local_shards()]
+        return tensor.metadata(), [
+            (shard.metadata, shard.tensor) for shard in tensor.local_shards()
+        ]
     if tensor.is_nested:
         return list(tensor.unbind())
     if tensor.is_quantized:

@@ -1,7 +1,7 @@
 """Child processes of the tests: Python programs forked from one server that has imported torch.
 
-`run` and `Popen` are those of `subprocess`, for commands that begin with `sys.executable`. One server
-is started for the whole test run, and shared by the processes that share the tests.
+`run` and `Popen` are those of `subprocess`, for commands that begin with `sys.executable`. One
+server is started for the whole test run, and shared by the processes that share the tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def start_server() -> None:
         return
     _folder = tempfile.TemporaryDirectory(prefix="dcp-rs-fork-")
     os.environ[ADDRESS] = str(Path(_folder.name) / "socket")
-    _server = subprocess.Popen([sys.executable, str(_SERVER), os.environ[ADDRESS]], stdin=subprocess.PIPE)
+    _server = subprocess.Popen(
+        [sys.executable, str(_SERVER), os.environ[ADDRESS]], stdin=subprocess.PIPE
+    )
 
 
 def stop_server() -> None:
@@ -134,9 +136,14 @@ class Popen(subprocess.Popen[Any]):
         if cwd is not None:
             given["cwd"] = os.fsdecode(cwd)
         if env is not None:
-            given["environment"] = {os.fsdecode(key): os.fsdecode(value) for key, value in env.items()}
+            given["environment"] = {
+                os.fsdecode(key): os.fsdecode(value) for key, value in env.items()
+            }
         p2cread, _, _, c2pwrite, _, errwrite = ends
-        mine = [number if number != -1 else own for own, number in enumerate((p2cread, c2pwrite, errwrite))]
+        mine = [
+            number if number != -1 else own
+            for own, number in enumerate((p2cread, c2pwrite, errwrite))
+        ]
         self._program = Program(_request(**given), mine)
         self.pid = self._program.pid
         self._child_created = True

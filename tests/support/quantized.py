@@ -7,23 +7,37 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+FP4 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+)
 
 Tensors = dict[str, torch.Tensor]
 
 
-def write(path: Path, tensors: Tensors, config: dict[str, Any] | None = None, *, files: int = 1) -> Path:
+def write(
+    path: Path, tensors: Tensors, config: dict[str, Any] | None = None, *, files: int = 1
+) -> Path:
     """A folder as transformers writes one: files, their index, and the configuration."""
     path.mkdir(exist_ok=True)
     weight_map: dict[str, str] = {}
     for number in range(files):
         file = f"model-{number + 1:05}-of-{files:05}.safetensors"
-        own = {name: tensor for i, (name, tensor) in enumerate(tensors.items()) if i % files == number}
-        save_file({name: tensor.contiguous() for name, tensor in own.items()}, path / file, metadata={"format": "pt"})
+        own = {
+            name: tensor for i, (name, tensor) in enumerate(tensors.items()) if i % files == number
+        }
+        save_file(
+            {name: tensor.contiguous() for name, tensor in own.items()},
+            path / file,
+            metadata={"format": "pt"},
+        )
         weight_map.update(dict.fromkeys(own, file))
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     if config is not None:
-        (path / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": config}))
+        (path / "config.json").write_text(
+            json.dumps({"model_type": "x", "quantization_config": config})
+        )
     return path
 
 
@@ -31,7 +45,9 @@ def codes(*shape: int, seed: int, dtype: torch.dtype = torch.uint8) -> torch.Ten
     """Random bytes."""
     generator = torch.Generator().manual_seed(seed)
     itemsize = dtype.itemsize
-    flat = torch.randint(0, 256, (*shape[:-1], shape[-1] * itemsize), generator=generator, dtype=torch.uint8)
+    flat = torch.randint(
+        0, 256, (*shape[:-1], shape[-1] * itemsize), generator=generator, dtype=torch.uint8
+    )
     return flat.view(dtype)
 
 
@@ -47,7 +63,11 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def fp8(
-    name: str, *shape: int, seed: int, block: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.float32
+    name: str,
+    *shape: int,
+    seed: int,
+    block: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensors, torch.Tensor]:
     """Blocks of float8, and what they are in float32."""
     *lead, rows, columns = shape
@@ -81,7 +101,14 @@ def mxfp4(name: str, *shape: int, seed: int) -> tuple[Tensors, torch.Tensor]:
 
 
 def int4(
-    name: str, rows: int, columns: int, *, seed: int, group: int, zeros: bool = False, has_shape: bool = True
+    name: str,
+    rows: int,
+    columns: int,
+    *,
+    seed: int,
+    group: int,
+    zeros: bool = False,
+    has_shape: bool = True,
 ) -> tuple[Tensors, torch.Tensor]:
     """Eight integers in an int32, as compressed-tensors packs them."""
     words = -(-columns // 8)
@@ -104,13 +131,19 @@ def int4(
     return tensors, whole
 
 
-def nvfp4(name: str, rows: int, columns: int, *, seed: int, modelopt: bool) -> tuple[Tensors, torch.Tensor]:
+def nvfp4(
+    name: str, rows: int, columns: int, *, seed: int, modelopt: bool
+) -> tuple[Tensors, torch.Tensor]:
     """Two numbers in a byte, with scales that have one of their own."""
     packed = codes(rows, columns // 2, seed=seed)
     scale = codes(rows, columns // 16, seed=seed + 1, dtype=torch.float8_e4m3fn)
     whole = torch.rand((), generator=torch.Generator().manual_seed(seed)) + 0.5
     if modelopt:
-        tensors = {f"{name}.weight": packed, f"{name}.weight_scale": scale, f"{name}.weight_scale_2": whole}
+        tensors = {
+            f"{name}.weight": packed,
+            f"{name}.weight_scale": scale,
+            f"{name}.weight_scale_2": whole,
+        }
         scales = scale.float() * whole
     else:
         tensors = {

@@ -60,7 +60,8 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     traceback: str = ""
-    # False where torch may be left half way: a group begun on some ranks only counts differently there.
+    # False where torch may be left half way: a group begun on some ranks only counts differently
+    # there.
     reusable: bool = True
 
 
@@ -74,7 +75,8 @@ class _Call:
     timeout: float
 
 
-# --- in the rank process ---------------------------------------------------------------------------
+# --- in the rank process
+# ---------------------------------------------------------------------------
 
 
 def _portable(error: BaseException) -> BaseException:
@@ -121,13 +123,16 @@ def _perform(call: _Call) -> Outcome:
             world_size=call.size,
             timeout=timedelta(seconds=call.timeout),
         )
-        # torch lets a rank go on while others still connect: one that was done at once would fail theirs.
+        # torch lets a rank go on while others still connect: one that was done at once would fail
+        # theirs.
         dist.barrier()
         value = function(*args)
         try:
             pickle.dumps(value)
         except Exception as reason:
-            raise UnpicklableError(f"the result, a {type(value).__qualname__}: {reason!r}") from reason
+            raise UnpicklableError(
+                f"the result, a {type(value).__qualname__}: {reason!r}"
+            ) from reason
         outcome.value = value
     except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
         outcome.error = _portable(error)
@@ -164,7 +169,8 @@ def _serve(stacks: str, pipe_number: int) -> None:
             pipe.send_bytes(pickle.dumps(_perform(call)))
 
 
-# --- in the test process ---------------------------------------------------------------------------
+# --- in the test process
+# ---------------------------------------------------------------------------
 
 
 class _Rank:
@@ -252,7 +258,9 @@ class RankPool:
                     died = RankDiedError(f"rank {number} ended with exit code {code}")
                     outcomes[number] = Outcome(number, error=died)
         for number in waiting.values():
-            hung = RankTimeoutError(f"rank {number} did not finish in {timeout} s\n{ranks[number].stack_dump()}")
+            hung = RankTimeoutError(
+                f"rank {number} did not finish in {timeout} s\n{ranks[number].stack_dump()}"
+            )
             outcomes[number] = Outcome(number, error=hung)
         for number, outcome in outcomes.items():
             if number in waiting.values() or not outcome.reusable:

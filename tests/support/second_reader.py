@@ -1,7 +1,7 @@
 """A second reader of the format, written from docs/format.md alone: plain Python, slow, and strict.
 
-It shares no code with the package, so that the two agree only where the page says what both do. It knows no torch either:
-tensors are (dtype name, shape, bytes in row-major order).
+It shares no code with the package, so that the two agree only where the page says what both do. It
+knows no torch either: tensors are (dtype name, shape, bytes in row-major order).
 """
 
 import itertools
@@ -54,7 +54,8 @@ def check(holds, rule):
         raise FormatError(rule)
 
 
-# --- XXH3-64, seed 0, from its specification -------------------------------------------------------
+# --- XXH3-64, seed 0, from its specification
+# -------------------------------------------------------
 
 MASK = (1 << 64) - 1
 PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
@@ -172,7 +173,8 @@ def xxh3_64_long(data):
     return avalanche(h & MASK)
 
 
-# --- section 5: values -----------------------------------------------------------------------------
+# --- section 5: values
+# -----------------------------------------------------------------------------
 
 
 def decode_value(data):
@@ -184,7 +186,9 @@ def decode_value(data):
 
 def is_key(value):
     """Whether a key of a dict may be this."""
-    return not isinstance(value, (list, dict)) and (not isinstance(value, tuple) or all(map(is_key, value)))
+    return not isinstance(value, (list, dict)) and (
+        not isinstance(value, tuple) or all(map(is_key, value))
+    )
 
 
 def is_other_key(key):
@@ -196,7 +200,9 @@ def is_other_key(key):
 
 def is_part(part):
     """Whether a part of a path may be this."""
-    return type(part) in (str, int) or (type(part) is tuple and len(part) == 1 and is_other_key(part[0]))
+    return type(part) in (str, int) or (
+        type(part) is tuple and len(part) == 1 and is_other_key(part[0])
+    )
 
 
 def check_nesting(nesting):
@@ -242,7 +248,8 @@ def decode_at(data, at, depth=0):
     return (tuple(items) if tag == 7 else items), at
 
 
-# --- section 3: the index --------------------------------------------------------------------------
+# --- section 3: the index
+# --------------------------------------------------------------------------
 
 
 @dataclass
@@ -331,15 +338,23 @@ class SecondReader:
             section[name] = raw[offset : offset + length]
         if u64(raw, 16) & 1:
             offset, length = u64(raw, 208), u64(raw, 216)
-            check(offset % 8 == 0 and offset >= 256 and offset + length <= len(raw), "contents within the file")
-            check(length == len(section["chunks"]) // 3, "16 bytes of contents for each chunk of 48")
+            check(
+                offset % 8 == 0 and offset >= 256 and offset + length <= len(raw),
+                "contents within the file",
+            )
+            check(
+                length == len(section["chunks"]) // 3, "16 bytes of contents for each chunk of 48"
+            )
         dims = struct.unpack(f"<{len(section['dims']) // 8}Q", section["dims"])
         digests = struct.unpack(f"<{len(section['digests']) // 8}Q", section["digests"])
         self._sections = section
 
         for at in range(0, len(section["files"]), 64):
             self.files.append(self._parse_file(section["files"], at))
-        chunks = [self._parse_chunk_record(section["chunks"], at) for at in range(0, len(section["chunks"]), 48)]
+        chunks = [
+            self._parse_chunk_record(section["chunks"], at)
+            for at in range(0, len(section["chunks"]), 48)
+        ]
         self.root, end = decode_at(section["planner"], 0)
         self.nesting, _ = decode_at(section["planner"], end)
         check_nesting(self.nesting)
@@ -350,7 +365,9 @@ class SecondReader:
             check(last_name is None or last_name.encode() < name.encode(), "sorted, no FQN twice")
             last_name = name
             kind, code, ndim, flags = record[at + 12 : at + 16]
-            shape_at, first, count, path_at, path_len, split, position = struct.unpack_from("<QQQQIII", record, at + 16)
+            shape_at, first, count, path_at, path_len, split, position = struct.unpack_from(
+                "<QQQQIII", record, at + 16
+            )
             check(kind in (0, 1) and ndim <= 64, "kind and ndim")
             check(first == next_chunk, "chunks stand in the order of the tensors")
             next_chunk += count
@@ -362,7 +379,10 @@ class SecondReader:
                 check(flags >> 2 & 3 != 3, "a memory format")
             check(shape_at + ndim <= len(dims), "shape within dims")
             shape = dims[shape_at : shape_at + ndim]
-            check(math.prod(filter(None, shape)) * itemsize < 1 << 63, "a shape that can be multiplied")
+            check(
+                math.prod(filter(None, shape)) * itemsize < 1 << 63,
+                "a shape that can be multiplied",
+            )
             path = None
             if path_len:
                 planner = section["planner"]
@@ -382,10 +402,14 @@ class SecondReader:
                 None if position == 0xFFFFFFFF else position,
                 [],
             )
-            for owner, file, offset, length, dims_at, digest_at, chunk_flags in chunks[first : first + count]:
+            for owner, file, offset, length, dims_at, digest_at, chunk_flags in chunks[
+                first : first + count
+            ]:
                 check(owner == number, "a chunk knows its tensor")
                 tensor.chunks.append(
-                    self._chunk(tensor, file, offset, length, dims_at, digest_at, chunk_flags, dims, digests)
+                    self._chunk(
+                        tensor, file, offset, length, dims_at, digest_at, chunk_flags, dims, digests
+                    )
                 )
             self._check_order(tensor)
             self.tensors[name] = tensor
@@ -407,7 +431,10 @@ class SecondReader:
             check(all(part not in ("", ".", "..") for part in name.split("/")), "parts of a name")
         check(start <= size, "data_start within the file")
         linked = bool(flags & 4)
-        check(not linked or (self.has_links and self.source == 0 and not external), "a link, and the index says so")
+        check(
+            not linked or (self.has_links and self.source == 0 and not external),
+            "a link, and the index says so",
+        )
         return File(name, external, size, start, digest if flags & 2 else None, mtime, linked)
 
     @staticmethod
@@ -423,14 +450,21 @@ class SecondReader:
             not signs or (self.source != 0 and self.has_signs and not tensor.is_bytes),
             "only adopted tensors have signs",
         )
-        check(not strided or (self.source != 0 and not tensor.is_bytes), "only adopted tensors have strides")
+        check(
+            not strided or (self.source != 0 and not tensor.is_bytes),
+            "only adopted tensors have strides",
+        )
         check(dims_at + ndim * (3 if strided else 2) <= len(dims), "a chunk's dims are there")
         offsets = dims[dims_at : dims_at + ndim]
         sizes = dims[dims_at + ndim : dims_at + 2 * ndim]
         strides = dims[dims_at + 2 * ndim : dims_at + 3 * ndim] if strided else None
         check(all(stride < 1 << 63 for stride in strides or ()), "strides of 63 bits")
-        check(file.data_start <= offset and offset + length <= file.size, "a chunk lies in its file")
-        inside = all(o + s <= whole for o, s, whole in zip(offsets, sizes, tensor.shape, strict=True))
+        check(
+            file.data_start <= offset and offset + length <= file.size, "a chunk lies in its file"
+        )
+        inside = all(
+            o + s <= whole for o, s, whole in zip(offsets, sizes, tensor.shape, strict=True)
+        )
         check(inside, "a chunk lies within its tensor")
         elements = 1
         for size in sizes:
@@ -461,11 +495,15 @@ class SecondReader:
         for chunk in tensor.chunks:
             for dim, whole in enumerate(tensor.shape):
                 if dim != d:
-                    check((chunk.offsets[dim], chunk.sizes[dim]) == (0, whole), "split_dim: whole spans")
+                    check(
+                        (chunk.offsets[dim], chunk.sizes[dim]) == (0, whole),
+                        "split_dim: whole spans",
+                    )
             check(chunk.offsets[d] >= end, "split_dim: a run")
             end = chunk.offsets[d] + chunk.sizes[d]
 
-    # --- section 2: data files ---------------------------------------------------------------------
+    # --- section 2: data files
+    # ---------------------------------------------------------------------
 
     def _check_file(self, file):
         path = self.folder / file.name
@@ -512,22 +550,37 @@ class SecondReader:
         first = self.folder / re.sub(r"-f[0-9]+\.safetensors$", "-f00000.safetensors", file.name)
         raw = first.read_bytes()
         about = json.loads(json.loads(raw[8 : 8 + u64(raw, 0)])["__metadata__"]["DCPRS"])
-        check(about["save_id"] == str(uuid.UUID(bytes=bytes(self.save_id))), "save_id of the rank's first file")
+        check(
+            about["save_id"] == str(uuid.UUID(bytes=bytes(self.save_id))),
+            "save_id of the rank's first file",
+        )
         number = int(re.search(r"-f([0-9]+)\.safetensors$", file.name)[1])
         (link,) = (link for link in about["linked"] if link["file"] == number)
         check(0 < number < about["files"], "a link is not the first file, and is counted")
-        check((link["size"], link["head"]) == (file.size, f"{file.head_digest:016x}"), "size and head")
+        check(
+            (link["size"], link["head"]) == (file.size, f"{file.head_digest:016x}"), "size and head"
+        )
         chunks = [(t, c) for t in self.tensors.values() for c in t.chunks if c.file is file]
         check(len(chunks) > 0, "bytes that are reused")
         spans = ((name, entry["data_offsets"]) for name, entry in header.items())
         starts = {file.data_start + begin: name for name, (begin, end) in spans if end > begin}
         for tensor, chunk in chunks:
-            check(any(b <= chunk.offset and chunk.offset + chunk.length <= e for b, e in link["bytes"]), "in bytes")
+            check(
+                any(
+                    b <= chunk.offset and chunk.offset + chunk.length <= e for b, e in link["bytes"]
+                ),
+                "in bytes",
+            )
             name = starts[chunk.offset]
             self._check_entry(file, name, header[name], self._offsets_in(file), own)
-            check(tensor.name == (name[:-1] if name.startswith("__metadata__~") else name), "the same name")
+            check(
+                tensor.name == (name[:-1] if name.startswith("__metadata__~") else name),
+                "the same name",
+            )
         reused = sum(chunk.length for _, chunk in chunks)
-        check(sum(end - begin for begin, end in link["bytes"]) == reused, "nothing else is in bytes")
+        check(
+            sum(end - begin for begin, end in link["bytes"]) == reused, "nothing else is in bytes"
+        )
         check(2 * reused >= file.size - file.data_start, "half of a linked file is reused")
 
     def _offsets_in(self, file):
@@ -558,14 +611,19 @@ class SecondReader:
             check(header_dtype != "U8" or tensor.dtype == "uint8", "of the header's own dtype")
             return
         check(told["kind"] == "tensor" and told["dtype"] == tensor.dtype, "kind and dtype")
-        check(tuple(told["shape"]) == tensor.shape and told["flags"] == tensor.flags, "shape, flags")
+        check(
+            tuple(told["shape"]) == tensor.shape and told["flags"] == tensor.flags, "shape, flags"
+        )
         path = tuple(map(path_of_json, told["path"])) if "path" in told else None
         check(repr(path) == repr(tensor.path), "path")
 
-    # --- reading -----------------------------------------------------------------------------------
+    # --- reading
+    # -----------------------------------------------------------------------------------
 
     def chunk_bytes(self, tensor, chunk):
-        raw = (self.folder / chunk.file.name).read_bytes()[chunk.offset : chunk.offset + chunk.length]
+        raw = (self.folder / chunk.file.name).read_bytes()[
+            chunk.offset : chunk.offset + chunk.length
+        ]
         if chunk.digests is not None:
             blocks = [raw[at : at + BLOCK_SIZE] for at in range(0, len(raw), BLOCK_SIZE)]
             for number, (block, digest) in enumerate(zip(blocks, chunk.digests, strict=True)):
@@ -597,7 +655,14 @@ class SecondReader:
         entries = [(position, 0, path, None) for position, path, _ in self.nesting]
         for tensor in self.tensors.values():
             where = tensor.path or self.paths().get(tensor.name, (tensor.name,))
-            entries.append((math.inf if tensor.position is None else tensor.position, 1, where, self.read(tensor.name)))
+            entries.append(
+                (
+                    math.inf if tensor.position is None else tensor.position,
+                    1,
+                    where,
+                    self.read(tensor.name),
+                )
+            )
 
         def container(path):
             kind = kinds.get(path, "dict")
@@ -616,7 +681,11 @@ class SecondReader:
                     at = at[key]
                     continue
                 else:
-                    made = [] if not is_last and type(path[depth + 1]) is int else container(path[: depth + 1])
+                    made = (
+                        []
+                        if not is_last and type(path[depth + 1]) is int
+                        else container(path[: depth + 1])
+                    )
                 if isinstance(at, list):
                     at.extend([None] * (key + 1 - len(at)))
                 at[key] = made

@@ -41,7 +41,9 @@ def batch_of(index):
         entry = index.tensor(number)
         if entry.is_bytes:
             continue
-        tensor = torch.empty(entry.shape, dtype=stored_dtype(entry.name, entry.dtype), device="meta")
+        tensor = torch.empty(
+            entry.shape, dtype=stored_dtype(entry.name, entry.dtype), device="meta"
+        )
         target = Target(number, [0] * tensor.dim(), tensor, entry.name, tensor.dtype)
         batch.add_elsewhere(number, target, 0, there=False)
     return batch
@@ -84,6 +86,8 @@ def save_shards(path, whole, ranks):
             world_size=ranks,
             **WriteOptions(fsync=False).engine(),
         )
-        begun.write([_core.Part(i, 0, e.data.data_ptr(), e.data.nbytes) for i, e in enumerate(entries)])
+        begun.write(
+            [_core.Part(i, 0, e.data.data_ptr(), e.data.nbytes) for i, e in enumerate(entries)]
+        )
         indexes.append(begun.finish())
     commit_ranks(path, indexes)

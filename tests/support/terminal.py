@@ -6,7 +6,9 @@ import subprocess
 from collections.abc import Sequence
 
 
-def shown_on_a_terminal(command: Sequence[str], *, all_of_it: bool = True, **environment: str) -> str:
+def shown_on_a_terminal(
+    command: Sequence[str], *, all_of_it: bool = True, **environment: str
+) -> str:
     """What the command writes to a terminal of 80 columns: all of it, or what goes to stderr."""
     parent, child = pty.openpty()
     with subprocess.Popen(

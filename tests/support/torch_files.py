@@ -23,7 +23,10 @@ def rich_state():
         "expanded": torch.ones(1, 2).expand(5, 2),
         "tied": weight,
         "optimizer": {
-            "state": {0: {"step": torch.tensor(1.0), "m": torch.zeros(3)}, 7: {"step": torch.tensor(2.0)}},
+            "state": {
+                0: {"step": torch.tensor(1.0), "m": torch.zeros(3)},
+                7: {"step": torch.tensor(2.0)},
+            },
             "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 7]}],
         },
         "lists": [1, [torch.ones(2)], {"a": -1}],
@@ -57,7 +60,11 @@ def whole():
     base = torch.arange(600.0).reshape(30, 20)
     return {
         "rows": torch.arange(ROWS * 3.0).reshape(ROWS, 3),
-        "nested": {"turned": base.t(), "part": base[5:16, 3:], "repeated": torch.arange(8.0).expand(7, 8)},
+        "nested": {
+            "turned": base.t(),
+            "part": base[5:16, 3:],
+            "repeated": torch.arange(8.0).expand(7, 8),
+        },
         "conj": torch.complex(torch.arange(33.0), -torch.arange(33.0)).reshape(11, 3).conj(),
         "half": torch.arange(21.0).reshape(7, 3).bfloat16(),
         "bytes": torch.arange(13, dtype=torch.uint8).reshape(13, 1),
@@ -75,7 +82,11 @@ def tensors(tree, prefix=""):
 
 def same(got, want):
     """Equal to the last bit and type."""
-    if isinstance(want, torch.Tensor) and not isinstance(want, torch.nn.Parameter) and type(got) is not type(want):
+    if (
+        isinstance(want, torch.Tensor)
+        and not isinstance(want, torch.nn.Parameter)
+        and type(got) is not type(want)
+    ):
         return False
     if isinstance(want, torch.Tensor):
         return same_bits(got, want)

@@ -93,8 +93,15 @@ def parallelize(kind: str, seed: int, **options: Any) -> nn.Module:  # noqa: C90
             return fsdp1(model, use_orig_params=False, ignored_states=[model.frozen])
         case "fsdp1_hybrid":
             rows = 2 if size == 4 else 1
-            mesh = init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("replicate", "shard"))
-            return fsdp1(model, use_orig_params=True, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+            mesh = init_device_mesh(
+                "cpu", (rows, size // rows), mesh_dim_names=("replicate", "shard")
+            )
+            return fsdp1(
+                model,
+                use_orig_params=True,
+                device_mesh=mesh,
+                sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            )
         case "fsdp2":
             mesh = init_device_mesh("cpu", (size,))
             for block in model.blocks:

@@ -84,7 +84,10 @@ SAME = [
     (quantized(1.0), quantized(1.0)),
     (by_channel(0.2), by_channel(0.2)),
     (uncoalesced(1.0, 2.0), uncoalesced(1.0, 2.0)),
-    *((EYE.to_sparse(layout=layout), EYE.to_sparse(layout=layout)) for layout in (torch.sparse_coo, torch.sparse_csr)),
+    *(
+        (EYE.to_sparse(layout=layout), EYE.to_sparse(layout=layout))
+        for layout in (torch.sparse_coo, torch.sparse_csr)
+    ),
     (torch.tensor([math.nan]), torch.tensor([math.nan])),
     (torch.arange(4.0)[::2], torch.tensor([0.0, 2.0])),
     (torch.tensor(1.0), torch.tensor([1.0, 2.0])[0]),
@@ -104,7 +107,9 @@ def label(pair):
 
 def passes_the_oracle(one, other):
     """Return whether the oracle ignores the difference: parameters' types, attributes of containers."""
-    return getattr(one, "requires_grad", None) != getattr(other, "requires_grad", None) or hasattr(one, "_metadata")
+    return getattr(one, "requires_grad", None) != getattr(other, "requires_grad", None) or hasattr(
+        one, "_metadata"
+    )
 
 
 @pytest.mark.parametrize("pair", DIFFERENT, ids=label)
@@ -149,4 +154,7 @@ def test_what_cannot_be_compared_is_an_error_here_and_a_difference_of_checkpoint
     torch.save({"q": quantized(1.0), "mixed": [{0.0}, 1], "w": torch.ones(1)}, tmp_path / "a.pt")
     torch.save({"q": quantized(2.0), "mixed": [{-0.0}, 1], "w": torch.ones(1)}, tmp_path / "b.pt")
     found = compare(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert [(one.name, one.kind) for one in found.differences] == [("mixed", "value"), ("q", "value")]
+    assert [(one.name, one.kind) for one in found.differences] == [
+        ("mixed", "value"),
+        ("q", "value"),
+    ]

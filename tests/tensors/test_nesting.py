@@ -10,7 +10,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import dcp_rs
@@ -149,7 +152,9 @@ def test_a_number_that_cannot_be_kept_is_refused(ckpt, key):
     assert not ckpt.exists() or list(ckpt.glob("index*")) == []
 
 
-@pytest.mark.parametrize("value", [3, "x", None, (1, 2), {"a": 1}, [1, 2], ("dcp_rs.whole", 3)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [3, "x", None, (1, 2), {"a": 1}, [1, 2], ("dcp_rs.whole", 3)], ids=repr
+)
 def test_a_tuple_that_looks_like_a_wrapped_mapping_comes_back_as_it_was(ckpt, value):
     """``open`` gave the tuple, and ``load`` the second of its two."""
     state = {"v": ("dcp_rs.whole", value), "nested": {"v": [("dcp_rs.whole", value)]}}
@@ -171,11 +176,19 @@ def test_a_flat_state_dict_costs_nothing(ckpt):
 
 
 def test_names_that_are_left_out_take_their_containers_with_them(ckpt):
-    state = {"model": OrderedDict(w=torch.ones(1)), "optim": {"state": {}, "n": {5: 1}}, "other": {}}
+    state = {
+        "model": OrderedDict(w=torch.ones(1)),
+        "optim": {"state": {}, "n": {5: 1}},
+        "other": {},
+    }
     dcp_rs.save(state, ckpt, planner=RsSavePlanner(include=["model.*", "optim.n*"]))
-    assert identical(dcp_rs.open(ckpt).state_dict(), {"model": state["model"], "optim": {"n": {5: 1}}})
+    assert identical(
+        dcp_rs.open(ckpt).state_dict(), {"model": state["model"], "optim": {"n": {5: 1}}}
+    )
     dcp_rs.save(state, ckpt, planner=RsSavePlanner(exclude="other"))
-    assert identical(dcp_rs.open(ckpt).state_dict(), {"model": state["model"], "optim": state["optim"]})
+    assert identical(
+        dcp_rs.open(ckpt).state_dict(), {"model": state["model"], "optim": state["optim"]}
+    )
 
 
 class Counting(RsSavePlanner):
@@ -201,14 +214,23 @@ def test_torchs_planner_saves_as_torch_does(tmp_path):
         assert dict(RsReader(tmp_path / path).read_metadata().planner_data) == stock
     # And is loaded as torch loads it.
     got = {}
-    _load_state_dict(got, storage_reader=RsReader(tmp_path / "own"), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    _load_state_dict(
+        got,
+        storage_reader=RsReader(tmp_path / "own"),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
     assert got == {"a": {"5": 1}, "o": {"w": torch.ones(1)}}
 
 
 def save_different_keys(path):
     rank = dist.get_rank()
     own = {rank: torch.full((2,), rank), "empty": {}} if rank else OrderedDict()
-    state = {"common": OrderedDict(b=torch.ones(1), a=Counter({7: 1})), "own": {f"r{rank}": own}, "n": {5: rank}}
+    state = {
+        "common": OrderedDict(b=torch.ones(1), a=Counter({7: 1})),
+        "own": {f"r{rank}": own},
+        "n": {5: rank},
+    }
     dcp_rs.save(state, path)
 
 
@@ -234,7 +256,9 @@ keys = st.one_of(
 
 def mappings(inner):
     pairs = st.lists(st.tuples(keys, inner), max_size=4)
-    return st.builds(lambda kind, items: kind(dict(items)), st.sampled_from([dict, OrderedDict, Counter]), pairs)
+    return st.builds(
+        lambda kind, items: kind(dict(items)), st.sampled_from([dict, OrderedDict, Counter]), pairs
+    )
 
 
 trees = st.recursive(
@@ -288,13 +312,19 @@ def assert_second_reader_agrees(path, state):
     assert identical(strip(SecondReader.open(path).state_dict(), state), state)
 
 
-# --- conversions and comparisons ------------------------------------------------------------------------
+# --- conversions and comparisons
+# ------------------------------------------------------------------------
 
 
 def test_a_conversion_to_a_file_of_torch_and_back_keeps_all(tmp_path):
     want = tree()
     del want["groups"], want["strange"]
-    want["keys"] = {True: 1, None: 2, -3: 3, "text": 4}  # a mapping with other keys is one value in such a file
+    want["keys"] = {
+        True: 1,
+        None: 2,
+        -3: 3,
+        "text": 4,
+    }  # a mapping with other keys is one value in such a file
     dcp_rs.save(want, tmp_path / "a")
     dcp_rs.convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
     assert identical(torch.load(tmp_path / "b.pt", weights_only=False), want)
@@ -310,7 +340,9 @@ def test_a_defaultdict_goes_into_a_file_of_torch_only_with_leave(tmp_path):
     with pytest.raises(UnsafePickleError, match="defaultdict"):
         dcp_rs.convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
     dcp_rs.convert(tmp_path / "a", tmp_path / "b.pt", to="torch", weights_only=False)
-    assert identical(torch.load(tmp_path / "b.pt", weights_only=False), {"a": defaultdict(int, b=1)})
+    assert identical(
+        torch.load(tmp_path / "b.pt", weights_only=False), {"a": defaultdict(int, b=1)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -344,7 +376,9 @@ def test_what_is_renamed_or_left_out_by_a_conversion(tmp_path):
     state = {"model": OrderedDict(w=torch.ones(1), e={}), "n": {5: 1}, "gone": {}}
     dcp_rs.save(state, tmp_path / "a")
     dcp_rs.convert(tmp_path / "a", tmp_path / "b", rename={"model": "m"}, exclude="gone")
-    assert identical(dcp_rs.open(tmp_path / "b").state_dict(), {"m.w": torch.ones(1), "m.e": {}, "n": {5: 1}})
+    assert identical(
+        dcp_rs.open(tmp_path / "b").state_dict(), {"m.w": torch.ones(1), "m.e": {}, "n": {5: 1}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -374,7 +408,8 @@ def test_a_comparison_sees_types(tmp_path, one, other, found):
         assert [(d.name, d.kind, d.a, d.b) for d in differences] == [found]
 
 
-# --- values ---------------------------------------------------------------------------------------------
+# --- values
+# ---------------------------------------------------------------------------------------------
 
 
 class StatefulDict(dict):
@@ -410,7 +445,9 @@ def test_an_object_with_the_methods_on_itself_is_stateful(ckpt):
 
 
 @pytest.mark.parametrize(
-    "save", [dcp_rs.save, lambda state, path: dcp.save(state, checkpoint_id=path, no_dist=True)], ids=["own", "stock"]
+    "save",
+    [dcp_rs.save, lambda state, path: dcp.save(state, checkpoint_id=path, no_dist=True)],
+    ids=["own", "stock"],
 )
 def test_files_in_memory_are_values(tmp_path, save):
     save({"f": io.BytesIO(b"abc"), "w": torch.ones(1)}, tmp_path)
@@ -431,7 +468,9 @@ def test_values_that_would_not_load_back_can_be_refused(ckpt, planner):
     with pytest.raises(UnsafePickleError, match=r"'u' .*Unsafe.*strict_values") as caught:
         dcp_rs.save({"u": Unsafe()}, ckpt, planner=planner(), strict_values=True)
     assert caught.value.tensor == "u"
-    dcp_rs.save({"u": {1: [None]}, "b": io.BytesIO(b"x")}, ckpt, planner=planner(), strict_values=True)
+    dcp_rs.save(
+        {"u": {1: [None]}, "b": io.BytesIO(b"x")}, ckpt, planner=planner(), strict_values=True
+    )
 
 
 def refuse_on_one_rank(path):
@@ -457,7 +496,13 @@ class Finishing(RsLoadPlanner):
 @pytest.mark.parametrize("by", ["dcp-rs", "torch", "torch, read by torch"])
 def test_what_was_not_flattened_fills_what_is_empty(ckpt, by, planner):
     """As is all that torch saved before 2.4, where it holds no tensors."""
-    saved = {"w": torch.ones(2), "b": {"x": {"y": 1}}, "empty": {}, "list": [{"x": 2}, {}], "numbers": {3: "three"}}
+    saved = {
+        "w": torch.ones(2),
+        "b": {"x": {"y": 1}},
+        "empty": {},
+        "list": [{"x": 2}, {}],
+        "numbers": {3: "three"},
+    }
     writer, reader = {
         "dcp-rs": (RsWriter, RsReader),
         "torch": (dcp.FileSystemWriter, RsReader),
@@ -466,6 +511,12 @@ def test_what_was_not_flattened_fills_what_is_empty(ckpt, by, planner):
     whole = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save(dict(saved), storage_writer=writer(ckpt), planner=whole, no_dist=True)
     for each in (dcp.DefaultLoadPlanner(), planner()):
-        state = {"w": torch.zeros(2), "b": {"x": {}}, "empty": {}, "list": [{}], "numbers": OrderedDict()}
+        state = {
+            "w": torch.zeros(2),
+            "b": {"x": {}},
+            "empty": {},
+            "list": [{}],
+            "numbers": OrderedDict(),
+        }
         dcp.load(state, storage_reader=reader(ckpt), planner=each, no_dist=True)
         assert identical(state, saved)

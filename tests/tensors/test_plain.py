@@ -76,15 +76,21 @@ def left_out(tensors: list[torch.Tensor]) -> list[int]:
 
 @pytest.mark.usefixtures("told")
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize(("tensors", "is_plain"), [(PLAIN, True), (STRIDED, False), (OTHERS, False)])
-def test_what_is_saved_from_where_it_lies(tensors: dict[str, Callable[[], torch.Tensor]], is_plain: bool) -> None:
+@pytest.mark.parametrize(
+    ("tensors", "is_plain"), [(PLAIN, True), (STRIDED, False), (OTHERS, False)]
+)
+def test_what_is_saved_from_where_it_lies(
+    tensors: dict[str, Callable[[], torch.Tensor]], is_plain: bool
+) -> None:
     made = [make() for make in tensors.values()]
     expected = [] if is_plain else list(tensors)
     assert [list(tensors)[i] for i in left_out(made)] == expected
 
 
 @pytest.mark.usefixtures("told")
-@pytest.mark.parametrize("kind", [*PLAIN, *(kind for kind in STRIDED if kind != "one element many times")])
+@pytest.mark.parametrize(
+    "kind", [*PLAIN, *(kind for kind in STRIDED if kind != "one element many times")]
+)
 def test_what_is_loaded_to_where_it_lies(kind: str, tmp_path) -> None:
     tensor = (PLAIN | STRIDED)[kind]()
     values = torch.arange(tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
@@ -100,7 +106,9 @@ MANY = 3000
 def of_bytes(i: int) -> torch.Tensor:
     """The i-th of many: of all dtypes in turn, and of several sizes."""
     dtype = list(NAMES)[i % len(NAMES)]
-    numbers = torch.arange(i, i + dtype.itemsize * 4 * (1 + i % 3)) % (2 if dtype == torch.bool else 127)
+    numbers = torch.arange(i, i + dtype.itemsize * 4 * (1 + i % 3)) % (
+        2 if dtype == torch.bool else 127
+    )
     return numbers.to(torch.uint8).view(dtype).reshape(1 + i % 3, 4)
 
 
@@ -111,17 +119,25 @@ def test_many_of_all_dtypes(tmp_path) -> None:
 
     def target(i: int, values: torch.Tensor) -> torch.Tensor:
         """Of some the elements do not lie side by side."""
-        empty = torch.empty(values.shape[::-1], dtype=torch.uint8 if values.itemsize == 1 else values.dtype)
+        empty = torch.empty(
+            values.shape[::-1], dtype=torch.uint8 if values.itemsize == 1 else values.dtype
+        )
         return empty.view(values.dtype).T if i % 5 == 0 else torch.empty_like(values)
 
     names = sorted(stored, key=lambda name: name[::-1])
     loaded = {name: target(i, stored[name]) for i, name in enumerate(names)}
     dcp_rs.load(loaded, tmp_path, no_dist=True)
     for name, tensor in loaded.items():
-        assert bytes(tensor.contiguous().view(torch.uint8).numpy()) == bytes(stored[name].view(torch.uint8).numpy())
+        assert bytes(tensor.contiguous().view(torch.uint8).numpy()) == bytes(
+            stored[name].view(torch.uint8).numpy()
+        )
 
 
-SMALL_TYPES = [(name, whole) for name, whole in [("uint4", torch.uint8), ("int4", torch.int8)] if hasattr(torch, name)]
+SMALL_TYPES = [
+    (name, whole)
+    for name, whole in [("uint4", torch.uint8), ("int4", torch.int8)]
+    if hasattr(torch, name)
+]
 
 
 @pytest.mark.usefixtures("told")
@@ -149,7 +165,9 @@ def test_integers_of_a_few_bits_are_not_bytes(
 @pytest.mark.usefixtures("told")
 def test_what_torch_says_nothing_of_is_no_end_of_the_others() -> None:
     of_bits = torch.empty(3, dtype=torch.bits8)
-    assert left_out([torch.ones(3), of_bits, torch.ones(3), torch.ones(3, device="meta"), torch.ones(3)]) == [1, 3]
+    assert left_out(
+        [torch.ones(3), of_bits, torch.ones(3), torch.ones(3, device="meta"), torch.ones(3)]
+    ) == [1, 3]
 
 
 class Looked(TorchFunctionMode):
@@ -170,7 +188,9 @@ class Looked(TorchFunctionMode):
 
 def begun(tensors: list[torch.Tensor], path) -> _core.Save:
     plan = _core.SavePlan()
-    assert not plan.add_plain([f"{i:04}" for i in range(len(tensors))], None, tensors, PLAIN_TYPES, NAMES)
+    assert not plan.add_plain(
+        [f"{i:04}" for i in range(len(tensors))], None, tensors, PLAIN_TYPES, NAMES
+    )
     options = {"threads": 0, "fsync": True, "io": "auto", "max_inflight_bytes": 1 << 24}
     which = {"save_id": bytes(16), "generation": 1, "token": 1, "rank": 0, "world_size": 1}
     return plan.create(str(path), None, [], **which, **options)
@@ -197,7 +217,10 @@ def test_what_made_the_write_fail_comes_before_what_it_led_to(tmp_path) -> None:
         msg = "later"
         raise ValueError(msg)
 
-    with Looked(MANY // 2, fail), pytest.raises(dcp_rs.errors.PlanError, match=r"0000.*written before"):
+    with (
+        Looked(MANY // 2, fail),
+        pytest.raises(dcp_rs.errors.PlanError, match=r"0000.*written before"),
+    ):
         save.write_plain(tensors, PLAIN_TYPES, NAMES)
 
 

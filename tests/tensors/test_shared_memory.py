@@ -22,7 +22,9 @@ MIB = 1 << 20
 def test_tied_weights_with_different_values_hold_one_of_them(tmp_path):
     # Large against a job of the engine: filled at once, they would be a mixture.
     save_stock({"m": {"a": torch.ones(MIB), "b": torch.full((MIB,), 2.0)}}, tmp_path / "stock")
-    dcp_rs.save({"m": {"a": torch.ones(MIB), "b": torch.full((MIB,), 2.0)}}, tmp_path / "ours", fsync=False)
+    dcp_rs.save(
+        {"m": {"a": torch.ones(MIB), "b": torch.full((MIB,), 2.0)}}, tmp_path / "ours", fsync=False
+    )
     for order in ("ab", "ba"):
 
         def tied(order=order):
@@ -59,7 +61,9 @@ def test_a_destination_whose_elements_share_memory_is_refused(tmp_path, view, dt
     save_rs({"fine": torch.ones(3, 3), "w": torch.arange(9.0).reshape(3, 3)}, tmp_path)
     for load in (dcp_rs.load, load_rs):
         memory, fine = torch.zeros(9, dtype=dtype), torch.zeros(3, 3)
-        with pytest.raises((PlanError, CheckpointException), match="several elements in one place of memory") as raised:
+        with pytest.raises(
+            (PlanError, CheckpointException), match="several elements in one place of memory"
+        ) as raised:
             load({"fine": fine, "w": view(memory)}, tmp_path)
         error = raised.value if load is dcp_rs.load else raised.value.failures[0][0]
         assert type(error) is PlanError
@@ -68,7 +72,8 @@ def test_a_destination_whose_elements_share_memory_is_refused(tmp_path, view, dt
         assert not fine.any()  # it is said before anything is filled
 
 
-# --- views of the same memory, drawn ---------------------------------------------------------------
+# --- views of the same memory, drawn
+# ---------------------------------------------------------------
 
 #: What loads may be given of a matrix of 6 by 8.
 VIEWS = {
@@ -84,7 +89,9 @@ VIEWS = {
     "between those": lambda memory: memory[1::2, 1::2],
     "one": lambda memory: memory[3, 3],
     "none": lambda memory: memory[3:3],
-    "halves": lambda memory: memory.view(torch.float32) if memory.dtype == torch.float64 else memory,
+    "halves": lambda memory: (
+        memory.view(torch.float32) if memory.dtype == torch.float64 else memory
+    ),
     "negated": torch._neg_view,
     "a parameter": torch.nn.Parameter,
 }
@@ -93,7 +100,11 @@ VIEWS = {
 @st.composite
 def destinations(draw):
     """(name, memory, view) for some entries of a state dict, in its order. The memories: float32, float32, and float64 (a cast)."""
-    entries = draw(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(VIEWS))), min_size=1, max_size=7))
+    entries = draw(
+        st.lists(
+            st.tuples(st.integers(0, 2), st.sampled_from(sorted(VIEWS))), min_size=1, max_size=7
+        )
+    )
     names = draw(st.permutations([f"n{i}" for i in range(len(entries))]))
     return [(name, *entry) for name, entry in zip(names, entries, strict=True)]
 
@@ -123,21 +134,30 @@ def test_views_of_the_same_memory_are_filled_as_by_stock(entries, several_files)
             name: torch.rand(tensor.shape, generator=generator)
             for name, tensor in sorted(template(entries)[1]["m"].items())
         }
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=not several_files, thread_count=1 + several_files)
+        writer = dcp.FileSystemWriter(
+            folder, single_file_per_rank=not several_files, thread_count=1 + several_files
+        )
         dcp.save({"m": state}, storage_writer=writer, no_dist=True)
         want, state = template(entries)
         planner = Committing()
         with torch.no_grad():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner, no_dist=True)
+            dcp.load(
+                state, storage_reader=dcp.FileSystemReader(folder), planner=planner, no_dist=True
+            )
             seen = planner.seen
-            for planner in (RsLoadPlanner(dtype_policy="cast"), dcp.DefaultLoadPlanner(), Committing()):
+            for planner in (
+                RsLoadPlanner(dtype_policy="cast"),
+                dcp.DefaultLoadPlanner(),
+                Committing(),
+            ):
                 memories, state = template(entries)
                 dcp.load(state, storage_reader=RsReader(folder), planner=planner, no_dist=True)
                 assert_state_equal(memories, want)
         assert_state_equal(planner.seen, seen)
 
 
-# --- planners that use memory again ----------------------------------------------------------------
+# --- planners that use memory again
+# ----------------------------------------------------------------
 
 
 class OneBuffer(dcp.DefaultLoadPlanner):
@@ -162,7 +182,8 @@ def test_a_planner_may_use_a_buffer_again(tmp_path):
     assert_state_equal(got, state)
 
 
-# --- ranks -----------------------------------------------------------------------------------------
+# --- ranks
+# -----------------------------------------------------------------------------------------
 
 
 def _sharded(path, tie):
@@ -176,13 +197,21 @@ def _sharded(path, tie):
     whole = torch.arange(64.0).reshape(8, 8)
     first, second = (distribute_tensor(t, mesh, [Shard(0)]) for t in (whole, whole + 100))
     replica = torch.full((8, 8), 7.0)
-    dcp.save({"a": first, "b": second, "c": replica, "d": replica + 1}, storage_writer=dcp.FileSystemWriter(path))
+    dcp.save(
+        {"a": first, "b": second, "c": replica, "d": replica + 1},
+        storage_writer=dcp.FileSystemWriter(path),
+    )
 
     def fresh():
         local = torch.zeros(8, 4)
         memory = torch.zeros(8, 8)
         columns = DTensor.from_local(local, mesh, [Shard(1)])
-        state = {"a": columns, "b": DTensor.from_local(local, mesh, [Shard(1)]), "c": memory, "d": memory}
+        state = {
+            "a": columns,
+            "b": DTensor.from_local(local, mesh, [Shard(1)]),
+            "c": memory,
+            "d": memory,
+        }
         if tie:  # a DTensor of a part of the replica, too: "c" is filled before, or after
             state["b"] = DTensor.from_local(memory[:, 4 * rank : 4 * rank + 4], mesh, [Shard(1)])
         return (local, memory), state

@@ -88,7 +88,9 @@ def test_only_the_same_memory_counts(tmp_path):
         assert planner.report.tied == {}
     with pytest.raises(PlanError, match="has no 'x'"):  # what is there is not wanted
         dcp_rs.load(
-            {"w": weight, "x": weight, "other": torch.zeros(6, 6)}, tmp_path, planner=RsLoadPlanner(exclude="w")
+            {"w": weight, "x": weight, "other": torch.zeros(6, 6)},
+            tmp_path,
+            planner=RsLoadPlanner(exclude="w"),
         )
     small = torch.zeros(5, 6)
     planner = RsLoadPlanner(allow_partial_load=True)
@@ -106,7 +108,9 @@ def _fsdp(path):
     state = model.state_dict()
     planner = RsLoadPlanner()
     dcp.load(state, storage_reader=RsReader(path), planner=planner)
-    return {name: value.full_tensor() for name, value in model.state_dict().items()}, planner.report.tied
+    return {
+        name: value.full_tensor() for name, value in model.state_dict().items()
+    }, planner.report.tied
 
 
 def test_under_fsdp(tmp_path):

@@ -66,7 +66,9 @@ def loads(path):
 
 
 def test_wrappers_are_filled_as_by_stock(tmp_path):
-    save_stock({"half": W.half(), "large": torch.ones(300, 300), "q": W, "two": W, "w": W}, tmp_path)
+    save_stock(
+        {"half": W.half(), "large": torch.ones(300, 300), "q": W, "two": W, "w": W}, tmp_path
+    )
 
     def fresh():
         return {
@@ -78,7 +80,10 @@ def test_wrappers_are_filled_as_by_stock(tmp_path):
         }
 
     def inner(state):
-        pairs = {name: (state[name].a.detach(), state[name].b.detach()) for name in ("half", "large", "two")}
+        pairs = {
+            name: (state[name].a.detach(), state[name].b.detach())
+            for name in ("half", "large", "two")
+        }
         return pairs | {"q": (state["q"].data8, state["q"].scale), "w": state["w"]}
 
     with torch.no_grad():
@@ -137,10 +142,16 @@ def test_a_wrapper_that_does_not_take_what_is_stored_is_named(tmp_path):
 
 def save_shards_of_wrappers(path):
     mesh = init_device_mesh("cpu", (2,))
-    state = {"q": DTensor.from_local(TwoTensor(W.clone(), W.clone()), mesh, [Shard(0)], run_check=False)}
-    with pytest.raises(UnsupportedError, match="'q': a shard of it cannot be saved: it is a TwoTensor"):
+    state = {
+        "q": DTensor.from_local(TwoTensor(W.clone(), W.clone()), mesh, [Shard(0)], run_check=False)
+    }
+    with pytest.raises(
+        UnsupportedError, match="'q': a shard of it cannot be saved: it is a TwoTensor"
+    ):
         dcp_rs.save(state, path)
-    with pytest.raises(UnsupportedError, match="'q': a shard of it cannot be saved: it is a TwoTensor"):
+    with pytest.raises(
+        UnsupportedError, match="'q': a shard of it cannot be saved: it is a TwoTensor"
+    ):
         dcp_rs.async_save(state, path).result(60)
     return data_files(path)
 
@@ -164,7 +175,8 @@ def test_a_folder_of_torch_that_holds_a_wrapper_is_saved_anew(tmp_path):
 
     save_stock({"two": TwoTensor(W, W + 1), "w": W}, tmp_path / "stock")
     with pytest.raises(
-        UnsupportedError, match=r'"two".*\.distcp: stored with .*TwoTensor.*FileSystemReader.*save it again'
+        UnsupportedError,
+        match=r'"two".*\.distcp: stored with .*TwoTensor.*FileSystemReader.*save it again',
     ):
         dcp_rs.load(fresh(), tmp_path / "stock")
     state, got = fresh(), fresh()

@@ -65,7 +65,10 @@ def zeros(path):
 def other_values(path):
     saved = torch.serialization.io.BytesIO()
     torch.save("another", saved)
-    return {name: entry if isinstance(entry, tuple) else saved.getvalue() for name, entry in this_package(path).items()}
+    return {
+        name: entry if isinstance(entry, tuple) else saved.getvalue()
+        for name, entry in this_package(path).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,6 @@ def test_a_reader_that_is_wrong_is_found(read, case, message, tmp_path):
 
 
 def test_cases_for_readers_without_digests():
-    assert {case.name for case in conformance.cases()} - {case.name for case in conformance.cases(digests=False)} == {
-        "payload"
-    }
+    assert {case.name for case in conformance.cases()} - {
+        case.name for case in conformance.cases(digests=False)
+    } == {"payload"}

@@ -42,7 +42,8 @@ def test_every_call_fails_once(tmp_path, io):
     else:
         pytest.fail("no save came to its end")
     assert {"create", "write", "sync", "rename", "sync folder"} <= set(failed)
-    # After a loss of power there is the old index or the new one: its bytes are durable before its name is.
+    # After a loss of power there is the old index or the new one: its bytes are durable before its
+    # name is.
     commit = failed.index("rename")
     assert failed[commit - 2 : commit + 2] == ["write", "sync", "rename", "sync folder"]
 

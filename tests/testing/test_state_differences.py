@@ -47,11 +47,15 @@ def test_tensors_that_have_no_plain_bytes(judge):
 
 @both
 def test_sharded_and_plain(judge, tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     try:
         plain = torch.arange(6.0).reshape(2, 3)
         mesh = dist.init_device_mesh("cpu", (1,))
-        rows, copies = (distribute_tensor(plain, mesh, [placement]) for placement in (Shard(0), Replicate()))
+        rows, copies = (
+            distribute_tensor(plain, mesh, [placement]) for placement in (Shard(0), Replicate())
+        )
         assert judge.same_bits(rows, rows.clone())
         assert not judge.same_bits(rows, copies)
         assert judge.state_differences(rows, plain) == ["state: got a DTensor, want a plain tensor"]
@@ -98,7 +102,10 @@ def test_every_bit_of_every_dtype_counts(dtype, judge):
         got = want.clone()
         oracle.memory_of(got)[byte] ^= 1
         (line,) = judge.state_differences(got, want)
-        assert f"1 bytes of {dtype} (3, 2) differ, the first in element {byte // dtype.itemsize}" in line
+        assert (
+            f"1 bytes of {dtype} (3, 2) differ, the first in element {byte // dtype.itemsize}"
+            in line
+        )
     assert not judge.state_differences(want.clone(), want)
 
 
@@ -119,7 +126,9 @@ def test_the_oracle_reads_bytes_as_torch_does():
     for name, tensor in shapes_state().items():
         plain = tensor.resolve_conj().resolve_neg().contiguous().clone()
         storage = plain.untyped_storage()
-        assert oracle.raw_bytes(tensor) == ctypes.string_at(storage.data_ptr(), storage.nbytes()), name
+        assert oracle.raw_bytes(tensor) == ctypes.string_at(storage.data_ptr(), storage.nbytes()), (
+            name
+        )
 
 
 class Holder:
@@ -162,4 +171,6 @@ def test_the_oracle_ends_where_a_state_holds_itself():
 def test_the_oracle_uses_nothing_of_the_package():
     """A mistake in the package's comparison hid on both sides of every test."""
     for module in ("oracle", "states", "second_reader"):
-        assert "dcp_rs" not in re.sub(r"\.dcprs|dcp_rs/|`[^`]*`", "", (TESTS / "support" / f"{module}.py").read_text())
+        assert "dcp_rs" not in re.sub(
+            r"\.dcprs|dcp_rs/|`[^`]*`", "", (TESTS / "support" / f"{module}.py").read_text()
+        )

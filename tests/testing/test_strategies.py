@@ -51,12 +51,16 @@ def test_meshes_have_all_ranks(ranks):
 
 def test_placements_are_of_every_kind():
     assert find(strategies.placements((2, 2), 2), lambda drawn: drawn == (Shard(1), Replicate()))
-    assert find(strategies.placements((2,), 0, partial=True), lambda drawn: isinstance(drawn[0], Partial))
+    assert find(
+        strategies.placements((2,), 0, partial=True), lambda drawn: isinstance(drawn[0], Partial)
+    )
 
 
 def test_without_hypothesis_it_says_what_to_install():
     code = "import sys; sys.modules['hypothesis'] = None; import dcp_rs.testing.strategies"
-    done = programs.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = programs.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert "pip install 'dcp-rs[testing]'" in done.stderr.splitlines()[-1]
 
 

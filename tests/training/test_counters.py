@@ -48,7 +48,10 @@ def test_a_save_as_bfloat16_stores_counters_as_they_are(ckpt, kind):
     resumed.step()
     assert [state["step"].item() for state in resumed.state.values()] == [STEPS + 1] * 2
     # So does a save of a state dict that torch made.
-    state = {"optim": {"state": {"weight": {"step": torch.tensor(1.0)}}}, "state": torch.tensor(1.0)}
+    state = {
+        "optim": {"state": {"weight": {"step": torch.tensor(1.0)}}},
+        "state": torch.tensor(1.0),
+    }
     dcp_rs.save(state, ckpt, planner=planner, overwrite=True)
     with dcp_rs.open(ckpt) as opened:
         assert opened["optim.state.weight.step"].dtype == torch.float32
@@ -73,9 +76,15 @@ def on_ranks(path):
         model = parallelize("fsdp2", 0)
         optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad])
         train_step(model, [optimizer], 0)
-        save_training_state(path, model, optimizer, planner=RsSavePlanner(dtype=torch.bfloat16), fsync=False)
+        save_training_state(
+            path, model, optimizer, planner=RsSavePlanner(dtype=torch.bfloat16), fsync=False
+        )
     with dcp_rs.open(path) as opened:
-        kinds = {name.rsplit(".", 1)[1]: opened[name].dtype for name in opened if name.startswith("optim.state.")}
+        kinds = {
+            name.rsplit(".", 1)[1]: opened[name].dtype
+            for name in opened
+            if name.startswith("optim.state.")
+        }
     assert kinds == {"step": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
 
 

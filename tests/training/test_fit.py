@@ -54,15 +54,24 @@ def test_numbers_are_of_groups(ckpt, alone):
     ):
         load(ckpt, other, resumed)
     assert len(resumed.state) == 0
-    dcp_rs.save({"model": other.state_dict(), "optim": resumed.state_dict()}, ckpt, fsync=False, overwrite=True)
+    dcp_rs.save(
+        {"model": other.state_dict(), "optim": resumed.state_dict()},
+        ckpt,
+        fsync=False,
+        overwrite=True,
+    )
     three = torch.optim.Adam([{"params": [other.a, other.c, other.b]}, {"params": [other.d]}])
-    with pytest.raises(PlanError, match=r"2 groups of 2, 2 parameters.* 2 groups of 3, 1 parameters"):
+    with pytest.raises(
+        PlanError, match=r"2 groups of 2, 2 parameters.* 2 groups of 3, 1 parameters"
+    ):
         load(ckpt, other, three)
 
 
 def test_numbers_follow_the_groups(ckpt):
     model = Four()
-    optimizer = torch.optim.Adam([{"params": [model.d, model.a]}, {"params": [model.c, model.b], "lr": 0.5}])
+    optimizer = torch.optim.Adam(
+        [{"params": [model.d, model.a]}, {"params": [model.c, model.b], "lr": 0.5}]
+    )
     train(model, optimizer)
     dcp_rs.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, ckpt, fsync=False)
     other = Four()
@@ -81,7 +90,10 @@ def test_numbers_of_parameters_of_other_shapes(ckpt, steps):
     resumed = torch.optim.Adam(by_dim)
     train(model, resumed, steps)
     before = resumed.state_dict()
-    with pytest.raises(PlanError, match=r"'optim.state.1.exp_avg' has shape \(4, 4\) in the optimizer, and \(4,\) in"):
+    with pytest.raises(
+        PlanError,
+        match=r"'optim.state.1.exp_avg' has shape \(4, 4\) in the optimizer, and \(4,\) in",
+    ):
         load_optim_state_dict(ckpt, model, resumed)
     assert_state_equal(resumed.state_dict(), before)
 
@@ -96,13 +108,17 @@ def test_state_of_another_shape(ckpt, steps):
     resumed = torch.optim.Adam(large.parameters())
     train(large, resumed, steps, size=5)
     before = resumed.state_dict()
-    message = r"'optim.state.a.exp_avg' has shape \(5,\) in the optimizer, and \(1,\) in the checkpoint"
+    message = (
+        r"'optim.state.a.exp_avg' has shape \(5,\) in the optimizer, and \(1,\) in the checkpoint"
+    )
     with pytest.raises(PlanError, match=message):
         load_optim_state_dict(ckpt, large, resumed)
     with pytest.raises(PlanError, match=r"has shape \(5,\)"):
         load_training_state(ckpt, large, resumed)
     report = load_training_state(ckpt, large, resumed, allow_partial_load=True)
-    found = {mismatch.name: (mismatch.expected, mismatch.got) for mismatch in report.shape_mismatched}
+    found = {
+        mismatch.name: (mismatch.expected, mismatch.got) for mismatch in report.shape_mismatched
+    }
     assert found["optim.state.a.exp_avg"] == ((5,), (1,))
     assert_state_equal(resumed.state_dict(), before)
     train(large, resumed, 1, size=5)
@@ -111,11 +127,15 @@ def test_state_of_another_shape(ckpt, steps):
 def test_making_state_changes_nothing_else(ckpt):
     """The step with gradients of zero left its learning rate, a decayed weight, or a gradient of the caller's."""
     model = Four()
-    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False, weight_decay=0.5)
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=torch.tensor(0.1), foreach=False, weight_decay=0.5
+    )
     train(model, optimizer)
     save_training_state(ckpt, model, optimizer, fsync=False)
     other = Four()
-    resumed = torch.optim.Adam(other.parameters(), lr=torch.tensor(0.1), foreach=False, weight_decay=0.5)
+    resumed = torch.optim.Adam(
+        other.parameters(), lr=torch.tensor(0.1), foreach=False, weight_decay=0.5
+    )
     schedule = torch.optim.lr_scheduler.StepLR(resumed, 1)
     gradient = other.a.grad = torch.ones_like(other.a)
     parameters = [param.clone() for param in other.parameters()]
@@ -157,7 +177,9 @@ def test_asking_an_optimizer_reaches_none_within_it(ckpt):
 def test_what_is_known_of_groups_is_said_before_anything_is_read(ckpt):
     """The model and the moments were overwritten by then."""
     model = Four()
-    optimizer = torch.optim.Adam([{"params": [model.a, model.b], "lr": 0.1}, {"params": [model.c, model.d], "lr": 0.2}])
+    optimizer = torch.optim.Adam(
+        [{"params": [model.a, model.b], "lr": 0.1}, {"params": [model.c, model.d], "lr": 0.2}]
+    )
     train(model, optimizer)
     save_training_state(ckpt, model, optimizer, fsync=False)
     other = Four()
@@ -165,13 +187,18 @@ def test_what_is_known_of_groups_is_said_before_anything_is_read(ckpt):
     train(other, resumed, 5)
     parameters = [param.clone() for param in other.parameters()]
     moments = [resumed.state[param]["exp_avg"].clone() for param in other.parameters()]
-    with pytest.raises(PlanError, match=r"group 0 of optimizer 0 were saved in groups with different settings"):
+    with pytest.raises(
+        PlanError, match=r"group 0 of optimizer 0 were saved in groups with different settings"
+    ):
         load_training_state(ckpt, other, resumed)
     assert all(map(torch.equal, other.parameters(), parameters))
-    assert all(map(torch.equal, (resumed.state[param]["exp_avg"] for param in other.parameters()), moments))
+    assert all(
+        map(torch.equal, (resumed.state[param]["exp_avg"] for param in other.parameters()), moments)
+    )
 
 
-# --- kinds of tensors -------------------------------------------------------------------------------
+# --- kinds of tensors
+# -------------------------------------------------------------------------------
 
 
 class Rows(torch.optim.Optimizer):
@@ -240,12 +267,16 @@ def as_made(path):
                 load_training_state(where, other, resumed)
                 assert kinds(resumed, other) == made
                 train(other, resumed, 1, size=6)
-                assert all(map(torch.equal, (param.full_tensor() for param in other.parameters()), want))
+                assert all(
+                    map(torch.equal, (param.full_tensor() for param in other.parameters()), want)
+                )
             # Stock torch is the judge.
             other, resumed = sharded(kind)
             state = dict(zip(("model", "optim"), get_state_dict(other, resumed), strict=True))
             dcp.load(state, storage_reader=RsReader(where))
-            set_state_dict(other, resumed, model_state_dict=state["model"], optim_state_dict=state["optim"])
+            set_state_dict(
+                other, resumed, model_state_dict=state["model"], optim_state_dict=state["optim"]
+            )
             assert kinds(resumed, other) == made
 
 

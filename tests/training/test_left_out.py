@@ -10,7 +10,12 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dcp_rs import RsLoadPlanner
 from dcp_rs.errors import PlanError
-from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state, training_state
+from dcp_rs.optim import (
+    load_optim_state_dict,
+    load_training_state,
+    save_training_state,
+    training_state,
+)
 from support import assert_state_equal, run_ranks
 from support.training import parallelize, quiet, train_step, whole
 
@@ -39,7 +44,10 @@ def train(model, optimizer, steps):
 
 
 def copied(optimizer):
-    return {param: {name: value.clone() for name, value in state.items()} for param, state in optimizer.state.items()}
+    return {
+        param: {name: value.clone() for name, value in state.items()}
+        for param, state in optimizer.state.items()
+    }
 
 
 class Holder:
@@ -81,8 +89,12 @@ def test_state_that_a_planner_leaves_out_stays(ckpt, case, alone):
             want = optimizer.state[old] if is_loaded(name, entry) else before[param]
             assert torch.equal(value, want[entry]), (name, entry)
     assert resumed.param_groups[0]["lr"] == (1e-3 if groups else 0.5)
-    saved = [f"optim.state.{n}.{e}" for n, p in model.named_parameters() for e in optimizer.state[p]]
-    left = {name for name in saved if not is_loaded(*name.removeprefix("optim.state.").rsplit(".", 1))}
+    saved = [
+        f"optim.state.{n}.{e}" for n, p in model.named_parameters() for e in optimizer.state[p]
+    ]
+    left = {
+        name for name in saved if not is_loaded(*name.removeprefix("optim.state.").rsplit(".", 1))
+    }
     assert {name for name in planner.report.excluded if name.startswith("optim.state.")} == left
     train(other, resumed, 1)
 
@@ -94,7 +106,11 @@ def test_an_optimizer_without_state_gets_no_part_of_one(ckpt, case):
     save_training_state(ckpt, *start(5), fsync=False)
     other, resumed = start(0, seed=1)
     load_training_state(ckpt, other, resumed, planner=RsLoadPlanner(**options))
-    whole = {n for n, p in other.named_parameters() if all(is_loaded(n, e) for e in ("step", "exp_avg", "exp_avg_sq"))}
+    whole = {
+        n
+        for n, p in other.named_parameters()
+        if all(is_loaded(n, e) for e in ("step", "exp_avg", "exp_avg_sq"))
+    }
     assert {name for name, param in other.named_parameters() if resumed.state.get(param)} == whole
     train(other, resumed, 1)
     assert all(param.isfinite().all() for param in other.parameters())
@@ -126,7 +142,9 @@ def test_extras_that_a_planner_leaves_out_stay(ckpt):
         assert_state_equal(holder, {"t": torch.zeros(3), "u": torch.zeros(2), "n": 0})
         assert {"extra.step", "extra.holder.t", "extra.numbers.k"} <= set(report.excluded)
         assert report.missing == []
-    extra, holder, schedule, report = load(exclude=["extra.step", "*.gamma", "*.u", "*.j", "extra.tree.list.1"])
+    extra, holder, schedule, report = load(
+        exclude=["extra.step", "*.gamma", "*.u", "*.j", "extra.tree.list.1"]
+    )
     assert (extra["step"], extra["numbers"], schedule) == (3, {"k": 1}, (1, 0.9))
     assert_state_equal(holder, {"t": torch.ones(3), "u": torch.zeros(2), "n": 1})
     # A list of which it has not all that is left out stays as it is, with what it is in.
@@ -139,7 +157,9 @@ def test_an_object_without_what_is_left_out_gets_none_of_it(ckpt):
     model, _ = start(0)
     save_training_state(ckpt, model, (), {"holder": Holder(t=torch.ones(3))}, fsync=False)
     holder = Holder()
-    load_training_state(ckpt, model, (), {"holder": holder}, planner=RsLoadPlanner(exclude="extra.*"))
+    load_training_state(
+        ckpt, model, (), {"holder": holder}, planner=RsLoadPlanner(exclude="extra.*")
+    )
     assert holder.state == {}
 
 
@@ -167,8 +187,13 @@ def test_state_that_the_checkpoint_holds_in_part_is_not_used(tmp_path, steps, pl
     other, resumed = start(steps, seed=1)
     holder = Holder(t=torch.zeros(3))
     before = copied(resumed)
-    with pytest.raises(PlanError, match=r"'optim.state.0.weight.exp_avg'.* does not hold|'extra.holder.t'.* does not"):
-        load_training_state(tmp_path, other, resumed, {"holder": holder}, planner=planner and planner())
+    with pytest.raises(
+        PlanError,
+        match=r"'optim.state.0.weight.exp_avg'.* does not hold|'extra.holder.t'.* does not",
+    ):
+        load_training_state(
+            tmp_path, other, resumed, {"holder": holder}, planner=planner and planner()
+        )
     other, resumed = start(steps, seed=1)
     before = copied(resumed)
     report = load_training_state(
@@ -217,7 +242,10 @@ def test_a_partial_load_keeps_the_state_of_parameters_that_were_not_saved(ckpt, 
 def by_fqn(model, optimizer):
     """The state as it is now, gathered."""
     state = training_state(model, optimizer)["optim"]["state"]
-    return {fqn: {name: gathered(value) for name, value in entries.items()} for fqn, entries in sorted(state.items())}
+    return {
+        fqn: {name: gathered(value) for name, value in entries.items()}
+        for fqn, entries in sorted(state.items())
+    }
 
 
 def gathered(value):
@@ -232,7 +260,9 @@ def sharded(path):
 
             def trained(seed, steps, kind=kind):
                 model = parallelize(kind, seed)
-                optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+                optimizer = torch.optim.Adam(
+                    [p for p in model.parameters() if p.requires_grad], lr=1e-2
+                )
                 for at in range(steps):
                     train_step(model, [optimizer], at)
                 return model, optimizer
@@ -241,7 +271,11 @@ def sharded(path):
             model, optimizer = trained(0, 3)
             save_training_state(where, model, optimizer, fsync=False)
             saved = by_fqn(model, optimizer)
-            for options in ({"exclude": "*.up.*"}, {"exclude": "*.exp_avg"}, {"include": "model.*"}):
+            for options in (
+                {"exclude": "*.up.*"},
+                {"exclude": "*.exp_avg"},
+                {"include": "model.*"},
+            ):
                 planner = RsLoadPlanner(**options)
                 other, resumed = trained(1, 2)
                 before = by_fqn(other, resumed)

@@ -16,7 +16,10 @@ class WithMasterWeights(torch.optim.SGD):
                 state = self.state[param]
                 if not state:
                     state["step"] = torch.tensor(0.0)
-                    state["master"], state["momentum"] = param.float(), torch.zeros_like(param, dtype=torch.float32)
+                    state["master"], state["momentum"] = (
+                        param.float(),
+                        torch.zeros_like(param, dtype=torch.float32),
+                    )
                 state["step"] += 1
                 state["momentum"].mul_(0.9).add_(param.grad.float())
                 state["master"].add_(state["momentum"], alpha=-group["lr"])

@@ -10,7 +10,12 @@ from torch import nn
 import dcp_rs
 from dcp_rs import CheckpointManager, RsLoadPlanner
 from dcp_rs.errors import PlanError
-from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state, training_state
+from dcp_rs.optim import (
+    load_optim_state_dict,
+    load_training_state,
+    save_training_state,
+    training_state,
+)
 from support import assert_state_equal
 
 

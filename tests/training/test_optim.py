@@ -21,7 +21,13 @@ from torch.distributed.optim import _NamedOptimizer
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.errors import PlanError
-from dcp_rs.optim import PerRank, RngState, load_optim_state_dict, load_training_state, save_training_state
+from dcp_rs.optim import (
+    PerRank,
+    RngState,
+    load_optim_state_dict,
+    load_training_state,
+    save_training_state,
+)
 from dcp_rs.training.extra import pack, unpack
 from support import assert_state_equal, run_ranks
 from support.training import parallelize, quiet, train_step, whole_parameters
@@ -89,7 +95,10 @@ class Counting(torch.optim.SGD):
                 state = self.state[param]
                 state["step"] = state.get("step", 0) + 1
                 state["rows"] = torch.full((param.shape[0],), float(state["step"]))
-                state["nested"] = {"count": 2, "parts": [torch.ones(2) * state["step"], torch.zeros(())]}
+                state["nested"] = {
+                    "count": 2,
+                    "parts": [torch.ones(2) * state["step"], torch.zeros(())],
+                }
         return super().step(closure)
 
 
@@ -115,7 +124,9 @@ def test_groups_and_optimizers_are_matched_by_parameter(ckpt):
     save_training_state(ckpt, model, [a, b], fsync=False)
     # The other way round, and the groups in another order.
     c = torch.optim.SGD(model[1].parameters(), lr=9.0, momentum=0.9)
-    d = torch.optim.Adam([{"params": [p], "lr": 9.0} for p in reversed(list(model[0].parameters()))])
+    d = torch.optim.Adam(
+        [{"params": [p], "lr": 9.0} for p in reversed(list(model[0].parameters()))]
+    )
     load_training_state(ckpt, model, [c, d])
     assert [g["lr"] for g in d.param_groups] == [0.2, 0.1]
     assert (c.param_groups[0]["lr"], c.param_groups[0]["momentum"]) == (0.3, 0.5)
@@ -123,7 +134,9 @@ def test_groups_and_optimizers_are_matched_by_parameter(ckpt):
         for param in old.state:
             assert_state_equal(dict(new.state[param]), dict(old.state[param]))
     # Groups that were apart cannot become one.
-    with pytest.raises(PlanError, match=r"group 0 of optimizer 0 were saved in groups with different settings"):
+    with pytest.raises(
+        PlanError, match=r"group 0 of optimizer 0 were saved in groups with different settings"
+    ):
         load_training_state(ckpt, model, torch.optim.Adam(model[0].parameters()))
 
 
@@ -136,7 +149,9 @@ def test_groups_that_were_one_have_a_rate_each(ckpt, load):
     save_training_state(ckpt, model, optimizer)
     again = small(1)
     split = torch.optim.Adam(
-        [{"params": list(layer.parameters())} for layer in again], lr=torch.tensor(0.5), foreach=False
+        [{"params": list(layer.parameters())} for layer in again],
+        lr=torch.tensor(0.5),
+        foreach=False,
     )
     load(ckpt, again, split)
     first, second = split.param_groups
@@ -161,21 +176,28 @@ def test_an_optimizer_of_other_parameters_is_refused(ckpt):
     model = small()
     save_training_state(ckpt, model, torch.optim.Adam(model[0].parameters()), fsync=False)
     with pytest.raises(
-        PlanError, match=r"optimizer 0 has parameter '1.weight' \(and 1 more\), which no saved optimizer has"
+        PlanError,
+        match=r"optimizer 0 has parameter '1.weight' \(and 1 more\), which no saved optimizer has",
     ):
         load_training_state(ckpt, model, torch.optim.Adam(model[1].parameters()))
-    load_training_state(ckpt, model, torch.optim.Adam(model[1].parameters()), allow_partial_load=True)
+    load_training_state(
+        ckpt, model, torch.optim.Adam(model[1].parameters()), allow_partial_load=True
+    )
     stranger = torch.optim.Adam([nn.Parameter(torch.ones(5))])
     for call in (save_training_state, load_training_state):
         with pytest.raises(
-            PlanError, match=r"a parameter that is not in the model: number 0 of group 0, of shape \(5,\)"
+            PlanError,
+            match=r"a parameter that is not in the model: number 0 of group 0, of shape \(5,\)",
         ):
             call(ckpt, model, stranger)
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
-    with pytest.raises(PlanError, match=r"'model.1.weight' has shape \(3, 4\)|'model.1.bias' has shape \(3,\)"):
+    with pytest.raises(
+        PlanError, match=r"'model.1.weight' has shape \(3, 4\)|'model.1.bias' has shape \(3,\)"
+    ):
         load_training_state(ckpt, other, torch.optim.Adam(other[0].parameters()))
     with pytest.raises(
-        PlanError, match=r"under 'adam': there is no 'adam.param_groups'. There is one under 'optim': .*key='optim'"
+        PlanError,
+        match=r"under 'adam': there is no 'adam.param_groups'. There is one under 'optim': .*key='optim'",
     ):
         load_optim_state_dict(ckpt, model, torch.optim.Adam(model[0].parameters()), key="adam")
 
@@ -194,14 +216,16 @@ def test_state_by_number_under_any_key(ckpt, key):
     assert_state_equal(resumed.state_dict(), optimizer.state_dict())
     fewer = torch.optim.Adam(model[0].parameters())
     with pytest.raises(
-        PlanError, match=r"has 1 group of 4 parameters, which go by number, and this one has 1 group of 2"
+        PlanError,
+        match=r"has 1 group of 4 parameters, which go by number, and this one has 1 group of 2",
     ):
         load_optim_state_dict(ckpt, model, fewer, key=key)
     with pytest.raises(PlanError, match=rf"There is one under {key!r}: .*key={key!r}"):
         load_optim_state_dict(ckpt, model, resumed, key="adam")
 
 
-# --- extra ------------------------------------------------------------------------------------------
+# --- extra
+# ------------------------------------------------------------------------------------------
 
 
 def test_trees_come_back_as_they_were(ckpt):
@@ -221,7 +245,9 @@ def test_trees_come_back_as_they_were(ckpt):
     }
     assert_state_equal(unpack(pack(tree)), tree)
     model = small()
-    save_training_state(ckpt, model, (), {"tree": tree, "number": 3, "tensor": torch.ones(2)}, fsync=False)
+    save_training_state(
+        ckpt, model, (), {"tree": tree, "number": 3, "tensor": torch.ones(2)}, fsync=False
+    )
     target = torch.zeros(2)
     extra = {"tree": {"plain": {"a": {"b": 9}}}, "number": 0, "tensor": target}
     load_training_state(ckpt, model, (), extra)
@@ -243,9 +269,16 @@ def test_the_report_of_a_partial_load_names_what_is_missing_and_nothing_that_was
 
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.Adam(model.parameters()), 1)
     extra = {"a": 0, "b": 5, "sched": scheduler, "rng": RngState()}
-    report = load_training_state(ckpt, model, torch.optim.Adam(model.parameters()), extra, allow_partial_load=True)
+    report = load_training_state(
+        ckpt, model, torch.optim.Adam(model.parameters()), extra, allow_partial_load=True
+    )
     assert (extra["a"], extra["b"]) == (1, 5)
-    assert report.missing == ["optim.state.1.weight", "optim.state.1.bias", "extra.b", "extra.sched"]
+    assert report.missing == [
+        "optim.state.1.weight",
+        "optim.state.1.bias",
+        "extra.b",
+        "extra.sched",
+    ]
     assert report.unexpected == ["extra.old"]
 
     report = load_training_state(ckpt, model, allow_partial_load=True)
@@ -268,7 +301,8 @@ def test_random_numbers(ckpt):
     assert (random.random(), torch.rand(2).tolist(), numpy.random.rand()) == want
 
 
-# --- FSDP1 by its own functions ---------------------------------------------------------------------
+# --- FSDP1 by its own functions
+# ---------------------------------------------------------------------
 
 
 def fsdp1(kind, seed, *, named=False):
@@ -307,14 +341,19 @@ def explicit(path):
                 if named and kind == "fsdp1_flat":
                     continue  # names of flat parameters are not those of the model
                 if full and kind == "fsdp1":
-                    continue  # torch 2.15 itself returns wrong full states on CPU: exp_avg is exp_avg_sq's memory
+                    # Torch 2.15 itself returns wrong full states on CPU: exp_avg is exp_avg_sq's
+                    # memory
+                    continue
                 case = f"{kind}-{full}-{rank0}-{by_id}-{named}"
                 where = f"{path}/{case}"
                 model, optimizer = fsdp1(kind, 7, named=named)
                 for at in range(2):
                     train_step(model, [optimizer], at)
                 with types(model, full, rank0):
-                    state = {"model": model.state_dict(), "optim": fsdp.optim_state_dict(model, optimizer)}
+                    state = {
+                        "model": model.state_dict(),
+                        "optim": fsdp.optim_state_dict(model, optimizer),
+                    }
                     if by_id:
                         wrapped = parallelize("plain", 7)
                         state["optim"] = fsdp.rekey_optim_state_dict(
@@ -342,9 +381,14 @@ def explicit(path):
                 model, optimizer = fsdp1(kind, 8, named=named)
                 train_step(model, [optimizer], 5)  # state to take the place of
                 with types(model, full, rank0):
-                    state = {"model": model.state_dict(), "optim": fsdp.optim_state_dict(model, optimizer)}
+                    state = {
+                        "model": model.state_dict(),
+                        "optim": fsdp.optim_state_dict(model, optimizer),
+                    }
                     dcp.load(state, storage_reader=RsReader(where))
-                    flat = fsdp.optim_state_dict_to_load(model, optimizer, state["optim"], is_named_optimizer=named)
+                    flat = fsdp.optim_state_dict_to_load(
+                        model, optimizer, state["optim"], is_named_optimizer=named
+                    )
                     optimizer.load_state_dict(flat)
                 load_training_state(where, model)
                 assert train_step(model, [optimizer], 2) == loss, case
@@ -355,8 +399,12 @@ def explicit(path):
                 model, optimizer = fsdp1(kind, 8)
                 load_training_state(where, model)
                 with types(model, False, False):
-                    state = load_sharded_optimizer_state_dict(model.state_dict(), "optim", RsReader(where))
-                    optimizer.load_state_dict(fsdp.optim_state_dict_to_load(model, optimizer, state["optim"]))
+                    state = load_sharded_optimizer_state_dict(
+                        model.state_dict(), "optim", RsReader(where)
+                    )
+                    optimizer.load_state_dict(
+                        fsdp.optim_state_dict_to_load(model, optimizer, state["optim"])
+                    )
                 assert train_step(model, [optimizer], 2) == loss, case
                 assert_state_equal(whole_parameters(model), want)
 
@@ -366,7 +414,8 @@ def test_fsdp1_by_its_own_functions(tmp_path, ranks):
     run_ranks(ranks, explicit, tmp_path)
 
 
-# --- ranks ------------------------------------------------------------------------------------------
+# --- ranks
+# ------------------------------------------------------------------------------------------
 
 
 def without_state(path):

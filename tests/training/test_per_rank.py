@@ -1,7 +1,7 @@
 """``PerRank`` went by the rank among all, and nobody was told when the ranks were others.
 
-Saved at dp 2 and resumed at dp 1, tp 2, the two ranks of a tensor-parallel group went on at different documents. From 2 to 4
-ranks, the new ones began at document 0 while the others went on.
+Saved at dp 2 and resumed at dp 1, tp 2, the two ranks of a tensor-parallel group went on at
+different documents. From 2 to 4 ranks, the new ones began at document 0 while the others went on.
 """
 
 import pytest
@@ -32,9 +32,15 @@ def model():
 def save_at_dp_2(folder):
     rank = dist.get_rank()
     save_training_state(
-        f"{folder}/keyed", model(), (), {"loader": PerRank(Loader(10 + 3 * rank), key=rank)}, fsync=False
+        f"{folder}/keyed",
+        model(),
+        (),
+        {"loader": PerRank(Loader(10 + 3 * rank), key=rank)},
+        fsync=False,
     )
-    save_training_state(f"{folder}/ranks", model(), (), {"loader": PerRank(Loader(10 + 3 * rank))}, fsync=False)
+    save_training_state(
+        f"{folder}/ranks", model(), (), {"loader": PerRank(Loader(10 + 3 * rank))}, fsync=False
+    )
 
 
 def load_at_tp_2(folder):
@@ -53,13 +59,17 @@ def load_more_than_saved(folder):
     with pytest.raises(PlanError, match=r"rank0, and this is rank 1 of 2.*key=data_parallel_rank"):
         load_training_state(f"{folder}/alone", model(), (), {"loader": PerRank(Loader())})
     with pytest.raises(PlanError, match=r"no state for key=1.*key0"):
-        load_training_state(f"{folder}/alone_keyed", model(), (), {"loader": PerRank(Loader(), key=dist.get_rank())})
+        load_training_state(
+            f"{folder}/alone_keyed", model(), (), {"loader": PerRank(Loader(), key=dist.get_rank())}
+        )
     module = model()
     before = torch.get_rng_state()
     if dist.get_rank() == 0:
         load_training_state(f"{folder}/alone", module, (), {"rng": RngState()})
     else:
-        with pytest.warns(UserWarning, match=r"extra\.rng: this rank keeps the random number generators"):
+        with pytest.warns(
+            UserWarning, match=r"extra\.rng: this rank keeps the random number generators"
+        ):
             load_training_state(f"{folder}/alone", module, (), {"rng": RngState()})
         assert torch.equal(torch.get_rng_state(), before)
 
@@ -68,8 +78,16 @@ def load_more_than_saved(folder):
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(2, save_at_dp_2, folder)
-    save_training_state(folder / "alone", model(), (), {"loader": PerRank(Loader(7)), "rng": RngState()}, fsync=False)
-    save_training_state(folder / "alone_keyed", model(), (), {"loader": PerRank(Loader(7), key=0)}, fsync=False)
+    save_training_state(
+        folder / "alone",
+        model(),
+        (),
+        {"loader": PerRank(Loader(7)), "rng": RngState()},
+        fsync=False,
+    )
+    save_training_state(
+        folder / "alone_keyed", model(), (), {"loader": PerRank(Loader(7), key=0)}, fsync=False
+    )
     return folder
 
 
@@ -108,6 +126,8 @@ def test_what_was_not_found_is_in_the_report(saved, tmp_path):
 def test_one_flag_is_enough_for_a_partial_load(saved):
     """``load_training_state(planner=RsLoadPlanner(allow_partial_load=True))`` had to be told so a second time."""
     extra = {"other": 3}
-    report = load_training_state(saved / "alone", model(), extra=extra, planner=RsLoadPlanner(allow_partial_load=True))
+    report = load_training_state(
+        saved / "alone", model(), extra=extra, planner=RsLoadPlanner(allow_partial_load=True)
+    )
     assert report.missing == ["extra.other"]
     assert extra == {"other": 3}

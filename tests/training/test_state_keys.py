@@ -1,7 +1,8 @@
 """Optimizer state within optimizer state, under keys of any kind.
 
-DCP's paths are text. A load gave an optimizer that has a factor for each dimension, under 0 and 1, what was saved under "0" and "1", as if it was new
-to it, and left empty dicts out: silently, and in native checkpoints, which know better, too.
+DCP's paths are text. A load gave an optimizer that has a factor for each dimension, under 0 and 1,
+what was saved under "0" and "1", as if it was new to it, and left empty dicts out: silently, and in
+native checkpoints, which know better, too.
 """
 
 import warnings
@@ -163,14 +164,17 @@ class Plain(Factored):
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             if not state:
-                state["factors"] = {d: {"left": torch.ones(n), "count": 0} for d, n in enumerate(p.shape)}
+                state["factors"] = {
+                    d: {"left": torch.ones(n), "count": 0} for d, n in enumerate(p.shape)
+                }
             for factor in state["factors"].values():
                 factor["left"] *= 1.5
                 factor["count"] += 1
 
 
 @pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9), reason="older torch flattens no state within state"
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9),
+    reason="older torch flattens no state within state",
 )
 @pytest.mark.parametrize("save", ["native", "stock"])
 def test_nested_state_that_was_flattened(ckpt, save):
@@ -218,7 +222,9 @@ def test_empty_dicts_come_back(ckpt):
 
 def test_settings_with_tensors_under_numbers(ckpt):
     model = small()[0]
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "scales": {0: torch.ones(2), 1: {}}}], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": model.parameters(), "scales": {0: torch.ones(2), 1: {}}}], lr=0.1
+    )
     native(ckpt, model, optimizer)
     resumed = torch.optim.SGD(model.parameters(), lr=0.2)
     load_training_state(ckpt, model, resumed)
@@ -251,7 +257,8 @@ def test_text_that_nothing_tells_about_is_warned_of(ckpt):
         stock(ckpt, model, optimizer)
     other, _ = small(1)
     with pytest.warns(
-        UserWarning, match=r"optimizer state 'optim.state.0.weight.* the checkpoint has all keys as text"
+        UserWarning,
+        match=r"optimizer state 'optim.state.0.weight.* the checkpoint has all keys as text",
     ):
         load_training_state(ckpt, other, Secretive(other.parameters()))
     resumed = Secretive(other.parameters())

@@ -25,14 +25,22 @@ def made(value, rate):
 
 
 def save(path, number):
-    save_training_state(path, *made(float(number), number / 100), extra={"step": number}, no_dist=True, fsync=False)
+    save_training_state(
+        path, *made(float(number), number / 100), extra={"step": number}, no_dist=True, fsync=False
+    )
 
 
 def seen(model, optimizer, extra):
     """The numbers of the saves that something is of."""
-    values = [p for parameter in model.parameters() for p in (parameter, optimizer.state[parameter]["exp_avg"])]
+    values = [
+        p
+        for parameter in model.parameters()
+        for p in (parameter, optimizer.state[parameter]["exp_avg"])
+    ]
     numbers = {int(number) for tensor in values for number in tensor.flatten().tolist()}
-    return numbers | {round(group["lr"] * 100) for group in optimizer.param_groups} | {extra["step"]}
+    return (
+        numbers | {round(group["lr"] * 100) for group in optimizer.param_groups} | {extra["step"]}
+    )
 
 
 def overtaking(path, times, numbers):

@@ -1,6 +1,7 @@
 """The proof: a job that was saved and started anew goes on as if nothing had happened.
 
-Every rank trains on the same batches, so that the number of ranks changes nothing but the order of sums.
+Every rank trains on the same batches, so that the number of ranks changes nothing but the order of
+sums.
 """
 
 import functools
@@ -41,7 +42,10 @@ def start(kind, seed):
     else:
         decayed = [p for n, p in named if "blocks" in n and "norm" not in n]
         plain = [p for n, p in named if "blocks" in n and "norm" in n]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 3e-3}]
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": plain, "weight_decay": 0.0, "lr": 3e-3},
+        ]
         others = [p for n, p in named if "blocks" not in n]
     optimizers = [torch.optim.AdamW(groups, lr=1e-2)]
     if others:
@@ -79,7 +83,11 @@ def train_and_save(path, kinds):
             torch.manual_seed(99)
             run_steps(model, optimizers, schedulers, 0, BEFORE)
             save_training_state(
-                f"{path}/{kind}", model, optimizers, extras(schedulers, Position(10 + rank), BEFORE), fsync=False
+                f"{path}/{kind}",
+                model,
+                optimizers,
+                extras(schedulers, Position(10 + rank), BEFORE),
+                fsync=False,
             )
             losses = run_steps(model, optimizers, schedulers, BEFORE, BEFORE + AFTER)
             results[kind] = (losses, whole_parameters(model))

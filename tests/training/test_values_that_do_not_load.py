@@ -40,14 +40,18 @@ class Holder:
     [np.ones(2), Path("a"), Mode.FAST, Position(), deque([1]), dt.date(2026, 1, 2)],
     ids=lambda v: type(v).__name__,
 )
-@pytest.mark.parametrize("way", [lambda v: v, lambda v: {"a": [v]}, Holder, lambda v: PerRank(Holder(v), key=0)])
+@pytest.mark.parametrize(
+    "way", [lambda v: v, lambda v: {"a": [v]}, Holder, lambda v: PerRank(Holder(v), key=0)]
+)
 def test_a_value_that_will_not_load_is_refused_when_it_is_saved(tmp_path, value, way):
     model = torch.nn.Linear(1, 1)
     for save in (
         lambda extra: save_training_state(tmp_path / "ckpt", model, (), extra),
         lambda extra: training_state(model, (), extra),
     ):
-        with pytest.raises(UnsafePickleError, match=r"extra\.it.*would not load.*strict_values=False"):
+        with pytest.raises(
+            UnsafePickleError, match=r"extra\.it.*would not load.*strict_values=False"
+        ):
             save({"it": way(value)})
     assert not list(tmp_path.iterdir())
 

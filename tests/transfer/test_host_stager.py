@@ -12,7 +12,12 @@ from support import assert_state_equal, dtypes_state, nested_state, shapes_state
 
 
 def test_a_staged_copy_is_a_copy():
-    state = {**nested_state(), "dtypes": dtypes_state(), "shapes": shapes_state(), "pair": (torch.ones(2), [1])}
+    state = {
+        **nested_state(),
+        "dtypes": dtypes_state(),
+        "shapes": shapes_state(),
+        "pair": (torch.ones(2), [1]),
+    }
     staged = HostStager().stage(state)
     assert_state_equal(contiguous(staged), contiguous(state))
     state["buffers"][0].zero_()
@@ -47,7 +52,9 @@ def test_the_memory_of_a_copy_serves_the_next_once_it_is_released(cache):
     assert second.state_dict["a"].data_ptr() != place  # the first copy may still be read
     first.release()
     first.release()  # a second time it does nothing
-    third, fourth = (stager._begin({"a": torch.zeros(9, 10), "b": torch.ones(3)}, wait=False) for _ in range(2))
+    third, fourth = (
+        stager._begin({"a": torch.zeros(9, 10), "b": torch.ones(3)}, wait=False) for _ in range(2)
+    )
     assert third.state_dict["a"].data_ptr() == place
     assert fourth.state_dict["a"].data_ptr() != place
     assert second.state_dict["a"].all()
@@ -69,11 +76,19 @@ def test_a_copy_that_is_the_callers_is_nobody_elses():
 
 
 def test_tied_weights_are_staged_once_and_stay_tied():
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(300, 40), "head": torch.nn.Linear(40, 300, bias=False)})
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(300, 40), "head": torch.nn.Linear(40, 300, bias=False)}
+    )
     model["head"].weight = model["embed"].weight
     weight = model["embed"].weight
     state = model.state_dict()  # other tensors over the same memory
-    state |= {"parameter": weight, "t": weight.t(), "half": weight[:150], "empty": weight[:0], "none": weight[:0]}
+    state |= {
+        "parameter": weight,
+        "t": weight.t(),
+        "half": weight[:150],
+        "empty": weight[:0],
+        "none": weight[:0],
+    }
     with torch.no_grad():
         state["conj"] = torch.view_as_complex(weight.view(-1, 2)).conj()
         state["unconj"] = torch.view_as_complex(weight.view(-1, 2))
@@ -83,7 +98,9 @@ def test_tied_weights_are_staged_once_and_stay_tied():
             function, arguments = staged.__reduce__()
             assert sum(block.nbytes for block in arguments[0]) < 6 * weight.nbytes
             staged = function(*arguments)
-        assert_state_equal(dict(staged), {name: value.detach().resolve_conj() for name, value in state.items()})
+        assert_state_equal(
+            dict(staged), {name: value.detach().resolve_conj() for name, value in state.items()}
+        )
         places = {name: value.data_ptr() for name, value in staged.items() if value.numel()}
         assert places["embed.weight"] == places["head.weight"] == places["parameter"]
         assert len(set(places.values())) == len(places) - 2

@@ -1,6 +1,7 @@
 """Limits on address space and on threads: saves and loads go on with fewer threads, at last with the caller's own.
 
-With 40 MB of address space to spare they failed for want of memory, where torch's succeeded; without a thread to spare they panicked.
+With 40 MB of address space to spare they failed for want of memory, where torch's succeeded;
+without a thread to spare they panicked.
 """
 
 import shutil
@@ -72,7 +73,9 @@ def folder():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 @pytest.mark.parametrize(
-    "code", [LITTLE_MEMORY, pytest.param(NO_THREADS, marks=pytest.mark.slow)], ids=["memory", "threads"]
+    "code",
+    [LITTLE_MEMORY, pytest.param(NO_THREADS, marks=pytest.mark.slow)],
+    ids=["memory", "threads"],
 )
 def test_fewer_threads_do_the_work(folder, code):
     command = [sys.executable, "-c", code, str(folder)]

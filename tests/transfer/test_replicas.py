@@ -25,7 +25,8 @@ def numbered(shape, dtype=torch.float32):
     return (torch.arange(torch.Size(shape).numel()) % 251).reshape(shape).to(dtype)
 
 
-# Large ones (pieces of one tensor), many small ones (pieces of several), odd sizes, a scalar, an empty one, another dtype.
+# Large ones (pieces of one tensor), many small ones (pieces of several), odd sizes, a scalar, an
+# empty one, another dtype.
 SHAPES = {"big": (700, 1000), "deep": (2, 3, 50, 41), "scalar": (), "empty": (0, 3)} | {
     f"small{i}": (i + 1, 3) for i in range(40)
 }
@@ -33,7 +34,12 @@ SHAPES = {"big": (700, 1000), "deep": (2, 3, 50, 41), "scalar": (), "empty": (0,
 
 def save_whole(path):
     state = {name: numbered(shape) for name, shape in SHAPES.items()}
-    dcp_rs.save(state | {"half": numbered((300, 7), torch.bfloat16), "step": 5}, path, no_dist=True, fsync=False)
+    dcp_rs.save(
+        state | {"half": numbered((300, 7), torch.bfloat16), "step": 5},
+        path,
+        no_dist=True,
+        fsync=False,
+    )
 
 
 def rchar():
@@ -69,7 +75,12 @@ def ddp(empty):
     state = {name: blank_or(numbered(shape), empty) for name, shape in SHAPES.items()}
     state["half"] = blank_or(numbered((300, 7), torch.bfloat16), empty)
     # Not contiguous; another dtype than what is stored; a part of one that others have whole.
-    state["deep"] = blank_or(numbered(SHAPES["deep"]), empty).permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    state["deep"] = (
+        blank_or(numbered(SHAPES["deep"]), empty)
+        .permute(3, 2, 1, 0)
+        .contiguous()
+        .permute(3, 2, 1, 0)
+    )
     state["small7"] = state["small7"].double()
     return state | {"step": 0 if empty else 5}
 
@@ -129,10 +140,18 @@ def test_every_byte_is_read_as_often_as_asked(ckpt):
     save_whole(ckpt)
     by_rank = run_ranks(4, load_cases, ckpt)
     for at, (make, options, local, times) in enumerate(CASES):
-        ratio, reported = (sum(read[at][kind] for read in by_rank) / total_bytes() for kind in (0, 1))
+        ratio, reported = (
+            sum(read[at][kind] for read in by_rank) / total_bytes() for kind in (0, 1)
+        )
         # Around it: index, values, Python's own files; columns are read with the gaps between them.
         slack = 1.2 if make is columns else 0.15
-        assert times <= reported <= ratio <= times + slack, (make.__name__, options, local, reported, ratio)
+        assert times <= reported <= ratio <= times + slack, (
+            make.__name__,
+            options,
+            local,
+            reported,
+            ratio,
+        )
 
 
 def load_in_a_group(path):
@@ -142,7 +161,9 @@ def load_in_a_group(path):
         return
     got = ddp(empty=True)
     reader = RsReader(path, replicas="all")
-    dcp_rs.load_state_dict(got, reader, planner=RsLoadPlanner(dtype_policy="cast"), process_group=group)
+    dcp_rs.load_state_dict(
+        got, reader, planner=RsLoadPlanner(dtype_policy="cast"), process_group=group
+    )
     assert_state_equal(got, ddp(empty=False))
 
 
@@ -166,7 +187,13 @@ def test_some_ranks_share(ckpt):
 
 
 def load_damaged(path):
-    dcp_rs.load({"big": torch.zeros(700, 1000)}, path, replicas="all", verify=True, max_inflight_bytes=1 << 20)
+    dcp_rs.load(
+        {"big": torch.zeros(700, 1000)},
+        path,
+        replicas="all",
+        verify=True,
+        max_inflight_bytes=1 << 20,
+    )
 
 
 def test_damage_that_one_rank_finds_is_raised_on_all(ckpt):
@@ -180,7 +207,8 @@ def test_damage_that_one_rank_finds_is_raised_on_all(ckpt):
         assert "big" in str(outcome.error)
 
 
-# --- who takes part, and who fails -----------------------------------------------------------------------
+# --- who takes part, and who fails
+# -----------------------------------------------------------------------
 
 
 def load_in_a_group_by_path(path):
@@ -206,7 +234,11 @@ def test_some_ranks_share_who_were_told_by_the_load_alone(tmp_path):
     torch.nn.init.constant_(model.weight, 2)
     extra = {"seen": torch.ones(10)}
     save_training_state(
-        tmp_path / "training", model, torch.optim.SGD(model.parameters(), momentum=0.5), extra, fsync=False
+        tmp_path / "training",
+        model,
+        torch.optim.SGD(model.parameters(), momentum=0.5),
+        extra,
+        fsync=False,
     )
     run_ranks(3, load_in_a_group_by_path, tmp_path, timeout=80)
 
@@ -218,7 +250,12 @@ def load_alone(path):
             if load == "ours":
                 dcp_rs.load(got, path, no_dist=True, replicas="all")
             else:
-                dcp.load(got, storage_reader=RsReader(path, replicas="all"), planner=RsLoadPlanner(), no_dist=True)
+                dcp.load(
+                    got,
+                    storage_reader=RsReader(path, replicas="all"),
+                    planner=RsLoadPlanner(),
+                    no_dist=True,
+                )
             assert torch.equal(got["big"], numbered((700, 1000)))
     dist.barrier()
 
@@ -280,7 +317,10 @@ def load_each_in_its_way(path, other):
     state = {"big": torch.zeros(700, 1000)}
     is_other = dist.get_rank() == other
     errors = []
-    for options in ({"planner": Commits()} if is_other else {}, {"replicas": "each" if is_other else "all"}):
+    for options in (
+        {"planner": Commits()} if is_other else {},
+        {"replicas": "each" if is_other else "all"},
+    ):
         try:
             dcp_rs.load(state, path, **({"replicas": "all"} | options))
         except PlanError as error:
@@ -319,7 +359,9 @@ def be_stopped_in_the_exchange(path, after):
 
     _Exchange._fill = fill_and_stop
     try:
-        dcp_rs.load({"big": torch.zeros(700, 1000)}, path, replicas="all", max_inflight_bytes=1 << 18)
+        dcp_rs.load(
+            {"big": torch.zeros(700, 1000)}, path, replicas="all", max_inflight_bytes=1 << 18
+        )
     finally:
         _Exchange._fill = fill
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -351,7 +393,9 @@ def load_in_pairs(path):
 
 def test_an_error_in_one_group_of_ranks_keeps_nobody_waiting_in_another(ckpt):
     """H4: a rank that failed with some ranks went on to raise, and those of its next group waited for it."""
-    dcp_rs.save({name: torch.arange(500_000.0).reshape(shape) for name, shape in PAIRED.items()}, ckpt)
+    dcp_rs.save(
+        {name: torch.arange(500_000.0).reshape(shape) for name, shape in PAIRED.items()}, ckpt
+    )
     (data,) = ckpt.glob("*.safetensors")
     index = dcp_rs.open(ckpt)
     assert index["a"][0] == 0

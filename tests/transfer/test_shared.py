@@ -42,7 +42,11 @@ def drop_from_page_cache(folder):
 
 def delivered():
     """Bytes that storage delivered for this process so far."""
-    (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("read_bytes:")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/io").read_text().splitlines()
+        if line.startswith("read_bytes:")
+    ]
     return int(line.split()[1])
 
 
@@ -78,23 +82,32 @@ def saved(ckpt):
 
 
 @pytest.mark.parametrize(
-    "placement", [None, Replicate(), Shard(1), Shard(0)], ids=["plain", "replica", "columns", "rows"]
+    "placement",
+    [None, Replicate(), Shard(1), Shard(0)],
+    ids=["plain", "replica", "columns", "rows"],
 )
 def test_the_disk_delivers_once(saved, placement):
     for share in run_ranks(RANKS, load_cold, saved, placement, None):
         assert share <= 1.2
 
 
-#: Of float32 tensors of so many MiB: an embedding that all ranks want, and a layer of each. Norms lie between.
+#: Of float32 tensors of so many MiB: an embedding that all ranks want, and a layer of each. Norms
+#: lie between.
 EMBEDDING, LAYER = 16, 24
 
 
 def pipeline(stages=RANKS):
     """What the ranks of a pipeline want, all of it in one file."""
-    state = {"embedding": torch.arange(EMBEDDING << 18, dtype=torch.int32).view(torch.float32).reshape(-1, 1024)}
+    state = {
+        "embedding": torch.arange(EMBEDDING << 18, dtype=torch.int32)
+        .view(torch.float32)
+        .reshape(-1, 1024)
+    }
     for stage in range(stages):
         first = (stage + 1) << 24
-        state[f"layers.{stage}.norm"] = torch.arange(first, first + 1024, dtype=torch.int32).view(torch.float32)
+        state[f"layers.{stage}.norm"] = torch.arange(first, first + 1024, dtype=torch.int32).view(
+            torch.float32
+        )
         layer = torch.arange(first, first + (LAYER << 18), dtype=torch.int32)
         state[f"layers.{stage}.weight"] = layer.view(torch.float32).reshape(-1, 1024)
     return state
@@ -112,7 +125,11 @@ def load_of_pipeline(path, names, reader=RsReader, groups=None, **options):
         groups: lists of ranks that load apart.
     """
     whole, rank = pipeline(), dist.get_rank()
-    wanted = {k: v for k, v in whole.items() if k.startswith(tuple(name.replace("*", str(rank)) for name in names))}
+    wanted = {
+        k: v
+        for k, v in whole.items()
+        if k.startswith(tuple(name.replace("*", str(rank)) for name in names))
+    }
     got = {name: torch.zeros_like(value) for name, value in wanted.items()}
     made = [dist.new_group(group) for group in groups or []]
     group = next((made[i] for i, ranks in enumerate(groups or []) if rank in ranks), None)
@@ -214,7 +231,10 @@ def load_replicas(path):
         dcp_rs.save(dict(want), path, no_dist=True)
         drop_from_page_cache(path)
     dist.barrier()
-    got, reader = {name: torch.zeros_like(part) for name, part in want.items()}, RsReader(path, replicas="all")
+    got, reader = (
+        {name: torch.zeros_like(part) for name, part in want.items()},
+        RsReader(path, replicas="all"),
+    )
     dcp_rs.load_state_dict(got, reader, planner=RsLoadPlanner())
     assert_state_equal(got, want)
     return reader.report.bytes_read, reader.report.bytes_direct

@@ -13,7 +13,8 @@ from dcp_rs.transfer import slabs, upload
 from support import threads
 from support.slabs import batch_of, saved, state
 
-# --- the engine ------------------------------------------------------------------------------------
+# --- the engine
+# ------------------------------------------------------------------------------------
 
 
 def test_what_is_not_in_the_page_cache_is_read_past_it(ckpt):
@@ -24,7 +25,9 @@ def test_what_is_not_in_the_page_cache_is_read_past_it(ckpt):
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     batch = batch_of(index)
-    running = upload.SlabLoad(batch, batch.wants(0), sort=True, accelerator=False, options=ReadOptions(io="direct"))
+    running = upload.SlabLoad(
+        batch, batch.wants(0), sort=True, accelerator=False, options=ReadOptions(io="direct")
+    )
     with running:
         for _ in running:
             pass
@@ -121,7 +124,8 @@ def test_a_fork_leaves_the_threads_to_its_parent(ckpt):
     source.close()
 
 
-# --- their sizes -----------------------------------------------------------------------------------
+# --- their sizes
+# -----------------------------------------------------------------------------------
 
 
 def test_slab_sizes():

@@ -47,8 +47,14 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
 
     def _tensor(self, tensor: int, entry: _core.TensorEntry) -> np.ndarray[Any, Any]:
         dtype, shape = self._element_dtype(entry.name, entry.dtype), entry.shape
-        view = self._view(tensor, dtype, shape) if entry.chunk_count == 1 and self._is_in_place else None
-        return self._read(tensor, entry.name, dtype, [0] * len(shape), shape) if view is None else view
+        view = (
+            self._view(tensor, dtype, shape)
+            if entry.chunk_count == 1 and self._is_in_place
+            else None
+        )
+        return (
+            self._read(tensor, entry.name, dtype, [0] * len(shape), shape) if view is None else view
+        )
 
     def _slice(self, tensor: int) -> ArraySlice:
         return ArraySlice(self, tensor)
@@ -76,7 +82,9 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         dtype = None if entry.dtype is None else numpy_dtype(entry.dtype) or bits_dtype(entry.dtype)
         return TensorInfo(entry.name, dtype, entry.shape, entry.chunk_count, nbytes)
 
-    def _view(self, tensor: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
+    def _view(
+        self, tensor: int, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> np.ndarray[Any, Any] | None:
         """An array over the mapping of the one file that holds it; None where it does not lie so."""
         stored, chunk = self._index.chunks(tensor)[0], self._index.first_chunk(tensor)
         is_whole = stored.sizes == tuple(shape) and stored.length > 0
@@ -88,10 +96,17 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
             self._index.verify_chunks([chunk], **self._options.engine())
         strides = self._index.chunk_strides(chunk)
         in_bytes = None if strides is None else [stride * dtype.itemsize for stride in strides]
-        return np.ndarray(tuple(shape), dtype, memoryview(self._mapped(stored.file)), stored.offset, in_bytes)
+        return np.ndarray(
+            tuple(shape), dtype, memoryview(self._mapped(stored.file)), stored.offset, in_bytes
+        )
 
     def _read(
-        self, tensor: int, name: str, dtype: np.dtype[Any], offsets: list[int], sizes: tuple[int, ...]
+        self,
+        tensor: int,
+        name: str,
+        dtype: np.dtype[Any],
+        offsets: list[int],
+        sizes: tuple[int, ...],
     ) -> np.ndarray[Any, Any]:
         """A region of an array, in new memory."""
         self._check_held(tensor, name, offsets, sizes)

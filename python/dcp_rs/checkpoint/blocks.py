@@ -71,7 +71,9 @@ class Slabs:
         """A slab of at least that many bytes."""
         if self._slabs[number].numel() < nbytes:
             # Not a little more each time: what is let go would not come back to the system.
-            self._slabs[number] = torch.empty(min(self.slab_bytes, 4 * nbytes), dtype=torch.uint8, device="cpu")
+            self._slabs[number] = torch.empty(
+                min(self.slab_bytes, 4 * nbytes), dtype=torch.uint8, device="cpu"
+            )
         return self._slabs[number]
 
 

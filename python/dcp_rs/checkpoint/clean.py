@@ -158,7 +158,12 @@ def clean(
     for reason in failed:
         warn_caller(f"still there: {reason}")
     gone = [_leftover(found, store) for found in removed]
-    return CleanReport(found=gone, removed=gone, kept=[_leftover(found, store) for found in kept], failed=list(failed))
+    return CleanReport(
+        found=gone,
+        removed=gone,
+        kept=[_leftover(found, store) for found in kept],
+        failed=list(failed),
+    )
 
 
 def seen_beside(path: str | os.PathLike[str]) -> list[Leftover]:

@@ -38,8 +38,10 @@ class Difference:
         kind: what differs; ``"path"``: keys that look the same are of other types, as 0 and "0".
         a, b: what it is in each: a shape, a dtype, a path; empty for values of elements.
         elements: how many elements differ in at least one bit; None where they were not compared.
-        max_abs: the largest absolute difference of two elements, of integers an exact ``int``; NaN where one is and the other is not.
-        container: it is no entry but a container that entries do not tell of: an empty one, or one of another kind than ``dict``.
+        max_abs: the largest absolute difference of two elements, of integers an exact ``int``; NaN
+            where one is and the other is not.
+        container: it is no entry but a container that entries do not tell of: an empty one, or one
+            of another kind than ``dict``.
     """
 
     name: str
@@ -120,7 +122,8 @@ def compare(
         return {
             item.name: item
             for item in source.items
-            if (wanted is None or wanted.match(item.name)) and not (unwanted and unwanted.match(item.name))
+            if (wanted is None or wanted.match(item.name))
+            and not (unwanted and unwanted.match(item.name))
         }
 
     in_a, in_b = chosen(left), chosen(right)
@@ -129,8 +132,16 @@ def compare(
         msg = f"there is nothing to compare: no name passes include={include!r}, exclude={exclude!r}; there are {some(there)}"
         raise PlanError(msg)
     pairs = [(item, in_b[name]) for name, item in in_a.items() if name in in_b]
-    differences = [Difference(name, "only in a", _what(item)) for name, item in in_a.items() if name not in in_b]
-    differences += [Difference(name, "only in b", b=_what(item)) for name, item in in_b.items() if name not in in_a]
+    differences = [
+        Difference(name, "only in a", _what(item))
+        for name, item in in_a.items()
+        if name not in in_b
+    ]
+    differences += [
+        Difference(name, "only in b", b=_what(item))
+        for name, item in in_b.items()
+        if name not in in_a
+    ]
     left.check([item for item, _ in pairs])
     right.check([item for _, item in pairs])
     total, done = sum(item.nbytes for item, _ in pairs), 0
@@ -153,7 +164,9 @@ def compare(
         ]
         differences += _unlike(mappings_a, mappings_b)
     seconds = time.perf_counter() - begin
-    return Comparison(sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done, seconds)
+    return Comparison(
+        sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done, seconds
+    )
 
 
 def _mappings(
@@ -172,17 +185,23 @@ def _mappings(
     }
 
 
-def _unlike(a: dict[str, tuple[TreePath, str]], b: dict[str, tuple[TreePath, str]]) -> Iterator[Difference]:
+def _unlike(
+    a: dict[str, tuple[TreePath, str]], b: dict[str, tuple[TreePath, str]]
+) -> Iterator[Difference]:
     for name in {**a, **b}:
         (path_a, kind_a), (path_b, kind_b) = a.get(name, ((), "")), b.get(name, ((), ""))
         if not kind_a.startswith("empty ") and not kind_b.startswith("empty "):
             if kind_a != kind_b:
                 yield Difference(name, "kind", kind_a or "dict", kind_b or "dict", container=True)
         elif not kind_a or not kind_b:
-            yield Difference(name, "only in a" if kind_a else "only in b", kind_a, kind_b, container=True)
+            yield Difference(
+                name, "only in a" if kind_a else "only in b", kind_a, kind_b, container=True
+            )
         elif kind_a != kind_b or not same(path_a, path_b):
             kind: Literal["kind", "path"] = "kind" if kind_a != kind_b else "path"
-            yield Difference(name, kind, f"{kind_a} {shown(path_a)}", f"{kind_b} {shown(path_b)}", container=True)
+            yield Difference(
+                name, kind, f"{kind_a} {shown(path_a)}", f"{kind_b} {shown(path_b)}", container=True
+            )
 
 
 def _what(item: Item) -> str:
@@ -193,7 +212,9 @@ def _dtype(item: Item) -> str:
     return str(item.dtype).removeprefix("torch.")
 
 
-def difference(left: Source, one: Item, right: Source, other: Item, tolerance: float = 0.0) -> Difference | None:
+def difference(
+    left: Source, one: Item, right: Source, other: Item, tolerance: float = 0.0
+) -> Difference | None:
     """Return what differs between an entry of one checkpoint and an entry of another, if anything does."""
     if (one.dtype is None) != (other.dtype is None):
         return Difference(one.name, "kind", _what(one), _what(other))
@@ -235,7 +256,9 @@ def _elements(left: Source, one: Item, right: Source, other: Item) -> tuple[int,
     comparable = True
     for begin in range(0, count, step):
         length = min(step, count - begin)
-        a, b = (_read(source, item, begin, length) for source, item in ((left, one), (right, other)))
+        a, b = (
+            _read(source, item, begin, length) for source, item in ((left, one), (right, other))
+        )
         if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             continue
         number, by = _difference(a, b)
@@ -265,7 +288,9 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float | None]:
         size = a.dtype.itemsize
         bits, bits_b = (tensor.view(torch.uint8).view(-1, size) for tensor in (a, b))
         same_bits = (bits == bits_b).all(1)
-        if not (a.dtype.is_floating_point or a.dtype.is_complex) or bool((~same_bits).sum() * 8 < a.numel()):
+        if not (a.dtype.is_floating_point or a.dtype.is_complex) or bool(
+            (~same_bits).sum() * 8 < a.numel()
+        ):
             # Most are the same. Older torch picks no elements of unsigned types.
             a, b = (some[~same_bits].view(a.dtype).view(-1) for some in (bits, bits_b))
     try:
@@ -285,7 +310,10 @@ def _exactly(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int]:
     high, low = high - high_b, low - low_b
     high, low = high + (low >> 32), low & _LOW  # low is no negative number now
     negative = high < 0
-    high[negative], low[negative] = -high[negative] - (low[negative] > 0).long(), -low[negative] & _LOW
+    high[negative], low[negative] = (
+        -high[negative] - (low[negative] > 0).long(),
+        -low[negative] & _LOW,
+    )
     number = int(((high != 0) | (low != 0)).sum())
     if not number:
         return 0, 0

@@ -24,7 +24,9 @@ def make_folder(path: str | os.PathLike[str]) -> None:
         _core.create_folder(os.fspath(path))
     except (FileExistsError, NotADirectoryError) as error:
         folder = Path(path)
-        there = next((above for above in (folder, *folder.parents) if os.path.lexists(above)), folder)
+        there = next(
+            (above for above in (folder, *folder.parents) if os.path.lexists(above)), folder
+        )
         msg = f"a checkpoint is a folder, but {there} is {_what(there)}: pass another path, or move that away"
         if isinstance(error, FileExistsError):
             raise CheckpointExistsError(msg, path=there) from error

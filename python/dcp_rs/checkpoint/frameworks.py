@@ -104,7 +104,9 @@ def open(
     """
     weights_only = checks_pickles(weights_only)
     stores = StorageOptions.of(storage_options)
-    options = ReadOptions(io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes)
+    options = ReadOptions(
+        io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
+    )
     layout = Layout.of(dequantize, views)
     if framework not in ("pt", "np"):
         msg = f"framework={framework!r}: must be one of 'pt', 'np'"

@@ -13,12 +13,15 @@ from dcp_rs.errors import UnsupportedError
 
 __all__ = ["views_for"]
 
-#: Where experts are in a layer, in files and in the model, and what the gate, up and down projections are called in files
-#: (transformers' ``conversion_mapping.py``).
+#: Where experts are in a layer, in files and in the model, and what the gate, up and down
+#: projections are called in files (transformers' ``conversion_mapping.py``).
 _QWEN = ("mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
 _MIXTRAL = ("block_sparse_moe", "mlp", ("w1", "w3", "w2"))
 _TYPES = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe"), _QWEN),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe"),
+        _QWEN,
+    ),
     **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"), _QWEN),
     **dict.fromkeys(("mixtral", "minimax"), _MIXTRAL),
     "phimoe": ("mlp", "mlp", ("w1", "w3", "w2")),
@@ -39,7 +42,8 @@ def views_for(
     Args:
         config: a configuration of transformers, its dict, or a folder with a ``config.json``.
         fuse: ``False`` gives the views the other way, from fused names to those of single experts.
-        prefix: what all names of the model begin with in the checkpoint: ``"model."`` in a state dict of model and optimizer.
+        prefix: what all names of the model begin with in the checkpoint: ``"model."`` in a state
+            dict of model and optimizer.
 
     Returns:
         Views for ``views=``, none for a model that has no experts, or whose files have them fused.

@@ -46,17 +46,26 @@ _LOOKED_AT, _NAMED = 1_000, 6
 def suggestion(path: Path) -> str:
     """A sentence that helps, or nothing: it goes after the error that says that there is no checkpoint at ``path``."""
     if not path.exists():
-        return f"; it is a link to {path.readlink()}, which is not there" if path.is_symlink() else _of_nothing(path)
+        return (
+            f"; it is a link to {path.readlink()}, which is not there"
+            if path.is_symlink()
+            else _of_nothing(path)
+        )
     if path.is_file():
         inside = _is_checkpoint(path.parent)
         return f"; it is a file of the checkpoint {path.parent}: open that" if inside else ""
     inner = [child for child in _folders(path) if _is_checkpoint(child)]
     if inner:
-        names = [child.name for child in sorted(inner, key=lambda child: natural(child.name), reverse=True)]
+        names = [
+            child.name
+            for child in sorted(inner, key=lambda child: natural(child.name), reverse=True)
+        ]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         which = "it contains a checkpoint" if len(names) == 1 else "it contains checkpoints"
         return f"; {which}: {', '.join(map(repr, names[:_NAMED]))}{more}; open {path / names[0]}"
-    above = next((folder for folder in (path.parent, *path.parent.parents) if _is_checkpoint(folder)), None)
+    above = next(
+        (folder for folder in (path.parent, *path.parent.parents) if _is_checkpoint(folder)), None
+    )
     return "" if above is None else f"; it is a folder in the checkpoint {above}: open that"
 
 
@@ -98,7 +107,11 @@ def _is_checkpoint(folder: Path) -> bool:
 def _folders(path: Path) -> list[Path]:
     try:
         with os.scandir(path) as entries:
-            return [Path(entry.path) for entry, _ in zip(entries, range(_LOOKED_AT), strict=False) if entry.is_dir()]
+            return [
+                Path(entry.path)
+                for entry, _ in zip(entries, range(_LOOKED_AT), strict=False)
+                if entry.is_dir()
+            ]
     except OSError:
         return []
 
@@ -144,17 +157,21 @@ def open_index(
 
     With ``layout``, the index is that of logical tensors.
 
-    Warns where ``verify`` is asked for and nothing has a digest, and where a checkpoint of torch is in the same folder.
+    Warns where ``verify`` is asked for and nothing has a digest, and where a checkpoint of torch is
+    in the same folder.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path`` that is a checkpoint.
-        CorruptIndexError, UnsafePickleError, UnsupportedError, StorageError: see :mod:`dcp_rs.errors`.
+        CorruptIndexError, UnsafePickleError, UnsupportedError, StorageError: see
+            :mod:`dcp_rs.errors`.
     """
     where = location(path)
     is_remote = isinstance(where, Url)
     try:
         # What is secret gets no name here: tools show the variables of a traceback.
-        index = _core.Index.open(os.fspath(where), rank, allow_external, options_for(where, storage_options))
+        index = _core.Index.open(
+            os.fspath(where), rank, allow_external, options_for(where, storage_options)
+        )
     except (CheckpointNotFoundError, CorruptDataError, UnsupportedError) as error:
         if is_remote:
             raise
@@ -176,7 +193,9 @@ def open_index(
 
 def payload(index: _core.Index) -> int:
     """Bytes of all chunks."""
-    return sum(chunk.length for number in range(index.tensor_count) for chunk in index.chunks(number))
+    return sum(
+        chunk.length for number in range(index.tensor_count) for chunk in index.chunks(number)
+    )
 
 
 def _warn_of_two(folder: Path) -> None:

@@ -16,7 +16,13 @@ from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs._shown import Report, size, table
 from dcp_rs.checkpoint.names import hint
-from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointReplacedError,
+    DcpRsError,
+    EntryNotFoundError,
+    PlanError,
+    UnsupportedError,
+)
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
 from dcp_rs.tensors.nesting import unwrap
@@ -46,9 +52,7 @@ class ReadReport(Report):
     requests: int = 0
 
     def __str__(self) -> str:
-        return (
-            f"read {size(self.bytes_read)} of {self.path} for {size(self.bytes_wanted)}, in {self.requests:,} requests"
-        )
+        return f"read {size(self.bytes_read)} of {self.path} for {size(self.bytes_wanted)}, in {self.requests:,} requests"
 
 
 Slice = TypeVar("Slice")
@@ -87,8 +91,9 @@ class ChunkInfo:
 class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
     """A checkpoint that is open for reading, as :func:`dcp_rs.open` returns it.
 
-    It pickles to the way it was opened: a copy, in a worker of a ``DataLoader`` for one, opens it anew there. Where another save has replaced the checkpoint
-    meanwhile, that raises ``CheckpointReplacedError``.
+    It pickles to the way it was opened: a copy, in a worker of a ``DataLoader`` for one, opens it
+    anew there. Where another save has replaced the checkpoint meanwhile, that raises
+    ``CheckpointReplacedError``.
     """
 
     #: Opens it again, in whichever process; None where it was not :func:`dcp_rs.open` that did.
@@ -110,7 +115,9 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
     def report(self) -> ReadReport:
         """What was read of it so far."""
         counts = self._counts
-        return ReadReport(self.path, counts.wanted, counts.read, counts.direct, counts.mapped, counts.requests)
+        return ReadReport(
+            self.path, counts.wanted, counts.read, counts.direct, counts.mapped, counts.requests
+        )
 
     @property
     def source(self) -> str:
@@ -134,10 +141,14 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         entry = self._index.tensor(tensor)
         if not entry.is_bytes:
             return self._tensor(tensor, entry)
-        (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
+        (data,) = self._index.read_bytes(
+            [self._index.first_chunk(tensor)], **self._options.engine()
+        )
         self._counts.add(Counts(len(data), len(data)))
         value = self._value(fqn, data)
-        return unwrap(value) if self.source == "dcp-rs" else value  # who else has the mark has it as a value
+        return (
+            unwrap(value) if self.source == "dcp-rs" else value
+        )  # who else has the mark has it as a value
 
     @abstractmethod
     def _tensor(self, tensor: int, entry: _core.TensorEntry) -> Any:
@@ -157,7 +168,9 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         """What is indexed like a tensor."""
 
     @abstractmethod
-    def _read(self, tensor: int, name: str, dtype: Any, offsets: list[int], sizes: tuple[int, ...]) -> Any:
+    def _read(
+        self, tensor: int, name: str, dtype: Any, offsets: list[int], sizes: tuple[int, ...]
+    ) -> Any:
         """A region of a tensor, in new memory."""
 
     def get_slice(self, fqn: str) -> Slice:
@@ -203,7 +216,9 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             ```
         """
         tensor = self._find(fqn)
-        return self._info(self._index.tensor(tensor), sum(chunk.length for chunk in self._index.chunks(tensor)))
+        return self._info(
+            self._index.tensor(tensor), sum(chunk.length for chunk in self._index.chunks(tensor))
+        )
 
     @abstractmethod
     def _info(self, entry: _core.TensorEntry, nbytes: int) -> TensorInfo:
@@ -229,7 +244,9 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         """
         files = self._index.files()
         return [
-            ChunkInfo(chunk.offsets, chunk.sizes, files[chunk.file].name, chunk.offset, chunk.length)
+            ChunkInfo(
+                chunk.offsets, chunk.sizes, files[chunk.file].name, chunk.offset, chunk.length
+            )
             for chunk in self._index.chunks(self._find(fqn))
         ]
 
@@ -357,7 +374,10 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -386,7 +406,9 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             kind = "value" if entry.is_bytes else f"{entry.dtype} {list(entry.shape)}"
             return [entry.name, kind, size(nbytes), f"{entry.chunk_count:,}"]
 
-        return table(["name", "what", "size", "chunks"], map(row, range(len(self))), total=len(self))
+        return table(
+            ["name", "what", "size", "chunks"], map(row, range(len(self))), total=len(self)
+        )
 
     def _ipython_key_completions_(self) -> list[str]:
         return self._index.names()
@@ -404,7 +426,9 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             raise EntryNotFoundError(msg, path=self.path, tensor=fqn)
         return tensor
 
-    def _check_held(self, tensor: int, name: str, offsets: list[int], sizes: tuple[int, ...]) -> None:
+    def _check_held(
+        self, tensor: int, name: str, offsets: list[int], sizes: tuple[int, ...]
+    ) -> None:
         """Raises unless all of a region is there. Before there is memory for it: a shape may be of any size, what chunks hold is bounded by their files."""
         for _, at, lacking in self._index.check_regions([(tensor, offsets, sizes)], []):
             msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
@@ -431,7 +455,9 @@ def safetensors_metadata(paths: Iterable[Path]) -> dict[str, str]:
 def _reopen(open_again: Callable[[], OpenCheckpoint[Any]], identity: str) -> OpenCheckpoint[Any]:
     checkpoint = open_again()
     if checkpoint._identity() != identity:  # of this module
-        msg = f"the checkpoint at {checkpoint.path} was replaced by another save since it was opened"
+        msg = (
+            f"the checkpoint at {checkpoint.path} was replaced by another save since it was opened"
+        )
         raise CheckpointReplacedError(msg, path=checkpoint.path)
     return checkpoint
 
@@ -476,8 +502,14 @@ class StoredSlice(Generic[T]):
         checkpoint = self._checkpoint
         checkpoint._find(self._name)
         index = checkpoint._index
-        if self._chunks == 1 and checkpoint._is_in_place and index.is_in_place(index.first_chunk(self._tensor)):
-            part = checkpoint[self._name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        if (
+            self._chunks == 1
+            and checkpoint._is_in_place
+            and index.is_in_place(index.first_chunk(self._tensor))
+        ):
+            part = checkpoint[self._name][
+                tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            ]
         else:
             part = checkpoint._read(self._tensor, self._name, self.dtype, offsets, tuple(sizes))
         found: T = part[local]

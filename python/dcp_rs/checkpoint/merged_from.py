@@ -29,4 +29,6 @@ def merged_from(index: _core.Index) -> list[dict[str, Any]]:
         noted = None
     if not isinstance(noted, list):
         return []  # somebody else's entry of that name
-    return [one for one in noted if isinstance(one, dict) and {"path", "save_id", "weight"} <= set(one)]
+    return [
+        one for one in noted if isinstance(one, dict) and {"path", "save_id", "weight"} <= set(one)
+    ]

@@ -41,14 +41,18 @@ def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
     return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or r"(?!)")
 
 
-def selector(include: str | Iterable[str] | None, exclude: str | Iterable[str] | None) -> Callable[[str], bool] | None:
+def selector(
+    include: str | Iterable[str] | None, exclude: str | Iterable[str] | None
+) -> Callable[[str], bool] | None:
     """Whether a name matches a glob of ``include`` (None: every name does) and none of ``exclude``; None where all names pass."""
     wanted, unwanted = globs(include), globs(exclude)
     if wanted is None and unwanted is None:
         return None
 
     def passes(name: str) -> bool:
-        return (wanted is None or wanted.match(name) is not None) and (unwanted is None or unwanted.match(name) is None)
+        return (wanted is None or wanted.match(name) is not None) and (
+            unwanted is None or unwanted.match(name) is None
+        )
 
     return passes
 
@@ -71,9 +75,15 @@ def nearest(name: str, names: Collection[str]) -> str | None:
             return min(ends, key=lambda known: (len(known), known))
     compared = [known for known in names if abs(len(known) - len(name)) <= 1 + len(name) // 4]
     numbers = _NUMBER.findall(name)
-    of_same_numbers = [known for known in compared if _NUMBER.findall(known) == numbers] if numbers else []
+    of_same_numbers = (
+        [known for known in compared if _NUMBER.findall(known) == numbers] if numbers else []
+    )
     if len(compared) > _COMPARED:
-        compared = [known for known in compared if known.startswith(first + dot) or known.endswith(name[-4:])]
+        compared = [
+            known
+            for known in compared
+            if known.startswith(first + dot) or known.endswith(name[-4:])
+        ]
     import difflib  # a tenth of what the package takes to import, and only mistakes need it
 
     # People mistype letters. The number of a layer is copied, or counted.
@@ -100,10 +110,15 @@ def hint(name: str, names: Collection[str]) -> str:
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A key to sort by as a person counts: ``mod2`` before ``mod10``."""
     parts = re.split(r"(\d+)", name)
-    return [(1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part) for part in parts]
+    return [
+        (1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part)
+        for part in parts
+    ]
 
 
-def explain_missing(missing: Sequence[str], wanted: Collection[str], stored: Collection[str]) -> str:
+def explain_missing(
+    missing: Sequence[str], wanted: Collection[str], stored: Collection[str]
+) -> str:
     """The end of a message of a load: why names are missing, where a prefix is what differs, and what would mend it; else the nearest name.
 
     Args:
@@ -123,7 +138,11 @@ def explain_missing(missing: Sequence[str], wanted: Collection[str], stored: Col
     if number == len(wanted) or (new and not any(name.startswith(new) for name in wanted)):
         mend = f"{{{before!r}: {after!r}}}"
     else:  # names that are as they should be begin so, too
-        first = next(name for name in missing if name.startswith(old) and new + name.removeprefix(old) in stored)
+        first = next(
+            name
+            for name in missing
+            if name.startswith(old) and new + name.removeprefix(old) in stored
+        )
         mend = f"{{{new + first.removeprefix(old)!r}: {first!r}, ...}}"
     which = "" if number == len(missing) else f", which finds {number:,} of {len(missing):,} names"
     return f"; {said}: pass rename={mend}{which}"
@@ -139,13 +158,19 @@ def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[st
             if known != rest and not known.endswith(f".{rest}"):
                 continue
             new = known[: len(known) - len(rest)]
-            number = sum(1 for name in missing if name.startswith(old) and new + name[len(old) :] in stored)
+            number = sum(
+                1 for name in missing if name.startswith(old) and new + name[len(old) :] in stored
+            )
             if number > found[2] and new.count(".") <= _PREFIX_PARTS:
                 found = (old, new, number)
         if found[2] == len(missing):
             break
     # One name that ends as many others do is no prefix.
-    return found if found[2] > 1 or (found[2] == len(missing) == 1 and (not found[0] or not found[1])) else ("", "", 0)
+    return (
+        found
+        if found[2] > 1 or (found[2] == len(missing) == 1 and (not found[0] or not found[1]))
+        else ("", "", 0)
+    )
 
 
 #: A mapping of names, or of what names begin with up to a dot; or a function of a name.
@@ -180,7 +205,9 @@ class Renamed:
         stored: all names of the checkpoint.
     """
 
-    def __init__(self, rename: Mapping[str, str] | Callable[[str], str], stored: Iterable[str]) -> None:
+    def __init__(
+        self, rename: Mapping[str, str] | Callable[[str], str], stored: Iterable[str]
+    ) -> None:
         new_name = renamer(rename)
         self._stored: dict[str, str] = {}
         self._twice: dict[str, str] = {}
@@ -259,4 +286,8 @@ class LoadNames:
 
     def explain(self, missing: list[str], wanted: Collection[str], stored: Collection[str]) -> str:
         """Return why names may be missing, for the end of a message."""
-        return explain_missing(missing, wanted, stored) if self._renamed is None else self._renamed.explain(missing[0])
+        return (
+            explain_missing(missing, wanted, stored)
+            if self._renamed is None
+            else self._renamed.explain(missing[0])
+        )

@@ -39,13 +39,20 @@ def read_whole(
     for number in numbers:
         entry = index.tensor(number)
         wanted.append((number, entry.name, stored_dtype(entry.name, entry.dtype), entry.shape))
-    # Before there is memory for them: a shape may be of any size, what chunks hold is bounded by their files.
-    for place, at, lacking in index.check_regions([(n, [0] * len(shape), shape) for n, _, _, shape in wanted], []):
+    # Before there is memory for them: a shape may be of any size, what chunks hold is bounded by
+    # their files.
+    for place, at, lacking in index.check_regions(
+        [(n, [0] * len(shape), shape) for n, _, _, shape in wanted], []
+    ):
         name = wanted[place][1]
-        msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
+        msg = (
+            f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
+        )
         raise PlanError(msg, path=index.path, tensor=name)
     targets = [
-        Target(number, [0] * len(shape), torch.empty(shape, dtype=dtype, device=device), name, dtype)
+        Target(
+            number, [0] * len(shape), torch.empty(shape, dtype=dtype, device=device), name, dtype
+        )
         for number, name, dtype, shape in wanted
     ]
     fill(index, targets, options, counts)
@@ -129,13 +136,19 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
             flat = {name: self[name] for name in self}
         else:  # one load for all, and not one for each
             self._check_open()
-            numbers = [number for number in range(self._index.tensor_count) if not self._index.tensor(number).is_bytes]
+            numbers = [
+                number
+                for number in range(self._index.tensor_count)
+                if not self._index.tensor(number).is_bytes
+            ]
             tensors = read_whole(self._index, numbers, self._device, self._options, self._counts)
             flat = {name: tensors[name] if name in tensors else self[name] for name in self}
         index = self._index
         root, containers, positions = index.planner_root(), containers_of(index), index.positions()
         rest = root if isinstance(root, dict) else {}
-        paths = [index.planner_path(i) or _path_in(rest, name) or (name,) for i, name in enumerate(flat)]
+        paths = [
+            index.planner_path(i) or _path_in(rest, name) or (name,) for i, name in enumerate(flat)
+        ]
         nested = nest(zip(positions, paths, flat.values(), strict=True), containers or ())
         if containers is None:
             number_parameters(nested)
@@ -167,13 +180,17 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         device = self._device if device is None else torch.device(device)
         if torch.device(device).type == "meta":
             raise ValueError("on meta there is nothing to stream: state_dict() gives the skeleton")
-        return stream(self._index, torch.device(device), self._options, self.__getitem__, counts=self._counts)
+        return stream(
+            self._index, torch.device(device), self._options, self.__getitem__, counts=self._counts
+        )
 
     def __repr__(self) -> str:
         return f"Checkpoint({self._facts()}, device={str(self._device)!r})"
 
     def _map(self, chunk: _core.ChunkEntry) -> torch.Tensor:
-        return torch.frombuffer(self._mapped(chunk.file), dtype=torch.uint8, count=chunk.length, offset=chunk.offset)
+        return torch.frombuffer(
+            self._mapped(chunk.file), dtype=torch.uint8, count=chunk.length, offset=chunk.offset
+        )
 
     def _view(self, tensor: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor over the mapping of the one file that holds it."""
@@ -181,7 +198,9 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         if chunk.sizes != tuple(shape) or chunk.length == 0 or not self._index.is_in_place(number):
             return self._read(tensor, self._index.name(tensor), dtype, [0] * len(shape), shape)
         if self._options.verify is True:
-            if self._index.is_view:  # others may be parts of the same blocks: those that this one touches are checked
+            if (
+                self._index.is_view
+            ):  # others may be parts of the same blocks: those that this one touches are checked
                 return self._read(tensor, self._index.name(tensor), dtype, [0] * len(shape), shape)
             self._index.verify_chunks([number], **self._options.engine())
         flat = self._map(chunk)
@@ -200,7 +219,9 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
             return torch.empty(sizes, dtype=dtype, device="meta")
         self._check_held(tensor, name, offsets, sizes)
         result = torch.empty(sizes, dtype=dtype, device=self._device)
-        fill(self._index, [Target(tensor, offsets, result, name, dtype)], self._options, self._counts)
+        fill(
+            self._index, [Target(tensor, offsets, result, name, dtype)], self._options, self._counts
+        )
         return result
 
 
@@ -227,4 +248,8 @@ def containers_of(index: _core.Index) -> list[Container] | None:
 
 def _path_in(root: Mapping[str, Any], name: str) -> TreePath | None:
     path = root.get(name)
-    return path if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path) else None
+    return (
+        path
+        if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
+        else None
+    )

@@ -118,7 +118,13 @@ def open_source(
     layout: Layout | None = None,
 ) -> Source:
     """Opens a checkpoint of any kind, by its path or its URL. With ``layout``, its items are logical tensors."""
-    index = open_index(path, rank=None, allow_external=allow_external, storage_options=storage_options, layout=layout)
+    index = open_index(
+        path,
+        rank=None,
+        allow_external=allow_external,
+        storage_options=storage_options,
+        layout=layout,
+    )
     return IndexSource(index, options)
 
 
@@ -139,14 +145,25 @@ class IndexSource:
         entry, stored = self.index.tensor(number), self.index.chunks(number)
         name, path = entry.name, self.index.planner_path(number)
         if entry.is_bytes:
-            # Of a file of torch.save a value is a part of the pickle: how long it is by itself is known once it was written.
+            # Of a file of torch.save a value is a part of the pickle: how long it is by itself is
+            # known once it was written.
             nbytes = len(self._bytes(number)) if self.kind == "torch" else stored[0].length
             chunk = Chunk((), (), stored[0].file)
             return Item(name, number, None, (), (chunk,), nbytes, 0, path, self._positions[number])
         dtype = stored_dtype(name, entry.dtype)
         nbytes = dtype.itemsize * math.prod(entry.shape)
         chunks = tuple(Chunk(chunk.offsets, chunk.sizes, chunk.file) for chunk in stored)
-        return Item(name, number, dtype, entry.shape, chunks, nbytes, entry.flags, path, self._positions[number])
+        return Item(
+            name,
+            number,
+            dtype,
+            entry.shape,
+            chunks,
+            nbytes,
+            entry.flags,
+            path,
+            self._positions[number],
+        )
 
     def check(self, items: Sequence[Item]) -> None:
         """Raises unless the files are there and as long as they should be, and the chunks of every tensor hold all of it."""
@@ -181,7 +198,9 @@ class IndexSource:
             source, fills = request.item.number, regions
             if request.chunk is not None:
                 source, fills = self.index.first_chunk(request.item.number) + request.chunk, chunks
-            fills.append(_core.Fill(source, request.offsets, into.shape, into.data_ptr(), into.stride()))
+            fills.append(
+                _core.Fill(source, request.offsets, into.shape, into.data_ptr(), into.stride())
+            )
         if chunks:
             self.index.read_chunks(chunks, **self._options.engine())
         if regions:
@@ -202,7 +221,8 @@ class IndexSource:
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Tensors that are the same bytes of a file. The first name in the order of the state dict stays, which is that of the modules, but none of a head.
 
-        It is the name that ``transformers`` keeps: the weights of an output layer are those of an embedding there, not the other way round.
+        It is the name that ``transformers`` keeps: the weights of an output layer are those of an
+        embedding there, not the other way round.
         """
         first: dict[Hashable, str] = {}
         tied: dict[str, str] = {}
@@ -210,7 +230,8 @@ class IndexSource:
             if item.dtype is None or item.nbytes == 0 or len(item.chunks) != 1:
                 continue
             if self.index.coded_from(item.number) is not None:
-                # What is decoded has no place of its own: parts of one tensor say that they are where it begins.
+                # What is decoded has no place of its own: parts of one tensor say that they are
+                # where it begins.
                 continue
             kept = first.setdefault(self._place(item), item.name)
             if kept != item.name:
@@ -229,10 +250,13 @@ class IndexSource:
         )
 
 
-#: What ``transformers`` calls output layers that are tied to an embedding, where a state dict is not in the order of its modules.
+#: What ``transformers`` calls output layers that are tied to an embedding, where a state dict is
+#: not in the order of its modules.
 _HEAD = re.compile(r"(?:^|\.)lm_head(?:\.|$)")
 
 
 def _precedence(item: Item) -> tuple[bool, int]:
     """Which of several names of one tensor stays: the first in the order of the state dict, and no head."""
-    return _HEAD.search(item.name) is not None, item.number if item.position is None else item.position
+    return _HEAD.search(
+        item.name
+    ) is not None, item.number if item.position is None else item.position

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorStats", "stats"]
 
-_INTEGERS = frozenset(["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))])
+_INTEGERS = frozenset(
+    ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
+)
 #: Bytes that are read at once, while those before are counted.
 _SLAB_BYTES = 32 << 20
-#: Bytes that are counted at once, in several passes: as float64 they stay in the cache. A multiple of every element's size.
+#: Bytes that are counted at once, in several passes: as float64 they stay in the cache. A multiple
+#: of every element's size.
 _COUNTED_BYTES = 256 << 10
 #: The values of the 4-bit floats of ``float4_e2m1fn_x2``, two of which are in a byte.
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -46,7 +49,8 @@ class TensorStats:
         dtype: by the format's name.
         shape: of the whole tensor.
         min, max: of the finite elements; None where there are none.
-        mean, std: of the finite elements, counted in float64; the standard deviation is that of the population.
+        mean, std: of the finite elements, counted in float64; the standard deviation is that of the
+            population.
         nan, inf, zeros: how many elements are that.
         elements: how many there are.
     """
@@ -102,7 +106,9 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
 
     stored = piece.view(getattr(torch, _COUNTED_AS.get(dtype, dtype)))
     if dtype == "float4_e2m1fn_x2":
-        values = torch.tensor([*_FLOAT4, *(-value for value in _FLOAT4)], dtype=torch.float64, device="cpu")
+        values = torch.tensor(
+            [*_FLOAT4, *(-value for value in _FLOAT4)], dtype=torch.float64, device="cpu"
+        )
         numbers = values[torch.cat([stored & 15, stored >> 4]).long()]
     else:
         numbers = stored.double()
@@ -117,7 +123,8 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
         return sums
     least, greatest = (float(extreme) for extreme in numbers.aminmax())
     sums.finite, sums.least, sums.greatest = count, least, greatest
-    # The sum of large elements, or of their squares, would overflow: they are counted in units of the largest.
+    # The sum of large elements, or of their squares, would overflow: they are counted in units of
+    # the largest.
     largest = max(-least, greatest)
     unit = largest if largest > 1e100 else 1.0
     deviation, mean = torch.std_mean(numbers / unit if unit != 1.0 else numbers, correction=0)
@@ -145,7 +152,8 @@ def stats(
         progress: called with the bytes counted so far, and all of them.
 
     Raises:
-        CorruptDataError, PlanError: a data file is not as the index says, or no file holds some of the elements.
+        CorruptDataError, PlanError: a data file is not as the index says, or no file holds some of
+            the elements.
     """
     import torch
 
@@ -154,7 +162,9 @@ def stats(
     options = ReadOptions(threads=threads, max_inflight_bytes=_SLAB_BYTES).engine()
     known = [index.tensor(tensor) for tensor in tensors]
     sizes = [(math.prod(entry.shape), ITEMSIZES[entry.dtype or ""]) for entry in known]
-    slabs = [torch.empty(_SLAB_BYTES + ALIGNMENT, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    slabs = [
+        torch.empty(_SLAB_BYTES + ALIGNMENT, dtype=torch.uint8, device="cpu") for _ in range(2)
+    ]
 
     def memory_of(part: Cut, slab: torch.Tensor) -> torch.Tensor:
         return slab[part.at : part.at + part.count * sizes[part.number][1]]
@@ -176,7 +186,9 @@ def stats(
         for part in cuts:
             memory = memory_of(part, slab)
             for at in range(0, memory.numel(), _COUNTED_BYTES):
-                found[part.number].add(_sums(memory[at : at + _COUNTED_BYTES], known[part.number].dtype or ""))
+                found[part.number].add(
+                    _sums(memory[at : at + _COUNTED_BYTES], known[part.number].dtype or "")
+                )
             done += memory.numel()
         if progress is not None:
             progress(done, total)

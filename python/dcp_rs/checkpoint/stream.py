@@ -51,10 +51,15 @@ def stream(
 ) -> Iterator[tuple[str, Any]]:
     """(name, tensor or value) of everything, or of the entries with these ``numbers``, in the order of the files; ``value`` gives the values.
 
-    On a device, a tensor is safe to use on the stream that is current when the iterator is asked for it, be it another each time.
+    On a device, a tensor is safe to use on the stream that is current when the iterator is asked
+    for it, be it another each time.
     """
     counts = Counts() if counts is None else counts
-    entries = [_entry(index, number) for number in index.file_order() if numbers is None or number in numbers]
+    entries = [
+        _entry(index, number)
+        for number in index.file_order()
+        if numbers is None or number in numbers
+    ]
     stored = [entry for entry in entries if not entry.is_bytes]
     if not is_accelerator(device):
         tensors = _read_ahead(index, stored, options, counts)
@@ -72,10 +77,13 @@ def _entry(index: _core.Index, number: int) -> _Entry:
     if entry.is_bytes:
         return _Entry(number, entry.name, True, torch.uint8, entry.shape, 0)
     dtype = stored_dtype(entry.name, entry.dtype)
-    return _Entry(number, entry.name, False, dtype, entry.shape, dtype.itemsize * math.prod(entry.shape))
+    return _Entry(
+        number, entry.name, False, dtype, entry.shape, dtype.itemsize * math.prod(entry.shape)
+    )
 
 
-# --- without slabs: a group of tensors at a time ---------------------------------------------------------
+# --- without slabs: a group of tensors at a time
+# ---------------------------------------------------------
 
 
 def _read_ahead(
@@ -116,7 +124,8 @@ def _emptied(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield tensors.pop()
 
 
-# --- devices: slabs are filled ahead, and a tensor's memory is made when its first bytes are there ------
+# --- devices: slabs are filled ahead, and a tensor's memory is made when its first bytes are there
+# ------
 
 
 class _Made(Sequence[Target]):
@@ -146,7 +155,11 @@ class _Made(Sequence[Target]):
 
 
 def _through_slabs(
-    index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions, counts: Counts
+    index: _core.Index,
+    entries: Sequence[_Entry],
+    device: torch.device,
+    options: ReadOptions,
+    counts: Counts,
 ) -> Generator[torch.Tensor, None, None]:
     stream = copy_stream_for(device)
     targets = _Made(stream, entries)
@@ -157,7 +170,9 @@ def _through_slabs(
     left = [entry.nbytes for entry in entries]
     with ExitStack() as stack:
         stack.callback(stream.order_before_caller)
-        load = stack.enter_context(SlabLoad(batch, batch.wants(0), sort=False, accelerator=True, options=options))
+        load = stack.enter_context(
+            SlabLoad(batch, batch.wants(0), sort=False, accelerator=True, options=options)
+        )
         first = 0
         for _, copies, slab in load:
             known = len(targets.made)

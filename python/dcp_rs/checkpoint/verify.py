@@ -49,7 +49,9 @@ class WantedSave:
         Raises:
             ValueError: a number below 0, or an id that is no UUID.
         """
-        if generation is not None and (isinstance(generation, bool) or not 0 <= generation < 1 << 64):
+        if generation is not None and (
+            isinstance(generation, bool) or not 0 <= generation < 1 << 64
+        ):
             msg = f"generation={generation!r}: a number from 0 on, as in the names of data files"
             raise ValueError(msg)
         return cls(generation, None if save_id is None else uuid_of(save_id).bytes)
@@ -105,7 +107,11 @@ def index_on_store(
             total = 0 if watch is None else payload(found)
             tell = None if watch is None else lambda done: watch(done, total)
             data = found.copy(
-                prefix=None, digests=digests, save_id=uuid.uuid4().bytes, threads=threads or 0, progress=tell
+                prefix=None,
+                digests=digests,
+                save_id=uuid.uuid4().bytes,
+                threads=threads or 0,
+                progress=tell,
             )
     store.replace_index(os.fspath(folder), data)
     return folder / INDEX_NAME
@@ -116,8 +122,10 @@ class Problem:
     """Something in a checkpoint that is not as its index says.
 
     Attributes:
-        file: path of the data file; of an index, or a stock ``.metadata``, where that is why nothing opens.
-        tensor: FQN, of a tensor or value; empty where it is the file's header, another part that belongs to none, or the whole file.
+        file: path of the data file; of an index, or a stock ``.metadata``, where that is why
+            nothing opens.
+        tensor: FQN, of a tensor or value; empty where it is the file's header, another part that
+            belongs to none, or the whole file.
         block: number of the damaged block (1 MiB) in its chunk.
         offset: where in the file the block, or what is wrong, begins, in bytes.
         expected, got: digests, or what else differs.
@@ -131,7 +139,11 @@ class Problem:
     got: str
 
     def __str__(self) -> str:
-        where = f"tensor {self.tensor!r}, block {self.block} (byte {self.offset}): " if self.tensor else ""
+        where = (
+            f"tensor {self.tensor!r}, block {self.block} (byte {self.offset}): "
+            if self.tensor
+            else ""
+        )
         return f"{self.file}: {where}expected {self.expected}, got {self.got}"
 
 
@@ -225,14 +237,20 @@ def verify(
         total = 0 if watch is None else payload(opened)
         tell = None if watch is None else lambda done: watch(done, total)
         found, hashed, without = opened.verify(threads=threads or 0, progress=tell)
-    problems = [Problem(str(at.path), at.tensor, at.block, at.offset, at.expected, at.got) for at in found]
+    problems = [
+        Problem(str(at.path), at.tensor, at.block, at.offset, at.expected, at.got) for at in found
+    ]
     beside, lost, seconds = seen_beside(path), _lost(opened, found), time.perf_counter() - begin
     return VerifyReport(problems, hashed, without, beside, lost, opened.tensor_count, seconds)
 
 
-def _why_unopened(path: str | os.PathLike[str], error: CorruptDataError | CorruptIndexError) -> Problem:
+def _why_unopened(
+    path: str | os.PathLike[str], error: CorruptDataError | CorruptIndexError
+) -> Problem:
     file = os.fspath(path) if error.path is None else error.path
-    return Problem(file, error.tensor or "", 0, error.offset or 0, "a checkpoint that opens", str(error))
+    return Problem(
+        file, error.tensor or "", 0, error.offset or 0, "a checkpoint that opens", str(error)
+    )
 
 
 def _lost(index: _core.Index, problems: Sequence[_core.Damage]) -> list[str]:
@@ -245,7 +263,8 @@ def _lost(index: _core.Index, problems: Sequence[_core.Damage]) -> list[str]:
     return [
         name
         for number, name in enumerate(index.names())
-        if name in damaged or any(chunk.file in files for chunk in (index.chunks(number) if files else ()))
+        if name in damaged
+        or any(chunk.file in files for chunk in (index.chunks(number) if files else ()))
     ]
 
 
@@ -341,7 +360,11 @@ def index(
         with watching(progress, "indexing") as watch:
             tell = None if watch is None else lambda done: watch(done, None)
             data = _core.recover(
-                os.fspath(source), generation=wanted.generation, save_id=wanted.save_id, threads=count, progress=tell
+                os.fspath(source),
+                generation=wanted.generation,
+                save_id=wanted.save_id,
+                threads=count,
+                progress=tell,
             )
         found = _core.Index.from_bytes(data, os.fspath(folder / INDEX_NAME), False)
     else:
@@ -359,7 +382,9 @@ def index(
     with watching(progress, "indexing") as watch:
         total = 0 if watch is None else payload(found)
         tell = None if watch is None else lambda done: watch(done, total)
-        data = found.copy(prefix=prefix, digests=digests, save_id=own.bytes, threads=count, progress=tell)
+        data = found.copy(
+            prefix=prefix, digests=digests, save_id=own.bytes, threads=count, progress=tell
+        )
     make_folder(target)
     _core.replace_index(os.fspath(target), data, before, True)
     return target / INDEX_NAME
@@ -368,5 +393,7 @@ def index(
 def _is_lost(source: Path) -> bool:
     """Whether the folder holds native data files, to be indexed anew."""
     if not source.exists():
-        raise CheckpointNotFoundError(f"no checkpoint at {source}: there is no such path", path=source)
+        raise CheckpointNotFoundError(
+            f"no checkpoint at {source}: there is no such path", path=source
+        )
     return source.is_dir() and _core.has_native_data(os.fspath(source))

@@ -22,7 +22,8 @@ __all__ = ["Concat", "Layout", "LayoutView", "Split", "Stack", "Transpose", "Uns
 _FIELD = re.compile(r"\{(\w+)\}")
 _TARGETS = ("bfloat16", "float16", "float32")
 
-#: A rectangle of a tensor (its number, offsets, sizes), for each dimension of the view that of the tensor or None, and where it goes.
+#: A rectangle of a tensor (its number, offsets, sizes), for each dimension of the view that of the
+#: tensor or None, and where it goes.
 Rectangle: TypeAlias = tuple[int, list[int], list[int], list[int | None], list[int]]
 #: Name, shape, and what it is made of.
 Tensor: TypeAlias = tuple[str, list[int], list[Rectangle]]
@@ -88,24 +89,33 @@ class _Names:
         self.used.update(number for _, _, number, _ in found)
         return found
 
-    def groups(self, patterns: Sequence[str], into: str) -> dict[str, list[tuple[str, int, tuple[int, ...]]]]:
+    def groups(
+        self, patterns: Sequence[str], into: str
+    ) -> dict[str, list[tuple[str, int, tuple[int, ...]]]]:
         """Return for each name of ``into`` the (name, number, shape) of what is joined there, in order."""
         groups: dict[str, dict[tuple[int, int], tuple[str, int, tuple[int, ...]]]] = {}
         for place, pattern in enumerate(patterns):
             joined = [field for field in _fields(pattern) if field not in _fields(into)]
             unknown = [field for field in _fields(into) if field not in _fields(pattern)]
             if unknown or len(set(joined)) > 1:
-                what = f"{unknown} are in no name" if unknown else f"{joined} are more than one field to join over"
+                what = (
+                    f"{unknown} are in no name"
+                    if unknown
+                    else f"{joined} are more than one field to join over"
+                )
                 raise self.fail(f"{pattern!r} does not go into {into!r}: {what}")
             for fields, tensor, number, shape in self.match(pattern):
                 at = fields[joined[0]] if joined else "0"
                 if not at.isdecimal():
                     raise self.fail(
-                        f"tensor {tensor!r}: {at!r} is no number, and {{{joined[0]}}} is joined over", tensor
+                        f"tensor {tensor!r}: {at!r} is no number, and {{{joined[0]}}} is joined over",
+                        tensor,
                     )
                 group = groups.setdefault(_filled(into, fields), {})
                 if (place, int(at)) in group:
-                    raise self.fail(f"tensor {tensor!r} and another one have the same number", tensor)
+                    raise self.fail(
+                        f"tensor {tensor!r} and another one have the same number", tensor
+                    )
                 group[place, int(at)] = tensor, number, shape
         for name, group in groups.items():
             numbers = sorted(group)
@@ -114,7 +124,8 @@ class _Names:
                 if own != list(range(len(own))) or not own:
                     gap = next(n for n in range(len(own) + 1) if n not in own)
                     raise self.fail(
-                        f"{name!r} lacks a part: {patterns[place]!r} has numbers {own[:8]}, and no {gap}", name
+                        f"{name!r} lacks a part: {patterns[place]!r} has numbers {own[:8]}, and no {gap}",
+                        name,
                     )
         return {name: [group[at] for at in sorted(group)] for name, group in groups.items()}
 
@@ -139,7 +150,8 @@ class Stack(LayoutView):
 
     Attributes:
         pattern: names of stored tensors. ``{field}`` matches one component of a name.
-        into: the name of what they become. The field that it lacks is the one joined over, in numeric order from 0.
+        into: the name of what they become. The field that it lacks is the one joined over, in
+            numeric order from 0.
         dim: where the new dimension goes.
 
     Example:
@@ -164,12 +176,16 @@ class Stack(LayoutView):
             for part, _, other in parts:
                 if other != shape:
                     raise found.fail(
-                        f"{parts[0][0]!r} is {list(shape)} and {part!r} is {list(other)}: they cannot be stacked", name
+                        f"{parts[0][0]!r} is {list(shape)} and {part!r} is {list(other)}: they cannot be stacked",
+                        name,
                     )
             yield (
                 name,
                 [*shape[:dim], len(parts), *shape[dim:]],
-                [(number, zero, list(shape), dims, _moved(dims, dim, i)) for i, (_, number, _) in enumerate(parts)],  # type: ignore[arg-type]
+                [
+                    (number, zero, list(shape), dims, _moved(dims, dim, i))
+                    for i, (_, number, _) in enumerate(parts)
+                ],  # type: ignore[arg-type]
             )
 
 
@@ -178,7 +194,8 @@ class Concat(LayoutView):
     """Join tensors along a dimension that they have, as ``torch.cat`` does.
 
     Attributes:
-        names: one pattern, joined over the field that ``into`` lacks, in numeric order from 0; or several, joined in their order.
+        names: one pattern, joined over the field that ``into`` lacks, in numeric order from 0; or
+            several, joined in their order.
         into: the name of what they become.
         dim: the dimension.
 
@@ -207,7 +224,15 @@ class Concat(LayoutView):
                         f"{parts[0][0]!r} is {list(first)} and {part!r} is {list(shape)}: they differ beside dim {dim}",
                         name,
                     )
-                made.append((number, [0] * len(shape), list(shape), [*range(len(shape))], _moved(shape, dim, at)))
+                made.append(
+                    (
+                        number,
+                        [0] * len(shape),
+                        list(shape),
+                        [*range(len(shape))],
+                        _moved(shape, dim, at),
+                    )
+                )
                 at += shape[dim]
             yield name, _sized(first, dim, at), made
 
@@ -218,7 +243,8 @@ class Unstack(LayoutView):
 
     Attributes:
         pattern: names of stored tensors.
-        into: names of what they become. The field that ``pattern`` lacks is the number along the dimension.
+        into: names of what they become. The field that ``pattern`` lacks is the number along the
+            dimension.
         dim: the dimension, which is gone then.
 
     Example:
@@ -276,15 +302,19 @@ class Split(LayoutView):
             raise found.fail(f"Split of {self.pattern!r}: into={self.into!r} is no list of names")
         for fields, name, number, shape in found.match(self.pattern):
             dim, at = found.dim(self.dim, len(shape), name), 0
-            sizes = [shape[dim] // len(self.into)] * len(self.into) if self.sizes is None else list(self.sizes)
+            sizes = (
+                [shape[dim] // len(self.into)] * len(self.into)
+                if self.sizes is None
+                else list(self.sizes)
+            )
             if len(sizes) != len(self.into) or sum(sizes) != shape[dim] or min(sizes) < 0:
-                msg = (
-                    f"tensor {name!r} is {list(shape)}: {sizes} are no sizes of {len(self.into)} parts along dim {dim}"
-                )
+                msg = f"tensor {name!r} is {list(shape)}: {sizes} are no sizes of {len(self.into)} parts along dim {dim}"
                 raise found.fail(msg, name)
             for into, size in zip(self.into, sizes, strict=True):
                 if unknown := [field for field in _fields(into) if field not in fields]:
-                    raise found.fail(f"{self.pattern!r} does not go into {into!r}: {unknown} are in no name")
+                    raise found.fail(
+                        f"{self.pattern!r} does not go into {into!r}: {unknown} are in no name"
+                    )
                 part = (
                     number,
                     _moved(shape, dim, at),
@@ -320,10 +350,15 @@ class Transpose(LayoutView):
             dims: list[int | None] = [found.dim(dim, len(shape), name) for dim in self.dims]
             if sorted(d for d in dims if d is not None) != [*range(len(shape))]:
                 raise found.fail(
-                    f"tensor {name!r} is {list(shape)}: {tuple(self.dims)} is no permutation of its dimensions", name
+                    f"tensor {name!r} is {list(shape)}: {tuple(self.dims)} is no permutation of its dimensions",
+                    name,
                 )
             zero = [0] * len(shape)
-            yield name, [shape[d] for d in dims if d is not None], [(number, zero, list(shape), dims, zero)]
+            yield (
+                name,
+                [shape[d] for d in dims if d is not None],
+                [(number, zero, list(shape), dims, zero)],
+            )
 
 
 @dataclass(frozen=True)
@@ -331,7 +366,8 @@ class Layout:
     """How the stored tensors of a checkpoint are seen.
 
     Attributes:
-        dequantize: the name of the dtype that quantized weights become; None: they stay as they are.
+        dequantize: the name of the dtype that quantized weights become; None: they stay as they
+            are.
         views: are applied after that, one after another.
     """
 
@@ -339,7 +375,11 @@ class Layout:
     views: tuple[LayoutView, ...] = ()
 
     @classmethod
-    def of(cls, dequantize: bool | torch.dtype | str | None, views: LayoutView | Iterable[LayoutView] | None) -> Layout:
+    def of(
+        cls,
+        dequantize: bool | torch.dtype | str | None,
+        views: LayoutView | Iterable[LayoutView] | None,
+    ) -> Layout:
         """Return the layout for the arguments that users give.
 
         Raises:
@@ -367,7 +407,8 @@ class Layout:
         """Return the index of what is seen; the same one where nothing is to be done.
 
         Raises:
-            QuantizationError: a format that is not known, or a part of a weight that is missing or does not fit.
+            QuantizationError: a format that is not known, or a part of a weight that is missing or
+                does not fit.
             PlanError: a view does not fit the tensors, or makes a second tensor of one name.
         """
         if self.dequantize is not None:
@@ -392,7 +433,9 @@ def views_in(path: str | os.PathLike[str]) -> tuple[LayoutView, ...]:
     kinds = {kind.__name__.lower(): kind for kind in (Stack, Concat, Unstack, Split, Transpose)}
 
     def view(item: Any) -> LayoutView:
-        kind = next((kind for kind in kinds if kind in item), None) if isinstance(item, dict) else None
+        kind = (
+            next((kind for kind in kinds if kind in item), None) if isinstance(item, dict) else None
+        )
         if kind is None:
             msg = f"{path}: {item!r} is none of {', '.join(kinds)}"
             raise PlanError(msg, path=path)

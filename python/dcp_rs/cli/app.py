@@ -21,10 +21,14 @@ class _Program(click.Group):
 
 
 @click.group(
-    name="dcp-rs", cls=_Program, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+    name="dcp-rs",
+    cls=_Program,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(__version__, message="dcp-rs %(version)s", help="Print the version.")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the whole traceback of an error.")
+@click.option(
+    "--debug", is_flag=True, expose_value=False, help="Show the whole traceback of an error."
+)
 def app() -> None:
     """Inspect, verify, compare and convert PyTorch checkpoints: dcp-rs, stock DCP, safetensors, torch.save.
 

@@ -50,7 +50,9 @@ def bench(
 
     wanted = globs(list(include) or None)
     with dcp_rs.open(path, allow_external=allow_external) as checkpoint:
-        infos = [checkpoint.info(name) for name in checkpoint if wanted is None or wanted.match(name)]
+        infos = [
+            checkpoint.info(name) for name in checkpoint if wanted is None or wanted.match(name)
+        ]
         kind = checkpoint.source
     if kind == "torch":
         msg = f"{path} is a file of torch.save: there is one reader for it"
@@ -60,14 +62,19 @@ def bench(
     files = index.file_paths()
     tensors = {info.name: (info.shape, info.dtype) for info in infos if info.dtype is not None}
     if not tensors:
-        msg = f"there is no tensor to read in {path}" + (f" that matches {' '.join(include)}" if include else "")
+        msg = f"there is no tensor to read in {path}" + (
+            f" that matches {' '.join(include)}" if include else ""
+        )
         raise PlanError(msg)
     total = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors.values())
     free = _free_memory()
     if free is not None and total > free * 0.8:
         msg = f"{size(total)} of tensors do not fit in {size(free)} of free memory: choose some with --include"
         raise UnsupportedError(msg)
-    destination = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in tensors.items()}
+    destination = {
+        name: torch.empty(shape, dtype=dtype, device="cpu")
+        for name, (shape, dtype) in tensors.items()
+    }
     rows = []
     readers = _readers(path, kind, files, threads=threads, allow_external=allow_external)
     with watching(True, "reading", total=total * rounds * len(readers)) as progress, _quiet():
@@ -79,7 +86,16 @@ def bench(
         msg = f"no reader can read {path}: {rows[0].problem}"
         raise UnsupportedError(msg, path=path)
     checksums = {row.checksum for row in rows if row.checksum is not None}
-    _print(path, rows, total, len(tensors), same=len(checksums) <= 1, rounds=rounds, cold=cold, as_json=as_json)
+    _print(
+        path,
+        rows,
+        total,
+        len(tensors),
+        same=len(checksums) <= 1,
+        rounds=rounds,
+        cold=cold,
+        as_json=as_json,
+    )
     return 0 if len(checksums) <= 1 else 1
 
 
@@ -94,7 +110,9 @@ def _free_memory() -> int | None:
 Read = Callable[[dict[str, Any]], None]
 
 
-def _readers(path: Path, kind: str, files: Sequence[Path], **options: Any) -> list[tuple[str, Read]]:
+def _readers(
+    path: Path, kind: str, files: Sequence[Path], **options: Any
+) -> list[tuple[str, Read]]:
     import torch.distributed.checkpoint as dcp
 
     import dcp_rs
@@ -108,7 +126,12 @@ def _readers(path: Path, kind: str, files: Sequence[Path], **options: Any) -> li
 
     readers: list[tuple[str, Read]] = [("dcp_rs.load", rust), ("dcp.load, RsReader", one_argument)]
     if kind == "dcp":
-        readers.append(("dcp.load, FileSystemReader", lambda state: _stock(dcp, "FileSystemReader", path, state)))
+        readers.append(
+            (
+                "dcp.load, FileSystemReader",
+                lambda state: _stock(dcp, "FileSystemReader", path, state),
+            )
+        )
     elif path.is_dir() and hasattr(dcp, "HuggingFaceStorageReader"):
         name = "HuggingFaceStorageReader"
         readers.append((f"dcp.load, {name}", lambda state: _stock(dcp, name, path, state)))
@@ -137,7 +160,13 @@ def _safetensors(files: Sequence[Path], state: dict[str, Any]) -> None:
 
 
 def _measure(
-    name: str, read: Read, destination: dict[str, Any], files: Sequence[Path], *, rounds: int, cold: bool
+    name: str,
+    read: Read,
+    destination: dict[str, Any],
+    files: Sequence[Path],
+    *,
+    rounds: int,
+    cold: bool,
 ) -> Row:
     row = Row(name)
     for _ in range(rounds):
@@ -148,7 +177,15 @@ def _measure(
         begin = time.perf_counter()
         try:
             read(dict(destination))
-        except (DcpRsError, OSError, ValueError, RuntimeError, KeyError, TypeError, AssertionError) as error:
+        except (
+            DcpRsError,
+            OSError,
+            ValueError,
+            RuntimeError,
+            KeyError,
+            TypeError,
+            AssertionError,
+        ) as error:
             row.problem = str(error).strip().split("\n")[0] or type(error).__name__
             return row
         except BaseException as error:
@@ -195,7 +232,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _print(
-    path: Path, rows: list[Row], total: int, tensors: int, *, same: bool, rounds: int, cold: bool, as_json: bool
+    path: Path,
+    rows: list[Row],
+    total: int,
+    tensors: int,
+    *,
+    same: bool,
+    rounds: int,
+    cold: bool,
+    as_json: bool,
 ) -> None:
     if as_json:
         print_json(
@@ -207,7 +252,12 @@ def _print(
                 "rounds": rounds,
                 "same_bits": same,
                 "readers": [
-                    {"reader": row.reader, "seconds": row.seconds, "checksum": row.checksum, "problem": row.problem}
+                    {
+                        "reader": row.reader,
+                        "seconds": row.seconds,
+                        "checksum": row.checksum,
+                        "problem": row.problem,
+                    }
                     for row in rows
                 ],
             }

@@ -32,7 +32,11 @@ def clean(path: Path, *, yes: bool, older_than: float | None, as_json: bool) -> 
         )
         return 1 if report.failed else 0
     for leftover in report.kept:
-        line(("kept     ", "dim"), f"{_row(leftover)}  ", (for_command_line(leftover.why_kept or ""), "yellow"))
+        line(
+            ("kept     ", "dim"),
+            f"{_row(leftover)}  ",
+            (for_command_line(leftover.why_kept or ""), "yellow"),
+        )
     for leftover in report.found:
         line(("removed  " if yes else "left     ", "red" if yes else "yellow"), _row(leftover))
     what = _sum(report.found)
@@ -49,7 +53,10 @@ def mention(leftovers: Sequence[Leftover]) -> None:
     """One line, where there is something that could be removed."""
     left = [leftover for leftover in leftovers if leftover.why_kept is None]
     if left:
-        line(("left behind  ", "yellow"), f"{_sum(left)}, of saves that did not finish (dcp-rs clean)")
+        line(
+            ("left behind  ", "yellow"),
+            f"{_sum(left)}, of saves that did not finish (dcp-rs clean)",
+        )
 
 
 def _row(leftover: Leftover) -> str:

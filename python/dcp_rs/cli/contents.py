@@ -18,7 +18,8 @@ from dcp_rs.tensors.elements import ITEMSIZES
 
 __all__ = ["UNSHOWN", "Contents", "Entry", "Piece", "open_contents", "value_text"]
 
-#: Why a value is not shown. ``ValueError``: an integer of thousands of digits. ``RecursionError``: nested too deep for ``repr``.
+#: Why a value is not shown. ``ValueError``: an integer of thousands of digits. ``RecursionError``:
+#: nested too deep for ``repr``.
 UNSHOWN = (DcpRsError, ValueError, RecursionError)
 
 
@@ -68,10 +69,14 @@ class Contents:
         entries: sorted by name.
     """
 
-    def __init__(self, path: Path, *, allow_external: bool, rank: int | None, layout: Layout | None = None) -> None:
+    def __init__(
+        self, path: Path, *, allow_external: bool, rank: int | None, layout: Layout | None = None
+    ) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
-        index = self._index = open_index(path, rank=rank, allow_external=allow_external, layout=layout)
+        index = self._index = open_index(
+            path, rank=rank, allow_external=allow_external, layout=layout
+        )
         self.format = index.source
         self.indexed = not index.is_in_memory
         self.files = [(file.name, file.size) for file in index.files()]
@@ -135,7 +140,12 @@ class Contents:
         if self.format != "torch" or entry.dtype is None:
             return []
         (own,) = self.pieces(entry)
-        others = ((other, piece) for other in self.entries if other is not entry for piece in self.pieces(other))
+        others = (
+            (other, piece)
+            for other in self.entries
+            if other is not entry
+            for piece in self.pieces(other)
+        )
         return [
             other.name
             for other, piece in others
@@ -155,7 +165,9 @@ class Contents:
         from dcp_rs.tensors import pickles  # it imports torch
 
         first = self._index.first_chunk(entry.number)
-        (data,) = self._index.read_bytes([first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22)
+        (data,) = self._index.read_bytes(
+            [first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22
+        )
         value = pickles.load(entry.name, data, weights_only=True)
         if not _is_short(value, 16 * len(data)):
             msg = f"value {entry.name!r} repeats itself: it is much longer as text than the {len(data):,} bytes that are stored"
@@ -172,7 +184,9 @@ def _is_short(value: Any, most: int) -> bool:
     while todo and most >= 0:
         part = todo.pop()
         is_dict, is_list = isinstance(part, dict), isinstance(part, list | tuple | set | frozenset)
-        most -= 1 + (len(part) if is_dict or is_list or isinstance(part, str | bytes | bytearray) else 0)
+        most -= 1 + (
+            len(part) if is_dict or is_list or isinstance(part, str | bytes | bytearray) else 0
+        )
         if most >= 0 and is_dict:
             todo += [*part.keys(), *part.values()]
         elif most >= 0 and is_list:

@@ -16,7 +16,8 @@ class CutMap:
     """A map of a tensor.
 
     Attributes:
-        rows: of symbols: the file that holds the element in the middle of the cell; a dot where no file does.
+        rows: of symbols: the file that holds the element in the middle of the cell; a dot where no
+            file does.
         row_starts: the first index of each row, along ``row_dim``.
         row_dim, column_dim: the dimensions drawn; None where there is none.
         hidden: dimensions that are cut as well and could not be drawn: the map is at their index 0.
@@ -41,7 +42,9 @@ def draw(
     """Draws (file, offsets, sizes) of the pieces of a tensor in at most ``height`` rows of ``width`` characters."""
     cut = [d for d in range(len(shape)) if any(sizes[d] != shape[d] for _, _, sizes in pieces)]
     dims = _choose(len(shape), cut)
-    row_dim, column_dim = (dims[0], dims[1]) if len(dims) == 2 else (None, dims[0] if dims else None)
+    row_dim, column_dim = (
+        (dims[0], dims[1]) if len(dims) == 2 else (None, dims[0] if dims else None)
+    )
     numbers = sorted({file for file, _, _ in pieces})
     # More files than symbols: symbols come again, and the table below the map tells which is which.
     symbols = {file: _SYMBOLS[i % len(_SYMBOLS)] for i, file in enumerate(numbers)}
@@ -59,7 +62,9 @@ def draw(
             cells.append(next((symbols[f] for f, o, s in pieces if _holds(o, s, at)), _NOTHING))
         rows.append("".join(cells))
     hidden = [d for d in cut if d not in dims]
-    return CutMap(rows, row_starts, row_dim, column_dim, hidden, {symbols[f]: f for f in reversed(numbers)})
+    return CutMap(
+        rows, row_starts, row_dim, column_dim, hidden, {symbols[f]: f for f in reversed(numbers)}
+    )
 
 
 def _choose(ndim: int, cut: list[int]) -> list[int]:

@@ -58,15 +58,23 @@ def diff(
         )
     differences = found.differences
     if html is not None:
-        sides = [open_contents(path, allow_external=allow_external, layout=layout) for path in (a, b)]
+        sides = [
+            open_contents(path, allow_external=allow_external, layout=layout) for path in (a, b)
+        ]
         held = [
-            statistics_of(path, rank=None, allow_external=allow_external, layout=layout) if with_stats else {}
+            statistics_of(path, rank=None, allow_external=allow_external, layout=layout)
+            if with_stats
+            else {}
             for path in (a, b)
         ]
         passes = selector(list(include) or None, list(exclude) or None)
         for side in sides:
             side.entries = [entry for entry in side.entries if passes is None or passes(entry.name)]
-        put_page(page.render_both(sides[0], sides[1], differences, held[0], held[1]), html, as_json=as_json)
+        put_page(
+            page.render_both(sides[0], sides[1], differences, held[0], held[1]),
+            html,
+            as_json=as_json,
+        )
         if str(html) == "-":
             return 1 if differences else 0
     if as_json:
@@ -84,7 +92,10 @@ def diff(
     if differences:
         if html is None:
             _list(differences, show_all=show_all)
-        line((_verdict(found), "bold red"), f" ({_counts(differences)}; {size(found.bytes)} compared)")
+        line(
+            (_verdict(found), "bold red"),
+            f" ({_counts(differences)}; {size(found.bytes)} compared)",
+        )
         return 1
     line(("the same", "green"), f": {entries(found.entries)}, {size(found.bytes)}")
     return 0
@@ -114,7 +125,9 @@ def _grouped(differences: Sequence[Difference]) -> dict[str, list[Difference]]:
 def _details(one: Difference) -> str:
     details = [" | ".join(filter(None, (one.a, one.b)))]
     if one.elements is not None:
-        details.append(count(one.elements, "element") + (" differs" if one.elements == 1 else " differ"))
+        details.append(
+            count(one.elements, "element") + (" differs" if one.elements == 1 else " differ")
+        )
     if one.max_abs is not None and one.elements:
         details.append(f"by at most {one.max_abs:.3g}")
     return ", ".join(filter(None, details))

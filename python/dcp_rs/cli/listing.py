@@ -73,13 +73,19 @@ def ls(
                 "tensors": tensors,
                 "values": len(entries) - tensors,
                 "bytes": total,
-                "entries": [entry.to_json() | (_value_json(contents, entry) if values else {}) for entry in entries],
+                "entries": [
+                    entry.to_json() | (_value_json(contents, entry) if values else {})
+                    for entry in entries
+                ],
             }
         )
         return
     rows = [_row(entry) for entry in entries]
     if values:
-        rows = [[*row, value_text(contents, entry, 60)] for row, entry in zip(rows, entries, strict=True)]
+        rows = [
+            [*row, value_text(contents, entry, 60)]
+            for row, entry in zip(rows, entries, strict=True)
+        ]
     headings = ["dtype", "shape", "chunks", "size", "name", *(["value"] if values else [])]
     table(headings, ["<", "<", ">", ">", "<", "<"][: len(headings)], rows)
     of = "" if len(entries) == len(contents.entries) else f" of {len(contents.entries):,} entries"
@@ -100,7 +106,13 @@ def _decoded_json(contents: Contents) -> dict[str, Any]:
 
 def _row(entry: Entry) -> list[str]:
     shape = "" if entry.dtype is None else show_shape(entry.shape)
-    return [entry.dtype or "value", shape, f"{entry.chunks:,}", size(entry.nbytes), printable(entry.name)]
+    return [
+        entry.dtype or "value",
+        shape,
+        f"{entry.chunks:,}",
+        size(entry.nbytes),
+        printable(entry.name),
+    ]
 
 
 def _holds(entries: Iterable[Entry]) -> str:
@@ -111,7 +123,12 @@ def _holds(entries: Iterable[Entry]) -> str:
 
 
 def inspect(
-    path: Path, *, show_all: bool, as_json: bool, rank: int | None = None, layout: Layout | None = None
+    path: Path,
+    *,
+    show_all: bool,
+    as_json: bool,
+    rank: int | None = None,
+    layout: Layout | None = None,
 ) -> None:
     """An overview of a checkpoint."""
     contents = open_contents(path, rank=rank, layout=layout)
@@ -158,11 +175,19 @@ def inspect(
     table(
         ["dtype", "entries", "size", "share"],
         ["<", ">", ">", "<"],
-        [[dtype, f"{number:,}", size(nbytes), bar(nbytes / total)] for dtype, number, nbytes in dtypes],
+        [
+            [dtype, f"{number:,}", size(nbytes), bar(nbytes / total)]
+            for dtype, number, nbytes in dtypes
+        ],
         "  ",
     )
     line()
-    table(["size", "biggest"], [">", "<"], [[size(e.nbytes), printable(e.name)] for e in biggest[:some]], "  ")
+    table(
+        ["size", "biggest"],
+        [">", "<"],
+        [[size(e.nbytes), printable(e.name)] for e in biggest[:some]],
+        "  ",
+    )
     _more(len(biggest), some, "entry" if len(biggest) == 1 else "entries", plural="entries")
 
 
@@ -176,12 +201,23 @@ def _overview(contents: Contents) -> None:
     line((printable(str(contents.path)), "bold"))
     facts = contents.facts
     rows = [
-        ("format", kinds[contents.format] + (f", version {facts['version']}" if contents.format == "dcp-rs" else ""))
+        (
+            "format",
+            kinds[contents.format]
+            + (f", version {facts['version']}" if contents.format == "dcp-rs" else ""),
+        )
     ]
     if contents.format != "dcp-rs" and contents.indexed:
         rows.append(("index", f"beside the data, version {facts['version']}"))
-    rows.append(("holds", f"{_holds(contents.entries)}, {size(contents.nbytes)}{_decoded(contents)}"))
-    rows.append(("stored", f"{count(contents.chunk_count, 'chunk')} in {count(len(contents.files), 'file')}"))
+    rows.append(
+        ("holds", f"{_holds(contents.entries)}, {size(contents.nbytes)}{_decoded(contents)}")
+    )
+    rows.append(
+        (
+            "stored",
+            f"{count(contents.chunk_count, 'chunk')} in {count(len(contents.files), 'file')}",
+        )
+    )
     if facts:
         rows.append(("save", f"{facts['save_id']}, generation {facts['generation']}"))
     if facts.get("writer"):
@@ -243,7 +279,11 @@ def inspect_entry(
                 **_value_json(contents, entry),
                 "state_dict_path": None if state_path is None else list(state_path),
                 "shares_bytes_with": shared,
-                **({} if decoded is None else {"decoded_from": {"format": decoded[0], "tensors": decoded[1]}}),
+                **(
+                    {}
+                    if decoded is None
+                    else {"decoded_from": {"format": decoded[0], "tensors": decoded[1]}}
+                ),
                 "pieces": [
                     {
                         "offsets": list(piece.offsets),
@@ -296,7 +336,12 @@ def _show_map(contents: Contents, entry: Entry, pieces: list[Piece], *, show_all
     if entry.nbytes:
         margin = max(6, len(f"{drawn.row_starts[-1]:,}"))
         if drawn.column_dim is not None:
-            line((f"  {'':{margin}}  dim {drawn.column_dim}: 0 … {entry.shape[drawn.column_dim] - 1:,}", "dim"))
+            line(
+                (
+                    f"  {'':{margin}}  dim {drawn.column_dim}: 0 … {entry.shape[drawn.column_dim] - 1:,}",
+                    "dim",
+                )
+            )
         label = "" if drawn.row_dim is None else f"dim {drawn.row_dim}"
         line(f"  {label:>{margin}} ┌{'─' * len(drawn.rows[0])}┐")
         for start, row in zip(drawn.row_starts, drawn.rows, strict=True):
@@ -318,7 +363,12 @@ def _show_map(contents: Contents, entry: Entry, pieces: list[Piece], *, show_all
         ]
         for piece in pieces[:some]
     ]
-    table(["", "from", "elements", "size", "at byte", "file"], ["<", "<", "<", ">", ">", "<"], rows, "  ")
+    table(
+        ["", "from", "elements", "size", "at byte", "file"],
+        ["<", "<", "<", ">", ">", "<"],
+        rows,
+        "  ",
+    )
     _more(len(pieces), some, "chunk")
 
 
@@ -356,7 +406,11 @@ def write_page(
     from dcp_rs.cli import page
 
     contents = open_contents(path, rank=rank, allow_external=allow_external, layout=layout)
-    found = statistics_of(path, rank=rank, allow_external=allow_external, layout=layout) if with_stats else {}
+    found = (
+        statistics_of(path, rank=rank, allow_external=allow_external, layout=layout)
+        if with_stats
+        else {}
+    )
     nbytes = put_page(page.render(contents, found), out, as_json=as_json)
     if as_json:
         print_json({"path": str(path), "html": str(out), "bytes": nbytes})
@@ -385,5 +439,7 @@ def put_page(text: str, out: Path, *, as_json: bool) -> int:
         return len(text)
     nbytes = page.write(text, out)
     if not as_json:
-        line(f"wrote {printable(str(out))} ({size(nbytes)}): open it in a browser, it needs no other files")
+        line(
+            f"wrote {printable(str(out))} ({size(nbytes)}): open it in a browser, it needs no other files"
+        )
     return nbytes

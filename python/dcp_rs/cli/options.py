@@ -62,7 +62,9 @@ def location_arguments(name: str) -> Callable[[Command], Command]:
     return click.argument(name, type=location, nargs=-1, required=True, shell_complete=_files)
 
 
-def _files(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _files(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="file")]
@@ -100,7 +102,9 @@ _FOLDERS = "PATH is a folder of dcp-rs, stock DCP or Hugging Face"
 
 def checkpoint(function: Command) -> Command:
     """Adds the argument ``path``: of what has an index, or is given one when it is opened."""
-    return path_argument("path")(_explained(function, f"{_FOLDERS}, or a .safetensors file or its .index.json."))
+    return path_argument("path")(
+        _explained(function, f"{_FOLDERS}, or a .safetensors file or its .index.json.")
+    )
 
 
 def any_checkpoint(function: Command) -> Command:
@@ -115,7 +119,9 @@ def _explained(function: Command, sentence: str) -> Command:
 
 
 dequantize = click.option(
-    "--dequantize", is_flag=True, help="Take quantized weights as bfloat16 tensors. The format is detected."
+    "--dequantize",
+    is_flag=True,
+    help="Take quantized weights as bfloat16 tensors. The format is detected.",
 )
 
 
@@ -124,7 +130,9 @@ def layout(function: Command) -> Command:
 
     @functools.wraps(function)
     def with_layout(*args: Any, dequantize: bool, views: Path | None, **kwargs: Any) -> Any:
-        return function(*args, layout=Layout.of(dequantize, views_in(views) if views else None), **kwargs)
+        return function(
+            *args, layout=Layout.of(dequantize, views_in(views) if views else None), **kwargs
+        )
 
     described = click.option(
         "--views",
@@ -138,17 +146,31 @@ def layout(function: Command) -> Command:
 
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 threads = click.option(
-    "--threads", metavar="N", type=click.IntRange(min=1), help="Use N threads.  [default: the number of cores]"
+    "--threads",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Use N threads.  [default: the number of cores]",
 )
 rank = click.option(
-    "--rank", metavar="N", type=click.IntRange(min=0), help="Of a rank-local save, show the part that rank N wrote."
+    "--rank",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Of a rank-local save, show the part that rank N wrote.",
 )
 globs = click.argument("patterns", metavar="[GLOB]...", nargs=-1, type=text_argument)
 include = click.option(
-    "--include", metavar="GLOB", multiple=True, type=text_argument, help="Take only names that match. Repeatable."
+    "--include",
+    metavar="GLOB",
+    multiple=True,
+    type=text_argument,
+    help="Take only names that match. Repeatable.",
 )
 exclude = click.option(
-    "--exclude", metavar="GLOB", multiple=True, type=text_argument, help="Leave out names that match. Repeatable."
+    "--exclude",
+    metavar="GLOB",
+    multiple=True,
+    type=text_argument,
+    help="Leave out names that match. Repeatable.",
 )
 html = click.option(
     "--html",
@@ -158,14 +180,21 @@ html = click.option(
     help="Write an HTML page in place of text; - is standard output.",
 )
 with_stats = click.option(
-    "--stats", "with_stats", is_flag=True, help="Add statistics of the tensors to the HTML page. Reads all of them."
+    "--stats",
+    "with_stats",
+    is_flag=True,
+    help="Add statistics of the tensors to the HTML page. Reads all of them.",
 )
 external = click.option(
-    "--allow-external", is_flag=True, help="Read data files outside the folder, if the index names any."
+    "--allow-external",
+    is_flag=True,
+    help="Read data files outside the folder, if the index names any.",
 )
 show_all = click.option("--all", "show_all", is_flag=True, help="Print long lists in full.")
 
 
-def chosen(patterns: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool] | None:
+def chosen(
+    patterns: Sequence[str], include: Sequence[str], exclude: Sequence[str]
+) -> Callable[[str], bool] | None:
     """Return what tells whether a name was asked for, by globs, ``--include`` and ``--exclude``; None where all are."""
     return selector([*patterns, *include] or None, list(exclude) or None)

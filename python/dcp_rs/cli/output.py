@@ -40,7 +40,10 @@ __all__ = [
 
 def line(*parts: str | tuple[str, str]) -> None:
     """Prints one line of texts, or (text, style), as ``bold red``. It is never cut or wrapped."""
-    fitting = [_fitting(part) if isinstance(part, str) else _styled(_fitting(part[0]), part[1]) for part in parts]
+    fitting = [
+        _fitting(part) if isinstance(part, str) else _styled(_fitting(part[0]), part[1])
+        for part in parts
+    ]
     sys.stdout.write("".join(fitting) + "\n")
 
 
@@ -60,8 +63,9 @@ class _Outlet(io.FileIO):
         """Writes, or drops what nobody reads.
 
         Raises:
-            OSError: standard output is on a disk that is full, or fails. It is raised once: the rest goes nowhere, and no second one takes the exit
-                status away as Python ends. That standard error fails there is no way to say.
+            OSError: standard output is on a disk that is full, or fails. It is raised once: the
+                rest goes nowhere, and no second one takes the exit status away as Python ends. That
+                standard error fails there is no way to say.
         """
         try:
             return super().write(data)
@@ -89,7 +93,9 @@ def _with_outlet(stream: TextIO, descriptor: int) -> TextIO:
         return stream
     stream.flush()
     raw = io.BufferedWriter(_Outlet(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering)
+    return io.TextIOWrapper(
+        raw, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
+    )
 
 
 def _open_what_is_closed() -> None:
@@ -114,7 +120,9 @@ def prepare_streams() -> None:
 
 
 #: What is drawn, where the terminal's encoding lacks it.
-_PLAIN = str.maketrans({"█": "#", "·": ".", "…": "...", "─": "-", "│": "|", **dict.fromkeys("┌┐└┘", "+")})
+_PLAIN = str.maketrans(
+    {"█": "#", "·": ".", "…": "...", "─": "-", "│": "|", **dict.fromkeys("┌┐└┘", "+")}
+)
 
 
 def _fitting(text: str) -> str:
@@ -201,7 +209,9 @@ def for_command_line(text: str) -> str:
     """Return a message of the package in terms of commands and options."""
     from dcp_rs.cli.app import app
 
-    options = {name for each in app.commands.values() for option in each.params for name in option.opts}
+    options = {
+        name for each in app.commands.values() for option in each.params for name in option.opts
+    }
     for name, here in _OPTIONS.items():
         text = text.replace(name, here)
 
@@ -223,7 +233,9 @@ def printable(text: str) -> str:
     text = readable(text)
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 def rate(nbytes: int, seconds: float) -> str:
@@ -259,7 +271,9 @@ def table(headings: list[str], align: list[str], rows: list[list[str]], indent: 
     widths[-1] = 0
 
     def fields(row: list[str]) -> str:
-        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)]
+        cells = [
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)
+        ]
         return indent + "  ".join(cells).rstrip()
 
     line((fields(headings), "dim"))

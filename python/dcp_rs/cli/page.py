@@ -63,7 +63,10 @@ def render_both(
     entries = [*b.entries, *(entry for name, entry in in_a.items() if name not in in_b)]
     known = {**in_a, **in_b}
     # What differs may be a dict, which is no entry.
-    entries += [Entry(name, -1, None, (), 0, 0) for name in {d.name: None for d in differences if d.name not in known}]
+    entries += [
+        Entry(name, -1, None, (), 0, 0)
+        for name in {d.name: None for d in differences if d.name not in known}
+    ]
     data = _data(b, entries, statistics_b or {}, own=in_b)
     number = {name: i for i, name in enumerate(data["names"])}
     kinds = ["same", *dict.fromkeys(difference.kind for difference in differences)]
@@ -84,7 +87,9 @@ def render_both(
         "kinds": kinds,
         "kind": kind,
         "more": more,
-        "stats": {number[name]: _row(one) for name, one in (statistics_a or {}).items() if name in number},
+        "stats": {
+            number[name]: _row(one) for name, one in (statistics_a or {}).items() if name in number
+        },
     }
     return _fill(data)
 
@@ -98,13 +103,17 @@ def _fill(page: dict[str, Any]) -> str:
 
 
 def _data(
-    contents: Contents, unsorted: Sequence[Entry], statistics: Statistics, own: Mapping[str, Entry] | None = None
+    contents: Contents,
+    unsorted: Sequence[Entry],
+    statistics: Statistics,
+    own: Mapping[str, Entry] | None = None,
 ) -> dict[str, Any]:
     """Columns, as a row for each of 100,000 tensors would repeat its keys. Of ``own`` entries alone there are pieces, values and bytes here."""
     entries = sorted(unsorted, key=lambda entry: natural(entry.name))
     dtypes = sorted({entry.dtype or "value" for entry in entries})
     number = {dtype: i for i, dtype in enumerate(dtypes)}
-    # [file, bytes] for an entry in one piece; else [file, bytes, offsets, sizes] for each of its pieces.
+    # [file, bytes] for an entry in one piece; else [file, bytes, offsets, sizes] for each of its
+    # pieces.
     pieces: list[Any] = []
     for entry in entries:
         stored = contents.pieces(entry) if own is None or entry.name in own else []
@@ -113,7 +122,9 @@ def _data(
         else:
             pieces.append([[p.file, p.nbytes, p.offsets, p.sizes] for p in stored[:_MAX_PIECES]])
     values = [
-        (i, entry) for i, entry in enumerate(entries) if entry.dtype is None and (own is None or entry.name in own)
+        (i, entry)
+        for i, entry in enumerate(entries)
+        if entry.dtype is None and (own is None or entry.name in own)
     ][:_MAX_VALUES]
     return {
         "path": os.fspath(contents.path),
@@ -128,7 +139,11 @@ def _data(
         "bytes": [entry.nbytes if own is None or entry.name in own else 0 for entry in entries],
         "chunks": [entry.chunks for entry in entries],
         "pieces": pieces,
-        "stats": {i: _row(statistics[entry.name]) for i, entry in enumerate(entries) if entry.name in statistics},
+        "stats": {
+            i: _row(statistics[entry.name])
+            for i, entry in enumerate(entries)
+            if entry.name in statistics
+        },
         "values": {i: value_text(contents, entry, 400) for i, entry in values},
     }
 

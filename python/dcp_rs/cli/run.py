@@ -75,7 +75,9 @@ def _report(error: Exception, *, as_json: bool) -> int:
     _say(text)
     if as_json:
         where = {name: getattr(error, name, None) for name in ("path", "tensor", "offset")}
-        print_json({"error": {"type": type(error).__name__, "message": for_command_line(text), **where}})
+        print_json(
+            {"error": {"type": type(error).__name__, "message": for_command_line(text), **where}}
+        )
     return 2
 
 

@@ -50,7 +50,14 @@ def show_stats(
     seconds = time.perf_counter() - begin
     bad = [one.name for one in found if one.nan]
     if as_json:
-        print_json({"path": str(path), "bytes": nbytes, "seconds": seconds, "tensors": [asdict(one) for one in found]})
+        print_json(
+            {
+                "path": str(path),
+                "bytes": nbytes,
+                "seconds": seconds,
+                "tensors": [asdict(one) for one in found],
+            }
+        )
     else:
         headings = ["dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf", "name"]
         table(headings, ["<", "<", *[">"] * 7, "<"], [_row(one) for one in found])
@@ -90,6 +97,7 @@ def _largest(attribute: str) -> Callable[[TensorStats], Any]:
 _SORTS: dict[str, Callable[[TensorStats], Any]] = {
     "name": lambda one: natural(one.name),
     **{
-        attribute: _largest(attribute) for attribute in ("min", "max", "mean", "std", "zeros", "nan", "inf", "elements")
+        attribute: _largest(attribute)
+        for attribute in ("min", "max", "mean", "std", "zeros", "nan", "inf", "elements")
     },
 }

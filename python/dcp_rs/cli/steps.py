@@ -42,22 +42,34 @@ def steps(path: Path, *, step_name: str = "step-{}", as_json: bool) -> None:
             size(step.written),
             size(step.reused) if step.reused else "",
             "yes" if step.verified else "",
-            printable(" ".join(f"{name}={value:.6g}" for name, value in sorted(step.metrics.items()))),
+            printable(
+                " ".join(f"{name}={value:.6g}" for name, value in sorted(step.metrics.items()))
+            ),
         ]
         for step in found.steps
     ]
-    table(["step", "age", "size", "new", "reused", "verified", "metrics"], [">", ">", ">", ">", ">", "<", "<"], rows)
+    table(
+        ["step", "age", "size", "new", "reused", "verified", "metrics"],
+        [">", ">", ">", ">", ">", "<", "<"],
+        rows,
+    )
     for passed in found.passed_over:
         line(("passed over  ", "yellow"), printable(for_command_line(str(passed))))
     line((f"{count(len(found.steps), 'step')}, {size(used(found.steps))}", "bold"))
 
 
-def prune(path: Path, policies: Policies, *, step_name: str, verify: bool, yes: bool, as_json: bool) -> int:
+def prune(
+    path: Path, policies: Policies, *, step_name: str, verify: bool, yes: bool, as_json: bool
+) -> int:
     """Lists what is not kept, and removes it if that was asked for. 1 where that did not work."""
     root = root_at(path, names=StepNames(step_name))
     found = _look(root)
     _check_metric(policies, found.steps)
-    done = remove(root, policies, verify=verify) if yes else Pruned(unneeded(found.steps, policies), found.left)
+    done = (
+        remove(root, policies, verify=verify)
+        if yes
+        else Pruned(unneeded(found.steps, policies), found.left)
+    )
     gone = {step.number for step in done.removed}
     kept = [step for step in found.steps if step.number not in gone]
     nbytes = used(found.steps) - used(kept)
@@ -77,7 +89,11 @@ def prune(path: Path, policies: Policies, *, step_name: str, verify: bool, yes: 
     what = ("removed", "red") if yes else ("to remove", "yellow")
     _rows(what, done.removed)
     for passed in done.swept:
-        line((f"{what[0]:<11}", what[1]), f"{passed.path.name}  ", ("its save did not finish", "yellow"))
+        line(
+            (f"{what[0]:<11}", what[1]),
+            f"{passed.path.name}  ",
+            ("its save did not finish", "yellow"),
+        )
     for problem in done.problems:
         line(("problem    ", "red"), printable(for_command_line(problem)))
     number = len(done.removed) + len(done.swept)

@@ -85,7 +85,11 @@ def tree(
     line((f"{'size':>9}  {'':10}  {'entries':>{width}}  module", "dim"))
     for text, module in rows:
         share = bar(module.nbytes / whole, 10)
-        line(f"{size(module.nbytes):>9}  ", (f"{share:10}", "blue"), f"  {module.count:>{width},}  {text}")
+        line(
+            f"{size(module.nbytes):>9}  ",
+            (f"{share:10}", "blue"),
+            f"  {module.count:>{width},}  {text}",
+        )
 
 
 def _lines(module: Module, indent: str, depth: int | None) -> Iterator[tuple[str, Module]]:
@@ -100,4 +104,6 @@ def _lines(module: Module, indent: str, depth: int | None) -> Iterator[tuple[str
             (deepest,) = deepest.modules.values()
             name = f"{name}.{deepest.name}"
         yield f"{indent}{'└─ ' if last else '├─ '}{printable(name)}", deepest
-        yield from _lines(deepest, indent + ("   " if last else "│  "), None if depth is None else depth - 1)
+        yield from _lines(
+            deepest, indent + ("   " if last else "│  "), None if depth is None else depth - 1
+        )

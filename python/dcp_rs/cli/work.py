@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.cleaning import mention
-from dcp_rs.cli.output import count, entries, for_command_line, line, print_json, printable, rate, size
+from dcp_rs.cli.output import (
+    count,
+    entries,
+    for_command_line,
+    line,
+    print_json,
+    printable,
+    rate,
+    size,
+)
 from dcp_rs.errors import PlanError
 
 if TYPE_CHECKING:
@@ -22,7 +31,9 @@ __all__ = ["convert", "index", "merge", "verify"]
 _SOME = 10
 
 
-def verify(path: Path, *, allow_external: bool, allow_unverified: bool, threads: int | None, as_json: bool) -> int:
+def verify(
+    path: Path, *, allow_external: bool, allow_unverified: bool, threads: int | None, as_json: bool
+) -> int:
     """1 where something is damaged, or nothing could be verified."""
     from dcp_rs.checkpoint.locate import INDEX_NAME
     from dcp_rs.checkpoint.verify import verify as check
@@ -51,19 +62,29 @@ def verify(path: Path, *, allow_external: bool, allow_unverified: bool, threads:
     if report.entries is None:
         (problem,) = report.problems
         rebuilt = Path(problem.file).name == INDEX_NAME
-        mend = "; dcp-rs index --overwrite rebuilds the index, if the data is whole" if rebuilt else ""
+        mend = (
+            "; dcp-rs index --overwrite rebuilds the index, if the data is whole" if rebuilt else ""
+        )
         line(("lost     ", "red"), f"all of it: it does not open{mend}")
         mention(report.leftovers)
         line(("1 problem", "bold red"), ": nothing was verified")
         return 1
     if report.lost:
         shown = ", ".join(map(printable, report.lost[:_SOME]))
-        rest = f" and {len(report.lost) - _SOME:,} more (--json)" if len(report.lost) > _SOME else ""
-        line(("lost     ", "red"), f"{len(report.lost):,} of {entries(report.entries)}: {shown}{rest}")
+        rest = (
+            f" and {len(report.lost) - _SOME:,} more (--json)" if len(report.lost) > _SOME else ""
+        )
+        line(
+            ("lost     ", "red"),
+            f"{len(report.lost):,} of {entries(report.entries)}: {shown}{rest}",
+        )
     mention(report.leftovers)
     without = report.bytes_without_digest
     if without:
-        line(("not checked  ", "yellow"), f"{size(without)} of data without digests (dcp-rs index --digests adds them)")
+        line(
+            ("not checked  ", "yellow"),
+            f"{size(without)} of data without digests (dcp-rs index --digests adds them)",
+        )
     if report.ok is None:
         line(("the files are there and of the right size; nothing was verified", "yellow"))
         return 0 if allow_unverified else 1
@@ -72,7 +93,8 @@ def verify(path: Path, *, allow_external: bool, allow_unverified: bool, threads:
     else:
         verdict = (count(len(report.problems), "problem"), "bold red")
     line(
-        verdict, f": {size(report.bytes_verified)} verified in {seconds:.1f} s ({rate(report.bytes_verified, seconds)})"
+        verdict,
+        f": {size(report.bytes_verified)} verified in {seconds:.1f} s ({rate(report.bytes_verified, seconds)})",
     )
     return 0 if report.ok else 1
 
@@ -122,10 +144,14 @@ def index(
         f"wrote {made} ({size(nbytes)}) over {entries(opened.tensor_count)} in {count(len(opened.files()), 'file')}; no data was touched"
     )
     if digests or opened.source == "dcp-rs":
-        line("its digests are of the data as it is now: what was damaged before will pass for whole")
+        line(
+            "its digests are of the data as it is now: what was damaged before will pass for whole"
+        )
 
 
-def convert(path: Path, out: Path, *, renames: Sequence[str], layout: Layout, as_json: bool, **options: Any) -> None:
+def convert(
+    path: Path, out: Path, *, renames: Sequence[str], layout: Layout, as_json: bool, **options: Any
+) -> None:
     """Converts, and says what came of it."""
     import dcp_rs
 
@@ -151,13 +177,29 @@ def merge(
     import dcp_rs
 
     options |= _layout_arguments(layout, options["dtype"])
-    report = dcp_rs.merge(paths, out, weights=weights, rename=_renames(renames), progress=True, **options)
+    report = dcp_rs.merge(
+        paths, out, weights=weights, rename=_renames(renames), progress=True, **options
+    )
     if as_json:
-        print_json({"paths": [str(path) for path in paths], "out": str(out), "to": options["to"], **asdict(report)})
+        print_json(
+            {
+                "paths": [str(path) for path in paths],
+                "out": str(out),
+                "to": options["to"],
+                **asdict(report),
+            }
+        )
         return
     if report.left_out:
-        line(("left out  ", "yellow"), f"{entries(len(report.left_out))} of optimizer state (--include takes it in)")
-    what = {"first": "taken from the first input", "last": "taken from the last input", "drop": "dropped"}
+        line(
+            ("left out  ", "yellow"),
+            f"{entries(len(report.left_out))} of optimizer state (--include takes it in)",
+        )
+    what = {
+        "first": "taken from the first input",
+        "last": "taken from the last input",
+        "drop": "dropped",
+    }
     for name in report.conflicts:
         line(("differs   ", "yellow"), f"{printable(name)}: {what[options['conflicts']]}")
     for path, weight in zip(paths, report.weights, strict=True):

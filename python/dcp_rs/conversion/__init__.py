@@ -30,7 +30,14 @@ from dcp_rs.conversion.job import (
     select,
     select_containers,
 )
-from dcp_rs.conversion.place import Place, check_apart, check_place, new_place, place_before_store, place_on_store
+from dcp_rs.conversion.place import (
+    Place,
+    check_apart,
+    check_place,
+    new_place,
+    place_before_store,
+    place_on_store,
+)
 from dcp_rs.options import ReadOptions, WriteOptions, checks_pickles
 from dcp_rs.tensors import pickles
 
@@ -46,7 +53,12 @@ _WRITERS: dict[str, Callable[[Job, Place], None]] = {
 }
 
 #: What files are, by what their names end in.
-_ENDINGS: dict[str, Target] = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
+_ENDINGS: dict[str, Target] = {
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".safetensors": "safetensors",
+}
 
 
 @short_traceback
@@ -180,7 +192,9 @@ def convert(
         layout=Layout.of(dequantize, views),
     )
     report = ConvertReport()
-    write_result(source, wish, report, paths=[source_path, source.path, *source.files], verb="converting")
+    write_result(
+        source, wish, report, paths=[source_path, source.path, *source.files], verb="converting"
+    )
     report.seconds = time.perf_counter() - begin
     return report
 
@@ -225,20 +239,26 @@ class Wish:
     @property
     def as_file(self) -> bool:
         """Whether ``out`` is a file, and no folder."""
-        return self.target == "torch" or (self.target == "safetensors" and self.out.suffix == ".safetensors")
+        return self.target == "torch" or (
+            self.target == "safetensors" and self.out.suffix == ".safetensors"
+        )
 
     @property
     def write_options(self) -> WriteOptions:
         """How the result is written."""
         # What is sent to a store from a temporary folder need not outlive the power.
         fsync = self.fsync and not isinstance(self.out, Url)
-        return WriteOptions(threads=self.threads, fsync=fsync, max_inflight_bytes=self.max_inflight_bytes)
+        return WriteOptions(
+            threads=self.threads, fsync=fsync, max_inflight_bytes=self.max_inflight_bytes
+        )
 
     @property
     def read_options(self) -> ReadOptions:
         """How a source is read: in a part of the memory that all may take."""
         inflight = self.write_options.inflight_bytes(accelerator=False)
-        return ReadOptions(threads=self.threads, verify=self.verify, max_inflight_bytes=max(1 << 20, inflight // 4))
+        return ReadOptions(
+            threads=self.threads, verify=self.verify, max_inflight_bytes=max(1 << 20, inflight // 4)
+        )
 
 
 def write_result(
@@ -268,8 +288,12 @@ def write_result(
         before = None
     else:
         before = check_place(paths, target, overwrite=wish.overwrite)
-    tasks = select(source, dtype=wish.dtype, include=wish.include, exclude=wish.exclude, rename=wish.rename)
-    containers = select_containers(source, tasks, include=wish.include, exclude=wish.exclude, rename=wish.rename)
+    tasks = select(
+        source, dtype=wish.dtype, include=wish.include, exclude=wish.exclude, rename=wish.rename
+    )
+    containers = select_containers(
+        source, tasks, include=wish.include, exclude=wish.exclude, rename=wish.rename
+    )
     if to != "safetensors":
         check_renamed(source, tasks, containers)
     if source.kind == "torch" and wish.weights_only:
@@ -277,7 +301,9 @@ def write_result(
             if task.dtype is None:
                 pickles.check_loadable(task.item.name, source.value(task.item))
     if to == "safetensors":
-        tasks = refuse_unsupported(tasks, safetensors.why_not, to, report if wish.skip_unsupported else None)
+        tasks = refuse_unsupported(
+            tasks, safetensors.why_not, to, report if wish.skip_unsupported else None
+        )
         tasks = _without_tied(source.tied([task.item for task in tasks]), tasks, report)
         if wish.as_file:
             shards = 1
@@ -299,7 +325,13 @@ def write_result(
     )
     with (
         _place(
-            job, target, wish.storage_options, before, to=to, as_file=wish.as_file, overwrite=wish.overwrite
+            job,
+            target,
+            wish.storage_options,
+            before,
+            to=to,
+            as_file=wish.as_file,
+            overwrite=wish.overwrite,
         ) as place,
         watching(wish.progress, verb) as job.progress,
     ):
@@ -312,7 +344,9 @@ def _check(to: str, shards: int | None, name: str) -> None:
     if to not in _WRITERS:
         msg = f"to={to!r}: must be one of {', '.join(map(repr, _WRITERS))}"
         raise ValueError(msg)
-    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
+    if shards is not None and (
+        isinstance(shards, bool) or not isinstance(shards, int) or shards < 1
+    ):
         msg = f"shards={shards!r}: must be a positive integer"
         raise ValueError(msg)
     if not name or "/" in name:

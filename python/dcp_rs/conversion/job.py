@@ -20,7 +20,16 @@ from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import BY_NAME, cast_to
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining
 
-__all__ = ["ConvertReport", "Job", "Task", "check_renamed", "parse_dtype", "select", "select_containers", "split"]
+__all__ = [
+    "ConvertReport",
+    "Job",
+    "Task",
+    "check_renamed",
+    "parse_dtype",
+    "select",
+    "select_containers",
+    "split",
+]
 
 _ALIASES = {
     "bf16": "bfloat16",
@@ -42,8 +51,10 @@ class ConvertReport(Report):
 
     Attributes:
         written: the names in the new checkpoint.
-        skipped: names in the source that the target cannot hold, and why (``skip_unsupported=True``).
-        tied: names that are another tensor under a second name, and were left out for it (``to="safetensors"``).
+        skipped: names in the source that the target cannot hold, and why
+            (``skip_unsupported=True``).
+        tied: names that are another tensor under a second name, and were left out for it
+            (``to="safetensors"``).
         bytes: of payload, written.
         files: data files written.
         seconds: it took.
@@ -133,7 +144,12 @@ class Job:
         """Streams regions into items of a save."""
         for batch in blocks(self.source, regions, self.slabs):
             save.write(
-                [_core.Part(items[block.region], block.at, block.data.data_ptr(), block.data.nbytes) for block in batch]
+                [
+                    _core.Part(
+                        items[block.region], block.at, block.data.data_ptr(), block.data.nbytes
+                    )
+                    for block in batch
+                ]
             )
             self.advance(sum(block.data.nbytes for block in batch))
 
@@ -178,7 +194,9 @@ def select(
     tasks: list[Task] = []
     names: dict[str, str] = {}
     for item in source.items:
-        if (wanted is not None and not wanted.match(item.name)) or (unwanted is not None and unwanted.match(item.name)):
+        if (wanted is not None and not wanted.match(item.name)) or (
+            unwanted is not None and unwanted.match(item.name)
+        ):
             continue
         name = new_name(item.name)
         other = names.setdefault(name, item.name)
@@ -186,12 +204,18 @@ def select(
             msg = f"{other!r} and {item.name!r} would both be named {name!r}"
             raise PlanError(msg, tensor=name)
         path = item.path if name == item.name and item.path is not None else (name,)
-        tasks.append(Task(item, name, None if item.dtype is None else cast_to(item.dtype, dtype), path))
+        tasks.append(
+            Task(item, name, None if item.dtype is None else cast_to(item.dtype, dtype), path)
+        )
     if source.items and not tasks:
         msg = f"none of the {len(source.items)} entries is wanted by include={include!r}, exclude={exclude!r}"
         raise PlanError(msg)
     depth = len(_front(tasks))
-    return [replace(task, path=task.item.path[depth:]) for task in tasks if task.item.path] if depth else tasks
+    return (
+        [replace(task, path=task.item.path[depth:]) for task in tasks if task.item.path]
+        if depth
+        else tasks
+    )
 
 
 def _front(tasks: Sequence[Task]) -> TreePath:
@@ -244,7 +268,9 @@ def select_containers(
     return containers
 
 
-def check_renamed(source: Source, tasks: Sequence[Task], containers: Sequence[Container] | None) -> None:
+def check_renamed(
+    source: Source, tasks: Sequence[Task], containers: Sequence[Container] | None
+) -> None:
     """Checks that what was renamed can be nested beside the rest. What contradicts itself in the source may go on to do so.
 
     Raises:
@@ -265,7 +291,10 @@ def check_renamed(source: Source, tasks: Sequence[Task], containers: Sequence[Co
 
 
 def refuse_unsupported(
-    tasks: Sequence[Task], why_not: Callable[[Task], str | None], to: str, report: ConvertReport | None
+    tasks: Sequence[Task],
+    why_not: Callable[[Task], str | None],
+    to: str,
+    report: ConvertReport | None,
 ) -> list[Task]:
     """The tasks that the target can hold.
 
@@ -296,7 +325,9 @@ def split(tasks: Sequence[Task], count: int) -> list[list[Task]]:
     for runs_left in range(count, 0, -1):
         run: list[Task] = []
         aim, nbytes = left / runs_left, 0
-        while at < len(tasks) - (runs_left - 1) and (runs_left == 1 or not run or nbytes + tasks[at].nbytes / 2 <= aim):
+        while at < len(tasks) - (runs_left - 1) and (
+            runs_left == 1 or not run or nbytes + tasks[at].nbytes / 2 <= aim
+        ):
             nbytes += tasks[at].nbytes
             run.append(tasks[at])
             at += 1

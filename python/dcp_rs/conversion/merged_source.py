@@ -22,7 +22,8 @@ __all__ = ["Conflicts", "Input", "MergedSource"]
 
 Conflicts = Literal["error", "first", "last", "drop"]
 
-#: The types that are summed. Complex numbers and two numbers in a byte are not: they have to be equal.
+#: The types that are summed. Complex numbers and two numbers in a byte are not: they have to be
+#: equal.
 _SUMMED = frozenset(
     BY_NAME[name]
     for name in (
@@ -84,7 +85,9 @@ class MergedSource:
         self._dtype, self._options = dtype, options
         first = inputs[0].source
         names = [_chosen(one.source, include, exclude) for one in inputs]
-        self.left_out = [item.name for item in first.items if include is None and _is_of_optimizer(item)]
+        self.left_out = [
+            item.name for item in first.items if include is None and _is_of_optimizer(item)
+        ]
         _check_names(inputs, names)
         self._sums, self._copies, self.conflicts = _sort(inputs, names, conflicts)
         self.summed = list(self._sums)
@@ -158,7 +161,10 @@ class MergedSource:
             is_bfloat16 = into.dtype == torch.bfloat16
             sums.append((tensors, _offsets(request), into.shape, into.data_ptr(), is_bfloat16))
         _core.sum_regions(
-            [(one.source.index, one.weight) for one in self.inputs], sums, double=double, **self._options.engine()
+            [(one.source.index, one.weight) for one in self.inputs],
+            sums,
+            double=double,
+            **self._options.engine(),
         )
 
     def value(self, item: Item) -> bytes:
@@ -171,8 +177,14 @@ class MergedSource:
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Names that are another tensor under a second name, in every input."""
-        first, *others = (one.source.tied(self._summands(items, n)) for n, one in enumerate(self.inputs))
-        return {name: kept for name, kept in first.items() if all(other.get(name) == kept for other in others)}
+        first, *others = (
+            one.source.tied(self._summands(items, n)) for n, one in enumerate(self.inputs)
+        )
+        return {
+            name: kept
+            for name, kept in first.items()
+            if all(other.get(name) == kept for other in others)
+        }
 
 
 def _offsets(request: Request) -> list[int]:
@@ -227,8 +239,8 @@ def _sort(
     """Decide what becomes of each entry.
 
     Returns:
-        By name, the entries that are summed, of all inputs; the others, with the input that each is copied from; and
-        the names of entries that are not summed and differ.
+        By name, the entries that are summed, of all inputs; the others, with the input that each is
+        copied from; and the names of entries that are not summed and differ.
     """
     sums: dict[str, tuple[Item, ...]] = {}
     copies: dict[str, tuple[Item, IndexSource]] = {}
@@ -242,7 +254,9 @@ def _sort(
             sums[name] = items
             continue
         others = zip(inputs[1:], items[1:], strict=True)
-        differences = ((difference(first.source, items[0], one.source, item), one.path) for one, item in others)
+        differences = (
+            (difference(first.source, items[0], one.source, item), one.path) for one, item in others
+        )
         unlike = next(((what, path) for what, path in differences if what is not None), None)
         if unlike is not None:
             found.append(unlike)
@@ -258,7 +272,11 @@ def _sort(
 def _conflict(first: Path, found: Sequence[tuple[Difference, Path]]) -> PlanError:
     unlike, path = found[0]
     what = f": {unlike.a} and {unlike.b}" if unlike.a and unlike.b else ""
-    more = f" The same goes for {_listed([other.name for other, _ in found[1:]])}." if len(found) > 1 else ""
+    more = (
+        f" The same goes for {_listed([other.name for other, _ in found[1:]])}."
+        if len(found) > 1
+        else ""
+    )
     msg = (
         f"{unlike.name!r} is not the same in {first} and in {path}{what}. Only floating-point tensors are summed.{more} "
         "conflicts='first' or 'last' takes what that input has, conflicts='drop' leaves such entries out, "

@@ -35,7 +35,8 @@ class MergeReport(ConvertReport):
 
     Attributes:
         summed: the names of tensors that are weighted sums.
-        conflicts: the names of other entries that differ between inputs, with ``conflicts=`` other than ``"error"``.
+        conflicts: the names of other entries that differ between inputs, with ``conflicts=`` other
+            than ``"error"``.
         left_out: the names of the optimizer state that was left out.
         weights: the weight of each input.
     """
@@ -76,36 +77,41 @@ def merge(
 ) -> MergeReport:
     """Write the weighted sum of checkpoints: by default their mean. Memory stays bounded, whatever their size.
 
-    The result appears at ``out`` in one step, when it is complete. After an error or Ctrl-C there is nothing.
+    The result appears at ``out`` in one step, when it is complete. After an error or Ctrl-C there
+    is nothing.
 
-    Floating-point tensors are summed in float32, and in float64 where an input stores float64. The sum begins with
-    zero and takes one input after another, in the order of ``inputs``: ``sum = weight * element + sum`` by a fused
-    multiply-add. At the end it is rounded once to the type of the result. That is bit for bit what
-    ``sum.add_(tensor.float(), alpha=weight)`` gives, on a CPU with that instruction.
+    Floating-point tensors are summed in float32, and in float64 where an input stores float64. The
+    sum begins with zero and takes one input after another, in the order of ``inputs``: ``sum =
+    weight * element + sum`` by a fused multiply-add. At the end it is rounded once to the type of
+    the result. That is bit for bit what ``sum.add_(tensor.float(), alpha=weight)`` gives, on a CPU
+    with that instruction.
 
     Integers, booleans, complex numbers and non-tensor values have to be the same in all inputs.
 
-    The state of optimizers (``optim``, ``optimizer``, ``optimizers`` and ``optimizer_states`` at the top) is left out,
-    unless ``include`` is given and names it.
+    The state of optimizers (``optim``, ``optimizer``, ``optimizers`` and ``optimizer_states`` at
+    the top) is left out, unless ``include`` is given and names it.
 
-    The inputs (path, save id and weight) are noted in results of ``"dcp-rs"`` and ``"safetensors"``;
-    ``dcp-rs inspect`` shows them.
+    The inputs (path, save id and weight) are noted in results of ``"dcp-rs"`` and
+    ``"safetensors"``; ``dcp-rs inspect`` shows them.
 
     Args:
         inputs: checkpoints of any format, by paths or URLs. They may be sharded differently.
         out: as for :func:`dcp_rs.convert`.
-        weights: a finite number for each input, used as given: they may be negative, and need not sum to 1.
-            Default: ``1 / len(inputs)`` for each.
+        weights: a finite number for each input, used as given: they may be negative, and need not
+            sum to 1. Default: ``1 / len(inputs)`` for each.
         include, exclude: one glob or several, over names in the inputs.
-        conflicts: what to do with an entry that is not summed and differs between inputs: ``"error"``, take it from
-            the ``"first"`` or the ``"last"`` input, or ``"drop"`` it.
-        dtype: the type of floating-point tensors of 16 bits and more in the result. Default: that of the first input.
-        to, shards, rename, name, skip_unsupported, overwrite, threads, fsync, max_inflight_bytes: as for
-            :func:`dcp_rs.convert`.
-        progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar.
+        conflicts: what to do with an entry that is not summed and differs between inputs:
+            ``"error"``, take it from the ``"first"`` or the ``"last"`` input, or ``"drop"`` it.
+        dtype: the type of floating-point tensors of 16 bits and more in the result. Default: that
+            of the first input.
+        to, shards, rename, name, skip_unsupported, overwrite, threads, fsync, max_inflight_bytes:
+            as for :func:`dcp_rs.convert`.
+        progress: called now and then with the bytes written, and all that are to be written;
+            ``True`` draws a bar.
         verify: check the digests of the inputs while reading, where they have some.
         weights_only: as for :func:`dcp_rs.convert`.
-        allow_external: read data files outside the folders of the inputs, if their indexes name any.
+        allow_external: read data files outside the folders of the inputs, if their indexes name
+            any.
         storage_options: for inputs that are URLs, see :class:`dcp_rs.RsReader`.
         out_storage_options: for that of ``out``; default: those of the inputs.
         dequantize, views: how the tensors of all inputs are seen, see :class:`dcp_rs.RsReader`.
@@ -114,9 +120,10 @@ def merge(
         A :class:`MergeReport`.
 
     Raises:
-        PlanError: an input lacks an entry, or has it in another shape; an entry that is not summed differs; or as for
-            :func:`dcp_rs.convert`.
-        UnsupportedError: the inputs are quantized, and ``dequantize`` is not given; or ``out`` cannot hold something.
+        PlanError: an input lacks an entry, or has it in another shape; an entry that is not summed
+            differs; or as for :func:`dcp_rs.convert`.
+        UnsupportedError: the inputs are quantized, and ``dequantize`` is not given; or ``out``
+            cannot hold something.
         ValueError: ``inputs``, ``weights``, or as for :func:`dcp_rs.convert`.
         DcpRsError, OSError: as for :func:`dcp_rs.convert`.
 
@@ -167,7 +174,10 @@ def merge(
         options=wish.read_options,
     )
     report = MergeReport(
-        summed=source.summed, conflicts=source.conflicts, left_out=source.left_out, weights=list(factors)
+        summed=source.summed,
+        conflicts=source.conflicts,
+        left_out=source.left_out,
+        weights=list(factors),
     )
     write_result(
         source,
@@ -225,5 +235,7 @@ def _open(
     layout: Layout,
 ) -> Input:
     options = storage_options if isinstance(path, Url) else None
-    index = open_index(path, rank=None, allow_external=allow_external, storage_options=options, layout=layout)
+    index = open_index(
+        path, rank=None, allow_external=allow_external, storage_options=options, layout=layout
+    )
     return Input(path, IndexSource(index, wish.read_options), weight)

@@ -24,9 +24,13 @@ def write(job: Job, place: Place) -> None:
     root = job.source.root
     if isinstance(root, dict) and (job.renamed or job.filtered):
         root = {}
-    if job.merged_from and (root is None or isinstance(root, dict)):  # a planner's own data is left as it is
+    if job.merged_from and (
+        root is None or isinstance(root, dict)
+    ):  # a planner's own data is left as it is
         root = {**(root or {}), KEY: [dict(one) for one in job.merged_from]}
-    nesting = None if job.containers is None else [(c.position, c.path, c.kind) for c in job.containers]
+    nesting = (
+        None if job.containers is None else [(c.position, c.path, c.kind) for c in job.containers]
+    )
     save_id = uuid.uuid4().bytes
     indexes: list[bytes] = []
     try:
@@ -52,7 +56,13 @@ def write(job: Job, place: Place) -> None:
 
 
 def _write_rank(
-    job: Job, tasks: list[Task], save_id: bytes, nesting: list[Any] | None, rank: int, world_size: int, place: Place
+    job: Job,
+    tasks: list[Task],
+    save_id: bytes,
+    nesting: list[Any] | None,
+    rank: int,
+    world_size: int,
+    place: Place,
 ) -> bytes:
     items: list[_core.SaveItem] = []
     regions: list[Region] = []
@@ -64,7 +74,9 @@ def _write_rank(
         path = task.path if with_paths else None
         if task.dtype is None:
             values.append((len(items), task))
-            items.append(_core.SaveItem(task.name, task.item.nbytes, path=path, position=task.item.position))
+            items.append(
+                _core.SaveItem(task.name, task.item.nbytes, path=path, position=task.item.position)
+            )
             continue
         for number, chunk in enumerate(task.item.chunks):
             region = task.region(number)

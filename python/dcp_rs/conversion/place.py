@@ -23,7 +23,14 @@ from dcp_rs.engine.destination import Destination
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
 from dcp_rs.options import WriteOptions
 
-__all__ = ["Place", "check_apart", "check_place", "new_place", "place_before_store", "place_on_store"]
+__all__ = [
+    "Place",
+    "check_apart",
+    "check_place",
+    "new_place",
+    "place_before_store",
+    "place_on_store",
+]
 
 #: What a rank writes: its data under torch, and what it publishes alone.
 _OF_A_RANK = re.compile(rf"__\d+(_\d+\.distcp|\.{re.escape(INDEX_NAME)}|\.metadata)")
@@ -34,7 +41,11 @@ _LINKS = 40
 
 
 def check_place(
-    paths: Iterable[Path], dst: Path, *, overwrite: bool, is_part: Callable[[Path], bool] | None = None
+    paths: Iterable[Path],
+    dst: Path,
+    *,
+    overwrite: bool,
+    is_part: Callable[[Path], bool] | None = None,
 ) -> _core.Fingerprint | None:
     """What is at ``dst`` and may be replaced: for :func:`dcp_rs.conversion.place.new_place`. None where there is nothing.
 
@@ -42,15 +53,19 @@ def check_place(
         paths: of the source: itself, what it was opened from, and its files.
         dst: where the result goes.
         overwrite: whether a checkpoint that is there gives way.
-        is_part: whether this file or folder may be in a folder that gives way; default: a file that may be one of a checkpoint's own.
+        is_part: whether this file or folder may be in a folder that gives way; default: a file that
+            may be one of a checkpoint's own.
 
     Raises:
         ValueError: writing it would change the source.
-        CheckpointExistsError: it exists and ``overwrite`` is not set, or it holds more than a checkpoint.
+        CheckpointExistsError: it exists and ``overwrite`` is not set, or it holds more than a
+            checkpoint.
     """
     check_apart(paths, dst)
     before = _core.fingerprint(os.fspath(dst))
-    if before is None or (dst.is_dir() and not dst.is_symlink() and all(_is_lock(entry) for entry in dst.iterdir())):
+    if before is None or (
+        dst.is_dir() and not dst.is_symlink() and all(_is_lock(entry) for entry in dst.iterdir())
+    ):
         return before
     if not overwrite:
         msg = f"{dst} exists; overwrite=True replaces it"
@@ -74,11 +89,15 @@ def check_apart(paths: Iterable[Path], dst: Path) -> None:
         ValueError: something is.
     """
     if isinstance(dst, Url):  # where no folder below is touched
-        lost: Path | None = next((path for path in paths if isinstance(path, Url) and dst in (path, path.parent)), None)
+        lost: Path | None = next(
+            (path for path in paths if isinstance(path, Url) and dst in (path, path.parent)), None
+        )
     else:
         lost = _lost_with(dst, (path for path in paths if not isinstance(path, Url)))
     if lost is not None:
-        msg = f"the destination {dst} is the source, contains it, or lies in it: {lost} would be lost"
+        msg = (
+            f"the destination {dst} is the source, contains it, or lies in it: {lost} would be lost"
+        )
         raise ValueError(msg)
 
 
@@ -93,9 +112,14 @@ def _lost_with(dst: Path, paths: Iterable[Path]) -> Path | None:
             folders = [folder for folder in (place, *place.parents) if folder not in seen]
             seen.update(folders)
             # One folder has several paths where a file system is mounted twice.
-            if target in folders or (here is not None and any(_identity(folder) == here for folder in folders)):
+            if target in folders or (
+                here is not None and any(_identity(folder) == here for folder in folders)
+            ):
                 return path
-            if place.name == target.name and _identity(place.parent) == _identity(target.parent) is not None:
+            if (
+                place.name == target.name
+                and _identity(place.parent) == _identity(target.parent) is not None
+            ):
                 return path
     return None
 
@@ -132,7 +156,9 @@ def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
         index = _open(folder)
     except (DcpRsError, OSError) as error:
         if not models:
-            if any(map(is_data_file, entries)):  # the index is damaged, but there are files of two checkpoints
+            if any(
+                map(is_data_file, entries)
+            ):  # the index is damaged, but there are files of two checkpoints
                 raise _holds_more(folder, STOCK_NAME) from error
             return
         msg = f"{folder} does not open as one checkpoint, and is not replaced ({error}); remove what is there, or choose another place"
@@ -151,7 +177,9 @@ def _holds_more(folder: Path, name: str) -> CheckpointExistsError:
 
 
 def _open(path: Path) -> _core.Index:
-    return _core.Index.open(os.fspath(path), None, True, None)  # wherever its data is: nothing of it is read
+    return _core.Index.open(
+        os.fspath(path), None, True, None
+    )  # wherever its data is: nothing of it is read
 
 
 def _names(index: _core.Index) -> set[str]:
@@ -183,7 +211,8 @@ def _is_lock(entry: Path) -> bool:
     return entry.name == _core.LOCK_NAME
 
 
-#: Of a name: 255 bytes are one to file systems, and those of a temporary folder have a dot, a token of 16 digits, and `.tmp` around it.
+#: Of a name: 255 bytes are one to file systems, and those of a temporary folder have a dot, a token
+#: of 16 digits, and `.tmp` around it.
 _NAME_BYTES = 255 - len(".") - len(".0123456789abcdef.tmp")
 
 
@@ -226,15 +255,21 @@ def place_before_store(
 ) -> Iterator[Place]:
     """A temporary folder of this machine, from where the result goes to the store when it is complete.
 
-    Files of other formats are not written from their beginning to their end. The one that names the others is sent last.
+    Files of other formats are not written from their beginning to their end. The one that names the
+    others is sent last.
 
     Raises:
-        CheckpointExistsError: something is there, and ``overwrite`` is not set; or it is a folder, which a store cannot replace in one step.
-        StorageUnclearError: it cannot be told whether the result is there, or will be in a moment. Nothing of it is removed.
+        CheckpointExistsError: something is there, and ``overwrite`` is not set; or it is a folder,
+            which a store cannot replace in one step.
+        StorageUnclearError: it cannot be told whether the result is there, or will be in a moment.
+            Nothing of it is removed.
         StorageError: see :mod:`dcp_rs.errors`.
     """
     store = _core.Store(os.fspath(dst), options_for(dst, options) or {})
-    limits = {"threads": write.threads or 0, "max_inflight_bytes": write.inflight_bytes(accelerator=False)}
+    limits = {
+        "threads": write.threads or 0,
+        "max_inflight_bytes": write.inflight_bytes(accelerator=False),
+    }
     with tempfile.TemporaryDirectory(prefix="dcp-rs-convert-") as scratch:
         folder = Path(scratch, "made")
         folder.mkdir()
@@ -305,11 +340,14 @@ def _short(name: str) -> str:
 
 
 @contextmanager
-def new_place(dst: Path, before: _core.Fingerprint | Literal["anything"] | None, *, as_file: bool) -> Iterator[Place]:
+def new_place(
+    dst: Path, before: _core.Fingerprint | Literal["anything"] | None, *, as_file: bool
+) -> Iterator[Place]:
     """A place to make ``dst`` in. It takes its name at the end; after an error, or Ctrl-C, nothing is left of it.
 
-    What was at ``dst`` ``before`` is replaced, and removed when that is done; what has come there since is not, unless ``before`` is "anything", for files.
-    While this lasts its folder is locked: ``dcp_rs.clean`` removes one that is not, as what a killed process left.
+    What was at ``dst`` ``before`` is replaced, and removed when that is done; what has come there
+    since is not, unless ``before`` is "anything", for files. While this lasts its folder is locked:
+    ``dcp_rs.clean`` removes one that is not, as what a killed process left.
 
     Raises:
         CheckpointExistsError: something came to ``dst`` meanwhile.
@@ -348,7 +386,10 @@ def _replace_file(made: Path, dst: Path) -> None:
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some network file systems cannot, and need not
             raise
     finally:
         os.close(folder)

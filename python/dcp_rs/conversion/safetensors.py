@@ -25,7 +25,8 @@ _HEADER_LIMIT = 100_000_000
 _ALIGNMENT = 4096
 #: What a header says of the pieces in its own file: they are whole tensors in another.
 _OF_PIECES = frozenset({"DCP_SHARDING_INFO", "DCP_VERSION", "DCPRS"})
-#: What of a header's metadata has a meaning, so that no tensor that is left out may be noted under it.
+#: What of a header's metadata has a meaning, so that no tensor that is left out may be noted under
+#: it.
 RESERVED = _OF_PIECES | {"format", KEY}
 
 
@@ -62,7 +63,9 @@ def write(job: Job, place: Place) -> None:
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         # Large elements first, so that every tensor is aligned.
         tasks = sorted(run, key=lambda task: -task.dtype.itemsize if task.dtype else 0)
-        ties = {tied: kept for tied, kept in job.report.tied.items() if any(t.name == kept for t in run)}
+        ties = {
+            tied: kept for tied, kept in job.report.tied.items() if any(t.name == kept for t in run)
+        }
         metadata = {**ties, "format": "pt", **said}
         head = header(metadata, ((t.name, t.region().dtype, t.item.shape, t.nbytes) for t in tasks))
         at = len(head)
@@ -81,11 +84,16 @@ def write(job: Job, place: Place) -> None:
         raise
     job.report.files = len(files)
     if len(names) > 1:
-        weight_map = {task.name: name for name, run in zip(names, runs, strict=True) for task in run}
+        weight_map = {
+            task.name: name for name, run in zip(names, runs, strict=True) for task in run
+        }
         _write_index(job, place, weight_map)
 
 
-def header(metadata: Mapping[str, str] | None, tensors: Iterable[tuple[str, torch.dtype, Sequence[int], int]]) -> bytes:
+def header(
+    metadata: Mapping[str, str] | None,
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int], int]],
+) -> bytes:
     """What a file begins with, whose tensors (name, dtype, shape, bytes) follow each other.
 
     Raises:
@@ -104,7 +112,9 @@ def header(metadata: Mapping[str, str] | None, tensors: Iterable[tuple[str, torc
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     if len(text) > _HEADER_LIMIT:
-        msg = "the names of the tensors do not fit into one safetensors file: more shards are needed"
+        msg = (
+            "the names of the tensors do not fit into one safetensors file: more shards are needed"
+        )
         raise PlanError(msg)
     return len(text).to_bytes(8, "little") + text
 
@@ -113,4 +123,9 @@ def _write_index(job: Job, place: Place, weight_map: dict[str, str]) -> None:
     """As transformers writes it."""
     index = {"metadata": {"total_size": job.total}, "weight_map": dict(sorted(weight_map.items()))}
     text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-    _core.publish(os.fspath(place.folder), f"{job.name}.safetensors.index.json", text.encode(), job.options.fsync)
+    _core.publish(
+        os.fspath(place.folder),
+        f"{job.name}.safetensors.index.json",
+        text.encode(),
+        job.options.fsync,
+    )

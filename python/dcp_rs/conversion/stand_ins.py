@@ -34,12 +34,21 @@ class StandIns:
         at = 0
         for content in contents:
             self._places.append(at)
-            at += -(-content.nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT  # none begins where another ends
+            at += (
+                -(-content.nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+            )  # none begins where another ends
         # Only to be read, so that the system sets nothing aside for it.
-        self._memory = mmap.mmap(-1, max(at, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        self._memory = mmap.mmap(
+            -1, max(at, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
+        )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that cannot be written to
-            self._nbytes, self._address = at, torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # torch has no tensors that cannot be written to
+            self._nbytes, self._address = (
+                at,
+                torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr(),
+            )
             self._tensors = [self._tensor(number) for number in range(len(contents))]
         self._streams: dict[str, _core.Template] = {}
 
@@ -76,7 +85,8 @@ class StandIns:
 
         Args:
             folder: where.
-            archives: for each file, where in it (first byte, length) zip archives get their checksums.
+            archives: for each file, where in it (first byte, length) zip archives get their
+                checksums.
 
         Raises:
             UnsupportedError: torch did not hand on something as it was given.
@@ -87,7 +97,9 @@ class StandIns:
         for file, stream in enumerate(self._streams.values()):
             values += [_core.PlacedValue("", file, at, length) for at, length in stream.pieces()]
         files = [(name, b"", stream.tell()) for name, stream in self._streams.items()]
-        save = _core.Save.create_files(os.fspath(folder), files, values, crc32=True, **self._job.engine())
+        save = _core.Save.create_files(
+            os.fspath(folder), files, values, crc32=True, **self._job.engine()
+        )
         try:
             self._fill(save, items)
             filled: list[list[tuple[int, int, int]]] = [[] for _ in files]
@@ -124,7 +136,9 @@ class StandIns:
         return content.name if isinstance(content, Task) else content.item.name
 
     def _not_handed_on(self, what: str) -> UnsupportedError:
-        return UnsupportedError(f"torch {torch.__version__} does not write {what} as it lies in memory, once")
+        return UnsupportedError(
+            f"torch {torch.__version__} does not write {what} as it lies in memory, once"
+        )
 
     def _fill(self, save: _core.Save, items: Mapping[int, int]) -> None:
         regions: list[Region] = []

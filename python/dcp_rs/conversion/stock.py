@@ -51,25 +51,40 @@ def write(job: Job, place: Place) -> None:
         writer.fs = _Files(planner.stand_ins)
         with _torch.without_checksums():
             results = [writer.write_data(plan, planner).wait() for plan in plans]
-        planner.stand_ins.write(place.folder, _archives(result for of_plan in results for result in of_plan))
+        planner.stand_ins.write(
+            place.folder, _archives(result for of_plan in results for result in of_plan)
+        )
         writer.finish(metadata, results)
-    if job.options.fsync:  # not by the writer: of torch 2.8 it synced the metadata before all of it was written
+    if (
+        job.options.fsync
+    ):  # not by the writer: of torch 2.8 it synced the metadata before all of it was written
         with (place.folder / ".metadata").open("rb") as file:
             os.fsync(file.fileno())
     job.report.files = sum(1 for _ in place.folder.glob("*.distcp"))
 
 
-def check_nesting(tasks: Sequence[Task], containers: Sequence[Container] | None, report: ConvertReport | None) -> None:
+def check_nesting(
+    tasks: Sequence[Task], containers: Sequence[Container] | None, report: ConvertReport | None
+) -> None:
     """Finds keys and containers that DCP cannot hold, and says in ``report`` that they are lost.
 
     Raises:
         UnsupportedError: there are some, and there is no ``report``.
     """
-    groups = {task.path[:at] for task in tasks for at, part in enumerate(task.path) if part == "param_groups"}
+    groups = {
+        task.path[:at]
+        for task in tasks
+        for at, part in enumerate(task.path)
+        if part == "param_groups"
+    }
 
     def is_number(path: TreePath, at: int) -> bool:
         """Whether it is the number of a parameter in the state of an optimizer."""
-        return type(path[at][0]) is int and path[at - 1 : at] == ("state",) and path[: at - 1] in groups
+        return (
+            type(path[at][0]) is int
+            and path[at - 1 : at] == ("state",)
+            and path[: at - 1] in groups
+        )
 
     lost: dict[str, str] = {}
     for task in tasks:
@@ -132,7 +147,11 @@ _Key = tuple[str, torch.Size | None, torch.Size | None]
 
 
 def _key(item: WriteItem) -> _Key:
-    return item.index.fqn, item.index.offset, None if item.tensor_data is None else item.tensor_data.chunk.sizes
+    return (
+        item.index.fqn,
+        item.index.offset,
+        None if item.tensor_data is None else item.tensor_data.chunk.sizes,
+    )
 
 
 class _Planner(SavePlanner):
@@ -149,15 +168,22 @@ class _Planner(SavePlanner):
         items = []
         for task in tasks:
             if task.dtype is None:
-                items.append(self._add(WriteItem(MetadataIndex(task.name), WriteItemType.BYTE_IO), task))
+                items.append(
+                    self._add(WriteItem(MetadataIndex(task.name), WriteItemType.BYTE_IO), task)
+                )
                 continue
             properties = tensor_properties(task.dtype, task.item.flags)
             # A chunk that is stored twice is one.
-            numbers = {(chunk.offsets, chunk.sizes): number for number, chunk in enumerate(task.item.chunks)}
+            numbers = {
+                (chunk.offsets, chunk.sizes): number
+                for number, chunk in enumerate(task.item.chunks)
+            }
             for (at, sizes), number in numbers.items():
                 offsets = torch.Size(at)
                 data = TensorWriteData(
-                    ChunkStorageMetadata(offsets, torch.Size(sizes)), properties, torch.Size(task.item.shape)
+                    ChunkStorageMetadata(offsets, torch.Size(sizes)),
+                    properties,
+                    torch.Size(task.item.shape),
                 )
                 whole = len(numbers) == 1 and sizes == task.item.shape
                 kind = WriteItemType.TENSOR if whole else WriteItemType.SHARD

@@ -27,7 +27,8 @@ def write(job: Job, place: Place) -> None:
     """The state dict, nested as it was.
 
     Raises:
-        UnsafePickleError: a ``defaultdict``, where ``weights_only`` is set: ``torch.load(weights_only=True)`` refuses it.
+        UnsafePickleError: a ``defaultdict``, where ``weights_only`` is set:
+            ``torch.load(weights_only=True)`` refuses it.
     """
     if job.weights_only:
         _check_kinds(job.containers or ())
@@ -54,7 +55,11 @@ def write(job: Job, place: Place) -> None:
         flat[task.name] = flat[kept].detach()
         job.advance(task.nbytes)
     for task in job.tasks:
-        if task.dtype is not None and can_require_grad(task.dtype) and task.item.flags & REQUIRES_GRAD:
+        if (
+            task.dtype is not None
+            and can_require_grad(task.dtype)
+            and task.item.flags & REQUIRES_GRAD
+        ):
             flat[task.name] = flat[task.name].detach().requires_grad_()
     nested = _state_dict(job, flat)
     stream = stand_ins.stream(_NAME)
@@ -74,7 +79,10 @@ def _check_kinds(containers: Iterable[Container]) -> None:
 
 
 def _state_dict(job: Job, flat: Mapping[str, Any]) -> dict[Any, Any]:
-    nested = nest(((task.item.position, task.path, flat[task.name]) for task in job.tasks), job.containers or ())
+    nested = nest(
+        ((task.item.position, task.path, flat[task.name]) for task in job.tasks),
+        job.containers or (),
+    )
     if job.containers is None:
         number_parameters(nested)
     return nested

@@ -41,7 +41,9 @@ def items_of(reads: Reads, metadata: Metadata) -> list[ReadItem]:
     not_plain = set(reads.not_plain)
     for place, (fqn, stored) in enumerate(zip(reads.names, reads.stored, strict=True)):
         entry = reads.found.get(fqn)
-        if (entry is None and place in not_plain) or (fqn in reads.new.old and fqn not in reads.new.new):
+        if (entry is None and place in not_plain) or (
+            fqn in reads.new.old and fqn not in reads.new.new
+        ):
             continue  # the checkpoint lacks it
         if entry is not None and entry.dtype is None:
             items.append(_bytes_item(fqn, stored))
@@ -66,7 +68,10 @@ def _bytes_item(fqn: str, stored: str) -> ReadItem:
 
 def _tensor_items(fqn: str, stored: str, entry: Any, pieces: Sequence[Piece]) -> list[ReadItem]:
     """The items of what this process holds of a tensor, which the checkpoint has under the name ``stored``."""
-    chunks = [ChunkStorageMetadata(offsets=torch.Size(p.offsets), sizes=torch.Size(p.tensor.shape)) for p in pieces]
+    chunks = [
+        ChunkStorageMetadata(offsets=torch.Size(p.offsets), sizes=torch.Size(p.tensor.shape))
+        for p in pieces
+    ]
     items: list[ReadItem] = create_read_items_for_chunk_list(stored, entry, chunks)
     if stored == fqn and all(piece.offsets == piece.shard for piece in pieces):
         return items
@@ -172,21 +177,34 @@ class RsLoadPlanner(DefaultLoadPlanner):
             dtype_policy=self.dtype_policy,
         )
 
-    # --- the protocol ---------------------------------------------------------------------------------
+    # --- the protocol
+    # ---------------------------------------------------------------------------------
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Flatten the state dict. Nothing in it is replaced before every rank has planned.
 
         Raises:
-            PlanError: options that torch's planner has not, with a reader of others or ``flatten_state_dict=False``.
+            PlanError: options that torch's planner has not, with a reader of others or
+                ``flatten_state_dict=False``.
         """
         self.report, self._reads, self._flat = LoadReport(), None, Flat({}, {}, [])
         self._index = index_of(metadata) if self.flatten_state_dict else None
         if self._index is None:
-            given = {"dtype": self.dtype, "device": self.device, "rename": self._rename, "include": self._include}
-            given |= {"exclude": self._exclude, "dtype_policy": "error" if self.dtype_policy == "error" else None}
+            given = {
+                "dtype": self.dtype,
+                "device": self.device,
+                "rename": self._rename,
+                "include": self._include,
+            }
+            given |= {
+                "exclude": self._exclude,
+                "dtype_policy": "error" if self.dtype_policy == "error" else None,
+            }
             if names := [f"{name}=" for name, value in given.items() if value is not None]:
                 which = "an RsReader" if self.flatten_state_dict else "flatten_state_dict=True"
                 raise PlanError(f"{' and '.join(names)} of RsLoadPlanner need {which}")
@@ -206,11 +224,17 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if self._index is None:
             plan: LoadPlan = super().create_local_plan()
             return plan
-        flat = Flat(dict(self.state_dict), self._flat.paths, self._flat.containers, self._flat.is_text)
-        self._reads = reads = plan_reads(self.original_state_dict, self._index, self._options(), flat)
+        flat = Flat(
+            dict(self.state_dict), self._flat.paths, self._flat.containers, self._flat.is_text
+        )
+        self._reads = reads = plan_reads(
+            self.original_state_dict, self._index, self._options(), flat
+        )
         self.report = reads.report
         self._take(reads.flat)
-        return LoadPlan(items_of(reads, self.metadata), planner_data=(not self.state_dict, reads.why_nothing))
+        return LoadPlan(
+            items_of(reads, self.metadata), planner_data=(not self.state_dict, reads.why_nothing)
+        )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return torch's plan: that of each rank as it is.
@@ -219,7 +243,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
             PlanError: there is nothing to load on any rank, and something was asked for.
         """
         told = [plan.planner_data for plan in global_plan]
-        notes = [note if isinstance(note, tuple) and len(note) == 2 else (False, None) for note in told]
+        notes = [
+            note if isinstance(note, tuple) and len(note) == 2 else (False, None) for note in told
+        ]
         reasons = [reason for _, reason in notes if reason is not None]
         if reasons and all(is_empty or reason is not None for is_empty, reason in notes):
             raise PlanError(reasons[0])
@@ -254,8 +280,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
     ) -> torch.Tensor:
         """Return the tensor that ``read_item`` fills, narrowed to its lengths.
 
-        With a name of the state dict in place of an item: read that tensor now from this planner's checkpoint, whole, onto ``device`` and as
-        ``dtype`` (defaults: the planner's, else the CPU and the stored dtype).
+        With a name of the state dict in place of an item: read that tensor now from this planner's
+        checkpoint, whole, onto ``device`` and as ``dtype`` (defaults: the planner's, else the CPU
+        and the stored dtype).
 
         Raises:
             KeyError: the checkpoint has no such name.
@@ -281,7 +308,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         """Take the report of a load that this planner's options were for, and the checkpoint that :meth:`resolve_tensor` reads."""
         self.report, self._checkpoint_path = report, path
 
-    # --- what is read ---------------------------------------------------------------------------------
+    # --- what is read
+    # ---------------------------------------------------------------------------------
 
     def _open(self, device: torch.device) -> Checkpoint:
         index = index_of(self.metadata)

@@ -38,7 +38,8 @@ def load(
 ) -> None:
     """Load on all ranks with a reader or a planner of a user's own, called as torch calls them.
 
-    A load that a save overtakes begins again with the new checkpoint, unless it is partial or ``metadata`` is given.
+    A load that a save overtakes begins again with the new checkpoint, unless it is partial or
+    ``metadata`` is given.
 
     Args:
         ranks: who loads.
@@ -80,7 +81,11 @@ def _load(
             metadata, of_all_ranks = _metadata(reader, ranks.rank)
         planner.set_up_planner(values, metadata, ranks.is_coordinator)
         _set_up(
-            reader.set_up_storage_reader, metadata, ranks.is_coordinator, rank=ranks.rank, use_collectives=of_all_ranks
+            reader.set_up_storage_reader,
+            metadata,
+            ranks.is_coordinator,
+            rank=ranks.rank,
+            use_collectives=of_all_ranks,
         )
         return reader.prepare_local_plan(planner.create_local_plan())
 
@@ -93,7 +98,12 @@ def _load(
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
     def hand_over() -> None:
-        hand_back(state_dict, values, holders, source=reader.source if isinstance(reader, RsReader) else "")
+        hand_back(
+            state_dict,
+            values,
+            holders,
+            source=reader.source if isinstance(reader, RsReader) else "",
+        )
 
     plan = ranks.reduce_scatter(plan_own, plan_all)
     ranks.run(read)
@@ -140,7 +150,9 @@ def save(ranks: RankGroup, planner: SavePlanner, ask: Callable[[], SaveRequest])
         plan = ranks.reduce_scatter(plan_own, plan_all)
         saved = ranks.all_reduce(write, commit)
     except BaseException:
-        if ranks.failures and not any(commit_outcome(error, handled) for error in ranks.failures.values()):
+        if ranks.failures and not any(
+            commit_outcome(error, handled) for error in ranks.failures.values()
+        ):
             for writer in made:
                 writer._discard()  # all ranks know that it failed, so nobody commits
         raise
@@ -152,13 +164,18 @@ def save(ranks: RankGroup, planner: SavePlanner, ask: Callable[[], SaveRequest])
 
 def _path(reader: StorageReader) -> Any:
     """Where a reader reads, for a message."""
-    return reader.path if isinstance(reader, RsReader) else getattr(reader, "checkpoint_id", type(reader).__name__)
+    return (
+        reader.path
+        if isinstance(reader, RsReader)
+        else getattr(reader, "checkpoint_id", type(reader).__name__)
+    )
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
     """The metadata of the checkpoint, and whether they are of all ranks: a rank may have saved its own alone.
 
-    Of a reader of this package only that there is none of all ranks leads to those. Others say that in whatever way.
+    Of a reader of this package only that there is none of all ranks leads to those. Others say that
+    in whatever way.
     """
     try:
         return reader.read_metadata(), True
@@ -169,7 +186,9 @@ def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
         try:
             return reader.read_metadata(rank=rank), False
         except Exception as own:  # noqa: BLE001  # one of the two is raised
-            raise (own if isinstance(reader, RsReader) and is_rank_local(reader.path) else error) from None
+            raise (
+                own if isinstance(reader, RsReader) and is_rank_local(reader.path) else error
+            ) from None
 
 
 def _set_up(method: Callable[..., None], *arguments: Any, **more: Any) -> None:

@@ -32,7 +32,12 @@ from dcp_rs.engine.load import Source
 from dcp_rs.engine.matching import warn_of_left_out_state
 from dcp_rs.engine.metadata import index_of, make_metadata
 from dcp_rs.engine.reports import LoadReport, Phases
-from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    PlanError,
+    UnsupportedError,
+)
 from dcp_rs.options import ReadOptions, checks_pickles
 from dcp_rs.tensors import pickles
 from dcp_rs.transfer.load import fill
@@ -40,7 +45,8 @@ from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["ItemReads", "RsReader"]
 
-#: So many bytes of destinations are resolved and filled together, where a planner may make a new tensor for each.
+#: So many bytes of destinations are resolved and filled together, where a planner may make a new
+#: tensor for each.
 BATCH_BYTES = 256 << 20
 
 
@@ -52,7 +58,8 @@ class ItemReads:
         options: how to read.
         counts: what is read is added here.
         planner: resolves items, and hears when they are filled.
-        weights_only: check that every value loads under ``torch.load(weights_only=True)`` before the planner gets it.
+        weights_only: check that every value loads under ``torch.load(weights_only=True)`` before
+            the planner gets it.
     """
 
     def __init__(
@@ -79,7 +86,10 @@ class ItemReads:
         """
         index = self._index
         chunks = index.locate(
-            [(item.storage_index.fqn, item.storage_index.offset, item.storage_index.index) for item in plan.items]
+            [
+                (item.storage_index.fqn, item.storage_index.offset, item.storage_index.index)
+                for item in plan.items
+            ]
         )
         index.check_files(chunks)
         if self._counts.watch is not None:
@@ -88,8 +98,16 @@ class ItemReads:
                 for chunk, item in zip(chunks, plan.items, strict=True)
                 if item.type != LoadItemType.BYTE_IO
             )
-        tensors = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type != LoadItemType.BYTE_IO]
-        values = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type == LoadItemType.BYTE_IO]
+        tensors = [
+            (c, item)
+            for c, item in zip(chunks, plan.items, strict=True)
+            if item.type != LoadItemType.BYTE_IO
+        ]
+        values = [
+            (c, item)
+            for c, item in zip(chunks, plan.items, strict=True)
+            if item.type == LoadItemType.BYTE_IO
+        ]
         self._read_values(values)
         self._read_tensors(tensors)
 
@@ -99,7 +117,9 @@ class ItemReads:
         if isinstance(planner, DefaultLoadPlanner) and _resolves_in_place(planner):
             resolve, limit = partial(_resolve, planner), sys.maxsize
         if _commits(planner):
-            limit = 0  # as torch's readers: one is committed before the next is resolved, and may be resolved to the same memory
+            # As torch's readers: one is committed before the next is resolved, and may be resolved
+            # to the same memory
+            limit = 0
         batch: list[tuple[ReadItem, torch.Tensor]] = []
         targets: list[Target] = []
         batch_bytes = 0
@@ -111,7 +131,9 @@ class ItemReads:
                 raise PlanError(msg, tensor=fqn)
             values = tensor.detach() if tensor.requires_grad else tensor
             dtype = stored_dtype(fqn, index.dtype_of(chunk))
-            targets.append(Target(chunk, item.storage_offsets, values, fqn, dtype, len(batch), of_chunk=True))
+            targets.append(
+                Target(chunk, item.storage_offsets, values, fqn, dtype, len(batch), of_chunk=True)
+            )
             batch.append((item, tensor))
             batch_bytes += values.nbytes
             if batch_bytes >= limit:
@@ -122,10 +144,13 @@ class ItemReads:
     def _fill(self, batch: list[tuple[ReadItem, torch.Tensor]], targets: list[Target]) -> None:
         try:
             fill(self._index, targets, self._options, self._counts)
-        finally:  # what failed may have filled some, and autograd refuses gradients that need the old values
+        # What failed may have filled some, and autograd refuses gradients that need the old values
+        finally:
             torch.autograd.graph.increment_version([target.tensor for target in targets])
         if _commits(self._planner):
-            with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
+            with (
+                torch.no_grad()
+            ):  # a resolved tensor may require grad, and a planner may copy from it
                 for item, tensor in batch:
                     self._planner.commit_tensor(item, tensor)
 
@@ -142,7 +167,8 @@ class ItemReads:
 
 #: What torch's planner resolves and commits an item by, as they are before anybody patches them.
 _RESOLVING = {
-    name: getattr(DefaultLoadPlanner, name) for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    name: getattr(DefaultLoadPlanner, name)
+    for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
 }
 _OWN = RsLoadPlanner.resolve_tensor
 _COMMIT = DefaultLoadPlanner.commit_tensor
@@ -151,7 +177,8 @@ _COMMIT = DefaultLoadPlanner.commit_tensor
 def _resolves_in_place(planner: DefaultLoadPlanner) -> bool:
     """Return whether the planner resolves memory of the state dict, so that no load has to be cut to bound what is new."""
     return all(
-        getattr(getattr(planner, name), "__func__", None) in (method, _OWN) for name, method in _RESOLVING.items()
+        getattr(getattr(planner, name), "__func__", None) in (method, _OWN)
+        for name, method in _RESOLVING.items()
     )
 
 
@@ -160,19 +187,27 @@ def _commits(planner: LoadPlanner) -> bool:
     return getattr(planner.commit_tensor, "__func__", None) is not _COMMIT
 
 
-def _file_by_file(index: _core.Index, items: list[tuple[int, ReadItem]]) -> list[tuple[int, ReadItem]]:
+def _file_by_file(
+    index: _core.Index, items: list[tuple[int, ReadItem]]
+) -> list[tuple[int, ReadItem]]:
     """The items in the order in which stock DCP's readers come to them."""
     files = index.files_of([chunk for chunk, _ in items])
     order = {file: number for number, file in enumerate(dict.fromkeys(files))}
     if len(order) == 1:
         return items
-    return [item for _, item in sorted(zip(files, items, strict=True), key=lambda pair: order[pair[0]])]
+    return [
+        item for _, item in sorted(zip(files, items, strict=True), key=lambda pair: order[pair[0]])
+    ]
 
 
 def _resolve(planner: DefaultLoadPlanner, item: ReadItem) -> torch.Tensor:
     """What torch's own ``resolve_tensor`` gives, without its 20 microseconds where that is all of a plain tensor."""
     held: Any = planner.state_dict.get(item.dest_index.fqn)
-    whole = type(held) in PLAIN_TYPES and held.shape == item.lengths and "global_shape" not in held.__dict__
+    whole = (
+        type(held) in PLAIN_TYPES
+        and held.shape == item.lengths
+        and "global_shape" not in held.__dict__
+    )
     tensor: torch.Tensor = held if whole else planner.resolve_tensor(item)
     return tensor
 
@@ -261,14 +296,24 @@ class RsReader(StorageReader):
     ) -> None:
         super().__init__()
         if _extension_registry is not None:
-            say_ignored("RsReader", "_extension_registry", "data that was stored through extensions is refused")
+            say_ignored(
+                "RsReader",
+                "_extension_registry",
+                "data that was stored through extensions is refused",
+            )
         if token is not None:
-            say_ignored("RsReader", "token", "nothing is read from the Hub; stores take storage_options=")
+            say_ignored(
+                "RsReader", "token", "nothing is read from the Hub; stores take storage_options="
+            )
         threads = one_of("threads", threads, "thread_count", thread_count)
         self._source = Source(
             path=location(path),
             read=ReadOptions(
-                io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
+                io=io,
+                threads=threads,
+                verify=verify,
+                shared=shared,
+                max_inflight_bytes=max_inflight_bytes,
             ),
             weights_only=checks_pickles(weights_only),
             allow_external=allow_external,
@@ -318,7 +363,8 @@ class RsReader(StorageReader):
         """Open the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``).
 
         Raises (with ``rank``, beside the errors of a load):
-            CheckpointNotFoundError: there is one of all ranks, which comes before those of single ranks, be they left there from a save before.
+            CheckpointNotFoundError: there is one of all ranks, which comes before those of single
+                ranks, be they left there from a save before.
         """
         self._clock = Phases()
         rank = kwargs.get("rank")
@@ -334,7 +380,9 @@ class RsReader(StorageReader):
         self._clock.end("metadata")
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Take the index from the metadata that :meth:`read_metadata` returned, in whichever process this is."""
         self._index = index_of(metadata) or self._index
         self._is_of_all = kwargs.get("use_collectives", True)
@@ -370,8 +418,12 @@ class RsReader(StorageReader):
         with watching(self._source.progress, "loading") as watch:
             counts = Counts(watch=watch)
             how = self._source.read if self._is_of_all else self._source.read.alone()
-            ItemReads(index, how, counts, planner, weights_only=self._source.weights_only).read(plan)
-            if watch is not None and counts.expected:  # of what lies under other destinations nothing was read
+            ItemReads(index, how, counts, planner, weights_only=self._source.weights_only).read(
+                plan
+            )
+            if (
+                watch is not None and counts.expected
+            ):  # of what lies under other destinations nothing was read
                 watch(counts.expected, counts.expected)
         clock.end("read")
         self.report = planner.report if isinstance(planner, RsLoadPlanner) else LoadReport()
@@ -388,7 +440,9 @@ class RsReader(StorageReader):
         Raises:
             KeyError: there is none.
         """
-        return Checkpoint(self._opened(), weights_only=self._source.weights_only, options=self._source.read)[fqn]
+        return Checkpoint(
+            self._opened(), weights_only=self._source.weights_only, options=self._source.read
+        )[fqn]
 
     @property
     def source(self) -> str:
@@ -423,7 +477,9 @@ class RsReader(StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("_index", "_clock")
         source = dataclasses.replace(self._source, progress=None)
-        return {key: value for key, value in self.__dict__.items() if key not in left_out} | {"_source": source}
+        return {key: value for key, value in self.__dict__.items() if key not in left_out} | {
+            "_source": source
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

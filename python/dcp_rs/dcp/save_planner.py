@@ -62,7 +62,10 @@ class RsSavePlanner(DefaultSavePlanner):
         exclude: str | Iterable[str] | None = None,
     ) -> None:
         super().__init__(
-            flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors, dedup_save_to_lowest_rank
+            flatten_state_dict,
+            flatten_sharded_tensors,
+            dedup_replicated_tensors,
+            dedup_save_to_lowest_rank,
         )
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
             msg = f"dtype={dtype!r}: a floating-point dtype"
@@ -93,7 +96,10 @@ class RsSavePlanner(DefaultSavePlanner):
         )
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Flatten the state dict, and leave out what is not to be saved."""
         self._selected = select(state_dict, self._options())
@@ -123,7 +129,11 @@ class RsSavePlanner(DefaultSavePlanner):
 
     def _nesting(self, paths: Any) -> Nesting | None:
         """Return the nesting of the state dict, if ``paths`` are still those that this planner gave it."""
-        return self._selected.nesting if self._selected is not None and paths == self.mappings else None
+        return (
+            self._selected.nesting
+            if self._selected is not None and paths == self.mappings
+            else None
+        )
 
     def _with_dtype(self, plan: SavePlan) -> SavePlan:
         if self.dtype is None:
@@ -132,16 +142,28 @@ class RsSavePlanner(DefaultSavePlanner):
         for item in plan.items:
             data = item.tensor_data
             if data is not None and not is_counter(item.index.fqn, data.size):
-                properties = dataclasses.replace(data.properties, dtype=cast_to(data.properties.dtype, self.dtype))
-                item = dataclasses.replace(item, tensor_data=dataclasses.replace(data, properties=properties))  # noqa: PLW2901
-            items.append(item)
+                properties = dataclasses.replace(
+                    data.properties, dtype=cast_to(data.properties.dtype, self.dtype)
+                )
+                tensor_data = dataclasses.replace(data, properties=properties)
+                items.append(dataclasses.replace(item, tensor_data=tensor_data))
+            else:
+                items.append(item)
         return dataclasses.replace(plan, items=items)
 
     def __getstate__(self) -> Mapping[str, Any]:
         # For a save in another process: what this one has set up stays here.
-        return {**self.__dict__, "_selected": None, "state_dict": {}, "plan": None, "global_plan": None}
+        return {
+            **self.__dict__,
+            "_selected": None,
+            "state_dict": {},
+            "plan": None,
+            "global_plan": None,
+        }
 
 
 def is_plain(planner: SavePlanner) -> TypeGuard[RsSavePlanner]:
     """Return whether a planner is its options and nothing else: an ``RsSavePlanner`` of which nothing is overridden."""
-    return type(planner) is RsSavePlanner and vars(planner).keys().isdisjoint(dir(DefaultSavePlanner))
+    return type(planner) is RsSavePlanner and vars(planner).keys().isdisjoint(
+        dir(DefaultSavePlanner)
+    )

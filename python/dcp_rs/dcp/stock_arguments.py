@@ -38,7 +38,9 @@ def say_ignored(owner: str, name: str, why: str) -> None:
         warn_caller(f"{owner} has no use for {name}: {why}")
 
 
-def judge_writer(path: Any, extensions: Sequence[Any] | None, single_file_per_rank: bool, copy_ahead: int) -> None:
+def judge_writer(
+    path: Any, extensions: Sequence[Any] | None, single_file_per_rank: bool, copy_ahead: int
+) -> None:
     """Looks at the arguments of torch's ``FileSystemWriter`` that have no meaning here.
 
     Raises:
@@ -49,6 +51,12 @@ def judge_writer(path: Any, extensions: Sequence[Any] | None, single_file_per_ra
         msg = f"RsWriter cannot apply _extensions ({names}): the data would be stored without them"
         raise UnsupportedError(msg, path=path)
     if not single_file_per_rank:
-        say_ignored("RsWriter", "single_file_per_rank=False", "an index says what lies where, not the names of files")
+        say_ignored(
+            "RsWriter",
+            "single_file_per_rank=False",
+            "an index says what lies where, not the names of files",
+        )
     if copy_ahead != STOCK_COPY_AHEAD:
-        say_ignored("RsWriter", "per_thread_copy_ahead", "max_inflight_bytes bounds what is copied ahead")
+        say_ignored(
+            "RsWriter", "per_thread_copy_ahead", "max_inflight_bytes bounds what is copied ahead"
+        )

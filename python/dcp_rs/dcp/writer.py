@@ -19,7 +19,13 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -55,21 +61,34 @@ class Resolved:
     What lies in the memory of the state dict stays there, and is not copied.
 
     Args:
-        planner: it, or one that wraps it. Where none of them has a ``state_dict``, everything counts as made for the save.
+        planner: it, or one that wraps it. Where none of them has a ``state_dict``, everything
+            counts as made for the save.
     """
 
     def __init__(self, planner: object) -> None:
-        self._held = [value for state_dict in _state_dicts(planner, set()) for value in state_dict.values()]
-        self._storages = {_torch.storage_id(tensor) for value in self._held for tensor in _memory(value)}
+        self._held = [
+            value for state_dict in _state_dicts(planner, set()) for value in state_dict.values()
+        ]
+        self._storages = {
+            _torch.storage_id(tensor) for value in self._held for tensor in _memory(value)
+        }
 
     def apart(self, data: Any) -> Any:
         """A tensor in memory that the planner does not have: a copy, where it is not the state dict's. Anything else as it is."""
-        if not isinstance(data, torch.Tensor) or data.device.type == "meta" or self.is_passing(data):
+        if (
+            not isinstance(data, torch.Tensor)
+            or data.device.type == "meta"
+            or self.is_passing(data)
+        ):
             return data
         tensor = _torch.wait_tensor(data)
         if _torch.storage_id(tensor) in self._storages:
             return data
-        return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
+        return (
+            tensor.detach()
+            .clone(memory_format=torch.contiguous_format)
+            .requires_grad_(tensor.requires_grad)
+        )
 
     def is_passing(self, data: Any) -> bool:
         """Whether it is a tensor that raw bytes cannot hold: what is stored of it is made at once, and there is nothing to keep."""
@@ -101,7 +120,8 @@ def writes_of(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes:
     """Resolve the items of this rank's plan. Warn of keys that come back as text.
 
     Raises:
-        UnsupportedError, UnsafePickleError: what cannot be stored; with ``strict`` also what would not load back as it is.
+        UnsupportedError, UnsafePickleError: what cannot be stored; with ``strict`` also what would
+            not load back as it is.
         PlanError: the planner resolved something else than it planned.
     """
     # Else somebody changed the plan's paths, or the planner does not know them.
@@ -111,7 +131,9 @@ def writes_of(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes:
     if nesting is not None:
         paths, positions = nesting.paths, nesting.positions
     # torch's planner and ours resolve what is the state dict's, or a copy that nobody else has.
-    is_own = isinstance(planner, DefaultSavePlanner) and all(_is_own(planner, name) for name in _OWN)
+    is_own = isinstance(planner, DefaultSavePlanner) and all(
+        _is_own(planner, name) for name in _OWN
+    )
     resolved = None if is_own else Resolved(planner)
     whole: list[WriteItem] = []
     tensors: list[Any] = []
@@ -121,7 +143,12 @@ def writes_of(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes:
         fqn, is_passing = item.index.fqn, False
         if resolved is not None:
             data, is_passing = resolved.apart(data), resolved.is_passing(data)
-        if not is_passing and item.type == WriteItemType.TENSOR and item.tensor_data and _is_whole(item.tensor_data):
+        if (
+            not is_passing
+            and item.type == WriteItemType.TENSOR
+            and item.tensor_data
+            and _is_whole(item.tensor_data)
+        ):
             whole.append(item)
             tensors.append(data)
         else:
@@ -143,7 +170,8 @@ def _is_whole(data: TensorWriteData) -> bool:
     return data.chunk.sizes == data.size and not any(data.chunk.offsets)
 
 
-#: What writers call for each item, and what that calls, as torch and this package have them before anybody patches them.
+#: What writers call for each item, and what that calls, as torch and this package have them before
+#: anybody patches them.
 _OWN = {
     name: (getattr(DefaultSavePlanner, name), getattr(RsSavePlanner, name))
     for name in ("resolve_data", "lookup_object", "transform_object")
@@ -159,10 +187,14 @@ def _judge(item: WriteItem, data: Any, planner: SavePlanner, *, strict: bool) ->
     if item.type != WriteItemType.BYTE_IO or not isinstance(planner, DefaultSavePlanner):
         return
     if _is_own(planner, "lookup_object"):
-        pickles.warn_unless_loadable(item.index.fqn, planner.lookup_object(item.index), data.getvalue(), strict=strict)
+        pickles.warn_unless_loadable(
+            item.index.fqn, planner.lookup_object(item.index), data.getvalue(), strict=strict
+        )
 
 
-def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any, position: int | None) -> Entry:
+def _entry(
+    item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any, position: int | None
+) -> Entry:
     fqn = item.index.fqn
     path = path if isinstance(path, tuple) else None
     if item.type == WriteItemType.BYTE_IO:
@@ -302,7 +334,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.report: SaveReport | None = None
         self._stager = HostStager()
         self._staged: _Staged | None = None  # the last copy, until a save begins
-        self._staged_of_save: _Staged | None = None  # what was the last copy when the save under way began
+        self._staged_of_save: _Staged | None = (
+            None  # what was the last copy when the save under way began
+        )
         self._rank: int | None = None  # of a rank-local save
         self._is_used = False  # whether something was written under this save id
         self._commits = True
@@ -310,7 +344,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._thread: int | None = None  # that began the save under way
         self._looked_at: Path | None = None
         self._to: Destination | None = None  # of the save under way
-        self._plans_before: dict[str, SavePlan] = {}  # what torch's planner remembered when it began
+        self._plans_before: dict[
+            str, SavePlan
+        ] = {}  # what torch's planner remembered when it began
         self._written: Written | None = None  # until it is known to be committed
 
     @classmethod
@@ -331,13 +367,18 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return self._how.overwrite
 
     def __repr__(self) -> str:
-        given = {"path": os.fspath(self.path), **self.options.given(), "storage_options": self._how.storage_options}
+        given = {
+            "path": os.fspath(self.path),
+            **self.options.given(),
+            "storage_options": self._how.storage_options,
+        }
         return call("RsWriter", given)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to another path where one is given.
 
-        A save that another thread has under way through this writer fails with a ``SaveInProgressError``.
+        A save that another thread has under way through this writer fails with a
+        ``SaveInProgressError``.
         """
         to = location(checkpoint_id) if checkpoint_id else self.path
         mine = self._thread == threading.get_ident()
@@ -417,7 +458,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         # Not what a save left that ended between the two methods: such a plan has no items.
         known = _torch.remembered_plans().items()
         self._plans_before = {
-            key: plan for key, plan in known if not (isinstance(told := plan.storage_data, _Told) and told.remembered)
+            key: plan
+            for key, plan in known
+            if not (isinstance(told := plan.storage_data, _Told) and told.remembered)
         }
         return plan
 
@@ -429,10 +472,13 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         places = [Place(rank, len(plans), *chosen) for rank in range(len(plans))]
         if self._rank is not None:
             places = [Place(self._rank, 0, *chosen)]
-        # Of a plan that it remembers (`enable_plan_caching`), torch sends none, and the rank's planner would drop what comes in its place.
-        # So it goes as a plan that is to be used, and `write_data` puts the remembered one there.
+        # Of a plan that it remembers (`enable_plan_caching`), torch sends none, and the rank's
+        # planner would drop what comes in its place. So it goes as a plan that is to be used, and
+        # `write_data` puts the remembered one there.
         return [
-            dataclasses.replace(plan, usable=True, storage_data=_Told(place, remembered=not plan.usable))
+            dataclasses.replace(
+                plan, usable=True, storage_data=_Told(place, remembered=not plan.usable)
+            )
             for plan, place in zip(plans, places, strict=True)
         ]
 
@@ -450,7 +496,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """
         told = plan.storage_data
         if isinstance(told, _Told) and told.remembered:
-            before = _torch.put_back_remembered(plan, self._plans_before, storage_data=_Told(told.place))
+            before = _torch.put_back_remembered(
+                plan, self._plans_before, storage_data=_Told(told.place)
+            )
             plan, told = (before, told) if before is not None else (plan, None)
         if not isinstance(told, _Told):
             raise PlanError(
@@ -474,9 +522,13 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         try:
             if parent is not None:
                 values = getattr(planner, "state_dict", {})
-                reuse = parent.find_reuse(writes, to, values, rank=place.own_rank, options=self.options)
+                reuse = parent.find_reuse(
+                    writes, to, values, rank=place.own_rank, options=self.options
+                )
                 self._clock.end("compare")
-            written = write_files(writes, to, place, self.options, reuse=reuse, progress=self._how.progress)
+            written = write_files(
+                writes, to, place, self.options, reuse=reuse, progress=self._how.progress
+            )
         finally:
             if staged is not None and staged.staging is not None:
                 staged.staging.release()
@@ -524,7 +576,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Merges the indexes of all ranks and commits the checkpoint."""
         handled = sys.exception()
         entries = metadata.state_dict_metadata
-        indexes = [unpacked(result.storage_data) for rank_results in results for result in rank_results]
+        indexes = [
+            unpacked(result.storage_data) for rank_results in results for result in rank_results
+        ]
         written = self._written
         if written is None or written.index not in indexes:
             msg = "another thread began a save with this writer before this save was over, or the writer wrote nothing"
@@ -556,7 +610,13 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if _torch.is_remembered(metadata):  # by the planner, for the next save
             metadata.storage_meta = meta
         else:
-            describe_saved(metadata, index, meta, rank=place.own_rank, storage_options=self._how.storage_options)
+            describe_saved(
+                metadata,
+                index,
+                meta,
+                rank=place.own_rank,
+                storage_options=self._how.storage_options,
+            )
 
     def _discard(self) -> None:
         """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""

@@ -23,7 +23,9 @@ def check_state_dict(state_dict: Any, path: Any = None) -> None:
     kind = type(state_dict).__name__
     if isinstance(state_dict, str | os.PathLike):
         swapped = isinstance(path, Mapping)
-        msg = "the state dict comes first, then the path" + ("" if swapped else f"; {state_dict!r} is no state dict")
+        msg = "the state dict comes first, then the path" + (
+            "" if swapped else f"; {state_dict!r} is no state dict"
+        )
     elif is_stateful(state_dict):
         name = "optim" if isinstance(state_dict, Optimizer) else "model"
         msg = f"{kind} is not a state dict: pass {{{name!r}: {name}}}, or {name}.state_dict()"
@@ -37,16 +39,24 @@ def check_state_dict(state_dict: Any, path: Any = None) -> None:
 
 def check_planner(called: Literal["load", "save"], planner: Any) -> None:
     """Raise a TypeError that says what to pass, unless this is None or a planner for that."""
-    takes, example = (LoadPlanner, "RsLoadPlanner") if called == "load" else (SavePlanner, "RsSavePlanner")
+    takes, example = (
+        (LoadPlanner, "RsLoadPlanner") if called == "load" else (SavePlanner, "RsSavePlanner")
+    )
     if planner is None or isinstance(planner, takes):
         return
     # torch takes a wrapper that hands every method on, whatever its class.
-    needed = ("set_up_planner", "create_local_plan", "resolve_tensor" if called == "load" else "resolve_data")
+    needed = (
+        "set_up_planner",
+        "create_local_plan",
+        "resolve_tensor" if called == "load" else "resolve_data",
+    )
     if not isinstance(planner, type) and all(hasattr(planner, name) for name in needed):
         return
     is_other = isinstance(planner, LoadPlanner | SavePlanner)
     why = f", which plans a {'save' if called == 'load' else 'load'}" if is_other else ""
-    msg = f"planner= of a {called} takes a planner such as {example}(...), not {_kind(planner)}{why}"
+    msg = (
+        f"planner= of a {called} takes a planner such as {example}(...), not {_kind(planner)}{why}"
+    )
     raise TypeError(msg)
 
 

@@ -85,10 +85,13 @@ class Worker:
 
     def _make(self) -> None:
         self._thread = None
-        self._executor = ThreadPoolExecutor(1, self._name, initializer=self._begin)  # which starts none yet
+        self._executor = ThreadPoolExecutor(
+            1, self._name, initializer=self._begin
+        )  # which starts none yet
 
 
-#: Saves follow each other, so that their collectives do not mix. Copies have a thread of their own: one is made while another is being written.
+#: Saves follow each other, so that their collectives do not mix. Copies have a thread of their own:
+#: one is made while another is being written.
 saving = Worker("dcp_rs.async_save")
 copying = Worker("dcp_rs.staging")
 

@@ -1,7 +1,8 @@
 """Ranks that share the reading of something: each reads a part, and broadcasts it to the others.
 
-Nobody waits for a rank that has failed. What can fail by itself is done before anything is sent, and all ranks say that they are ready; an error
-there is that of all. From then on ranks send each other pieces in rounds, and with each piece whether its owner has failed meanwhile, so that those
+Nobody waits for a rank that has failed. What can fail by itself is done before anything is sent,
+and all ranks say that they are ready; an error there is that of all. From then on ranks send each
+other pieces in rounds, and with each piece whether its owner has failed meanwhile, so that those
 who share end in the same round, and go on to the next ones that share.
 """
 
@@ -41,7 +42,8 @@ class SharedReads:
 
     Attributes:
         ranks: those, in the process group.
-        way: where the memory is that they send: on the host, or on the devices that have the targets.
+        way: where the memory is that they send: on the host, or on the devices that have the
+            targets.
         targets: what all of them have, in the same order on each.
     """
 
@@ -60,8 +62,8 @@ def read_shared(
 ) -> tuple[Counts, bool]:
     """Fills what this rank shares with others: each reads a part of the pieces and sends them to the others. A step of all ranks.
 
-    Returns what this rank wanted and read, and whether all is there: not where another rank failed, which the step in which this is
-    done will raise on all.
+    Returns what this rank wanted and read, and whether all is there: not where another rank failed,
+    which the step in which this is done will raise on all.
 
     Raises:
         Exception: what made reading fail on this rank, but only when nobody waits for it any more.
@@ -71,7 +73,10 @@ def read_shared(
     def prepare() -> tuple[list[_Exchange], dict[torch.device, _Room]]:
         exchanges = [_Exchange(index, reads, options, ranks) for reads in shared]
         ways = {exchange.way for exchange in exchanges}
-        return exchanges, {way: _Room(way, [exchange for exchange in exchanges if exchange.way == way]) for way in ways}
+        return exchanges, {
+            way: _Room(way, [exchange for exchange in exchanges if exchange.way == way])
+            for way in ways
+        }
 
     exchanges, rooms = ranks.run(prepare)
     halted = False
@@ -99,11 +104,14 @@ class _Exchange:
 
     Attributes:
         error: what made this rank fail.
-        halted: a rank has failed, here or in an exchange before. Then nothing more is read, and the next piece says so.
+        halted: a rank has failed, here or in an exchange before. Then nothing more is read, and the
+            next piece says so.
         counts: what was read from storage.
     """
 
-    def __init__(self, index: _core.Index, reads: SharedReads, options: ReadOptions, ranks: RankGroup) -> None:
+    def __init__(
+        self, index: _core.Index, reads: SharedReads, options: ReadOptions, ranks: RankGroup
+    ) -> None:
         self.error: BaseException | None = None
         self.halted = False
         self.counts = Counts()
@@ -176,11 +184,14 @@ class _Exchange:
                 buffers.append(mine)
                 for rank in self._ranks:
                     if rank != self._ranks[self._me]:
-                        operations += [dist.P2POp(dist.isend, part, rank, self._group) for part in (flag, mine)]
+                        operations += [
+                            dist.P2POp(dist.isend, part, rank, self._group) for part in (flag, mine)
+                        ]
                 continue
             buffers.append(self._buffer(piece, room.slots[owner]))
             operations += [
-                dist.P2POp(dist.irecv, part, self._ranks[owner], self._group) for part in (flag, buffers[-1])
+                dist.P2POp(dist.irecv, part, self._ranks[owner], self._group)
+                for part in (flag, buffers[-1])
             ]
         return buffers, dist.batch_isend_irecv(operations)
 
@@ -206,7 +217,9 @@ class _Room:
     def __init__(self, way: torch.device, exchanges: Sequence[_Exchange]) -> None:
         nbytes = max(exchange.nbytes for exchange in exchanges)
         count = max(exchange.slots for exchange in exchanges)
-        self.slots = [check_made(torch.empty(nbytes, dtype=torch.uint8, device=way)) for _ in range(count)]
+        self.slots = [
+            check_made(torch.empty(nbytes, dtype=torch.uint8, device=way)) for _ in range(count)
+        ]
         self.stages = _Stages(way, nbytes) if is_accelerator(way) else None
 
     def close(self) -> None:
@@ -263,7 +276,11 @@ class _Piece:
         """Yield the elements of each part in memory that holds the piece, as a row."""
         for part in self.parts:
             target = self.targets[part.number]
-            yield target, part, buffer[part.at : part.at + part.count * target.dtype.itemsize].view(target.dtype)
+            yield (
+                target,
+                part,
+                buffer[part.at : part.at + part.count * target.dtype.itemsize].view(target.dtype),
+            )
 
     def memory(self) -> torch.Tensor | None:
         """The piece's own place, where it is one run of bytes of a tensor that holds what is stored."""
@@ -291,12 +308,16 @@ class _Piece:
 
 def _pieces(targets: Sequence[Target], limit: int) -> Iterator[_Piece]:
     """Cuts and packs the targets into pieces of at most ``limit`` bytes, the same on every rank that has the same targets."""
-    rows = ((target.tensor.numel(), target.dtype.itemsize, _PAGE // target.dtype.itemsize) for target in targets)
+    rows = (
+        (target.tensor.numel(), target.dtype.itemsize, _PAGE // target.dtype.itemsize)
+        for target in targets
+    )
     for parts in cut(rows, limit):
         yield _Piece(targets, parts)
 
 
-#: What ranks agree on is found for each way that tensors are cut. Models have a few; more than this many are not shared.
+#: What ranks agree on is found for each way that tensors are cut. Models have a few; more than this
+#: many are not shared.
 _MAX_CLASSES = 64
 
 
@@ -327,13 +348,14 @@ def offer(
 ) -> Offer:
     """Sorts targets into classes by how they are cut from their tensors, and by the way that they can be sent.
 
-    Ranks whose class is the same in all of its regions share it: that finds the replicas of DDP, those of HSDP, and under tensor parallelism those of
-    what is not split.
+    Ranks whose class is the same in all of its regions share it: that finds the replicas of DDP,
+    those of HSDP, and under tensor parallelism those of what is not split.
 
     Args:
         targets: of this rank.
         shapes: of the whole tensors.
-        scope: share among the ranks of a node (``LOCAL_WORLD_SIZE`` consecutive ones), or among all.
+        scope: share among the ranks of a node (``LOCAL_WORLD_SIZE`` consecutive ones), or among
+            all.
         process_group: of the load.
     """
     kinds = [device.type for device in _torch.group_devices(process_group)]
@@ -343,10 +365,13 @@ def offer(
         if 0 in sizes:
             continue
         cut = tuple(
-            (-(-whole // size), at // size) for whole, at, size in zip(shape, target.offsets, sizes, strict=True)
+            (-(-whole // size), at // size)
+            for whole, at, size in zip(shape, target.offsets, sizes, strict=True)
         )
         classes.setdefault((_way(target, kinds), cut), []).append(target)
-    by_size = sorted(classes.items(), key=lambda entry: sum(target.nbytes for target in entry[1]), reverse=True)
+    by_size = sorted(
+        classes.items(), key=lambda entry: sum(target.nbytes for target in entry[1]), reverse=True
+    )
     found = Offer(dist.get_rank() // _local_world_size() if scope == "node" else 0)
     for (way, _), members in by_size[:_MAX_CLASSES]:
         members.sort(key=lambda target: (target.index, tuple(target.offsets)))
@@ -369,11 +394,17 @@ def share(
     kinds = [device.type for device in _torch.group_devices(process_group)]
     by_ranks: dict[tuple[tuple[int, ...], str], list[Target]] = {}
     for digest in sorted(own.digests):  # an order that all who share have
-        ranks = tuple(rank for rank, (node, digests) in enumerate(everyone) if node == own.node and digest in digests)
+        ranks = tuple(
+            rank
+            for rank, (node, digests) in enumerate(everyone)
+            if node == own.node and digest in digests
+        )
         if len(ranks) > 1:
             targets = own.members[digest]
             by_ranks.setdefault((ranks, _way(targets[0], kinds)), []).extend(targets)
-    return [SharedReads(ranks, _device(kind), by_ranks[ranks, kind]) for ranks, kind in sorted(by_ranks)]
+    return [
+        SharedReads(ranks, _device(kind), by_ranks[ranks, kind]) for ranks, kind in sorted(by_ranks)
+    ]
 
 
 def is_shared(everyone: Sequence[tuple[int, list[bytes]]]) -> bool:
@@ -403,4 +434,8 @@ def _local_world_size() -> int:
 
 def _device(kind: str) -> torch.device:
     """This rank's device of a kind."""
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    return (
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )

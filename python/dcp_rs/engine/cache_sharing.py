@@ -24,7 +24,8 @@ class Demand:
 
     Attributes:
         machine: whose page cache it reads through.
-        sample: what it reads of each section of the checkpoint. Its size does not grow with the model.
+        sample: what it reads of each section of the checkpoint. Its size does not grow with the
+            model.
     """
 
     machine: bytes

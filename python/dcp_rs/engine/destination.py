@@ -13,17 +13,26 @@ from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, rank_index_name
-from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError, StorageUnclearError
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    DcpRsError,
+    SaveInProgressError,
+    StorageUnclearError,
+)
 
 __all__ = ["Destination", "commit_outcome"]
 
 
-def commit_outcome(error: BaseException | None, handled: BaseException | None = None) -> StorageUnclearError | None:
+def commit_outcome(
+    error: BaseException | None, handled: BaseException | None = None
+) -> StorageUnclearError | None:
     """Return the ``StorageUnclearError`` in the chain of an error, if there is one.
 
     Args:
-        error: what was raised. A second Ctrl-C, say, comes while the first error is dealt with, and is what the caller sees.
-        handled: what the caller was handling when the save began (``sys.exception()``): Python puts it into the chain, and it is of another save.
+        error: what was raised. A second Ctrl-C, say, comes while the first error is dealt with, and
+            is what the caller sees.
+        handled: what the caller was handling when the save began (``sys.exception()``): Python puts
+            it into the chain, and it is of another save.
     """
     waiting, seen = [error], {id(handled)}
     while waiting:
@@ -77,7 +86,8 @@ class Destination:
         """Creates the folder, and looks at what is in it; ``rank``: whose rank-local save it is.
 
         Raises:
-            CheckpointExistsError: what is there may not, or cannot, be replaced: a checkpoint, or something that is no folder.
+            CheckpointExistsError: what is there may not, or cannot, be replaced: a checkpoint, or
+                something that is no folder.
             NotADirectoryError: something that is no folder is where one above it is to be.
         """
         if self.store is None:
@@ -98,7 +108,9 @@ class Destination:
     def _has_index(self, rank: int | None) -> bool:
         if self.store is not None:
             return self.store.has_index(self.folder, rank)
-        return (Path(self.folder) / (INDEX_NAME if rank is None else rank_index_name(rank))).exists()
+        return (
+            Path(self.folder) / (INDEX_NAME if rank is None else rank_index_name(rank))
+        ).exists()
 
     def begin(self, rank: int | None, *, overwrite: bool) -> int:
         """The number of the save. What it replaces is what is there now. Warns of a store that does not look what it replaces.
@@ -124,20 +136,28 @@ class Destination:
         Arguments as for ``_core.commit_indexes``.
 
         Raises:
-            CheckpointExistsError: in a folder, another save was committed meanwhile, and this one may not replace it.
+            CheckpointExistsError: in a folder, another save was committed meanwhile, and this one
+                may not replace it.
             StoragePreconditionError: the same on a store.
         """
         index, left = _core.commit_indexes(self.folder, rank, indexes, store=self.store, **how)
         for reason in left:
-            warn_caller(f"the checkpoint is saved, but a file of the one before is still there: {reason}")
+            warn_caller(
+                f"the checkpoint is saved, but a file of the one before is still there: {reason}"
+            )
         return index
 
     def give_up(
-        self, rank: int | None, indexes: Sequence[bytes], error: BaseException, handled: BaseException | None = None
+        self,
+        rank: int | None,
+        indexes: Sequence[bytes],
+        error: BaseException,
+        handled: BaseException | None = None,
     ) -> None:
         """After a commit that failed with ``error``: removes what the ranks wrote, all of them, since some may never hear of it.
 
-        Not where the save may yet be found committed, since a store did not answer: ``error`` says that. ``handled`` as for :func:`commit_outcome`.
+        Not where the save may yet be found committed, since a store did not answer: ``error`` says
+        that. ``handled`` as for :func:`commit_outcome`.
         """
         if self.store is None or not commit_outcome(error, handled):
             self.remove(rank, indexes)
@@ -153,8 +173,12 @@ class Destination:
             try:
                 remove()
             except (OSError, DcpRsError) as error:
-                warn_caller(f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}")
-                if isinstance(error, SaveInProgressError):  # the folder is locked, for the next as well
+                warn_caller(
+                    f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}"
+                )
+                if isinstance(
+                    error, SaveInProgressError
+                ):  # the folder is locked, for the next as well
                     break
 
 

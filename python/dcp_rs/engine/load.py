@@ -56,9 +56,7 @@ T = TypeVar("T")
 #: A load begins again so often where another save replaces the checkpoint that it reads.
 TRIES = 10
 #: What to say where some ranks plan here, and others as torch does.
-MIXED = (
-    "some ranks load with a planner or a reader of their own class, and others without: give all ranks the same kind"
-)
+MIXED = "some ranks load with a planner or a reader of their own class, and others without: give all ranks the same kind"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +102,20 @@ def load(
 
     It takes three steps, and each ends on all ranks alike:
 
-    1. Every rank plans (:func:`plan_rank`): it finds its entries in the index, and cuts sharded tensors into the rectangles that it
-       holds. The plans meet on the coordinator, which compares them (:func:`compare`) and answers each rank: a reduce_scatter.
-    2. Every rank reads. Tensors that stay as they are get their bytes in place, and that is the first write to memory of the caller's.
-       An all_gather of errors ends the step.
-    3. New tensors and values go into the state dict, and ``Stateful`` objects are loaded. An all_gather of errors ends this step, too.
+    1. Every rank plans (:func:`plan_rank`): it finds its entries in the index, and cuts sharded
+       tensors into the rectangles that it holds. The plans meet on the coordinator, which compares
+       them (:func:`compare`) and answers each rank: a reduce_scatter.
+    2. Every rank reads. Tensors that stay as they are get their bytes in place, and that is the
+       first write to memory of the caller's. An all_gather of errors ends the step.
+    3. New tensors and values go into the state dict, and ``Stateful`` objects are loaded. An
+       all_gather of errors ends this step, too.
 
-    Where one rank fails in a step, the others finish theirs, hear of it in the collective that ends the step, and raise the same error.
-    After an error in the second step, tensors of the caller's may hold new values, but no entry of the state dict was replaced.
+    Where one rank fails in a step, the others finish theirs, hear of it in the collective that ends
+    the step, and raise the same error. After an error in the second step, tensors of the caller's
+    may hold new values, but no entry of the state dict was replaced.
 
-    A load that a save overtakes begins again with the new checkpoint, unless it is partial or ``index`` is given.
+    A load that a save overtakes begins again with the new checkpoint, unless it is partial or
+    ``index`` is given.
 
     Args:
         state_dict: what to fill.
@@ -130,7 +132,15 @@ def load(
 
     def plan_own() -> _Note:
         nonlocal plan
-        plan = plan_rank(state_dict, source, options, rank=ranks.rank, stateful=stateful, index=index, ranks=ranks.size)
+        plan = plan_rank(
+            state_dict,
+            source,
+            options,
+            rank=ranks.rank,
+            stateful=stateful,
+            index=index,
+            ranks=ranks.size,
+        )
         return plan.note
 
     tries = 1 if options.allow_partial_load or index is not None else TRIES
@@ -148,7 +158,8 @@ def load(
             return plan.reads.report
 
 
-# --- step 1: plan -------------------------------------------------------------------------------------
+# --- step 1: plan
+# -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -156,15 +167,18 @@ class Reads:
     """What one rank reads.
 
     Attributes:
-        flat: the entries of the state dict by name, with new tensors in the place of those that are replaced; and where they are.
+        flat: the entries of the state dict by name, with new tensors in the place of those that are
+            replaced; and where they are.
         report: what was found.
         batch: whole tensors that are filled in place, by ``stored`` name.
-        names, stored, tensors: the names in the state dict, the stored names, and the tensors that the batch was made from.
+        names, stored, tensors: the names in the state dict, the stored names, and the tensors that
+            the batch was made from.
         not_plain: the places among them that are not in the batch.
         found: what the checkpoint has for those of them that are read.
         new: tensors that replace others.
         targets: regions for all other tensors.
-        why_nothing: where there is nothing to load on this rank, and something was asked for, what to say.
+        why_nothing: where there is nothing to load on this rank, and something was asked for, what
+            to say.
     """
 
     flat: Flat
@@ -191,7 +205,11 @@ class Reads:
 
     def filled(self) -> list[torch.Tensor]:
         """Return all tensors that are written to."""
-        plain = [self.tensors[place] for place in self.plain_places()] if self.not_plain else self.tensors
+        plain = (
+            [self.tensors[place] for place in self.plain_places()]
+            if self.not_plain
+            else self.tensors
+        )
         return [*plain, *(target.tensor for target in self.targets)]
 
     def nbytes(self) -> int:
@@ -207,7 +225,11 @@ class Reads:
         for place, found in zip(places, described, strict=True):
             assert found is not None  # noqa: S101  # it was planned
             name, tensor = self.stored[place], self.tensors[place].detach()
-            whole.append(Target(found[0], (0,) * tensor.dim(), tensor, name, stored_dtype(name, found[1]), place))
+            whole.append(
+                Target(
+                    found[0], (0,) * tensor.dim(), tensor, name, stored_dtype(name, found[1]), place
+                )
+            )
         return [*self.targets, *whole]
 
 
@@ -269,10 +291,14 @@ def plan_rank(
     clock.end("metadata")
     reads = plan_reads(values, index, options)
     if blobs := reads.blobs:
-        matching.warn_of_left_out_state(index, [entry.name for entry in blobs.values()], reads.stored)
+        matching.warn_of_left_out_state(
+            index, [entry.name for entry in blobs.values()], reads.stored
+        )
     # Ranks of one machine share its page cache: each tells the others what it reads.
     sample = (
-        cache_sharing.sample_of(index, reads.batch, reads.targets, source.read) if is_of_all and ranks > 1 else None
+        cache_sharing.sample_of(index, reads.batch, reads.targets, source.read)
+        if is_of_all and ranks > 1
+        else None
     )
     note = _Note(
         save_id=index.save_id if is_of_all else None,
@@ -305,7 +331,9 @@ def _open_own(source: Source, rank: int, missing: CheckpointNotFoundError) -> _c
 
 
 @torch.no_grad()  # without it, the local tensor of a DTensor costs an autograd node
-def plan_reads(state_dict: dict[str, Any], index: _core.Index, options: LoadOptions, flat: Flat | None = None) -> Reads:
+def plan_reads(
+    state_dict: dict[str, Any], index: _core.Index, options: LoadOptions, flat: Flat | None = None
+) -> Reads:
     """Find what the checkpoint has for each entry of a state dict. Nothing is written, and nothing is read but the index.
 
     Args:
@@ -315,34 +343,48 @@ def plan_reads(state_dict: dict[str, Any], index: _core.Index, options: LoadOpti
         flat: the state dict, where it is flattened already.
 
     Raises:
-        PlanError: an entry is missing, does not fit, needs a cast that is refused, or the checkpoint lacks some of its elements.
+        PlanError: an entry is missing, does not fit, needs a cast that is refused, or the
+            checkpoint lacks some of its elements.
         UnsupportedError: a tensor has a dtype that this torch lacks.
     """
     names = LoadNames(options.rename, options.include, options.exclude, index)
     new = NewTensors(options.dtype, options.device)
     if flat is None:
-        flat = flatten(state_dict if is_plain_state_dict(state_dict) else _torch.flatten_sharded_tensors(state_dict))
+        flat = flatten(
+            state_dict
+            if is_plain_state_dict(state_dict)
+            else _torch.flatten_sharded_tensors(state_dict)
+        )
     if flat.containers:
         matching.add_hollow(state_dict, flat, index, names)
     match = Matching(state_dict, flat, index, names, options, new)
     report = match.report
     wanted, report.excluded = names.choose(flat.values)
 
-    # Most tensors are plain: in host memory, of the stored shape and dtype. One call plans them all.
+    # Most tensors are plain: in host memory, of the stored shape and dtype. One call plans them
+    # all.
     found: dict[str, EntryInfo] | None = None
     stored, tensors = list(wanted.values()), [flat.values[fqn] for fqn in wanted]
     batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
-    if new.apply_to_any(wanted, tensors if new.reaches_plain else [tensors[place] for place in others]):
+    if new.apply_to_any(
+        wanted, tensors if new.reaches_plain else [tensors[place] for place in others]
+    ):
         found = match.match(wanted)
         flat = match.flat
         filled = [fqn for fqn, entry in found.items() if entry.dtype is not None]
-        flat.values.update(new.make_all(state_dict, flat.values, flat.paths, [*filled, *report.tied]))
+        flat.values.update(
+            new.make_all(state_dict, flat.values, flat.paths, [*filled, *report.tied])
+        )
         wanted = {fqn: entry.name for fqn, entry in found.items()}
         stored, tensors = list(wanted.values()), [flat.values[fqn] for fqn in wanted]
         batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
     fqns = list(wanted)
     places = {fqns[place]: place for place in others}
-    found = match.match({fqn: wanted[fqn] for fqn in places}) if found is None else {f: found[f] for f in places}
+    found = (
+        match.match({fqn: wanted[fqn] for fqn in places})
+        if found is None
+        else {f: found[f] for f in places}
+    )
     flat = match.flat
     if report.dtype_mismatched:
         match.warn_of_casts()
@@ -353,21 +395,37 @@ def plan_reads(state_dict: dict[str, Any], index: _core.Index, options: LoadOpti
     for fqn, entry in found.items():
         if entry.dtype is not None:
             asked += [
-                (fqn, Target(entry.index, p.offsets, p.tensor, entry.name, entry.dtype, places.get(fqn, len(fqns))))
+                (
+                    fqn,
+                    Target(
+                        entry.index,
+                        p.offsets,
+                        p.tensor,
+                        entry.name,
+                        entry.dtype,
+                        places.get(fqn, len(fqns)),
+                    ),
+                )
                 for p in local_pieces(fqn, flat.values[fqn], layouts)
             ]
     reads = Reads(flat, report, batch, fqns, stored, tensors, others, found, new)
     regions = [(target.index, target.offsets, target.tensor.shape) for _, target in asked]
     # This looks at the data files, too: whether they are there, and of the right size.
-    holes = index.check_regions(regions, [entry.index for entry in found.values() if entry.dtype is None])
-    left_on_meta = match.note_holes([(asked[at][0], offsets, sizes) for at, offsets, sizes in holes])
+    holes = index.check_regions(
+        regions, [entry.index for entry in found.values() if entry.dtype is None]
+    )
+    left_on_meta = match.note_holes(
+        [(asked[at][0], offsets, sizes) for at, offsets, sizes in holes]
+    )
     in_part = {at for at, _, _ in holes}
     for at, (fqn, target) in enumerate(asked):
         if fqn not in left_on_meta:
             reads.targets += _held_of(index, target) if at in in_part else [target]
 
     report.entries = len(flat.values)
-    report.entries_loaded = len(fqns) - len(others) + len(found) - len(left_on_meta) + len(report.tied)
+    report.entries_loaded = (
+        len(fqns) - len(others) + len(found) - len(left_on_meta) + len(report.tied)
+    )
     reads.why_nothing = match.why_nothing()
     return reads
 
@@ -393,7 +451,8 @@ def compare(notes: list[_Note], path: str | os.PathLike[str]) -> list[cache_shar
 
     Raises:
         CheckpointReplacedError: two ranks opened different saves.
-        PlanError: the ranks do not load in one way; or there is nothing to load on any rank, and something was asked for.
+        PlanError: the ranks do not load in one way; or there is nothing to load on any rank, and
+            something was asked for.
     """
     if not all(isinstance(note, _Note) for note in notes):
         raise PlanError(MIXED, path=path)
@@ -412,17 +471,24 @@ def compare(notes: list[_Note], path: str | os.PathLike[str]) -> list[cache_shar
     return cache_sharing.answers_to([note.demand for note in notes]) if notes[1:] else [None]
 
 
-# --- step 2: read -------------------------------------------------------------------------------------
+# --- step 2: read
+# -------------------------------------------------------------------------------------
 
 
-def _read(plan: Plan, source: Source, ranks: RankGroup, answer: cache_sharing.Answer | None) -> None:
+def _read(
+    plan: Plan, source: Source, ranks: RankGroup, answer: cache_sharing.Answer | None
+) -> None:
     """Step 2, on every rank: read into the tensors, first what other ranks read too, where they share the work."""
     index, reads = plan.index, plan.reads
     how = source.read if plan.note.is_of_all else source.read.alone()
     with watching(source.progress, "loading") as watch:
         counts = Counts(watch=watch)
         sample = plan.sample
-        common = None if sample is None or answer is None else cache_sharing.in_common(sample, answer, ranks.size)
+        common = (
+            None
+            if sample is None or answer is None
+            else cache_sharing.in_common(sample, answer, ranks.size)
+        )
         job = Load(index, how, reads.batch, counts, common)
         prepare = partial(_prepare, plan, source, job, counts)
         try:
@@ -432,9 +498,12 @@ def _read(plan: Plan, source: Source, ranks: RankGroup, answer: cache_sharing.An
                 turns = prepare()
             for turn in range(turns):  # tensors that share memory take turns
                 job.run(turn)
-        finally:  # what failed may have filled some, and autograd refuses gradients that need the old values
+        # What failed may have filled some, and autograd refuses gradients that need the old values
+        finally:
             torch.autograd.graph.increment_version(reads.filled())
-        if watch is not None and counts.expected:  # of what lies under other tensors nothing was read
+        if (
+            watch is not None and counts.expected
+        ):  # of what lies under other tensors nothing was read
             watch(counts.expected, counts.expected)
     plan.clock.end("read")
     reads.report.path = os.fspath(source.path)
@@ -453,12 +522,15 @@ def _prepare(plan: Plan, source: Source, job: Load, counts: Counts) -> int:
         counts.expected = reads.nbytes() + nbytes
     counts.add(Counts(nbytes, nbytes))
     plan.loaded = {
-        fqn: pickles.load(fqn, data, weights_only=source.weights_only) for fqn, data in zip(blobs, stored, strict=True)
+        fqn: pickles.load(fqn, data, weights_only=source.weights_only)
+        for fqn, data in zip(blobs, stored, strict=True)
     }
     job.add(reads.targets)
     turns = job.arrange()
     at_once = job.at_once()
-    if len(at_once) < len(reads.names) - len(reads.not_plain) + len({target.place for target in reads.targets}):
+    if len(at_once) < len(reads.names) - len(reads.not_plain) + len(
+        {target.place for target in reads.targets}
+    ):
         _warn_of_ties(plan, source, at_once)
     return turns
 
@@ -473,7 +545,11 @@ def _warn_of_ties(plan: Plan, source: Source, first: Collection[int]) -> None:
     """
     reads = plan.reads
     planned = {*reads.plain_places(), *(target.place for target in reads.targets)}
-    late = [reads.names[place] for place in sorted(planned.difference(first)) if place < len(reads.names)]
+    late = [
+        reads.names[place]
+        for place in sorted(planned.difference(first))
+        if place < len(reads.names)
+    ]
     early = [reads.names[place] for place in first if place < len(reads.names)]
     stored = dict(zip(reads.names, reads.stored, strict=True))
     for fqn, other in twins(late, early, reads.flat.values).items():
@@ -495,7 +571,8 @@ def _read_together(
 ) -> int:
     """Prepare on all ranks, then fill what several ranks need: each reads a part, and sends it to the others.
 
-    Return how many turns are left for this rank alone: none where another rank failed, which ends the step.
+    Return how many turns are left for this rank alone: none where another rank failed, which ends
+    the step.
     """
     turns, own = 0, Offer()
 
@@ -509,7 +586,9 @@ def _read_together(
             if target.place in at_once and not target.of_chunk and not is_opaque(target.tensor)
         ]
         shapes = [index.tensor(target.index).shape for target in targets]
-        own = offer(targets, shapes, "node" if source.replicas == "node" else "all", ranks.process_group)
+        own = offer(
+            targets, shapes, "node" if source.replicas == "node" else "all", ranks.process_group
+        )
         return own.told()
 
     offers = ranks.all_gather(begin)
@@ -522,7 +601,8 @@ def _read_together(
     return turns if is_whole else 0
 
 
-# --- step 3: hand over --------------------------------------------------------------------------------
+# --- step 3: hand over
+# --------------------------------------------------------------------------------
 
 
 def _hand_over(plan: Plan, state_dict: dict[str, Any] | None) -> None:
@@ -538,7 +618,9 @@ def _hand_over(plan: Plan, state_dict: dict[str, Any] | None) -> None:
         hand_back(state_dict, plan.values, plan.holders, source=plan.index.source)
 
 
-def hand_back(state_dict: dict[str, Any], values: dict[str, Any], holders: dict[str, Any], *, source: str) -> None:
+def hand_back(
+    state_dict: dict[str, Any], values: dict[str, Any], holders: dict[str, Any], *, source: str
+) -> None:
     """Load the objects from what was read, and put all other entries into the state dict.
 
     Args:
@@ -552,7 +634,8 @@ def hand_back(state_dict: dict[str, Any], values: dict[str, Any], holders: dict[
     state_dict.update(loaded)
 
 
-# --- overtaken by a save ------------------------------------------------------------------------------
+# --- overtaken by a save
+# ------------------------------------------------------------------------------
 
 
 def again_where_replaced(ranks: RankGroup, work: Callable[[], T], *, tries: int = TRIES) -> T:

@@ -21,7 +21,16 @@ from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining, stor
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
 from dcp_rs.transfer.save import Entry, dump, refuse_meta, why_not_raw
 
-__all__ = ["LocalPlan", "Nesting", "PlanOptions", "Selected", "Value", "Writes", "plan_locally", "select"]
+__all__ = [
+    "LocalPlan",
+    "Nesting",
+    "PlanOptions",
+    "Selected",
+    "Value",
+    "Writes",
+    "plan_locally",
+    "select",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +58,8 @@ class Nesting:
     Attributes:
         paths: of its leaves, by FQN, in its order, with keys as they are.
         containers: those that the paths do not tell.
-        lost: keys that the format cannot hold, by the name of what they lead to. They are text here.
+        lost: keys that the format cannot hold, by the name of what they lead to. They are text
+            here.
     """
 
     paths: dict[str, TreePath]
@@ -70,13 +80,16 @@ class Nesting:
             return path
 
         paths = {fqn: kept(path) for fqn, path in flat.paths.items()}
-        return cls(paths, [Container(c.position, kept(c.path), c.kind) for c in flat.containers], lost)
+        return cls(
+            paths, [Container(c.position, kept(c.path), c.kind) for c in flat.containers], lost
+        )
 
     def judge(self, *, strict: bool) -> None:
         """Warn of keys that come back as text.
 
         Raises:
-            UnsupportedError: there are some, with ``strict``; or a number of more than 64 bits, infinity, or a tuple with such.
+            UnsupportedError: there are some, with ``strict``; or a number of more than 64 bits,
+                infinity, or a tuple with such.
         """
         for name, key in self.lost.items():
             keys = "keys are text, numbers, None, and tuples of such"
@@ -97,7 +110,9 @@ class Nesting:
         """Return the path and the position of each leaf; None for what is no leaf."""
         if list(self.paths) == names:  # nothing was added, taken or moved
             return list(self.paths.values()), list(range(len(names)))
-        return [self.paths.get(name) for name in names], [self.positions.get(name) for name in names]
+        return [self.paths.get(name) for name in names], [
+            self.positions.get(name) for name in names
+        ]
 
     def only(self, names: Iterable[str], passes: Callable[[str], bool]) -> Nesting:
         """Return that of a state dict of which only the leaves ``names`` are left, and other containers that pass."""
@@ -142,7 +157,9 @@ def select(state_dict: Mapping[Any, Any], options: PlanOptions) -> Selected:
     if options.flatten:
         flat = flatten(state_dict)
         values, paths, nesting = flat.values, flat.text_paths(), Nesting.of(flat)
-    if options.flatten_sharded and any(issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))):
+    if options.flatten_sharded and any(
+        issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))
+    ):
         values = _torch.flatten_sharded_tensors(values)
     passes = selector(options.include, options.exclude)
     if passes is None:
@@ -194,7 +211,8 @@ class LocalPlan:
 
     Attributes:
         selected: the entries of the state dict.
-        items: what the coordinator and the engine know of them: plain tensors first, then ``others``.
+        items: what the coordinator and the engine know of them: plain tensors first, then
+            ``others``.
         tensors: the list in which the plain tensors have their places.
         others: pieces of sharded tensors, tensors that are no plain memory, and values.
     """
@@ -212,11 +230,16 @@ class LocalPlan:
             strict: refuse keys and values that would not load back as they are; without it, warn.
 
         Raises:
-            UnsupportedError: with ``strict``, a key that comes back as text; a value that cannot be stored.
-            UnsafePickleError: with ``strict``, a value that would not load under ``weights_only=True``.
+            UnsupportedError: with ``strict``, a key that comes back as text; a value that cannot be
+                stored.
+            UnsafePickleError: with ``strict``, a value that would not load under
+                ``weights_only=True``.
         """
         kept = (self.others[i] for i in self.items.kept_others(keep))
-        entries = [Entry(e.fqn, dump(e.fqn, e.value, strict=strict)) if isinstance(e, Value) else e for e in kept]
+        entries = [
+            Entry(e.fqn, dump(e.fqn, e.value, strict=strict)) if isinstance(e, Value) else e
+            for e in kept
+        ]
         nesting = self.selected.nesting
         if nesting is not None and nesting.lost:
             nesting.judge(strict=strict)
@@ -235,7 +258,11 @@ def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPl
     uncast: set[str] = set()
     if options.dtype is not None:
         entries = selected.values.items()
-        uncast = {name for name, value in entries if isinstance(value, torch.Tensor) and is_counter(name, value.shape)}
+        uncast = {
+            name
+            for name, value in entries
+            if isinstance(value, torch.Tensor) and is_counter(name, value.shape)
+        }
         names.sort(key=uncast.__contains__)  # they come last: Rust casts the others in one call
     end = len(names) - len(uncast)
     values = list(map(selected.values.__getitem__, names))
@@ -254,7 +281,9 @@ def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPl
     others: list[Entry | Value] = []
     for i in (*not_plain, *range(end, len(names))):
         path, position = paths[i] if paths else None, positions[i] if positions else None
-        others += _items_of(names[i], values[i], path, position, layouts, options.dtype if i < end else None)
+        others += _items_of(
+            names[i], values[i], path, position, layouts, options.dtype if i < end else None
+        )
     items.add([other.item() for other in others])
     return LocalPlan(selected, items, values, others)
 
@@ -303,10 +332,22 @@ def _items_of(
                 msg = f"tensor {fqn!r}: a shard of it cannot be saved: {refusal}"
                 raise UnsupportedError(msg, tensor=fqn)
         stored = tensor.dtype if dtype is None else cast_to(tensor.dtype, dtype)
-        requires_grad = tensor.requires_grad or (value.requires_grad and can_require_grad(tensor.dtype))
+        requires_grad = tensor.requires_grad or (
+            value.requires_grad and can_require_grad(tensor.dtype)
+        )
         flags = REQUIRES_GRAD if requires_grad else 0
         sizes = tuple(tensor.shape)
         items.append(
-            Entry(fqn, tensor.detach(), shape, tuple(piece.offsets), sizes, flags, path, position, dtype=stored)
+            Entry(
+                fqn,
+                tensor.detach(),
+                shape,
+                tuple(piece.offsets),
+                sizes,
+                flags,
+                path,
+                position,
+                dtype=stored,
+            )
         )
     return items

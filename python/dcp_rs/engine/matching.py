@@ -96,10 +96,14 @@ def can_copy(source: torch.dtype, destination: torch.dtype) -> bool:
     """Whether torch converts the one into the other without losing what kind of number it is."""
     known = _COPIES.get((source, destination))
     if known is None:
-        known = not (source.is_complex and not destination.is_complex)  # torch drops the imaginary part
+        known = not (
+            source.is_complex and not destination.is_complex
+        )  # torch drops the imaginary part
         try:
             if known:
-                torch.zeros(1, dtype=torch.uint8, device="cpu").expand(16).clone().view(source)[:1].to(destination)
+                torch.zeros(1, dtype=torch.uint8, device="cpu").expand(16).clone().view(source)[
+                    :1
+                ].to(destination)
         except (RuntimeError, NotImplementedError, TypeError):
             known = False
         _COPIES[source, destination] = known
@@ -121,7 +125,9 @@ def check_cast(fqn: str, wanted: torch.dtype, stored: torch.dtype | None) -> Non
 _NAMED = 10
 
 
-def add_hollow(state_dict: Mapping[str, Any], flat: Flat, index: _core.Index, names: LoadNames) -> None:
+def add_hollow(
+    state_dict: Mapping[str, Any], flat: Flat, index: _core.Index, names: LoadNames
+) -> None:
     """Add containers without entries that the checkpoint holds as a value: it was not flattened, or torch before 2.4 wrote it.
 
     Args:
@@ -134,7 +140,11 @@ def add_hollow(state_dict: Mapping[str, Any], flat: Flat, index: _core.Index, na
     hollow = {name_of(path): path for path in paths}
     for fqn, found in describe(index, names.named(hollow)).items():
         path = hollow[fqn]
-        if found is None or fqn in flat.values or any(p[: len(path)] == path for p in flat.paths.values()):
+        if (
+            found is None
+            or fqn in flat.values
+            or any(p[: len(path)] == path for p in flat.paths.values())
+        ):
             continue
         flat.values[fqn], flat.paths[fqn] = get_at(state_dict, path), path
 
@@ -151,7 +161,8 @@ class Matching:
         new: what tensors become before they are filled.
 
     Attributes:
-        flat: as given; flattened as torch before 2.4 did, where the checkpoint has the names of that.
+        flat: as given; flattened as torch before 2.4 did, where the checkpoint has the names of
+            that.
         report: what is found.
     """
 
@@ -180,7 +191,8 @@ class Matching:
             wanted: stored names by names of the state dict.
 
         Raises:
-            PlanError: an entry is missing, has another shape or kind, or needs a cast that is refused.
+            PlanError: an entry is missing, has another shape or kind, or needs a cast that is
+                refused.
         """
         found = describe(self._index, wanted)
         missing = [fqn for fqn, entry in found.items() if entry is None] + self._names.unnamed
@@ -190,14 +202,18 @@ class Matching:
             extra = {fqn: name for fqn, name in extra.items() if self._index.find(name) is not None}
             if extra:
                 self.flat = Flat(values, paths, [])
-                found = describe(self._index, {fqn: n for fqn, n in {**wanted, **extra}.items() if fqn in values})
+                found = describe(
+                    self._index, {fqn: n for fqn, n in {**wanted, **extra}.items() if fqn in values}
+                )
                 missing = [fqn for fqn, entry in found.items() if entry is None]
                 missing += [fqn for fqn in self._names.unnamed if fqn in values]
         if missing or self._options.allow_partial_load:
             self._note_missing(missing, found)
         values = self.flat.values
         fitting = {
-            fqn: entry for fqn, entry in found.items() if entry is not None and self._fits(fqn, values[fqn], entry)
+            fqn: entry
+            for fqn, entry in found.items()
+            if entry is not None and self._fits(fqn, values[fqn], entry)
         }
         if self._misfits:
             self._leave_or_refuse()
@@ -244,11 +260,17 @@ class Matching:
     def why_nothing(self) -> str | None:
         """Return what to say if no rank has anything to load; None where this one has, or was not asked for anything."""
         report, values, names = self.report, self.flat.values, self._names
-        if not values or len(values) != len(report.missing) + len(report.excluded) or not self._index.tensor_count:
+        if (
+            not values
+            or len(values) != len(report.missing) + len(report.excluded)
+            or not self._index.tensor_count
+        ):
             return None
         if not report.missing:
             given = {"include": self._options.include, "exclude": self._options.exclude}
-            passed = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+            passed = ", ".join(
+                f"{name}={value!r}" for name, value in given.items() if value is not None
+            )
             return f"there is nothing to load: no name of the state dict passes {passed}; it has {some(values)}"
         stored = list(self._index.names())
         return (
@@ -264,7 +286,11 @@ class Matching:
             known = {self._names.stored_name(fqn) for fqn in self.flat.values}
             report.unexpected = [name for name in stored if name not in known]
         elif missing:
-            more = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:6]))})" if missing[1:] else ""
+            more = (
+                f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:6]))})"
+                if missing[1:]
+                else ""
+            )
             msg = f"the checkpoint has no {missing[0]!r}{more}{self._names.explain(missing, found, list(stored))}"
             raise PlanError(msg, tensor=missing[0])
 
@@ -276,7 +302,9 @@ class Matching:
         held = {
             other
             for other, entry in describe(self._index, self._names.named(tied.values())).items()
-            if entry is not None and entry.dtype is not None and entry.shape == global_shape(values[other])
+            if entry is not None
+            and entry.dtype is not None
+            and entry.shape == global_shape(values[other])
         }
         return {fqn: other for fqn, other in tied.items() if other in held}
 
@@ -308,7 +336,9 @@ class Matching:
             self.report.shape_mismatched += [mismatch for mismatch, _ in self._misfits]
             return
         more = len(self._misfits) - _NAMED
-        said = [msg for _, msg in self._misfits[:_NAMED]] + ([f"and {more:,} more"] if more > 0 else [])
+        said = [msg for _, msg in self._misfits[:_NAMED]] + (
+            [f"and {more:,} more"] if more > 0 else []
+        )
         raise PlanError("; ".join(said), tensor=self._misfits[0][0].name)
 
 
@@ -317,7 +347,9 @@ _HEAD_BYTES = 1 << 20
 _GROUPS = re.compile(r"(?:^|(?<=\.))param_groups(?:\.|$)")
 
 
-def warn_of_left_out_state(index: _core.Index, values: Iterable[str], tensors: Iterable[str]) -> None:
+def warn_of_left_out_state(
+    index: _core.Index, values: Iterable[str], tensors: Iterable[str]
+) -> None:
     """Warn where ``param_groups`` are loaded without the ``state`` beside them that the checkpoint has.
 
     Args:
@@ -354,7 +386,9 @@ def begin_alike(index: _core.Index, one: str, other: str, options: ReadOptions) 
         assert found is not None  # noqa: S101  # it was planned
         number, name, shape = found
         dtype = stored_dtype(one, name)
-        flat = torch.empty(min(math.prod(shape), _HEAD_BYTES // dtype.itemsize), dtype=dtype, device="cpu")
+        flat = torch.empty(
+            min(math.prod(shape), _HEAD_BYTES // dtype.itemsize), dtype=dtype, device="cpu"
+        )
         index.read_regions(fills(number, shape, 0, flat), **options.engine())
         heads.append(flat)
     a, b = heads

@@ -69,11 +69,16 @@ def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
 class _Handle:
     """An index, or where to open it: what is pickled is the path alone, however much the index holds.
 
-    Options of a store go with it, without their secrets. With ``rank`` it is what that rank wrote for itself.
+    Options of a store go with it, without their secrets. With ``rank`` it is what that rank wrote
+    for itself.
     """
 
     def __init__(
-        self, index: _core.Index, rank: int | None, storage_options: StorageOptions | None, layout: Layout
+        self,
+        index: _core.Index,
+        rank: int | None,
+        storage_options: StorageOptions | None,
+        layout: Layout,
     ) -> None:
         self._index: _core.Index | None = index
         path = os.fspath(index.path)
@@ -87,9 +92,13 @@ class _Handle:
     def index(self) -> _core.Index:
         if self._index is None:
             where = location(self._path)
-            index = _core.Index.open(os.fspath(where), self._rank, False, options_for(where, self._storage_options))
+            index = _core.Index.open(
+                os.fspath(where), self._rank, False, options_for(where, self._storage_options)
+            )
             if index.save_id != self._save_id:
-                msg = f"the checkpoint at {self._path} that this metadata describes has been replaced"
+                msg = (
+                    f"the checkpoint at {self._path} that this metadata describes has been replaced"
+                )
                 raise CheckpointNotFoundError(msg, path=self._path)
             self._index = self._layout.apply(index)
         return self._index
@@ -97,7 +106,9 @@ class _Handle:
     def __getstate__(self) -> tuple[str, int | None, str | None, StorageOptions | None, Layout]:
         return self._path, self._rank, self._save_id, self._storage_options, self._layout
 
-    def __setstate__(self, state: tuple[str, int | None, str | None, StorageOptions | None, Layout]) -> None:
+    def __setstate__(
+        self, state: tuple[str, int | None, str | None, StorageOptions | None, Layout]
+    ) -> None:
         self._path, self._rank, self._save_id, self._storage_options, self._layout = state
         self._index = None
 
@@ -156,7 +167,11 @@ class PlannerPaths(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         index = self._handle.index
-        yield from (name for i, name in enumerate(index.names()) if self._flat or index.planner_path(i) is not None)
+        yield from (
+            name
+            for i, name in enumerate(index.names())
+            if self._flat or index.planner_path(i) is not None
+        )
         yield from (key for key in self._rest if self._own(key) is None)
 
     def __len__(self) -> int:
@@ -193,14 +208,20 @@ class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
         tensor = self._handle.index.find(key.fqn)
         for chunk in [] if tensor is None else self._handle.index.chunks(tensor):
             if key.offset is None or tuple(key.offset) == chunk.offsets:
-                return StorageInfo(self._handle.index.files()[chunk.file].name, chunk.offset, chunk.length)
+                return StorageInfo(
+                    self._handle.index.files()[chunk.file].name, chunk.offset, chunk.length
+                )
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         for tensor, name in enumerate(self._handle.index.names()):
             is_bytes = self._handle.index.tensor(tensor).is_bytes
             for i, chunk in enumerate(self._handle.index.chunks(tensor)):
-                yield MetadataIndex(name) if is_bytes else MetadataIndex(name, torch.Size(chunk.offsets), i)
+                yield (
+                    MetadataIndex(name)
+                    if is_bytes
+                    else MetadataIndex(name, torch.Size(chunk.offsets), i)
+                )
 
     def __len__(self) -> int:
         return self._handle.index.chunk_count
@@ -223,7 +244,9 @@ def describe_saved(
     storage_options: StorageOptions | None,
 ) -> None:
     """Makes ``metadata`` that of the checkpoint that was committed as ``index``, with ``rank`` its own. It pickles to a few bytes."""
-    lazy = make_metadata(index, rank=rank, checkpoint_id="", load_id="", storage_options=storage_options)
+    lazy = make_metadata(
+        index, rank=rank, checkpoint_id="", load_id="", storage_options=storage_options
+    )
     metadata.state_dict_metadata = lazy.state_dict_metadata
     metadata.planner_data = lazy.planner_data
     metadata.storage_data = lazy.storage_data
@@ -243,14 +266,20 @@ def make_metadata(
 ) -> Metadata:
     """DCP's ``Metadata`` over ``index``. Costs the same whatever the index holds."""
     root = index.planner_root()
-    if root is None and index.source == "safetensors":  # as a checkpoint of DCP of the same names has it
+    if (
+        root is None and index.source == "safetensors"
+    ):  # as a checkpoint of DCP of the same names has it
         root = {}
     handle = _Handle(index, rank, storage_options, layout or Layout())
     metadata = Metadata(
         state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # a mapping is all that planners use
-        planner_data=PlannerPaths(handle, root, flat=index.source == "safetensors") if isinstance(root, dict) else root,
+        planner_data=PlannerPaths(handle, root, flat=index.source == "safetensors")
+        if isinstance(root, dict)
+        else root,
         storage_data=StorageInfos(handle),
-        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=index.save_id, load_id=load_id),
+        storage_meta=StorageMeta(
+            checkpoint_id=checkpoint_id, save_id=index.save_id, load_id=load_id
+        ),
     )
     if any(field.name == "version" for field in fields(Metadata)):  # torch 2.8 has none
         metadata.version = DCP_VERSION

@@ -37,8 +37,8 @@ def has_group() -> bool:
     """Return whether there is a process group.
 
     Raises:
-        PlanError: there is none, and ``WORLD_SIZE`` in the environment is more than 1. Each rank would save a checkpoint of its
-            own to the one path.
+        PlanError: there is none, and ``WORLD_SIZE`` in the environment is more than 1. Each rank
+            would save a checkpoint of its own to the one path.
     """
     if dist.is_available() and dist.is_initialized():
         return True
@@ -55,9 +55,17 @@ def has_group() -> bool:
 def _check_group(group: Any) -> None:
     """Raise a TypeError that says what to pass, unless this may be a process group."""
     # A rank that is not in a group has a mark in place of it, which is refused later, on all ranks.
-    if group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+    if (
+        group is None
+        or isinstance(group, dist.ProcessGroup)
+        or group is dist.GroupMember.NON_GROUP_MEMBER
+    ):
         return
-    instead = ": pass mesh.get_group(), the group of one dimension" if isinstance(group, DeviceMesh) else ""
+    instead = (
+        ": pass mesh.get_group(), the group of one dimension"
+        if isinstance(group, DeviceMesh)
+        else ""
+    )
     msg = f"process_group= takes a group, as torch.distributed.new_group() returns, not {type(group).__name__}{instead}"
     raise TypeError(msg)
 
@@ -65,15 +73,19 @@ def _check_group(group: Any) -> None:
 class RankGroup:
     """The ranks of a process group, in step.
 
-    Each method is a *step*, which every rank takes, with work of its own. A step ends on all ranks in the same way: where the work of some ranks
-    failed, a rank of these raises its own error, and every other one that of the first of them. Notes say which ranks raised it. What does not
-    pickle comes to the others as a :class:`DcpRsError` with its text; what says, or follows an error that says, that a save may be committed, as that.
+    Each method is a *step*, which every rank takes, with work of its own. A step ends on all ranks
+    in the same way: where the work of some ranks failed, a rank of these raises its own error, and
+    every other one that of the first of them. Notes say which ranks raised it. What does not pickle
+    comes to the others as a :class:`DcpRsError` with its text; what says, or follows an error that
+    says, that a save may be committed, as that.
 
-    A rank may also take part in a step of the others by failing, without knowing which one they are at: an error between two steps, raised in the
-    next :meth:`run` or :meth:`all_gather`, meets the others there. Steps within the work of a step are steps of all ranks, too.
+    A rank may also take part in a step of the others by failing, without knowing which one they are
+    at: an error between two steps, raised in the next :meth:`run` or :meth:`all_gather`, meets the
+    others there. Steps within the work of a step are steps of all ranks, too.
 
     Args:
-        process_group: default: all ranks. What ranks tell each other goes as objects over its backend, as torch's own do.
+        process_group: default: all ranks. What ranks tell each other goes as objects over its
+            backend, as torch's own do.
         no_dist: this rank is alone, whatever groups there are.
         coordinator: the rank in the group that decides for all.
 
@@ -82,18 +94,25 @@ class RankGroup:
         size: how many ranks there are.
         is_alone: whether there is one.
         is_coordinator: whether this is the one.
-        failures: the errors of the step that failed, by rank in the group; the same ranks are in it everywhere. Empty while all is well.
+        failures: the errors of the step that failed, by rank in the group; the same ranks are in it
+            everywhere. Empty while all is well.
 
     Raises (from every step):
-        RankLostError: a rank is gone. The connections of a gloo group are ended then: its other ranks would wait for each other in vain.
+        RankLostError: a rank is gone. The connections of a gloo group are ended then: its other
+            ranks would wait for each other in vain.
         ValueError: this process is not in the group.
 
     Raises:
-        PlanError: the environment says that there are other ranks, and there is no process group to reach them.
+        PlanError: the environment says that there are other ranks, and there is no process group to
+            reach them.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, *, no_dist: bool = False, coordinator: int = 0
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        no_dist: bool = False,
+        coordinator: int = 0,
     ) -> None:
         _check_group(process_group)
         together = not no_dist and has_group()
@@ -106,7 +125,9 @@ class RankGroup:
         self.is_alone = self.size == 1
         self.is_coordinator = self.rank == coordinator or not together
         self.failures: dict[int, BaseException] = {}
-        self.handled = sys.exception()  # by the caller: Python puts it into the chain of each error here
+        self.handled = (
+            sys.exception()
+        )  # by the caller: Python puts it into the chain of each error here
         self._coordinator = self.global_rank(coordinator) if together else 0
         self._is_single = not together
         #: What this rank raised, and all know of: an outer step raises it, and says nothing.
@@ -119,9 +140,12 @@ class RankGroup:
 
     def global_rank(self, rank: int) -> int:
         """What a rank of the group is called among all."""
-        return rank if self.process_group is None else dist.get_global_rank(self.process_group, rank)
+        return (
+            rank if self.process_group is None else dist.get_global_rank(self.process_group, rank)
+        )
 
-    # --- steps ----------------------------------------------------------------------------------------
+    # --- steps
+    # ----------------------------------------------------------------------------------------
 
     def run(self, work: Callable[[], T]) -> T:
         """Every rank does its part. Returns what this one's gave."""
@@ -153,7 +177,9 @@ class RankGroup:
                 return divide([mine.value])[0]
         said, parts = self._gather(mine.told()), None
         if said is not None:
-            whole = self._conclude(said, mine, lambda values: [pickle.dumps(part) for part in divide(values)])
+            whole = self._conclude(
+                said, mine, lambda values: [pickle.dumps(part) for part in divide(values)]
+            )
             parts = [whole] * self.size if isinstance(whole, dict) else whole
         part: R = self._take(self._scatter(parts), mine)
         return part
@@ -195,7 +221,8 @@ class RankGroup:
                 raise
             raise lost from error
 
-    # --- what a step is made of -----------------------------------------------------------------------
+    # --- what a step is made of
+    # -----------------------------------------------------------------------
 
     def _meet(self, said: Any, mine: _Part[Any]) -> None:
         """Raises if there are failures, on every rank: each knows the same."""
@@ -221,10 +248,14 @@ class RankGroup:
         named = [str(self.global_rank(r)) for r in ranks]
         if len(named) == 1:
             return f"raised on rank {named[0]}"
-        which = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if named[_NAMED:] else "")
+        which = ", ".join(named[:_NAMED]) + (
+            f" and {len(named) - _NAMED} more" if named[_NAMED:] else ""
+        )
         return f"raised on ranks {which}; this is rank {self.global_rank(rank)}'s"
 
-    def _conclude(self, said: list[Any], mine: _Part[Any], work: Callable[[list[Any]], T]) -> T | dict[int, _Failure]:
+    def _conclude(
+        self, said: list[Any], mine: _Part[Any], work: Callable[[list[Any]], T]
+    ) -> T | dict[int, _Failure]:
         """What the coordinator makes of what all gave, or who failed, itself among them."""
         failures = failures_among(said)
         if not failures:
@@ -240,7 +271,8 @@ class RankGroup:
         self._meet(said, mine)
         return pickle.loads(said)  # noqa: S301  # of the coordinator
 
-    # --- the group ------------------------------------------------------------------------------------
+    # --- the group
+    # ------------------------------------------------------------------------------------
 
     def _all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -269,12 +301,15 @@ class RankGroup:
     def _give_up(self, error: BaseException) -> RankLostError:
         """End the connections of this rank, so that no other waits for it. Return the error to raise."""
         if _torch.is_gloo(self.process_group):
-            # gloo closes all connections of a group in which a receive waited too long. One that is closed raises at once.
+            # gloo closes all connections of a group in which a receive waited too long. One that is
+            # closed raises at once.
             for rank in range(self.size):
                 if rank != self.rank:
                     with suppress(Exception):
                         message = torch.empty(1, dtype=torch.uint8, device="cpu")
-                        work = dist.irecv(message, self.global_rank(rank), self.process_group, tag=_TAG)
+                        work = dist.irecv(
+                            message, self.global_rank(rank), self.process_group, tag=_TAG
+                        )
                         work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]  # this process is in the group
         reason = str(error).partition("\n")[0]
         msg = (
@@ -327,7 +362,10 @@ class _Part(Generic[T]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool:
         if error is None:
             return False
@@ -349,7 +387,9 @@ class _Part(Generic[T]):
             try:
                 return pickle.dumps(self.value)
             except Exception as reason:  # noqa: BLE001  # whatever it is that does not pickle
-                self.error = UnsupportedError(f"what the ranks tell each other does not pickle: {reason}")
+                self.error = UnsupportedError(
+                    f"what the ranks tell each other does not pickle: {reason}"
+                )
         return _Failure.of(self.error, self._ranks.handled)
 
 

@@ -92,7 +92,11 @@ class LoadReport(_Timed):
     def _take(self, counts: Counts, *, io: str) -> None:
         """Puts into it what was read, and how into the log."""
         self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
-        self.bytes_direct, self.bytes_mapped, self.requests = counts.direct, counts.mapped, counts.requests
+        self.bytes_direct, self.bytes_mapped, self.requests = (
+            counts.direct,
+            counts.mapped,
+            counts.requests,
+        )
         self.bytes_verified = counts.verified
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug(
@@ -108,7 +112,11 @@ class LoadReport(_Timed):
         }
         odd = "".join(f", {number:,} {what}" for what, number in found.items() if number)
         speed = self._speed(self.bytes_wanted)
-        part = "" if self.entries_loaded == self.entries else f"{self.entries_loaded:,} of {self.entries:,} entries, "
+        part = (
+            ""
+            if self.entries_loaded == self.entries
+            else f"{self.entries_loaded:,} of {self.entries:,} entries, "
+        )
         return (
             f"loaded {part}{size(self.bytes_wanted)} from {self.path} in {self.seconds:.3f} s{speed}{odd} "
             f"({self._phases()})"
@@ -142,9 +150,7 @@ class SaveReport(_Timed):
     def __str__(self) -> str:
         speed = self._speed(self.bytes_written)
         reused = f", reused {size(self.bytes_reused)}" if self.bytes_reused else ""
-        return (
-            f"saved {size(self.bytes_written)} to {self.path} in {self.seconds:.3f} s{speed}{reused} ({self._phases()})"
-        )
+        return f"saved {size(self.bytes_written)} to {self.path} in {self.seconds:.3f} s{speed}{reused} ({self._phases()})"
 
 
 @dataclass
@@ -160,7 +166,10 @@ class SavedMetadata(Metadata):
     @classmethod
     def _of(cls, metadata: Metadata, report: SaveReport | None) -> SavedMetadata:
         """The same, with the report."""
-        return cls(**{known.name: getattr(metadata, known.name) for known in fields(metadata)}, report=report)
+        return cls(
+            **{known.name: getattr(metadata, known.name) for known in fields(metadata)},
+            report=report,
+        )
 
     def __str__(self) -> str:
         return repr(self) if self.report is None else str(self.report)

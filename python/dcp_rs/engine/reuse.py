@@ -30,9 +30,11 @@ class Frozen:
     """What the caller says does not change from save to save.
 
     Args:
-        reuse: globs over names; or a module: its parameters that need no gradient are frozen, wherever they stand in the state dict, as long as they
-            stand there themselves and not as copies. None: nothing is.
-        trusted: it did not change since the parent was saved, either. Of what was frozen there, too, only the first MiB is compared then.
+        reuse: globs over names; or a module: its parameters that need no gradient are frozen,
+            wherever they stand in the state dict, as long as they stand there themselves and not as
+            copies. None: nothing is.
+        trusted: it did not change since the parent was saved, either. Of what was frozen there,
+            too, only the first MiB is compared then.
         names: of a module's parameters, where they were looked up before.
 
     Raises:
@@ -80,7 +82,9 @@ class Frozen:
                 if parameter.numel():
                     memory[parameter.requires_grad].add(identity(parameter.detach()))
             frozen = memory[False] - memory[True]
-            tensors = ((name, value) for name, value in values.items() if isinstance(value, torch.Tensor))
+            tensors = (
+                (name, value) for name, value in values.items() if isinstance(value, torch.Tensor)
+            )
             return frozenset(name for name, value in tensors if identity(value.detach()) in frozen)
 
     def has(self, name: str) -> bool:
@@ -143,7 +147,10 @@ class Parent:
         self.warn(to, reuse.problems())
         reuse.write_plain(writes.tensors, PLAIN_TYPES, NAMES)
         first, probed = len(kept) - len(lengths), reuse.probed()
-        entries = [entry.head(BLOCK_BYTES) if probed[i] else entry for i, entry in enumerate(writes.entries, first)]
+        entries = [
+            entry.head(BLOCK_BYTES) if probed[i] else entry
+            for i, entry in enumerate(writes.entries, first)
+        ]
         write_entries(reuse, entries, options, first, only=reuse.wanted())
         if self._verify:
             try:
@@ -160,7 +167,9 @@ class Parent:
             self.warn(to, [reason])
             return None
         try:
-            index = _core.Index.open(os.fspath(self.path), rank, False, options_for(self.path, to.options))
+            index = _core.Index.open(
+                os.fspath(self.path), rank, False, options_for(self.path, to.options)
+            )
         except (DcpRsError, OSError) as error:
             self.warn(to, [str(error)])
             return None

@@ -32,7 +32,17 @@ from dcp_rs.options import WriteOptions, uuid_of
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import turns, write_entries
 
-__all__ = ["MIXED", "Place", "SaveOptions", "SaveRequest", "Written", "packed", "save", "unpacked", "write_files"]
+__all__ = [
+    "MIXED",
+    "Place",
+    "SaveOptions",
+    "SaveRequest",
+    "Written",
+    "packed",
+    "save",
+    "unpacked",
+    "write_files",
+]
 
 #: What to say where some ranks plan here, and others as torch does.
 MIXED = "some ranks save with a planner of their own class, and others without: give all ranks the same kind"
@@ -41,15 +51,19 @@ MIXED = "some ranks save with a planner of their own class, and others without: 
 def save(ranks: RankGroup, plan: PlanOptions, ask: Callable[[], SaveRequest]) -> SavedMetadata:  # noqa: PLR0915  # in one place, in its order
     """Save from all ranks. Return what the committed checkpoint holds, and what this rank's part took.
 
-    The checkpoint that was there is whole until the commit, which is one rename. An error on any rank is raised on all of them. Then
-    each rank removes what it wrote, unless a store did not say whether it committed, or a rank was lost.
+    The checkpoint that was there is whole until the commit, which is one rename. An error on any
+    rank is raised on all of them. Then each rank removes what it wrote, unless a store did not say
+    whether it committed, or a rank was lost.
 
     Args:
         ranks: who saves.
         plan: which of the state dict is saved, and as what; the same on all ranks.
-        ask: gives this rank's request. It is called in the first step, so that what it raises is raised on all ranks.
+        ask: gives this rank's request. It is called in the first step, so that what it raises is
+            raised on all ranks.
     """
-    handled = sys.exception()  # is in the context of every error raised here, and is of something else
+    handled = (
+        sys.exception()
+    )  # is in the context of every error raised here, and is of something else
     clock = Phases()
     request: SaveRequest
     to: Destination
@@ -82,9 +96,13 @@ def save(ranks: RankGroup, plan: PlanOptions, ask: Callable[[], SaveRequest]) ->
         writes = local.writes(keep, strict=options.strict_values)
         reuse = None
         if options.parent is not None:
-            reuse = options.parent.find_reuse(writes, to, local.selected.values, rank=None, options=options.write)
+            reuse = options.parent.find_reuse(
+                writes, to, local.selected.values, rank=None, options=options.write
+            )
             clock.end("compare")
-        written = write_files(writes, to, place, options.write, reuse=reuse, progress=options.progress)
+        written = write_files(
+            writes, to, place, options.write, reuse=reuse, progress=options.progress
+        )
         report = written.report
         if options.parent is not None:
             options.parent.warn(to, written.save.problems)
@@ -110,7 +128,9 @@ def save(ranks: RankGroup, plan: PlanOptions, ask: Callable[[], SaveRequest]) ->
         metadata = make_metadata(
             index, rank=None, checkpoint_id="", load_id="", storage_options=options.storage_options
         )
-        metadata.storage_meta = StorageMeta(checkpoint_id=to.path, save_id=str(uuid.UUID(bytes=place.save_id)))
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=to.path, save_id=str(uuid.UUID(bytes=place.save_id))
+        )
         return metadata
 
     try:
@@ -166,7 +186,9 @@ class SaveOptions:
         save_id: str | None = None,
         guard: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
-        self.write = WriteOptions(threads=threads, fsync=fsync, io=io, max_inflight_bytes=max_inflight_bytes)
+        self.write = WriteOptions(
+            threads=threads, fsync=fsync, io=io, max_inflight_bytes=max_inflight_bytes
+        )
         self.overwrite = overwrite
         self.strict_values = strict_values
         self.progress = progress
@@ -288,13 +310,18 @@ def write_files(
             save.write_plain(writes.tensors, PLAIN_TYPES, NAMES)
             to_write = [not reused for reused in save.reused()]
             write_entries(save, writes.entries, options, save.plain_count, only=to_write)
-        index = save.finish(None if nesting is None else [(c.position, c.path, c.kind) for c in nesting.containers])
+        index = save.finish(
+            None if nesting is None else [(c.position, c.path, c.kind) for c in nesting.containers]
+        )
     except BaseException:
         for reason in save.abort():
             warn_caller(f"the failed save left something on the store: {reason}")
         raise
     report = SaveReport(
-        os.fspath(to.path), bytes_written=save.bytes, bytes_reused=save.bytes_reused, requests=save.requests
+        os.fspath(to.path),
+        bytes_written=save.bytes,
+        bytes_reused=save.bytes_reused,
+        requests=save.requests,
     )
     return Written(to, place, index, save, report, os.getpid())
 

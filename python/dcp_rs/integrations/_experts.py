@@ -13,16 +13,19 @@ from dcp_rs.errors import UnsupportedError
 __all__ = ["names_of_rank", "single_experts"]
 
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
-#: The tensors of an expert that a rank may skip. Scales are small, and vLLM takes the maximum over those of all experts.
+#: The tensors of an expert that a rank may skip. Scales are small, and vLLM takes the maximum over
+#: those of all experts.
 _SKIPPED = (".weight", ".weight_packed")
 _FUSED = re.compile(r"model\.layers\.\d+\..+\.experts\.gate_up_proj")
 
 
-def names_of_rank(names: Iterable[str], *, rank: int, size: int, experts: int, placement: str) -> set[str]:
+def names_of_rank(
+    names: Iterable[str], *, rank: int, size: int, experts: int, placement: str
+) -> set[str]:
     """Return the names that a rank has to read under expert parallelism.
 
-    All tensors but the weights of experts that other ranks hold are read. A layer without exactly ``experts`` experts
-    is read whole: it is not placed as the others are.
+    All tensors but the weights of experts that other ranks hold are read. A layer without exactly
+    ``experts`` experts is read whole: it is not placed as the others are.
 
     Args:
         names: of the tensors of a model, with one tensor for each expert.
@@ -39,7 +42,8 @@ def names_of_rank(names: Iterable[str], *, rank: int, size: int, experts: int, p
     begin = rank * share + min(rank, more)
     own = set(range(begin, begin + share + (rank < more)))
     if placement == "round_robin":
-        # For models without groups of experts, vLLM goes back to "linear" and says so nowhere but in its log.
+        # For models without groups of experts, vLLM goes back to "linear" and says so nowhere but
+        # in its log.
         own.update(range(rank, experts, size))
     elif placement != "linear":
         return every
@@ -58,7 +62,8 @@ def single_experts(names: Mapping[str, str], config: Any) -> list[LayoutView]:
         config: as for :func:`dcp_rs.views_for`.
 
     Returns:
-        No views where nothing is fused, or where the names behind a prefix are not those of transformers.
+        No views where nothing is fused, or where the names behind a prefix are not those of
+        transformers.
     """
     fused = [(stored, name) for stored, name in names.items() if _FUSED.fullmatch(name)]
     prefixes = {stored.removesuffix(name) for stored, name in fused}

@@ -13,7 +13,8 @@ from dcp_rs.errors import CheckpointNotFoundError
 
 __all__ = ["merge_fsdp_weights"]
 
-#: What accelerate calls the folders of the first model and the first optimizer, in the one that ``save_state`` wrote.
+#: What accelerate calls the folders of the first model and the first optimizer, in the one that
+#: ``save_state`` wrote.
 _PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 
 
@@ -43,7 +44,12 @@ def merge_fsdp_weights(
         UnsupportedError: safetensors cannot hold an entry.
     """
     RankGroup().broadcast(
-        lambda: _merge(local_path(checkpoint_dir), local_path(output_path), safe_serialization, remove_checkpoint_dir)
+        lambda: _merge(
+            local_path(checkpoint_dir),
+            local_path(output_path),
+            safe_serialization,
+            remove_checkpoint_dir,
+        )
     )
 
 

@@ -31,7 +31,9 @@ class _StandIn(ABCMeta):
     A class that derives from stock's relies on what is in it, so it goes on to derive from it.
     """
 
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any
+    ) -> Any:
         if not any(isinstance(base, _StandIn) for base in bases):
             return super().__new__(mcs, name, bases, namespace, **keywords)
         stock = tuple(base.stock if isinstance(base, _StandIn) else base for base in bases)
@@ -82,7 +84,12 @@ def install() -> None:
             stand_in = _StandIn(
                 name,
                 (),
-                {"stock": stock, "ours": _OURS[name], "__doc__": _OURS[name].__doc__, "__module__": stock.__module__},
+                {
+                    "stock": stock,
+                    "ours": _OURS[name],
+                    "__doc__": _OURS[name].__doc__,
+                    "__module__": stock.__module__,
+                },
             )
             for module in _torch.modules_that_name(stock):
                 _replace(module, name, stand_in)
@@ -147,10 +154,17 @@ def _with_writer(execute_save: Any) -> Any:
 
     @functools.wraps(execute_save)
     def execute(
-        executor: Any, staged: Any, *, checkpoint_id: Any = None, storage_writer: Any = None, **keywords: Any
+        executor: Any,
+        staged: Any,
+        *,
+        checkpoint_id: Any = None,
+        storage_writer: Any = None,
+        **keywords: Any,
     ) -> Any:
         if storage_writer is None and checkpoint_id is not None:
             storage_writer = _torch.storage_writer_for(checkpoint_id)
-        return execute_save(executor, staged, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **keywords)
+        return execute_save(
+            executor, staged, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **keywords
+        )
 
     return execute

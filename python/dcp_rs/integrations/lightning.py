@@ -58,7 +58,9 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
         write_options: arguments of :func:`dcp_rs.save`.
     """
 
-    def __init__(self, *, asynchronous: bool = False, **write_options: Unpack[WriterArguments]) -> None:
+    def __init__(
+        self, *, asynchronous: bool = False, **write_options: Unpack[WriterArguments]
+    ) -> None:
         super().__init__()
         check_arguments(save, write_options)
         self._asynchronous = asynchronous
@@ -90,13 +92,17 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
             save(checkpoint, target, no_dist=True, **self._options)
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """The checkpoint at ``path``, its tensors in memory of their own.
 
         Args:
             path: a folder of this package, or a file of Lightning's own.
-            map_location: a device, where tensors go. A mapping or a callable, which torch asks for each storage, leaves them on the CPU.
+            map_location: a device, where tensors go. A mapping or a callable, which torch asks for
+                each storage, leaves them on the CPU.
             weights_only: as for ``torch.load``; None is True.
 
         Raises:
@@ -105,7 +111,9 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
         """
         self.wait()
         device = map_location if isinstance(map_location, str | int | torch.device) else "cpu"
-        with open_checkpoint(path, device=device, weights_only=weights_only is not False) as checkpoint:
+        with open_checkpoint(
+            path, device=device, weights_only=weights_only is not False
+        ) as checkpoint:
             return checkpoint.state_dict(copy=True)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -131,7 +139,8 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
 class DcpRsSharded:
     """A base before one of Lightning's strategies that save a folder by DCP, in ``lightning.pytorch`` and in ``lightning.fabric``.
 
-    They save and load by this package then: every rank its own part. Folders that they wrote before load too.
+    They save and load by this package then: every rank its own part. Folders that they wrote before
+    load too.
     """
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -149,5 +158,7 @@ class DcpRsFSDPStrategy(DcpRsSharded, _bases(_PYTORCH, "strategies", "FSDPStrate
     """``FSDPStrategy``, whose sharded checkpoints are of this package (``state_dict_type="sharded"``)."""
 
 
-class DcpRsModelParallelStrategy(DcpRsSharded, _bases(_PYTORCH, "strategies", "ModelParallelStrategy")):  # type: ignore[misc]
+class DcpRsModelParallelStrategy(
+    DcpRsSharded, _bases(_PYTORCH, "strategies", "ModelParallelStrategy")
+):  # type: ignore[misc]
     """``ModelParallelStrategy``, whose distributed checkpoints are of this package."""

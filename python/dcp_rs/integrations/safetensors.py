@@ -39,11 +39,12 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Load all tensors of a file, as ``safetensors.torch.load_file`` does.
 
-    The file may be a checkpoint of any kind. The tensors have memory of their own: what happens to the file later does not change them.
-    ``backend="mmap"`` returns private views of the mapped file instead, as safetensors does. That
-    copies nothing, and reads what you touch. Use it for files that are replaced by a rename, as
-    :func:`save_file` does. If a program writes to the file in place, parts of a view that were not
-    touched yet change too. If the file is cut short, touching them ends the process.
+    The file may be a checkpoint of any kind. The tensors have memory of their own: what happens to
+    the file later does not change them. ``backend="mmap"`` returns private views of the mapped file
+    instead, as safetensors does. That copies nothing, and reads what you touch. Use it for files
+    that are replaced by a rename, as :func:`save_file` does. If a program writes to the file in
+    place, parts of a view that were not touched yet change too. If the file is cut short, touching
+    them ends the process.
 
     Args:
         filename: a ``.safetensors`` file, or another checkpoint that holds only tensors.
@@ -71,7 +72,11 @@ def load_file(
             raise ValueError(msg)
         io = io or _BACKENDS[backend]
     options = ReadOptions(
-        io=io or "auto", threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
+        io=io or "auto",
+        threads=threads,
+        verify=verify,
+        shared=shared,
+        max_inflight_bytes=max_inflight_bytes,
     )
     index = open_index(filename, rank=None, allow_external=False, verify=options.verify is True)
     in_place = backend == "mmap" and torch.device(device).type == "cpu"
@@ -121,7 +126,9 @@ def save_file(
         dcp_rs.save_file(model.state_dict(), "model.safetensors", metadata={"format": "pt"})
         ```
     """
-    options = WriteOptions(io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
+    options = WriteOptions(
+        io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
+    )
     target = Path(os.path.abspath(local_path(filename)))  # noqa: PTH100  # Path.resolve would follow the last link
     if target.is_dir() and not target.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(filename))
@@ -129,7 +136,9 @@ def save_file(
     # Large elements first, so that every tensor is aligned.
     entries = sorted(_entries(tensors), key=lambda entry: -entry.data.element_size())  # type: ignore[union-attr]
     _check_apart(entries)
-    head = header(metadata, ((entry.fqn, entry.data.dtype, entry.shape, entry.nbytes) for entry in entries))  # type: ignore[union-attr]
+    head = header(
+        metadata, ((entry.fqn, entry.data.dtype, entry.shape, entry.nbytes) for entry in entries)
+    )  # type: ignore[union-attr]
     values, at = [], len(head)
     for entry in entries:
         values.append(_core.PlacedValue(entry.fqn, 0, at, entry.nbytes))

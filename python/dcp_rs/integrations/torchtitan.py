@@ -91,9 +91,12 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         if to_hf:
             self._export(state_dict, checkpoint_id)
         elif async_mode == _Mode.ASYNC:
-            result = async_save(state_dict, checkpoint_id, process_group=self.pg, **self._write_options)
+            result = async_save(
+                state_dict, checkpoint_id, process_group=self.pg, **self._write_options
+            )
         elif async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
-            # Torch 2.8 has none, and torchtitan does not run on it: what is missing there is said by its name.
+            # Torch 2.8 has none, and torchtitan does not run on it: what is missing there is said
+            # by its name.
             from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
             saving: Any = async_save(
@@ -115,7 +118,9 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         """A Hugging Face folder: what all ranks save is put together by the first, with bounded memory."""
         target, ranks = Path(checkpoint_id), RankGroup()
         # A name that dcp_rs.clean knows, if this is killed.
-        sharded = ranks.broadcast(lambda: target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp"))
+        sharded = ranks.broadcast(
+            lambda: target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+        )
         try:
             hf_state_dict = ranks.run(lambda: self.sd_adapter.to_hf(state_dict))
             save(hf_state_dict, sharded, **(self._write_options | {"fsync": False}))
@@ -123,7 +128,12 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
             ranks.broadcast(
                 lambda: (
                     convert(
-                        sharded, target, to="safetensors", shards=files, overwrite=True, **self._write_options
+                        sharded,
+                        target,
+                        to="safetensors",
+                        shards=files,
+                        overwrite=True,
+                        **self._write_options,
                     ).bytes
                 )
             )
@@ -131,14 +141,18 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
             if ranks.is_coordinator:
                 shutil.rmtree(sharded, ignore_errors=True)
 
-    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
         """Loads into the state dict, and into the model: as torchtitan's.
 
         Raises:
             Exception: as :func:`dcp_rs.load`.
         """
         if from_quantized:  # its readers know how a model is quantized
-            super().dcp_load(state_dict, checkpoint_id, from_hf=from_hf, from_quantized=from_quantized)
+            super().dcp_load(
+                state_dict, checkpoint_id, from_hf=from_hf, from_quantized=from_quantized
+            )
             return
         if from_hf:
             hf_state_dict = self.sd_adapter.to_hf(state_dict)
@@ -158,7 +172,8 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
             Its number; -1 if there is none.
 
         Raises:
-            UnsupportedError: nothing tells whether a newer step is whole, so no older one takes its place.
+            UnsupportedError: nothing tells whether a newer step is whole, so no older one takes its
+                place.
             OSError: a newer step cannot be looked at, and may be whole.
         """
         root = FolderRoot(folder) if folder else self._root

@@ -46,9 +46,17 @@ _OF_THE_HUB = (
     "token",
 )
 #: Those that would be taken for fields of the configuration.
-_OF_THE_MODEL = ("dtype", "generation_config", "quantization_config", "torch_dtype", "trust_remote_code")
+_OF_THE_MODEL = (
+    "dtype",
+    "generation_config",
+    "quantization_config",
+    "torch_dtype",
+    "trust_remote_code",
+)
 #: What of a model's folder is no weights: configuration, tokenizer, code.
-_BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md", ".spm", ".codes", ".tokenizer"})
+_BESIDE = frozenset(
+    {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md", ".spm", ".codes", ".tokenizer"}
+)
 #: And of one of several templates, the folder of all but the first.
 _TEMPLATES = "additional_chat_templates"
 #: What embeddings of words are called, that output weights may be tied to.
@@ -61,8 +69,8 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json", _core.
 class StoredTensor:
     """A stored tensor that is read when it is indexed, into memory of its own, as a slice of safetensors is.
 
-    transformers asks for one slice at a time from each of its threads, and says of none before what it will ask for. So
-    the slices of a rank are not read in one batch.
+    transformers asks for one slice at a time from each of its threads, and says of none before what
+    it will ask for. So the slices of a rank are not read in one batch.
     """
 
     def __init__(self, index: _core.Index, number: int, options: ReadOptions) -> None:
@@ -75,7 +83,11 @@ class StoredTensor:
         """The elements that ``key`` selects: only they are read."""
         offsets, sizes, local = selection(key, self.shape)
         values = torch.empty(tuple(sizes), dtype=self.dtype, device="cpu")
-        fill(self._index, [Target(self._number, offsets, values, self._name, self.dtype)], self._options)
+        fill(
+            self._index,
+            [Target(self._number, offsets, values, self._name, self.dtype)],
+            self._options,
+        )
         return values[local]
 
     def get_shape(self) -> list[int]:
@@ -101,18 +113,24 @@ def from_pretrained(
 ) -> Any:
     """A model of transformers with the weights of a checkpoint of any kind: ``cls.from_pretrained``, without a conversion before.
 
-    transformers makes the model and places it, with its dtypes, devices, ties and conversions; this package reads what it asks for.
+    transformers makes the model and places it, with its dtypes, devices, ties and conversions; this
+    package reads what it asks for.
 
     Args:
         cls: a class of a model (``LlamaForCausalLM``), or an auto class (``AutoModelForCausalLM``).
-        path: a checkpoint: of this package, of stock DCP, of Hugging Face, or a file of ``torch.save``. Entries that are no tensors are passed over.
-        config: the model's configuration, or where it is (a folder, a file, a name of the hub), with that of its generation. Default: ``config.json`` in ``path``.
-        rename: from stored names to those of the model, as for :func:`dcp_rs.convert`. Default: what the names of the model are behind
-            (``model.`` in a state dict of model and optimizer) is found out, and what is not behind it is left alone.
+        path: a checkpoint: of this package, of stock DCP, of Hugging Face, or a file of
+            ``torch.save``. Entries that are no tensors are passed over.
+        config: the model's configuration, or where it is (a folder, a file, a name of the hub),
+            with that of its generation. Default: ``config.json`` in ``path``.
+        rename: from stored names to those of the model, as for :func:`dcp_rs.convert`. Default:
+            what the names of the model are behind (``model.`` in a state dict of model and
+            optimizer) is found out, and what is not behind it is left alone.
         include, exclude: globs over stored names.
-        allow_partial_load: take a checkpoint that lacks weights of the model; transformers makes them anew, and says so in its log.
+        allow_partial_load: take a checkpoint that lacks weights of the model; transformers makes
+            them anew, and says so in its log.
         read_options: see :class:`dcp_rs.options.ReadOptions`.
-        kwargs: those of ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation``, ``trust_remote_code``, fields of a configuration that is read ...
+        kwargs: those of ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation``,
+            ``trust_remote_code``, fields of a configuration that is read ...
 
     Raises:
         PlanError: weights of the model are missing, or no single prefix fits.
@@ -126,21 +144,33 @@ def from_pretrained(
     where = _where_configured(config, Path(path))
     config, kwargs = _config(cls, config, where, hub, kwargs)
     chosen = selector(include, exclude)
-    stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number).is_bytes}
+    stored = {
+        name: number
+        for number, name in enumerate(index.names())
+        if not index.tensor(number).is_bytes
+    }
     stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
     skeleton = skeleton_of(cls, config, trust_remote_code=kwargs.get("trust_remote_code"))
     config = _own_config(type(skeleton), config)
     wanted = list(skeleton.state_dict())
     if rename is None:
         prefix = prefix_of(stored, wanted)
-        taken = {name.removeprefix(prefix): number for name, number in stored.items() if name.startswith(prefix)}
+        taken = {
+            name.removeprefix(prefix): number
+            for name, number in stored.items()
+            if name.startswith(prefix)
+        }
     else:
         taken = renamed(index, stored, rename)
     state = {name: StoredTensor(index, number, options) for name, number in taken.items()}
-    if kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) in (None, "auto") and config.dtype is None:
+    if (
+        kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) in (None, "auto")
+        and config.dtype is None
+    ):
         # transformers would ask the tensors themselves.
         kwargs["dtype"] = next(
-            (s.dtype for s in state.values() if s.dtype.is_floating_point), torch.get_default_dtype()
+            (s.dtype for s in state.values() if s.dtype.is_floating_point),
+            torch.get_default_dtype(),
         )
     if "generation_config" not in kwargs and type(skeleton).can_generate():
         kwargs["generation_config"] = _generation_config(where, hub)
@@ -151,7 +181,9 @@ def from_pretrained(
     missing = sorted(info["missing_keys"])
     if missing and not allow_partial_load:
         msg = f"{os.fspath(path)} lacks {len(missing)} weights of the model, {missing[0]!r} first"
-        raise PlanError(msg + explain_missing(missing, wanted, stored), path=index.path, tensor=missing[0])
+        raise PlanError(
+            msg + explain_missing(missing, wanted, stored), path=index.path, tensor=missing[0]
+        )
     return (model, info) if wants_info else model
 
 
@@ -174,7 +206,9 @@ def _config(
         raise FileNotFoundError(msg)
     of_model = {name: kwargs.pop(name) for name in _OF_THE_MODEL if name in kwargs}
     trusted = {name: of_model[name] for name in ("trust_remote_code",) if name in of_model}
-    maker = getattr(cls, "config_class", None) or transformers.AutoConfig  # as transformers itself does
+    maker = (
+        getattr(cls, "config_class", None) or transformers.AutoConfig
+    )  # as transformers itself does
     found, unused = maker.from_pretrained(
         where if config is None else config, return_unused_kwargs=True, **hub, **trusted, **kwargs
     )
@@ -195,7 +229,10 @@ def _own_config(cls: Any, config: Any) -> Any:
 def _generation_config(where: Any, hub: dict[str, Any]) -> Any:
     """What a model's folder says of generation, or its configuration does; None where neither is there."""
     maker = framework("transformers", "transformers").GenerationConfig
-    for name, how in (("generation_config.json", {}), ("config.json", {"_from_model_config": True})):
+    for name, how in (
+        ("generation_config.json", {}),
+        ("config.json", {"_from_model_config": True}),
+    ):
         if Path(where).is_dir() and not Path(where, hub.get("subfolder", ""), name).is_file():
             continue
         with suppress(OSError):  # what a name of the hub does not have
@@ -207,7 +244,11 @@ def skeleton_of(cls: Any, config: Any, *, trust_remote_code: bool | None = None)
     """The model on meta, of the class that an auto class chooses."""
     make = getattr(cls, "from_config", None)  # what auto classes have
     with torch.device("meta"):
-        return cls._from_config(config) if make is None else make(config, trust_remote_code=trust_remote_code)
+        return (
+            cls._from_config(config)
+            if make is None
+            else make(config, trust_remote_code=trust_remote_code)
+        )
 
 
 def prefix_of(stored: Iterable[str], wanted: Iterable[str]) -> str:
@@ -267,31 +308,48 @@ def save_pretrained(
 ) -> ConvertReport:
     """Makes of a checkpoint of any kind a folder that transformers, diffusers or peft load, under the names that each looks for.
 
-    Memory stays bounded; no model is made. The folder appears in one step, when it is complete. Output weights that are the same as
-    the embeddings are left out where the configuration says ``"tie_word_embeddings": true``, as transformers does.
+    Memory stays bounded; no model is made. The folder appears in one step, when it is complete.
+    Output weights that are the same as the embeddings are left out where the configuration says
+    ``"tie_word_embeddings": true``, as transformers does.
 
     Args:
         path: the checkpoint.
         out: the new folder.
-        config: a folder with the model's configuration, whose configuration, tokenizer and code are copied. What is in it decides whose names
-            the files get: ``adapter_config.json`` is of peft, a ``_class_name`` in ``config.json`` of diffusers. Default: ``path``, if it is a folder.
-        rename, include, exclude, dtype: as for :func:`dcp_rs.convert`; names are those of the model, so that ``rename={"model": ""}`` and
-            ``include="model.*"`` take it out of a training state. Fused experts of transformers 5 are exported one by one, under the names
+        config: a folder with the model's configuration, whose configuration, tokenizer and code are
+            copied. What is in it decides whose names the files get: ``adapter_config.json`` is of
+            peft, a ``_class_name`` in ``config.json`` of diffusers. Default: ``path``, if it is a
+            folder.
+        rename, include, exclude, dtype: as for :func:`dcp_rs.convert`; names are those of the
+            model, so that ``rename={"model": ""}`` and ``include="model.*"`` take it out of a
+            training state. Fused experts of transformers 5 are exported one by one, under the names
             of the hub; globs and ``rename`` see those.
         shards: how many files; default: as many as keep each below 5 GB. Peft reads one.
         overwrite: replace such a folder at ``out``, of one model.
 
     Raises:
-        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than such a folder; or something was created meanwhile.
+        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than
+            such a folder; or something was created meanwhile.
         FileNotFoundError: there is no configuration.
-        ValueError: several files for peft; ``out`` is the checkpoint or the folder of the configuration, or holds a file of one, wherever links and an index lead.
+        ValueError: several files for peft; ``out`` is the checkpoint or the folder of the
+            configuration, or holds a file of one, wherever links and an index lead.
         Exception: as :func:`dcp_rs.convert`.
     """
     source = local_path(config) if config is not None else local_path(path)
     beside = _beside(source)
-    kind = next((name for name in ("adapter_config.json", "config.json", "model_index.json") if name in beside), None)
+    kind = next(
+        (
+            name
+            for name in ("adapter_config.json", "config.json", "model_index.json")
+            if name in beside
+        ),
+        None,
+    )
     if kind is None or kind == "model_index.json":
-        said = "a pipeline of several models" if kind else "no folder with a config.json or an adapter_config.json"
+        said = (
+            "a pipeline of several models"
+            if kind
+            else "no folder with a config.json or an adapter_config.json"
+        )
         msg = f"{source} is {said}: config= says where the model's configuration is"
         raise FileNotFoundError(msg)
     if kind == "adapter_config.json":
@@ -339,7 +397,8 @@ def _tied_head(
     """Find output weights that are the embeddings once more, where the configuration ties the two.
 
     Returns:
-        Their stored name, and that of the embeddings. transformers stores one of the two, and ties them again as it loads.
+        Their stored name, and that of the embeddings. transformers stores one of the two, and ties
+        them again as it loads.
     """
     said = json.loads(config.read_text("utf-8"))
     text = said.get("text_config") or {}
@@ -348,9 +407,18 @@ def _tied_head(
     new_name = renamer(rename)
     tensors = [number for number in range(index.tensor_count) if not index.tensor(number).is_bytes]
     tensors = [number for number in tensors if chosen is None or chosen(index.name(number))]
-    heads = [number for number in tensors if f".{new_name(index.name(number))}".endswith(".lm_head.weight")]
+    heads = [
+        number
+        for number in tensors
+        if f".{new_name(index.name(number))}".endswith(".lm_head.weight")
+    ]
     inputs = [number for number in tensors if index.name(number).endswith(_EMBEDDINGS)]
-    return {index.name(head): index.name(kept) for head in heads[:1] for kept in inputs if _same(index, head, kept)}
+    return {
+        index.name(head): index.name(kept)
+        for head in heads[:1]
+        for kept in inputs
+        if _same(index, head, kept)
+    }
 
 
 def _same(index: _core.Index, one: int, other: int) -> bool:
@@ -384,11 +452,17 @@ def _stem(config: Path) -> str:
     """What the files of weights are called."""
     if config.name == "adapter_config.json":
         return "adapter_model"
-    return "diffusion_pytorch_model" if "_class_name" in json.loads(config.read_text("utf-8")) else "model"
+    return (
+        "diffusion_pytorch_model"
+        if "_class_name" in json.loads(config.read_text("utf-8"))
+        else "model"
+    )
 
 
 def _is_of_a_model(entry: Path) -> bool:
     """Whether a file, or a folder, may be in a model's folder."""
     if entry.is_dir():
-        return entry.name == _TEMPLATES and all(file.suffix == ".jinja" and file.is_file() for file in entry.iterdir())
+        return entry.name == _TEMPLATES and all(
+            file.suffix == ".jinja" and file.is_file() for file in entry.iterdir()
+        )
     return _is_beside(entry.name) or entry.name.endswith(_WEIGHTS)

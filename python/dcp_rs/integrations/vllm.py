@@ -74,7 +74,9 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
             msg = f"model_loader_extra_config is a {type(extra).__name__}: a mapping is wanted"
             raise TypeError(msg)
         self._own = {name: extra[name] for name in _OWN if name in extra}
-        self._options = ReadOptions(**{name: value for name, value in extra.items() if name not in _OWN})
+        self._options = ReadOptions(
+            **{name: value for name, value in extra.items() if name not in _OWN}
+        )
 
     def download_model(self, model_config: Any) -> None:
         """Raises unless the checkpoint is there: nothing is downloaded.
@@ -88,56 +90,84 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         """Loads into a model of vLLM.
 
         Raises:
-            PlanError: weights of the model are missing, no single prefix fits, or ``rename`` gives two of them one name.
+            PlanError: weights of the model are missing, no single prefix fits, or ``rename`` gives
+                two of them one name.
             CheckpointNotFoundError, CorruptIndexError, CorruptDataError: see :mod:`dcp_rs.errors`.
         """
         index = self._index(model_config)
         names = self._names(index, model_config.hf_config)
-        views = single_experts({index.name(number): name for number, name in names.items()}, model_config.hf_config)
+        views = single_experts(
+            {index.name(number): name for number, name in names.items()}, model_config.hf_config
+        )
         if views:
             index = Layout.of(False, views).apply(index)
             names = self._names(index, model_config.hf_config)
         wanted = _names_to_read(names.values(), model_config)
         skipped = (index.tensor(number) for number, name in names.items() if name not in wanted)
         skipped_bytes = sum(
-            math.prod(entry.shape) * stored_dtype(entry.name, entry.dtype).itemsize for entry in skipped
+            math.prod(entry.shape) * stored_dtype(entry.name, entry.dtype).itemsize
+            for entry in skipped
         )
         names = {number: name for number, name in names.items() if name in wanted}
         counts = Counts()
-        loaded = model.load_weights(self._weights(index, names, next(model.parameters()).device, counts))
-        _log.info(
-            "read %s of %s; skipped %s of experts of other ranks", size(counts.read), index.path, size(skipped_bytes)
+        loaded = model.load_weights(
+            self._weights(index, names, next(model.parameters()).device, counts)
         )
-        # Models of vLLM say what they loaded, under their own names. What is quantized has parameters that no checkpoint has.
-        if loaded is None or model_config.quantization is not None or self._own.get("allow_partial_load", False):
+        _log.info(
+            "read %s of %s; skipped %s of experts of other ranks",
+            size(counts.read),
+            index.path,
+            size(skipped_bytes),
+        )
+        # Models of vLLM say what they loaded, under their own names. What is quantized has
+        # parameters that no checkpoint has.
+        if (
+            loaded is None
+            or model_config.quantization is not None
+            or self._own.get("allow_partial_load", False)
+        ):
             return
         missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
         if missing:
             msg = f"{index.path} lacks {len(missing)} weights of the model, {missing[0]!r} first"
             stored = [index.name(number) for number in range(index.tensor_count)]
-            raise PlanError(msg + explain_missing(missing, missing, stored), path=index.path, tensor=missing[0])
+            raise PlanError(
+                msg + explain_missing(missing, missing, stored), path=index.path, tensor=missing[0]
+            )
 
     def _index(self, model_config: Any) -> _core.Index:
         path = self._own.get("checkpoint", model_config.model)
-        return open_index(path, rank=None, allow_external=False, verify=self._options.verify is True)
+        return open_index(
+            path, rank=None, allow_external=False, verify=self._options.verify is True
+        )
 
     def _names(self, index: _core.Index, config: Any) -> dict[int, str]:
         """What transformers calls the tensors of the model, by number."""
         chosen = selector(self._own.get("include"), self._own.get("exclude"))
-        stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number).is_bytes}
+        stored = {
+            name: number
+            for number, name in enumerate(index.names())
+            if not index.tensor(number).is_bytes
+        }
         stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
         if (rename := self._own.get("rename")) is not None:
             return {number: name for name, number in renamed(index, stored, rename).items()}
         wanted = _wanted(config)
         prefix = prefix_of(stored, wanted) if wanted else ""
-        return {number: name.removeprefix(prefix) for name, number in stored.items() if name.startswith(prefix)}
+        return {
+            number: name.removeprefix(prefix)
+            for name, number in stored.items()
+            if name.startswith(prefix)
+        }
 
     def _weights(
         self, index: _core.Index, names: Mapping[int, str], device: torch.device, counts: Counts
     ) -> Iterator[tuple[str, torch.Tensor]]:
         new_names = {index.name(number): name for number, name in names.items()}
         target = torch.device("cpu") if device.type == "meta" else device
-        for name, tensor in stream(index, target, self._options, _no_value, numbers=names, counts=counts):
+        for name, tensor in stream(
+            index, target, self._options, _no_value, numbers=names, counts=counts
+        ):
             yield new_names[name], tensor
 
 
@@ -145,7 +175,9 @@ def _names_to_read(names: Collection[str], model_config: Any) -> set[str]:
     """Return the names of the tensors that this rank reads: all, unless vLLM is to skip experts of other ranks."""
     config = framework("vllm.config", "vllm").get_current_vllm_config_or_none()
     parallel = None if config is None else config.parallel_config
-    skips = getattr(parallel, "enable_expert_parallel", False) and getattr(parallel, "enable_ep_weight_filter", False)
+    skips = getattr(parallel, "enable_expert_parallel", False) and getattr(
+        parallel, "enable_ep_weight_filter", False
+    )
     # With EPLB, a rank has slots for copies of any expert.
     if parallel is None or not skips or parallel.enable_eplb or not model_config.is_moe:
         return set(names)
@@ -162,7 +194,9 @@ def _names_to_read(names: Collection[str], model_config: Any) -> set[str]:
 def _wanted(config: Any) -> list[str]:
     """The names of the model's state dict, if transformers has the model."""
     transformers = framework("transformers", "transformers")
-    classes = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    classes = (
+        getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()
+    )
     cls = next((cls for cls in classes if cls is not None), None)
     return [] if cls is None else list(skeleton_of(cls, config).state_dict())
 

@@ -59,9 +59,12 @@ class FolderRoot(Root):
         super().__init__(names)
         self.path = Path(os.path.abspath(local_path(path)))  # noqa: PTH100  # Path.resolve would follow links
         self.access: Mapping[str, Any] = {}
-        self._known: dict[int, tuple[object, Step]] = {}  # by what they looked like to the last sweep
+        self._known: dict[
+            int, tuple[object, Step]
+        ] = {}  # by what they looked like to the last sweep
 
-    # --- looking ---------------------------------------------------------------------------------------
+    # --- looking
+    # ---------------------------------------------------------------------------------------
 
     def is_run(self) -> bool:
         """Whether it has steps, and is no checkpoint itself."""
@@ -89,7 +92,9 @@ class FolderRoot(Root):
             return _again(lambda: self._look_at_one(number, needs_note=False))
         except OSError as error:
             path = self.folder(number)
-            error.add_note(f"{path} may be whole, so no other step takes its place. Remove it if it is not wanted.")
+            error.add_note(
+                f"{path} may be whole, so no other step takes its place. Remove it if it is not wanted."
+            )
             raise
 
     def _look_at(self, numbers: Sequence[int]) -> list[Step | SkippedStep | None]:
@@ -99,7 +104,9 @@ class FolderRoot(Root):
         try:
             return self._look_at_one(number)
         except OSError as error:
-            return SkippedStep(number=number, path=self.folder(number), why=str(error), kind="unreadable")
+            return SkippedStep(
+                number=number, path=self.folder(number), why=str(error), kind="unreadable"
+            )
 
     def _look_if_changed(self, number: int) -> Step | SkippedStep | None:
         """Return the state of a step, from an earlier sweep if its folder and index are unchanged."""
@@ -108,7 +115,9 @@ class FolderRoot(Root):
             stats = path.stat(), (path / INDEX_NAME).stat()
         except OSError:
             return self._look_once(number)
-        key = tuple((found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size) for found in stats)
+        key = tuple(
+            (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size) for found in stats
+        )
         known = self._known.get(number)
         if known is not None and known[0] == key:
             return known[1]
@@ -122,15 +131,19 @@ class FolderRoot(Root):
 
         Args:
             number: of the step.
-            needs_note: fail where its note cannot be read. A step without its metrics could be removed though it is the best;
-                to resume from it they are not needed.
+            needs_note: fail where its note cannot be read. A step without its metrics could be
+                removed though it is the best; to resume from it they are not needed.
         """
         for _ in range(_LOOKS):
             index = self.folder(number) / INDEX_NAME
             before = _identity(index)
             found = self._look_at_files(number, needs_note=needs_note)
-            # The index was read first, and its files looked for afterwards: a save that came in between removed those of the old one.
-            if not (isinstance(found, SkippedStep) and found.kind == "damaged") or _identity(index) == before:
+            # The index was read first, and its files looked for afterwards: a save that came in
+            # between removed those of the old one.
+            if (
+                not (isinstance(found, SkippedStep) and found.kind == "damaged")
+                or _identity(index) == before
+            ):
                 break
         return found
 
@@ -175,7 +188,9 @@ class FolderRoot(Root):
             verified=(path / verified_name(save_id)).exists(),
         )
 
-    def _without_index(self, number: int, path: Path, *, locked: bool = False) -> SkippedStep | None:
+    def _without_index(
+        self, number: int, path: Path, *, locked: bool = False
+    ) -> SkippedStep | None:
         """Return the state of a folder without an index. ``locked``: this process holds its lock."""
         try:
             names = _names_in(path)
@@ -188,7 +203,11 @@ class FolderRoot(Root):
             return _damaged(number, path, error)
         # Only that lock claims an index that did not get its name.
         left = {leftover.verdict for leftover in found if leftover.kind == "data" or not locked}
-        strange = [name for name in names if name != _core.LOCK_NAME and not notes.is_own(_without_token(name))]
+        strange = [
+            name
+            for name in names
+            if name != _core.LOCK_NAME and not notes.is_own(_without_token(name))
+        ]
         if strange:
             noted = _files_noted(path, names)
             strange = [name for name in strange if _without_token(name) not in noted]
@@ -209,13 +228,17 @@ class FolderRoot(Root):
                 f"it is complete, but its {INDEX_NAME} is gone: dcp_rs.index(path) makes it",
             )
         elif "young" in left and not (runs and self.run is not None and self.run not in runs):
-            kind, why = "unknown", "its save did not finish, or goes on: this file system does not tell"
+            kind, why = (
+                "unknown",
+                "its save did not finish, or goes on: this file system does not tell",
+            )
         else:
             # It failed, or it is of an earlier run, which cannot commit any more.
             kind, why = "unfinished", "its save did not finish"
         return SkippedStep(number=number, path=path, why=why, kind=kind, runs=runs)
 
-    # --- whose run it is ---------------------------------------------------------------------------------
+    # --- whose run it is
+    # ---------------------------------------------------------------------------------
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -232,10 +255,15 @@ class FolderRoot(Root):
     def _write_run(self, data: bytes) -> None:
         _core.publish(os.fspath(self.path), notes.RUN_NAME, data, True)
 
-    # --- a save ----------------------------------------------------------------------------------------
+    # --- a save
+    # ----------------------------------------------------------------------------------------
 
     def begin(
-        self, number: int, save_id: str, metrics: Mapping[str, float], files: Mapping[str, bytes] = MappingProxyType({})
+        self,
+        number: int,
+        save_id: str,
+        metrics: Mapping[str, float],
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Make the folder of a step, note in it what is being saved, and put ``files`` there."""
         path = self.folder(number)
@@ -255,7 +283,8 @@ class FolderRoot(Root):
     def _note_verified(self, step: Step) -> None:
         _core.publish(os.fspath(step.path), verified_name(step.save_id), b"", True)
 
-    # --- removal ---------------------------------------------------------------------------------------
+    # --- removal
+    # ---------------------------------------------------------------------------------------
 
     def remove(self, number: int) -> None:
         """Removes the folder of a step. A kill leaves all of it, or what no one takes for a step."""
@@ -290,14 +319,18 @@ class FolderRoot(Root):
                 _delete(path)
             except OSError as error:  # a file that a process of another machine has open, say
                 problems.append(f"{path}, which was removed, is still there: {error}")
-        found = self._listing_of(map(self._look_if_changed, self._step_names.numbers(names := self._names())), names)
+        found = self._listing_of(
+            map(self._look_if_changed, self._step_names.numbers(names := self._names())), names
+        )
         there = {step.number for step in found.steps}
         self._known = {number: known for number, known in self._known.items() if number in there}
         for left in found.left:
             try:
                 self._remove_left(left.number)
             except OSError as error:
-                problems.append(f"{left.path}, of a save that did not finish, could not be removed: {error}")
+                problems.append(
+                    f"{left.path}, of a save that did not finish, could not be removed: {error}"
+                )
         return replace(found, problems=problems)
 
     def _remove_left(self, number: int) -> None:
@@ -395,13 +428,20 @@ def _is_folder(path: Path) -> bool:
 
 def _owners(path: Path, names: Sequence[str]) -> list[Owner]:
     """Return the writers of saves that began at a step and are not known to be committed."""
-    found = [notes.owner_of(_read_note(path / name)) for name in names if name.startswith("saving-")]
+    found = [
+        notes.owner_of(_read_note(path / name)) for name in names if name.startswith("saving-")
+    ]
     return [owner for owner in found if owner is not None]
 
 
 def _files_noted(path: Path, names: Sequence[str]) -> set[str]:
     """Return the names of the user's files that saves noted that they put there."""
-    return {file for name in names if notes.is_note(name) for file in notes.files_of(_read_note(path / name))}
+    return {
+        file
+        for name in names
+        if notes.is_note(name)
+        for file in notes.files_of(_read_note(path / name))
+    }
 
 
 def _read_note(path: Path) -> bytes | None:

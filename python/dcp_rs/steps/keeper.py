@@ -73,13 +73,20 @@ class Keeper:
         self._damaged: set[str] = set()  # and of those that could not be loaded
 
     def prepare(
-        self, step: int, metrics: Mapping[str, float], files: ExtraFiles, *, force: bool, reuse: bool
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        files: ExtraFiles,
+        *,
+        force: bool,
+        reuse: bool,
     ) -> Prepared:
         """Makes the folder of a step that is about to be saved. With ``reuse``, it may take over what the latest holds.
 
         Raises:
             TypeError: a state dict in place of the step.
-            ValueError: no number of a step, metrics that are no numbers, or names of files that cannot be.
+            ValueError: no number of a step, metrics that are no numbers, or names of files that
+                cannot be.
             CheckpointExistsError, SaveInProgressError: the step is there, and ``force`` is not set.
             RunTakenOverError: another run began here.
             OSError: the folder cannot be made, or what is there cannot be looked at.
@@ -118,8 +125,9 @@ class Keeper:
     def _make_way(self, step: int, *, force: bool) -> bool:
         """Removes what is in the way of a save. Returns whether the save may replace a step that is there.
 
-        What is whole stays. What is damaged or abandoned is replaced. Beside what may be under way, the save begins: of the two, the first that
-        commits wins, and a save of an earlier run cannot.
+        What is whole stays. What is damaged or abandoned is replaced. Beside what may be under way,
+        the save begins: of the two, the first that commits wins, and a save of an earlier run
+        cannot.
         """
         found = self._root.look_at(step)
         if found is None:
@@ -148,7 +156,11 @@ class Keeper:
             self._root.take_over()
         except OSError as error:
             # A reader without write access can still load; the first save tries again.
-            if not isinstance(error, PermissionError) and error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            if not isinstance(error, PermissionError) and error.errno not in (
+                errno.EROFS,
+                errno.ENOSPC,
+                errno.EDQUOT,
+            ):
                 raise
         except UnsupportedError:  # a server that stores nothing
             pass
@@ -167,7 +179,13 @@ class Keeper:
 
     def _prune(self, step: int, room: int | None = None) -> None:
         try:
-            done = prune(self._root, self._policies, protected=self._protected(step), room=room, verify=self._verify)
+            done = prune(
+                self._root,
+                self._policies,
+                protected=self._protected(step),
+                room=room,
+                verify=self._verify,
+            )
         except (DcpRsError, OSError) as error:
             self._tell(f"what the policies do not keep is still there: {error}")
         else:
@@ -209,7 +227,9 @@ class Keeper:
         sizes = ", ".join(f"{step.number} ({step.nbytes:,} bytes)" for step in steps)
         return f"of {self._root.path} these steps could be removed: {sizes}"
 
-    def choose(self, step: int | None, damaged: Mapping[int, str]) -> tuple[int | None, list[SkippedStep]]:
+    def choose(
+        self, step: int | None, damaged: Mapping[int, str]
+    ) -> tuple[int | None, list[SkippedStep]]:
         """Return the step to load, and what was passed over for it.
 
         Args:
@@ -218,7 +238,8 @@ class Keeper:
 
         Raises:
             CheckpointNotFoundError: there is no such step; or there are some, and all are damaged.
-            UnsupportedError: nothing tells whether a newer step is whole; or the newest checkpoint has the name of no step.
+            UnsupportedError: nothing tells whether a newer step is whole; or the newest checkpoint
+                has the name of no step.
             OSError: a step cannot be looked at, and may be the one.
         """
         if step is not None:
@@ -237,7 +258,9 @@ class Keeper:
             elif found.number in damaged:
                 why = damaged[found.number]
                 self._damaged.add(found.save_id)
-                passed.append(SkippedStep(number=found.number, path=found.path, why=why, kind="damaged"))
+                passed.append(
+                    SkippedStep(number=found.number, path=found.path, why=why, kind="damaged")
+                )
             else:
                 self._refuse_misnamed(found.number)
                 return found.number, passed
@@ -311,7 +334,10 @@ def _read_extra_files(files: ExtraFiles) -> dict[str, bytes]:
         if not name or name.startswith(".") or "/" in name or "\0" in name or is_own(name):
             msg = f"extra_files has {name!r}: a plain name is needed, not hidden, and none that a checkpoint has itself"
             raise ValueError(msg)
-    return {name: bytes(file) if isinstance(file, bytes) else Path(file).read_bytes() for name, file in files.items()}
+    return {
+        name: bytes(file) if isinstance(file, bytes) else Path(file).read_bytes()
+        for name, file in files.items()
+    }
 
 
 def _number(name: str, value: Any) -> float:

@@ -146,7 +146,9 @@ class CheckpointManager:
             mode=mode,
         )
         self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
-        self._write = WriteOptions(io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
+        self._write = WriteOptions(
+            io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
+        )
         self._reuse, self._verify_reuse = reuse is not False, verify_reuse
         self._frozen = None if isinstance(reuse, bool) else reuse
         Frozen(self._frozen)  # what it cannot take is an error here, and not at the first save
@@ -164,7 +166,8 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"CheckpointManager({os.fspath(self.root)!r})"
 
-    # --- what there is ---------------------------------------------------------------------------------
+    # --- what there is
+    # ---------------------------------------------------------------------------------
 
     @property
     def root(self) -> Path:
@@ -241,7 +244,8 @@ class CheckpointManager:
             raise ValueError(msg)
         return self._policies.best(self.steps())
 
-    # --- saves -----------------------------------------------------------------------------------------
+    # --- saves
+    # -----------------------------------------------------------------------------------------
 
     @short_traceback
     def should_save(self, step: int) -> bool:
@@ -319,7 +323,9 @@ class CheckpointManager:
         """
         prepared = self._begin(step, metrics, extra_files, force=force)
         with self._keeper.explaining():
-            metadata = api.save(state_dict, self.path(step), planner=planner, **self._options(prepared))
+            metadata = api.save(
+                state_dict, self.path(step), planner=planner, **self._options(prepared)
+            )
         self._done = step
         if self._team.leads:
             self._keeper.committed(step, prepared.save_id)
@@ -406,7 +412,8 @@ class CheckpointManager:
         self._settle()
         self._team.decide(step, self._keeper.delete)
 
-    # --- loads -----------------------------------------------------------------------------------------
+    # --- loads
+    # -----------------------------------------------------------------------------------------
 
     @short_traceback
     def load(
@@ -455,7 +462,9 @@ class CheckpointManager:
             ```
         """
         options = {**self._root.access, **self._team.options, **read_options}
-        is_partial = bool(read_options.get("allow_partial_load") or getattr(planner, "allow_partial_load", False))
+        is_partial = bool(
+            read_options.get("allow_partial_load") or getattr(planner, "allow_partial_load", False)
+        )
         load = partial(api.load, state_dict, planner=planner, **options)
         return self._load(step, load, take_over=take_over, is_partial=is_partial)
 
@@ -489,10 +498,14 @@ class CheckpointManager:
             manager.load_training_state(model, optimizer)
             ```
         """
-        optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+        optimizers = (
+            (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+        )
         options = {**self._root.access, **self._team.options, **options}
         planner = options.get("planner")
-        is_partial = bool(options.get("allow_partial_load") or getattr(planner, "allow_partial_load", False))
+        is_partial = bool(
+            options.get("allow_partial_load") or getattr(planner, "allow_partial_load", False)
+        )
 
         def load(path: Path) -> LoadReport | None:
             return optim.load_training_state(path, model, optimizers, extra, **options)
@@ -500,14 +513,20 @@ class CheckpointManager:
         return self._load(step, load, take_over=take_over, is_partial=is_partial)
 
     def _load(
-        self, step: int | None, load: Callable[[Path], LoadReport | None], *, take_over: bool, is_partial: bool
+        self,
+        step: int | None,
+        load: Callable[[Path], LoadReport | None],
+        *,
+        take_over: bool,
+        is_partial: bool,
     ) -> int | None:
         """Load ``step``, or the newest step that is whole and does not turn out to be damaged."""
         self._settle()
         if take_over:
             self._team.decide(None, lambda _: self._keeper.take_over())
         self.report = None
-        self._saved_here.clear()  # what was frozen when a step was saved may be something else from now on
+        # What was frozen when a step was saved may be something else from now on
+        self._saved_here.clear()
 
         def attempt(number: int) -> str | None:
             try:
@@ -526,11 +545,15 @@ class CheckpointManager:
 
         damaged: dict[int, str] = {}
         while True:
-            number, self.passed_over = self._team.decide(step, lambda step: self._keeper.choose(step, damaged))
+            number, self.passed_over = self._team.decide(
+                step, lambda step: self._keeper.choose(step, damaged)
+            )
             if number is None:
                 break
             # What one rank finds damaged, none has.
-            reasons = [why for why in self._team.all_gather(partial(attempt, number)) if why is not None]
+            reasons = [
+                why for why in self._team.all_gather(partial(attempt, number)) if why is not None
+            ]
             if not reasons:
                 break
             damaged[number] = reasons[0]
@@ -541,7 +564,8 @@ class CheckpointManager:
         self._keeper.resumed = self.resumed = self._done = number
         return number
 
-    # --- the end ---------------------------------------------------------------------------------------
+    # --- the end
+    # ---------------------------------------------------------------------------------------
 
     @short_traceback
     def close(self) -> None:
@@ -567,13 +591,19 @@ class CheckpointManager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             self.close()
         elif not self._closed:
             # The other ranks may not come here: nothing that they would have a part in.
-            if self._team.pending is not None and (failure := self._team.pending.exception()) is not None:
+            if (
+                self._team.pending is not None
+                and (failure := self._team.pending.exception()) is not None
+            ):
                 error.add_note(f"besides, the save in the background failed: {failure}")
             self._let_go()
 
@@ -587,17 +617,26 @@ class CheckpointManager:
             msg = f"the checkpoint manager of {self.root} is closed"
             raise DcpRsError(msg, path=self.root)
 
-    # --- in the background -----------------------------------------------------------------------------
+    # --- in the background
+    # -----------------------------------------------------------------------------
 
     def _begin(
-        self, step: int, metrics: Mapping[str, float] | None, files: ExtraFiles | None, *, force: bool
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        files: ExtraFiles | None,
+        *,
+        force: bool,
     ) -> Prepared:
         """Waits for the save before, and makes the folder."""
         self._settle()
         metrics, files = metrics or {}, files or {}
         with self._keeper.explaining():
             return self._team.decide(
-                step, lambda step: self._keeper.prepare(step, metrics, files, force=force, reuse=self._reuse)
+                step,
+                lambda step: self._keeper.prepare(
+                    step, metrics, files, force=force, reuse=self._reuse
+                ),
             )
 
     def _options(self, prepared: Prepared) -> dict[str, Any]:
@@ -612,7 +651,10 @@ class CheckpointManager:
             # What another run froze may be something else.
             trusted = parent is not None and parent.save_id in self._saved_here
             one["parent"] = None if parent is None else parent.path
-            one |= {"reuse": Frozen(self._frozen, trusted=trusted), "verify_reuse": self._verify_reuse}
+            one |= {
+                "reuse": Frozen(self._frozen, trusted=trusted),
+                "verify_reuse": self._verify_reuse,
+            }
         self._saved_here.add(prepared.save_id)
         return {**self._write.given(), **self._root.access, **self._team.options, **one}
 

@@ -1,6 +1,7 @@
 """Notes: who runs, what is being saved, and what was committed or verified.
 
-A note of a save lies beside its data, and has its id. It is believed in nothing but what it says of that save, and need not be there.
+A note of a save lies beside its data, and has its id. It is believed in nothing but what it says of
+that save, and need not be there.
 """
 
 from __future__ import annotations
@@ -96,15 +97,25 @@ def id_of(name: str) -> str | None:
     return None if found is None else found[1] or found[2]
 
 
-def of_save(number: int, metrics: Mapping[str, float], run: str | None, files: Iterable[str]) -> bytes:
+def of_save(
+    number: int, metrics: Mapping[str, float], run: str | None, files: Iterable[str]
+) -> bytes:
     """Return the note of a save that begins now, with ``files`` of the user's beside its data."""
-    noted = {"step": number, "saved": time.time(), "metrics": dict(metrics), "run": run, "files": sorted(files)}
+    noted = {
+        "step": number,
+        "saved": time.time(),
+        "metrics": dict(metrics),
+        "run": run,
+        "files": sorted(files),
+    }
     return json.dumps({**noted, "host": socket.gethostname(), "pid": os.getpid()}).encode()
 
 
 def of_run(run: str) -> bytes:
     """The note of a run that begins now."""
-    return json.dumps({"run": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}).encode()
+    return json.dumps(
+        {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+    ).encode()
 
 
 def of(path: Path, data: bytes) -> dict[str, Any]:
@@ -117,7 +128,9 @@ def of(path: Path, data: bytes) -> dict[str, Any]:
             return {"saved": saved, "metrics": metrics}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         pass
-    warn_caller(f"{path} is no note of a save, so the step counts as one without metrics, and as old as its index")
+    warn_caller(
+        f"{path} is no note of a save, so the step counts as one without metrics, and as old as its index"
+    )
     return {}
 
 

@@ -16,8 +16,10 @@ class Preemption:
     """Notices once that the process is to stop, and remembers it.
 
     Args:
-        source: a signal, whose handler is replaced until :meth:`close`: what it did before is done no more, but a handler in Python is called
-            too; a process that was forked goes by that alone. Or a function without arguments that returns whether to stop. Or None: nothing tells.
+        source: a signal, whose handler is replaced until :meth:`close`: what it did before is done
+            no more, but a handler in Python is called too; a process that was forked goes by that
+            alone. Or a function without arguments that returns whether to stop. Or None: nothing
+            tells.
 
     Raises:
         ValueError: a signal, and this is not the main thread; or one that cannot be handled.

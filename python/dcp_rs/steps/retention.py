@@ -50,14 +50,17 @@ def keep_every(steps: Iterable[Step], interval: int) -> set[int]:
 def keep_within(steps: Iterable[Step], seconds: float, now: float = math.inf) -> set[int]:
     """Those saved within ``seconds`` of the newest: a run that rested for a week has them all when it goes on.
 
-    A clock was wrong where a step is stamped later than ``now``. It stays, and no other step is compared with it.
+    A clock was wrong where a step is stamped later than ``now``. It stays, and no other step is
+    compared with it.
     """
     steps = sorted(steps, key=lambda step: step.number)
     past = [step.saved for step in steps if step.saved <= now + _CLOCKS_DIFFER]
     return {step.number for step in steps if not past or step.saved >= past[-1] - seconds}
 
 
-def keep_best(steps: Iterable[Step], count: int, metric: str, mode: Literal["min", "max"]) -> set[int]:
+def keep_best(
+    steps: Iterable[Step], count: int, metric: str, mode: Literal["min", "max"]
+) -> set[int]:
     """The ``count`` best by a metric; of equal ones the newer. Those that lack it, or have NaN, are not among them."""
     sign = 1 if mode == "min" else -1
     rated = [(sign * step.metrics[metric], -step.number) for step in steps if _has(step, metric)]
@@ -113,7 +116,8 @@ class Policies:
         keep_every: the first at or after each multiple of this number of steps.
         keep_within: those saved within this time, or this number of seconds, of the newest.
         keep_best: so many of the best by ``metric``.
-        max_bytes: all of them together have no more; the oldest go first, whatever else would keep them.
+        max_bytes: all of them together have no more; the oldest go first, whatever else would keep
+            them.
         metric: the name of what ``keep_best`` goes by.
         mode: whether the lowest (``"min"``) or the highest (``"max"``) of it is best.
 
@@ -169,7 +173,9 @@ class Policies:
     def unneeded(self, steps: Sequence[Step], protected: Collection[int]) -> set[int]:
         """What may go: all that is neither kept nor protected, and what is beyond ``max_bytes`` of the rest."""
         gone = {step.number for step in steps} - self.kept(steps) - set(protected)
-        return gone | self.too_much([step for step in steps if step.number not in gone], protected, room=0)
+        return gone | self.too_much(
+            [step for step in steps if step.number not in gone], protected, room=0
+        )
 
     def too_much(self, steps: Sequence[Step], protected: Collection[int], *, room: int) -> set[int]:
         """What has to go so that there are ``room`` bytes left of ``max_bytes``."""
@@ -191,7 +197,9 @@ class Pruned(Report):
     problems: list[str] = field(default_factory=list)
 
 
-def expendable(steps: Sequence[Step], policies: Policies, protected: Collection[int] = ()) -> list[Step]:
+def expendable(
+    steps: Sequence[Step], policies: Policies, protected: Collection[int] = ()
+) -> list[Step]:
     """The steps that may be removed if need be: all but the latest, the best, and those that are protected."""
     if not steps:
         return []
@@ -200,7 +208,11 @@ def expendable(steps: Sequence[Step], policies: Policies, protected: Collection[
 
 
 def unneeded(
-    steps: Sequence[Step], policies: Policies, protected: Collection[int] = (), *, room: int | None = None
+    steps: Sequence[Step],
+    policies: Policies,
+    protected: Collection[int] = (),
+    *,
+    room: int | None = None,
 ) -> list[Step]:
     """Those of the expendable steps that are not kept.
 
@@ -208,10 +220,17 @@ def unneeded(
         steps: what there is, the oldest first.
         policies: what to keep.
         protected: steps that stay in any case.
-        room: bytes that a save is about to take; then only what it takes to stay below ``max_bytes`` goes.
+        room: bytes that a save is about to take; then only what it takes to stay below
+            ``max_bytes`` goes.
     """
-    fixed = {step.number for step in steps} - {step.number for step in expendable(steps, policies, protected)}
-    gone = policies.unneeded(steps, fixed) if room is None else policies.too_much(steps, fixed, room=room)
+    fixed = {step.number for step in steps} - {
+        step.number for step in expendable(steps, policies, protected)
+    }
+    gone = (
+        policies.unneeded(steps, fixed)
+        if room is None
+        else policies.too_much(steps, fixed, room=room)
+    )
     return [step for step in steps if step.number in gone]
 
 
@@ -228,8 +247,8 @@ def prune(
     Args:
         root: where.
         policies, protected, room: as there.
-        verify: remove nothing unless a step that stays is verified; where none is, the newest that stays is read for it, and the one before it if that
-            is damaged.
+        verify: remove nothing unless a step that stays is verified; where none is, the newest that
+            stays is read for it, and the one before it if that is damaged.
     """
     done = Pruned()
     try:
@@ -271,7 +290,9 @@ def _has_verified(root: Root, steps: list[Step], problems: list[str]) -> bool:
         if report.ok:
             return True
         why = (
-            f"is damaged: {report.problems[0]}" if report.problems else "has no digests, so nothing of it was verified"
+            f"is damaged: {report.problems[0]}"
+            if report.problems
+            else "has no digests, so nothing of it was verified"
         )
         problems.append(f"step {step.number} {why}")
     return False

@@ -36,9 +36,12 @@ class Step:
         save_id: 32 hexadecimal digits that identify the save.
         saved: when the save began, in seconds since 1970.
         nbytes: bytes of its files.
-        reused: of those, bytes of tensors and values that the save took over from an earlier step and did not write.
-        linked: bytes of the files that it shares with the step that it took them from: what it reused, and what else is in them.
-        files: its data files, by what identifies them where they are (the same in all steps that share one), and their bytes.
+        reused: of those, bytes of tensors and values that the save took over from an earlier step
+            and did not write.
+        linked: bytes of the files that it shares with the step that it took them from: what it
+            reused, and what else is in them.
+        files: its data files, by what identifies them where they are (the same in all steps that
+            share one), and their bytes.
         metrics: as they were given to the save.
         verified: whether all of it was read since, and matched its digests.
     """
@@ -68,9 +71,11 @@ class SkippedStep:
         number: of the step.
         path: the folder.
         why: what is wrong with it, in words.
-        kind: ``"unfinished"``: a save was killed, or failed. ``"in use"``: a process is saving it. ``"unknown"``: a save was killed or goes on, and
-            nothing tells which. ``"no index"``: it is complete, but its index is gone. ``"foreign"``: it holds something that this version of this
-            package does not know. ``"unreadable"``: it cannot be looked at. ``"damaged"``: it is not what was saved, or lacks data.
+        kind: ``"unfinished"``: a save was killed, or failed. ``"in use"``: a process is saving it.
+            ``"unknown"``: a save was killed or goes on, and nothing tells which. ``"no index"``: it
+            is complete, but its index is gone. ``"foreign"``: it holds something that this version
+            of this package does not know. ``"unreadable"``: it cannot be looked at. ``"damaged"``:
+            it is not what was saved, or lacks data.
         runs: ids of the runs whose saves of this step did not finish, as far as they are noted.
     """
 
@@ -102,7 +107,11 @@ class Listing:
     def left(self) -> list[SkippedStep]:
         """What killed saves left of steps before the latest: of one after it, the save may just begin."""
         latest = self.steps[-1].number if self.steps else -1
-        return [found for found in self.passed_over if found.kind == "unfinished" and found.number < latest]
+        return [
+            found
+            for found in self.passed_over
+            if found.kind == "unfinished" and found.number < latest
+        ]
 
 
 class StepNames:
@@ -118,7 +127,11 @@ class StepNames:
     def __init__(self, pattern: str) -> None:
         before, number, after = pattern.partition("{}")
         # A hidden name would be taken for what is being removed, and a brace for another field.
-        if not number or not re.fullmatch(r"[^/{}.\0][^/{}\0]*", before or "x") or re.search(r"[/{}\0]", after):
+        if (
+            not number
+            or not re.fullmatch(r"[^/{}.\0][^/{}\0]*", before or "x")
+            or re.search(r"[/{}\0]", after)
+        ):
             msg = f"step_name={pattern!r}: the name of a folder, with {{}} for the number, as 'step-{{}}'"
             raise ValueError(msg)
         self._before, self._after = before, after
@@ -130,7 +143,11 @@ class StepNames:
 
     def numbers(self, names: Iterable[str]) -> list[int]:
         """Return the numbers of the steps among these names, in order."""
-        return sorted(number for name in names if (number := self.number(name)) is not None and name == self.of(number))
+        return sorted(
+            number
+            for name in names
+            if (number := self.number(name)) is not None and name == self.of(number)
+        )
 
     def number(self, name: str) -> int | None:
         """Return the number in a name that is that of a step, be it in another form (``step-007``); else None."""
@@ -163,7 +180,8 @@ class Root(ABC):
         """Where a step is, or would be."""
         return self.path / self._step_names.of(number)
 
-    # --- looking ---------------------------------------------------------------------------------------
+    # --- looking
+    # ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def is_run(self) -> bool:
@@ -194,12 +212,17 @@ class Root(ABC):
         names = self._names()
         return self._listing_of(self._look_at(self._step_names.numbers(names)), names)
 
-    def _listing_of(self, found: Iterable[Step | SkippedStep | None], names: Iterable[str]) -> Listing:
+    def _listing_of(
+        self, found: Iterable[Step | SkippedStep | None], names: Iterable[str]
+    ) -> Listing:
         """Return the states of the steps among these names, in order."""
         found = list(found)
         strangers = list(filter(None, map(self._misnamed, names)))
         passed = [step for step in found if isinstance(step, SkippedStep)] + strangers
-        return Listing([step for step in found if isinstance(step, Step)], sorted(passed, key=lambda step: step.number))
+        return Listing(
+            [step for step in found if isinstance(step, Step)],
+            sorted(passed, key=lambda step: step.number),
+        )
 
     def newest(self) -> Iterator[Step | SkippedStep]:
         """The newest first, each looked at when it is asked for.
@@ -240,7 +263,8 @@ class Root(ABC):
         why = f"its name is not {self._step_names.of(number)}"
         return SkippedStep(number=number, path=self.path / name, why=why, kind="foreign")
 
-    # --- whose run it is ---------------------------------------------------------------------------------
+    # --- whose run it is
+    # ---------------------------------------------------------------------------------
 
     @abstractmethod
     def _alone(self) -> AbstractContextManager[object]:
@@ -290,11 +314,16 @@ class Root(ABC):
                 raise RunTakenOverError(msg, path=self.path)
             yield
 
-    # --- a save ----------------------------------------------------------------------------------------
+    # --- a save
+    # ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(
-        self, number: int, save_id: str, metrics: Mapping[str, float], files: Mapping[str, bytes] = MappingProxyType({})
+        self,
+        number: int,
+        save_id: str,
+        metrics: Mapping[str, float],
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Make the folder of a step, note in it what is being saved, and put ``files`` there."""
 
@@ -312,7 +341,8 @@ class Root(ABC):
     @abstractmethod
     def _note_verified(self, step: Step) -> None: ...
 
-    # --- removal ---------------------------------------------------------------------------------------
+    # --- removal
+    # ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def remove(self, number: int) -> None:

@@ -27,7 +27,8 @@ from dcp_rs.steps.root import Listing, Root, SkippedStep, Step, StepNames, Why
 
 __all__ = ["Object", "Objects", "StoreRoot", "root_at", "walk"]
 
-#: Seconds. Nothing tells on a store who is at work: what was stored since may be of a save that goes on, as for ``clean``.
+#: Seconds. Nothing tells on a store who is at work: what was stored since may be of a save that
+#: goes on, as for ``clean``.
 _DAY = 24 * 60 * 60
 
 
@@ -53,21 +54,29 @@ class Objects:
     folders: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, files: Collection[tuple[str, int, float, str | None]], folders: Collection[str]) -> Objects:
+    def of(
+        cls, files: Collection[tuple[str, int, float, str | None]], folders: Collection[str]
+    ) -> Objects:
         """From what the engine lists."""
-        return cls({name: Object(nbytes, age, tag) for name, nbytes, age, tag in files}, tuple(folders))
+        return cls(
+            {name: Object(nbytes, age, tag) for name, nbytes, age, tag in files}, tuple(folders)
+        )
 
     @property
     def key(self) -> frozenset[object]:
         """The same for two listings between which nothing was stored or removed."""
-        return frozenset((name, file.nbytes, file.tag) for name, file in self.files.items()) | frozenset(self.folders)
+        return frozenset(
+            (name, file.nbytes, file.tag) for name, file in self.files.items()
+        ) | frozenset(self.folders)
 
     @property
     def unsettled(self) -> set[str]:
         """The ids of the saves that are noted to be under way, and not to be committed."""
         ids = {name: notes.id_of(name) for name in self.files}
         saved = {save_id for name, save_id in ids.items() if name.startswith("saved-")}
-        return {save_id for name, save_id in ids.items() if save_id and name.startswith("saving-")} - saved
+        return {
+            save_id for name, save_id in ids.items() if save_id and name.startswith("saving-")
+        } - saved
 
     def of_others(self, own: Collection[str], save_id: str) -> set[str]:
         """What other saves than the committed one, of which the data files are ``own``, have here: data, and notes."""
@@ -101,8 +110,9 @@ _LOOKS = 5
 class StoreRoot(Root):
     """The prefix of a run on a store.
 
-    A step is listed before its index is read: an index names what was stored before it. One listing tells of all data files whether they are there, and have their
-    lengths. What is the same in two listings is the same, and is not read again.
+    A step is listed before its index is read: an index names what was stored before it. One listing
+    tells of all data files whether they are there, and have their lengths. What is the same in two
+    listings is the same, and is not read again.
 
     Args:
         path: its URL.
@@ -110,7 +120,9 @@ class StoreRoot(Root):
         names: of the prefixes of steps.
     """
 
-    def __init__(self, path: Url, options: StorageOptions | None, names: StepNames | None = None) -> None:
+    def __init__(
+        self, path: Url, options: StorageOptions | None, names: StepNames | None = None
+    ) -> None:
         super().__init__(names)
         self.path = path
         self.access: Mapping[str, Any] = {"storage_options": options}
@@ -120,9 +132,12 @@ class StoreRoot(Root):
     def _store(self) -> _core.Store:
         """The store, for one look: what is seen in it has to stay the same."""
         # What is secret gets no name here: tools show the variables of a traceback.
-        return _core.Store(os.fspath(self.path), options_for(self.path, self.access["storage_options"]) or {})
+        return _core.Store(
+            os.fspath(self.path), options_for(self.path, self.access["storage_options"]) or {}
+        )
 
-    # --- looking ---------------------------------------------------------------------------------------
+    # --- looking
+    # ---------------------------------------------------------------------------------------
 
     def is_run(self) -> bool:
         """Whether it has steps, and is no checkpoint itself."""
@@ -160,21 +175,30 @@ class StoreRoot(Root):
             # What is damaged, and was so when it looked the same, is.
             before = waiting if found else {}
             waiting = {
-                number: each for number, each in now.items() if number not in before or each.key != before[number].key
+                number: each
+                for number, each in now.items()
+                if number not in before or each.key != before[number].key
             }
             try:
                 found |= self._judge(store, waiting) if waiting else {}
-            except (CorruptDataError, StoragePreconditionError):  # something went, or was replaced, as it was read
+            except (
+                CorruptDataError,
+                StoragePreconditionError,
+            ):  # something went, or was replaced, as it was read
                 if look == _LOOKS - 1:
                     raise
                 waiting = {number: Objects() for number in waiting}
                 continue
-            waiting = {number: objects for number, objects in waiting.items() if _is_damaged(found[number])}
+            waiting = {
+                number: objects for number, objects in waiting.items() if _is_damaged(found[number])
+            }
             if not waiting:
                 break
         return [found[number] for number in numbers]
 
-    def _judge(self, store: _core.Store, listed: Mapping[int, Objects]) -> dict[int, Step | SkippedStep | None]:
+    def _judge(
+        self, store: _core.Store, listed: Mapping[int, Objects]
+    ) -> dict[int, Step | SkippedStep | None]:
         self._listed |= listed
         found: dict[int, Step | SkippedStep | None] = {}
         unread = []
@@ -189,8 +213,12 @@ class StoreRoot(Root):
         indexes = _read(store, [self.folder(number) / INDEX_NAME for number in unread])
         for number, data in zip(unread, indexes, strict=True):
             found[number] = self._with_index(store, number, listed[number], data)
-        noted = {number: name for number in unread if (name := _note_of(found[number], listed[number]))}
-        read = _read_notes(store, [(self.folder(number), name, listed[number]) for number, name in noted.items()])
+        noted = {
+            number: name for number in unread if (name := _note_of(found[number], listed[number]))
+        }
+        read = _read_notes(
+            store, [(self.folder(number), name, listed[number]) for number, name in noted.items()]
+        )
         told = {
             number: {} if data is None else notes.of(self.folder(number) / noted[number], data)
             for number, data in zip(noted, read, strict=True)
@@ -202,7 +230,9 @@ class StoreRoot(Root):
                 self._known[number] = listed[number].key, step
         return found
 
-    def _with_index(self, store: _core.Store, number: int, objects: Objects, data: bytes | None) -> Step | SkippedStep:
+    def _with_index(
+        self, store: _core.Store, number: int, objects: Objects, data: bytes | None
+    ) -> Step | SkippedStep:
         """A step, but for what is noted of it."""
         path = self.folder(number)
 
@@ -226,7 +256,9 @@ class StoreRoot(Root):
             if found is None:
                 return damaged(f"its data file {file.name} is gone")
             if found.nbytes != file.size:
-                return damaged(f"its data file {file.name} has {found.nbytes:,} bytes, and should have {file.size:,}")
+                return damaged(
+                    f"its data file {file.name} has {found.nbytes:,} bytes, and should have {file.size:,}"
+                )
         save_id = (index.save_id or "").replace("-", "")
         return Step(
             number=number,
@@ -239,24 +271,34 @@ class StoreRoot(Root):
             verified=verified_name(save_id) in objects.files,
         )
 
-    def _without_index(self, store: _core.Store, number: int, objects: Objects) -> SkippedStep | None:
+    def _without_index(
+        self, store: _core.Store, number: int, objects: Objects
+    ) -> SkippedStep | None:
         """Return the state of a prefix without an index. Nothing tells a killed save or removal from one that goes on but age."""
         if not objects.files and not objects.folders:
             return None
         strange = {name for name in (*objects.files, *objects.folders) if not notes.is_own(name)}
         if strange:
-            noted = [(self.folder(number), name, objects) for name in objects.files if notes.is_note(name)]
+            noted = [
+                (self.folder(number), name, objects)
+                for name in objects.files
+                if notes.is_note(name)
+            ]
             strange.difference_update(*map(notes.files_of, _read_notes(store, noted)))
         kind: Why
         if strange:
-            kind, why = "foreign", f"it has no {INDEX_NAME}, and holds {min(strange)}: dcp_rs.index(path) may adopt it"
+            kind, why = (
+                "foreign",
+                f"it has no {INDEX_NAME}, and holds {min(strange)}: dcp_rs.index(path) may adopt it",
+            )
         elif any(found.is_young for found in objects.files.values()):
             kind, why = "unknown", "its save did not finish, or goes on: a store does not tell"
         else:
             kind, why = "unfinished", "its save did not finish"
         return SkippedStep(number=number, path=self.folder(number), why=why, kind=kind)
 
-    # --- whose run it is ---------------------------------------------------------------------------------
+    # --- whose run it is
+    # ---------------------------------------------------------------------------------
 
     def _alone(self) -> AbstractContextManager[object]:
         return nullcontext()  # a store has no locks
@@ -268,10 +310,15 @@ class StoreRoot(Root):
     def _write_run(self, data: bytes) -> None:
         self._store().put(self.path / notes.RUN_NAME, data)
 
-    # --- a save ----------------------------------------------------------------------------------------
+    # --- a save
+    # ----------------------------------------------------------------------------------------
 
     def begin(
-        self, number: int, save_id: str, metrics: Mapping[str, float], files: Mapping[str, bytes] = MappingProxyType({})
+        self,
+        number: int,
+        save_id: str,
+        metrics: Mapping[str, float],
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Note what is being saved, and put ``files`` beside it."""
         store, path = self._store(), self.folder(number)
@@ -288,19 +335,29 @@ class StoreRoot(Root):
         ((files, _),) = store.list([path])
         objects = Objects.of(files, ())
         # Of another save that may go on it stays: it is what tells of it.
-        going_on = {saving_name(other) for other in objects.unsettled if objects.files[saving_name(other)].is_young}
-        replaced = {name for name in objects.files if notes.id_of(name) not in (None, save_id)} - going_on
-        store.remove([path / name for name in sorted({*replaced, saving_name(save_id)} & set(objects.files))])
+        going_on = {
+            saving_name(other)
+            for other in objects.unsettled
+            if objects.files[saving_name(other)].is_young
+        }
+        replaced = {
+            name for name in objects.files if notes.id_of(name) not in (None, save_id)
+        } - going_on
+        store.remove(
+            [path / name for name in sorted({*replaced, saving_name(save_id)} & set(objects.files))]
+        )
 
     def _note_verified(self, step: Step) -> None:
         self._store().put(step.path / verified_name(step.save_id), b"{}")
 
-    # --- removal ---------------------------------------------------------------------------------------
+    # --- removal
+    # ---------------------------------------------------------------------------------------
 
     def remove(self, number: int) -> None:
         """Remove a step: its index, with which it ends, then the rest.
 
-        What a kill leaves of it is no step, and is for :meth:`sweep`, a day later. What a save that goes on there may have stored stays.
+        What a kill leaves of it is no step, and is for :meth:`sweep`, a day later. What a save that
+        goes on there may have stored stays.
 
         Raises:
             RunTakenOverError: another run began here.
@@ -317,7 +374,9 @@ class StoreRoot(Root):
             _delete(store, path, {name for name in doomed if not objects.files[name].is_young})
             return
         (data,) = store.read([path / INDEX_NAME])
-        with suppress(CorruptIndexError, UnsupportedError):  # it names nothing: all that is there goes
+        with suppress(
+            CorruptIndexError, UnsupportedError
+        ):  # it names nothing: all that is there goes
             index = _core.Index.from_bytes(data or b"", os.fspath(path / INDEX_NAME), False)
             save_id = (index.save_id or "").replace("-", "")
             others = objects.of_others({file.name for file in index.files()}, save_id)
@@ -327,7 +386,8 @@ class StoreRoot(Root):
             with self.holding():
                 store.remove_seen(path / INDEX_NAME)
         except StoragePreconditionError:
-            # Whether the one before was removed or replaced is not known. What is left of it goes in a day.
+            # Whether the one before was removed or replaced is not known. What is left of it goes
+            # in a day.
             raise _saved_anew(number, path) from None
         _delete(store, path, doomed - {INDEX_NAME})
 
@@ -345,7 +405,11 @@ class StoreRoot(Root):
     def _tidy(self, step: Step, objects: Objects) -> None:
         """Removes what other saves left beside a step, a day ago and earlier."""
         own = {name for name in objects.files if os.fspath(step.path / name) in step.files}
-        left = {name for name in objects.of_others(own, step.save_id) if not objects.files[name].is_young}
+        left = {
+            name
+            for name in objects.of_others(own, step.save_id)
+            if not objects.files[name].is_young
+        }
         if saved_name(step.save_id) in objects.files:  # a kill came before this was removed
             left |= {saving_name(step.save_id)} & set(objects.files)
         if left:
@@ -377,7 +441,14 @@ def _read_notes(store: _core.Store, noted: list[tuple[Path, str, Objects]]) -> l
     """Return the bytes of notes, each by its folder, its name and what is listed there; none of what is too long for one."""
     is_short = [objects.files[name].nbytes <= notes.MOST for _, name, objects in noted]
     read = iter(
-        _read(store, [folder / name for (folder, name, _), short in zip(noted, is_short, strict=True) if short])
+        _read(
+            store,
+            [
+                folder / name
+                for (folder, name, _), short in zip(noted, is_short, strict=True)
+                if short
+            ],
+        )
     )
     return [next(read) if short else b"" for short in is_short]
 

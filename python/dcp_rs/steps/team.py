@@ -71,14 +71,18 @@ class Team:
                 if pending.done():
                     self.pending = None
 
-    def save(self, state_dict: dict[str, Any], path: Path, committed: Callable[[], None], **options: Any) -> SaveFuture:
+    def save(
+        self, state_dict: dict[str, Any], path: Path, committed: Callable[[], None], **options: Any
+    ) -> SaveFuture:
         """Begin a save in the background. The first rank calls ``committed`` once it is durable, and before the future is done."""
         if self._stager is None:
             self._stager = HostStager(cache=True)
         self.pending = done = SaveFuture()
         try:
             saving = api.async_save(state_dict, path, stager=self._stager, **options)
-        except BaseException as error:  # it may be this rank's alone: the next call raises it on all
+        except (
+            BaseException
+        ) as error:  # it may be this rank's alone: the next call raises it on all
             done.staged.set_result(None)
             done.set_exception(error)
             if not isinstance(error, Exception):
@@ -103,7 +107,11 @@ class Team:
 
     def agree(self, told: bool) -> tuple[bool, bool]:
         """Whether any rank was told, and whether the save in the background failed on any, as far as it is over."""
-        failed = self.pending is not None and self.pending.done() and self.pending.exception() is not None
+        failed = (
+            self.pending is not None
+            and self.pending.done()
+            and self.pending.exception() is not None
+        )
         if self._ranks.is_alone:
             return told, failed
         flags = torch.tensor([told, failed], dtype=torch.int32, device="cpu")

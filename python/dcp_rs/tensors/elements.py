@@ -25,7 +25,9 @@ __all__ = [
 #: Bytes of an element (section 6 of the format).
 ITEMSIZES = {
     **dict.fromkeys(["bool", "uint8", "int8"], 1),
-    **dict.fromkeys(["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"], 1),
+    **dict.fromkeys(
+        ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"], 1
+    ),
     "float4_e2m1fn_x2": 1,
     **dict.fromkeys(["int16", "uint16", "float16", "bfloat16"], 2),
     **dict.fromkeys(["int32", "uint32", "float32", "complex32", "bcomplex32"], 4),
@@ -33,7 +35,8 @@ ITEMSIZES = {
     "complex128": 16,
 }
 
-#: The types that safetensors and torch share, by their names in a header (``safetensors/src/tensor.rs``).
+#: The types that safetensors and torch share, by their names in a header
+#: (``safetensors/src/tensor.rs``).
 _SAFETENSORS_NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -56,8 +59,15 @@ _SAFETENSORS_NAMES = {
     "float8_e8m0fnu": "F8_E8M0",
     "float4_e2m1fn_x2": "F4",
 }
-#: The first releases of safetensors that read a type; the others are as old as any that torch 2.8 works with.
-_SINCE = {"F8_E8M0": (0, 6), "F4": (0, 6), "C64": (0, 7), "F8_E4M3FNUZ": (0, 8), "F8_E5M2FNUZ": (0, 8)}
+#: The first releases of safetensors that read a type; the others are as old as any that torch 2.8
+#: works with.
+_SINCE = {
+    "F8_E8M0": (0, 6),
+    "F4": (0, 6),
+    "C64": (0, 7),
+    "F8_E4M3FNUZ": (0, 8),
+    "F8_E5M2FNUZ": (0, 8),
+}
 
 _IN_NUMPY = frozenset(
     [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -65,7 +75,14 @@ _IN_NUMPY = frozenset(
 )
 #: What ``ml_dtypes`` adds. Its float4 has an element a byte, and is not torch's.
 _IN_ML_DTYPES = frozenset(
-    ["bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
+    [
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ]
 )
 
 

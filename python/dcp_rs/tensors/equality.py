@@ -17,7 +17,18 @@ from dcp_rs.tensors.nesting import kind_of
 __all__ = ["raw_bytes", "same"]
 
 #: Types of which ``==`` tells all.
-_EXACT = (type(None), bool, int, str, bytes, bytearray, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_EXACT = (
+    type(None),
+    bool,
+    int,
+    str,
+    bytes,
+    bytearray,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -72,7 +83,9 @@ def _exact(value: Hashable) -> Hashable:
 
 
 def _same_mappings(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    mine, others = ({_exact(key): value for key, value in mapping.items()} for mapping in (one, other))
+    mine, others = (
+        {_exact(key): value for key, value in mapping.items()} for mapping in (one, other)
+    )
     return (
         len(one) == len(other) == len(mine)
         and mine.keys() == others.keys()
@@ -88,7 +101,14 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return pickles.dump(one) == pickles.dump(other)
 
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-        return tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad, tensor.is_quantized
+        return (
+            tensor.dtype,
+            tensor.shape,
+            tensor.layout,
+            tensor.device,
+            tensor.requires_grad,
+            tensor.is_quantized,
+        )
 
     if kind(one) != kind(other) or not same(vars(one), vars(other)):
         return False

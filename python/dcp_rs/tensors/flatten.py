@@ -45,14 +45,19 @@ class Flat:
 
     def text_paths(self) -> dict[str, TreePath]:
         """The paths as DCP has them."""
-        return self.paths if self.is_text else {fqn: text_path(path) for fqn, path in self.paths.items()}
+        return (
+            self.paths
+            if self.is_text
+            else {fqn: text_path(path) for fqn, path in self.paths.items()}
+        )
 
 
 def flatten(state_dict: Mapping[Any, Any]) -> Flat:
     """The leaves of a nested state dict.
 
-    Mappings are entered always, with their keys as text in the name; lists only if they hold tensors or containers that do;
-    tuples never (``torch.distributed.checkpoint._traverse``, torch 2.4 and later).
+    Mappings are entered always, with their keys as text in the name; lists only if they hold
+    tensors or containers that do; tuples never (``torch.distributed.checkpoint._traverse``, torch
+    2.4 and later).
 
     Raises:
         PlanError: two leaves have the same FQN.
@@ -108,7 +113,9 @@ def is_plain_state_dict(state_dict: Mapping[str, Any]) -> bool:
         return False
     inner = tuple(kind for kind in kinds if issubclass(kind, (Mapping, list)))
     return not inner or all(
-        is_plain_state_dict(_children(value)) for value in state_dict.values() if isinstance(value, inner)
+        is_plain_state_dict(_children(value))
+        for value in state_dict.values()
+        if isinstance(value, inner)
     )
 
 
@@ -130,7 +137,9 @@ def stateful_values(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _may_be_stateful(kind: type) -> bool:
-    return kind not in _NEVER_STATEFUL and not (issubclass(kind, torch.Tensor) and not hasattr(kind, "load_state_dict"))
+    return kind not in _NEVER_STATEFUL and not (
+        issubclass(kind, torch.Tensor) and not hasattr(kind, "load_state_dict")
+    )
 
 
 _NEVER_STATEFUL = {dict, list, tuple, str, bytes, int, float, bool, type(None), *_torch.PLAIN_TYPES}
@@ -174,15 +183,20 @@ def _key_in(node: Mapping[Any, Any], part: Any) -> Any:
 def number_parameters(node: Any) -> None:
     """Gives the states of optimizers in a nested state dict their numbers as keys again, in place.
 
-    DCP names entries by text, so that what ``optimizer.state_dict()["state"]`` has under 0 comes back under ``"0"``. ``load_state_dict`` would
-    take that without a word, for a parameter that it does not know, and the optimizer would begin anew.
+    DCP names entries by text, so that what ``optimizer.state_dict()["state"]`` has under 0 comes
+    back under ``"0"``. ``load_state_dict`` would take that without a word, for a parameter that it
+    does not know, and the optimizer would begin anew.
     """
     if isinstance(node, dict):
         groups, state = node.get("param_groups"), node.get("state")
         if isinstance(groups, list) and isinstance(state, dict):
             lists = [group.get("params") for group in groups if isinstance(group, Mapping)]
-            numbers = {str(n): n for of in lists if isinstance(of, list) for n in of if type(n) is int}
+            numbers = {
+                str(n): n for of in lists if isinstance(of, list) for n in of if type(n) is int
+            }
             known = {numbers[key]: state.pop(key) for key in numbers if key in state}
             node["state"] = known | state
-    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+    for value in (
+        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    ):
         number_parameters(value)

@@ -52,7 +52,9 @@ class NewTensors:
         if self.dtype_of(name, tensor) != tensor.dtype:
             return True
         is_at, device = tensor.device, self._device_of(tensor)
-        return is_at is not device and not (is_at.type == device.type and device.index in (None, is_at.index))
+        return is_at is not device and not (
+            is_at.type == device.type and device.index in (None, is_at.index)
+        )
 
     @property
     def reaches_plain(self) -> bool:
@@ -63,12 +65,17 @@ class NewTensors:
         """Return whether a tensor among the values cannot stay as it is."""
         if self.reaches_plain:
             named = zip(names, values, strict=True)
-            return any(isinstance(value, torch.Tensor) and self.applies_to(name, value) for name, value in named)
+            return any(
+                isinstance(value, torch.Tensor) and self.applies_to(name, value)
+                for name, value in named
+            )
         kinds = set(map(type, values))
         if not all(issubclass(kind, torch.Tensor) for kind in kinds):
             values = [value for value in values if isinstance(value, torch.Tensor)]
         if any(issubclass(kind, ShardedTensor) for kind in kinds):
-            return any(value.device.type == "meta" for value in values)  # one without shards here has no `is_meta`
+            return any(
+                value.device.type == "meta" for value in values
+            )  # one without shards here has no `is_meta`
         return any(map(attrgetter("is_meta"), values))
 
     def make(self, name: str, old: torch.Tensor) -> torch.Tensor:
@@ -77,13 +84,17 @@ class NewTensors:
         It is an ordinary tensor in inference mode too: autograd can count its changes.
         """
         part = _first_part(old)
-        others = self._names.setdefault(_torch.storage_id(part) if _has_storage(part) else id(old), [])
+        others = self._names.setdefault(
+            _torch.storage_id(part) if _has_storage(part) else id(old), []
+        )
         same = identity(old) if others else None
         twin = next((other for other in others if identity(self.old[other]) == same), None)
         others.append(name)
         if twin is None:
             with torch.inference_mode(False):
-                new = _torch.empty_like(old, dtype=self.dtype_of(name, old), device=self._device_of(old))
+                new = _torch.empty_like(
+                    old, dtype=self.dtype_of(name, old), device=self._device_of(old)
+                )
         else:
             new = self.new[twin]
         self.old[name], self.new[name] = old, new

@@ -55,7 +55,9 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def is_opaque(tensor: torch.Tensor) -> bool:
     """Whether only the tensor's own class knows where its values are, as that of a wrapper of other tensors does."""
-    return type(tensor) not in PLAIN_TYPES and (_torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor))
+    return type(tensor) not in PLAIN_TYPES and (
+        _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor)
+    )
 
 
 def parts(tensor: torch.Tensor) -> list[Part]:
@@ -77,13 +79,16 @@ def space_of(device: torch.device) -> int:
 def identity(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same elements of the same memory, as tied weights are; both are held meanwhile.
 
-    Tensors of a DTensor or ShardedTensor are the same where the whole is cut alike, and the shards of this rank are the same.
+    Tensors of a DTensor or ShardedTensor are the same where the whole is cut alike, and the shards
+    of this rank are the same.
     """
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             return DTensor, _torch.spec_of(tensor), identity(_torch.wait_tensor(tensor.to_local()))
     if isinstance(tensor, ShardedTensor):
-        shards = [(tuple(s.metadata.shard_offsets), identity(s.tensor)) for s in tensor.local_shards()]
+        shards = [
+            (tuple(s.metadata.shard_offsets), identity(s.tensor)) for s in tensor.local_shards()
+        ]
         return ShardedTensor, tuple(tensor.size()), *shards
     if is_opaque(tensor):
         inner = [identity(inner) for inner in _torch.inner_tensors(tensor)] or [id(tensor)]
@@ -104,7 +109,11 @@ def twins(names: Iterable[str], others: Iterable[str], values: Mapping[str, Any]
         value = values[other]
         if isinstance(value, torch.Tensor) and value.shape in shapes:
             known.setdefault(identity(value), other)
-    found = {name: known.get(identity(tensor)) for name, tensor in tensors.items() if tensor.shape in shapes}
+    found = {
+        name: known.get(identity(tensor))
+        for name, tensor in tensors.items()
+        if tensor.shape in shapes
+    }
     return {name: other for name, other in found.items() if other is not None}
 
 

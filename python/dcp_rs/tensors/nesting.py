@@ -1,6 +1,7 @@
 """The containers of a state dict: what DCP's names and paths lose of them, and how they are made again.
 
-A path's parts are text (a key of a mapping), an integer (a place in a list), or a tuple of one (a key of a mapping that is no text).
+A path's parts are text (a key of a mapping), an integer (a place in a list), or a tuple of one (a
+key of a mapping that is no text).
 """
 
 from __future__ import annotations
@@ -34,20 +35,28 @@ __all__ = [
 
 TreePath = tuple[Any, ...]
 
-#: Tags a mapping without tensors that DCP's flattening would change: it makes every key text, and drops empty dicts. The mapping is
-#: saved whole, as the tuple ``(WHOLE, mapping)``, because DCP never enters tuples.
+#: Tags a mapping without tensors that DCP's flattening would change: it makes every key text, and
+#: drops empty dicts. The mapping is saved whole, as the tuple ``(WHOLE, mapping)``, because DCP
+#: never enters tuples.
 WHOLE = "dcp_rs.whole"
 
-_FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
-#: How each kind of section 5 of the format is made. Whatever is none of them comes back as a ``dict``.
+_FACTORIES = {
+    kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)
+}
+#: How each kind of section 5 of the format is made. Whatever is none of them comes back as a
+#: ``dict``.
 _KINDS: dict[str, Callable[[], dict[Any, Any]]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
     "Counter": Counter,
     "defaultdict": defaultdict,
-    **{f"defaultdict({name})": partial(defaultdict, factory) for name, factory in _FACTORIES.items()},
+    **{
+        f"defaultdict({name})": partial(defaultdict, factory)
+        for name, factory in _FACTORIES.items()
+    },
 }
-#: At most so many places of lists may be empty: what a checkpoint says must not take memory beyond its own size.
+#: At most so many places of lists may be empty: what a checkpoint says must not take memory beyond
+#: its own size.
 _MAX_GAPS = 1 << 16
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -81,7 +90,10 @@ def kind_of(mapping: Mapping[Any, Any]) -> str:
         return kind_of(mapping.stands_for)
     kind = type(mapping)
     if kind is defaultdict:
-        name = next((name for name, factory in _FACTORIES.items() if factory is mapping.default_factory), None)  # type: ignore[attr-defined]
+        name = next(
+            (name for name, factory in _FACTORIES.items() if factory is mapping.default_factory),
+            None,
+        )  # type: ignore[attr-defined]
         return "defaultdict" if name is None else f"defaultdict({name})"
     return kind.__name__ if kind in (OrderedDict, Counter) else "dict"
 
@@ -117,7 +129,9 @@ def storable(path: TreePath) -> tuple[TreePath, list[Any]]:
     lost = [part[0] for part in path if type(part) is tuple and not _is_storable(part[0])]
     if not lost:
         return path, lost
-    return tuple(str(part[0]) if type(part) is tuple and not _is_storable(part[0]) else part for part in path), lost
+    return tuple(
+        str(part[0]) if type(part) is tuple and not _is_storable(part[0]) else part for part in path
+    ), lost
 
 
 def _is_storable(key: Any) -> bool:
@@ -137,22 +151,34 @@ def remaining(
         return []
     paths = {container.path for container in containers}
     depths = {len(path) for path in paths}
-    holding = {path[:depth] for path in leaves for depth in depths if depth < len(path) and path[:depth] in paths}
+    holding = {
+        path[:depth]
+        for path in leaves
+        for depth in depths
+        if depth < len(path) and path[:depth] in paths
+    }
     return [c for c in containers if not c.path or c.path in holding or passes(name_of(c.path))]
 
 
-def nest(leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container] = ()) -> dict[Any, Any]:
+def nest(
+    leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container] = ()
+) -> dict[Any, Any]:
     """The state dict of these leaves (position, path, value) and containers.
 
-    Entries stand in the order of their positions; those without one come last, in the order in which they are given. Of a list that lacks
-    entries, these are ``None``.
+    Entries stand in the order of their positions; those without one come last, in the order in
+    which they are given. Of a list that lacks entries, these are ``None``.
 
     Raises:
         PlanError: paths contradict each other.
     """
     tree = _Tree({container.path: container.kind for container in containers})
-    entries: list[tuple[float, int, TreePath, Any]] = [(c.position, 0, c.path, None) for c in containers]
-    entries += [(math.inf if position is None else position, 1, path, value) for position, path, value in leaves]
+    entries: list[tuple[float, int, TreePath, Any]] = [
+        (c.position, 0, c.path, None) for c in containers
+    ]
+    entries += [
+        (math.inf if position is None else position, 1, path, value)
+        for position, path, value in leaves
+    ]
     entries.sort(key=lambda entry: entry[:2])
     for _, is_leaf, path, value in entries:
         if is_leaf:
@@ -167,7 +193,12 @@ def unwrap(value: Any) -> Any:
 
     Only what is not plain was ever wrapped: a user's ``(WHOLE, 3)`` is a value.
     """
-    is_whole = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == WHOLE
+    is_whole = (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and value[0] == WHOLE
+    )
     return value[1] if is_whole and not is_plain(value[1]) else value
 
 
@@ -177,7 +208,11 @@ def is_plain(tree: Any) -> bool:
         return all(map(is_plain, tree))
     if not isinstance(tree, Mapping):
         return unwrap(tree) is tree  # a tuple that looks like a wrapped one would be unwrapped
-    return type(tree) is dict and bool(tree) and all(type(key) is str and is_plain(tree[key]) for key in tree)
+    return (
+        type(tree) is dict
+        and bool(tree)
+        and all(type(key) is str and is_plain(tree[key]) for key in tree)
+    )
 
 
 def unwrap_in(tree: Any) -> Any:
@@ -203,7 +238,9 @@ class _Tree:
 
     def __init__(self, kinds: Mapping[TreePath, str]) -> None:
         self._kinds = kinds
-        self._depths = {len(path) for path in kinds}  # hashing every start of a path would be quadratic in its length
+        self._depths = {
+            len(path) for path in kinds
+        }  # hashing every start of a path would be quadratic in its length
         self._root = self._mapping(())
         self._own = {id(self._root)}  # containers; what else is a dict or a list is a value
         self._lists: list[list[Any]] = []
@@ -271,4 +308,6 @@ class _Tree:
 
 
 def _contradiction(path: TreePath) -> PlanError:
-    return PlanError(f"two entries contradict each other in what is at {shown(path)}", tensor=name_of(path))
+    return PlanError(
+        f"two entries contradict each other in what is at {shown(path)}", tensor=name_of(path)
+    )

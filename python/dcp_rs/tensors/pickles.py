@@ -27,7 +27,8 @@ __all__ = [
     "why_not_loadable",
 ]
 
-# torch allows bytearray, but not bytes, which is how pickle writes b"", nor io.BytesIO, which torch's own examples save. Neither can run anything.
+# torch allows bytearray, but not bytes, which is how pickle writes b"", nor io.BytesIO, which
+# torch's own examples save. Neither can run anything.
 torch.serialization.add_safe_globals([bytes, io.BytesIO])
 
 
@@ -56,10 +57,12 @@ def dump_named(fqn: str, value: Any) -> bytes:
 def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
     """Unpickle the bytes of the entry ``fqn``.
 
-    With ``weights_only``, the bytes are checked before torch gets them: a small pickle could crash torch, or fill the memory.
+    With ``weights_only``, the bytes are checked before torch gets them: a small pickle could crash
+    torch, or fill the memory.
 
     Raises:
-        UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows, or more memory than its size accounts for.
+        UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows, or more
+            memory than its size accounts for.
         UnsupportedError: without ``weights_only``, a class of it cannot be imported.
         CorruptDataError: it is not what ``torch.save`` writes.
     """
@@ -92,7 +95,9 @@ def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
 
 
 def _cannot_be_unpickled(fqn: str, error: Exception) -> CorruptDataError:
-    return CorruptDataError(f"value {fqn!r} cannot be unpickled: {type(error).__name__}: {error}", tensor=fqn)
+    return CorruptDataError(
+        f"value {fqn!r} cannot be unpickled: {type(error).__name__}: {error}", tensor=fqn
+    )
 
 
 def check_loadable(fqn: str, data: bytes) -> None:
@@ -129,7 +134,10 @@ def why_not_loadable(fqn: str, value: Any) -> str | None:
     if _is_plain(value):
         return None
     why, _ = _refused(fqn, value, dump_named(fqn, value))
-    return why and f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: {why}"
+    return (
+        why
+        and f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: {why}"
+    )
 
 
 def _refused(fqn: str, value: Any, data: bytes) -> tuple[str | None, Exception | None]:
@@ -138,13 +146,29 @@ def _refused(fqn: str, value: Any, data: bytes) -> tuple[str | None, Exception |
     try:
         check_loadable(fqn, data)
     except Exception as error:  # noqa: BLE001  # whatever it is, the value does not load
-        why = reason(error.__cause__) if isinstance(error.__cause__, pickle.UnpicklingError) else str(error)
+        why = (
+            reason(error.__cause__)
+            if isinstance(error.__cause__, pickle.UnpicklingError)
+            else str(error)
+        )
         return why, error
     return None, None
 
 
 #: What is known to load without trying, by itself and in containers.
-_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, *PLAIN_TYPES}
+_PLAIN = {
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    *PLAIN_TYPES,
+}
 
 
 def _is_plain(value: Any) -> bool:
@@ -158,12 +182,19 @@ def _is_plain(value: Any) -> bool:
 
 def _type_name(value: Any) -> str:
     kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def reason(error: pickle.UnpicklingError) -> str:
     """The one part of torch's message that says what is wrong."""
-    found = re.search(r"(?:WeightsUnpickler error:\s*|(?=Trying to load ))(.*?)(\. Please use|\.?\n|\.?$)", str(error))
+    found = re.search(
+        r"(?:WeightsUnpickler error:\s*|(?=Trying to load ))(.*?)(\. Please use|\.?\n|\.?$)",
+        str(error),
+    )
     return found[1] if found else str(error).split("\n", 1)[0]
 
 

@@ -28,7 +28,9 @@ def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
     return tensor
 
 
-def rectangles(sizes: Sequence[int], begin: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def rectangles(
+    sizes: Sequence[int], begin: int, count: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield ``count`` elements from element ``begin`` of a row-major array, as (offsets, sizes) in order: as few as can be."""
     if count <= 0:
         return
@@ -63,8 +65,10 @@ def cut(rows: Iterable[tuple[int, int, int]], slab_bytes: int) -> Iterator[list[
     """Cut rows of elements, in order, and pack them into slabs.
 
     Args:
-        rows: for each its elements, the bytes of one, and the number of elements that it is cut at multiples of.
-        slab_bytes: the size of a slab, of which the elements between two cuts fill no more than one.
+        rows: for each its elements, the bytes of one, and the number of elements that it is cut at
+            multiples of.
+        slab_bytes: the size of a slab, of which the elements between two cuts fill no more than
+            one.
     """
     cuts: list[Cut] = []
     at = 0
@@ -102,7 +106,9 @@ def read_ahead(pieces: Iterable[T], read: Callable[[T, int], R]) -> Iterator[tup
             yield before[0], before[1].result()
 
 
-def selection(key: Any, shape: Sequence[int]) -> tuple[list[int], list[int], tuple[int | slice, ...]]:
+def selection(
+    key: Any, shape: Sequence[int]
+) -> tuple[list[int], list[int], tuple[int | slice, ...]]:
     """The bounding rectangle (offsets, sizes) of what ``key`` selects by integers, slices and ``...``, and the selection within it.
 
     Raises:

@@ -20,11 +20,14 @@ from dcp_rs.errors import PlanError
 __all__ = ["Layouts", "Piece", "global_shape", "local_pieces"]
 
 
-#: For each dimension, the runs of consecutive indices that a shard holds: (first in the whole, first in the shard, how many).
+#: For each dimension, the runs of consecutive indices that a shard holds: (first in the whole,
+#: first in the shard, how many).
 Runs = list[list[tuple[int, int, int]]]
-#: Offsets and runs of shards, to be kept for one plan: torch takes some 60 microseconds a tensor to compute them, and a model repeats a few. No offsets:
-#: this process is not part of the mesh. By (shape, the mesh's id, placements), as most tensors share meshes, with the mesh, whose id is no other's while
-#: it is held; and by (shape, mesh, place in it, placements), for meshes that are equal. Beyond a plan this process may be another rank.
+#: Offsets and runs of shards, to be kept for one plan: torch takes some 60 microseconds a tensor to
+#: compute them, and a model repeats a few. No offsets: this process is not part of the mesh. By
+#: (shape, the mesh's id, placements), as most tensors share meshes, with the mesh, whose id is no
+#: other's while it is held; and by (shape, mesh, place in it, placements), for meshes that are
+#: equal. Beyond a plan this process may be another rank.
 Layouts = dict[Any, tuple[DeviceMesh, tuple[int, ...] | None, Runs]]
 
 #: They have no shape but their own, unless they are marked.
@@ -73,14 +76,20 @@ def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece
     if isinstance(tensor, DTensor):
         local = _torch.wait_tensor(tensor.to_local())
         if type(local) in PLAIN_TYPES:
-            return _dtensor_pieces(fqn, tensor, local.detach() if local.requires_grad else local, layouts)
+            return _dtensor_pieces(
+                fqn, tensor, local.detach() if local.requires_grad else local, layouts
+            )
     if isinstance(tensor, ShardedTensor):
         return [
             _piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach(), i)
             for i, shard in enumerate(tensor.local_shards())
         ]
     return [
-        _piece(tuple(chunk.offsets), _torch.find_shard(tensor, MetadataIndex(fqn, chunk.offsets, i)).detach(), i)
+        _piece(
+            tuple(chunk.offsets),
+            _torch.find_shard(tensor, MetadataIndex(fqn, chunk.offsets, i)).detach(),
+            i,
+        )
         for i, chunk in enumerate(_torch.chunk_list(tensor))
     ]
 
@@ -89,7 +98,9 @@ def _piece(offsets: tuple[int, ...], tensor: torch.Tensor, number: int = 0) -> P
     return Piece(offsets, tensor, offsets, (0,) * len(offsets), number)
 
 
-def _dtensor_pieces(fqn: str, tensor: DTensor, local: torch.Tensor, layouts: Layouts) -> list[Piece]:
+def _dtensor_pieces(
+    fqn: str, tensor: DTensor, local: torch.Tensor, layouts: Layouts
+) -> list[Piece]:
     mesh = tensor.device_mesh
     key = (tensor.shape, id(mesh), tensor.placements)
     layout = layouts.get(key)
@@ -137,10 +148,15 @@ def _layout(fqn: str, tensor: DTensor) -> tuple[tuple[int, ...], Runs]:
 def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
     """Which indices along ``dim`` the shard holds: asked of torch itself, by sharding the indices in the same way."""
     placements: list[Placement] = [
-        _torch.with_dim(p, 0) if getattr(p, "dim", None) == dim else Replicate() for p in tensor.placements
+        _torch.with_dim(p, 0) if getattr(p, "dim", None) == dim else Replicate()
+        for p in tensor.placements
     ]
     indices = torch.arange(tensor.shape[dim], device=tensor.device_mesh.device_type)
-    held = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None).to_local().tolist()
+    held = (
+        distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)
+        .to_local()
+        .tolist()
+    )
     runs: list[tuple[int, int, int]] = []
     for at, index in enumerate(held):
         if runs and index == runs[-1][0] + runs[-1][2]:

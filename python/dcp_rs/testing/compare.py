@@ -22,7 +22,8 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def state_differences(got: Any, want: Any, path: str = "state") -> list[str]:
     """One line for each place where the two differ; empty when they are the same.
 
-    Sparse and quantized tensors, and others that raw bytes cannot hold, are compared by what they are made of, with their devices and ``requires_grad``.
+    Sparse and quantized tensors, and others that raw bytes cannot hold, are compared by what they
+    are made of, with their devices and ``requires_grad``.
     """
     if isinstance(want, torch.Tensor):
         return _tensor_differences(got, want, path)
@@ -73,7 +74,11 @@ def _tensor_differences(got: Any, want: torch.Tensor, path: str) -> list[str]:
     if got.shape != want.shape:
         return [f"{path}: got shape {tuple(got.shape)}, want {tuple(want.shape)}"]
     if why_not_raw(got) is not None or why_not_raw(want) is not None:
-        return [] if same(got, want) else [f"{path}: {type(want).__name__}s of {want.dtype} {tuple(want.shape)} differ"]
+        return (
+            []
+            if same(got, want)
+            else [f"{path}: {type(want).__name__}s of {want.dtype} {tuple(want.shape)} differ"]
+        )
     differing = torch.nonzero(raw_bytes(got) != raw_bytes(want)).reshape(-1)
     if len(differing) == 0:
         return []

@@ -33,7 +33,8 @@ from dcp_rs.testing.states import dtypes_state, random_tensor, shapes_state, str
 
 __all__ = ["Case", "Entry", "NonconformingError", "Read", "cases"]
 
-#: A tensor: its dtype (a name of section 6 of the format), its shape, its elements in row-major order, little-endian. A value: its bytes.
+#: A tensor: its dtype (a name of section 6 of the format), its shape, its elements in row-major
+#: order, little-endian. A value: its bytes.
 Entry = tuple[str, tuple[int, ...], bytes] | bytes
 #: A reader: what the folder holds, by name. It raises whatever it likes where it refuses.
 Read = Callable[[Path], Mapping[str, Entry]]
@@ -54,7 +55,8 @@ class Case:
     Attributes:
         name: of the case, as ``str`` gives it.
         about: what it is about, in a sentence.
-        make: writes the checkpoint to a folder that is not there yet; returns what is in it, by name: tensors and values. None: it is to be refused.
+        make: writes the checkpoint to a folder that is not there yet; returns what is in it, by
+            name: tensors and values. None: it is to be refused.
     """
 
     name: str
@@ -68,7 +70,8 @@ class Case:
         """Makes the checkpoint in an empty folder, and reads it.
 
         Raises:
-            NonconformingError: it was read otherwise than it was written, or taken where it had to be refused.
+            NonconformingError: it was read otherwise than it was written, or taken where it had to
+                be refused.
         """
         path = folder / "checkpoint"
         want = self.make(path)
@@ -77,10 +80,14 @@ class Case:
                 read(path)
             except Exception:  # noqa: BLE001 - a reader refuses in whatever way it likes
                 return
-            raise NonconformingError(f"{self.name}: it was taken, and had to be refused: {self.about}")
+            raise NonconformingError(
+                f"{self.name}: it was taken, and had to be refused: {self.about}"
+            )
         got = dict(read(path))
         if set(got) != set(want):
-            names = f"missing {sorted(set(want) - set(got))}, unexpected {sorted(set(got) - set(want))}"
+            names = (
+                f"missing {sorted(set(want) - set(got))}, unexpected {sorted(set(got) - set(want))}"
+            )
             raise NonconformingError(f"{self.name}: {names}")
         for name, value in want.items():
             _check_entry(f"{self.name}: {name!r}", got[name], value)
@@ -88,7 +95,11 @@ class Case:
 
 def _check_entry(what: str, got: Entry, want: Any) -> None:
     if isinstance(want, torch.Tensor):
-        expected = str(want.dtype).removeprefix("torch."), tuple(want.shape), raw_bytes(want).numpy().tobytes()
+        expected = (
+            str(want.dtype).removeprefix("torch."),
+            tuple(want.shape),
+            raw_bytes(want).numpy().tobytes(),
+        )
         if isinstance(got, bytes):
             raise NonconformingError(f"{what}: a value, and not a tensor")
         for part, have, should in zip(("dtype", "shape", "bytes"), got, expected, strict=True):
@@ -103,7 +114,8 @@ def _check_entry(what: str, got: Entry, want: Any) -> None:
         raise NonconformingError(f"{what}: {differences[0]}")
 
 
-# --- what is to be read ----------------------------------------------------------------------------
+# --- what is to be read
+# ----------------------------------------------------------------------------
 
 
 class _Cut(DefaultSavePlanner):
@@ -132,7 +144,11 @@ class _Cut(DefaultSavePlanner):
                 sizes = torch.Size((min(2, rows - row), min(width, columns - column)))
                 chunk = dataclasses.replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
                 place = MetadataIndex(item.index.fqn, offsets)
-                pieces.append(dataclasses.replace(item, index=place, type=WriteItemType.SHARD, tensor_data=chunk))
+                pieces.append(
+                    dataclasses.replace(
+                        item, index=place, type=WriteItemType.SHARD, tensor_data=chunk
+                    )
+                )
         return pieces
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -141,7 +157,9 @@ class _Cut(DefaultSavePlanner):
             whole: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
             return whole
         tensor: torch.Tensor = self.state_dict[write_item.index.fqn].detach()
-        for dim, (offset, size) in enumerate(zip(data.chunk.offsets, data.chunk.sizes, strict=True)):
+        for dim, (offset, size) in enumerate(
+            zip(data.chunk.offsets, data.chunk.sizes, strict=True)
+        ):
             tensor = tensor.narrow(dim, offset, size)
         return tensor
 
@@ -157,7 +175,10 @@ def _saved(make: Callable[[], dict[str, Any]]) -> Callable[[Path], dict[str, Any
 
 def _cut(*, columns: bool) -> Callable[[Path], dict[str, Any]]:
     def write(path: Path) -> dict[str, Any]:
-        state = {f"{rows}x{width}": random_tensor((rows, width), seed=rows) for rows, width in ((4, 4), (5, 3), (1, 7))}
+        state = {
+            f"{rows}x{width}": random_tensor((rows, width), seed=rows)
+            for rows, width in ((4, 4), (5, 3), (1, 7))
+        }
         state["short"] = random_tensor((5, 4), torch.int16)
         save(dict(state), path, planner=_Cut(columns=columns), no_dist=True, fsync=False)
         return state
@@ -166,23 +187,41 @@ def _cut(*, columns: bool) -> Callable[[Path], dict[str, Any]]:
 
 
 def _values() -> dict[str, Any]:
-    return {"none": None, "number": -3, "float": 0.1, "text": "größe\n", "list": [1, "two", [None]], "bytes": b"\0\xff"}
+    return {
+        "none": None,
+        "number": -3,
+        "float": 0.1,
+        "text": "größe\n",
+        "list": [1, "two", [None]],
+        "bytes": b"\0\xff",
+    }
 
 
 def _nested(path: Path) -> dict[str, Any]:
     weight, step = random_tensor((3, 2)), torch.tensor(4.0, device="cpu")
-    state = {"model": {"w": weight}, "optim": {"state": [{"step": step}], "groups": {0: {"lr": 0.1}}}}
+    state = {
+        "model": {"w": weight},
+        "optim": {"state": [{"step": step}], "groups": {0: {"lr": 0.1}}},
+    }
     save(state, path, no_dist=True, fsync=False)
     return {"model.w": weight, "optim.state.0.step": step, "optim.groups.0.lr": 0.1}
 
 
 def _replaced(path: Path) -> dict[str, Any]:
-    save({"w": random_tensor((4,), seed=1), "gone": torch.zeros(2, device="cpu")}, path, no_dist=True, fsync=False)
+    save(
+        {"w": random_tensor((4,), seed=1), "gone": torch.zeros(2, device="cpu")},
+        path,
+        no_dist=True,
+        fsync=False,
+    )
     return _saved(lambda: {"w": random_tensor((6,), seed=2)})(path)
 
 
 def _blocks() -> dict[str, Any]:
-    return {"w": random_tensor(((1 << 20) + 100,), torch.uint8), "after": torch.arange(3, device="cpu")}
+    return {
+        "w": random_tensor(((1 << 20) + 100,), torch.uint8),
+        "after": torch.arange(3, device="cpu"),
+    }
 
 
 def _adopted(path: Path) -> dict[str, Any]:
@@ -199,7 +238,8 @@ def _with_other_bits(path: Path) -> dict[str, Any]:
     return state
 
 
-# --- what is to be refused -------------------------------------------------------------------------
+# --- what is to be refused
+# -------------------------------------------------------------------------
 
 
 def _small(path: Path) -> dict[str, Any]:
@@ -251,7 +291,11 @@ def _cut_short(file: Path) -> None:
 
 _READ: list[tuple[str, str, Callable[[Path], dict[str, Any] | None]]] = [
     ("dtypes", "every dtype of section 6 that the installed torch has", _saved(dtypes_state)),
-    ("shapes", "scalars, empty tensors, views, more than one block of digests", _saved(shapes_state)),
+    (
+        "shapes",
+        "scalars, empty tensors, views, more than one block of digests",
+        _saved(shapes_state),
+    ),
     ("names", "names that are awkward as anything else than names", _saved(strange_names_state)),
     ("values", "what is no tensor: a zip archive of torch.save", _saved(_values)),
     ("nested", "names are paths joined by dots", _nested),
@@ -264,14 +308,30 @@ _READ: list[tuple[str, str, Callable[[Path], dict[str, Any] | None]]] = [
     ("other bits", "unknown bits of compat and reserved bytes are ignored", _with_other_bits),
 ]
 _REFUSED: list[tuple[str, str, Callable[[Path], None]]] = [
-    ("no index", "data files without an index are no checkpoint", _damage(lambda path: (path / INDEX).unlink())),
+    (
+        "no index",
+        "data files without an index are no checkpoint",
+        _damage(lambda path: (path / INDEX).unlink()),
+    ),
     ("magic", "the first bytes are others", _damage(lambda path: _change(path, {0: b"\x88"}))),
-    ("version", "a version that is not known", _damage(lambda path: _change(path, {VERSION: b"\x02"}))),
-    ("incompat", "a feature that is not known", _damage(lambda path: _change(path, {INCOMPAT + 7: b"\x80"}))),
+    (
+        "version",
+        "a version that is not known",
+        _damage(lambda path: _change(path, {VERSION: b"\x02"})),
+    ),
+    (
+        "incompat",
+        "a feature that is not known",
+        _damage(lambda path: _change(path, {INCOMPAT + 7: b"\x80"})),
+    ),
     ("digest", "a byte of the index was changed", _damage(lambda path: _flip(path / INDEX, 300))),
     ("cut index", "the index lacks its last byte", _damage(lambda path: _cut_short(path / INDEX))),
     ("no data", "a data file is missing", _damage(lambda path: _data_file(path).unlink())),
-    ("cut data", "a data file lacks its last byte", _damage(lambda path: _cut_short(_data_file(path)))),
+    (
+        "cut data",
+        "a data file lacks its last byte",
+        _damage(lambda path: _cut_short(_data_file(path))),
+    ),
     (
         "payload",
         "a byte of the payload was changed, and digests are checked",

@@ -23,8 +23,9 @@ class FailingDisk:
             my_training_loop(path)
         assert dcp_rs.verify(path)  # what was there is there
 
-    Counted are the calls of dcp-rs (create, open, allocate, write, sync, rename, remove, lock), in this process and below the folder. Calls of torch or of
-    anything else are not. One disk at a time.
+    Counted are the calls of dcp-rs (create, open, allocate, write, sync, rename, remove, lock), in
+    this process and below the folder. Calls of torch or of anything else are not. One disk at a
+    time.
 
     Args:
         folder: the folder, or one above it; it need not be there.
@@ -33,7 +34,8 @@ class FailingDisk:
 
     Attributes:
         calls: how many calls there were, once it was left.
-        failed: the call that failed, ``"write"`` or ``"rename"`` for example; None where there were fewer calls than ``at``.
+        failed: the call that failed, ``"write"`` or ``"rename"`` for example; None where there were
+            fewer calls than ``at``.
 
     Raises:
         ValueError: ``at`` is negative.
@@ -42,7 +44,9 @@ class FailingDisk:
 
     _is_entered: ClassVar[bool] = False
 
-    def __init__(self, folder: str | os.PathLike[str], *, at: int = 0, error: int = errno.EIO) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, at: int = 0, error: int = errno.EIO
+    ) -> None:
         if at < 0:
             msg = f"at={at!r}: calls are counted from 0"
             raise ValueError(msg)
@@ -58,7 +62,10 @@ class FailingDisk:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         FailingDisk._is_entered = False
         self.calls, self.failed = _core.disarm_fault() or (0, None)

@@ -22,16 +22,22 @@ __all__ = [
 ALL_DTYPES: list[torch.dtype] = list(NAMES)
 
 
-def random_tensor(shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def random_tensor(
+    shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     """Random bits, so that NaNs with payloads, infinities and subnormal numbers occur."""
     generator = torch.Generator().manual_seed(seed)
     count = 1
     for size in shape:
         count *= size
     if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8, device="cpu").view(dtype)
+        return torch.randint(
+            0, 2, shape, generator=generator, dtype=torch.uint8, device="cpu"
+        ).view(dtype)
     itemsize = dtype.itemsize
-    raw = torch.randint(0, 256, (count * itemsize,), generator=generator, dtype=torch.uint8, device="cpu")
+    raw = torch.randint(
+        0, 256, (count * itemsize,), generator=generator, dtype=torch.uint8, device="cpu"
+    )
     return raw.view(dtype).reshape(shape)
 
 
@@ -61,7 +67,8 @@ def blank(state: Any) -> Any:
 def dtypes_state(shape: tuple[int, ...] = (5, 3), seed: int = 0) -> dict[str, torch.Tensor]:
     """A tensor of each dtype."""
     return {
-        str(dtype).removeprefix("torch."): random_tensor(shape, dtype, seed + i) for i, dtype in enumerate(ALL_DTYPES)
+        str(dtype).removeprefix("torch."): random_tensor(shape, dtype, seed + i)
+        for i, dtype in enumerate(ALL_DTYPES)
     }
 
 
@@ -82,7 +89,9 @@ def shapes_state(seed: int = 0) -> dict[str, torch.Tensor]:
         "rows": base[2:5],
         "columns": base[:, 1:7:2],
         "expanded": base[:1].expand(6, 8),
-        "channels_last": random_tensor((2, 3, 4, 5), seed=seed + 4).to(memory_format=torch.channels_last),
+        "channels_last": random_tensor((2, 3, 4, 5), seed=seed + 4).to(
+            memory_format=torch.channels_last
+        ),
         "conjugate": complex_numbers.conj(),
         "negative": complex_numbers.conj().imag,
         "odd_length": random_tensor((4097,), torch.uint8, seed + 5),

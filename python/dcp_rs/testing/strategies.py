@@ -12,7 +12,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 try:
     from hypothesis import strategies as st
 except ImportError as error:
-    raise ImportError("dcp_rs.testing.strategies needs hypothesis: pip install 'dcp-rs[testing]'") from error
+    raise ImportError(
+        "dcp_rs.testing.strategies needs hypothesis: pip install 'dcp-rs[testing]'"
+    ) from error
 
 from dcp_rs.testing.states import ALL_DTYPES, can_copy, random_tensor
 
@@ -26,12 +28,15 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
 
 @st.composite
 def tensors(
-    draw: st.DrawFn, dtype: st.SearchStrategy[torch.dtype] | None = None, max_dims: int = 4, max_side: int = 4
+    draw: st.DrawFn,
+    dtype: st.SearchStrategy[torch.dtype] | None = None,
+    max_dims: int = 4,
+    max_side: int = 4,
 ) -> torch.Tensor:
     """Tensors on the CPU of random bits, so that NaNs with payloads and infinities occur.
 
-    They are views of every kind: with steps, permuted or expanded dimensions, lazily conjugated or negated; scalars, empty ones; some are
-    parameters.
+    They are views of every kind: with steps, permuted or expanded dimensions, lazily conjugated or
+    negated; scalars, empty ones; some are parameters.
 
     Args:
         draw: hypothesis gives it.
@@ -64,7 +69,14 @@ def tensors(
 
 def values() -> st.SearchStrategy[Any]:
     """Values that are no tensors, and load under ``torch.load(weights_only=True)``."""
-    return st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5))
+    return st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=5),
+        st.binary(max_size=5),
+    )
 
 
 def names() -> st.SearchStrategy[str]:
@@ -76,7 +88,8 @@ def names() -> st.SearchStrategy[str]:
 def state_dicts(max_leaves: int = 8) -> st.SearchStrategy[dict[str, Any]]:
     """State dicts: tensors and values in dicts (also with numbers for keys), lists and tuples.
 
-    Some have two paths of one name (``{"a.b": 1, "a": {"b": 2}}``): torch refuses these with a ``ValueError``, and so does dcp-rs.
+    Some have two paths of one name (``{"a.b": 1, "a": {"b": 2}}``): torch refuses these with a
+    ``ValueError``, and so does dcp-rs.
 
     Args:
         max_leaves: how many tensors and values a top-level entry has at most.
@@ -102,12 +115,18 @@ def meshes(ranks: int, max_dims: int = 2) -> st.SearchStrategy[tuple[int, ...]]:
     """
     shapes: list[tuple[int, ...]] = [()]
     for _ in range(max_dims - 1):
-        shapes += [(*shape, side) for shape in shapes for side in range(1, ranks + 1) if ranks % side == 0]
-    whole = {(*shape, ranks // math.prod(shape)) for shape in shapes if ranks % math.prod(shape) == 0}
+        shapes += [
+            (*shape, side) for shape in shapes for side in range(1, ranks + 1) if ranks % side == 0
+        ]
+    whole = {
+        (*shape, ranks // math.prod(shape)) for shape in shapes if ranks % math.prod(shape) == 0
+    }
     return st.sampled_from(sorted(whole, key=lambda shape: (len(shape), shape)))
 
 
-def placements(mesh: Sequence[int], dims: int, *, partial: bool = False) -> st.SearchStrategy[tuple[Placement, ...]]:
+def placements(
+    mesh: Sequence[int], dims: int, *, partial: bool = False
+) -> st.SearchStrategy[tuple[Placement, ...]]:
     """Where a ``DTensor`` lies on a mesh: a placement for each dimension of the mesh.
 
     Args:

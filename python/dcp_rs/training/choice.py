@@ -26,7 +26,8 @@ class Choice:
 
     Attributes:
         is_partial: as given.
-        is_lenient: what the checkpoint does not wholly hold, or has in another shape, is left alone. Otherwise that is an error.
+        is_lenient: what the checkpoint does not wholly hold, or has in another shape, is left
+            alone. Otherwise that is an error.
         report: what is left alone.
     """
 
@@ -69,9 +70,13 @@ class Choice:
         assert index is not None  # noqa: S101  # an RsReader read it
         tensors = [(number, name) for name in names if (number := index.find(name)) is not None]
         whole = [
-            (number, index.tensor(number).shape, name) for number, name in tensors if not index.tensor(number).is_bytes
+            (number, index.tensor(number).shape, name)
+            for number, name in tensors
+            if not index.tensor(number).is_bytes
         ]
-        holes = index.check_regions([(number, (0,) * len(shape), shape) for number, shape, _ in whole], [])
+        holes = index.check_regions(
+            [(number, (0,) * len(shape), shape) for number, shape, _ in whole], []
+        )
         if holes and not self.is_lenient:
             at, offsets, sizes = holes[0]
             msg = f"tensor {whole[at][2]!r}: the checkpoint does not hold {list(sizes)} elements at {list(offsets)}"
@@ -95,7 +100,8 @@ class Choice:
         """Puts what was left alone into the planner's report, if it has one.
 
         Args:
-            beside: what names begin with that were read before there was a plan, or are there for other ranks.
+            beside: what names begin with that were read before there was a plan, or are there for
+                other ranks.
         """
         if self._planner is None:
             return
@@ -104,10 +110,15 @@ class Choice:
         report.excluded += mine.excluded
         report.partly_filled += mine.partly_filled
         report.shape_mismatched += mine.shape_mismatched
-        known = {*mine.excluded, *mine.partly_filled, *(mismatch.name for mismatch in mine.shape_mismatched)}
+        known = {
+            *mine.excluded,
+            *mine.partly_filled,
+            *(mismatch.name for mismatch in mine.shape_mismatched),
+        }
         prefixes = tuple(beside)
         report.unexpected = [
             name
             for name in report.unexpected
-            if name not in known and not any(name == p or name.startswith(f"{p}.") for p in prefixes)
+            if name not in known
+            and not any(name == p or name.startswith(f"{p}.") for p in prefixes)
         ]

@@ -194,7 +194,9 @@ def why_not_found(name: str, value: PerRank, saved: Iterable[str]) -> str | None
     size = dist.get_world_size() if dist.is_initialized() else 1
     if value._saved_key in keys and (value.key is not None or all(rank < size for rank in ranks)):
         return None
-    there = f"it was saved under {', '.join(sorted(keys)[:8])}" if keys else "the checkpoint has none"
+    there = (
+        f"it was saved under {', '.join(sorted(keys)[:8])}" if keys else "the checkpoint has none"
+    )
     if value.key is not None:
         return f"{name!r} has no state for key={value.key!r}: {there}"
     return (
@@ -217,7 +219,9 @@ def pack(tree: Any) -> Any:
         return [pack(entry) for entry in tree]
     packed = {str(key): pack(value) for key, value in tree.items()}
     if len(packed) != len(tree):
-        msg = f"a mapping with tensors has keys that are the same as text: {sorted(map(repr, tree))}"
+        msg = (
+            f"a mapping with tensors has keys that are the same as text: {sorted(map(repr, tree))}"
+        )
         raise PlanError(msg)
     if not all(type(key) is str for key in tree):
         packed[_KEYS] = (_KEYS, list(tree))
@@ -276,12 +280,18 @@ class SavedExtra:
         whole = ".".join(prefix)
         # The names of its leaves in the checkpoint, and where in it they belong.
         branch = branch_at(metadata, prefix)
-        self._paths, self._positions, self._containers = branch.paths, branch.positions, branch.containers
+        self._paths, self._positions, self._containers = (
+            branch.paths,
+            branch.positions,
+            branch.containers,
+        )
         if whole in metadata.state_dict_metadata:
             self._paths = {whole: ()}
         #: Whether it gets a state: else it is left alone.
         is_empty = not isinstance(value, PerRank) and state_of(value) in ({}, [])
-        self._is_loaded = bool(self._paths) or (bool(self._containers) and choice.wants(whole)) or is_empty
+        self._is_loaded = (
+            bool(self._paths) or (bool(self._containers) and choice.wants(whole)) or is_empty
+        )
         self._kept: dict[TreePath, Any] = {}  # leaves that stay as they are
         if isinstance(value, PerRank) and choice.wants(whole):
             _check_ranks(metadata, name, value, choice)
@@ -295,14 +305,18 @@ class SavedExtra:
         if left:
             self._keep(value, left, choice)
         leaves = self._paths.values()
-        self._containers = remaining(self._containers, leaves, lambda name: choice.wants(join(whole, name)))
+        self._containers = remaining(
+            self._containers, leaves, lambda name: choice.wants(join(whole, name))
+        )
         own = _leaves(value.state_dict() if is_stateful(value) else value)
         for key, path in self._paths.items():
             entry = metadata.state_dict_metadata[key]
             if isinstance(entry, TensorStorageMetadata):
                 mine = own.get(_text(path))
                 self.template[key] = (
-                    mine if mine is not None else torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+                    mine
+                    if mine is not None
+                    else torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
                 )
             else:
                 self.template[key] = None
@@ -312,7 +326,9 @@ class SavedExtra:
         if not self._is_loaded:
             return
         kept = [(None, path, leaf) for path, leaf in self._kept.items()]
-        leaves = [(self._positions.get(key), path, loaded[key]) for key, path in self._paths.items()]
+        leaves = [
+            (self._positions.get(key), path, loaded[key]) for key, path in self._paths.items()
+        ]
         state = unpack(tree_of(kept + leaves, self._containers))
         value = extra[self._name]
         if is_stateful(value):
@@ -329,7 +345,9 @@ class SavedExtra:
         gone = {path: own.get(_text(path), own) for key, path in self._paths.items() if key in left}
         self._paths = {key: path for key, path in self._paths.items() if key not in left}
         self._kept = {path: leaf for path, leaf in gone.items() if leaf is not own}
-        in_list = any(leaf is own and any(type(key) is int for key in path) for path, leaf in gone.items())
+        in_list = any(
+            leaf is own and any(type(key) is int for key in path) for path, leaf in gone.items()
+        )
         if in_list:  # there is no list without one of its entries
             choice.report.excluded += self._paths
             self._paths = {}
@@ -340,10 +358,15 @@ def _check_ranks(metadata: Metadata, name: str, value: PerRank, choice: Choice) 
     """Warn or raise where the value of this rank would not go on where it was.
 
     Raises:
-        PlanError: there is none for it, or the value of a rank that is no more would be left behind.
+        PlanError: there is none for it, or the value of a rank that is no more would be left
+            behind.
     """
     above = branch_at(metadata, (EXTRA, name))
-    saved = {str(path[0]) for path in [*above.paths.values(), *(c.path for c in above.containers)] if path}
+    saved = {
+        str(path[0])
+        for path in [*above.paths.values(), *(c.path for c in above.containers)]
+        if path
+    }
     why = why_not_found(f"{EXTRA}.{name}", value, saved)
     if why is None or choice.is_partial:
         return
@@ -363,5 +386,15 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torc
     """The tensors of a tree by path."""
     if isinstance(tree, torch.Tensor):
         return {path: tree}
-    pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
-    return {leaf: tensor for key, value in pairs for leaf, tensor in _leaves(value, (*path, str(key))).items()}
+    pairs = (
+        tree.items()
+        if isinstance(tree, Mapping)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
+    return {
+        leaf: tensor
+        for key, value in pairs
+        for leaf, tensor in _leaves(value, (*path, str(key))).items()
+    }

@@ -49,17 +49,20 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """``{"state": {fqn: {name: value}}, "param_groups": [...]}``, as ``get_optimizer_state_dict`` has it, of all optimizers together.
 
-    Unlike that, it takes no step: an optimizer that has no state is saved without state. (torch steps it with gradients of zero, which
-    counts as a step and, with weight decay, leaves traces.)
+    Unlike that, it takes no step: an optimizer that has no state is saved without state. (torch
+    steps it with gradients of zero, which counts as a step and, with weight decay, leaves traces.)
 
     Raises:
-        PlanError: an optimizer has a parameter that is not in the model, or two optimizers have state for one parameter.
+        PlanError: an optimizer has a parameter that is not in the model, or two optimizers have
+            state for one parameter.
     """
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for number, optimizer in enumerate(optimizers):
         osd = plain_numbers(
-            fsdp1_state(models[0], optimizer) if is_fsdp1(models[0]) else _named_state(models, optimizer, number)
+            fsdp1_state(models[0], optimizer)
+            if is_fsdp1(models[0])
+            else _named_state(models, optimizer, number)
         )
         twice = next((fqn for fqn in osd["state"] if fqn in state), None)
         if twice is not None:
@@ -70,12 +73,17 @@ def optimizer_state(
     return {"state": state, "param_groups": _of_all_ranks(groups, ranks)}
 
 
-def _named_state(models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int) -> dict[str, Any]:
+def _named_state(
+    models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int
+) -> dict[str, Any]:
     osd = optimizer.state_dict()
     names = names_by_key(models, optimizer, osd, number)
     return {
         "state": {names.get(key, key): value for key, value in osd["state"].items()},
-        "param_groups": [group | {"params": [names[key] for key in group["params"]]} for group in osd["param_groups"]],
+        "param_groups": [
+            group | {"params": [names[key] for key in group["params"]]}
+            for group in osd["param_groups"]
+        ],
     }
 
 
@@ -89,12 +97,14 @@ def fsdp1_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {
         "state": {plain(key): value for key, value in osd["state"].items()},
         "param_groups": [
-            group | {"params": [plain(key) for key in group["params"]]} for group in osd.get("param_groups", [])
+            group | {"params": [plain(key) for key in group["params"]]}
+            for group in osd.get("param_groups", [])
         ],
     }
 
 
-# --- ranks ---------------------------------------------------------------------------------------------
+# --- ranks
+# ---------------------------------------------------------------------------------------------
 
 
 def _of_all_ranks(groups: list[dict[str, Any]], ranks: RankGroup) -> list[dict[str, Any]]:
@@ -124,7 +134,8 @@ def _plain(value: Any) -> Any:
     return repr(value)
 
 
-# --- parameters ----------------------------------------------------------------------------------------
+# --- parameters
+# ----------------------------------------------------------------------------------------
 
 
 def is_fsdp1(model: torch.nn.Module) -> bool:
@@ -145,7 +156,10 @@ def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
     with (
         _torch.without_fsdp1_warnings(),
         FullyShardedDataParallel.state_dict_type(
-            model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+            model,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(),
+            ShardedOptimStateDictConfig(),
         ),
     ):
         yield
@@ -158,7 +172,9 @@ def parameter_names(
     fqns_of: dict[int, list[str]] = {}
     for model in models:
         for key, param in model.named_parameters():
-            fqns_of.setdefault(id(param), [without_compiler(fqn) for fqn in _torch.fqns(model, key)])
+            fqns_of.setdefault(
+                id(param), [without_compiler(fqn) for fqn in _torch.fqns(model, key)]
+            )
     names = []
     for at, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):

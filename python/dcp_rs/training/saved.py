@@ -71,7 +71,9 @@ class SavedOptimizers:
         choice: what of it is loaded.
     """
 
-    def __init__(self, metadata: Metadata, key: str, groups: list[dict[str, Any]], choice: Choice) -> None:
+    def __init__(
+        self, metadata: Metadata, key: str, groups: list[dict[str, Any]], choice: Choice
+    ) -> None:
         self._metadata = metadata
         self._groups = groups
         self._choice = choice
@@ -81,7 +83,11 @@ class SavedOptimizers:
         #: Whether parameters go by their number among those of the optimizer.
         self.by_id = any(isinstance(param, int) for group in groups for param in group["params"])
         base = join(key, "param_groups")
-        names = [name for name in metadata.state_dict_metadata if name == base or name.startswith(f"{base}.")]
+        names = [
+            name
+            for name in metadata.state_dict_metadata
+            if name == base or name.startswith(f"{base}.")
+        ]
         self._takes_groups = any(map(choice.wants, names))
         if not self._takes_groups:
             choice.report.excluded += names
@@ -89,11 +95,14 @@ class SavedOptimizers:
         # What was loaded: name in the checkpoint to value.
         self._values: dict[str, Any] = {}
 
-    def template(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    def template(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer]
+    ) -> dict[str, Any]:
         """Memory for all state of the parameters of these optimizers, by name in the checkpoint. To be filled, and kept by the caller.
 
         Raises:
-            PlanError: what is saved is not for these optimizers: other parameters, numbers, groups or shapes.
+            PlanError: what is saved is not for these optimizers: other parameters, numbers, groups
+                or shapes.
         """
         fsdp1 = is_fsdp1(models[0])
         shards = get_model_state_dict(models[0]) if fsdp1 else {}
@@ -114,15 +123,25 @@ class SavedOptimizers:
             part = _Part(optimizer, number, keys, groups, own, kept)
             self._parts.append(part)
             # A flat parameter stands for several, of which an optimizer knows nothing.
-            made = {} if fsdp1 or not any(map(self._state.of, keys.values())) else made_state(optimizer)
+            made = (
+                {}
+                if fsdp1 or not any(map(self._state.of, keys.values()))
+                else made_state(optimizer)
+            )
             for param, fqns in names:
                 makes = made.get(param, Made())
                 rooms: dict[str, dict[str, Any] | None] = {}
                 for fqn in fqns:
                     if fqn not in kept:
                         self._state.take_keys(keys[fqn], part.own.get(fqn, {}), makes)
-                    entries = None if fqn in kept else self._chosen(fqn, keys[fqn], part.own.get(fqn, {}))
-                    rooms[fqn] = None if entries is None else self._room(entries, fqn, shards, param, part, makes)
+                    entries = (
+                        None if fqn in kept else self._chosen(fqn, keys[fqn], part.own.get(fqn, {}))
+                    )
+                    rooms[fqn] = (
+                        None
+                        if entries is None
+                        else self._room(entries, fqn, shards, param, part, makes)
+                    )
                 self._take(rooms, kept)
         self._state.warn()
         return self._values
@@ -137,7 +156,11 @@ class SavedOptimizers:
         for part in self._parts:
             if not self._takes_groups and part.kept.issuperset(part.keys):
                 continue
-            loaded = {fqn: key for fqn, key in part.keys.items() if key in self._state and fqn not in part.kept}
+            loaded = {
+                fqn: key
+                for fqn, key in part.keys.items()
+                if key in self._state and fqn not in part.kept
+            }
             state = self._state.trees(loaded, partial(self._value, part.own))
             if fsdp1:
                 stays = {fqn: part.own[fqn] for fqn in part.kept if fqn in part.own}
@@ -145,14 +168,22 @@ class SavedOptimizers:
             else:
                 self._apply_plain(models, part, state)
 
-    def _value(self, own: Mapping[str, Mapping[Any, Any]], fqn: str, path: TreePath, name: str) -> Any:
+    def _value(
+        self, own: Mapping[str, Mapping[Any, Any]], fqn: str, path: TreePath, name: str
+    ) -> Any:
         """What an entry of a parameter's state becomes: what was loaded, else it stays."""
         return self._values[name] if name in self._values else get_at(own[fqn], path)
 
-    def _apply_plain(self, models: Sequence[torch.nn.Module], part: _Part, state: dict[str, Any]) -> None:
+    def _apply_plain(
+        self, models: Sequence[torch.nn.Module], part: _Part, state: dict[str, Any]
+    ) -> None:
         osd = part.optimizer.state_dict()
         by_key = names_by_key(models, part.optimizer, osd, part.number)
-        kept = {key: osd["state"][key] for key, fqn in by_key.items() if fqn in part.kept and key in osd["state"]}
+        kept = {
+            key: osd["state"][key]
+            for key, fqn in by_key.items()
+            if fqn in part.kept and key in osd["state"]
+        }
         loaded = {key: state[fqn] for key, fqn in by_key.items() if fqn in state}
         part.optimizer.load_state_dict(
             {
@@ -164,7 +195,9 @@ class SavedOptimizers:
             }
         )
 
-        for number, param in enumerate(param for group in part.optimizer.param_groups for param in group["params"]):
+        for number, param in enumerate(
+            param for group in part.optimizer.param_groups for param in group["params"]
+        ):
             if number in loaded and self._is_of_dtype(by_key[number], param):
                 _as_it_was(part.optimizer.state[param], loaded[number])
 
@@ -174,12 +207,19 @@ class SavedOptimizers:
         return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == param.dtype
 
     def _apply_fsdp1(
-        self, model: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any], groups: list[dict[str, Any]]
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        state: dict[str, Any],
+        groups: list[dict[str, Any]],
     ) -> None:
         names = compiler_names(model)
         osd = {
             "state": {names.get(fqn, fqn): value for fqn, value in state.items()},
-            "param_groups": [group | {"params": [names.get(fqn, fqn) for fqn in group["params"]]} for group in groups],
+            "param_groups": [
+                group | {"params": [names.get(fqn, fqn) for fqn in group["params"]]}
+                for group in groups
+            ],
         }
         with sharded_state_dicts(model):
             flat = FullyShardedDataParallel.optim_state_dict_to_load(
@@ -191,10 +231,14 @@ class SavedOptimizers:
             )
         optimizer.load_state_dict(flat)
 
-    # --- which of the saved parameters are which ----------------------------------------------------
+    # --- which of the saved parameters are which
+    # ----------------------------------------------------
 
     def _saved_keys(
-        self, optimizer: Optimizer, names: list[tuple[torch.Tensor, list[str]]], shards: Mapping[str, Any]
+        self,
+        optimizer: Optimizer,
+        names: list[tuple[torch.Tensor, list[str]]],
+        shards: Mapping[str, Any],
     ) -> dict[str, str]:
         """The names of an optimizer's parameters, and what they go by in the checkpoint.
 
@@ -204,9 +248,13 @@ class SavedOptimizers:
         if not self.by_id:
             return {fqn: fqn for _, fqns in names for fqn in fqns}
         fqns_of = {id(param): fqns for param, fqns in names}
-        mine = [[fqn for p in group["params"] for fqn in fqns_of[id(p)]] for group in optimizer.param_groups]
+        mine = [
+            [fqn for p in group["params"] for fqn in fqns_of[id(p)]]
+            for group in optimizer.param_groups
+        ]
         if any(len(fqns) > 1 for _, fqns in names):
-            # Flat parameters: numbers were given before they were flattened, group by group, in the order of the model.
+            # Flat parameters: numbers were given before they were flattened, group by group, in the
+            # order of the model.
             order = {fqn: place for place, fqn in enumerate(shards)}
             for fqns in mine:
                 fqns.sort(key=lambda fqn: order.get(fqn, len(order)))
@@ -215,7 +263,9 @@ class SavedOptimizers:
             msg = f"the saved optimizer has {_sizes(saved)}, which go by number, and this one has {_sizes(mine)}"
             raise PlanError(msg)
         return {
-            fqn: str(key) for fqns, ids in zip(mine, saved, strict=True) for fqn, key in zip(fqns, ids, strict=True)
+            fqn: str(key)
+            for fqns, ids in zip(mine, saved, strict=True)
+            for fqn, key in zip(fqns, ids, strict=True)
         }
 
     def _unknown_params(self, keys: dict[str, str], number: int) -> list[str]:
@@ -235,12 +285,17 @@ class SavedOptimizers:
         return unknown
 
     def _matching_groups(
-        self, optimizer: Optimizer, names: list[tuple[torch.Tensor, list[str]]], keys: dict[str, str], number: int
+        self,
+        optimizer: Optimizer,
+        names: list[tuple[torch.Tensor, list[str]]],
+        keys: dict[str, str],
+        number: int,
     ) -> list[dict[str, Any]]:
         """For each group of the optimizer its parameters, and the settings that they were saved with.
 
         Raises:
-            PlanError: parameters of one group were saved in groups that differ, and that is an error.
+            PlanError: parameters of one group were saved in groups that differ, and that is an
+                error.
         """
         group_of = {str(param): group for group in self._groups for param in group["params"]}
         fqns_of = {id(param): fqns for param, fqns in names}
@@ -255,25 +310,34 @@ class SavedOptimizers:
             found = {id(g): g for g in (group_of.get(keys[fqn]) for fqn in fqns) if g is not None}
             saved = list(found.values()) or ([] if fqns else empty[:1])
             settings = [{k: v for k, v in g.items() if k not in WHO} for g in saved]
-            if not self._choice.is_partial and any(text_of(other) != text_of(settings[0]) for other in settings[1:]):
+            if not self._choice.is_partial and any(
+                text_of(other) != text_of(settings[0]) for other in settings[1:]
+            ):
                 msg = f"the parameters of group {place} of optimizer {number} were saved in groups with different settings"
                 raise PlanError(msg, tensor=fqns[0])
             # Each has settings of its own: a learning rate that is a tensor is changed in place.
-            matched.append(own | (copy.deepcopy(settings[0]) if settings else {}) | {"params": fqns})
+            matched.append(
+                own | (copy.deepcopy(settings[0]) if settings else {}) | {"params": fqns}
+            )
         return matched
 
-    # --- memory -------------------------------------------------------------------------------------
+    # --- memory
+    # -------------------------------------------------------------------------------------
 
     def _chosen(self, fqn: str, key: str, own: Mapping[Any, Any]) -> dict[TreePath, str] | None:
         """The entries of a parameter's state that are loaded; None where the state that it has is to stay, or that it has none.
 
-        Optimizers take a state for a whole one. So what is left out has to be there, or nothing is loaded.
+        Optimizers take a state for a whole one. So what is left out has to be there, or nothing is
+        loaded.
         """
         entries = self._state.of(key)
         if not entries and not self._choice.wants(f"{self._prefix}.{fqn}"):
             return None
         left = self._choice.left_out(entries.values())
-        whole = any(name in left and get_at(own, path, _MISSING) is _MISSING for path, name in entries.items())
+        whole = any(
+            name in left and get_at(own, path, _MISSING) is _MISSING
+            for path, name in entries.items()
+        )
         if left and (whole or left.issuperset(entries.values())):
             self._choice.report.excluded += [name for name in entries.values() if name not in left]
             return None
@@ -284,7 +348,8 @@ class SavedOptimizers:
     def _take(self, rooms: dict[str, dict[str, Any] | None], kept: set[str]) -> None:
         """Takes the memory for the parameters that are one tensor of the optimizer: several of a flat one, else one.
 
-        The state of a flat parameter cannot come from two steps: if that of one of its parameters stays, that of all does.
+        The state of a flat parameter cannot come from two steps: if that of one of its parameters
+        stays, that of all does.
         """
         if None not in rooms.values():
             for room in rooms.values():
@@ -312,7 +377,9 @@ class SavedOptimizers:
             shape, dtype = tuple(stored.size), stored.properties.dtype
             if shards:
                 like = shards.get(fqn, param)
-                is_shard = shape != () and type(like) not in _torch.PLAIN_TYPES  # of the parameter's shape, in FSDP1
+                is_shard = (
+                    shape != () and type(like) not in _torch.PLAIN_TYPES
+                )  # of the parameter's shape, in FSDP1
                 expected, own = (like if is_shard else None), None
             else:
                 like = param
@@ -334,12 +401,20 @@ def _as_it_was(state: dict[Any, Any], loaded: Mapping[Any, Any]) -> None:
     """
     for key, value in loaded.items():
         cast = state.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != value.dtype:
+        if (
+            isinstance(value, torch.Tensor)
+            and isinstance(cast, torch.Tensor)
+            and cast.dtype != value.dtype
+        ):
             state[key] = value.to(cast.device)
 
 
 def _memory(
-    shape: tuple[int, ...], dtype: torch.dtype, path: TreePath, like: Any, expected: torch.Tensor | None
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    path: TreePath,
+    like: Any,
+    expected: torch.Tensor | None,
 ) -> torch.Tensor:
     """New memory for an entry of a parameter's state: as the optimizer makes it (``expected``), if that is known, else as the parameter is."""
     device = _torch.default_device() if like.device.type == "meta" else like.device
@@ -354,6 +429,4 @@ def _memory(
 
 def _sizes(groups: list[list[Any]]) -> str:
     """How many parameters are in groups."""
-    return (
-        f"{len(groups)} group{'s' if groups[1:] else ''} of {', '.join(str(len(group)) for group in groups)} parameters"
-    )
+    return f"{len(groups)} group{'s' if groups[1:] else ''} of {', '.join(str(len(group)) for group in groups)} parameters"

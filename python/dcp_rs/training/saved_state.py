@@ -35,7 +35,8 @@ class Branch:
         paths: of the leaves, from there on, by name.
         positions: of the leaves among all that was saved, where that is known.
         containers: those that paths do not tell, with paths from there on.
-        is_exact: whether keys are what they were. DCP itself keeps them as text, and what was flat has no others.
+        is_exact: whether keys are what they were. DCP itself keeps them as text, and what was flat
+            has no others.
     """
 
     paths: dict[str, TreePath]
@@ -44,7 +45,9 @@ class Branch:
     is_exact: bool
 
 
-def branch_at(metadata: Metadata, prefix: tuple[str, ...], parameters: Collection[str] = ()) -> Branch:
+def branch_at(
+    metadata: Metadata, prefix: tuple[str, ...], parameters: Collection[str] = ()
+) -> Branch:
     """The entries below a path, each where it was when it was saved, else where its name says.
 
     Args:
@@ -71,19 +74,30 @@ def branch_at(metadata: Metadata, prefix: tuple[str, ...], parameters: Collectio
             # Flat when it was saved (`flatten_optimizer_state_dict`, or no planner's data).
             path, is_exact = (*prefix, *_split(name[len(start) :], parameters)), False
         paths[name], positions[name] = tuple(path[depth:]), places[number]
-    below = [Container(c.position, c.path[depth:], c.kind) for c in containers or () if _is_below(c.path, prefix)]
+    below = [
+        Container(c.position, c.path[depth:], c.kind)
+        for c in containers or ()
+        if _is_below(c.path, prefix)
+    ]
     return Branch(paths, positions, below, is_exact)
 
 
-def tree_of(leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container] = ()) -> Any:
+def tree_of(
+    leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container] = ()
+) -> Any:
     """The tree of these leaves (position, path, value) and containers, which may be a list or one leaf; an empty dict where there is nothing.
 
     Raises:
         PlanError: paths contradict each other.
     """
     # One level down: a state dict is a mapping always.
-    lower = [Container(container.position, ("", *container.path), container.kind) for container in containers]
-    return nest(((position, ("", *path), value) for position, path, value in leaves), lower).get("", {})
+    lower = [
+        Container(container.position, ("", *container.path), container.kind)
+        for container in containers
+    ]
+    return nest(((position, ("", *path), value) for position, path, value in leaves), lower).get(
+        "", {}
+    )
 
 
 def join(key: str, name: str) -> str:
@@ -112,12 +126,15 @@ class SavedState:
         choice: what of it is loaded.
     """
 
-    def __init__(self, metadata: Metadata, prefix: str, parameters: Collection[str], choice: Choice) -> None:
+    def __init__(
+        self, metadata: Metadata, prefix: str, parameters: Collection[str], choice: Choice
+    ) -> None:
         branch = branch_at(metadata, tuple(prefix.split(".")), parameters)
         self._prefix = prefix
         self._choice = choice
         self._positions, self._is_exact = branch.positions, branch.is_exact
-        # Parameter (name, or number as text) to the paths of its entries and their names in the checkpoint.
+        # Parameter (name, or number as text) to the paths of its entries and their names in the
+        # checkpoint.
         self._entries: dict[str, dict[TreePath, str]] = {}
         self._containers: dict[str, list[Container]] = {}
         self._unclear: list[tuple[str, str]] = []
@@ -166,7 +183,9 @@ class SavedState:
                 f"optimizer has nor what it makes for a parameter tells what {key!r} was; it is loaded as text"
             )
 
-    def trees(self, keys: Mapping[str, str], value: Callable[[str, TreePath, str], Any]) -> dict[str, Any]:
+    def trees(
+        self, keys: Mapping[str, str], value: Callable[[str, TreePath, str], Any]
+    ) -> dict[str, Any]:
         """The states of parameters, by FQN; none for those that have none.
 
         Args:
@@ -180,18 +199,26 @@ class SavedState:
         containers: list[Container] = []
         for fqn, key in keys.items():
             entries = self.of(key)
-            leaves += [(self._positions[name], (fqn, *path), value(fqn, path, name)) for path, name in entries.items()]
-            containers += [Container(c.position, (fqn, *c.path), c.kind) for c in self._chosen(key, entries)]
+            leaves += [
+                (self._positions[name], (fqn, *path), value(fqn, path, name))
+                for path, name in entries.items()
+            ]
+            containers += [
+                Container(c.position, (fqn, *c.path), c.kind) for c in self._chosen(key, entries)
+            ]
         return nest(leaves, containers)
 
     def _chosen(self, key: str, leaves: Iterable[TreePath]) -> list[Container]:
-        return remaining(self._containers.get(key, ()), leaves, partial(self._wants, f"{self._prefix}.{key}"))
+        return remaining(
+            self._containers.get(key, ()), leaves, partial(self._wants, f"{self._prefix}.{key}")
+        )
 
     def _wants(self, above: str, name: str) -> bool:
         return self._choice.wants(join(above, name))
 
 
-# --- what the optimizer makes, and what it calls it ---------------------------------------------------
+# --- what the optimizer makes, and what it calls it
+# ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +237,18 @@ class Made:
 def made_state(optimizer: Optimizer) -> dict[torch.Tensor, Made]:
     """Return the state that an optimizer without state makes for its parameters, as torch's ``get_optimizer_state_dict`` has it made.
 
-    That is by a step with gradients and learning rates of zero. Afterwards the optimizer is as it was. One that cannot take such a step
-    tells nothing: one that needs a closure, say.
+    That is by a step with gradients and learning rates of zero. Afterwards the optimizer is as it
+    was. One that cannot take such a step tells nothing: one that needs a closure, say.
     """
     if optimizer.state:
         return {}
     rates = [group.get("lr") for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]
-    with contextlib.suppress(Exception), warnings.catch_warnings():  # whatever goes wrong in the code of others
+    with (
+        contextlib.suppress(Exception),
+        warnings.catch_warnings(),
+    ):  # whatever goes wrong in the code of others
         warnings.simplefilter("ignore")
         for param in params:
             param.grad = None
@@ -232,7 +262,9 @@ def made_state(optimizer: Optimizer) -> dict[torch.Tensor, Made]:
     for param, state in optimizer.state.items():
         flat = flatten(state)
         leaves = ((flat.paths[name], value) for name, value in flat.values.items())
-        tensors = {path: v for path, v in leaves if isinstance(v, torch.Tensor) and not _is_partial(v)}
+        tensors = {
+            path: v for path, v in leaves if isinstance(v, torch.Tensor) and not _is_partial(v)
+        }
         made[param] = Made(tensors, keys_of(state))
     optimizer.state.clear()
     return made
@@ -240,7 +272,9 @@ def made_state(optimizer: Optimizer) -> dict[torch.Tensor, Made]:
 
 def _is_partial(tensor: torch.Tensor) -> bool:
     """Whether its values are yet to be summed: nothing can be loaded into that."""
-    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+    return isinstance(tensor, DTensor) and any(
+        placement.is_partial() for placement in tensor.placements
+    )
 
 
 def keys_of(tree: Any) -> dict[TreePath, Any]:
@@ -253,7 +287,10 @@ def keys_of(tree: Any) -> dict[TreePath, Any]:
 def with_keys(path: TreePath, keys: Mapping[TreePath, Any]) -> TreePath:
     """The path with the keys that are known in place of the text that stands for them."""
     text = text_path(path)
-    return tuple(keys.get(text[:end], part) if type(part) is str else part for end, part in enumerate(path, 1))
+    return tuple(
+        keys.get(text[:end], part) if type(part) is str else part
+        for end, part in enumerate(path, 1)
+    )
 
 
 def unclear_in(path: TreePath, keys: Mapping[TreePath, Any]) -> str | None:

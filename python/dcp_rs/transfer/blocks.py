@@ -17,7 +17,8 @@ from dcp_rs.transfer import slabs
 
 __all__ = ["BLOCK_BYTES", "Block", "BlockPool", "blocks", "release_pinned_memory"]
 
-#: As large as a block becomes where torch pins it, which takes a power of two; a tensor that is larger has one of its own.
+#: As large as a block becomes where torch pins it, which takes a power of two; a tensor that is
+#: larger has one of its own.
 BLOCK_BYTES = 1 << 30
 
 
@@ -50,12 +51,15 @@ class Block:
     def _register(self, runtime: Any, device: torch.device) -> None:
         """Pins the memory as it is: not a byte more, and given back when the block is."""
         address = self.memory.data_ptr()
-        self.pinned = int(runtime.cudaHostRegister(address, self.nbytes, 1)) == 0  # 1: cudaHostRegisterPortable
+        self.pinned = (
+            int(runtime.cudaHostRegister(address, self.nbytes, 1)) == 0
+        )  # 1: cudaHostRegisterPortable
         if self.pinned:
             # The memory is among the arguments, so that it goes after the pin.
             weakref.finalize(self, _unpin, runtime, self.memory, os.getpid()).atexit = False
         else:
-            # The runtime remembers the error until a launch is checked, and would tell somebody else of it.
+            # The runtime remembers the error until a launch is checked, and would tell somebody
+            # else of it.
             with contextlib.suppress(RuntimeError):
                 torch.empty(1, device=device).zero_()
 
@@ -113,7 +117,10 @@ class BlockPool:
                 block.passed_over += 1
             # Twice not needed: another model's.
             self._idle = [block for block in self._idle if block.passed_over < 2]
-        return [Block(size, pin) if found is None else found for size, found in zip(sizes, taken, strict=True)]
+        return [
+            Block(size, pin) if found is None else found
+            for size, found in zip(sizes, taken, strict=True)
+        ]
 
     def give(self, taken: Sequence[Block]) -> None:
         """Take blocks back that nothing reads or writes any more."""
@@ -145,7 +152,8 @@ def _take(idle: list[Block], nbytes: int, kind: Any) -> Block | None:
 
 
 _pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()
-#: Blocks of stagers that keep none of their own: pages that are new, and pins, take longer than the copy.
+#: Blocks of stagers that keep none of their own: pages that are new, and pins, take longer than the
+#: copy.
 blocks = BlockPool()
 
 

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-__all__ = ["CopyStream", "PairedCopyStream", "Transfer", "copy_stream_for", "is_accelerator", "synchronize"]
+__all__ = [
+    "CopyStream",
+    "PairedCopyStream",
+    "Transfer",
+    "copy_stream_for",
+    "is_accelerator",
+    "synchronize",
+]
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -54,8 +61,10 @@ class Transfer:
 
     Attributes:
         direct: between the slab and tensors on the device.
-        runs: bytes (begin, end) that move between the slab and the same place of the scratch memory.
-        grouped: between scratch memory and tensors, all on the device: lists of destinations and sources that one call can copy.
+        runs: bytes (begin, end) that move between the slab and the same place of the scratch
+            memory.
+        grouped: between scratch memory and tensors, all on the device: lists of destinations and
+            sources that one call can copy.
         single: the same, one at a time.
     """
 
@@ -68,7 +77,8 @@ class Transfer:
 class CopyStream:
     """The way of slabs to one device, or back. This one is to host memory, where a copy is done when it returns.
 
-    :meth:`scratch` and the transfer that uses it take turns. The *caller's stream* is the one that was current when the copy stream was made.
+    :meth:`scratch` and the transfer that uses it take turns. The *caller's stream* is the one that
+    was current when the copy stream was made.
     """
 
     def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # it never changes
@@ -135,7 +145,8 @@ class PairedCopyStream(CopyStream):
         if len(set(self._streams)) < self.STREAMS:
             msg = f"{device} has one stream for all"
             raise RuntimeError(msg)
-        # Kept: a consumer that takes tensors one by one may have another stream current each time, and memory has one home.
+        # Kept: a consumer that takes tensors one by one may have another stream current each time,
+        # and memory has one home.
         self._caller = torch.accelerator.current_stream(device)
         # By its number, where it was given as the current one: another may be that by and by.
         self._device = self._caller.device
@@ -143,7 +154,8 @@ class PairedCopyStream(CopyStream):
         self._events = [_new_event(self._device)]
         self._scratch: list[torch.Tensor | None] = [None] * self.STREAMS
         self._turn = 0
-        #: How often these streams were asked for something, and after how much of it each other stream comes.
+        #: How often these streams were asked for something, and after how much of it each other
+        #: stream comes.
         self._asked = 0
         self._ordered: dict[torch.Stream, int] = {}
         self.order_after_caller()
@@ -157,7 +169,8 @@ class PairedCopyStream(CopyStream):
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
         scratch = self._scratch[self._turn]
         if scratch is None or scratch.numel() < slab.numel():
-            # Of the caller's stream, which waits for these streams in the end: the memory goes back to where it came from.
+            # Of the caller's stream, which waits for these streams in the end: the memory goes back
+            # to where it came from.
             scratch = self._scratch[self._turn] = self.empty((slab.numel(),), torch.uint8)
             self._streams[self._turn].wait_stream(self._caller)
         return scratch
@@ -225,7 +238,8 @@ class PairedCopyStream(CopyStream):
         if self._ordered.get(taker) != self._asked:
             self._order_before(taker)
         if taker != self._caller:
-            # Else its memory would be the next tensor's as soon as it is let go, with work of the taker's stream still to come.
+            # Else its memory would be the next tensor's as soon as it is let go, with work of the
+            # taker's stream still to come.
             tensor.record_stream(taker)
         return tensor
 

@@ -21,11 +21,12 @@ __all__ = ["Load", "fill"]
 class Load:
     """All destinations of one load, together.
 
-    Those that share memory hold in the end what filling one after another would leave: file by file, as the plan first comes to them, and of a
-    file in the order of the plan. That is what stock DCP's readers do.
+    Those that share memory hold in the end what filling one after another would leave: file by
+    file, as the plan first comes to them, and of a file in the order of the plan. That is what
+    stock DCP's readers do.
 
-    In place are filled CPU tensors of the stored dtype, strided ones too. The others through slabs of host memory of bounded size, by copies
-    that convert device and dtype.
+    In place are filled CPU tensors of the stored dtype, strided ones too. The others through slabs
+    of host memory of bounded size, by copies that convert device and dtype.
 
     Args:
         index: where the data is.
@@ -54,7 +55,8 @@ class Load:
         """Adds targets.
 
         Raises:
-            PlanError: no chunk holds some part of one, or a tensor cannot be filled: it has no memory, or elements that share bytes.
+            PlanError: no chunk holds some part of one, or a tensor cannot be filled: it has no
+                memory, or elements that share bytes.
             UnsupportedError: a tensor that is not strided.
         """
         direct: list[Target] = []
@@ -98,7 +100,9 @@ class Load:
         if wants:
             self._counts.add(upload(self._batch, wants, self._elsewhere, self._options, tell))
         if opaque := self._batch.opaque(turn):
-            _fill_opaque(self._index, [self._elsewhere[i] for i in opaque], self._options, self._counts)
+            _fill_opaque(
+                self._index, [self._elsewhere[i] for i in opaque], self._options, self._counts
+            )
         return stats.read
 
     def run_all(self) -> int:
@@ -106,14 +110,21 @@ class Load:
         return sum(self.run(turn) for turn in range(self.arrange()))
 
 
-def fill(index: _core.Index, targets: Sequence[Target], options: ReadOptions, counts: Counts | None = None) -> None:
+def fill(
+    index: _core.Index,
+    targets: Sequence[Target],
+    options: ReadOptions,
+    counts: Counts | None = None,
+) -> None:
     """Fills every tensor from the chunks that hold its region. Raises as :meth:`Load.add`."""
     load = Load(index, options, counts=counts)
     load.add(targets)
     load.run_all()
 
 
-def _fill_opaque(index: _core.Index, targets: Sequence[Target], options: ReadOptions, counts: Counts) -> None:
+def _fill_opaque(
+    index: _core.Index, targets: Sequence[Target], options: ReadOptions, counts: Counts
+) -> None:
     """By their own ``copy_``, from whole rectangles in host memory."""
     limit = options.inflight_bytes(accelerator=False)
     at = 0
@@ -122,7 +133,12 @@ def _fill_opaque(index: _core.Index, targets: Sequence[Target], options: ReadOpt
         nbytes = 0
         while at < len(targets) and (not group or nbytes < limit):
             target = targets[at]
-            group.append((target, check_made(torch.empty(target.tensor.shape, dtype=target.dtype, device="cpu"))))
+            group.append(
+                (
+                    target,
+                    check_made(torch.empty(target.tensor.shape, dtype=target.dtype, device="cpu")),
+                )
+            )
             nbytes += group[-1][1].nbytes
             at += 1
         fill(index, [replace(target, tensor=values) for target, values in group], options, counts)

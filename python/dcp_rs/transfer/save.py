@@ -1,6 +1,7 @@
 """What a rank writes: values as bytes, tensors from where they are, and their way into the data files.
 
-What does not lie in host memory as it is stored is cut into parts, which fit memory of bounded size.
+What does not lie in host memory as it is stored is cut into parts, which fit memory of bounded
+size.
 """
 
 from __future__ import annotations
@@ -23,9 +24,19 @@ from dcp_rs.tensors.regions import ALIGNMENT, cut, narrow, rectangles
 from dcp_rs.transfer import slabs
 from dcp_rs.transfer.copy_stream import CopyStream, Transfer, copy_stream_for
 
-__all__ = ["BLOCK_BYTES", "Entry", "as_object", "dump", "refuse_meta", "turns", "why_not_raw", "write_entries"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Entry",
+    "as_object",
+    "dump",
+    "refuse_meta",
+    "turns",
+    "why_not_raw",
+    "write_entries",
+]
 
-#: Digests cover blocks of this many bytes, so a tensor that is written in parts is cut at multiples of it.
+#: Digests cover blocks of this many bytes, so a tensor that is written in parts is cut at multiples
+#: of it.
 BLOCK_BYTES = 1 << 20
 
 
@@ -64,7 +75,10 @@ class Entry:
         """Whether the payload lies in memory, of whichever device, as it is written."""
         data = self.data
         return isinstance(data, bytes) or (
-            self.dtype in (None, data.dtype) and data.is_contiguous() and not data.is_conj() and not data.is_neg()
+            self.dtype in (None, data.dtype)
+            and data.is_contiguous()
+            and not data.is_conj()
+            and not data.is_neg()
         )
 
     def head(self, nbytes: int) -> Entry:
@@ -80,7 +94,9 @@ class Entry:
 
     def item(self) -> _core.SaveItem:
         """As the engine has it."""
-        dtype = NAMES[self.dtype or self.data.dtype] if isinstance(self.data, torch.Tensor) else None
+        dtype = (
+            NAMES[self.dtype or self.data.dtype] if isinstance(self.data, torch.Tensor) else None
+        )
         return _core.SaveItem(
             self.fqn,
             self.nbytes,
@@ -120,7 +136,8 @@ def dump(fqn: str, value: Any, *, strict: bool) -> bytes:
 
     Raises:
         UnsafePickleError: such a value, with ``strict``.
-        UnsupportedError: a value that does not pickle; such a tensor does not load under ``weights_only=True`` either.
+        UnsupportedError: a value that does not pickle; such a tensor does not load under
+            ``weights_only=True`` either.
     """
     refusal = why_not_raw(value) if isinstance(value, torch.Tensor) else None
     if refusal is not None:
@@ -136,7 +153,14 @@ def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
         data = pickles.dump(tensor)
         pickles.check_loadable(fqn, data)
     except (
-        *(CorruptDataError, UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError),
+        *(
+            CorruptDataError,
+            UnsafePickleError,
+            RuntimeError,
+            NotImplementedError,
+            TypeError,
+            AttributeError,
+        ),
         KeyError,  # of a dtype that torch.save does not know
     ) as error:
         msg = f"tensor {fqn!r} cannot be saved as raw bytes ({refusal}), nor as an object that loads with weights_only=True: {error}"
@@ -172,8 +196,8 @@ def write_entries(
 ) -> None:
     """Writes entries, or has them compared; they are the items of ``save`` from ``first``.
 
-    What lies in host memory as it is stored is written from there, the rest through memory of bounded size. ``only``, for each item of the save:
-    whether to write it; default: all.
+    What lies in host memory as it is stored is written from there, the rest through memory of
+    bounded size. ``only``, for each item of the save: whether to write it; default: all.
     """
     of_turn: dict[int, list[tuple[int, Entry]]] = {}
     for i, (entry, turn) in enumerate(zip(entries, turns(entries), strict=True), first):
@@ -183,14 +207,18 @@ def write_entries(
         if turn == _VALUES:
             save.write_values([(i, entry.data) for i, entry in numbered])  # type: ignore[misc]
         elif turn == _IN_PLACE:
-            save.write([_core.Part(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in numbered])  # type: ignore[union-attr]
+            save.write(
+                [_core.Part(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in numbered]
+            )  # type: ignore[union-attr]
         elif turn == _CONVERTED:
             _write_converted(save, numbered, options.inflight_bytes(accelerator=False))
         else:
             _write_from_device(save, numbered[0][1].data.device, numbered, options)  # type: ignore[union-attr]
 
 
-def _write_converted(save: _core.Save | _core.Reuse, entries: Sequence[tuple[int, Entry]], limit: int) -> None:
+def _write_converted(
+    save: _core.Save | _core.Reuse, entries: Sequence[tuple[int, Entry]], limit: int
+) -> None:
     """Writes host tensors that are cast, strided or lazily conjugated, through a buffer."""
     # Half of the limit: what is conjugated exists twice.
     size = max(BLOCK_BYTES, limit // 2 // BLOCK_BYTES * BLOCK_BYTES)
@@ -204,7 +232,10 @@ def _write_converted(save: _core.Save | _core.Reuse, entries: Sequence[tuple[int
 
 
 def _write_from_device(
-    save: _core.Save | _core.Reuse, device: torch.device, entries: Sequence[tuple[int, Entry]], options: WriteOptions
+    save: _core.Save | _core.Reuse,
+    device: torch.device,
+    entries: Sequence[tuple[int, Entry]],
+    options: WriteOptions,
 ) -> None:
     """Writes tensors of one device: (item of ``save``, entry) each. They are those that the caller's current stream makes."""
     max_bytes = options.inflight_bytes(accelerator=True)
@@ -221,16 +252,20 @@ def _write_from_device(
             while free and (parts := next(filled, None)):
                 slab = free.pop()
                 transfer = _transfer(slab, stream, parts)
-                # It may read what the caller's stream is still conjugating. Until it is done, somebody has to keep that.
+                # It may read what the caller's stream is still conjugating. Until it is done,
+                # somebody has to keep that.
                 stream.order_after_caller()
                 copying.append((slab, parts, transfer, stream.download(slab, transfer)))
             if not copying:
                 break
-            # Half of what there is: the disk gets large writes, and the copies to the other half go on meanwhile.
+            # Half of what there is: the disk gets large writes, and the copies to the other half go
+            # on meanwhile.
             ready = [copying.popleft() for _ in range(min(len(copying), max(1, count // 2)))]
             for *_, token in ready:
                 stream.wait(token)
-            save.write([part.write_from(slab.data_ptr()) for slab, parts, *_ in ready for part in parts])
+            save.write(
+                [part.write_from(slab.data_ptr()) for slab, parts, *_ in ready for part in parts]
+            )
             free += [slab for slab, *_ in ready]
     finally:
         stream.order_before_caller()
@@ -242,8 +277,9 @@ def _write_from_device(
 def _transfer(slab: torch.Tensor, stream: CopyStream, parts: Sequence[Part]) -> Transfer:
     """The copies of the parts into the slab.
 
-    What lies on the device as it is written comes straight, if it is large. The rest is gathered in the scratch memory first, where it
-    is cast as well: that takes no other memory, be the tensor strided as it may.
+    What lies on the device as it is written comes straight, if it is large. The rest is gathered in
+    the scratch memory first, where it is cast as well: that takes no other memory, be the tensor
+    strided as it may.
     """
     transfer = Transfer()
     together: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
@@ -300,7 +336,10 @@ class Part:
 def pack(entries: Sequence[tuple[int, Entry]], max_bytes: int) -> Iterator[list[Part]]:
     """Cuts tensors at multiples of a block, and packs the parts: so many as ``max_bytes`` hold, which is a block at least."""
     for cuts in cut(((entry.nbytes, 1, BLOCK_BYTES) for _, entry in entries), max_bytes):
-        yield [Part(*entries[part.number], part.begin, part.begin + part.count, part.at) for part in cuts]
+        yield [
+            Part(*entries[part.number], part.begin, part.begin + part.count, part.at)
+            for part in cuts
+        ]
 
 
 def flat(entry: Entry) -> torch.Tensor | None:

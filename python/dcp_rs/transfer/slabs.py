@@ -15,7 +15,8 @@ __all__ = ["SPARE_SLABS", "kept", "pinned_by_torch", "pinned_memory", "slab_byte
 MIB = 1 << 20
 #: A slab begins at a multiple of this: direct reads land in it.
 PAGE = 4096
-#: Large against the cost of starting a copy, and small enough for each of many threads to fill one of its own.
+#: Large against the cost of starting a copy, and small enough for each of many threads to fill one
+#: of its own.
 SLAB_BYTES = 8 * MIB
 MIN_SLAB_BYTES = 64 << 10
 #: Slabs that copies may hold, beyond those that are being filled.
@@ -47,8 +48,11 @@ class _SlabCache:
             with self._lock:
                 others: list[torch.Tensor] = []
                 for slab in self._kept:
-                    (taken if slab.numel() == nbytes and len(taken) < count else others).append(slab)
-                # Those of another size may be the next load's, if there is room for them beside these.
+                    (taken if slab.numel() == nbytes and len(taken) < count else others).append(
+                        slab
+                    )
+                # Those of another size may be the next load's, if there is room for them beside
+                # these.
                 self._kept = _last(others, MAX_KEPT_BYTES - count * nbytes)
         with torch.inference_mode(False):  # what is kept is written to in whichever mode
             while len(taken) < count:
@@ -85,7 +89,11 @@ def _last(slabs: Sequence[torch.Tensor], max_bytes: int) -> list[torch.Tensor]:
 def _new_slab(nbytes: int, *, pinned: bool) -> torch.Tensor:
     if pinned:
         slab = check_made(pinned_memory(nbytes)[0])
-        return slab if slab.data_ptr() % PAGE == 0 else _aligned(pinned_memory(nbytes + PAGE)[0], nbytes)
+        return (
+            slab
+            if slab.data_ptr() % PAGE == 0
+            else _aligned(pinned_memory(nbytes + PAGE)[0], nbytes)
+        )
     return _aligned(check_made(torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")), nbytes)
 
 

@@ -27,7 +27,18 @@ __all__ = ["HostStager", "Staging"]
 _ALIGN = 64
 #: By the bytes of an element. Those of complex128 and larger are copied as what they are.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_IMMUTABLE = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 
 
 class HostStager:
@@ -57,7 +68,8 @@ class HostStager:
         """Copy a state dict to host memory. The original may change once this returns.
 
         Args:
-            state_dict: what to copy. Dicts, lists and tuples are copied too; other values are the same objects.
+            state_dict: what to copy. Dicts, lists and tuples are copied too; other values are the
+                same objects.
 
         Returns:
             The copy.
@@ -71,7 +83,9 @@ class HostStager:
         staging.finish()
         return staging.state_dict
 
-    def _begin(self, state_dict: Mapping[str, Any], *, watched: bool = False, wait: bool = True) -> Staging:
+    def _begin(
+        self, state_dict: Mapping[str, Any], *, watched: bool = False, wait: bool = True
+    ) -> Staging:
         """Begin a copy: what is no tensor is copied, and of tensors what devices were asked for until now is what will be.
 
         Args:
@@ -92,14 +106,19 @@ class HostStager:
     def _start(self, state_dict: Mapping[str, Any], *, watched: bool) -> Staging:
         found = _Found()
         found.look_at(state_dict)
-        devices = {source.device for _, source, _ in found.places.values() if source.device.type != "cpu"}
+        devices = {
+            source.device for _, source, _ in found.places.values() if source.device.type != "cpu"
+        }
         pin = min(devices, key=str, default=None)
-        # Tensors of inference could not be written to in another thread, nor does torch detach wrappers in that mode.
+        # Tensors of inference could not be written to in another thread, nor does torch detach
+        # wrappers in that mode.
         with torch.inference_mode(False):
             taken = self._pool.take(found.cut(), pin=pin)
             try:
                 made, pairs = found.targets_in(taken)
-                staged = like(state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items()))
+                staged = like(
+                    state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items())
+                )
             except BaseException:
                 self._pool.give(taken)
                 raise
@@ -134,7 +153,8 @@ Pairs = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 class Staging:
     """A copy of a state dict that has begun, and the blocks that it lies in.
 
-    Whoever saves it calls :meth:`release` when that is over. Where nobody does, the blocks go when the copy does.
+    Whoever saves it calls :meth:`release` when that is over. Where nobody does, the blocks go when
+    the copy does.
 
     Attributes:
         state_dict: the copy. The bytes of its tensors are there after :meth:`finish`.
@@ -153,8 +173,12 @@ class Staging:
         self._pool = pool
         self._process = os.getpid()
         self._released = threading.Event()
-        # Made here: what is copied waits for what the caller's stream of each device holds now, and for nothing that comes later.
-        self._copies = [(copy_stream_for(device), targets, sources) for device, (targets, sources) in pairs.items()]
+        # Made here: what is copied waits for what the caller's stream of each device holds now, and
+        # for nothing that comes later.
+        self._copies = [
+            (copy_stream_for(device), targets, sources)
+            for device, (targets, sources) in pairs.items()
+        ]
         for stream, _, _ in self._copies:
             stream.order_after_caller()
         self._versions = versions
@@ -163,14 +187,17 @@ class Staging:
         """Copies the bytes of the tensors; when it returns, or raises, nothing is being copied any more. Called once, by any thread.
 
         Raises:
-            StateChangedError: torch counted a change of a tensor meanwhile, where that was to be watched.
+            StateChangedError: torch counted a change of a tensor meanwhile, where that was to be
+                watched.
         """
         try:
             with ExitStack() as stack:
                 for stream, targets, sources in self._copies:
                     stack.callback(stream.drain)
                     stream.download(targets[0], Transfer(grouped=[(targets, sources)]))
-            changed = [name for name, tensor, version in self._versions if changes_seen(tensor) != version]
+            changed = [
+                name for name, tensor, version in self._versions if changes_seen(tensor) != version
+            ]
         finally:
             targets = sources = []  # an error is kept longer than what was to be saved
             self._copies, self._versions = [], []
@@ -198,7 +225,9 @@ class Staging:
         """Return whether any of the tensors lies in its blocks."""
         places = [(block.memory.data_ptr(), block.nbytes) for block in self._taken]
         starts = (
-            value.data_ptr() for value in tensors if isinstance(value, torch.Tensor) and value.device.type == "cpu"
+            value.data_ptr()
+            for value in tensors
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu"
         )
         return any(0 <= start - at < nbytes for start in starts for at, nbytes in places)
 
@@ -235,7 +264,9 @@ class _Found:
         """Cuts the row into blocks, between tensors. Returns their sizes."""
         self._starts, end = [], 0
         sizes: list[int] = []
-        extents = sorted((at, at + source.nbytes) for _, source, at in self.places.values() if source.numel())
+        extents = sorted(
+            (at, at + source.nbytes) for _, source, at in self.places.values() if source.numel()
+        )
         for at, stop in extents:
             if not sizes or (at >= end and stop - self._starts[-1] > BLOCK_BYTES):
                 self._starts.append(at)
@@ -263,7 +294,8 @@ class _Found:
                     target = _view(taken[number].memory, begin, source.dtype, source.shape)
                     if at not in copied:
                         copied.add(at)
-                        # Here, in the order of the caller's stream: the host would conjugate what has not arrived yet.
+                        # Here, in the order of the caller's stream: the host would conjugate what
+                        # has not arrived yet.
                         values = _bits(source.resolve_conj().resolve_neg())
                         targets, sources = pairs.setdefault(source.device, ([], []))
                         targets.append(_bits(target))
@@ -273,7 +305,10 @@ class _Found:
 
     def versions(self) -> list[tuple[str, torch.Tensor, int]]:
         """The tensors whose changes torch counts, by name, and how often each was changed."""
-        counted = ((self._names[key], value, changes_seen(value)) for key, (value, _, _) in self.places.items())
+        counted = (
+            (self._names[key], value, changes_seen(value))
+            for key, (value, _, _) in self.places.items()
+        )
         return [(name, value, seen) for name, value, seen in counted if seen is not None]
 
 
@@ -350,8 +385,8 @@ class _At:
 class _Staged(StandIn):
     """A staged state dict that pickles as its blocks, mapped by the other process, and places in them.
 
-    torch would share the memory of each tensor as it comes to it, and where two tensors lie in one storage it ends with SIGSEGV (2.15): its Python
-    object is that of other memory by then.
+    torch would share the memory of each tensor as it comes to it, and where two tensors lie in one
+    storage it ends with SIGSEGV (2.15): its Python object is that of other memory by then.
     """
 
     def __init__(self, staged: dict[str, Any], blocks: list[Block]) -> None:
@@ -378,17 +413,31 @@ class _Staged(StandIn):
         """Where it lies in which block; None: it was not copied to one."""
         spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if type(local) not in _torch.PLAIN_TYPES or local.layout != torch.strided or local.device.type != "cpu":
+        if (
+            type(local) not in _torch.PLAIN_TYPES
+            or local.layout != torch.strided
+            or local.device.type != "cpu"
+        ):
             return None
         number, at = 0, 0
         if local.numel():
             starts = [local.data_ptr() - block.memory.data_ptr() for block in self._blocks]
-            within = [number for number, start in enumerate(starts) if 0 <= start < self._blocks[number].nbytes]
+            within = [
+                number
+                for number, start in enumerate(starts)
+                if 0 <= start < self._blocks[number].nbytes
+            ]
             if not within:
                 return None
             number, at = within[0], starts[within[0]]
         return _At(
-            number, at, local.dtype, tuple(local.shape), tensor.requires_grad, _torch.place_in_whole(tensor), spec
+            number,
+            at,
+            local.dtype,
+            tuple(local.shape),
+            tensor.requires_grad,
+            _torch.place_in_whole(tensor),
+            spec,
         )
 
 

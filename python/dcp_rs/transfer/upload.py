@@ -21,7 +21,8 @@ from dcp_rs.transfer.target import Target
 
 __all__ = ["SlabLoad", "make_transfer", "upload"]
 
-#: From here on a part is worth a copy of its own; smaller ones go down together and are scattered on the device.
+#: From here on a part is worth a copy of its own; smaller ones go down together and are scattered
+#: on the device.
 DIRECT_BYTES = 1 << 20
 #: What lies between two parts is copied with them up to this.
 GAP_BYTES = 64 << 10
@@ -34,7 +35,8 @@ class _Goal:
         tensor: where the elements go.
         dtype: of the elements in the slab.
         same: bytes can be copied as they are.
-        grouped: it can be copied together with others: its operations are torch's own, and its dtypes those that a device copies in groups.
+        grouped: it can be copied together with others: its operations are torch's own, and its
+            dtypes those that a device copies in groups.
         nbytes: bytes of the elements in the slab.
     """
 
@@ -58,7 +60,9 @@ def make_transfer(
 ) -> Transfer:
     """The copies out of ``slab``, in the order of their places, as the stream takes them."""
     transfer = Transfer()
-    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    groups: dict[
+        tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
+    ] = {}
     views: _Views | None = None
     goals: dict[int, _Goal] = {}
     for copy in copies:
@@ -129,8 +133,9 @@ class _Views:
 class SlabLoad:
     """What is wanted, slab by slab. A context manager, to iterate over once.
 
-    It gives (number of the device, copies, slab). Whoever starts copies from the slab says so by :meth:`sent`; the slab is filled again when they are done, or at
-    once if there are none. On the way out every copy has been waited for.
+    It gives (number of the device, copies, slab). Whoever starts copies from the slab says so by
+    :meth:`sent`; the slab is filled again when they are done, or at once if there are none. On the
+    way out every copy has been waited for.
 
     Args:
         batch: what is planned.
@@ -141,11 +146,19 @@ class SlabLoad:
     """
 
     def __init__(
-        self, batch: _core.Batch, wants: Sequence[int], *, sort: bool, accelerator: bool, options: ReadOptions
+        self,
+        batch: _core.Batch,
+        wants: Sequence[int],
+        *,
+        sort: bool,
+        accelerator: bool,
+        options: ReadOptions,
     ) -> None:
         self._max_bytes = options.inflight_bytes(accelerator=accelerator)
         self._slab_bytes = slabs.slab_bytes(self._max_bytes)
-        self._reader = _core.SlabReader.create(batch, wants, self._slab_bytes, sort=sort, **options.slabs())
+        self._reader = _core.SlabReader.create(
+            batch, wants, self._slab_bytes, sort=sort, **options.slabs()
+        )
         self._pinned = accelerator
         self._slabs: list[torch.Tensor] = []
         self._spare = 1
@@ -202,7 +215,10 @@ class SlabLoad:
             self._reader.release(slab)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._reader.close()
         # Copies that cannot be waited for may still read their slabs: those are not used again.
@@ -223,10 +239,13 @@ def upload(
 ) -> _core.ReadStats:
     """Fills what goes through slabs: ``wants`` of a batch whose targets' numbers are those of ``targets``. ``tell`` hears of the bytes on their way.
 
-    When this returns, work that is queued on the caller's current stream of each device sees all of it. After an error the targets may be partly filled,
-    and that work still comes after whatever copies were started.
+    When this returns, work that is queued on the caller's current stream of each device sees all of
+    it. After an error the targets may be partly filled, and that work still comes after whatever
+    copies were started.
     """
-    devices = {space_of(device): device for device in {target.tensor.device: None for target in targets}}
+    devices = {
+        space_of(device): device for device in {target.tensor.device: None for target in targets}
+    }
     accelerator = any(map(is_accelerator, devices.values()))
     load = SlabLoad(batch, wants, sort=True, accelerator=accelerator, options=options)
     with ExitStack() as stack:

@@ -1,4 +1,5 @@
-//! The core's parts by themselves: `cargo bench -p dcp-rs-benches`. What a user waits for is measured by `make bench`.
+//! The core's parts by themselves: `cargo bench -p dcp-rs-benches`. What a user waits for is
+//! measured by `make bench`.
 #![allow(unsafe_code, missing_docs)] // copies raw memory; criterion's macros document nothing
 
 use std::hint::black_box;
@@ -7,12 +8,15 @@ use std::path::Path;
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use dcp_rs_core::copy::{Loop, SignBits, Signs, Stores, copy_strided};
 use dcp_rs_core::format::{
-    BLOCK_SIZE, ChunkEntry, FileEntry, Index, IndexBuilder, Kind, SourceKind, TensorEntry, block_digest,
+    BLOCK_SIZE, ChunkEntry, FileEntry, Index, IndexBuilder, Kind, SourceKind, TensorEntry,
+    block_digest,
 };
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{Region, cover};
 use dcp_rs_core::paths::Links;
-use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, read};
+use dcp_rs_core::read::{
+    Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, read,
+};
 use dcp_rs_core::save_plan::{Rules, assign, encode};
 use dcp_rs_core::write::SaveItem;
 use dcp_rs_core::{Control, Dtype};
@@ -53,7 +57,9 @@ fn add_rank(builder: &mut IndexBuilder, tensors: u64, rank: u64, ranks: u64) {
             path: None,
             position: None,
         };
-        let tensor = builder.add_tensor(entry).expect("the same as of other ranks");
+        let tensor = builder
+            .add_tensor(entry)
+            .expect("the same as of other ranks");
         let chunk = ChunkEntry {
             tensor,
             file,
@@ -86,7 +92,8 @@ fn opening(c: &mut Criterion) {
     }
 }
 
-/// What every rank of a save sends of the model: its rows of each tensor, which `holders` ranks share.
+/// What every rank of a save sends of the model: its rows of each tensor, which `holders` ranks
+/// share.
 fn requests(tensors: u64, ranks: u64, holders: u64) -> Vec<Vec<u8>> {
     let parts = (ranks / holders).max(1);
     let item = |t, part| SaveItem {
@@ -101,7 +108,13 @@ fn requests(tensors: u64, ranks: u64, holders: u64) -> Vec<Vec<u8>> {
         sizes: Dims::from_slice(&[ROWS, COLUMNS]),
         length: ROWS * COLUMNS * 4,
     };
-    let request = |rank| encode(&(0..tensors).map(|t| item(t, rank % parts)).collect::<Vec<_>>());
+    let request = |rank| {
+        encode(
+            &(0..tensors)
+                .map(|t| item(t, rank % parts))
+                .collect::<Vec<_>>(),
+        )
+    };
     (0..ranks).map(request).collect()
 }
 
@@ -113,7 +126,10 @@ fn assigning(c: &mut Criterion) {
             let requests = requests(tensors, ranks, holders);
             group.throughput(Throughput::Elements(tensors * ranks));
             group.bench_function(BenchmarkId::new(who, ranks), |b| {
-                b.iter(|| assign(black_box(&requests), Rules::default()).expect("all of each tensor is there"));
+                b.iter(|| {
+                    assign(black_box(&requests), Rules::default())
+                        .expect("all of each tensor is there")
+                });
             });
         }
     }
@@ -130,7 +146,9 @@ fn merging(c: &mut Criterion) {
     let tensors = 100;
     let mut group = c.benchmark_group("merge the indexes of ranks, of 100 tensors");
     for ranks in [64, 512, 4096] {
-        let parts: Vec<Index> = (0..ranks).map(|rank| index_of_rank(tensors, rank, ranks)).collect();
+        let parts: Vec<Index> = (0..ranks)
+            .map(|rank| index_of_rank(tensors, rank, ranks))
+            .collect();
         group.throughput(Throughput::Elements(tensors * ranks));
         group.sample_size(10);
         group.bench_function(BenchmarkId::from_parameter(ranks), |b| {
@@ -148,16 +166,25 @@ fn merging(c: &mut Criterion) {
 fn looking_up(c: &mut Criterion) {
     let tensors = 20_000;
     let index = open(index(tensors, 1));
-    let names: Vec<String> = (0..index.tensor_count()).map(|t| index.name(t).to_owned()).collect();
+    let names: Vec<String> = (0..index.tensor_count())
+        .map(|t| index.name(t).to_owned())
+        .collect();
     let mut group = c.benchmark_group("find 20,000 names");
     group.throughput(Throughput::Elements(tensors));
     group.bench_function("anywhere", |b| {
-        b.iter(|| names.iter().filter_map(|name| index.find(black_box(name))).count());
+        b.iter(|| {
+            names
+                .iter()
+                .filter_map(|name| index.find(black_box(name)))
+                .count()
+        });
     });
     group.bench_function("next to the last", |b| {
         b.iter(|| {
             names.iter().fold(0, |near, name| {
-                index.find_near(black_box(name), near).map_or(near, |t| t + 1)
+                index
+                    .find_near(black_box(name), near)
+                    .map_or(near, |t| t + 1)
             })
         });
     });
@@ -196,7 +223,9 @@ fn copying(c: &mut Criterion) {
             let loops = if run == len { &[] } else { loops };
             group.bench_function(BenchmarkId::new(format!("{stores:?}, runs of"), run), |b| {
                 // SAFETY: both buffers are `len` long, which is what the loops reach.
-                b.iter(|| unsafe { copy_strided(to.as_mut_ptr(), from.as_ptr(), loops, run as u64, stores) });
+                b.iter(|| unsafe {
+                    copy_strided(to.as_mut_ptr(), from.as_ptr(), loops, run as u64, stores)
+                });
             });
         }
     }
@@ -263,7 +292,10 @@ fn reading(c: &mut Criterion) {
             };
             group.bench_function(BenchmarkId::new(format!("{io:?}, chunks of"), size), |b| {
                 // SAFETY: every request fills its own part of `to`, and the file stays as it is.
-                b.iter(|| unsafe { read(&files, &requests, &Nothing, &options, &Control::default()) }.expect("reads"));
+                b.iter(|| {
+                    unsafe { read(&files, &requests, &Nothing, &options, &Control::default()) }
+                        .expect("reads")
+                });
             });
         }
     }

@@ -1,7 +1,8 @@
-//! Serves rows of a checkpoint's tensors over TCP: `cargo run --release --example serve_rows -- CHECKPOINT [ADDRESS]`.
+//! Serves rows of a checkpoint's tensors over TCP: `cargo run --release --example serve_rows --
+//! CHECKPOINT [ADDRESS]`.
 //!
-//! A client sends lines `FIRST COUNT NAME`. The answer to each is a line `ok DTYPE SHAPE NBYTES`, as in
-//! `ok float32 2x3 24`, and so many bytes; or a line `error REASON`.
+//! A client sends lines `FIRST COUNT NAME`. The answer to each is a line `ok DTYPE SHAPE NBYTES`,
+//! as in `ok float32 2x3 24`, and so many bytes; or a line `error REASON`.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -16,7 +17,9 @@ const LARGEST_ANSWER: u64 = 256 << 20;
 #[allow(dead_code)] // the test that includes this file calls `serve`
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
-    let path = args.next().ok_or("usage: serve_rows CHECKPOINT [ADDRESS]")?;
+    let path = args
+        .next()
+        .ok_or("usage: serve_rows CHECKPOINT [ADDRESS]")?;
     let address = args.next().unwrap_or_else(|| "127.0.0.1:7878".into());
     let checkpoint = Checkpoint::open(path)?;
     let listener = TcpListener::bind(address)?;
@@ -71,12 +74,16 @@ fn rows(checkpoint: &Checkpoint, line: &str) -> Result<(String, Vec<u8>), String
         return Err(format!("{name} is a scalar: it has no rows"));
     };
     if first.checked_add(count).is_none_or(|end| end > *height) {
-        return Err(format!("{count} rows from {first} on, and {name} has {height}"));
+        return Err(format!(
+            "{count} rows from {first} on, and {name} has {height}"
+        ));
     }
-    let nbytes = row
-        .iter()
-        .fold(count * tensor.dtype.size(), |bytes, size| bytes.saturating_mul(*size));
-    let nbytes = usize::try_from(nbytes).ok().filter(|_| nbytes <= LARGEST_ANSWER);
+    let nbytes = row.iter().fold(count * tensor.dtype.size(), |bytes, size| {
+        bytes.saturating_mul(*size)
+    });
+    let nbytes = usize::try_from(nbytes)
+        .ok()
+        .filter(|_| nbytes <= LARGEST_ANSWER);
     let mut bytes = vec![0; nbytes.ok_or("too many rows for one answer")?];
     let (mut offsets, mut sizes) = (vec![0; tensor.shape.len()], tensor.shape.clone());
     (offsets[0], sizes[0]) = (first, count);
@@ -84,5 +91,8 @@ fn rows(checkpoint: &Checkpoint, line: &str) -> Result<(String, Vec<u8>), String
         .read_region_into(name, &offsets, &sizes, &mut bytes)
         .map_err(text)?;
     let shape: Vec<String> = sizes.iter().map(u64::to_string).collect();
-    Ok((format!("{} {}", tensor.dtype.name(), shape.join("x")), bytes))
+    Ok((
+        format!("{} {}", tensor.dtype.name(), shape.join("x")),
+        bytes,
+    ))
 }

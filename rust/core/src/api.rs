@@ -1,4 +1,5 @@
-//! The crate's public interface: open a checkpoint, list its tensors, read them into memory, verify it.
+//! The crate's public interface: open a checkpoint, list its tensors, read them into memory, verify
+//! it.
 //!
 //! Everything here is safe to call and runs on the engine that the Python package reads with.
 
@@ -20,11 +21,13 @@ use crate::{Control, Dtype, Error, Result};
 
 /// An open checkpoint.
 ///
-/// Opening reads the index and no tensor. A `Checkpoint` can be shared by threads, and reads of several threads run at the
-/// same time. It opens each data file again for every read and keeps none open.
+/// Opening reads the index and no tensor. A `Checkpoint` can be shared by threads, and reads of
+/// several threads run at the same time. It opens each data file again for every read and keeps
+/// none open.
 ///
-/// Do not change or cut short the files of a checkpoint that is open: replace them by rename, as every save does. Large
-/// reads map files into memory, where a file that becomes shorter ends the process with `SIGBUS`.
+/// Do not change or cut short the files of a checkpoint that is open: replace them by rename, as
+/// every save does. Large reads map files into memory, where a file that becomes shorter ends the
+/// process with `SIGBUS`.
 ///
 /// ```
 /// # let path = "../../tests/fixtures/stock/torch-2.15.0/hf";
@@ -76,13 +79,15 @@ fn nbytes(dtype: Dtype, sizes: &[u64]) -> usize {
 impl Checkpoint {
     /// Opens the checkpoint at `path` with the default options.
     ///
-    /// `path` is a folder with an `index.dcprs`, a folder of torch's DCP (`.metadata` and `.distcp` files), a folder of
-    /// safetensors files with or without their `.index.json`, a file of `torch.save`, or a single safetensors file. Nothing is
-    /// converted: tensors are read from those files where they lie.
+    /// `path` is a folder with an `index.dcprs`, a folder of torch's DCP (`.metadata` and `.distcp`
+    /// files), a folder of safetensors files with or without their `.index.json`, a file of
+    /// `torch.save`, or a single safetensors file. Nothing is converted: tensors are read from
+    /// those files where they lie.
     ///
     /// # Errors
-    /// [`Error::NotFound`] if there is no checkpoint, [`Error::CorruptIndex`] if its index or a header is damaged,
-    /// [`Error::UnsafePickle`] if a pickle asks for code, [`Error::Unsupported`], [`Error::Io`].
+    /// [`Error::NotFound`] if there is no checkpoint, [`Error::CorruptIndex`] if its index or a
+    /// header is damaged, [`Error::UnsafePickle`] if a pickle asks for code,
+    /// [`Error::Unsupported`], [`Error::Io`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         OpenOptions::new().open(path)
     }
@@ -135,16 +140,18 @@ impl Checkpoint {
     /// Reads a whole tensor: its elements in row-major order, little-endian.
     ///
     /// # Errors
-    /// [`Error::TensorPlan`] if there is no such tensor, or `buffer` is not as long as it takes ([`TensorInfo::nbytes`]).
-    /// [`Error::CorruptData`] if a file is missing, has another length than the index says or does not match a digest.
-    /// [`Error::Io`]. Some of `buffer` may be written then.
+    /// [`Error::TensorPlan`] if there is no such tensor, or `buffer` is not as long as it takes
+    /// ([`TensorInfo::nbytes`]). [`Error::CorruptData`] if a file is missing, has another length
+    /// than the index says or does not match a digest. [`Error::Io`]. Some of `buffer` may be
+    /// written then.
     pub fn read_into(&self, name: &str, buffer: &mut [u8]) -> Result<()> {
         let mut batch = self.batch();
         batch.add(name, buffer)?;
         batch.read(&Control::new())
     }
 
-    /// Reads the rectangle of a tensor that begins at `offsets` and has `sizes`: its elements in row-major order.
+    /// Reads the rectangle of a tensor that begins at `offsets` and has `sizes`: its elements in
+    /// row-major order.
     ///
     /// ```
     /// # let path = "../../tests/fixtures/stock/torch-2.15.0/hf";
@@ -157,15 +164,22 @@ impl Checkpoint {
     /// ```
     ///
     /// # Errors
-    /// As for [`read_into`](Self::read_into); [`Error::TensorPlan`] also if the rectangle does not lie within the tensor.
-    pub fn read_region_into(&self, name: &str, offsets: &[u64], sizes: &[u64], buffer: &mut [u8]) -> Result<()> {
+    /// As for [`read_into`](Self::read_into); [`Error::TensorPlan`] also if the rectangle does not
+    /// lie within the tensor.
+    pub fn read_region_into(
+        &self,
+        name: &str,
+        offsets: &[u64],
+        sizes: &[u64],
+        buffer: &mut [u8],
+    ) -> Result<()> {
         let mut batch = self.batch();
         batch.add_region(name, offsets, sizes, buffer)?;
         batch.read(&Control::new())
     }
 
-    /// Starts a batch of reads. One batch of many tensors is faster than a read for each: all cores work on it, and files are
-    /// read in order.
+    /// Starts a batch of reads. One batch of many tensors is faster than a read for each: all cores
+    /// work on it, and files are read in order.
     ///
     /// ```
     /// # let path = "../../tests/fixtures/stock/torch-2.15.0/hf";
@@ -189,7 +203,8 @@ impl Checkpoint {
         }
     }
 
-    /// Reads every file and compares what has a digest or a checksum with it. `control` counts the bytes and can stop the work.
+    /// Reads every file and compares what has a digest or a checksum with it. `control` counts the
+    /// bytes and can stop the work.
     ///
     /// Damage is no error: [`Verified::problems`] lists it.
     ///
@@ -204,7 +219,12 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Interrupted`] after [`Control::cancel`]; [`Error::Io`].
     pub fn verify(&self, control: &Control) -> Result<Verified> {
-        verify(&self.index, self.options.allow_external, self.options.threads, control)
+        verify(
+            &self.index,
+            self.options.allow_external,
+            self.options.threads,
+            control,
+        )
     }
 }
 
@@ -263,7 +283,8 @@ impl OpenOptions {
         self
     }
 
-    /// Follows an index, and symbolic links, to data files outside its folder. Default: no. Only for checkpoints that you trust.
+    /// Follows an index, and symbolic links, to data files outside its folder. Default: no. Only
+    /// for checkpoints that you trust.
     #[must_use]
     pub fn allow_external(mut self, allow: bool) -> Self {
         self.allow_external = allow;
@@ -275,7 +296,13 @@ impl OpenOptions {
     /// # Errors
     /// Those of [`Checkpoint::open`].
     pub fn open(&self, path: impl AsRef<Path>) -> Result<Checkpoint> {
-        let index = checkpoint::open(path.as_ref(), self.rank, None, self.threads, &Control::new())?;
+        let index = checkpoint::open(
+            path.as_ref(),
+            self.rank,
+            None,
+            self.threads,
+            &Control::new(),
+        )?;
         Ok(Checkpoint {
             index: Arc::new(index),
             options: self.clone(),
@@ -315,21 +342,42 @@ impl<'a> ReadBatch<'a> {
         self.push(tensor, &info, &whole, buffer)
     }
 
-    /// Adds a rectangle of a tensor, as [`Checkpoint::read_region_into`] reads it. Nothing is read yet.
+    /// Adds a rectangle of a tensor, as [`Checkpoint::read_region_into`] reads it. Nothing is read
+    /// yet.
     ///
     /// # Errors
     /// [`Error::TensorPlan`] as for [`Checkpoint::read_region_into`]. The batch can be used on.
-    pub fn add_region(&mut self, name: &str, offsets: &[u64], sizes: &[u64], buffer: &'a mut [u8]) -> Result<()> {
+    pub fn add_region(
+        &mut self,
+        name: &str,
+        offsets: &[u64],
+        sizes: &[u64],
+        buffer: &'a mut [u8],
+    ) -> Result<()> {
         let (tensor, info) = self.checkpoint.find(name)?;
         self.push(tensor, &info, &Region::new(offsets, sizes), buffer)
     }
 
-    fn push(&mut self, tensor: u32, info: &TensorInfo<'_>, region: &Region, buffer: &'a mut [u8]) -> Result<()> {
-        let refuse = |reason| Err(Error::tensor_plan(Some(self.checkpoint.path()), info.name, reason));
+    fn push(
+        &mut self,
+        tensor: u32,
+        info: &TensorInfo<'_>,
+        region: &Region,
+        buffer: &'a mut [u8],
+    ) -> Result<()> {
+        let refuse = |reason| {
+            Err(Error::tensor_plan(
+                Some(self.checkpoint.path()),
+                info.name,
+                reason,
+            ))
+        };
         let (sizes, offsets) = (region.sizes.as_slice(), region.offsets.as_slice());
         if !region.fits(&info.shape) {
             let shape = &info.shape;
-            return refuse(format!("{sizes:?} elements at {offsets:?} do not lie within {shape:?}"));
+            return refuse(format!(
+                "{sizes:?} elements at {offsets:?} do not lie within {shape:?}"
+            ));
         }
         let needed = nbytes(info.dtype, sizes);
         if buffer.len() != needed {
@@ -358,8 +406,8 @@ impl<'a> ReadBatch<'a> {
     /// Carries out the batch. `control` counts the bytes and can stop the work.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::read_into`]; [`Error::Interrupted`] after [`Control::cancel`]. Some of the buffers may be written
-    /// then.
+    /// Those of [`Checkpoint::read_into`]; [`Error::Interrupted`] after [`Control::cancel`]. Some
+    /// of the buffers may be written then.
     pub fn read(self, control: &Control) -> Result<()> {
         let options = ReadOptions {
             threads: self.checkpoint.options.threads,
@@ -370,9 +418,10 @@ impl<'a> ReadBatch<'a> {
             },
             ..ReadOptions::default()
         };
-        // SAFETY: each request writes within one buffer, whose length was compared with what is written to it. The buffers are
-        // borrowed exclusively for as long as `self` lives, and `u8` takes any value. That files are not made shorter is the
-        // caller's part, as the documentation of `Checkpoint` says.
+        // SAFETY: each request writes within one buffer, whose length was compared with what is
+        // written to it. The buffers are borrowed exclusively for as long as `self` lives, and `u8`
+        // takes any value. That files are not made shorter is the caller's part, as the
+        // documentation of `Checkpoint` says.
         unsafe { self.gather.read(&options, control) }.map(drop)
     }
 }

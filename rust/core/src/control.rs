@@ -11,7 +11,8 @@ pub const NOTICE: Duration = Duration::from_secs(10);
 /// And again after so long.
 pub const NOTICE_AGAIN: Duration = Duration::from_secs(60);
 
-/// A cancellation flag, a progress counter and notices, shared between a caller and the workers of one call.
+/// A cancellation flag, a progress counter and notices, shared between a caller and the workers of
+/// one call.
 ///
 /// Workers look at the flag between blocks, so a cancelled call returns within a few milliseconds.
 #[derive(Debug)]
@@ -48,7 +49,10 @@ impl Control {
 
     /// Leaves a notice for the caller, who logs it.
     pub fn tell(&self, notice: String) {
-        self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(notice);
+        self.notices
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(notice);
     }
 
     /// The notices since this was last called.

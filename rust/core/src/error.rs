@@ -41,19 +41,22 @@ pub enum Error {
         /// What is wrong: expected and got.
         reason: String,
     },
-    /// Another save replaced the checkpoint since its index was opened, and removed the data files of the old one.
+    /// Another save replaced the checkpoint since its index was opened, and removed the data files
+    /// of the old one.
     #[error("the checkpoint was replaced by another save while it was being read: {}", path.display())]
     Replaced {
         /// The index that was replaced.
         path: PathBuf,
     },
-    /// Something has come, since this work began, to the place where its result was to go. It stays as it is.
+    /// Something has come, since this work began, to the place where its result was to go. It stays
+    /// as it is.
     #[error("{} was created meanwhile, and is not replaced", path.display())]
     Exists {
         /// The place.
         path: PathBuf,
     },
-    /// What made room for a result could not be put back when that failed. It is whole, and in another place.
+    /// What made room for a result could not be put back when that failed. It is whole, and in
+    /// another place.
     #[error("could not put {} back: it is at {} now; move it back yourself: {source}", path.display(), at.display())]
     Displaced {
         /// Where it was.
@@ -63,7 +66,8 @@ pub enum Error {
         /// What failed first.
         source: Box<Error>,
     },
-    /// A pickle asks for something that is not on the list of what is taken from one. Nothing was executed.
+    /// A pickle asks for something that is not on the list of what is taken from one. Nothing was
+    /// executed.
     #[error("unsafe pickle {}: it asks for {global}; only tensors and plain values are read. If you trust the file, load it with torch and save its state_dict() again", path.display())]
     UnsafePickle {
         /// The file the pickle is in.
@@ -71,7 +75,8 @@ pub enum Error {
         /// What it asks for, as `module.name`.
         global: String,
     },
-    /// A quantized weight of a format that this version cannot read, or a part of one that is missing or does not fit.
+    /// A quantized weight of a format that this version cannot read, or a part of one that is
+    /// missing or does not fit.
     #[error("{}{}: {reason}", path.display(), of_tensor(tensor))]
     Quantization {
         /// The index that it is in, or the configuration.
@@ -149,7 +154,8 @@ pub enum StorageFault {
     Precondition,
     /// It could not be reached, or did not answer properly.
     Failed,
-    /// It did not answer, or was not waited for, and may have done what it was asked, now or in a moment. Of a commit: what it names is not to be removed.
+    /// It did not answer, or was not waited for, and may have done what it was asked, now or in a
+    /// moment. Of a commit: what it names is not to be removed.
     Unclear,
 }
 
@@ -160,7 +166,8 @@ fn after(attempts: u32) -> String {
     }
 }
 
-/// What a file is to a checkpoint: the headers of data files serve as an index where there is no other.
+/// What a file is to a checkpoint: the headers of data files serve as an index where there is no
+/// other.
 fn kind_of(path: &Path) -> &'static str {
     match path.extension().and_then(OsStr::to_str) {
         Some("safetensors" | "distcp") => "header of the data file",
@@ -186,7 +193,12 @@ fn at_byte(offset: Option<u64>) -> String {
 impl Error {
     /// What a store did with one request.
     #[doc(hidden)]
-    pub fn storage(kind: StorageFault, action: &'static str, path: &Path, reason: impl Into<String>) -> Self {
+    pub fn storage(
+        kind: StorageFault,
+        action: &'static str,
+        path: &Path,
+        reason: impl Into<String>,
+    ) -> Self {
         Self::Storage {
             kind,
             action,

@@ -1,5 +1,6 @@
-//! What fuzzers, and the tests that replay their inputs, do with bytes: take them as what they claim to be, and use all that
-//! the checks let through. A panic, a large allocation or a hang is the finding; each function says whether it accepted.
+//! What fuzzers, and the tests that replay their inputs, do with bytes: take them as what they
+//! claim to be, and use all that the checks let through. A panic, a large allocation or a hang is
+//! the finding; each function says whether it accepted.
 
 use std::path::Path;
 
@@ -9,7 +10,8 @@ use crate::geometry::overlap::{self, Region};
 
 pub use crate::foreign::fuzzing::{archive, metadata, recovery, tensor_pickle, torch_file};
 
-/// An index, as it is and with the digest that it should have: who forges one can compute digests too.
+/// An index, as it is and with the digest that it should have: who forges one can compute digests
+/// too.
 pub fn index(bytes: &[u8]) -> bool {
     const DIGEST_AT: usize = 40;
     let mut accepted = open_index(bytes.to_vec());
@@ -33,7 +35,8 @@ fn open_index(bytes: Vec<u8>) -> bool {
     true
 }
 
-/// Every look-up that there is. What all of it adds up to is bounded by the index and the files it names.
+/// Every look-up that there is. What all of it adds up to is bounded by the index and the files it
+/// names.
 fn look_everywhere(index: &Index) {
     let mut of_files = vec![0_u64; index.file_count() as usize];
     let mut names = 0;
@@ -55,7 +58,10 @@ fn look_everywhere(index: &Index) {
                 assert!(bytes <= chunk.length || chunk.strides.is_some());
                 for (dim, size) in chunk.sizes.iter().enumerate() {
                     let extent = index.chunk_extent(c, dim);
-                    assert_eq!((extent.start, extent.end - extent.start), (chunk.offsets[dim], *size));
+                    assert_eq!(
+                        (extent.start, extent.end - extent.start),
+                        (chunk.offsets[dim], *size)
+                    );
                 }
             }
         }
@@ -114,7 +120,9 @@ mod tests {
 
     /// Inputs of each target that are to be mutated, from `rust/fuzz/seeds`.
     fn seeds(target: &str) -> Vec<Vec<u8>> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds").join(target);
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../fuzz/seeds")
+            .join(target);
         let mut paths: Vec<_> = fs::read_dir(folder)
             .unwrap()
             .map(|entry| entry.unwrap().path())
@@ -135,9 +143,19 @@ mod tests {
         }
     }
 
-    /// What fuzzers do without feedback: changes bytes, takes some out, repeats some, puts in numbers that are likely to hurt.
+    /// What fuzzers do without feedback: changes bytes, takes some out, repeats some, puts in
+    /// numbers that are likely to hurt.
     fn mutate(seed: &[u8], other: &[u8], numbers: &mut Numbers) -> Vec<u8> {
-        const NASTY: [u64; 8] = [0, 1, 0x7f, 0xff, 0xffff_ffff, i64::MAX as u64, 1 << 63, u64::MAX];
+        const NASTY: [u64; 8] = [
+            0,
+            1,
+            0x7f,
+            0xff,
+            0xffff_ffff,
+            i64::MAX as u64,
+            1 << 63,
+            u64::MAX,
+        ];
         let mut bytes = seed.to_vec();
         for _ in 0..=numbers.below(3) {
             let at = numbers.below(bytes.len());
@@ -173,9 +191,13 @@ mod tests {
 
     /// Replays the seeds, all of which are good, and mutations of them.
     fn replay(target: &str, run: fn(&[u8]) -> bool) {
-        let rounds: usize = std::env::var("FUZZ_ROUNDS").map_or(400, |rounds| rounds.parse().unwrap());
+        let rounds: usize =
+            std::env::var("FUZZ_ROUNDS").map_or(400, |rounds| rounds.parse().unwrap());
         let seeds = seeds(target);
-        assert!(seeds.iter().all(|seed| run(seed)), "{target}: a seed is refused");
+        assert!(
+            seeds.iter().all(|seed| run(seed)),
+            "{target}: a seed is refused"
+        );
         let mut numbers = Numbers(0x9e37_79b9_7f4a_7c15);
         for seed in &seeds {
             for _ in 0..rounds {
@@ -190,9 +212,19 @@ mod tests {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/fuzz_targets");
         let tests = include_str!("fuzzing.rs");
         for entry in fs::read_dir(folder).unwrap() {
-            let target = entry.unwrap().path().file_stem().unwrap().to_str().unwrap().to_owned();
+            let target = entry
+                .unwrap()
+                .path()
+                .file_stem()
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .to_owned();
             assert!(!seeds(&target).is_empty());
-            assert!(tests.contains(&format!("replay(\"{target}\", ")), "{target}");
+            assert!(
+                tests.contains(&format!("replay(\"{target}\", ")),
+                "{target}"
+            );
         }
     }
 
@@ -205,7 +237,8 @@ mod tests {
     fn replay_header() {
         replay("header", header);
         replay("header", |bytes| {
-            crate::format::safetensors::tests::compare(bytes).unwrap_or_else(|difference| panic!("{difference}"));
+            crate::format::safetensors::tests::compare(bytes)
+                .unwrap_or_else(|difference| panic!("{difference}"));
             true
         });
     }

@@ -1,4 +1,5 @@
-//! Numbers by name, where the names lie with what they are of: a table that kept them too would have a copy of each.
+//! Numbers by name, where the names lie with what they are of: a table that kept them too would
+//! have a copy of each.
 
 use std::hash::{BuildHasher as _, RandomState};
 
@@ -21,11 +22,18 @@ impl ByName {
     /// The number of a name, if it was added.
     pub(crate) fn get<'a>(&self, name: &str, name_of: impl Fn(u32) -> &'a str) -> Option<u32> {
         let hash = self.hashes.hash_one(name);
-        self.numbers.find(hash, |&number| name_of(number) == name).copied()
+        self.numbers
+            .find(hash, |&number| name_of(number) == name)
+            .copied()
     }
 
     /// The number of a name: the one that was added, or else `number`, which is.
-    pub(crate) fn get_or_add<'a>(&mut self, name: &str, number: u32, name_of: impl Fn(u32) -> &'a str) -> u32 {
+    pub(crate) fn get_or_add<'a>(
+        &mut self,
+        name: &str,
+        number: u32,
+        name_of: impl Fn(u32) -> &'a str,
+    ) -> u32 {
         let Self { numbers, hashes } = self;
         let entry = numbers.entry(
             hashes.hash_one(name),

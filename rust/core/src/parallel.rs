@@ -11,13 +11,15 @@ use crate::store::spare_address_space;
 
 /// Calls that tell whether the others will wait.
 const FIRST: usize = 8;
-/// What takes longer waits for a server, or for a program: a look into memory takes some microseconds.
+/// What takes longer waits for a server, or for a program: a look into memory takes some
+/// microseconds.
 const WAIT: Duration = Duration::from_micros(100);
 /// Calls that wait at a time.
 const WAITING: usize = 64;
 
-/// Calls `work` with every number below `count`, in order, on up to `workers` threads, of which the caller's is one.
-/// Each thread has a state of its own. The first error keeps the others from starting anything new, and is returned.
+/// Calls `work` with every number below `count`, in order, on up to `workers` threads, of which the
+/// caller's is one. Each thread has a state of its own. The first error keeps the others from
+/// starting anything new, and is returned.
 ///
 /// Where the system has no more threads to give, fewer do the work.
 pub(crate) fn for_each<S>(
@@ -60,7 +62,8 @@ pub(crate) fn for_each<S>(
     })
 }
 
-/// `make(0), make(1), … make(count - 1)`, in that order, made as [`for_each`] does it; 0 workers: as many as cores.
+/// `make(0), make(1), … make(count - 1)`, in that order, made as [`for_each`] does it; 0 workers:
+/// as many as cores.
 pub(crate) fn map<T: Send + Sync>(
     count: usize,
     workers: usize,
@@ -88,8 +91,9 @@ pub(crate) struct Waited<T> {
     pub waits: bool,
 }
 
-/// [`map`] for calls that need no core but may wait, as opening a file of a network does. The first few are made alone, and tell: where the quickest of
-/// them waits, many of the others are made at a time, each of which is told so, and else no thread is started.
+/// [`map`] for calls that need no core but may wait, as opening a file of a network does. The first
+/// few are made alone, and tell: where the quickest of them waits, many of the others are made at a
+/// time, each of which is told so, and else no thread is started.
 pub(crate) fn map_waiting<T: Send + Sync>(
     count: usize,
     make: impl Fn(usize, bool) -> Result<T> + Sync,
@@ -114,7 +118,10 @@ pub(crate) fn map_waiting<T: Send + Sync>(
 }
 
 /// What both make, at a time: the first on a thread of its own, where the system has one to give.
-pub(crate) fn both<A: Send, B>(first: impl FnOnce() -> A + Send, second: impl FnOnce() -> B) -> (A, B) {
+pub(crate) fn both<A: Send, B>(
+    first: impl FnOnce() -> A + Send,
+    second: impl FnOnce() -> B,
+) -> (A, B) {
     // Not handed to the thread but taken by it: it is still there where no thread comes.
     let first = Mutex::new(Some(first));
     let run = || {
@@ -122,7 +129,9 @@ pub(crate) fn both<A: Send, B>(first: impl FnOnce() -> A + Send, second: impl Fn
         first.expect("it is taken once")()
     };
     thread::scope(|scope| {
-        let beside = thread::Builder::new().name("dcp-rs".into()).spawn_scoped(scope, run);
+        let beside = thread::Builder::new()
+            .name("dcp-rs".into())
+            .spawn_scoped(scope, run);
         let second = second();
         let first = match beside {
             Ok(beside) => beside.join().unwrap_or_else(|panic| resume_unwind(panic)),
@@ -132,16 +141,18 @@ pub(crate) fn both<A: Send, B>(first: impl FnOnce() -> A + Send, second: impl Fn
     })
 }
 
-/// As many as the cores that this process may use: those of its affinity, and no more than its cgroup's quota of CPU
-/// time pays for (which the standard library asks for, of cgroup v1 and v2).
+/// As many as the cores that this process may use: those of its affinity, and no more than its
+/// cgroup's quota of CPU time pays for (which the standard library asks for, of cgroup v1 and v2).
 pub fn available() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Address space for a thread: its stack, its buffer, and what the allocator and the copies of pages take beside.
+/// Address space for a thread: its stack, its buffer, and what the allocator and the copies of
+/// pages take beside.
 const SPACE: u64 = 16 << 20;
 
-/// So many of the threads that are wanted as there is address space for, where that is limited; at least the caller's.
+/// So many of the threads that are wanted as there is address space for, where that is limited; at
+/// least the caller's.
 pub(crate) fn affordable(wanted: usize) -> usize {
     if wanted <= 1 {
         return 1;
@@ -150,7 +161,9 @@ pub(crate) fn affordable(wanted: usize) -> usize {
 }
 
 fn within(wanted: usize, spare: Option<u64>) -> usize {
-    let most = spare.map_or(usize::MAX, |spare| usize::try_from(spare / SPACE).unwrap_or(usize::MAX));
+    let most = spare.map_or(usize::MAX, |spare| {
+        usize::try_from(spare / SPACE).unwrap_or(usize::MAX)
+    });
     wanted.min(most).max(1)
 }
 
@@ -232,7 +245,13 @@ mod tests {
         let here = thread::current().id();
         let waited = map_waiting(1000, |i, _| Ok((i, thread::current().id()))).unwrap();
         assert!(!waited.waits);
-        assert!(waited.made.iter().enumerate().all(|(i, made)| *made == (i, here)));
+        assert!(
+            waited
+                .made
+                .iter()
+                .enumerate()
+                .all(|(i, made)| *made == (i, here))
+        );
         assert!(map_waiting(0, |i, _| Ok(i)).unwrap().made.is_empty());
         assert!(map_waiting(3, |_, _| Err::<(), _>(Error::Plan("no".into()))).is_err());
     }

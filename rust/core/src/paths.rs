@@ -1,5 +1,5 @@
-//! What stays in the folder of a checkpoint, and what leads out of it: the one rule, for names in indexes, in the metadata of others, and for
-//! symbolic links.
+//! What stays in the folder of a checkpoint, and what leads out of it: the one rule, for names in
+//! indexes, in the metadata of others, and for symbolic links.
 
 use std::ffi::OsStr;
 use std::io;
@@ -9,7 +9,8 @@ use std::sync::Arc;
 /// Where a name leads to, by its letters, seen from the folder of whatever names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// To something in the folder, in the one way to write that: parts with `/` between, none of them empty, `.` or `..`, without `\`.
+    /// To something in the folder, in the one way to write that: parts with `/` between, none of
+    /// them empty, `.` or `..`, without `\`.
     Plain,
     /// To something in the folder, in another way: `./x`, `a//b`, `x/`, `a\b`.
     Inside,
@@ -39,10 +40,11 @@ pub fn reach(name: &str) -> Reach {
 /// Which symbolic links are followed to a data file.
 #[derive(Clone, Debug)]
 pub enum Links {
-    /// Any: the caller allows it, or the name was found by looking into the folder and not in a file that anyone may have made.
+    /// Any: the caller allows it, or the name was found by looking into the folder and not in a
+    /// file that anyone may have made.
     Any,
-    /// Those that end in a folder, and those that Hugging Face's cache made of a snapshot to the files of the same repository: they are the
-    /// user's own, whoever wrote the names.
+    /// Those that end in a folder, and those that Hugging Face's cache made of a snapshot to the
+    /// files of the same repository: they are the user's own, whoever wrote the names.
     Within {
         /// The folder.
         folder: Arc<Path>,
@@ -98,8 +100,9 @@ impl Links {
     }
 }
 
-/// Whether `folder` lies in a snapshot of a repository in Hugging Face's cache, and `target` is a file of the same repository:
-/// `models--org--name/snapshots/<revision>/…` and `models--org--name/blobs/<digest>`. Both without links.
+/// Whether `folder` lies in a snapshot of a repository in Hugging Face's cache, and `target` is a
+/// file of the same repository: `models--org--name/snapshots/<revision>/…` and
+/// `models--org--name/blobs/<digest>`. Both without links.
 fn is_in_hub_cache(folder: &Path, target: &Path) -> bool {
     let is_repository = |name: &OsStr| {
         let name = name.as_encoded_bytes();
@@ -115,7 +118,8 @@ fn is_in_hub_cache(folder: &Path, target: &Path) -> bool {
         return false;
     };
     let inner = folder.strip_prefix(repository.join("snapshots"));
-    repository.file_name().is_some_and(is_repository) && inner.is_ok_and(|inner| inner.components().next().is_some())
+    repository.file_name().is_some_and(is_repository)
+        && inner.is_ok_and(|inner| inner.components().next().is_some())
 }
 
 #[cfg(test)]
@@ -128,9 +132,15 @@ mod tests {
     #[test]
     fn names_lead_somewhere() {
         for (names, expected) in [
-            (&["a.safetensors", "sub/a.safetensors", "..a", "a..b"][..], Reach::Plain),
+            (
+                &["a.safetensors", "sub/a.safetensors", "..a", "a..b"][..],
+                Reach::Plain,
+            ),
             (&["./a", "a//b", "a/", "a\\b", "a/./b", "."], Reach::Inside),
-            (&["..", "/", "/etc/passwd", "a/../b", "../a", "a/.."], Reach::Outside),
+            (
+                &["..", "/", "/etc/passwd", "a/../b", "../a", "a/.."],
+                Reach::Outside,
+            ),
             (&["", "a\0b"], Reach::Nowhere),
         ] {
             for name in names {
@@ -195,9 +205,13 @@ mod tests {
                 (last, not_last),
                 "{name}"
             );
-            assert_eq!(Links::Any.judge(&at(folder).join(name)).unwrap(), Verdict::Follow);
+            assert_eq!(
+                Links::Any.judge(&at(folder).join(name)).unwrap(),
+                Verdict::Follow
+            );
         }
-        // The same layout under other names is no cache of a tool that is known, and not all of a repository is a snapshot.
+        // The same layout under other names is no cache of a tool that is known, and not all of a
+        // repository is a snapshot.
         assert_eq!(judge(true, "mine/snapshots/1", "blob"), Verdict::Outside);
         symlink("blobs/x", at("models--a--b/x")).unwrap();
         assert_eq!(judge(false, "models--a--b", "x"), Verdict::Link);

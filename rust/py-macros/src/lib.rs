@@ -4,8 +4,8 @@ use proc_macro::TokenStream;
 use quote::quote;
 use syn::{Block, Error, ImplItem, Item, ReturnType, Type, parse_macro_input, parse_quote};
 
-/// Of a `#[pyfunction]`, or of all functions of a `#[pymethods]` block (it stands before either): a panic becomes an `InternalError`. What
-/// returns no `PyResult` returns one then.
+/// Of a `#[pyfunction]`, or of all functions of a `#[pymethods]` block (it stands before either): a
+/// panic becomes an `InternalError`. What returns no `PyResult` returns one then.
 #[proc_macro_attribute]
 pub fn guarded(_: TokenStream, item: TokenStream) -> TokenStream {
     let mut item = parse_macro_input!(item as Item);
@@ -40,6 +40,11 @@ fn guard(output: &mut ReturnType, block: &mut Block) {
 }
 
 fn is_result(returned: &Type) -> bool {
-    let Type::Path(path) = returned else { return false };
-    path.path.segments.last().is_some_and(|last| last.ident == "PyResult")
+    let Type::Path(path) = returned else {
+        return false;
+    };
+    path.path
+        .segments
+        .last()
+        .is_some_and(|last| last.ident == "PyResult")
 }

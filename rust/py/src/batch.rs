@@ -18,7 +18,8 @@ use crate::read::{self, Options, read_options};
 use crate::rows::ReadStats;
 use crate::wanted;
 
-/// `dcp_rs.transfer.target.Target`: a region of a stored tensor or of a chunk, and the tensor that it goes to.
+/// `dcp_rs.transfer.target.Target`: a region of a stored tensor or of a chunk, and the tensor that
+/// it goes to.
 #[derive(FromPyObject)]
 struct Target<'py> {
     place: u64,
@@ -35,7 +36,8 @@ pub struct Part<'py> {
     tensor: Bound<'py, PyAny>,
 }
 
-/// Reads that are planned, and checked as far as they can be without reading. Destinations that share memory are filled in turns.
+/// Reads that are planned, and checked as far as they can be without reading. Destinations that
+/// share memory are filled in turns.
 #[pyclass(module = "dcp_rs._core")]
 pub struct Batch {
     index: Py<Index>,
@@ -60,7 +62,10 @@ impl Batch {
         let index = self.index.get();
         if target.of_chunk {
             index.check_chunk(target.index)?;
-            return Ok((Source::Chunk(target.index), index.inner.chunk(target.index).tensor));
+            return Ok((
+                Source::Chunk(target.index),
+                index.inner.chunk(target.index).tensor,
+            ));
         }
         let tensor = u32::try_from(target.index).unwrap_or(u32::MAX);
         index.check_tensor(tensor)?;
@@ -70,7 +75,8 @@ impl Batch {
     pub fn checked_wants(&self, numbers: &[usize]) -> PyResult<Vec<Want>> {
         let want = |&number: &usize| {
             let found = self.gather.want(number).cloned();
-            found.ok_or_else(|| PyIndexError::new_err(format!("{number} does not go through slabs")))
+            found
+                .ok_or_else(|| PyIndexError::new_err(format!("{number} does not go through slabs")))
         };
         numbers.iter().map(want).collect()
     }
@@ -92,7 +98,10 @@ impl Batch {
         if turn < self.turns.len() {
             return Ok(());
         }
-        Err(PyIndexError::new_err(format!("turn {turn} of {}", self.turns.len())))
+        Err(PyIndexError::new_err(format!(
+            "turn {turn} of {}",
+            self.turns.len()
+        )))
     }
 }
 
@@ -115,7 +124,13 @@ impl Batch {
         for target in targets {
             let (source, tensor) = self.source(&target)?;
             let layout = Layout::of(&target.tensor)?;
-            let to = read::memory(self.index.get(), tensor, layout.address, &layout.shape, &layout.strides)?;
+            let to = read::memory(
+                self.index.get(),
+                tensor,
+                layout.address,
+                &layout.shape,
+                &layout.strides,
+            )?;
             let region = Region {
                 offsets: target.offsets.0,
                 sizes: layout.shape,
@@ -126,7 +141,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds a target that the caller fills through slabs, and calls `number`. `device` is the number of its device; `there`: its memory is there already.
+    /// Adds a target that the caller fills through slabs, and calls `number`. `device` is the
+    /// number of its device; `there`: its memory is there already.
     fn add_elsewhere(
         &mut self,
         py: Python<'_>,
@@ -148,25 +164,39 @@ impl Batch {
             sizes: layout.shape,
         };
         self.gather.set_place(target.place);
-        self.gather.add_elsewhere(number, source, &region, &to).into_py(py)
+        self.gather
+            .add_elsewhere(number, source, &region, &to)
+            .into_py(py)
     }
 
-    /// The same for a target that only its own class can fill. `parts` is the memory that it may write to.
-    fn add_opaque(&mut self, py: Python<'_>, number: usize, target: Target<'_>, parts: Vec<Part<'_>>) -> PyResult<()> {
+    /// The same for a target that only its own class can fill. `parts` is the memory that it may
+    /// write to.
+    fn add_opaque(
+        &mut self,
+        py: Python<'_>,
+        number: usize,
+        target: Target<'_>,
+        parts: Vec<Part<'_>>,
+    ) -> PyResult<()> {
         let (source, _) = self.source(&target)?;
         let footprints: Vec<_> = parts.iter().map(footprint).collect::<PyResult<_>>()?;
         let region = Region {
             offsets: target.offsets.0,
-            sizes: target.tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0,
+            sizes: target
+                .tensor
+                .getattr(intern!(py, "shape"))?
+                .extract::<Extent>()?
+                .0,
         };
         self.gather.set_place(target.place);
-        let added = self
-            .gather
-            .add_opaque(number, source, &region, footprints.into_iter().flatten());
+        let added =
+            self.gather
+                .add_opaque(number, source, &region, footprints.into_iter().flatten());
         added.into_py(py)
     }
 
-    /// Finds the turns, once all is added; returns how many there are. What a later destination hides has none.
+    /// Finds the turns, once all is added; returns how many there are. What a later destination
+    /// hides has none.
     fn arrange(&mut self, py: Python<'_>) -> usize {
         self.turns = py.detach(|| self.gather.arrange());
         self.turns.len()
@@ -207,7 +237,8 @@ impl Batch {
         self.gather.leave_out(&mut self.turns, &places);
     }
 
-    /// Fills what has this turn and is not elsewhere. `progress` is called now and then with the bytes of it that are there.
+    /// Fills what has this turn and is not elsewhere. `progress` is called now and then with the
+    /// bytes of it that are there.
     #[pyo3(signature = (turn, *, progress = None, **options))]
     #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn read(
@@ -219,23 +250,44 @@ impl Batch {
     ) -> PyResult<ReadStats> {
         self.check_turn(turn)?;
         let options = read_options(options)?;
-        // SAFETY: the contract of what added tensors: the caller holds them, and their memory, until this returns.
-        let stats = unsafe { read::run_turn(py, &self.gather, &self.turns, turn, &options, progress.as_ref())? };
+        // SAFETY: the contract of what added tensors: the caller holds them, and their memory,
+        // until this returns.
+        let stats = unsafe {
+            read::run_turn(
+                py,
+                &self.gather,
+                &self.turns,
+                turn,
+                &options,
+                progress.as_ref(),
+            )?
+        };
         Ok(stats.into())
     }
 }
 
 fn itemsize(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
-    tensor.call_method0(intern!(tensor.py(), "element_size"))?.extract()
+    tensor
+        .call_method0(intern!(tensor.py(), "element_size"))?
+        .extract()
 }
 
 /// The memory of a part; None where it ends beyond all memory.
 fn footprint(part: &Part<'_>) -> PyResult<Option<Footprint>> {
     let layout = Layout::of(&part.tensor)?;
     let itemsize = itemsize(&part.tensor)?;
-    let strides: Option<Vec<u64>> = layout.strides.iter().map(|s| s.checked_mul(itemsize)).collect();
-    Ok(
-        strides
-            .and_then(|strides| Footprint::new(part.space, layout.address as u64, itemsize, &layout.shape, &strides)),
-    )
+    let strides: Option<Vec<u64>> = layout
+        .strides
+        .iter()
+        .map(|s| s.checked_mul(itemsize))
+        .collect();
+    Ok(strides.and_then(|strides| {
+        Footprint::new(
+            part.space,
+            layout.address as u64,
+            itemsize,
+            &layout.shape,
+            &strides,
+        )
+    }))
 }

@@ -16,13 +16,20 @@ use crate::rows::Leftover;
 /// What killed saves and conversions left at `path`; nothing is changed.
 #[guarded]
 #[pyfunction]
-pub fn leftovers(py: Python<'_>, path: PathBuf, older_than: Option<f64>) -> PyResult<Vec<Leftover>> {
+pub fn leftovers(
+    py: Python<'_>,
+    path: PathBuf,
+    older_than: Option<f64>,
+) -> PyResult<Vec<Leftover>> {
     let older_than = older_than.map(Duration::from_secs_f64);
-    let found = py.detach(|| checkpoint::leftovers(&path, older_than)).into_py(py)?;
+    let found = py
+        .detach(|| checkpoint::leftovers(&path, older_than))
+        .into_py(py)?;
     Ok(found.into_iter().map(Leftover::from).collect())
 }
 
-/// Removes what nobody needs. Returns what is gone, what was left alone, and why other things could not be removed.
+/// Removes what nobody needs. Returns what is gone, what was left alone, and why other things could
+/// not be removed.
 #[guarded]
 #[pyfunction]
 pub fn clean(py: Python<'_>, path: PathBuf, older_than: Option<f64>) -> PyResult<CleanedRows> {

@@ -1,4 +1,5 @@
-//! What makes a save visible: its index, merged and put in place; and what of its folder comes before and after, as Python sees them.
+//! What makes a save visible: its index, merged and put in place; and what of its folder comes
+//! before and after, as Python sees them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,11 +17,14 @@ use crate::remote::{Store, with_cause};
 use crate::save_item::name_of;
 use crate::{index, interrupt};
 
-/// Merges the indexes of all ranks and commits them as the index of `folder` (or of one rank in it). Returns that index, and why files of the checkpoint it
-/// replaces are still there, if some are.
+/// Merges the indexes of all ranks and commits them as the index of `folder` (or of one rank in
+/// it). Returns that index, and why files of the checkpoint it replaces are still there, if some
+/// are.
 ///
-/// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors; what names no tensor, and any
-/// other value, goes to the root. Without `overwrite` nothing in a folder of the file system is replaced; of a store that was said when the save began. `items`: how many chunks and values there must be, where that is known; or names that must be there.
+/// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors;
+/// what names no tensor, and any other value, goes to the root. Without `overwrite` nothing in a
+/// folder of the file system is replaced; of a store that was said when the save began. `items`:
+/// how many chunks and values there must be, where that is known; or names that must be there.
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync, overwrite=true, store=None))]
@@ -73,7 +77,11 @@ pub fn commit_indexes(
     for fqn in names.try_iter()? {
         let fqn = name_of(&fqn?)?;
         if !builder.has_tensor(&fqn) {
-            return Err(plan_error(&path, Some(&fqn), format!("no rank wrote {fqn:?}")));
+            return Err(plan_error(
+                &path,
+                Some(&fqn),
+                format!("no rank wrote {fqn:?}"),
+            ));
         }
     }
     builder.root = spread(&mut builder, planner_data)?;
@@ -118,7 +126,9 @@ fn commit_one(
                 stored = checkpoint::may_be_stored(&path, &committed);
                 committed?
             }
-            To::Disk { replace, fsync } => checkpoint::commit_index(folder, rank, &index, replace, fsync, control)?,
+            To::Disk { replace, fsync } => {
+                checkpoint::commit_index(folder, rank, &index, replace, fsync, control)?
+            }
         };
         Ok((index, committed.left))
     });
@@ -134,7 +144,8 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
     let mut rest = Vec::new();
     for (key, value) in mapping {
         let tensor = key.extract::<String>().ok();
-        let tensor = tensor.filter(|fqn| value.is_instance_of::<PyTuple>() && builder.has_tensor(fqn));
+        let tensor =
+            tensor.filter(|fqn| value.is_instance_of::<PyTuple>() && builder.has_tensor(fqn));
         if tensor.as_deref().is_some_and(|fqn| builder.has_path(fqn)) {
             continue;
         }
@@ -153,7 +164,8 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
 #[guarded]
 #[pyfunction]
 pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
-    py.detach(|| checkpoint::next_generation(&folder)).into_py(py)
+    py.detach(|| checkpoint::next_generation(&folder))
+        .into_py(py)
 }
 
 /// Creates a folder and those it is in, where they are missing; durably.
@@ -166,14 +178,29 @@ pub fn create_folder(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
 /// Gives `data` the name `name` in `folder`, atomically.
 #[guarded]
 #[pyfunction]
-pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, data: Vec<u8>, fsync: bool) -> PyResult<()> {
-    interrupt::run(py, |control| store::publish(&folder, name, &data, fsync, control))
+pub fn publish(
+    py: Python<'_>,
+    folder: PathBuf,
+    name: &str,
+    data: Vec<u8>,
+    fsync: bool,
+) -> PyResult<()> {
+    interrupt::run(py, |control| {
+        store::publish(&folder, name, &data, fsync, control)
+    })
 }
 
-/// Removes the data files that an index names, but for those that the published index (with `rank`, of that rank) names too: those of a save that was not
-/// committed.
+/// Removes the data files that an index names, but for those that the published index (with `rank`,
+/// of that rank) names too: those of a save that was not committed.
 #[guarded]
 #[pyfunction]
-pub fn discard(py: Python<'_>, folder: PathBuf, rank: Option<u32>, index: PyBackedBytes) -> PyResult<()> {
-    interrupt::run(py, |control| checkpoint::discard(&folder, rank, index, control))
+pub fn discard(
+    py: Python<'_>,
+    folder: PathBuf,
+    rank: Option<u32>,
+    index: PyBackedBytes,
+) -> PyResult<()> {
+    interrupt::run(py, |control| {
+        checkpoint::discard(&folder, rank, index, control)
+    })
 }

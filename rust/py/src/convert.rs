@@ -22,7 +22,10 @@ impl<'py> FromPyObject<'_, 'py> for Extent {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let dims: PyResult<Dims> = match object.cast::<PyTuple>() {
-            Ok(tuple) => tuple.iter_borrowed().map(Borrowed::extract::<u64>).collect(),
+            Ok(tuple) => tuple
+                .iter_borrowed()
+                .map(Borrowed::extract::<u64>)
+                .collect(),
             Err(_) => object
                 .cast::<PyList>()?
                 .iter()
@@ -33,7 +36,8 @@ impl<'py> FromPyObject<'_, 'py> for Extent {
     }
 }
 
-/// A path as Python has file names: so that Python can open it, whatever its bytes are and whatever the locale says of them.
+/// A path as Python has file names: so that Python can open it, whatever its bytes are and whatever
+/// the locale says of them.
 pub struct FsPath(pub PathBuf);
 
 impl FsPath {
@@ -52,7 +56,13 @@ impl<'py> IntoPyObject<'py> for FsPath {
 
     fn into_pyobject(self, py: Python<'py>) -> PyResult<Self::Output> {
         let text = Self::text(py, &self.0)?;
-        if self.0.as_os_str().as_bytes().windows(3).any(|three| three == b"://") {
+        if self
+            .0
+            .as_os_str()
+            .as_bytes()
+            .windows(3)
+            .any(|three| three == b"://")
+        {
             let url = py.import(intern!(py, "dcp_rs._url"))?;
             return url.call_method1(intern!(py, "Url"), (text,));
         }
@@ -68,13 +78,18 @@ pub fn extent_to_py<'py>(py: Python<'py>, dims: &[u64]) -> PyResult<Bound<'py, P
 
 /// The dtype of torch's name.
 pub fn dtype(name: &str) -> PyResult<Dtype> {
-    Dtype::from_name(name).ok_or_else(|| UnsupportedError::new_err(format!("no dtype {name:?} in the format")))
+    Dtype::from_name(name)
+        .ok_or_else(|| UnsupportedError::new_err(format!("no dtype {name:?} in the format")))
 }
 
-/// Planner data of a Python object: None, bool, int, float, str, bytes, and tuples, lists and dicts of such.
+/// Planner data of a Python object: None, bool, int, float, str, bytes, and tuples, lists and dicts
+/// of such.
 pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
-    let unsupported =
-        |what: String| UnsupportedError::new_err(format!("planner data holds {what}, which the format cannot store"));
+    let unsupported = |what: String| {
+        UnsupportedError::new_err(format!(
+            "planner data holds {what}, which the format cannot store"
+        ))
+    };
     if depth > 64 {
         return Err(unsupported("values nested more than 64 deep".into()));
     }
@@ -117,7 +132,12 @@ pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
 
 /// The Python object of planner data.
 pub fn from_value<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
-    let items = |values: &[Value]| values.iter().map(|v| from_value(py, v)).collect::<PyResult<Vec<_>>>();
+    let items = |values: &[Value]| {
+        values
+            .iter()
+            .map(|v| from_value(py, v))
+            .collect::<PyResult<Vec<_>>>()
+    };
     Ok(match value {
         Value::None => py.None().into_bound(py),
         Value::Bool(b) => b.into_bound_py_any(py)?,

@@ -1,6 +1,8 @@
-//! The C exchange API of `dlpack.h`, version 1: what torch (2.10 and newer) says of a tensor in one call, without a Python object for every answer.
+//! The C exchange API of `dlpack.h`, version 1: what torch (2.10 and newer) says of a tensor in one
+//! call, without a Python object for every answer.
 //!
-//! The structures are those of the header, field by field; of the table only the one function is called.
+//! The structures are those of the header, field by field; of the table only the one function is
+//! called.
 
 #![allow(unsafe_code)] // a table of C functions
 
@@ -20,8 +22,8 @@ const CPU: i32 = 1;
 /// Code, bits and lanes.
 pub type ElementType = [u8; 4];
 
-/// Whether only one of torch's dtypes is called so. Integers of a few bits are called as those of 8 are; and of two complex types of 32 bits one is
-/// refused, so far.
+/// Whether only one of torch's dtypes is called so. Integers of a few bits are called as those of 8
+/// are; and of two complex types of 32 bits one is refused, so far.
 pub const fn is_one_dtype([code, bits, ..]: ElementType) -> bool {
     const INT: u8 = 0;
     const UINT: u8 = 1;
@@ -56,7 +58,8 @@ struct DlTensor {
 /// `DLPackDLTensorFromPyObjectNoSync`: 0, or -1 with an exception.
 type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
 
-/// It has nothing to say of a tensor, as of a sparse one, or of one on the meta device, and has raised.
+/// It has nothing to say of a tensor, as of a sparse one, or of one on the meta device, and has
+/// raised.
 pub struct Refused;
 
 /// What a class of tensors offers.
@@ -67,21 +70,28 @@ pub struct Exchange {
 impl Exchange {
     /// That of `class`, if it has one of this version.
     pub fn of(class: &Bound<'_, PyAny>) -> Option<Self> {
-        let found = class.getattr(intern!(class.py(), "__dlpack_c_exchange_api__")).ok()?;
+        let found = class
+            .getattr(intern!(class.py(), "__dlpack_c_exchange_api__"))
+            .ok()?;
         let table = found
             .cast::<PyCapsule>()
             .ok()?
             .pointer_checked(Some(c"dlpack_exchange_api"))
             .ok()?;
-        // SAFETY: a capsule of this name points to a table that stays for as long as the process does; all of version 1 begin with these fields.
+        // SAFETY: a capsule of this name points to a table that stays for as long as the process
+        // does; all of version 1 begin with these fields.
         let table = unsafe { table.cast::<Table>().as_ref() };
         (table.major == MAJOR).then_some(Self {
             describe: table.describe?,
         })
     }
 
-    /// Of what type the elements of a tensor of the class are, and where they lie; `None` where that is no address in host memory.
-    pub fn layout(&self, tensor: &Bound<'_, PyAny>) -> Result<Option<(ElementType, Layout)>, Refused> {
+    /// Of what type the elements of a tensor of the class are, and where they lie; `None` where
+    /// that is no address in host memory.
+    pub fn layout(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+    ) -> Result<Option<(ElementType, Layout)>, Refused> {
         let mut found = std::mem::MaybeUninit::<DlTensor>::zeroed();
         // SAFETY: the tensor is of the class, and `found` is all that is written to.
         if unsafe { (self.describe)(tensor.as_ptr().cast(), found.as_mut_ptr()) } != 0 {
@@ -91,7 +101,9 @@ impl Exchange {
         // SAFETY: it has been filled, and zeros would be valid as well.
         let found = unsafe { found.assume_init() };
         // SAFETY: nothing runs before what it points to is copied.
-        Ok((found.device[0] == CPU).then(|| unsafe { found.layout() }).flatten())
+        Ok((found.device[0] == CPU)
+            .then(|| unsafe { found.layout() })
+            .flatten())
     }
 }
 
@@ -104,7 +116,11 @@ impl DlTensor {
         let (shape, strides) = unsafe { (dims(self.shape, ndim)?, dims(self.strides, ndim)?) };
         let is_contiguous = shape.contains(&0) || is_run(&shape, &strides);
         let layout = Layout {
-            strides: if is_contiguous { row_major(&shape) } else { strides },
+            strides: if is_contiguous {
+                row_major(&shape)
+            } else {
+                strides
+            },
             shape,
             address: self.data.addr() + usize::try_from(self.byte_offset).ok()?,
         };

@@ -1,4 +1,5 @@
-//! From the core's errors to the exceptions of `dcp_rs.errors`, which Python defines so that they pickle.
+//! From the core's errors to the exceptions of `dcp_rs.errors`, which Python defines so that they
+//! pickle.
 
 use std::io;
 use std::path::Path;
@@ -32,14 +33,25 @@ pyo3::import_exception!(dcp_rs.errors, UnsupportedError);
 pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     let message = error.to_string();
     match error {
-        Error::NotFound { path, .. } => {
-            with_place(py, CheckpointNotFoundError::new_err(message), Some(path), None, None)
-        }
-        Error::CorruptIndex { path, offset, .. } => {
-            with_place(py, CorruptIndexError::new_err(message), Some(path), None, Some(*offset))
-        }
+        Error::NotFound { path, .. } => with_place(
+            py,
+            CheckpointNotFoundError::new_err(message),
+            Some(path),
+            None,
+            None,
+        ),
+        Error::CorruptIndex { path, offset, .. } => with_place(
+            py,
+            CorruptIndexError::new_err(message),
+            Some(path),
+            None,
+            Some(*offset),
+        ),
         Error::CorruptData {
-            path, tensor, offset, ..
+            path,
+            tensor,
+            offset,
+            ..
         } => with_place(
             py,
             CorruptDataError::new_err(message),
@@ -47,8 +59,20 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             (!tensor.is_empty()).then_some(tensor.as_str()),
             *offset,
         ),
-        Error::Replaced { path } => with_place(py, CheckpointReplacedError::new_err(message), Some(path), None, None),
-        Error::Exists { path } => with_place(py, CheckpointExistsError::new_err(message), Some(path), None, None),
+        Error::Replaced { path } => with_place(
+            py,
+            CheckpointReplacedError::new_err(message),
+            Some(path),
+            None,
+            None,
+        ),
+        Error::Exists { path } => with_place(
+            py,
+            CheckpointExistsError::new_err(message),
+            Some(path),
+            None,
+            None,
+        ),
         // As of a rename that failed: of two names.
         Error::Displaced { path, at, source } => {
             let name = |path| FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind);
@@ -58,7 +82,13 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             };
             PyOSError::new_err((number, message, name(path), py.None(), name(at)))
         }
-        Error::UnsafePickle { path, .. } => with_place(py, UnsafePickleError::new_err(message), Some(path), None, None),
+        Error::UnsafePickle { path, .. } => with_place(
+            py,
+            UnsafePickleError::new_err(message),
+            Some(path),
+            None,
+            None,
+        ),
         Error::Quantization { path, tensor, .. } => with_place(
             py,
             QuantizationError::new_err(message),
@@ -74,8 +104,13 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             Some(tensor.as_str()),
             None,
         ),
-        // The standard class, so that callers can look at errno: OSError picks FileNotFoundError and the like by it.
-        Error::Io { action, path, source } => PyOSError::new_err((
+        // The standard class, so that callers can look at errno: OSError picks FileNotFoundError
+        // and the like by it.
+        Error::Io {
+            action,
+            path,
+            source,
+        } => PyOSError::new_err((
             source.raw_os_error().unwrap_or(EIO),
             format!("cannot {action}: {}", words(source)),
             FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind),
@@ -101,7 +136,13 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
                 Err(other) => other,
             }
         }
-        Error::Busy { path, .. } => with_place(py, SaveInProgressError::new_err(message), Some(path), None, None),
+        Error::Busy { path, .. } => with_place(
+            py,
+            SaveInProgressError::new_err(message),
+            Some(path),
+            None,
+            None,
+        ),
         Error::Internal(what) => internal_error(what, None),
         Error::Interrupted => PyKeyboardInterrupt::new_err(()),
         // `Plan`, and what a later core adds.
@@ -112,7 +153,9 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
 /// The system's words. Rust appends the number, which Python shows in front of them.
 fn words(source: &io::Error) -> String {
     let text = source.to_string();
-    let number = source.raw_os_error().map(|number| format!(" (os error {number})"));
+    let number = source
+        .raw_os_error()
+        .map(|number| format!(" (os error {number})"));
     number
         .and_then(|number| text.strip_suffix(&number))
         .unwrap_or(&text)
@@ -123,13 +166,22 @@ fn words(source: &io::Error) -> String {
 const EIO: i32 = 5;
 
 /// Sets `path`, `tensor` and `offset`, which every class of `dcp_rs.errors` has.
-fn with_place(py: Python<'_>, error: PyErr, path: Option<&Path>, tensor: Option<&str>, offset: Option<u64>) -> PyErr {
+fn with_place(
+    py: Python<'_>,
+    error: PyErr,
+    path: Option<&Path>,
+    tensor: Option<&str>,
+    offset: Option<u64>,
+) -> PyErr {
     let place = PyDict::new(py);
     let set = || -> PyResult<()> {
         place.set_item("path", path.map(|path| FsPath::text(py, path)).transpose()?)?;
         place.set_item("tensor", tensor)?;
         place.set_item("offset", offset)?;
-        error.value(py).getattr("__dict__")?.call_method1("update", (&place,))?;
+        error
+            .value(py)
+            .getattr("__dict__")?
+            .call_method1("update", (&place,))?;
         Ok(())
     };
     match set() {

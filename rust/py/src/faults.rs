@@ -7,7 +7,8 @@ use pyo3::prelude::*;
 
 use crate::panics::guarded;
 
-/// From now on, in this process, the call number `at` (from 0) that changes something below `folder` fails with `errno`.
+/// From now on, in this process, the call number `at` (from 0) that changes something below
+/// `folder` fails with `errno`.
 #[guarded]
 #[pyfunction]
 pub fn arm_fault(folder: PathBuf, at: u64, errno: i32) -> PyResult<()> {

@@ -43,7 +43,8 @@ type Description<'py> = (u32, Option<&'static str>, Bound<'py, PyTuple>);
 #[guarded]
 #[pymethods]
 impl Index {
-    /// Opens the checkpoint at `path`, whatever it is; with `rank`, what that rank wrote for itself. With `storage_options`, `path` is a URL.
+    /// Opens the checkpoint at `path`, whatever it is; with `rank`, what that rank wrote for
+    /// itself. With `storage_options`, `path` is a URL.
     #[staticmethod]
     #[pyo3(signature = (path, rank, allow_external, storage_options = None))]
     fn open(
@@ -59,19 +60,34 @@ impl Index {
         Ok(Self::new(Arc::new(inner), allow_external))
     }
 
-    /// Indexes what others wrote at `path`, whatever index lies there. With `storage_options`, `path` is a URL.
+    /// Indexes what others wrote at `path`, whatever index lies there. With `storage_options`,
+    /// `path` is a URL.
     #[staticmethod]
     #[pyo3(signature = (path, storage_options = None))]
-    fn from_data(py: Python<'_>, path: PathBuf, storage_options: Option<HashMap<String, String>>) -> PyResult<Self> {
+    fn from_data(
+        py: Python<'_>,
+        path: PathBuf,
+        storage_options: Option<HashMap<String, String>>,
+    ) -> PyResult<Self> {
         let remote = remote(py, &path, storage_options)?;
         let look = |control: &Control| checkpoint::open_data(&path, remote.clone(), control);
-        Ok(Self::new(Arc::new(looking(py, remote.is_some(), look)?), true))
+        Ok(Self::new(
+            Arc::new(looking(py, remote.is_some(), look)?),
+            true,
+        ))
     }
 
     /// Checks the bytes of an index; `path` is where its file would be.
     #[staticmethod]
-    fn from_bytes(py: Python<'_>, data: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
-        let inner = py.detach(|| format::Index::from_bytes(data, &path)).into_py(py)?;
+    fn from_bytes(
+        py: Python<'_>,
+        data: Vec<u8>,
+        path: PathBuf,
+        allow_external: bool,
+    ) -> PyResult<Self> {
+        let inner = py
+            .detach(|| format::Index::from_bytes(data, &path))
+            .into_py(py)?;
         Ok(Self::new(Arc::new(inner), allow_external))
     }
 
@@ -145,7 +161,10 @@ impl Index {
 
     /// All FQNs, sorted.
     fn names<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, (0..self.inner.tensor_count()).map(|t| self.inner.name(t)))
+        PyList::new(
+            py,
+            (0..self.inner.tensor_count()).map(|t| self.inner.name(t)),
+        )
     }
 
     fn name(&self, tensor: u32) -> PyResult<&str> {
@@ -158,7 +177,11 @@ impl Index {
     }
 
     /// For each name: (tensor, dtype or None for bytes, shape), or None where there is none.
-    fn describe<'py>(&self, py: Python<'py>, names: Vec<PyBackedStr>) -> PyResult<Vec<Option<Description<'py>>>> {
+    fn describe<'py>(
+        &self,
+        py: Python<'py>,
+        names: Vec<PyBackedStr>,
+    ) -> PyResult<Vec<Option<Description<'py>>>> {
         names
             .iter()
             .map(|name| {
@@ -181,10 +204,13 @@ impl Index {
     fn chunks(&self, py: Python<'_>, tensor: u32) -> PyResult<Vec<ChunkEntry>> {
         self.check_tensor(tensor)?;
         let chunks = self.inner.tensor(tensor).chunks;
-        chunks.map(|chunk| ChunkEntry::new(py, &self.inner, chunk)).collect()
+        chunks
+            .map(|chunk| ChunkEntry::new(py, &self.inner, chunk))
+            .collect()
     }
 
-    /// `make(extent(offsets), extent(sizes))` for each chunk of a tensor, in the order of their offsets. Equal sizes one after the other are one object.
+    /// `make(extent(offsets), extent(sizes))` for each chunk of a tensor, in the order of their
+    /// offsets. Equal sizes one after the other are one object.
     fn make_chunks<'py>(
         &self,
         tensor: u32,
@@ -218,7 +244,11 @@ impl Index {
     }
 
     /// Strides in elements of a chunk, or None where it is contiguous.
-    fn chunk_strides<'py>(&self, py: Python<'py>, chunk: u64) -> PyResult<Option<Bound<'py, PyTuple>>> {
+    fn chunk_strides<'py>(
+        &self,
+        py: Python<'py>,
+        chunk: u64,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         self.check_chunk(chunk)?;
         self.inner
             .chunk(chunk)
@@ -240,24 +270,39 @@ impl Index {
         self.inner.is_view()
     }
 
-    /// The names of the stored tensors that a tensor is decoded from, and their format; None of one that is stored as it is.
+    /// The names of the stored tensors that a tensor is decoded from, and their format; None of one
+    /// that is stored as it is.
     fn coded_from(&self, tensor: u32) -> PyResult<Option<(&'static str, Vec<String>)>> {
         self.check_tensor(tensor)?;
         let chunks = self.inner.tensor(tensor).chunks;
-        let coded = chunks.clone().next().and_then(|chunk| self.inner.chunk(chunk).coded);
+        let coded = chunks
+            .clone()
+            .next()
+            .and_then(|chunk| self.inner.chunk(chunk).coded);
         Ok(coded.map(|chunk| {
             let of = &chunk.of;
             let parts = of.parts(&Dims::from_elem(0, of.shape.len()), &of.shape);
-            let names = parts.iter().map(|part| of.index.name(part.tensor).to_owned());
+            let names = parts
+                .iter()
+                .map(|part| of.index.name(part.tensor).to_owned());
             (of.format.name(), names.collect())
         }))
     }
 
-    /// The same checkpoint with its quantized weights as tensors of `dtype`; None where it has none.
+    /// The same checkpoint with its quantized weights as tensors of `dtype`; None where it has
+    /// none.
     #[pyo3(signature = (dtype, **options))]
-    fn dequantize(&self, py: Python<'_>, dtype: &str, options: Option<Options>) -> PyResult<Option<Self>> {
-        let target = Target::from_name(dtype)
-            .ok_or_else(|| PlanError::new_err(format!("weights become bfloat16, float16 or float32, not {dtype}")))?;
+    fn dequantize(
+        &self,
+        py: Python<'_>,
+        dtype: &str,
+        options: Option<Options>,
+    ) -> PyResult<Option<Self>> {
+        let target = Target::from_name(dtype).ok_or_else(|| {
+            PlanError::new_err(format!(
+                "weights become bfloat16, float16 or float32, not {dtype}"
+            ))
+        })?;
         let options = read_options(options)?;
         let found = self.looking(py, |control| {
             checkpoint::dequantize(&self.inner, target, self.allow_external, &options, control)
@@ -265,8 +310,9 @@ impl Index {
         Ok(found.map(|index| self.view(index)))
     }
 
-    /// The same checkpoint with other tensors in the place of the `hidden` ones. Each has a name, a shape, and rectangles of tensors:
-    /// (tensor, offsets, sizes, for each dimension of the new tensor that of the other or None, where it goes).
+    /// The same checkpoint with other tensors in the place of the `hidden` ones. Each has a name, a
+    /// shape, and rectangles of tensors: (tensor, offsets, sizes, for each dimension of the new
+    /// tensor that of the other or None, where it goes).
     fn derive(
         &self,
         py: Python<'_>,
@@ -287,7 +333,10 @@ impl Index {
             })
         };
         let logical = |(name, shape, rectangles): (String, Extent, Vec<Rectangle>)| {
-            let sources = rectangles.into_iter().map(source).collect::<PyResult<_>>()?;
+            let sources = rectangles
+                .into_iter()
+                .map(source)
+                .collect::<PyResult<_>>()?;
             let origin = format::Origin::Sources {
                 shape: shape.0,
                 sources,
@@ -299,7 +348,8 @@ impl Index {
         Ok(self.view(derived.into_py(py)?))
     }
 
-    /// Whether the elements of a chunk are the conjugates of its bytes, and whether they are their negatives.
+    /// Whether the elements of a chunk are the conjugates of its bytes, and whether they are their
+    /// negatives.
     fn chunk_signs(&self, chunk: u64) -> PyResult<(bool, bool)> {
         self.check_chunk(chunk)?;
         let signs = self.inner.chunk(chunk).signs;
@@ -315,7 +365,10 @@ impl Index {
 
     /// The data files of chunks.
     fn files_of(&self, chunks: Vec<u64>) -> PyResult<Vec<u32>> {
-        let file = |chunk| self.check_chunk(chunk).map(|()| self.inner.chunk_file(chunk));
+        let file = |chunk| {
+            self.check_chunk(chunk)
+                .map(|()| self.inner.chunk_file(chunk))
+        };
         chunks.into_iter().map(file).collect()
     }
 
@@ -335,10 +388,13 @@ impl Index {
     /// Every data file.
     fn files(&self) -> Vec<FileEntry> {
         let count = self.inner.file_count();
-        (0..count).map(|file| FileEntry::new(&self.inner.file(file))).collect()
+        (0..count)
+            .map(|file| FileEntry::new(&self.inner.file(file)))
+            .collect()
     }
 
-    /// For each data file, the bytes of it that chunks are in, and whether it is a link to what another save wrote.
+    /// For each data file, the bytes of it that chunks are in, and whether it is a link to what
+    /// another save wrote.
     fn use_of_files(&self) -> Vec<(u64, bool)> {
         let mut used = vec![0; self.inner.file_count() as usize];
         for number in 0..self.inner.chunk_count() {
@@ -352,11 +408,17 @@ impl Index {
     /// Where the data files are, in the order of `files`.
     fn file_paths(&self) -> Vec<FsPath> {
         let count = self.inner.file_count();
-        (0..count).map(|file| FsPath(self.inner.file_path(file))).collect()
+        (0..count)
+            .map(|file| FsPath(self.inner.file_path(file)))
+            .collect()
     }
 
     /// The path of a tensor in the state dict that was saved, as a tuple, or None.
-    fn planner_path<'py>(&self, py: Python<'py>, tensor: u32) -> PyResult<Option<Bound<'py, PyAny>>> {
+    fn planner_path<'py>(
+        &self,
+        py: Python<'py>,
+        tensor: u32,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.check_tensor(tensor)?;
         self.inner
             .planner_path(tensor)
@@ -369,15 +431,19 @@ impl Index {
         from_value(py, &self.inner.planner_root())
     }
 
-    /// The containers (position, path, kind) that the paths do not tell, or None where that is not known.
+    /// The containers (position, path, kind) that the paths do not tell, or None where that is not
+    /// known.
     fn nesting<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         from_value(py, &self.inner.nesting())
     }
 
-    /// The place of each entry, in the order of `names`, among those of the state dict; None where it is not known.
+    /// The place of each entry, in the order of `names`, among those of the state dict; None where
+    /// it is not known.
     fn positions(&self) -> Vec<Option<u32>> {
         let count = self.inner.tensor_count();
-        (0..count).map(|tensor| self.inner.tensor(tensor).position).collect()
+        (0..count)
+            .map(|tensor| self.inner.tensor(tensor).position)
+            .collect()
     }
 
     /// The chunk for each (fqn, offset or None, hint or None), as DCP's `MetadataIndex` names one.
@@ -400,13 +466,23 @@ impl Index {
 }
 
 /// The store that a URL leads to; `None` for a path of a file system, which has no options.
-fn remote(py: Python<'_>, path: &Path, options: Option<HashMap<String, String>>) -> PyResult<Option<Arc<dyn Remote>>> {
+fn remote(
+    py: Python<'_>,
+    path: &Path,
+    options: Option<HashMap<String, String>>,
+) -> PyResult<Option<Arc<dyn Remote>>> {
     let store = |options| Store::new(&path.to_string_lossy(), options).into_py(py);
-    options.map(|options| Ok(Arc::new(store(options)?) as _)).transpose()
+    options
+        .map(|options| Ok(Arc::new(store(options)?) as _))
+        .transpose()
 }
 
 /// Looks at files without the GIL. Where each look is a request, Ctrl-C stops it.
-fn looking<T: Send>(py: Python<'_>, is_remote: bool, look: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
+fn looking<T: Send>(
+    py: Python<'_>,
+    is_remote: bool,
+    look: impl FnOnce(&Control) -> Result<T> + Send,
+) -> PyResult<T> {
     if is_remote {
         interrupt::run(py, look)
     } else {
@@ -424,7 +500,11 @@ impl Index {
     }
 
     /// Looks at data files without the GIL. Where each look is a request, Ctrl-C stops it.
-    pub fn looking<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
+    pub fn looking<T: Send>(
+        &self,
+        py: Python<'_>,
+        look: impl FnOnce(&Control) -> Result<T> + Send,
+    ) -> PyResult<T> {
         looking(py, self.inner.remote().is_some(), look)
     }
 
@@ -434,11 +514,15 @@ impl Index {
     }
 
     pub fn check_tensor(&self, tensor: u32) -> PyResult<()> {
-        self.check(tensor < self.inner.tensor_count(), || format!("tensor {tensor}"))
+        self.check(tensor < self.inner.tensor_count(), || {
+            format!("tensor {tensor}")
+        })
     }
 
     pub fn check_chunk(&self, chunk: u64) -> PyResult<()> {
-        self.check(chunk < self.inner.chunk_count(), || format!("chunk {chunk}"))
+        self.check(chunk < self.inner.chunk_count(), || {
+            format!("chunk {chunk}")
+        })
     }
 
     fn check(&self, is_there: bool, what: impl FnOnce() -> String) -> PyResult<()> {
@@ -449,7 +533,10 @@ impl Index {
 
     /// Bytes of an element; 1 for bytes.
     pub fn itemsize(&self, tensor: u32) -> u64 {
-        self.inner.tensor(tensor).dtype.map_or(1, dcp_rs_core::Dtype::size)
+        self.inner
+            .tensor(tensor)
+            .dtype
+            .map_or(1, dcp_rs_core::Dtype::size)
     }
 
     fn locate_one(&self, fqn: &str, offset: Option<&Dims>, hint: Option<u64>) -> PyResult<u64> {
@@ -458,7 +545,9 @@ impl Index {
             let message = format!("{what} in {}", index.path().display());
             plan_error(index.path(), Some(fqn), message)
         };
-        let tensor = index.find(fqn).ok_or_else(|| missing(format!("no tensor {fqn:?}")))?;
+        let tensor = index
+            .find(fqn)
+            .ok_or_else(|| missing(format!("no tensor {fqn:?}")))?;
         let chunks = index.tensor(tensor).chunks;
         let is_it = |c: u64| offset.is_none_or(|offset| index.chunk(c).offsets == *offset);
         if let Some(hinted) = hint.and_then(|hint| chunks.start.checked_add(hint))
@@ -509,14 +598,26 @@ impl FileMapping {
     /// # Safety
     /// Called by Python with a `view` to fill; Python keeps `slf` alive until it releases the view.
     #[expect(unsafe_code, reason = "the buffer protocol is a C interface")]
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut pyo3::ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut pyo3::ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let mapping = &slf.get().mapping;
-        let len = isize::try_from(mapping.len()).map_err(|_| PlanError::new_err("file too large to map"))?;
-        // SAFETY: `view` is Python's to fill; the memory is the mapping's, which lives as long as `slf`, to which
-        // PyBuffer_FillInfo takes a reference; writes through it are private to this process, and their
-        // synchronisation is the caller's business as with any tensor.
+        let len = isize::try_from(mapping.len())
+            .map_err(|_| PlanError::new_err("file too large to map"))?;
+        // SAFETY: `view` is Python's to fill; the memory is the mapping's, which lives as long as
+        // `slf`, to which PyBuffer_FillInfo takes a reference; writes through it are private to
+        // this process, and their synchronisation is the caller's business as with any tensor.
         let status = unsafe {
-            pyo3::ffi::PyBuffer_FillInfo(view, slf.as_ptr(), mapping.as_ptr().cast::<c_void>(), len, 0, flags)
+            pyo3::ffi::PyBuffer_FillInfo(
+                view,
+                slf.as_ptr(),
+                mapping.as_ptr().cast::<c_void>(),
+                len,
+                0,
+                flags,
+            )
         };
         if status == 0 {
             Ok(())

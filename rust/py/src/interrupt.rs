@@ -15,7 +15,10 @@ use crate::error::IntoPy;
 const PERIOD: Duration = Duration::from_millis(20);
 
 /// [`run_with`] without progress.
-pub fn run<T: Send>(py: Python<'_>, work: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
+pub fn run<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(&Control) -> Result<T> + Send,
+) -> PyResult<T> {
     run_with(py, None, 0, work)
 }
 
@@ -25,29 +28,45 @@ pub fn run_under<T: Send>(
     control: &Control,
     work: impl FnOnce(&Control) -> Result<T> + Send,
 ) -> PyResult<T> {
-    run_all(py, control, None, 0, || Ok(None::<()>), |_, control| work(control))
+    run_all(
+        py,
+        control,
+        None,
+        0,
+        || Ok(None::<()>),
+        |_, control| work(control),
+    )
 }
 
 /// Logs the notices of a call.
 fn log_notices(py: Python<'_>, control: &Control) -> PyResult<()> {
     for notice in control.take_notices() {
-        let log = py.import("logging")?.call_method1("getLogger", ("dcp_rs",))?;
+        let log = py
+            .import("logging")?
+            .call_method1("getLogger", ("dcp_rs",))?;
         log.call_method1("warning", ("%s", notice))?;
     }
     Ok(())
 }
 
-/// Runs `work` on another thread while this one, without the GIL, watches for signals; on this thread where the system gives
-/// no other, and then signals wait. A signal whose handler raises cancels the
-/// work; its threads have ended when this returns. `progress` is called now and then with the bytes done (and those done `before`), and at the end with
-/// all of them; what it raises cancels the work too.
+/// Runs `work` on another thread while this one, without the GIL, watches for signals; on this
+/// thread where the system gives no other, and then signals wait. A signal whose handler raises
+/// cancels the work; its threads have ended when this returns. `progress` is called now and then
+/// with the bytes done (and those done `before`), and at the end with all of them; what it raises
+/// cancels the work too.
 pub fn run_with<T: Send>(
     py: Python<'_>,
     progress: Option<&Py<PyAny>>,
     before: u64,
     work: impl FnOnce(&Control) -> Result<T> + Send,
 ) -> PyResult<T> {
-    run_on(py, progress, before, || Ok(None::<()>), |_, control| work(control))
+    run_on(
+        py,
+        progress,
+        before,
+        || Ok(None::<()>),
+        |_, control| work(control),
+    )
 }
 
 /// Nobody waits for work whose maker panicked.
@@ -68,8 +87,9 @@ pub fn made_by_now<I>(blocks: &Receiver<Vec<I>>) -> Option<Vec<I>> {
     Some(all)
 }
 
-/// [`run_with`] on what `make` makes, with the GIL, until it makes no more: the work begins with the first of it. What `make` raises cancels the work,
-/// unless that has failed already: then its error comes first (but not before a `KeyboardInterrupt`).
+/// [`run_with`] on what `make` makes, with the GIL, until it makes no more: the work begins with
+/// the first of it. What `make` raises cancels the work, unless that has failed already: then its
+/// error comes first (but not before a `KeyboardInterrupt`).
 pub fn run_on<I: Send, T: Send>(
     py: Python<'_>,
     progress: Option<&Py<PyAny>>,
@@ -101,7 +121,8 @@ fn run_all<I: Send, T: Send>(
     let (result, raised, raised_late) = std::thread::scope(|scope| {
         let (give, made) = channel();
         let (done, is_done) = channel();
-        // Not handed to the thread but taken by it: it is still there where the system has no thread to give.
+        // Not handed to the thread but taken by it: it is still there where the system has no
+        // thread to give.
         let work = Mutex::new(Some((work, made)));
         let run = move || {
             let (work, made) = work
@@ -134,7 +155,9 @@ fn run_all<I: Send, T: Send>(
                 Ok(Some(Ok(()))) => {}
                 // There is no more, or nobody to take it: the work has failed.
                 Ok(None | Some(Err(_))) => break,
-                Err(error) if error.is_instance_of::<PyException>(py) && is_done.try_recv().is_ok() => {
+                Err(error)
+                    if error.is_instance_of::<PyException>(py) && is_done.try_recv().is_ok() =>
+                {
                     raised_late = Some(error);
                     break;
                 }
@@ -154,8 +177,10 @@ fn run_all<I: Send, T: Send>(
                 // On this thread, which then hears of no signals.
                 Err(run) => return (run(), raised),
             };
-            while raised.is_none() && is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
-                // An interpreter that ends has no more signals: what is dropped last may still have work to do.
+            while raised.is_none() && is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout)
+            {
+                // An interpreter that ends has no more signals: what is dropped last may still have
+                // work to do.
                 let watch = Python::try_attach(|py| {
                     py.check_signals()?;
                     log_notices(py, control)?;

@@ -1,4 +1,5 @@
-//! `dcp_rs._core`: the boundary between dcp-rs-core and Python. Translates, validates, releases the GIL; decides nothing.
+//! `dcp_rs._core`: the boundary between dcp-rs-core and Python. Translates, validates, releases the
+//! GIL; decides nothing.
 
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
@@ -53,7 +54,8 @@ mod _core {
     use crate::reuse::Reuse;
     #[pymodule_export]
     use crate::rows::{
-        ChunkEntry, Damage, FileEntry, Fill, Leftover, Overlap, Part, PlacedValue, ReadStats, TensorEntry,
+        ChunkEntry, Damage, FileEntry, Fill, Leftover, Overlap, Part, PlacedValue, ReadStats,
+        TensorEntry,
     };
     #[pymodule_export]
     use crate::save_item::SaveItem;
@@ -66,7 +68,9 @@ mod _core {
     #[pymodule_export]
     use crate::template::Template;
     #[pymodule_export]
-    use crate::verify::{available_cores, block_digest, check_no_rank_indexes, has_native_data, recover, refusal};
+    use crate::verify::{
+        available_cores, block_digest, check_no_rank_indexes, has_native_data, recover, refusal,
+    };
     #[pymodule_export]
     use crate::wanted::{Common, Wanted, compare_wanted};
     #[pymodule_export]

@@ -1,5 +1,5 @@
-//! Panics: defects of this package. Python gets them as `InternalError`, which it can catch and pickle, and never as the exception that `PyO3`
-//! would make of them, which is neither.
+//! Panics: defects of this package. Python gets them as `InternalError`, which it can catch and
+//! pickle, and never as the exception that `PyO3` would make of them, which is neither.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
@@ -19,7 +19,9 @@ pub fn catch<T>(work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let said = text(&*panic);
         let last = LAST.try_lock().ok().and_then(|mut last| last.take());
-        let place = last.filter(|(text, _)| *text == said).map(|(_, place)| place);
+        let place = last
+            .filter(|(text, _)| *text == said)
+            .map(|(_, place)| place);
         Err(internal_error(&said, place.as_deref()))
     })
 }

@@ -23,8 +23,9 @@ pub fn fingerprint(py: Python<'_>, path: PathBuf) -> PyResult<Option<Fingerprint
     Ok(found.map(|inner| Fingerprint { inner }))
 }
 
-/// Gives a finished file or folder its name, in place of what it was `before`, and of nothing else. Signals end the wait for a lock, and nothing after it: what
-/// this raises says where everything is.
+/// Gives a finished file or folder its name, in place of what it was `before`, and of nothing else.
+/// Signals end the wait for a lock, and nothing after it: what this raises says where everything
+/// is.
 #[guarded]
 #[pyfunction]
 pub fn put_in_place(
@@ -43,7 +44,8 @@ pub fn put_in_place(
     put.into_py(py)
 }
 
-/// Makes `index` the index of `folder`, atomically, in place of what it was `before`; removes nothing.
+/// Makes `index` the index of `folder`, atomically, in place of what it was `before`; removes
+/// nothing.
 #[guarded]
 #[pyfunction]
 pub fn replace_index(

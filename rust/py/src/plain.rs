@@ -1,5 +1,6 @@
-//! Plain tensors: those in host memory that are stored as they lie there. A model has thousands, so what there is to know of them is
-//! asked here and not in Python, where every tuple of every tensor would burden the garbage collector.
+//! Plain tensors: those in host memory that are stored as they lie there. A model has thousands, so
+//! what there is to know of them is asked here and not in Python, where every tuple of every tensor
+//! would burden the garbage collector.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -31,7 +32,8 @@ pub struct Plain<'py> {
     exchange: Option<Exchange>,
     /// What it calls the dtypes that were met so far, as far as it calls no others so.
     met: RefCell<Vec<(ElementType, Option<Dtype>)>>,
-    /// Whether it refused a tensor. That takes as long as a thousand tensors do, so none is tried again.
+    /// Whether it refused a tensor. That takes as long as a thousand tensors do, so none is tried
+    /// again.
     refused: Cell<bool>,
 }
 
@@ -43,7 +45,8 @@ pub struct HostTensor {
     pub address: usize,
 }
 
-/// Where the elements of a strided tensor lie. Strides are in elements; what was freed has the address 0.
+/// Where the elements of a strided tensor lie. Strides are in elements; what was freed has the
+/// address 0.
 pub struct Layout {
     pub shape: Dims,
     pub strides: Dims,
@@ -55,11 +58,16 @@ impl Layout {
         let py = tensor.py();
         let shape = tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0;
         // Most are, and a tuple of strides is a good part of all that is asked of a tensor.
-        let is_contiguous = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
+        let is_contiguous = tensor
+            .call_method0(intern!(py, "is_contiguous"))?
+            .is_truthy()?;
         let strides = if is_contiguous {
             row_major(&shape)
         } else {
-            tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0
+            tensor
+                .call_method0(intern!(py, "stride"))?
+                .extract::<Extent>()?
+                .0
         };
         let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let layout = Self {
@@ -86,11 +94,18 @@ const LOWEST: usize = 1 << 32;
 fn is_freed(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = tensor.py();
     let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-    Ok(storage.call_method0(intern!(py, "data_ptr"))?.extract::<usize>()? == 0)
+    Ok(storage
+        .call_method0(intern!(py, "data_ptr"))?
+        .extract::<usize>()?
+        == 0)
 }
 
 impl<'py> Plain<'py> {
-    pub fn new(py: Python<'py>, types: &Bound<'py, PyTuple>, dtypes: &Bound<'py, PyDict>) -> PyResult<Self> {
+    pub fn new(
+        py: Python<'py>,
+        types: &Bound<'py, PyTuple>,
+        dtypes: &Bound<'py, PyDict>,
+    ) -> PyResult<Self> {
         let torch = py.import(intern!(py, "torch"))?;
         Ok(Self {
             types: types
@@ -141,13 +156,16 @@ impl<'py> Plain<'py> {
         }))
     }
 
-    /// Of what dtype the elements are, and where they lie; `None` of what is not strided, not in host memory, or of none of the dtypes.
+    /// Of what dtype the elements are, and where they lie; `None` of what is not strided, not in
+    /// host memory, or of none of the dtypes.
     fn layout(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<(Dtype, Layout)>> {
         if let Some(exchange) = self.exchange.as_ref().filter(|_| !self.refused.get()) {
             match exchange.layout(tensor) {
                 Ok(None) => return Ok(None),
                 Ok(Some((element, layout))) => {
-                    return Ok(self.dtype_called(element, tensor)?.map(|dtype| (dtype, layout)));
+                    return Ok(self
+                        .dtype_called(element, tensor)?
+                        .map(|dtype| (dtype, layout)));
                 }
                 Err(Refused) => self.refused.set(true),
             }
@@ -160,12 +178,23 @@ impl<'py> Plain<'py> {
             return Ok(None);
         };
         let is_strided = tensor.getattr(intern!(py, "layout"))?.is(&self.strided);
-        is_strided.then(|| Ok((dtype, Layout::of(tensor)?))).transpose()
+        is_strided
+            .then(|| Ok((dtype, Layout::of(tensor)?)))
+            .transpose()
     }
 
     /// The dtype of a tensor of which the exchange API calls it so.
-    fn dtype_called(&self, element: ElementType, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
-        let met = self.met.borrow().iter().find(|met| met.0 == element).map(|met| met.1);
+    fn dtype_called(
+        &self,
+        element: ElementType,
+        tensor: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Dtype>> {
+        let met = self
+            .met
+            .borrow()
+            .iter()
+            .find(|met| met.0 == element)
+            .map(|met| met.1);
         if let Some(dtype) = met {
             return Ok(dtype);
         }
@@ -188,8 +217,8 @@ pub const BLOCK: usize = 1024;
 #[guarded]
 #[pymethods]
 impl Index {
-    /// A batch that fills those of the tensors that are plain and fit what is stored under their names, each at its place in the list, and the
-    /// places of all others.
+    /// A batch that fills those of the tensors that are plain and fit what is stored under their
+    /// names, each at its place in the list, and the places of all others.
     ///
     /// Raises unless the data files of the batch are there and as long as they should be.
     fn plan_plain(
@@ -266,7 +295,11 @@ impl<'a> Matches<'a> {
             return None;
         }
         let itemsize = host.dtype.size();
-        let strides: Option<Dims> = host.strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
+        let strides: Option<Dims> = host
+            .strides
+            .iter()
+            .map(|stride| stride.checked_mul(itemsize))
+            .collect();
         let to = Memory {
             address: Destination(std::ptr::with_exposed_provenance_mut(host.address)),
             strides: strides?,
@@ -275,10 +308,15 @@ impl<'a> Matches<'a> {
             offsets: Dims::from_elem(0, host.shape.len()),
             sizes: host.shape,
         };
-        // What the chunks do not hold, and what cannot be written to, is reported by the planner, which has the words for it.
+        // What the chunks do not hold, and what cannot be written to, is reported by the planner,
+        // which has the words for it.
         let before = self.gather.len();
         self.gather.set_place(self.count as u64);
-        if self.gather.add(Source::Tensor(stored), &whole, &to).is_err() {
+        if self
+            .gather
+            .add(Source::Tensor(stored), &whole, &to)
+            .is_err()
+        {
             self.gather.truncate(before);
             return None;
         }

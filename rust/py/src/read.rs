@@ -73,7 +73,13 @@ pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
 }
 
 /// The memory of a tensor. One whose storage was freed has the address 0.
-pub fn memory(index: &Index, tensor: u32, address: usize, sizes: &Dims, strides: &Dims) -> PyResult<Memory> {
+pub fn memory(
+    index: &Index,
+    tensor: u32,
+    address: usize,
+    sizes: &Dims,
+    strides: &Dims,
+) -> PyResult<Memory> {
     let refuse = |why: &str| {
         let name = index.inner.name(tensor);
         let message = format!("tensor {name:?}: the destination has {why}");
@@ -83,7 +89,10 @@ pub fn memory(index: &Index, tensor: u32, address: usize, sizes: &Dims, strides:
         return Err(refuse("no memory: its storage has been freed"));
     }
     let itemsize = index.itemsize(tensor);
-    let strides: Option<Dims> = strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
+    let strides: Option<Dims> = strides
+        .iter()
+        .map(|stride| stride.checked_mul(itemsize))
+        .collect();
     Ok(Memory {
         address: Destination(std::ptr::with_exposed_provenance_mut(address)),
         strides: strides.ok_or_else(|| refuse("strides that overflow"))?,
@@ -122,7 +131,8 @@ pub unsafe fn run_turn(
 impl Index {
     /// Fills rectangles of chunks into memory.
     ///
-    /// The memory behind every address must stay there until this returns: the caller holds the tensors.
+    /// The memory behind every address must stay there until this returns: the caller holds the
+    /// tensors.
     #[pyo3(signature = (fills, **options))]
     fn read_chunks(
         &self,
@@ -154,8 +164,8 @@ impl Index {
         })
     }
 
-    /// The bytes of whole chunks, as they are stored. A value of a file of `torch.save` is a part of that file's pickle: of one, what
-    /// `torch.save` writes for the value alone.
+    /// The bytes of whole chunks, as they are stored. A value of a file of `torch.save` is a part
+    /// of that file's pickle: of one, what `torch.save` writes for the value alone.
     #[pyo3(signature = (chunks, **options))]
     fn read_bytes<'py>(
         &self,
@@ -165,15 +175,18 @@ impl Index {
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
-        // The files first: the lengths of chunks are only as true as those of the files that hold them.
+        // The files first: the lengths of chunks are only as true as those of the files that hold
+        // them.
         self.check_files(py, chunks.clone())?;
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         let mut buffers = Vec::with_capacity(chunks.len());
         for chunk in chunks {
             let view = index.chunk(chunk);
-            if index.source() == SourceKind::Torch && index.tensor(view.tensor).kind == Kind::Bytes {
+            if index.source() == SourceKind::Torch && index.tensor(view.tensor).kind == Kind::Bytes
+            {
                 let value = self.looking(py, |control| {
-                    self.values.read(&index, chunk, self.allow_external, control)
+                    self.values
+                        .read(&index, chunk, self.allow_external, control)
                 });
                 buffers.push(value?);
                 continue;
@@ -188,7 +201,10 @@ impl Index {
         }
         // SAFETY: each chunk goes to a buffer of its length, which nothing else touches meanwhile.
         unsafe { run(py, &gather, &options)? };
-        Ok(buffers.iter().map(|buffer| PyBytes::new(py, buffer)).collect())
+        Ok(buffers
+            .iter()
+            .map(|buffer| PyBytes::new(py, buffer))
+            .collect())
     }
 
     /// Raises unless the files of these chunks are there, and as long as they should be.
@@ -205,7 +221,12 @@ impl Index {
 
     /// Raises unless the digests of these chunks are right.
     #[pyo3(signature = (chunks, **options))]
-    fn verify_chunks(&self, py: Python<'_>, chunks: Vec<u64>, options: Option<Options>) -> PyResult<()> {
+    fn verify_chunks(
+        &self,
+        py: Python<'_>,
+        chunks: Vec<u64>,
+        options: Option<Options>,
+    ) -> PyResult<()> {
         for &chunk in &chunks {
             self.check_chunk(chunk)?;
         }
@@ -218,14 +239,24 @@ impl Index {
     }
 
     /// The parts of a region that chunks hold, which may leave some of it out.
-    fn touching(&self, py: Python<'_>, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Vec<Overlap>> {
+    fn touching(
+        &self,
+        py: Python<'_>,
+        tensor: u32,
+        offsets: Extent,
+        sizes: Extent,
+    ) -> PyResult<Vec<Overlap>> {
         let region = self.region(tensor, offsets, sizes)?;
         let found = overlap::touching(&self.inner, tensor, &region);
-        found.iter().map(|overlap| Overlap::new(py, overlap)).collect()
+        found
+            .iter()
+            .map(|overlap| Overlap::new(py, overlap))
+            .collect()
     }
 
-    /// Checks a plan before anything is read. Raises unless the data files of these regions and values are there and as long as they
-    /// should be; returns (region, offsets, sizes) for what no chunk holds.
+    /// Checks a plan before anything is read. Raises unless the data files of these regions and
+    /// values are there and as long as they should be; returns (region, offsets, sizes) for what no
+    /// chunk holds.
     fn check_regions<'py>(
         &self,
         py: Python<'py>,
@@ -245,7 +276,13 @@ impl Index {
             checkpoint::check_regions(&index, &regions, &values, allow_external, control)
         })?
         .into_iter()
-        .map(|(at, hole)| Ok((at, extent_to_py(py, &hole.offsets)?, extent_to_py(py, &hole.sizes)?)))
+        .map(|(at, hole)| {
+            Ok((
+                at,
+                extent_to_py(py, &hole.offsets)?,
+                extent_to_py(py, &hole.sizes)?,
+            ))
+        })
         .collect()
     }
 }
@@ -267,7 +304,8 @@ impl Index {
             let region = Region::new(&fill.offsets.0, &fill.sizes.0);
             gather.add(source, &region, &to).into_py(py)?;
         }
-        // SAFETY: the contract of whoever calls this: the caller holds the tensors at the addresses. Shapes and strides are the tensors' own.
+        // SAFETY: the contract of whoever calls this: the caller holds the tensors at the
+        // addresses. Shapes and strides are the tensors' own.
         Ok(unsafe { run(py, &gather, &options)? }.into())
     }
 

@@ -38,15 +38,21 @@ pub struct Store {
 impl Store {
     /// The store that a URL leads to. Nothing is asked of it yet.
     #[new]
-    fn new(py: Python<'_>, url: PathBuf, storage_options: HashMap<String, String>) -> PyResult<Self> {
-        let store = dcp_rs_remote::Store::new(&url.to_string_lossy(), storage_options).into_py(py)?;
+    fn new(
+        py: Python<'_>,
+        url: PathBuf,
+        storage_options: HashMap<String, String>,
+    ) -> PyResult<Self> {
+        let store =
+            dcp_rs_remote::Store::new(&url.to_string_lossy(), storage_options).into_py(py)?;
         Ok(Self {
             inner: Arc::new(store),
             begun: Mutex::default(),
         })
     }
 
-    /// Looks at what a save to `folder` will replace; with `rank`, of that rank alone. Returns the number of the save.
+    /// Looks at what a save to `folder` will replace; with `rank`, of that rank alone. Returns the
+    /// number of the save.
     fn begin(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>) -> PyResult<u64> {
         let begun = self.ask(py, |connection, control| {
             checkpoint::begin_remote(&folder, rank, connection, control)
@@ -63,14 +69,25 @@ impl Store {
     }
 
     /// As `discard` of folders, of what several ranks wrote.
-    fn discard(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>, indexes: Vec<PyBackedBytes>) -> PyResult<()> {
+    fn discard(
+        &self,
+        py: Python<'_>,
+        folder: PathBuf,
+        rank: Option<u32>,
+        indexes: Vec<PyBackedBytes>,
+    ) -> PyResult<()> {
         self.ask(py, move |connection, control| {
             checkpoint::discard_remote(&folder, rank, indexes, connection, control)
         })
     }
 
     /// As `leftovers` of folders.
-    fn leftovers(&self, py: Python<'_>, folder: PathBuf, older_than: Option<f64>) -> PyResult<Vec<Leftover>> {
+    fn leftovers(
+        &self,
+        py: Python<'_>,
+        folder: PathBuf,
+        older_than: Option<f64>,
+    ) -> PyResult<Vec<Leftover>> {
         let older_than = older_than.map(Duration::from_secs_f64);
         let found = self.ask(py, |connection, control| {
             checkpoint::leftovers_remote(&folder, older_than, connection, control)
@@ -79,7 +96,12 @@ impl Store {
     }
 
     /// As `clean` of folders.
-    fn clean(&self, py: Python<'_>, folder: PathBuf, older_than: Option<f64>) -> PyResult<CleanedRows> {
+    fn clean(
+        &self,
+        py: Python<'_>,
+        folder: PathBuf,
+        older_than: Option<f64>,
+    ) -> PyResult<CleanedRows> {
         let older_than = older_than.map(Duration::from_secs_f64);
         let cleaned = self.ask(py, |connection, control| {
             checkpoint::clean_remote(&folder, older_than, connection, control)
@@ -87,7 +109,8 @@ impl Store {
         Ok(to_rows(cleaned))
     }
 
-    /// What is right in each of some folders: its files (name, length, seconds since it was stored, tag), and the names of its folders.
+    /// What is right in each of some folders: its files (name, length, seconds since it was stored,
+    /// tag), and the names of its folders.
     fn list(&self, py: Python<'_>, folders: Vec<PathBuf>) -> PyResult<Vec<FolderRows>> {
         let found = self.ask(py, |connection, control| {
             store::list_folders(&folders, connection, control)
@@ -98,8 +121,14 @@ impl Store {
     }
 
     /// All bytes of each of some files; None of those that are not there.
-    fn read<'py>(&self, py: Python<'py>, paths: Vec<PathBuf>) -> PyResult<Vec<Option<Bound<'py, PyBytes>>>> {
-        let found = self.ask(py, |connection, control| store::read_files(&paths, connection, control))?;
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        paths: Vec<PathBuf>,
+    ) -> PyResult<Vec<Option<Bound<'py, PyBytes>>>> {
+        let found = self.ask(py, |connection, control| {
+            store::read_files(&paths, connection, control)
+        })?;
         let bytes = |bytes: Option<Vec<u8>>| bytes.map(|bytes| PyBytes::new(py, &bytes));
         Ok(found.into_iter().map(bytes).collect())
     }
@@ -113,7 +142,9 @@ impl Store {
 
     /// Whether the store refuses to store a file in `folder` whose condition does not hold.
     fn asks_conditions(&self, py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
-        self.ask(py, |connection, control| connection.keeps_conditions(&folder, control))
+        self.ask(py, |connection, control| {
+            connection.keeps_conditions(&folder, control)
+        })
     }
 
     /// Stores a file of which there is none.
@@ -127,11 +158,14 @@ impl Store {
 
     /// Whether a file has these bytes, and is the one that was seen before, if one was.
     fn has(&self, py: Python<'_>, path: PathBuf, data: Vec<u8>) -> PyResult<bool> {
-        let found = self.ask(py, |connection, control| store::has(&path, &data, connection, control))?;
+        let found = self.ask(py, |connection, control| {
+            store::has(&path, &data, connection, control)
+        })?;
         Ok(found == Some(true))
     }
 
-    /// Stores a file of this machine under another name; with `overwrite` in place of what is there.
+    /// Stores a file of this machine under another name; with `overwrite` in place of what is
+    /// there.
     #[pyo3(signature = (path, to, *, overwrite, threads, max_inflight_bytes))]
     fn upload_file(
         &self,
@@ -148,7 +182,8 @@ impl Store {
         })
     }
 
-    /// Stores files of this machine, from and to, in a folder that a claim, and what it holds, keeps others out of; then the last one, which says what the others are.
+    /// Stores files of this machine, from and to, in a folder that a claim, and what it holds,
+    /// keeps others out of; then the last one, which says what the others are.
     #[pyo3(signature = (files, last, *, claim, threads, max_inflight_bytes))]
     fn upload_folder(
         &self,
@@ -160,14 +195,25 @@ impl Store {
         max_inflight_bytes: u64,
     ) -> PyResult<()> {
         let options = sending(threads, max_inflight_bytes);
-        let shows = last.as_ref().or(files.last()).map_or(&claim.0, |(_, to)| to);
+        let shows = last
+            .as_ref()
+            .or(files.last())
+            .map_or(&claim.0, |(_, to)| to);
         let last = last.as_ref().map(|(from, to)| (&**from, &**to));
         told_with(py, shows, |control| {
-            upload_folder(&self.inner, &files, last, (&claim.0, &claim.1), &options, control)
+            upload_folder(
+                &self.inner,
+                &files,
+                last,
+                (&claim.0, &claim.1),
+                &options,
+                control,
+            )
         })
     }
 
-    /// Removes files. Those that are not there are as good as removed; what could not be removed is an error, once all were tried.
+    /// Removes files. Those that are not there are as good as removed; what could not be removed is
+    /// an error, once all were tried.
     fn remove(&self, py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<()> {
         self.ask(py, |connection, control| {
             let left = connection.remove(&paths, &[], REMOVING, control);
@@ -175,12 +221,16 @@ impl Store {
         })
     }
 
-    /// Removes a file that was read, if it is the one that was read; it is an error where it is another by now.
+    /// Removes a file that was read, if it is the one that was read; it is an error where it is
+    /// another by now.
     fn remove_seen(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        self.ask(py, |connection, control| connection.remove_seen(&path, control))
+        self.ask(py, |connection, control| {
+            connection.remove_seen(&path, control)
+        })
     }
 
-    /// Stores an index over data that is there already, in place of the one that was there when this was begun. Removes nothing.
+    /// Stores an index over data that is there already, in place of the one that was there when
+    /// this was begun. Removes nothing.
     fn replace_index(&self, py: Python<'_>, folder: PathBuf, index: Vec<u8>) -> PyResult<()> {
         let begun = self.has_begun().into_py(py)?;
         self.ask(py, |connection, control| {
@@ -188,7 +238,8 @@ impl Store {
         })
     }
 
-    /// Whether the store refuses to replace what is not what it was; true as long as that is not known.
+    /// Whether the store refuses to replace what is not what it was; true as long as that is not
+    /// known.
     #[getter]
     fn keeps_conditions(&self) -> bool {
         self.begun().is_none_or(|begun| begun.keeps_conditions)
@@ -216,13 +267,28 @@ impl Store {
         py: Python<'_>,
         question: impl FnOnce(&dyn StoringConnection, &Control) -> Result<T> + Send,
     ) -> PyResult<T> {
-        interrupt::run(py, |control| question(&*self.inner.connect_to_store(0)?, control))
+        interrupt::run(py, |control| {
+            question(&*self.inner.connect_to_store(0)?, control)
+        })
     }
 
     /// Commits over what was there when the save began.
-    pub fn commit(&self, folder: &Path, rank: Option<u32>, index: &Index, control: &Control) -> Result<Committed> {
+    pub fn commit(
+        &self,
+        folder: &Path,
+        rank: Option<u32>,
+        index: &Index,
+        control: &Control,
+    ) -> Result<Committed> {
         let begun = self.has_begun()?;
-        checkpoint::commit_remote(folder, rank, index, begun, &*self.inner.connect_to_store(0)?, control)
+        checkpoint::commit_remote(
+            folder,
+            rank,
+            index,
+            begun,
+            &*self.inner.connect_to_store(0)?,
+            control,
+        )
     }
 }
 
@@ -234,8 +300,13 @@ fn sending(threads: usize, max_inflight_bytes: u64) -> WriteOptions {
     }
 }
 
-/// Stores something that `path` makes visible. What a signal raises meanwhile has as its cause that it is there, or may be.
-fn told_with(py: Python<'_>, path: &Path, work: impl FnOnce(&Control) -> Result<()> + Send) -> PyResult<()> {
+/// Stores something that `path` makes visible. What a signal raises meanwhile has as its cause that
+/// it is there, or may be.
+fn told_with(
+    py: Python<'_>,
+    path: &Path,
+    work: impl FnOnce(&Control) -> Result<()> + Send,
+) -> PyResult<()> {
     let mut stored = None;
     let done = interrupt::run(py, |control| {
         let done = work(control);
@@ -245,7 +316,8 @@ fn told_with(py: Python<'_>, path: &Path, work: impl FnOnce(&Control) -> Result<
     done.map_err(|raised| with_cause(py, raised, stored))
 }
 
-/// What a signal raised stands for what came of it, and says no more than that: `stored` is its cause.
+/// What a signal raised stands for what came of it, and says no more than that: `stored` is its
+/// cause.
 pub fn with_cause(py: Python<'_>, raised: PyErr, stored: Option<Error>) -> PyErr {
     if let Some(stored) = stored
         && !raised.is_instance_of::<StorageUnclearError>(py)

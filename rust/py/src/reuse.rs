@@ -16,7 +16,8 @@ use crate::rows;
 use crate::save_plan::Planned;
 use crate::write::{parts_at, parts_of};
 
-/// The items that one rank saves, beside what a parent holds. It takes bytes as `Save` does, and compares them.
+/// The items that one rank saves, beside what a parent holds. It takes bytes as `Save` does, and
+/// compares them.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Reuse {
     pub inner: Arc<write::Reuse>,
@@ -33,7 +34,9 @@ impl Reuse {
         frozen: &[bool],
         trusted: bool,
     ) -> PyResult<Self> {
-        let inner = interrupt::run(py, |control| write::Reuse::new(parent, items, frozen, trusted, control))?;
+        let inner = interrupt::run(py, |control| {
+            write::Reuse::new(parent, items, frozen, trusted, control)
+        })?;
         let wants: Vec<bool> = (0..items.len()).map(|item| inner.wants(item)).collect();
         Ok(Self {
             planned: planned.only(|item| wants[item as usize]),
@@ -46,8 +49,13 @@ impl Reuse {
         interrupt::run(py, |control| self.inner.compare(parts, control))
     }
 
-    /// Compares the parts of all blocks, of which the first are compared while the others are looked for.
-    fn compare_all<'a>(&self, py: Python<'_>, blocks: impl FnMut() -> PyResult<Option<Vec<Part<'a>>>>) -> PyResult<()> {
+    /// Compares the parts of all blocks, of which the first are compared while the others are
+    /// looked for.
+    fn compare_all<'a>(
+        &self,
+        py: Python<'_>,
+        blocks: impl FnMut() -> PyResult<Option<Vec<Part<'a>>>>,
+    ) -> PyResult<()> {
         interrupt::run_on(py, None, 0, blocks, |blocks, control| {
             while let Some(parts) = interrupt::made_by_now(&blocks) {
                 self.inner.compare(&parts, control)?;
@@ -67,7 +75,9 @@ impl Reuse {
 
     /// For each item, whether of its bytes the first block is enough.
     fn probed(&self) -> Vec<bool> {
-        (0..self.wants.len()).map(|item| self.inner.probes(item)).collect()
+        (0..self.wants.len())
+            .map(|item| self.inner.probes(item))
+            .collect()
     }
 
     /// Compares parts of items, as `Save.write` writes them: memory stays until this returns.
@@ -95,13 +105,16 @@ impl Reuse {
         self.compare(py, &parts_of(&values))
     }
 
-    /// Reads what would be reused. What is damaged will be written; returns what is wrong there, in words.
+    /// Reads what would be reused. What is damaged will be written; returns what is wrong there, in
+    /// words.
     fn verify(&self, py: Python<'_>, threads: usize) -> PyResult<Vec<String>> {
         let Some(parent) = self.inner.parent() else {
             return Ok(Vec::new());
         };
         let chunks = self.inner.chunks();
-        let damaged = interrupt::run(py, |control| verify::damaged_chunks(parent, &chunks, threads, control))?;
+        let damaged = interrupt::run(py, |control| {
+            verify::damaged_chunks(parent, &chunks, threads, control)
+        })?;
         let numbers: Vec<u64> = damaged.iter().map(|(chunk, _)| *chunk).collect();
         self.inner.refuse(&numbers);
         Ok(damaged
@@ -121,6 +134,10 @@ impl Reuse {
 
     /// Why files of the parent are not reused.
     fn problems(&self) -> Vec<String> {
-        self.inner.problems().iter().map(ToString::to_string).collect()
+        self.inner
+            .problems()
+            .iter()
+            .map(ToString::to_string)
+            .collect()
     }
 }

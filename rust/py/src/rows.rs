@@ -1,4 +1,5 @@
-//! What crosses to Python and back in more than three fields: objects that cannot be changed, with a name for each field.
+//! What crosses to Python and back in more than three fields: objects that cannot be changed, with
+//! a name for each field.
 
 use std::path::PathBuf;
 

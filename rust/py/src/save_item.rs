@@ -18,7 +18,8 @@ pub struct SaveItem {
 #[guarded]
 #[pymethods]
 impl SaveItem {
-    /// `dtype`: none for a value, of which `length` is all that there is to say. `path` and `position`: in the state dict.
+    /// `dtype`: none for a value, of which `length` is all that there is to say. `path` and
+    /// `position`: in the state dict.
     #[new]
     #[pyo3(signature = (name, length, *, dtype=None, shape=None, offsets=None, sizes=None, flags=0, path=None, position=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
@@ -37,7 +38,11 @@ impl SaveItem {
         Ok(Self {
             inner: write::SaveItem {
                 name: name_of(name)?,
-                kind: if dtype.is_some() { Kind::Tensor } else { Kind::Bytes },
+                kind: if dtype.is_some() {
+                    Kind::Tensor
+                } else {
+                    Kind::Bytes
+                },
                 dtype: dtype.map(dtype_of).transpose()?,
                 shape: dims(shape),
                 flags,

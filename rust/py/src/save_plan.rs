@@ -25,7 +25,8 @@ use crate::write::{Save, bytes_at, to};
 
 const REQUIRES_GRAD: u8 = 1;
 
-/// The items that one rank holds: plain tensors, which are places in a list that the caller keeps, then others.
+/// The items that one rank holds: plain tensors, which are places in a list that the caller keeps,
+/// then others.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct SavePlan {
     inner: Mutex<Inner>,
@@ -59,9 +60,10 @@ impl SavePlan {
         }
     }
 
-    /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out those that become it (floating-point ones of more than 8 bits and of
-    /// another dtype), and `shapes` those of another shape. Returns the places of the others. `paths` and `positions` are those in the state dict, or
-    /// None.
+    /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out those that become
+    /// it (floating-point ones of more than 8 bits and of another dtype), and `shapes` those of
+    /// another shape. Returns the places of the others. `paths` and `positions` are those in the
+    /// state dict, or None.
     #[pyo3(signature = (names, paths, tensors, types, dtypes, *, positions=None, cast=None, shapes=None))]
     #[expect(clippy::too_many_arguments, reason = "what torch is, in two of them")]
     fn add_plain<'py>(
@@ -76,23 +78,36 @@ impl SavePlan {
         cast: Option<&str>,
         shapes: Option<&Bound<'py, PyList>>,
     ) -> PyResult<Vec<usize>> {
-        let other_len = |list: Option<&Bound<'py, PyList>>| list.is_some_and(|list| list.len() != tensors.len());
+        let other_len = |list: Option<&Bound<'py, PyList>>| {
+            list.is_some_and(|list| list.len() != tensors.len())
+        };
         if other_len(Some(names)) || other_len(paths) || other_len(positions) || other_len(shapes) {
             return Err(PlanError::new_err(
                 "names, paths, positions and shapes must be as many as tensors",
             ));
         }
-        // Without the lock: looking at a tensor may run Python, which may come back here, or wait for a thread that does.
+        // Without the lock: looking at a tensor may run Python, which may come back here, or wait
+        // for a thread that does.
         let mut found = Inner::default();
         let mut others = Vec::new();
         found.items.reserve(tensors.len());
         let plain = Plain::new(py, types, dtypes)?;
-        let is_cast =
-            |dtype: Dtype| cast.is_some_and(|to| dtype.name() != to && dtype.is_floating_point() && dtype.size() > 1);
+        let is_cast = |dtype: Dtype| {
+            cast.is_some_and(|to| {
+                dtype.name() != to && dtype.is_floating_point() && dtype.size() > 1
+            })
+        };
         for (place, tensor) in tensors.iter().enumerate() {
-            // Whatever raises when it is looked at is for the planner to judge, which has the words for it.
-            let looked = plain.look(&tensor).ok().flatten().filter(|host| !is_cast(host.dtype));
-            let Some((length, plain)) = looked.and_then(|host| Some((contiguous_length(&host)?, host))) else {
+            // Whatever raises when it is looked at is for the planner to judge, which has the words
+            // for it.
+            let looked = plain
+                .look(&tensor)
+                .ok()
+                .flatten()
+                .filter(|host| !is_cast(host.dtype));
+            let Some((length, plain)) =
+                looked.and_then(|host| Some((contiguous_length(&host)?, host)))
+            else {
                 others.push(place);
                 continue;
             };
@@ -150,7 +165,8 @@ impl SavePlan {
         PyBytes::new(py, &save_plan::encode(&self.lock().items))
     }
 
-    /// The places of the items, among those given to `add`, that `keep` (a bit for each item; None: all) gives to this rank.
+    /// The places of the items, among those given to `add`, that `keep` (a bit for each item; None:
+    /// all) gives to this rank.
     fn kept_others(&self, keep: Option<PyBackedBytes>) -> PyResult<Vec<usize>> {
         let inner = self.lock();
         let keep = Keep::new(keep, inner.items.len())?;
@@ -161,8 +177,10 @@ impl SavePlan {
             .collect())
     }
 
-    /// Creates the files for what `keep` gives to this rank: first the plain tensors, for `Save.write_plain`; then the others, in the order of
-    /// `kept_others`, whose lengths in bytes are `lengths`. `turns`, for each of these, where they are not written at a time: in which one, from 1 on.
+    /// Creates the files for what `keep` gives to this rank: first the plain tensors, for
+    /// `Save.write_plain`; then the others, in the order of `kept_others`, whose lengths in bytes
+    /// are `lengths`. `turns`, for each of these, where they are not written at a time: in which
+    /// one, from 1 on.
     #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, local_ranks=1, turns=None, reuse=None, store=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
@@ -202,11 +220,19 @@ impl SavePlan {
         };
         let options = crate::write::options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
         let reuse = reuse.map(|reuse| Arc::clone(&reuse.get().inner));
-        Save::begin(py, &to(&folder, store), items, info, &options, planned, reuse)
+        Save::begin(
+            py,
+            &to(&folder, store),
+            items,
+            info,
+            &options,
+            planned,
+            reuse,
+        )
     }
 
-    /// What `parent` may hold of what `create` would write. `frozen`, for each item: the caller says that it never changes; `trusted`: also that it
-    /// did not since the parent was saved.
+    /// What `parent` may hold of what `create` would write. `frozen`, for each item: the caller
+    /// says that it never changes; `trusted`: also that it did not since the parent was saved.
     fn reuse(
         &self,
         py: Python<'_>,
@@ -231,8 +257,13 @@ impl SavePlan {
 }
 
 impl SavePlan {
-    /// The items that `keep` gives to this rank, of the lengths that are given for those that are not plain.
-    fn kept(&self, keep: Option<PyBackedBytes>, lengths: Vec<u64>) -> PyResult<(Vec<SaveItem>, Planned)> {
+    /// The items that `keep` gives to this rank, of the lengths that are given for those that are
+    /// not plain.
+    fn kept(
+        &self,
+        keep: Option<PyBackedBytes>,
+        lengths: Vec<u64>,
+    ) -> PyResult<(Vec<SaveItem>, Planned)> {
         let inner = self.lock();
         let keep = Keep::new(keep, inner.items.len())?;
         let mut items = Vec::new();
@@ -241,7 +272,8 @@ impl SavePlan {
         for (i, item) in inner.items.iter().enumerate().filter(|(i, _)| keep.has(*i)) {
             let mut item = item.clone();
             if let Some(&place) = inner.plain.get(i) {
-                let number = u32::try_from(items.len()).map_err(|_| PlanError::new_err("more than 4 billion items"))?;
+                let number = u32::try_from(items.len())
+                    .map_err(|_| PlanError::new_err("more than 4 billion items"))?;
                 planned.plain.push((number, place, item.length));
             } else {
                 item.length = lengths
@@ -255,7 +287,9 @@ impl SavePlan {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.inner
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
@@ -271,7 +305,10 @@ struct Keep(Option<PyBackedBytes>);
 
 impl Keep {
     fn new(bits: Option<PyBackedBytes>, items: usize) -> PyResult<Self> {
-        if bits.as_ref().is_some_and(|bits| bits.len() != items.div_ceil(8)) {
+        if bits
+            .as_ref()
+            .is_some_and(|bits| bits.len() != items.div_ceil(8))
+        {
             return Err(PlanError::new_err(
                 "the coordinator answered with a plan that is not this rank's",
             ));
@@ -280,7 +317,9 @@ impl Keep {
     }
 
     fn has(&self, item: usize) -> bool {
-        self.0.as_ref().is_none_or(|bits| bits[item / 8] >> (item % 8) & 1 == 1)
+        self.0
+            .as_ref()
+            .is_none_or(|bits| bits[item / 8] >> (item % 8) & 1 == 1)
     }
 }
 
@@ -302,7 +341,8 @@ impl Planned {
         let mut held = Vec::new();
         let mut parts = written.map(move |&(item, place, length)| {
             let tensor = tensors.get_item(place)?;
-            // SAFETY: torch said just now where the tensor is, and it is held until the write is over.
+            // SAFETY: torch said just now where the tensor is, and it is held until the write is
+            // over.
             #[expect(unsafe_code, reason = "tensors are handed over by address")]
             let part = unsafe { part(item, plain.look(&tensor)?, length)? };
             held.push(tensor);
@@ -315,8 +355,8 @@ impl Planned {
     }
 }
 
-/// All of an item of `length` bytes, as its tensor is found. It may have been replaced since it was planned (`tensor.data = ...`): only what it is now
-/// says what may be read.
+/// All of an item of `length` bytes, as its tensor is found. It may have been replaced since it was
+/// planned (`tensor.data = ...`): only what it is now says what may be read.
 ///
 /// # Safety
 /// The tensor is where it was found for `'a`.
@@ -324,12 +364,15 @@ impl Planned {
 unsafe fn part<'a>(item: u32, found: Option<HostTensor>, length: u64) -> PyResult<Part<'a>> {
     let host = found
         .filter(|host| host.address != 0 && contiguous_length(host) == Some(length))
-        .ok_or_else(|| PlanError::new_err("a tensor changed its shape or place while it was being saved"))?;
+        .ok_or_else(|| {
+            PlanError::new_err("a tensor changed its shape or place while it was being saved")
+        })?;
     let length = usize::try_from(length).expect("the length of something in memory");
     Ok(Part {
         item,
         at: 0,
-        // SAFETY: as the caller vouches; the tensor, contiguous and in host memory, is `length` bytes long.
+        // SAFETY: as the caller vouches; the tensor, contiguous and in host memory, is `length`
+        // bytes long.
         data: unsafe { bytes_at(host.address, length)? },
     })
 }
@@ -339,7 +382,8 @@ fn contiguous_length(host: &HostTensor) -> Option<u64> {
     let count = element_count(&host.shape)?;
     let mut stride = 1;
     for (&size, &is) in host.shape.iter().zip(&host.strides).rev() {
-        // As torch has it: the strides of an empty tensor, and of a dimension of one element, do not matter.
+        // As torch has it: the strides of an empty tensor, and of a dimension of one element, do
+        // not matter.
         if count > 0 && size != 1 && is != stride {
             return None;
         }
@@ -348,8 +392,8 @@ fn contiguous_length(host: &HostTensor) -> Option<u64> {
     count.checked_mul(host.dtype.size())
 }
 
-/// Assigns what ranks hold, by their requests: (for each rank the bits of what it saves, the number of items of all of them, the bytes of
-/// each).
+/// Assigns what ranks hold, by their requests: (for each rank the bits of what it saves, the number
+/// of items of all of them, the bytes of each).
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (requests, *, lowest_rank))]
@@ -361,6 +405,10 @@ pub fn assign_saves(
     let assignment = py
         .detach(|| save_plan::assign(&requests, Rules { lowest_rank }))
         .into_py(py)?;
-    let keep = assignment.keep.iter().map(|bits| PyBytes::new(py, bits)).collect();
+    let keep = assignment
+        .keep
+        .iter()
+        .map(|bits| PyBytes::new(py, bits))
+        .collect();
     Ok((keep, assignment.items, assignment.bytes))
 }

@@ -42,7 +42,10 @@ impl Copy {
         let (begin, r#box) = match copy.to {
             To::Bytes(begin) => (Some(begin), None),
             To::Box(region) => {
-                let ends = [extent_to_py(py, &region.offsets)?, extent_to_py(py, &region.sizes)?];
+                let ends = [
+                    extent_to_py(py, &region.offsets)?,
+                    extent_to_py(py, &region.sizes)?,
+                ];
                 (None, Some(PyTuple::new(py, ends)?.unbind()))
             }
         };
@@ -68,7 +71,8 @@ pub struct SlabReader {
 #[guarded]
 #[pymethods]
 impl SlabReader {
-    /// Packs wants of a batch, in their order or that of the files, into slabs of up to `slab_bytes`, and checks the files.
+    /// Packs wants of a batch, in their order or that of the files, into slabs of up to
+    /// `slab_bytes`, and checks the files.
     #[staticmethod]
     #[pyo3(signature = (batch, wants, slab_bytes, *, sort, **options))]
     fn create(
@@ -87,7 +91,17 @@ impl SlabReader {
         let inner = Arc::clone(&batch.index().inner);
         let allow_external = batch.index().allow_external;
         let plan = py
-            .detach(|| Plan::new(inner, allow_external, found, slab_bytes, sort, &options, batch.common()))
+            .detach(|| {
+                Plan::new(
+                    inner,
+                    allow_external,
+                    found,
+                    slab_bytes,
+                    sort,
+                    &options,
+                    batch.common(),
+                )
+            })
             .into_py(py)?;
         Ok(Self {
             plan: Arc::new(plan),
@@ -107,7 +121,8 @@ impl SlabReader {
         self.plan.workers()
     }
 
-    /// The number of the device that a batch goes to, and the copies that bring it there, in the order of their places.
+    /// The number of the device that a batch goes to, and the copies that bring it there, in the
+    /// order of their places.
     fn batch<'py>(&self, py: Python<'py>, batch: usize) -> PyResult<(u32, Bound<'py, PyList>)> {
         let batch = self.found(batch)?;
         let copies = self.plan.copies(batch).map(|copy| Copy::new(py, copy));
@@ -115,8 +130,8 @@ impl SlabReader {
         Ok((self.plan.device(batch), list))
     }
 
-    /// Begins to fill slabs, on up to `workers` threads. `slabs` are the addresses and lengths in bytes of memory that `memory`
-    /// keeps, a slab each; addresses are multiples of 4096.
+    /// Begins to fill slabs, on up to `workers` threads. `slabs` are the addresses and lengths in
+    /// bytes of memory that `memory` keeps, a slab each; addresses are multiples of 4096.
     fn start(&self, slabs: Vec<(usize, u64)>, memory: Py<PyAny>, workers: usize) -> PyResult<()> {
         if self.running.get().is_some() {
             return Err(PlanError::new_err("the load has begun"));
@@ -132,8 +147,9 @@ impl SlabReader {
             .map(|(address, _)| Slab(Destination(std::ptr::with_exposed_provenance_mut(address))))
             .collect();
         let plan = Arc::clone(&self.plan);
-        // SAFETY: this method's contract: `memory` keeps the slabs, `plan.slab_bytes()` each, alive and apart, and is held until the session
-        // is gone; `dcp_rs.transfer.upload` touches a slab only between `next` and `release`.
+        // SAFETY: this method's contract: `memory` keeps the slabs, `plan.slab_bytes()` each, alive
+        // and apart, and is held until the session is gone; `dcp_rs.transfer.upload` touches a slab
+        // only between `next` and `release`.
         let session = unsafe { Session::start(plan, slabs, workers) };
         let session = Python::attach(|py| session.into_py(py))?;
         // Of two calls at once, one comes too late; its session stops again.
@@ -169,7 +185,10 @@ impl SlabReader {
     /// Complete once the load is closed.
     fn stats(&self) -> ReadStats {
         let running = self.running.get();
-        running.map(|(session, _)| session.stats()).unwrap_or_default().into()
+        running
+            .map(|(session, _)| session.stats())
+            .unwrap_or_default()
+            .into()
     }
 }
 

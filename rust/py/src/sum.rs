@@ -16,13 +16,15 @@ use crate::interrupt;
 use crate::panics::guarded;
 use crate::read::{Options, read_options};
 
-/// The tensors of a sum, offsets and sizes of the region, the address of the result, and whether it is of bfloat16.
+/// The tensors of a sum, offsets and sizes of the region, the address of the result, and whether it
+/// is of bfloat16.
 type Wanted = (Vec<u32>, Extent, Extent, usize, bool);
 
-/// Sums up regions of several checkpoints (an index and a weight each), in float32 or (`double`) float64.
+/// Sums up regions of several checkpoints (an index and a weight each), in float32 or (`double`)
+/// float64.
 ///
-/// The memory behind every address must stay there until this returns: the caller holds the tensors. They are contiguous,
-/// and no two of them share memory.
+/// The memory behind every address must stay there until this returns: the caller holds the
+/// tensors. They are contiguous, and no two of them share memory.
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (inputs, sums, *, double, **options))]
@@ -59,7 +61,8 @@ pub fn sum_regions(
             weight: *weight,
         })
         .collect();
-    // SAFETY: this function's contract: the caller holds the tensors at the addresses, which are as large as the regions.
+    // SAFETY: this function's contract: the caller holds the tensors at the addresses, which are as
+    // large as the regions.
     interrupt::run(py, |control| unsafe {
         sum(&summands, &made, double, &options, control)
     })

@@ -11,8 +11,8 @@ use pyo3::sync::MutexExt as _;
 use crate::error::IntoPy as _;
 use crate::panics::guarded;
 
-/// A stream that keeps what is written to it, but for memory of a range of addresses that stands for bytes from elsewhere: of that
-/// it keeps the place.
+/// A stream that keeps what is written to it, but for memory of a range of addresses that stands
+/// for bytes from elsewhere: of that it keeps the place.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Template {
     inner: Mutex<Inner>,
@@ -25,7 +25,8 @@ pub struct Inner {
     holes: Vec<Hole>,
 }
 
-/// Bytes of the file that are not in memory, and where in the range of addresses their stand-in begins.
+/// Bytes of the file that are not in memory, and where in the range of addresses their stand-in
+/// begins.
 #[derive(Clone, Copy)]
 struct Hole {
     at: u64,
@@ -71,10 +72,15 @@ impl Template {
     /// There is nothing to be done: all is in memory.
     fn close(&self) {}
 
-    /// (First byte in the file, where in the range of addresses, length) of what was kept the place of.
+    /// (First byte in the file, where in the range of addresses, length) of what was kept the place
+    /// of.
     fn holes(&self, py: Python<'_>) -> Vec<(u64, u64, u64)> {
         let inner = self.lock(py);
-        inner.holes.iter().map(|hole| (hole.at, hole.place, hole.len)).collect()
+        inner
+            .holes
+            .iter()
+            .map(|hole| (hole.at, hole.place, hole.len))
+            .collect()
     }
 
     /// (First byte in the file, length) of what is in memory.
@@ -87,7 +93,8 @@ impl Template {
             .collect()
     }
 
-    /// Enters the CRC-32 of all records of the zip archives (first byte, length). Those of `filled` (first byte, length, CRC-32), in order, are known.
+    /// Enters the CRC-32 of all records of the zip archives (first byte, length). Those of `filled`
+    /// (first byte, length, CRC-32), in order, are known.
     fn seal(
         &self,
         py: Python<'_>,
@@ -96,17 +103,22 @@ impl Template {
         filled: Vec<(u64, u64, u32)>,
         threads: usize,
     ) -> PyResult<()> {
-        let filled = filled.into_iter().map(|(at, len, crc)| Filled { at, len, crc });
+        let filled = filled
+            .into_iter()
+            .map(|(at, len, crc)| Filled { at, len, crc });
         let filled: Vec<Filled> = filled.collect();
         let mut inner = self.lock(py);
         let file = &mut inner.file;
-        py.detach(|| file.seal(&path, &archives, &filled, threads)).into_py(py)
+        py.detach(|| file.seal(&path, &archives, &filled, threads))
+            .into_py(py)
     }
 }
 
 impl Template {
     pub fn lock(&self, py: Python<'_>) -> MutexGuard<'_, Inner> {
-        self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
+        self.inner
+            .lock_py_attached(py)
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -115,7 +127,9 @@ impl Inner {
     fn skip(&mut self, place: u64, len: u64) {
         let at = self.file.size();
         match self.holes.last_mut() {
-            Some(last) if last.at + last.len == at && last.place + last.len == place => last.len += len,
+            Some(last) if last.at + last.len == at && last.place + last.len == place => {
+                last.len += len
+            }
             _ => self.holes.push(Hole { at, place, len }),
         }
         self.file.skip(len);

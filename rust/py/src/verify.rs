@@ -22,24 +22,33 @@ use crate::rows::Damage;
 impl Index {
     /// Damage, bytes hashed, bytes that have no digest.
     #[pyo3(signature = (*, threads, progress = None))]
-    fn verify(&self, py: Python<'_>, threads: usize, progress: Option<Py<PyAny>>) -> PyResult<(Vec<Damage>, u64, u64)> {
+    fn verify(
+        &self,
+        py: Python<'_>,
+        threads: usize,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<(Vec<Damage>, u64, u64)> {
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         let verified = interrupt::run_with(py, progress.as_ref(), 0, |control| {
             verify::verify(&index, allow_external, threads, control)
         })?;
         let found = verified.problems.into_iter();
-        let damage = found.map(|problem| Damage::new(py, problem)).collect::<PyResult<_>>()?;
+        let damage = found
+            .map(|problem| Damage::new(py, problem))
+            .collect::<PyResult<_>>()?;
         Ok((damage, verified.bytes, verified.bytes_without_digest))
     }
 
-    /// A data file that is a link out of the folder, and so refused to who opens the index file without `allow_external`; None where none is.
+    /// A data file that is a link out of the folder, and so refused to who opens the index file
+    /// without `allow_external`; None where none is.
     fn find_link_outside(&self, py: Python<'_>) -> Option<FsPath> {
-        py.detach(|| checkpoint::find_link_outside(&self.inner)).map(FsPath)
+        py.detach(|| checkpoint::find_link_outside(&self.inner))
+            .map(FsPath)
     }
 
-    /// The bytes of an index like this one, for a file in another folder (`prefix` is then the folder of the data), or with digests
-    /// for all chunks.
+    /// The bytes of an index like this one, for a file in another folder (`prefix` is then the
+    /// folder of the data), or with digests for all chunks.
     #[pyo3(signature = (*, prefix, digests, save_id, threads, progress = None))]
     fn copy<'py>(
         &self,
@@ -64,14 +73,16 @@ impl Index {
     }
 }
 
-/// The cores that this process may use: those of its affinity, and no more than its cgroup's quota pays for.
+/// The cores that this process may use: those of its affinity, and no more than its cgroup's quota
+/// pays for.
 #[guarded]
 #[pyfunction]
 pub fn available_cores() -> usize {
     dcp_rs_core::available_cores()
 }
 
-/// Why torch should not unpickle the bytes of a value: whether they are damaged, and what is wrong. None: it may.
+/// Why torch should not unpickle the bytes of a value: whether they are damaged, and what is wrong.
+/// None: it may.
 #[guarded]
 #[pyfunction]
 pub fn refusal(py: Python<'_>, data: &[u8]) -> Option<(bool, String)> {
@@ -93,17 +104,20 @@ pub fn block_digest(data: &[u8]) -> u64 {
 #[guarded]
 #[pyfunction]
 pub fn has_native_data(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
-    py.detach(|| checkpoint::has_native_data(&folder)).into_py(py)
+    py.detach(|| checkpoint::has_native_data(&folder))
+        .into_py(py)
 }
 
 /// Raises unless `folder` holds no index of a single rank.
 #[guarded]
 #[pyfunction]
 pub fn check_no_rank_indexes(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
-    py.detach(|| checkpoint::check_no_rank_indexes(&folder)).into_py(py)
+    py.detach(|| checkpoint::check_no_rank_indexes(&folder))
+        .into_py(py)
 }
 
-/// The bytes of an index over the native data files of `folder`, on a store if one is given, whose index was lost.
+/// The bytes of an index over the native data files of `folder`, on a store if one is given, whose
+/// index was lost.
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (folder, *, generation, save_id, threads, progress = None, store = None))]

@@ -81,7 +81,8 @@ impl Wanted {
     }
 }
 
-/// The coordinator's part, for what ranks told it: for each (its machine, `Wanted.told`), how many of them are on that machine, and the answer.
+/// The coordinator's part, for what ranks told it: for each (its machine, `Wanted.told`), how many
+/// of them are on that machine, and the answer.
 #[guarded]
 #[pyfunction]
 pub fn compare_wanted<'py>(

@@ -40,7 +40,8 @@ pub struct Save {
     /// Why files of the parent could not be linked, or copied.
     #[pyo3(get)]
     problems: Vec<String>,
-    /// Whether all that is to be written is collected first: parts of a store's objects that wait for others take memory.
+    /// Whether all that is to be written is collected first: parts of a store's objects that wait
+    /// for others take memory.
     at_once: bool,
     process: u32,
 }
@@ -87,10 +88,19 @@ impl Save {
         };
         let options = options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
         let to = to(&folder, store);
-        Self::begin(py, &to, items_of(&items), info, &options, Planned::default(), None)
+        Self::begin(
+            py,
+            &to,
+            items_of(&items),
+            info,
+            &options,
+            Planned::default(),
+            None,
+        )
     }
 
-    /// Creates files (name, header, size) of the caller's own layout, with values in them. With `crc32`, theirs are found out.
+    /// Creates files (name, header, size) of the caller's own layout, with values in them. With
+    /// `crc32`, theirs are found out.
     #[staticmethod]
     #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes, local_ranks=1, crc32=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
@@ -127,7 +137,8 @@ impl Save {
 
     /// Writes parts of items.
     ///
-    /// The memory behind every address must be there, and unchanged, until this returns: the caller holds the tensors.
+    /// The memory behind every address must be there, and unchanged, until this returns: the caller
+    /// holds the tensors.
     #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn write(&self, py: Python<'_>, parts: Vec<Bound<'_, rows::Part>>) -> PyResult<()> {
         // SAFETY: this method's contract, which `dcp_rs.transfer.save` keeps.
@@ -135,7 +146,8 @@ impl Save {
         self.put(py, &parts)
     }
 
-    /// Writes the plain tensors of the plan that this save was created from; they are in the list that the plan was made with.
+    /// Writes the plain tensors of the plan that this save was created from; they are in the list
+    /// that the plan was made with.
     fn write_plain<'py>(
         &self,
         py: Python<'py>,
@@ -156,7 +168,9 @@ impl Save {
     fn write_template(&self, py: Python<'_>, template: &Template, first: u32) -> PyResult<()> {
         let template = template.lock(py);
         let pieces = (first..).zip(template.file.pieces());
-        let parts: Vec<Part<'_>> = pieces.map(|(item, (_, data))| Part { item, at: 0, data }).collect();
+        let parts: Vec<Part<'_>> = pieces
+            .map(|(item, (_, data))| Part { item, at: 0, data })
+            .collect();
         self.put(py, &parts)
     }
 
@@ -184,10 +198,14 @@ impl Save {
         self.planned.count
     }
 
-    /// Completes the files, and returns the bytes of an index over them. `nesting`: containers (position, path, kind) that the paths do not tell; None
-    /// where that is not known.
+    /// Completes the files, and returns the bytes of an index over them. `nesting`: containers
+    /// (position, path, kind) that the paths do not tell; None where that is not known.
     #[pyo3(signature = (nesting=None))]
-    fn finish<'py>(&self, py: Python<'py>, nesting: Option<Bound<'py, PyList>>) -> PyResult<Bound<'py, PyBytes>> {
+    fn finish<'py>(
+        &self,
+        py: Python<'py>,
+        nesting: Option<Bound<'py, PyList>>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let nesting = nesting.map_or(Ok(Value::None), |nesting| to_value(&nesting, 0))?;
         if !nesting.is_nesting() {
             return Err(PlanError::new_err("containers are (position, path, kind)"));
@@ -216,7 +234,8 @@ impl Save {
 }
 
 impl Drop for Save {
-    /// Removes the files of a save that did not end, or talks to a store: other Python threads run meanwhile.
+    /// Removes the files of a save that did not end, or talks to a store: other Python threads run
+    /// meanwhile.
     fn drop(&mut self) {
         let state = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner);
         let (save, claim) = (state.save.take(), state.claim.take());
@@ -240,15 +259,27 @@ impl Save {
         let lengths: Vec<u64> = items.iter().map(|item| item.length).collect();
         let (save, problems) = interrupt::run(py, |control| match to {
             To::Folder(folder) => write::Save::create(folder, items, info, options, reuse, control),
-            To::Store(folder, store) => {
-                write::Save::create_remote(Arc::clone(store), folder, items, turns, info, options, reuse, control)
-            }
+            To::Store(folder, store) => write::Save::create_remote(
+                Arc::clone(store),
+                folder,
+                items,
+                turns,
+                info,
+                options,
+                reuse,
+                control,
+            ),
         })?;
         let reused = save.is_reused();
         let of = |which: bool| {
-            (lengths.iter().zip(&reused)).filter_map(move |(length, reused)| (*reused == which).then_some(*length))
+            (lengths.iter().zip(&reused))
+                .filter_map(move |(length, reused)| (*reused == which).then_some(*length))
         };
-        let mut begun = Self::new(save, planned.only(|item| !reused[item as usize]), of(false).sum());
+        let mut begun = Self::new(
+            save,
+            planned.only(|item| !reused[item as usize]),
+            of(false).sum(),
+        );
         begun.bytes_reused = of(true).sum();
         begun.problems = problems.iter().map(ToString::to_string).collect();
         begun.at_once = matches!(to, To::Store(..));
@@ -260,15 +291,23 @@ impl Save {
         self.put_all(py, || Ok(parts.take()))
     }
 
-    /// Writes the parts of all blocks, of which the first are written while the others are looked for. That may run Python, which may come back
-    /// here: nothing is locked but while something is written.
-    fn put_all<'a>(&self, py: Python<'_>, blocks: impl FnMut() -> PyResult<Option<Vec<Part<'a>>>>) -> PyResult<()> {
+    /// Writes the parts of all blocks, of which the first are written while the others are looked
+    /// for. That may run Python, which may come back here: nothing is locked but while something is
+    /// written.
+    fn put_all<'a>(
+        &self,
+        py: Python<'_>,
+        blocks: impl FnMut() -> PyResult<Option<Vec<Part<'a>>>>,
+    ) -> PyResult<()> {
         let (progress, before) = {
             let state = self.lock(py)?;
             if state.save.is_none() {
                 return Err(closed());
             }
-            let progress = state.progress.as_ref().map(|progress| progress.clone_ref(py));
+            let progress = state
+                .progress
+                .as_ref()
+                .map(|progress| progress.clone_ref(py));
             (progress, state.written)
         };
         let bytes = interrupt::run_on(py, progress.as_ref(), before, blocks, |blocks, control| {
@@ -277,7 +316,11 @@ impl Save {
             let mut next = all.or_else(|| interrupt::made_by_now(&blocks));
             while let Some(parts) = next {
                 let state = self.inner.lock().map_err(|_| ended())?;
-                state.save.as_ref().ok_or_else(ended)?.write(&parts, control)?;
+                state
+                    .save
+                    .as_ref()
+                    .ok_or_else(ended)?
+                    .write(&parts, control)?;
                 drop(state);
                 next = interrupt::made_by_now(&blocks);
             }
@@ -354,11 +397,12 @@ pub unsafe fn parts_at<'a>(parts: &[Bound<'_, rows::Part>]) -> PyResult<Vec<Part
 /// Memory that Python holds, as bytes. An address and a length that no memory can have are refused.
 ///
 /// # Safety
-/// `length` bytes from the address on can be read for `'a`. Training code that changes a tensor while it is saved gets
-/// a torn save, as with any writer.
+/// `length` bytes from the address on can be read for `'a`. Training code that changes a tensor
+/// while it is saved gets a torn save, as with any writer.
 #[expect(unsafe_code, reason = "tensors are handed over by address")]
 pub unsafe fn bytes_at<'a>(address: usize, length: usize) -> PyResult<&'a [u8]> {
-    let is_memory = address != 0 && isize::try_from(length).is_ok() && address.checked_add(length).is_some();
+    let is_memory =
+        address != 0 && isize::try_from(length).is_ok() && address.checked_add(length).is_some();
     if !is_memory {
         return Err(PlanError::new_err(format!(
             "{length} bytes at address {address:#x} are not memory"

@@ -1,5 +1,5 @@
-//! What an error of a client means: whether to try again, and what to tell the caller. Of what servers send no more is told than its code: an
-//! error's body may repeat what was signed.
+//! What an error of a client means: whether to try again, and what to tell the caller. Of what
+//! servers send no more is told than its code: an error's body may repeat what was signed.
 
 use std::error::Error as StdError;
 use std::path::Path;
@@ -82,7 +82,8 @@ impl Failure {
         let status = status(&text);
         Self {
             status,
-            was_sent: transport(error) != Some(HttpErrorKind::Connect) && !is_of_the_client(error, &text),
+            was_sent: transport(error) != Some(HttpErrorKind::Connect)
+                && !is_of_the_client(error, &text),
             ..Self::judged(error, &text, status)
         }
     }
@@ -116,31 +117,49 @@ impl Failure {
                 }
                 Self::lasting(StorageFault::Denied, told)
             }
-            (_, Some(status)) if blames_credentials(status, text) => Self::lasting(StorageFault::Denied, told),
+            (_, Some(status)) if blames_credentials(status, text) => {
+                Self::lasting(StorageFault::Denied, told)
+            }
             (_, Some(412)) => Self::lasting(StorageFault::Precondition, told),
             // S3: another conditional write is under way. Neither was done.
-            (E::AlreadyExists { .. }, _) | (_, Some(409)) if code(text) == Some("ConditionalRequestConflict") => {
+            (E::AlreadyExists { .. }, _) | (_, Some(409))
+                if code(text) == Some("ConditionalRequestConflict") =>
+            {
                 Self::passing(told)
             }
             (E::AlreadyExists { .. }, _) => Self::lasting(StorageFault::Precondition, told),
             // What it does not know, or has no room for, stays so.
             (_, Some(501 | 507)) => Self::lasting(StorageFault::Failed, told),
             (_, Some(408 | 409 | 429 | 500..=599)) => Self::passing(told),
-            (_, Some(400)) if code(text).is_some_and(|code| PASSING.contains(&code)) => Self::passing(told),
+            (_, Some(400)) if code(text).is_some_and(|code| PASSING.contains(&code)) => {
+                Self::passing(told)
+            }
             (_, Some(_)) => Self::lasting(StorageFault::Failed, told),
-            (_, None) if found::<Refused>(error).is_some() => Self::lasting(StorageFault::Failed, told),
+            (_, None) if found::<Refused>(error).is_some() => {
+                Self::lasting(StorageFault::Failed, told)
+            }
             (_, None) => match transport(error) {
-                Some(_) if text.contains("certificate") => Self::lasting(StorageFault::Failed, told),
+                Some(_) if text.contains("certificate") => {
+                    Self::lasting(StorageFault::Failed, told)
+                }
                 Some(_) => Self::passing(told),
                 // An S3 answer that begins well and then says that it failed.
-                None if text.contains("InternalError") || text.contains("SlowDown") => Self::passing(told),
+                None if text.contains("InternalError") || text.contains("SlowDown") => {
+                    Self::passing(told)
+                }
                 None => Self::lasting(StorageFault::Failed, told),
             },
         }
     }
 
     /// As the error of a call.
-    pub fn into_error(self, action: &'static str, path: &Path, attempts: u32, secrets: &Secrets) -> Error {
+    pub fn into_error(
+        self,
+        action: &'static str,
+        path: &Path,
+        attempts: u32,
+        secrets: &Secrets,
+    ) -> Error {
         Error::Storage {
             kind: self.kind,
             action,
@@ -173,7 +192,8 @@ fn status(text: &str) -> Option<u16> {
 fn code(text: &str) -> Option<&str> {
     let (_, after) = text.split_once("<Code>")?;
     let (code, _) = after.split_once("</Code>")?;
-    let is_code = (1..=64).contains(&code.len()) && code.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    let is_code =
+        (1..=64).contains(&code.len()) && code.bytes().all(|byte| byte.is_ascii_alphanumeric());
     is_code.then_some(code)
 }
 
@@ -230,18 +250,27 @@ fn found<'a, E: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Opti
 fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String {
     if let Some(status) = status {
         return match (code(text), status) {
-            (_, 404) if !matches!(error, object_store::Error::NotFound { .. }) && !is_no_bucket(text) => {
+            (_, 404)
+                if !matches!(error, object_store::Error::NotFound { .. })
+                    && !is_no_bucket(text) =>
+            {
                 "no credentials: the service that provides them answered 404".into()
             }
             (Some(code), _) if CREDENTIALS.contains(&code) => {
-                format!("the store answered {status} {code}: the credentials are wrong, or have expired")
+                format!(
+                    "the store answered {status} {code}: the credentials are wrong, or have expired"
+                )
             }
             (Some(code), _) => format!("the store answered {status} {code}{}", other_region(text)),
             (None, 401 | 403) => {
-                format!("the store answered {status}: the credentials are missing, or do not allow this")
+                format!(
+                    "the store answered {status}: the credentials are missing, or do not allow this"
+                )
             }
             (None, 404) => "there is no such object, or no such bucket".into(),
-            (None, 412) => "the store answered 412: the object is not the one that was asked for".into(),
+            (None, 412) => {
+                "the store answered 412: the object is not the one that was asked for".into()
+            }
             (None, _) => format!("the store answered {status}"),
         };
     }
@@ -342,7 +371,8 @@ mod tests {
             (missing.kind, missing.is_worth_another_try, missing.status),
             (StorageFault::NotFound, false, Some(404))
         );
-        let credentials = generic("Server returned non-2xx status code: 404 Not Found: <html>hunter22</html>");
+        let credentials =
+            generic("Server returned non-2xx status code: 404 Not Found: <html>hunter22</html>");
         assert_eq!(
             (credentials.kind, credentials.is_worth_another_try),
             (StorageFault::Denied, true)

@@ -74,7 +74,8 @@ pub struct Client {
     pub objects: Arc<dyn ObjectStore>,
     /// Where objects can be stored in parts; elsewhere they are only read.
     pub parts: Option<Arc<dyn MultipartStore>>,
-    /// What says page by page which objects there are. A server of plain files has no way to say it.
+    /// What says page by page which objects there are. A server of plain files has no way to say
+    /// it.
     pub pages: Option<Arc<dyn PaginatedListStore>>,
     /// What copies an object on a condition. Other clients than that for S3 have no way to say one.
     pub copying: Option<Arc<Copying>>,
@@ -100,12 +101,14 @@ impl Client {
     }
 }
 
-/// What makes clients of S3 for copies, each of which names the tag that the source has to have: where the client would ask that nothing is of
-/// the new name, which is nobody else's here, it asks for that. Their connections are of one pool.
+/// What makes clients of S3 for copies, each of which names the tag that the source has to have:
+/// where the client would ask that nothing is of the new name, which is nobody else's here, it asks
+/// for that. Their connections are of one pool.
 pub struct Copying(AmazonS3Builder);
 
 impl Copying {
-    /// What copies only an object with this tag ([`CopyMode::Create`](object_store::CopyMode::Create)).
+    /// What copies only an object with this tag
+    /// ([`CopyMode::Create`](object_store::CopyMode::Create)).
     pub fn only(&self, tag: &str) -> object_store::Result<Arc<dyn ObjectStore>> {
         let asks = S3CopyIfNotExists::Header("x-amz-copy-source-if-match".into(), tag.into());
         let store = self.0.clone().with_copy_if_not_exists(asks).build()?;
@@ -121,7 +124,9 @@ impl Copying {
 
 impl Config {
     pub fn new(url: &str, options: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
-        let (scheme, rest) = url.split_once("://").ok_or_else(|| unsupported("not a URL"))?;
+        let (scheme, rest) = url
+            .split_once("://")
+            .ok_or_else(|| unsupported("not a URL"))?;
         let authority = rest.split('/').next().unwrap_or_default();
         let scheme = scheme.to_ascii_lowercase();
         let kind = match scheme.as_str() {
@@ -141,7 +146,9 @@ impl Config {
             )));
         }
         if authority.is_empty() {
-            return Err(unsupported(format!("a {scheme}:// URL without a bucket or a host")));
+            return Err(unsupported(format!(
+                "a {scheme}:// URL without a bucket or a host"
+            )));
         }
         let mut config = Self {
             root: format!("{scheme}://{authority}"),
@@ -234,7 +241,9 @@ impl Config {
         macro_rules! kept {
             ($kind:ident, $builder:expr) => {
                 credentials::$kind.get(fingerprint, || {
-                    let builder = $builder.clone().with_http_connector(transport.of_credentials());
+                    let builder = $builder
+                        .clone()
+                        .with_http_connector(transport.of_credentials());
                     Ok(Arc::clone(builder.build()?.credentials()))
                 })
             };
@@ -244,7 +253,11 @@ impl Config {
                 let builder = self.s3(client);
                 let credentials = kept!(AWS, builder);
                 credentials.and_then(|credentials| {
-                    Client::on_s3(builder.with_credentials(credentials).with_http_connector(transport))
+                    Client::on_s3(
+                        builder
+                            .with_credentials(credentials)
+                            .with_http_connector(transport),
+                    )
                 })
             }
             StoreKind::Google => {
@@ -253,7 +266,9 @@ impl Config {
                 let builder = builder.with_bucket_name(&self.place).with_retry(once);
                 let credentials = kept!(GOOGLE, builder);
                 credentials.and_then(|credentials| {
-                    let builder = builder.with_credentials(credentials).with_http_connector(transport);
+                    let builder = builder
+                        .with_credentials(credentials)
+                        .with_http_connector(transport);
                     builder.build().map(Client::storing)
                 })
             }
@@ -263,7 +278,9 @@ impl Config {
                 let builder = builder.with_container_name(&self.place).with_retry(once);
                 let credentials = kept!(AZURE, builder);
                 credentials.and_then(|credentials| {
-                    let builder = builder.with_credentials(credentials).with_http_connector(transport);
+                    let builder = builder
+                        .with_credentials(credentials)
+                        .with_http_connector(transport);
                     builder.build().map(Client::storing)
                 })
             }
@@ -273,7 +290,9 @@ impl Config {
                 } else {
                     client
                 };
-                let builder = HttpBuilder::new().with_url(&self.place).with_client_options(client);
+                let builder = HttpBuilder::new()
+                    .with_url(&self.place)
+                    .with_client_options(client);
                 let builder = self
                     .apply(builder, HttpBuilder::with_config)
                     .with_http_connector(transport);
@@ -320,17 +339,24 @@ impl Config {
         builder.with_bucket_name(&self.place).with_retry(once())
     }
 
-    /// What removes an object only if it has this tag: a client whose requests all say so, for it has no word for it where something is removed. `None` of
-    /// stores whose clients have no way to say it at all.
-    pub fn removing(client: &Client, tag: &str) -> object_store::Result<Option<Arc<dyn ObjectStore>>> {
+    /// What removes an object only if it has this tag: a client whose requests all say so, for it
+    /// has no word for it where something is removed. `None` of stores whose clients have no way to
+    /// say it at all.
+    pub fn removing(
+        client: &Client,
+        tag: &str,
+    ) -> object_store::Result<Option<Arc<dyn ObjectStore>>> {
         let (Some(copying), Ok(tag)) = (&client.copying, HeaderValue::from_str(tag)) else {
             return Ok(None);
         };
         Ok(Some(Arc::new(copying.saying(IF_MATCH, tag)?)))
     }
 
-    /// What completes an upload only where there is no object of its name; as [`removing`](Self::removing).
-    pub fn completing_new(client: &Client) -> object_store::Result<Option<Arc<dyn MultipartStore>>> {
+    /// What completes an upload only where there is no object of its name; as
+    /// [`removing`](Self::removing).
+    pub fn completing_new(
+        client: &Client,
+    ) -> object_store::Result<Option<Arc<dyn MultipartStore>>> {
         let Some(copying) = &client.copying else {
             return Ok(None);
         };
@@ -338,7 +364,8 @@ impl Config {
         Ok(Some(Arc::new(store)))
     }
 
-    /// Gives a builder the options; what the environment says of the client itself was lost with the options that were set before.
+    /// Gives a builder the options; what the environment says of the client itself was lost with
+    /// the options that were set before.
     fn apply<B, K: std::str::FromStr>(&self, builder: B, with: impl Fn(B, K, String) -> B) -> B {
         let environment = self.environment();
         let client_only = environment.iter().filter(|(key, _)| {
@@ -374,8 +401,11 @@ impl Config {
 }
 
 fn client_options() -> ClientOptions {
-    // With HTTP/2 all requests would share one connection. Servers that are idle close theirs: those of a call are new.
-    let client = ClientOptions::new().with_http1_only().with_pool_max_idle_per_host(1024);
+    // With HTTP/2 all requests would share one connection. Servers that are idle close theirs:
+    // those of a call are new.
+    let client = ClientOptions::new()
+        .with_http1_only()
+        .with_pool_max_idle_per_host(1024);
     // How long a request may take depends on what is sent, and is bounded here.
     client.with_timeout_disabled()
 }
@@ -392,7 +422,11 @@ fn once() -> RetryConfig {
 const LONGEST: f64 = 366.0 * 24.0 * 3600.0;
 
 fn seconds(key: &str, value: &str) -> Result<Duration> {
-    let number = value.strip_suffix('s').unwrap_or(value).trim().parse::<f64>();
+    let number = value
+        .strip_suffix('s')
+        .unwrap_or(value)
+        .trim()
+        .parse::<f64>();
     number
         .ok()
         .filter(|seconds| !seconds.is_nan())
@@ -434,7 +468,12 @@ mod tests {
 
     #[test]
     fn times_are_bounded() {
-        for (given, seconds) in [("2.5", 2.5), ("30s", 30.0), ("1e19", LONGEST), ("inf", LONGEST)] {
+        for (given, seconds) in [
+            ("2.5", 2.5),
+            ("30s", 30.0),
+            ("1e19", LONGEST),
+            ("inf", LONGEST),
+        ] {
             let config = Config::new("s3://b", [("read_timeout".into(), given.into())]).unwrap();
             assert_eq!(config.limits.silence, Duration::from_secs_f64(seconds));
         }
@@ -456,11 +495,16 @@ mod tests {
         ] {
             let error = config(url).err().unwrap().to_string();
             assert!(
-                !error.contains("hunter22/") && !error.contains("=hunter22") && !error.contains(":hunter22"),
+                !error.contains("hunter22/")
+                    && !error.contains("=hunter22")
+                    && !error.contains(":hunter22"),
                 "{error}"
             );
         }
-        let error = Config::new("s3://b", [("aws_secret_acess_key".into(), "hunter22".into())]);
+        let error = Config::new(
+            "s3://b",
+            [("aws_secret_acess_key".into(), "hunter22".into())],
+        );
         let error = error.err().unwrap().to_string();
         assert!(
             error.contains("aws_secret_acess_key") && !error.contains("hunter22"),

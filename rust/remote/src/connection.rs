@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use dcp_rs_core::store::{Body, Condition, Connection, Folder, Listed, Part, StoringConnection, Upload, random_token};
+use dcp_rs_core::store::{
+    Body, Condition, Connection, Folder, Listed, Part, StoringConnection, Upload, random_token,
+};
 use dcp_rs_core::{Control, Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
@@ -33,36 +35,58 @@ pub struct Connected {
 }
 
 impl Connected {
-    pub fn new(config: Arc<Config>, seen: Arc<Mutex<HashMap<PathBuf, Seen>>>, threads: usize) -> Result<Self> {
+    pub fn new(
+        config: Arc<Config>,
+        seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
+        threads: usize,
+    ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if threads == 0 { cores } else { threads }.clamp(1, MOST_THREADS);
         let session = Session::new(Arc::clone(&config), Arc::clone(&seen), threads)?;
-        Ok(Self { config, seen, session })
+        Ok(Self {
+            config,
+            seen,
+            session,
+        })
     }
 
     /// Waits for a question and its answer.
-    fn ask<T: Send + 'static, F>(&self, control: &Control, question: impl FnOnce(Arc<Shared>) -> F) -> Result<T>
+    fn ask<T: Send + 'static, F>(
+        &self,
+        control: &Control,
+        question: impl FnOnce(Arc<Shared>) -> F,
+    ) -> Result<T>
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        self.session.wait(control, question(Arc::clone(&self.session.shared)))
+        self.session
+            .wait(control, question(Arc::clone(&self.session.shared)))
     }
 
     /// [`ask`](Self::ask), as one of so many requests in flight.
-    fn send<T: Send + 'static, F>(&self, control: &Control, work: impl FnOnce(Arc<Shared>) -> F) -> Result<T>
+    fn send<T: Send + 'static, F>(
+        &self,
+        control: &Control,
+        work: impl FnOnce(Arc<Shared>) -> F,
+    ) -> Result<T>
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
         let shared = Arc::clone(&self.session.shared);
         let work = work(Arc::clone(&shared));
         self.session.wait(control, async move {
-            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+            let _permit = shared
+                .permits
+                .acquire()
+                .await
+                .map_err(|_| Error::Interrupted)?;
             work.await
         })
     }
 }
 
-/// The objects right in a folder, and the prefixes of others. Each page is a request with time and retries of its own.
+/// The objects right in a folder, and the prefixes of others. Each page is a request with time and
+/// retries of its own.
 async fn list(
     shared: &Shared,
     pages: &dyn PaginatedListStore,
@@ -119,12 +143,18 @@ impl Connection for Connected {
         let name = self.config.name(path)?;
         let at = path.to_owned();
         let meta = self.ask(control, |shared| async move {
-            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+            let _permit = shared
+                .permits
+                .acquire()
+                .await
+                .map_err(|_| Error::Interrupted)?;
             shared
                 .persist("look at", &at, 0, || shared.client.objects.head(&name))
                 .await
         });
-        let Some(meta) = if_there(meta)? else { return Ok(None) };
+        let Some(meta) = if_there(meta)? else {
+            return Ok(None);
+        };
         let size = meta.size;
         see(&self.seen, path, Seen::of(meta)).map_err(|reason| changed(path, reason))?;
         Ok(Some(size))
@@ -147,7 +177,9 @@ impl Connection for Connected {
             Some(Listed {
                 name: object.location.filename()?.to_owned(),
                 size: object.size,
-                age: now.duration_since(object.last_modified.into()).unwrap_or_default(),
+                age: now
+                    .duration_since(object.last_modified.into())
+                    .unwrap_or_default(),
                 tag: object.e_tag,
             })
         };
@@ -158,11 +190,21 @@ impl Connection for Connected {
         }))
     }
 
-    fn start(&self, path: &Path, most: u64, anew: bool, control: &Control) -> Result<Option<(Vec<u8>, u64)>> {
+    fn start(
+        &self,
+        path: &Path,
+        most: u64,
+        anew: bool,
+        control: &Control,
+    ) -> Result<Option<(Vec<u8>, u64)>> {
         let name = self.config.name(path)?;
         let at = path.to_owned();
         let started = self.ask(control, |shared| async move {
-            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+            let _permit = shared
+                .permits
+                .acquire()
+                .await
+                .map_err(|_| Error::Interrupted)?;
             fetch::start(&shared, &at, &name, most).await
         });
         let Some((now, bytes)) = if_there(started)? else {
@@ -175,7 +217,13 @@ impl Connection for Connected {
         Ok(Some((bytes, size)))
     }
 
-    unsafe fn fetch(&self, path: &Path, size: u64, parts: Vec<Part>, control: &Control) -> Result<()> {
+    unsafe fn fetch(
+        &self,
+        path: &Path,
+        size: u64,
+        parts: Vec<Part>,
+        control: &Control,
+    ) -> Result<()> {
         let name = self.config.name(path)?;
         let file = Arc::new(File {
             path: path.to_owned(),
@@ -183,7 +231,8 @@ impl Connection for Connected {
             size,
         });
         self.ask(control, |shared| async move {
-            // SAFETY: the caller's promise, for as long as this call lasts; `ask` returns once the task and with it every part has ended.
+            // SAFETY: the caller's promise, for as long as this call lasts; `ask` returns once the
+            // task and with it every part has ended.
             let each = |part| unsafe { fetch::fetch(Arc::clone(&shared), Arc::clone(&file), part) };
             let mut fetches: FuturesUnordered<_> = parts.into_iter().map(each).collect();
             while let Some(fetched) = fetches.next().await {
@@ -210,7 +259,13 @@ impl StoringConnection for Connected {
         })
     }
 
-    fn put_part(&self, upload: &Upload, number: usize, body: &Body, control: &Control) -> Result<String> {
+    fn put_part(
+        &self,
+        upload: &Upload,
+        number: usize,
+        body: &Body,
+        control: &Control,
+    ) -> Result<String> {
         let name = self.config.name(&upload.path)?;
         let (upload, body) = (upload.clone(), Arc::clone(body));
         self.send(control, |shared| async move {
@@ -218,7 +273,13 @@ impl StoringConnection for Connected {
         })
     }
 
-    fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()> {
+    fn complete(
+        &self,
+        upload: &Upload,
+        parts: Vec<String>,
+        size: u64,
+        control: &Control,
+    ) -> Result<()> {
         let (upload, name) = (upload.clone(), self.config.name(&upload.path)?);
         self.send(control, |shared| async move {
             store::complete(&shared, &upload, &name, parts, size).await
@@ -252,7 +313,13 @@ impl StoringConnection for Connected {
         })
     }
 
-    fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error> {
+    fn remove(
+        &self,
+        files: &[PathBuf],
+        uploads: &[Upload],
+        within: Duration,
+        control: &Control,
+    ) -> Vec<Error> {
         let config = &self.config;
         let files = files
             .iter()

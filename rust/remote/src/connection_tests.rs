@@ -29,7 +29,8 @@ fn kind(error: &Error) -> StorageFault {
     }
 }
 
-/// The first part is answered before it is sent, and the connection stays open; the others take their time.
+/// The first part is answered before it is sent, and the connection stays open; the others take
+/// their time.
 fn parts_beside(first: Reply) -> Vec<Result<String>> {
     let first = Mutex::new(Some(first));
     let (url, _) = serve(move |question, _| {
@@ -42,8 +43,13 @@ fn parts_beside(first: Reply) -> Vec<Result<String>> {
     let body = Body::new(vec![7_u8; LARGE]);
     let send = |number| connection.put_part(&upload(), number, &body, &Control::new());
     thread::scope(|scope| {
-        let sending: Vec<_> = (0..4).map(|number| scope.spawn(move || send(number))).collect();
-        sending.into_iter().map(|sending| sending.join().unwrap()).collect()
+        let sending: Vec<_> = (0..4)
+            .map(|number| scope.spawn(move || send(number)))
+            .collect();
+        sending
+            .into_iter()
+            .map(|sending| sending.join().unwrap())
+            .collect()
     })
 }
 

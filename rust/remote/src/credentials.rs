@@ -34,7 +34,9 @@ impl<P: Clone> Kept<P> {
             if kept.len() >= MOST {
                 kept.clear();
             }
-            kept.entry(fingerprint).or_insert_with(|| made.clone()).clone()
+            kept.entry(fingerprint)
+                .or_insert_with(|| made.clone())
+                .clone()
         });
         Ok(kept.unwrap_or(made))
     }

@@ -1,7 +1,9 @@
-//! Object stores under `dcp-rs-core`: S3 and what speaks like it, Google Cloud Storage, Azure, and servers of plain files.
+//! Object stores under `dcp-rs-core`: S3 and what speaks like it, Google Cloud Storage, Azure, and
+//! servers of plain files.
 //!
-//! [`Store`] is the core's [`Remote`]. It only knows where it leads and what was seen there; a `Connection` has the runtime,
-//! its threads and the clients, and ends with the call that it was made for, so that nothing is left that a fork would break.
+//! [`Store`] is the core's [`Remote`]. It only knows where it leads and what was seen there; a
+//! `Connection` has the runtime, its threads and the clients, and ends with the call that it was
+//! made for, so that nothing is left that a fork would break.
 
 mod answers;
 mod config;
@@ -56,10 +58,12 @@ pub struct Store {
 }
 
 impl Store {
-    /// Where `url` leads. What `options` do not say comes from the environment. Nothing is asked of the store yet.
+    /// Where `url` leads. What `options` do not say comes from the environment. Nothing is asked of
+    /// the store yet.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a URL of another kind, or an option that is not known; its value is not named.
+    /// [`Error::Unsupported`] for a URL of another kind, or an option that is not known; its value
+    /// is not named.
     pub fn new(url: &str, options: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
         Ok(Self {
             config: Arc::new(Config::new(url, options)?),
@@ -103,7 +107,11 @@ impl Remote for Store {
 }
 
 /// Notes what a file is, and refuses one that is another than it was.
-pub(crate) fn see(seen: &Mutex<HashMap<PathBuf, Seen>>, path: &Path, now: Seen) -> std::result::Result<(), String> {
+pub(crate) fn see(
+    seen: &Mutex<HashMap<PathBuf, Seen>>,
+    path: &Path,
+    now: Seen,
+) -> std::result::Result<(), String> {
     let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
     match seen.get(path) {
         Some(before) if before.tag != now.tag => Err(format!(
@@ -148,6 +156,8 @@ mod tests {
             see(&seen, Path::new(path), now).is_ok()
         };
         assert!(at("plain", None, 5) && at("plain", None, 5) && !at("plain", None, 6));
-        assert!(at("tagged", Some("a"), 5) && at("tagged", Some("a"), 6) && !at("tagged", Some("b"), 6));
+        assert!(
+            at("tagged", Some("a"), 5) && at("tagged", Some("a"), 6) && !at("tagged", Some("b"), 6)
+        );
     }
 }

@@ -10,10 +10,11 @@ use crate::transport::Hold;
 /// The wait after the first failure; it doubles, up to [`LONGEST`].
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
-/// A request takes as long as its body takes at so many bytes a second; twice as long where it was not long enough.
+/// A request takes as long as its body takes at so many bytes a second; twice as long where it was
+/// not long enough.
 const SLOWEST: u64 = 256 << 10;
-/// Bytes that have to come in a second, on the average of `retry_timeout`. A request that gets less is
-/// given up: a server that sends a byte now and then would hold it for ever.
+/// Bytes that have to come in a second, on the average of `retry_timeout`. A request that gets less
+/// is given up: a server that sends a byte now and then would hold it for ever.
 const LEAST_RATE: u64 = 1 << 10;
 
 /// What is left of it, for one request.
@@ -64,7 +65,8 @@ impl RetryState {
         self.limits.silence.min(left).max(Duration::from_millis(1))
     }
 
-    /// How long it takes at least to send so many bytes: how many of them are on their way is not known.
+    /// How long it takes at least to send so many bytes: how many of them are on their way is not
+    /// known.
     pub const fn sending(bytes: u64) -> Duration {
         Duration::from_millis(bytes.saturating_mul(1000) / SLOWEST)
     }
@@ -92,16 +94,19 @@ impl RetryState {
         wait.is_some()
     }
 
-    /// It failed once more: how long to wait before it is tried again, or nothing where that is enough. Waits differ at random, so that what
-    /// failed together does not come back together.
+    /// It failed once more: how long to wait before it is tried again, or nothing where that is
+    /// enough. Waits differ at random, so that what failed together does not come back together.
     fn failed(&mut self) -> Option<Duration> {
         self.failures += 1;
         self.total = self.total.saturating_add(1);
         if self.failures > self.limits.retries {
             return None;
         }
-        let longest = FIRST.saturating_mul(1 << (self.failures - 1).min(16)).min(LONGEST);
-        let own = longest.mul_f64(0.5 + 0.5 * part(dcp_rs_core::store::random_bytes().unwrap_or([0x80; 16])));
+        let longest = FIRST
+            .saturating_mul(1 << (self.failures - 1).min(16))
+            .min(LONGEST);
+        let own = longest
+            .mul_f64(0.5 + 0.5 * part(dcp_rs_core::store::random_bytes().unwrap_or([0x80; 16])));
         let wait = own.max(self.hold.left());
         let left = self.limits.time.saturating_sub(self.since.elapsed());
         (wait < left).then_some(wait)
@@ -158,8 +163,14 @@ mod tests {
             .build()
             .unwrap();
         runtime.block_on(async {
-            for mut retry in [limits, limits].map(|limits| RetryState::new(limits, Arc::clone(&hold))) {
-                assert!(retry.wait_to_retry(&Failure::passing("503 Slow Down")).await);
+            for mut retry in
+                [limits, limits].map(|limits| RetryState::new(limits, Arc::clone(&hold)))
+            {
+                assert!(
+                    retry
+                        .wait_to_retry(&Failure::passing("503 Slow Down"))
+                        .await
+                );
             }
         });
         let [notice] = &hold.take_notices()[..] else {

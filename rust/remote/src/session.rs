@@ -23,7 +23,8 @@ use crate::transport::Hold;
 const IN_FLIGHT: usize = 96;
 /// How often a waiting call looks whether it is to stop.
 const PERIOD: Duration = Duration::from_millis(50);
-/// What is in the midst of something when a session ends is waited for no longer than this: a look-up of a name can hang.
+/// What is in the midst of something when a session ends is waited for no longer than this: a
+/// look-up of a name can hang.
 const LAST_WAIT: Duration = Duration::from_millis(200);
 
 /// What every request needs.
@@ -36,7 +37,11 @@ pub struct Shared {
 }
 
 /// [`Shared::as_seen`], of a connection.
-pub fn as_seen(config: &Config, seen: &Mutex<HashMap<PathBuf, Seen>>, path: &Path) -> Option<UpdateVersion> {
+pub fn as_seen(
+    config: &Config,
+    seen: &Mutex<HashMap<PathBuf, Seen>>,
+    path: &Path,
+) -> Option<UpdateVersion> {
     let seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
     let seen = seen.get(path)?;
     // As in `Shared::tag`.
@@ -60,11 +65,13 @@ impl Shared {
     pub fn tag(&self, path: &Path) -> Option<String> {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let tag = seen.get(path)?.tag.clone()?;
-        // A weak tag matches nothing in a precondition (RFC 9110, 13.1.1); the answer's is compared.
+        // A weak tag matches nothing in a precondition (RFC 9110, 13.1.1); the answer's is
+        // compared.
         (!tag.starts_with("W/")).then_some(tag)
     }
 
-    /// The file as it was seen, where it was and can be told from others: what has to be there still.
+    /// The file as it was seen, where it was and can be told from others: what has to be there
+    /// still.
     pub fn as_seen(&self, path: &Path) -> Option<UpdateVersion> {
         as_seen(&self.config, &self.seen, path)
     }
@@ -83,10 +90,14 @@ impl Shared {
 
     /// The file is another one from now on.
     pub fn forget(&self, path: &Path) {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
+        self.seen
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(path);
     }
 
-    /// Does something, again and again until it is done or enough. `body`: how many bytes are sent each time.
+    /// Does something, again and again until it is done or enough. `body`: how many bytes are sent
+    /// each time.
     pub async fn persist<T, F>(
         &self,
         action: &'static str,
@@ -105,7 +116,12 @@ impl Shared {
                 Err(_) => Failure::passing("no answer in time"),
             };
             if !retry.wait_to_retry(&failure).await {
-                return Err(failure.into_error(action, path, retry.attempts(), &self.config.secrets));
+                return Err(failure.into_error(
+                    action,
+                    path,
+                    retry.attempts(),
+                    &self.config.secrets,
+                ));
             }
         }
     }
@@ -122,7 +138,11 @@ pub struct Session {
 }
 
 impl Session {
-    pub fn new(config: Arc<Config>, seen: Arc<Mutex<HashMap<PathBuf, Seen>>>, threads: usize) -> Result<Self> {
+    pub fn new(
+        config: Arc<Config>,
+        seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
+        threads: usize,
+    ) -> Result<Self> {
         let runtime = Builder::new_multi_thread()
             .worker_threads(threads)
             .thread_name("dcp-rs-store")
@@ -171,14 +191,17 @@ impl Session {
                 Err(RecvTimeoutError::Timeout) => {
                     if let Err(stopped) = control.check() {
                         task.abort();
-                        // Once it has ended, by its end or by this, the channel is closed, and nothing is written any more.
+                        // Once it has ended, by its end or by this, the channel is closed, and
+                        // nothing is written any more.
                         while is_done.recv().is_ok() {}
                         return Err(stopped);
                     }
                 }
                 Err(RecvTimeoutError::Disconnected) => {
                     control.check()?;
-                    return Err(Error::Internal("a request to a store ended without an answer".into()));
+                    return Err(Error::Internal(
+                        "a request to a store ended without an answer".into(),
+                    ));
                 }
             }
         }
@@ -195,7 +218,8 @@ impl Drop for Session {
             }
             return;
         }
-        // Nothing of it works here: a lock in it may be held by a thread that is not there, and what is idle in the client would wake tasks of that runtime.
+        // Nothing of it works here: a lock in it may be held by a thread that is not there, and
+        // what is idle in the client would wake tasks of that runtime.
         std::mem::forget(runtime);
         std::mem::forget(self.handle.clone());
         std::mem::forget(Arc::clone(&self.shared));

@@ -14,8 +14,8 @@ use md5::{Digest as _, Md5};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path as Name;
 use object_store::{
-    CopyMode, CopyOptions, ObjectMeta, ObjectStore as _, ObjectStoreExt as _, PutMode, PutOptions, PutPayload,
-    UpdateVersion,
+    CopyMode, CopyOptions, ObjectMeta, ObjectStore as _, ObjectStoreExt as _, PutMode, PutOptions,
+    PutPayload, UpdateVersion,
 };
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -72,13 +72,24 @@ fn payload(body: Body) -> (PutPayload, u64) {
 }
 
 /// Stores an object.
-pub async fn put(shared: &Shared, path: &Path, name: &Name, body: Body, condition: Condition) -> Result<()> {
+pub async fn put(
+    shared: &Shared,
+    path: &Path,
+    name: &Name,
+    body: Body,
+    condition: Condition,
+) -> Result<()> {
     let mode = match condition {
         Condition::Always | Condition::Unguarded => PutMode::Overwrite,
         Condition::New => PutMode::Create,
         Condition::Unchanged => {
             let seen = shared.as_seen(path);
-            let never = || Error::Internal(format!("{} is to be replaced, and was not looked at", path.display()));
+            let never = || {
+                Error::Internal(format!(
+                    "{} is to be replaced, and was not looked at",
+                    path.display()
+                ))
+            };
             PutMode::Update(seen.ok_or_else(never)?)
         }
     };
@@ -87,7 +98,10 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, body: Body, conditio
     let mut may_be_done = false;
     loop {
         let options = PutOptions::from(mode.clone());
-        let attempt = shared.client.objects.put_opts(name, payload.clone(), options);
+        let attempt = shared
+            .client
+            .objects
+            .put_opts(name, payload.clone(), options);
         let Err(mut failure) = answered(&retry, RetryState::sending(length), attempt).await else {
             shared.forget(path);
             return Ok(());
@@ -99,18 +113,30 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, body: Body, conditio
         if may_be_done || failure.kind == StorageFault::Precondition {
             shared.forget(path);
         }
-        if condition != Condition::Always && may_be_done && failure.kind != StorageFault::Precondition {
+        if condition != Condition::Always
+            && may_be_done
+            && failure.kind != StorageFault::Precondition
+        {
             failure.kind = StorageFault::Unclear;
         }
         return Err(failure.into_error("write", path, retry.attempts(), &shared.config.secrets));
     }
 }
 
-/// Begins to store an object in parts. What there is now is noted, but where nobody else has the name.
-pub async fn begin(shared: &Shared, path: &Path, name: &Name, condition: Condition) -> Result<Upload> {
+/// Begins to store an object in parts. What there is now is noted, but where nobody else has the
+/// name.
+pub async fn begin(
+    shared: &Shared,
+    path: &Path,
+    name: &Name,
+    condition: Condition,
+) -> Result<Upload> {
     let parts = parts(shared, path)?;
     if condition == Condition::Unchanged {
-        let reason = format!("{}: what has parts does not replace what was seen", path.display());
+        let reason = format!(
+            "{}: what has parts does not replace what was seen",
+            path.display()
+        );
         return Err(Error::Unsupported(reason));
     }
     if condition != Condition::Always {
@@ -132,19 +158,34 @@ pub async fn begin(shared: &Shared, path: &Path, name: &Name, condition: Conditi
 }
 
 /// Stores a part.
-pub async fn put_part(shared: &Shared, upload: &Upload, name: &Name, number: usize, body: Body) -> Result<String> {
+pub async fn put_part(
+    shared: &Shared,
+    upload: &Upload,
+    name: &Name,
+    number: usize,
+    body: Body,
+) -> Result<String> {
     let parts = parts(shared, &upload.path)?;
     let (payload, length) = payload(body);
     let attempt = || parts.put_part(name, &upload.id, number, payload.clone());
-    let part = shared.persist("write", &upload.path, length, attempt).await?;
+    let part = shared
+        .persist("write", &upload.path, length, attempt)
+        .await?;
     Ok(part.content_id)
 }
 
 /// Makes parts an object.
-pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Vec<String>, size: u64) -> Result<()> {
+pub async fn complete(
+    shared: &Shared,
+    upload: &Upload,
+    name: &Name,
+    answers: Vec<String>,
+    size: u64,
+) -> Result<()> {
     let plain = parts(shared, &upload.path)?;
-    let failed =
-        |failure: Failure, attempts| failure.into_error("write", &upload.path, attempts, &shared.config.secrets);
+    let failed = |failure: Failure, attempts| {
+        failure.into_error("write", &upload.path, attempts, &shared.config.secrets)
+    };
     let mut conditional = None;
     if upload.condition == Condition::New {
         let made = Config::completing_new(&shared.client);
@@ -154,13 +195,19 @@ pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Ve
         size,
         tag: tag_of_parts(&answers),
     };
-    let ids: Vec<PartId> = answers.into_iter().map(|content_id| PartId { content_id }).collect();
+    let ids: Vec<PartId> = answers
+        .into_iter()
+        .map(|content_id| PartId { content_id })
+        .collect();
     let work = JOINING.saturating_mul(u32::try_from(ids.len()).unwrap_or(u32::MAX));
     let mut retry = shared.retry();
     let mut may_be_done = false;
     loop {
         // Not all stores look at a condition.
-        if upload.condition == Condition::New && !may_be_done && found(shared, &upload.path, name).await?.is_some() {
+        if upload.condition == Condition::New
+            && !may_be_done
+            && found(shared, &upload.path, name).await?.is_some()
+        {
             return Err(there_is_one(shared, &upload.path, retry.attempts()));
         }
         let parts = conditional.as_ref().unwrap_or(&plain);
@@ -170,12 +217,14 @@ pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Ve
             return Ok(());
         };
         if conditional.is_some() && matches!(failure.status, Some(400 | 501)) {
-            // The store may know no such condition; what is wrong with the request itself it says once more.
+            // The store may know no such condition; what is wrong with the request itself it says
+            // once more.
             conditional = None;
             continue;
         }
         may_be_done |= failure.may_be_done();
-        // What was completed by an attempt whose answer was lost is no upload any more: stores say 404 of it, or 400, each in its way.
+        // What was completed by an attempt whose answer was lost is no upload any more: stores say
+        // 404 of it, or 400, each in its way.
         let is_gone = failure.status == Some(404);
         let mut is_known = !may_be_done || upload.condition == Condition::Always;
         if may_be_done || is_gone {
@@ -240,7 +289,8 @@ async fn came_of(shared: &Shared, upload: &Upload, name: &Name, made: &Made) -> 
     })
 }
 
-/// The tag of an object made of parts with these tags: the digest of their digests, and how many they are.
+/// The tag of an object made of parts with these tags: the digest of their digests, and how many
+/// they are.
 fn tag_of_parts(tags: &[String]) -> Option<String> {
     let mut digest = Md5::new();
     for tag in tags {
@@ -267,7 +317,9 @@ const fn copying(bytes: u64) -> Duration {
 
 /// Has the store copy an object of this length: the one that was seen.
 pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u64) -> Result<()> {
-    let refused = |failure: Failure, attempts| failure.into_error("copy", path, attempts, &shared.config.secrets);
+    let refused = |failure: Failure, attempts| {
+        failure.into_error("copy", path, attempts, &shared.config.secrets)
+    };
     let (objects, mode) = match (&shared.client.copying, shared.tag(path)) {
         (Some(copying), Some(tag)) => {
             let objects = copying.only(&tag);
@@ -342,7 +394,9 @@ impl Removal {
             Self::Upload(upload, name) => {
                 let parts = parts(shared, &upload.path)?;
                 let attempt = || parts.abort_multipart(name, &upload.id);
-                shared.persist("abort the upload of", &upload.path, 0, attempt).await
+                shared
+                    .persist("abort the upload of", &upload.path, 0, attempt)
+                    .await
             }
         };
         match done {
@@ -360,11 +414,17 @@ pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> 
     let mut left: HashMap<usize, &Removal> = removals.iter().enumerate().collect();
     let each = async |number: usize, removal: &Removal| (number, removal.done(shared).await);
     let first = waiting.by_ref().take(REMOVALS);
-    let mut under_way: FuturesUnordered<_> = first.map(|(number, removal)| each(number, removal)).collect();
+    let mut under_way: FuturesUnordered<_> = first
+        .map(|(number, removal)| each(number, removal))
+        .collect();
     while let Ok(Some((number, done))) = timeout_at(until, under_way.next()).await {
         left.remove(&number);
         failed.extend(done.err());
-        under_way.extend(waiting.next().map(|(number, removal)| each(number, removal)));
+        under_way.extend(
+            waiting
+                .next()
+                .map(|(number, removal)| each(number, removal)),
+        );
     }
     failed.extend(left.into_values().map(|removal| {
         let failure = Failure::passing("there was no time for it");
@@ -373,10 +433,13 @@ pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> 
     failed
 }
 
-/// Removes an object if it is the one that was seen. It is looked at before each attempt: since one of which nothing is known another may have been stored. And
-/// the store is told which one is meant, where it can be: some do not look at that.
+/// Removes an object if it is the one that was seen. It is looked at before each attempt: since one
+/// of which nothing is known another may have been stored. And the store is told which one is
+/// meant, where it can be: some do not look at that.
 pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()> {
-    let refused = |failure: Failure, attempts| failure.into_error("remove", path, attempts, &shared.config.secrets);
+    let refused = |failure: Failure, attempts| {
+        failure.into_error("remove", path, attempts, &shared.config.secrets)
+    };
     let conditional = match shared.tag(path) {
         Some(tag) => Config::removing(&shared.client, &tag),
         None => Ok(None),
@@ -391,8 +454,11 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
         };
         match (failure.kind, failure.status) {
             (StorageFault::NotFound, _) => return Ok(()),
-            // It is another one, or is gone, or has its tag and the store compares something else; or the store knows no such condition.
-            (StorageFault::Precondition, _) | (_, Some(400 | 501)) if conditional.is_some() => conditional = None,
+            // It is another one, or is gone, or has its tag and the store compares something else;
+            // or the store knows no such condition.
+            (StorageFault::Precondition, _) | (_, Some(400 | 501)) if conditional.is_some() => {
+                conditional = None
+            }
             _ if retry.wait_to_retry(&failure).await => {}
             _ => return Err(refused(failure, retry.attempts())),
         }
@@ -409,14 +475,18 @@ async fn is_as_seen(shared: &Shared, path: &Path, name: &Name, attempts: u32) ->
         return Ok(false);
     };
     let another = |reason: String| {
-        let failure = Failure::lasting(StorageFault::Precondition, format!("it was left alone: {reason}"));
+        let failure = Failure::lasting(
+            StorageFault::Precondition,
+            format!("it was left alone: {reason}"),
+        );
         failure.into_error("remove", path, attempts, &shared.config.secrets)
     };
     see(&shared.seen, path, Seen::of(found)).map_err(another)?;
     Ok(true)
 }
 
-/// Whether the store keeps conditions. It is asked once in a process: for an object that cannot be stored.
+/// Whether the store keeps conditions. It is asked once in a process: for an object that cannot be
+/// stored.
 pub async fn keeps_conditions(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
     static KNOWN: Mutex<Option<HashMap<u64, bool>>> = Mutex::new(None);
     let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -436,10 +506,11 @@ async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
         version: Some(NO_VERSION.into()),
     });
     loop {
-        let attempt = shared
-            .client
-            .objects
-            .put_opts(name, PutPayload::new(), PutOptions::from(mode.clone()));
+        let attempt =
+            shared
+                .client
+                .objects
+                .put_opts(name, PutPayload::new(), PutOptions::from(mode.clone()));
         let failure = match timeout(retry.answer(Duration::ZERO), attempt).await {
             Ok(Ok(_)) => {
                 let removal = Removal::File(path.to_owned(), name.clone());
@@ -456,7 +527,12 @@ async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
             _ => {}
         }
         if !retry.wait_to_retry(&failure).await {
-            return Err(failure.into_error("write", path, retry.attempts(), &shared.config.secrets));
+            return Err(failure.into_error(
+                "write",
+                path,
+                retry.attempts(),
+                &shared.config.secrets,
+            ));
         }
     }
 }

@@ -9,16 +9,19 @@ use crate::testing::{Reply, options, serve};
 
 const SIZE: usize = 12 << 20;
 
-/// Completes an upload on a store that answers the n-th attempt, and the n-th look at the object, so. Returns also how many of both there were.
+/// Completes an upload on a store that answers the n-th attempt, and the n-th look at the object,
+/// so. Returns also how many of both there were.
 fn completed(
     scheme: &str,
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
     looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
 ) -> (Result<()>, usize, usize) {
-    let (url, asked) = serve(move |question, before| match question.split_once(' ').unwrap().0 {
-        "HEAD" => looks(before),
-        _ => attempts(before),
-    });
+    let (url, asked) = serve(
+        move |question, before| match question.split_once(' ').unwrap().0 {
+            "HEAD" => looks(before),
+            _ => attempts(before),
+        },
+    );
     let root = format!("{scheme}://bucket");
     let store = Store::new(&root, options(scheme, &url, &[("max_retries", "3")])).unwrap();
     let connection = store.connect_to_store(1).unwrap();
@@ -30,11 +33,15 @@ fn completed(
     let parts = (1..=2).map(|number| format!("{number}")).collect();
     let done = connection.complete(&upload, parts, SIZE as u64, &Control::new());
     let asked = asked.lock().unwrap();
-    let looked = asked.iter().filter(|question| question.starts_with("HEAD")).count();
+    let looked = asked
+        .iter()
+        .filter(|question| question.starts_with("HEAD"))
+        .count();
     (done, asked.len() - looked, looked)
 }
 
-/// Of the first attempt nothing is known, and the object is there a moment later only; the second meets an upload that is none any more.
+/// Of the first attempt nothing is known, and the object is there a moment later only; the second
+/// meets an upload that is none any more.
 fn second(status: u16, code: &'static str) -> impl Fn(usize) -> Reply + Send + Sync {
     move |before| match before {
         0 => Reply::of(503, "ServerBusy"),
@@ -67,7 +74,9 @@ fn a_lost_completion_is_found() {
 #[test]
 fn another_length_is_not_what_was_stored() {
     for scheme in ["s3", "gs", "az"] {
-        let (done, ..) = completed(scheme, second(404, "NoSuchUpload"), |_| Reply::head(SIZE - 1));
+        let (done, ..) = completed(scheme, second(404, "NoSuchUpload"), |_| {
+            Reply::head(SIZE - 1)
+        });
         let Err(Error::Storage { kind, reason, .. }) = done else {
             panic!("{scheme}: {done:?}")
         };
@@ -78,7 +87,11 @@ fn another_length_is_not_what_was_stored() {
 
 #[test]
 fn what_is_refused_is_not_looked_at() {
-    let (done, attempts, looks) = completed("s3", |_| Reply::of(403, "AccessDenied"), |_| Reply::head(SIZE));
+    let (done, attempts, looks) = completed(
+        "s3",
+        |_| Reply::of(403, "AccessDenied"),
+        |_| Reply::head(SIZE),
+    );
     assert!(matches!(
         done,
         Err(Error::Storage {
@@ -89,8 +102,9 @@ fn what_is_refused_is_not_looked_at() {
     assert_eq!((attempts, looks), (1, 0));
 }
 
-/// Completes an upload of what may replace another, of the same length, on a store that answers the n-th attempt so, and the n-th look at the object. The first look is that of its
-/// beginning. Returns also how many attempts there were.
+/// Completes an upload of what may replace another, of the same length, on a store that answers the
+/// n-th attempt so, and the n-th look at the object. The first look is that of its beginning.
+/// Returns also how many attempts there were.
 fn replaced(
     condition: Condition,
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
@@ -108,15 +122,19 @@ fn replaced(
         .begin("s3://bucket/file".as_ref(), condition, &control)
         .and_then(|upload| connection.complete(&upload, tags(), SIZE as u64, &control));
     let asked = asked.lock().unwrap();
-    let is_attempt = |question: &&String| question.starts_with("POST") && question.contains("uploadId");
+    let is_attempt =
+        |question: &&String| question.starts_with("POST") && question.contains("uploadId");
     (done, asked.iter().filter(is_attempt).count())
 }
 
 /// Those of the parts `a` and `b`: what they are put together to has the tag `OF_BOTH`.
 fn tags() -> Vec<String> {
-    ["0cc175b9c0f1b6a831c399e269772661", "92eb5ffee6ae2fec3ad71c777531578f"]
-        .map(|tag| format!("\"{tag}\""))
-        .into()
+    [
+        "0cc175b9c0f1b6a831c399e269772661",
+        "92eb5ffee6ae2fec3ad71c777531578f",
+    ]
+    .map(|tag| format!("\"{tag}\""))
+    .into()
 }
 
 const OF_BOTH: &str = "\"96e024ba2074fe77e8e965ba43a704be-2\"";
@@ -205,16 +223,25 @@ fn a_new_one_is_known_by_its_parts() {
     assert_eq!((fault(&done), attempts), (Some(StorageFault::Unclear), 2));
     let refused = completed_as(412, "PreconditionFailed");
     let (done, attempts) = replaced(Condition::New, refused, then("\"theirs\""));
-    assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 1));
+    assert_eq!(
+        (fault(&done), attempts),
+        (Some(StorageFault::Precondition), 1)
+    );
     // It appeared since this began; or was there before.
     let late = |before| match before {
         0 => Reply::of(404, ""),
         _ => Reply::head(SIZE),
     };
     let (done, attempts) = replaced(Condition::New, |_| Reply::ok(DONE), late);
-    assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 0));
+    assert_eq!(
+        (fault(&done), attempts),
+        (Some(StorageFault::Precondition), 0)
+    );
     let (done, attempts) = replaced(Condition::New, |_| Reply::ok(DONE), |_| Reply::head(SIZE));
-    assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 0));
+    assert_eq!(
+        (fault(&done), attempts),
+        (Some(StorageFault::Precondition), 0)
+    );
 }
 
 #[test]
@@ -236,23 +263,31 @@ fn many_parts_take_longer() {
     assert!(retry.answer(JOINING * 10_000) > limits.silence * 10);
 }
 
-/// Copies an object of this length on a store that answers the n-th attempt, and the n-th look at the copy, so. Returns also how many of both there were.
+/// Copies an object of this length on a store that answers the n-th attempt, and the n-th look at
+/// the copy, so. Returns also how many of both there were.
 fn copied(
     scheme: &str,
     size: u64,
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
     looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
 ) -> (Result<()>, usize, usize) {
-    let (url, asked) = serve(move |question, before| match question.split_once(' ').unwrap().0 {
-        "HEAD" if question.contains("/to") => looks(before),
-        "HEAD" => Reply::head(usize::try_from(size).unwrap()),
-        _ => attempts(before),
-    });
+    let (url, asked) = serve(
+        move |question, before| match question.split_once(' ').unwrap().0 {
+            "HEAD" if question.contains("/to") => looks(before),
+            "HEAD" => Reply::head(usize::try_from(size).unwrap()),
+            _ => attempts(before),
+        },
+    );
     let root = format!("{scheme}://bucket");
     let store = Store::new(&root, options(scheme, &url, &[("max_retries", "3")])).unwrap();
     let connection = store.connect_to_store(1).unwrap();
     let at = |name: &str| format!("{root}/{name}");
-    let done = connection.copy(at("from").as_ref(), at("to").as_ref(), size, &Control::new());
+    let done = connection.copy(
+        at("from").as_ref(),
+        at("to").as_ref(),
+        size,
+        &Control::new(),
+    );
     let asked = asked.lock().unwrap();
     let of = |method: &str, name: &str| {
         let is_it = |question: &&String| question.starts_with(method) && question.contains(name);
@@ -284,7 +319,11 @@ fn a_lost_copy_is_found_or_made_again() {
         let (done, attempts, looks) = copied(scheme, 77, copied_at, gone);
         assert!(done.is_ok(), "{scheme}: {done:?}");
         // Azure may only have begun with it.
-        assert_eq!((attempts, looks), (2, if scheme == "az" { 2 } else { 1 }), "{scheme}");
+        assert_eq!(
+            (attempts, looks),
+            (2, if scheme == "az" { 2 } else { 1 }),
+            "{scheme}"
+        );
     }
 }
 
@@ -307,14 +346,25 @@ fn what_is_not_copied_is_refused_at_once() {
         let Err(Error::Storage { kind, action, .. }) = done else {
             panic!("{scheme}: {done:?}")
         };
-        assert_eq!((kind, action, attempts, looks), (StorageFault::Denied, "copy", 1, 0));
+        assert_eq!(
+            (kind, action, attempts, looks),
+            (StorageFault::Denied, "copy", 1, 0)
+        );
     }
     // S3 copies no more at a time.
     let (done, attempts, _) = copied("s3", (5 << 30) + 1, |_| Reply::ok(""), |_| Reply::head(0));
     assert!(matches!(done, Err(Error::Unsupported(_))), "{done:?}");
     assert_eq!(attempts, 0);
-    assert!(copied("s3", 5 << 30, |_| Reply::ok(""), |_| Reply::head(0)).0.is_ok());
-    assert!(copied("gs", 6 << 30, |_| Reply::ok(""), |_| Reply::head(0)).0.is_ok());
+    assert!(
+        copied("s3", 5 << 30, |_| Reply::ok(""), |_| Reply::head(0))
+            .0
+            .is_ok()
+    );
+    assert!(
+        copied("gs", 6 << 30, |_| Reply::ok(""), |_| Reply::head(0))
+            .0
+            .is_ok()
+    );
 }
 
 #[test]
@@ -322,9 +372,14 @@ fn what_is_to_be_copied_has_its_length_and_its_place() {
     let (url, asked) = serve(|_, _| Reply::head(77));
     let store = Store::new("s3://bucket", options("s3", &url, &[])).unwrap();
     let connection = store.connect_to_store(1).unwrap();
-    let copy = |from: &str, to: &str, size| connection.copy(from.as_ref(), to.as_ref(), size, &Control::new());
+    let copy = |from: &str, to: &str, size| {
+        connection.copy(from.as_ref(), to.as_ref(), size, &Control::new())
+    };
     let shorter = copy("s3://bucket/from", "s3://bucket/to", 78);
-    assert!(matches!(shorter, Err(Error::CorruptData { .. })), "{shorter:?}");
+    assert!(
+        matches!(shorter, Err(Error::CorruptData { .. })),
+        "{shorter:?}"
+    );
     for (from, to) in [
         ("s3://bucket/from", "s3://other/to"),
         ("s3://other/from", "s3://bucket/to"),
@@ -343,24 +398,31 @@ fn a_large_copy_takes_longer() {
     assert!(retry.answer(work) > work);
 }
 
-/// Removes an object of 77 bytes that was looked at, on a store that answers the n-th attempt, and the n-th look after the first attempt, so. Returns also how many of both
-/// there were.
+/// Removes an object of 77 bytes that was looked at, on a store that answers the n-th attempt, and
+/// the n-th look after the first attempt, so. Returns also how many of both there were.
 fn removed(
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
     looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
 ) -> (Result<()>, usize, usize) {
-    let (url, asked) = serve(move |question, before| match question.split_once(' ').unwrap().0 {
-        "HEAD" if before < 2 => Reply::head(77),
-        "HEAD" => looks(before - 2),
-        _ => attempts(before),
-    });
+    let (url, asked) = serve(
+        move |question, before| match question.split_once(' ').unwrap().0 {
+            "HEAD" if before < 2 => Reply::head(77),
+            "HEAD" => looks(before - 2),
+            _ => attempts(before),
+        },
+    );
     let store = Store::new("s3://bucket", options("s3", &url, &[("max_retries", "3")])).unwrap();
     let connection = store.connect_to_store(1).unwrap();
     let (path, control) = (Path::new("s3://bucket/file"), Control::new());
     assert_eq!(connection.look(path, &control).unwrap(), Some(77));
     let done = connection.remove_seen(path, &control);
     let asked = asked.lock().unwrap();
-    let of = |method: &str| asked.iter().filter(|question| question.starts_with(method)).count();
+    let of = |method: &str| {
+        asked
+            .iter()
+            .filter(|question| question.starts_with(method))
+            .count()
+    };
     (done, of("DELETE"), of("HEAD") - 2)
 }
 

@@ -56,7 +56,10 @@ impl Reply {
     }
 
     pub fn early(self) -> Self {
-        Self { early: true, ..self }
+        Self {
+            early: true,
+            ..self
+        }
     }
 
     pub fn with(self, name: &str, value: &str) -> Self {
@@ -68,7 +71,10 @@ impl Reply {
     pub fn ranged(self, size: u64) -> Self {
         let last = self.body.len().saturating_sub(1);
         let reply = self.with("Content-Range", &format!("bytes 0-{last}/{size}"));
-        Self { status: 206, ..reply }
+        Self {
+            status: 206,
+            ..reply
+        }
     }
 
     pub fn endless(self, pause: Duration) -> Self {
@@ -87,7 +93,8 @@ impl Reply {
 /// The requests: "PUT /bucket/name?query", with " Referer" after it if there was such a header.
 pub type Asked = Arc<Mutex<Vec<String>>>;
 
-/// Serves for as long as the process runs; `answer` is told what is asked, and how often that was before.
+/// Serves for as long as the process runs; `answer` is told what is asked, and how often that was
+/// before.
 pub fn serve(answer: impl Fn(&str, usize) -> Reply + Send + Sync + 'static) -> (String, Asked) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -105,7 +112,11 @@ pub fn serve(answer: impl Fn(&str, usize) -> Reply + Send + Sync + 'static) -> (
     (url, asked)
 }
 
-fn converse(reader: &mut BufReader<TcpStream>, answer: &dyn Fn(&str, usize) -> Reply, asked: &Asked) -> Option<()> {
+fn converse(
+    reader: &mut BufReader<TcpStream>,
+    answer: &dyn Fn(&str, usize) -> Reply,
+    asked: &Asked,
+) -> Option<()> {
     let mut first = String::new();
     reader.read_line(&mut first).ok().filter(|&read| read > 0)?;
     let (mut length, mut refers) = (0, "");
@@ -178,5 +189,6 @@ pub fn options(scheme: &str, url: &str, more: &[(&str, &str)]) -> Vec<(String, S
         ],
     };
     let all = kind.iter().chain(&[("allow_http", "true")]).chain(more);
-    all.map(|&(key, value)| (key.to_owned(), value.to_owned())).collect()
+    all.map(|&(key, value)| (key.to_owned(), value.to_owned()))
+        .collect()
 }

@@ -10,8 +10,8 @@ use async_trait::async_trait;
 use dcp_rs_core::NOTICE_AGAIN;
 use futures_util::StreamExt as _;
 use object_store::client::{
-    ClientConfigKey, HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
-    HttpService,
+    ClientConfigKey, HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest,
+    HttpResponse, HttpResponseBody, HttpService,
 };
 use object_store::{ClientOptions, Error};
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
@@ -42,8 +42,8 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Until when a store asked to be left alone (`Retry-After`), and what is to be told of requests that get nowhere. All requests of a session
-/// share it.
+/// Until when a store asked to be left alone (`Retry-After`), and what is to be told of requests
+/// that get nowhere. All requests of a session share it.
 #[derive(Debug, Default)]
 pub struct Hold {
     until: Mutex<Option<Instant>>,
@@ -57,10 +57,14 @@ struct Notices {
 }
 
 impl Hold {
-    /// Leaves a notice for the caller, unless another one was left within a minute: many requests fail together.
+    /// Leaves a notice for the caller, unless another one was left within a minute: many requests
+    /// fail together.
     pub fn tell(&self, text: impl FnOnce() -> String) {
         let mut notices = self.notices.lock().unwrap_or_else(PoisonError::into_inner);
-        if notices.last.is_none_or(|last| last.elapsed() >= NOTICE_AGAIN) {
+        if notices
+            .last
+            .is_none_or(|last| last.elapsed() >= NOTICE_AGAIN)
+        {
             notices.last = Some(Instant::now());
             notices.texts.push(text());
         }
@@ -68,14 +72,21 @@ impl Hold {
 
     /// The notices since this was last called.
     pub fn take_notices(&self) -> Vec<String> {
-        std::mem::take(&mut self.notices.lock().unwrap_or_else(PoisonError::into_inner).texts)
+        std::mem::take(
+            &mut self
+                .notices
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .texts,
+        )
     }
 
     fn note(&self, headers: &HeaderMap) {
         let seconds = headers
             .get(RETRY_AFTER)
             .and_then(|value| value.to_str().ok()?.parse().ok());
-        let until = seconds.and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds)));
+        let until =
+            seconds.and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds)));
         let mut hold = self.until.lock().unwrap_or_else(PoisonError::into_inner);
         *hold = (*hold).max(until);
     }
@@ -83,7 +94,9 @@ impl Hold {
     /// How much longer.
     pub fn left(&self) -> Duration {
         let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
-        until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
+        until.map_or(Duration::ZERO, |until| {
+            until.saturating_duration_since(Instant::now())
+        })
     }
 }
 
@@ -138,7 +151,10 @@ impl Transport {
     }
 
     /// A client with these options. `default_headers` are left to `object_store`, which signs them.
-    fn built(&self, options: &ClientOptions) -> Result<reqwest::Client, Box<dyn std::error::Error + Send + Sync>> {
+    fn built(
+        &self,
+        options: &ClientOptions,
+    ) -> Result<reqwest::Client, Box<dyn std::error::Error + Send + Sync>> {
         use ClientConfigKey as Key;
         let text = |key: Key| options.get_config_value(&key);
         let is_on = |key: Key| match text(key).unwrap_or_default().to_ascii_lowercase().as_str() {
@@ -154,7 +170,10 @@ impl Transport {
         let mut builder = reqwest::Client::builder()
             .referer(false)
             .redirect(redirects(self.kind))
-            .user_agent(text(Key::UserAgent).unwrap_or_else(|| concat!("dcp-rs/", env!("CARGO_PKG_VERSION")).into()));
+            .user_agent(
+                text(Key::UserAgent)
+                    .unwrap_or_else(|| concat!("dcp-rs/", env!("CARGO_PKG_VERSION")).into()),
+            );
         if let Some(url) = text(Key::ProxyUrl) {
             let excluded = text(Key::ProxyExcludes).and_then(|hosts| NoProxy::from_string(&hosts));
             builder = builder.proxy(Proxy::all(url)?.no_proxy(excluded));
@@ -263,7 +282,11 @@ impl HttpService for Bounded {
         }
         self.hold.note(response.headers());
         let (parts, body) = response.into_parts();
-        let most = if status.is_success() { MOST_ANSWER } else { MOST_ERROR };
+        let most = if status.is_success() {
+            MOST_ANSWER
+        } else {
+            MOST_ERROR
+        };
         let (mut bytes, is_whole) = beginning(body, most).await?;
         if !status.is_success() {
             // A cut through a character would be an error of its own.
@@ -300,13 +323,17 @@ fn refused(reason: String) -> HttpError {
 
 fn redirected(status: StatusCode, headers: &HeaderMap, asked: &str) -> String {
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    let host = text(LOCATION.as_str()).and_then(|to| Some(Url::parse(to).ok()?.host_str()?.to_owned()));
+    let host =
+        text(LOCATION.as_str()).and_then(|to| Some(Url::parse(to).ok()?.host_str()?.to_owned()));
     let to = match host.as_deref() {
         Some(host) if host != asked => format!("to another host, {}", plain(host)),
         _ => "elsewhere".into(),
     };
     let region = text("x-amz-bucket-region").map_or_else(String::new, |region| {
-        format!("; the bucket is in the region {}: set aws_region", plain(region))
+        format!(
+            "; the bucket is in the region {}: set aws_region",
+            plain(region)
+        )
     });
     format!(
         "the store answered {} and points {to}, which is not followed{region}",
@@ -329,7 +356,9 @@ impl Resolve for AnyAddress {
             let look_up = move || -> std::io::Result<Vec<SocketAddr>> {
                 let mut found: Vec<_> = (name.as_str(), 0).to_socket_addrs()?.collect();
                 let [random] = dcp_rs_core::store::random_bytes::<1>().unwrap_or_default();
-                let first = usize::from(random).checked_rem(found.len()).unwrap_or_default();
+                let first = usize::from(random)
+                    .checked_rem(found.len())
+                    .unwrap_or_default();
                 found.rotate_left(first);
                 Ok(found)
             };

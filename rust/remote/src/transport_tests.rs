@@ -6,7 +6,9 @@ use std::path::Path;
 
 use dcp_rs_core::store::{Condition, Remote as _};
 use dcp_rs_core::{Control, StorageFault};
-use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt as _, PutMode, PutOptions, UpdateVersion};
+use object_store::{
+    GetOptions, GetRange, ObjectStore, ObjectStoreExt as _, PutMode, PutOptions, UpdateVersion,
+};
 use tokio::runtime::Builder;
 
 use super::*;
@@ -33,7 +35,10 @@ fn start(store: &Store) -> dcp_rs_core::Result<Option<(Vec<u8>, u64)>> {
 fn fault(error: &dcp_rs_core::Error) -> (StorageFault, &str, u32) {
     match error {
         dcp_rs_core::Error::Storage {
-            kind, reason, attempts, ..
+            kind,
+            reason,
+            attempts,
+            ..
         } => (*kind, reason, *attempts),
         error => panic!("{error}"),
     }
@@ -45,7 +50,11 @@ fn an_error_without_an_end_is_told_by_its_beginning() {
     for scheme in ["s3", "gs", "az"] {
         let error = start(&store(scheme, &url, &[])).unwrap_err();
         let (kind, reason, attempts) = fault(&error);
-        assert_eq!((kind, attempts), (StorageFault::Denied, 1), "{scheme}: {error}");
+        assert_eq!(
+            (kind, attempts),
+            (StorageFault::Denied, 1),
+            "{scheme}: {error}"
+        );
         assert!(reason.contains("403 AccessDenied"), "{reason}");
     }
 }
@@ -60,7 +69,11 @@ fn a_listing_without_an_end_is_refused() {
     let error = listed.unwrap_err();
     assert_eq!(
         fault(&error),
-        (StorageFault::Failed, "the answer is longer than 16777216 bytes", 1)
+        (
+            StorageFault::Failed,
+            "the answer is longer than 16777216 bytes",
+            1
+        )
     );
 }
 
@@ -68,13 +81,24 @@ fn a_listing_without_an_end_is_refused() {
 fn a_byte_now_and_then_holds_nobody_for_ever() {
     let (url, _) = serve(|_, _| {
         let reply = Reply::ok("x").with("Content-Range", "bytes 0-4194303/1073741824");
-        Reply { status: 206, ..reply }.endless(Duration::from_millis(20))
+        Reply {
+            status: 206,
+            ..reply
+        }
+        .endless(Duration::from_millis(20))
     });
     let began = Instant::now();
     let error = start(&store("s3", &url, &[("retry_timeout", "0.5")])).unwrap_err();
     let (_, reason, _) = fault(&error);
-    assert!(reason.contains("too slowly") || reason.contains("in time"), "{reason}");
-    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    assert!(
+        reason.contains("too slowly") || reason.contains("in time"),
+        "{reason}"
+    );
+    assert!(
+        began.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        began.elapsed()
+    );
 }
 
 #[test]
@@ -85,7 +109,8 @@ fn a_length_is_believed_as_far_as_bytes_come() {
     });
     let connection = store("s3", &url, &[]).connect(1).unwrap();
     let path = Path::new("s3://bucket/index.dcprs");
-    let error = dcp_rs_core::store::read_files(&[path.to_owned()], &*connection, &Control::new()).unwrap_err();
+    let error = dcp_rs_core::store::read_files(&[path.to_owned()], &*connection, &Control::new())
+        .unwrap_err();
     assert_eq!(fault(&error).0, StorageFault::Denied);
     // 64 MiB of the three gigabytes, and no memory for more.
     assert!(asked.lock().unwrap().len() <= 1 + 8);
@@ -114,12 +139,14 @@ fn a_store_leads_to_no_other_host() {
 #[test]
 fn a_web_server_may_and_is_not_told_where_from() {
     let (elsewhere, asked) = serve(|_, _| Reply::ok("x").ranged(1));
-    let (url, _) = serve(move |_, _| Reply::of(302, "").with("Location", &format!("{elsewhere}/other")));
+    let (url, _) =
+        serve(move |_, _| Reply::of(302, "").with("Location", &format!("{elsewhere}/other")));
     let store = Store::new(&url, []).unwrap();
-    let found = store
-        .connect(1)
-        .unwrap()
-        .start(format!("{url}/file").as_ref(), 4, false, &Control::new());
+    let found =
+        store
+            .connect(1)
+            .unwrap()
+            .start(format!("{url}/file").as_ref(), 4, false, &Control::new());
     assert_eq!(found.unwrap(), Some((b"x".to_vec(), 1)));
     assert_eq!(*asked.lock().unwrap(), ["GET /other"]);
 }
@@ -163,12 +190,15 @@ fn what_passes_and_what_blames_credentials_is_known_by_its_code() {
         assert!(reason.contains("credentials are"), "{reason}");
     }
     let (url, _) = serve(|_, _| Reply {
-        body: "<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region></Error>".into(),
+        body: "<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region></Error>"
+            .into(),
         ..Reply::of(400, "")
     });
     let error = start(&store("s3", &url, &[])).unwrap_err();
     assert!(
-        fault(&error).1.contains("in the region eu-west-1: set aws_region"),
+        fault(&error)
+            .1
+            .contains("in the region eu-west-1: set aws_region"),
         "{error}"
     );
 }
@@ -200,14 +230,20 @@ fn instance(refuses: &'static str) -> (String, crate::testing::Asked) {
 
 fn asked_of_metadata(asked: &crate::testing::Asked) -> usize {
     let asked = asked.lock().unwrap();
-    asked.iter().filter(|question| question.contains("/latest/")).count()
+    asked
+        .iter()
+        .filter(|question| question.contains("/latest/"))
+        .count()
 }
 
 /// Once every call asked for credentials anew: 22 requests for one save of one rank.
 #[test]
 fn a_role_is_asked_for_its_credentials_once() {
     let role = |url: &str| {
-        let given = [("aws_metadata_endpoint", url), ("aws_skip_signature", "false")];
+        let given = [
+            ("aws_metadata_endpoint", url),
+            ("aws_skip_signature", "false"),
+        ];
         store("s3", url, &given)
     };
     let (url, asked) = instance("");
@@ -218,7 +254,10 @@ fn a_role_is_asked_for_its_credentials_once() {
     // Others are asked for where these were refused, and not where they lack a permission.
     for (code, again) in [("ExpiredToken", 6), ("AccessDenied", 3)] {
         let (url, asked) = instance(code);
-        assert_eq!(fault(&start(&role(&url)).unwrap_err()).0, StorageFault::Denied);
+        assert_eq!(
+            fault(&start(&role(&url)).unwrap_err()).0,
+            StorageFault::Denied
+        );
         assert!(start(&role(&url)).unwrap().is_some());
         assert_eq!(asked_of_metadata(&asked), again, "{code}");
     }
@@ -229,7 +268,10 @@ fn a_bundle_of_authorities_is_read() {
     let given = |file: &str| store("s3", "https://127.0.0.1:1", &[("aws_ca_bundle", file)]);
     for file in ["/does/not/exist.pem", "/dev/null"] {
         let refused = given(file).connect(1).err().unwrap().to_string();
-        assert!(refused.contains("aws_ca_bundle") && refused.contains(file), "{refused}");
+        assert!(
+            refused.contains("aws_ca_bundle") && refused.contains(file),
+            "{refused}"
+        );
     }
 }
 
@@ -259,7 +301,11 @@ fn the_words_of_the_client_are_those_that_are_known() {
         for scheme in ["s3", "gs", "az"] {
             let (runtime, client) = client(scheme, &url);
             let failure = Failure::of(&runtime.block_on(client.get(&"file".into())).unwrap_err());
-            assert_eq!((failure.status, failure.kind), (Some(status), kind), "{scheme}");
+            assert_eq!(
+                (failure.status, failure.kind),
+                (Some(status), kind),
+                "{scheme}"
+            );
             assert!(failure.was_sent);
         }
     }
@@ -284,8 +330,16 @@ fn the_words_of_the_client_are_those_that_are_known() {
             range: Some(GetRange::Bounded(0..3)),
             ..GetOptions::default()
         };
-        let failure = Failure::of(&runtime.block_on(client.get_opts(&"file".into(), options)).unwrap_err());
-        assert!(failure.reason.contains("whole files only"), "{}", failure.reason);
+        let failure = Failure::of(
+            &runtime
+                .block_on(client.get_opts(&"file".into(), options))
+                .unwrap_err(),
+        );
+        assert!(
+            failure.reason.contains("whole files only"),
+            "{}",
+            failure.reason
+        );
     }
     // "InternalError" in an answer that began well.
     for code in ["InternalError", "SlowDown"] {

@@ -1,7 +1,8 @@
 """A small S3-like server on loopback, in threads of this process, that can be told to misbehave.
 
-It knows GET with ranges and conditions, HEAD, PUT with conditions, copies, multipart uploads, LIST, DELETE; no signatures. Objects live in memory, and are sent from there
-without a copy. What it is asked is noted.
+It knows GET with ranges and conditions, HEAD, PUT with conditions, copies, multipart uploads, LIST,
+DELETE; no signatures. Objects live in memory, and are sent from there without a copy. What it is
+asked is noted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class _Handler(Reading, Writing):
     """Everything that the server answers."""
 
 
-#: Ports that had a server: what a process learned of a store, it takes for true of whatever answers there.
+#: Ports that had a server: what a process learned of a store, it takes for true of whatever answers
+#: there.
 _had: set[int] = set()
 
 
@@ -38,7 +40,8 @@ class _Server(ThreadingHTTPServer):
         self.context = context
 
     def server_bind(self) -> None:
-        # Not HTTPServer's, which asks for the name of the address: where nobody knows it, that takes seconds.
+        # Not HTTPServer's, which asks for the name of the address: where nobody knows it, that
+        # takes seconds.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address
 
@@ -68,7 +71,9 @@ def object_server(context: ssl.SSLContext | None = None) -> Iterator[ObjectServe
     store = ObjectServer()
     server = _new_server(store, context)
     store.endpoint = f"{'https' if context else 'http'}://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield store

@@ -80,7 +80,12 @@ class Exchange(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         length = int(self.headers.get("Content-Length") or 0)
-        asked = self.headers.get("Range"), self.condition(), length, self.headers.get("x-amz-copy-source")
+        asked = (
+            self.headers.get("Range"),
+            self.condition(),
+            length,
+            self.headers.get("x-amz-copy-source"),
+        )
         request = Request(self.command, key, parts.query, *asked)
         self.fault = fault = store.fault_for(request)
         if fault is not None and (fault.reset or fault.broken is not None):
@@ -94,14 +99,19 @@ class Exchange(BaseHTTPRequestHandler):
             time.sleep(fault.delay)
         if fault is not None and fault.status is not None and not fault.done:
             self.refuse(fault.status, fault.code)
-        elif store.access_key is not None and store.access_key not in self.headers.get("Authorization", ""):
+        elif store.access_key is not None and store.access_key not in self.headers.get(
+            "Authorization", ""
+        ):
             self.refuse(403, "InvalidAccessKeyId")
         elif bucket != store.bucket:
             self.refuse(404, "NoSuchBucket")
         elif not self.is_what_was_sent(body):
             self.refuse(400, "BadDigest")
         else:
-            query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+            query = {
+                name: values[0]
+                for name, values in parse_qs(parts.query, keep_blank_values=True).items()
+            }
             getattr(self, f"on_{self.command.lower()}")(key, query, body)
 
     def body(self) -> bytes:
@@ -135,7 +145,10 @@ class Exchange(BaseHTTPRequestHandler):
         if len(sha) == 64 and body and hashlib.sha256(body).hexdigest() != sha:
             return False
         md5 = self.headers.get("Content-MD5")
-        return md5 is None or base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode() == md5
+        return (
+            md5 is None
+            or base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode() == md5
+        )
 
     def abandon(self):
         """Resets the connection."""

@@ -41,7 +41,11 @@ class Reading(Exchange):
         if start >= len(whole):
             self.refuse(416, "InvalidRange")
             return
-        self.answer(206, whole[start:end], {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(whole)}"})
+        self.answer(
+            206,
+            whole[start:end],
+            {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(whole)}"},
+        )
 
     on_head = on_get
 

@@ -32,11 +32,15 @@ class Request:
         if self.method == "GET" and (not self.key or "list-type" in asked):
             return "list"
         if "uploadId" in asked:
-            return {"PUT": "part", "POST": "complete", "DELETE": "abort"}.get(self.method, self.method.lower())
+            return {"PUT": "part", "POST": "complete", "DELETE": "abort"}.get(
+                self.method, self.method.lower()
+            )
         if self.source is not None:
             return "copy"
         if self.method == "POST":
-            return "create" if "uploads" in asked else "bulk delete" if "delete" in asked else "post"
+            return (
+                "create" if "uploads" in asked else "bulk delete" if "delete" in asked else "post"
+            )
         return self.method.lower()
 
 
@@ -45,7 +49,8 @@ class Fault:
     """What goes wrong with some requests.
 
     Attributes:
-        status: answered instead of doing it; with ``code`` in its body. 200 is how S3 says that completing an upload failed.
+        status: answered instead of doing it; with ``code`` in its body. 200 is how S3 says that
+            completing an upload failed.
         done: with ``status``: it is done all the same.
         cut: the connection is lost after that many bytes of the body.
         lose: it is done, and the connection lost before the answer.
@@ -54,7 +59,8 @@ class Fault:
         delay: seconds before anything is done.
         short: the body has that many bytes, and the answer says so.
         pause: seconds before each sixth of the body, be it the request's or the answer's.
-        silent: after that many bytes of the body nothing more is sent, and the connection stays open for ``delay``.
+        silent: after that many bytes of the body nothing more is sent, and the connection stays
+            open for ``delay``.
         matches: which requests; all of them by default.
         times: so often, then no more; None for always.
         chance: of each request that matches.
@@ -127,7 +133,8 @@ class ObjectServer:
     least_part: int = 5 << 20
     #: Objects, or prefixes, a page of a listing.
     page: int = 2
-    #: Bodies are taken for what was sent, and tags are numbers: of what a server does with a body, digests take the longest.
+    #: Bodies are taken for what was sent, and tags are numbers: of what a server does with a body,
+    #: digests take the longest.
     trusts: bool = False
     #: Of requests without this in their Authorization header are refused.
     access_key: str | None = None
@@ -216,7 +223,11 @@ class ObjectServer:
         with self.lock:
             self.requests.append(request)
             for fault in self.faults:
-                if fault.times == 0 or not fault.matches(request) or self.rng.random() >= fault.chance:
+                if (
+                    fault.times == 0
+                    or not fault.matches(request)
+                    or self.rng.random() >= fault.chance
+                ):
                     continue
                 if fault.times is not None:
                     fault.times -= 1

@@ -35,7 +35,11 @@ class Writing(Exchange):
 
     def copy(self, key: str):
         bucket, _, source = unquote(self.headers["x-amz-copy-source"]).lstrip("/").partition("/")
-        wanted = None if self.store.ignores_conditions else self.headers.get("x-amz-copy-source-if-match")
+        wanted = (
+            None
+            if self.store.ignores_conditions
+            else self.headers.get("x-amz-copy-source-if-match")
+        )
         with self.store.lock:
             there = self.store.objects.get(source)
             if bucket != self.store.bucket or there is None:
@@ -119,7 +123,9 @@ class Writing(Exchange):
         text = f"<CompleteMultipartUploadResult><ETag>{escape(tag)}</ETag></CompleteMultipartUploadResult>"
         self.answer(200, text.encode(), XML)
 
-    def refusal_to_complete(self, key: str, number: str, listed: list[tuple[int, str]]) -> tuple[int, str] | None:
+    def refusal_to_complete(
+        self, key: str, number: str, listed: list[tuple[int, str]]
+    ) -> tuple[int, str] | None:
         upload = self.store.uploads.get(number)
         if upload is None or upload.key != key:
             return 404, "NoSuchUpload"
@@ -127,7 +133,10 @@ class Writing(Exchange):
             return 400, "MalformedXML"
         if [i for i, _ in listed] != sorted({i for i, _ in listed}):
             return 400, "InvalidPartOrder"
-        if any(i not in upload.parts or upload.parts[i][1].strip('"') != tag.strip('"') for i, tag in listed):
+        if any(
+            i not in upload.parts or upload.parts[i][1].strip('"') != tag.strip('"')
+            for i, tag in listed
+        ):
             return 400, "InvalidPart"
         if any(len(upload.parts[i][0]) < self.store.least_part for i, _ in listed[:-1]):
             return 400, "EntityTooSmall"
@@ -138,7 +147,9 @@ class Writing(Exchange):
         for name in re.findall("<Key>(.*?)</Key>", body):
             key = unescape(name)
             if key in self.store.undeletable:
-                told.append(f"<Error><Key>{name}</Key><Code>AccessDenied</Code><Message>no</Message></Error>")
+                told.append(
+                    f"<Error><Key>{name}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+                )
             else:
                 self.store.objects.pop(key, None)
                 told.append(f"<Deleted><Key>{name}</Key></Deleted>")

@@ -1,6 +1,7 @@
 """A simulated accelerator (``sim:0``, ``sim:1``): streams that are late, memory that is poisoned when it is freed. See ``device.cpp``.
 
-The process that has it keeps it: torch takes one such backend, for good. Tests get it by the fixture ``sim`` and run after all others.
+The process that has it keeps it: torch takes one such backend, for good. Tests get it by the
+fixture ``sim`` and run after all others.
 """
 
 from __future__ import annotations
@@ -39,12 +40,24 @@ class UnavailableError(Exception):
 class Simulated:
     """What tests set and read of the device.
 
-    The attributes are counters and settings: ``delay`` (microseconds before a task on a stream touches memory), ``pinned`` and ``streams``
-    (whether it has them), ``fail_after`` (copies that are taken before one is refused; -1: none is), ``fail_late`` (copies raise when their
-    turn comes), ``copies``, ``grouped`` (those by ``_foreach_copy_``), ``waits`` (of one stream for another), ``allocated`` (tensors).
+    The attributes are counters and settings: ``delay`` (microseconds before a task on a stream
+    touches memory), ``pinned`` and ``streams`` (whether it has them), ``fail_after`` (copies that
+    are taken before one is refused; -1: none is), ``fail_late`` (copies raise when their turn
+    comes), ``copies``, ``grouped`` (those by ``_foreach_copy_``), ``waits`` (of one stream for
+    another), ``allocated`` (tensors).
     """
 
-    _KNOBS = ("delay", "pinned", "streams", "fail_after", "fail_late", "copies", "grouped", "waits", "allocated")
+    _KNOBS = (
+        "delay",
+        "pinned",
+        "streams",
+        "fail_after",
+        "fail_late",
+        "copies",
+        "grouped",
+        "waits",
+        "allocated",
+    )
     _DEFAULTS: ClassVar[dict[str, int]] = {"pinned": 1, "streams": 1, "fail_after": -1}
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -57,7 +70,9 @@ class Simulated:
         library.simulated_is_pinned.argtypes = [ctypes.c_void_p]
         library.simulated_pinned_bytes.restype = ctypes.c_size_t
         self.__dict__["_library"] = library
-        self.__dict__["_knobs"] = {name: library.simulated_knob(name.encode()) for name in self._KNOBS}
+        self.__dict__["_knobs"] = {
+            name: library.simulated_knob(name.encode()) for name in self._KNOBS
+        }
 
     def __getattr__(self, name: str) -> int:
         try:
@@ -121,14 +136,19 @@ class Simulated:
 def on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
     """Destinations on the device like the tensors among ``values``, with whatever is in their memory."""
     return {
-        name: torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, torch.Tensor) else value
+        name: torch.empty(value.shape, dtype=value.dtype, device=device)
+        if isinstance(value, torch.Tensor)
+        else value
         for name, value in values.items()
     }
 
 
 def host(values: dict[str, Any]) -> dict[str, Any]:
     """The tensors in host memory, as the current streams see them."""
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    return {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
 
 
 @functools.cache
@@ -136,7 +156,8 @@ def install() -> Simulated:
     """The device of this process, built if it was not.
 
     Raises:
-        UnavailableError: there is no compiler, or this torch is not one that the source is written for.
+        UnavailableError: there is no compiler, or this torch is not one that the source is written
+            for.
     """
     library = ctypes.CDLL(str(_built()))
     torch.utils.rename_privateuse1_backend("sim")
@@ -153,8 +174,15 @@ def _built() -> Path:
 
     arguments = [*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     arguments += [part for folder in include_paths() for part in ("-isystem", folder)]
-    arguments += [str(_SOURCE), *(f"-L{folder}" for folder in library_paths()), "-lc10", "-ltorch_cpu"]
-    key = hashlib.sha256("\0".join([compiler, torch.__version__, *arguments]).encode() + _SOURCE.read_bytes())
+    arguments += [
+        str(_SOURCE),
+        *(f"-L{folder}" for folder in library_paths()),
+        "-lc10",
+        "-ltorch_cpu",
+    ]
+    key = hashlib.sha256(
+        "\0".join([compiler, torch.__version__, *arguments]).encode() + _SOURCE.read_bytes()
+    )
     folder = Path(sys.prefix) / "simulated-device"
     built = folder / f"{key.hexdigest()[:16]}.so"
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +194,10 @@ def _built() -> Path:
         if not built.exists():
             unfinished = built.with_suffix(".tmp")
             done = subprocess.run(
-                [compiler, *arguments, "-o", str(unfinished)], check=False, capture_output=True, text=True
+                [compiler, *arguments, "-o", str(unfinished)],
+                check=False,
+                capture_output=True,
+                text=True,
             )
             if done.returncode:
                 msg = f"the simulated device does not compile against torch {torch.__version__}:\n{done.stderr[-4000:]}"

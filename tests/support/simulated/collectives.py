@@ -1,7 +1,7 @@
 """``simccl``: process groups for the simulated device that order themselves by streams, as NCCL's do.
 
-What is sent is read, and what is received is there, when a stream comes by, not when a call returns: waiting for the work makes
-the current stream wait.
+What is sent is read, and what is received is there, when a stream comes by, not when a call
+returns: waiting for the work makes the current stream wait.
 """
 
 from __future__ import annotations
@@ -44,22 +44,32 @@ sent: list[int] = [0]
 
 
 class _Simccl(Backend):
-    supports_coalescing = False  # the binding's own property asks the Python object, which asks the property
+    supports_coalescing = (
+        False  # the binding's own property asks the Python object, which asks the property
+    )
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._simulated = install()
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        # For each peer and direction, so that what two ranks send each other does not wait for what they receive.
-        self._lanes: dict[tuple[str, int, torch.device], tuple[torch.Stream, ThreadPoolExecutor]] = {}
+        # For each peer and direction, so that what two ranks send each other does not wait for what
+        # they receive.
+        self._lanes: dict[
+            tuple[str, int, torch.device], tuple[torch.Stream, ThreadPoolExecutor]
+        ] = {}
 
     def getBackendName(self) -> str:  # noqa: N802
         return "simccl"
 
-    def _lane(self, way: str, peer: int, device: torch.device) -> tuple[torch.Stream, ThreadPoolExecutor]:
+    def _lane(
+        self, way: str, peer: int, device: torch.device
+    ) -> tuple[torch.Stream, ThreadPoolExecutor]:
         lane = self._lanes.get((way, peer, device))
         if lane is None:
-            lane = self._lanes[way, peer, device] = torch.Stream(device=device), ThreadPoolExecutor(1, "simccl")
+            lane = self._lanes[way, peer, device] = (
+                torch.Stream(device=device),
+                ThreadPoolExecutor(1, "simccl"),
+            )
         lane[0].wait_stream(torch.accelerator.current_stream(device))
         return lane
 
@@ -119,7 +129,9 @@ class _Simccl(Backend):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> _Work:
         return self._by_host("allreduce", tensors, tensors, opts)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> _Work:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> _Work:
         return self._by_host("allgather", outputs[0], outputs, inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> _Work:
@@ -128,10 +140,14 @@ class _Simccl(Backend):
 
     _allgather_base = all_gather_single
 
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> _Work:
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> _Work:
         return self._by_host("gather", outputs[0] if outputs else [], outputs, inputs, opts)
 
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> _Work:
+    def scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
+    ) -> _Work:
         return self._by_host("scatter", outputs, outputs, inputs, opts)
 
     def barrier(self, opts: Any) -> _Work:

@@ -14,12 +14,16 @@ from dcp_rs.cli.app import command
 
 @command("verify", "dcp-rs verify ckpt/", "dcp-rs verify ckpt/ --json | jq .problems")
 @options.any_checkpoint
-@click.option("--allow-unverified", is_flag=True, help="Exit with 0 if there are no digests to check against.")
+@click.option(
+    "--allow-unverified", is_flag=True, help="Exit with 0 if there are no digests to check against."
+)
 @options.external
 @options.threads
 @options.storage
 @options.json
-def _verify(path: Path, allow_unverified: bool, allow_external: bool, threads: int | None, as_json: bool) -> int:
+def _verify(
+    path: Path, allow_unverified: bool, allow_external: bool, threads: int | None, as_json: bool
+) -> int:
     """Read all data and check it against its digests.
 
     Exit code 1: something is damaged, or there is no digest to check against.
@@ -27,7 +31,11 @@ def _verify(path: Path, allow_unverified: bool, allow_external: bool, threads: i
     from dcp_rs.cli.work import verify
 
     return verify(
-        path, allow_external=allow_external, allow_unverified=allow_unverified, threads=threads, as_json=as_json
+        path,
+        allow_external=allow_external,
+        allow_unverified=allow_unverified,
+        threads=threads,
+        as_json=as_json,
     )
 
 
@@ -71,7 +79,8 @@ def _diff(
 ) -> int:
     """Compare two checkpoints: names, shapes, dtypes and every element. Exit code 1: they differ.
 
-    A and B are two checkpoints of any kinds, torch.save files and URLs included. How they are sharded makes no difference.
+    A and B are two checkpoints of any kinds, torch.save files and URLs included. How they are
+    sharded makes no difference.
     """
     if with_stats and html is None:
         raise click.UsageError("--stats needs --html; dcp-rs stats prints statistics")
@@ -113,7 +122,8 @@ def _diff(
 def _clean(path: Path, yes: bool, older_than: float | None, as_json: bool) -> int:
     """List files that killed saves and conversions left behind. With --yes, remove them.
 
-    PATH is the folder of a checkpoint or its URL, or the output of a conversion. Exit code 1: something could not be removed.
+    PATH is the folder of a checkpoint or its URL, or the output of a conversion. Exit code 1:
+    something could not be removed.
     """
     from dcp_rs.cli.cleaning import clean
 

@@ -9,7 +9,11 @@ from click.shell_completion import BashComplete, FishComplete, ShellComplete, Zs
 
 from dcp_rs.cli.app import app, command
 
-_SHELLS: dict[str, type[ShellComplete]] = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
+_SHELLS: dict[str, type[ShellComplete]] = {
+    "bash": BashComplete,
+    "zsh": ZshComplete,
+    "fish": FishComplete,
+}
 
 
 @command(

@@ -42,7 +42,12 @@ def _steps(path: Path, *, as_json: bool) -> None:
 @options.globs
 @options.include
 @options.exclude
-@click.option("--sort", type=click.Choice(["name", "size", "dtype", "chunks"]), default="name", help="Sort by this.")
+@click.option(
+    "--sort",
+    type=click.Choice(["name", "size", "dtype", "chunks"]),
+    default="name",
+    help="Sort by this.",
+)
 @click.option("--values", is_flag=True, help="Show the values of entries that are not tensors.")
 @options.layout
 @options.rank
@@ -68,7 +73,15 @@ def _ls(
     if _is_run(path):
         _steps(path, as_json=as_json)
         return
-    ls(path, chosen(patterns, include, exclude), sort=sort, values=values, as_json=as_json, rank=rank, layout=layout)
+    ls(
+        path,
+        chosen(patterns, include, exclude),
+        sort=sort,
+        values=values,
+        as_json=as_json,
+        rank=rank,
+        layout=layout,
+    )
 
 
 @command("tree", "dcp-rs tree ckpt/", "dcp-rs tree ckpt/ 'model.*' --depth 0 --sort size")
@@ -77,7 +90,11 @@ def _ls(
 @options.include
 @options.exclude
 @click.option(
-    "--depth", type=click.IntRange(min=0), default=3, metavar="N", help="Show N levels of modules; 0 for all."
+    "--depth",
+    type=click.IntRange(min=0),
+    default=3,
+    metavar="N",
+    help="Show N levels of modules; 0 for all.",
 )
 @click.option("--sort", type=click.Choice(["name", "size"]), default="name", help="Sort by this.")
 @options.layout
@@ -98,7 +115,15 @@ def _tree(
     """Show the size of each module."""
     from dcp_rs.cli.tree import tree
 
-    tree(path, chosen(patterns, include, exclude), depth=depth, sort=sort, as_json=as_json, rank=rank, layout=layout)
+    tree(
+        path,
+        chosen(patterns, include, exclude),
+        depth=depth,
+        sort=sort,
+        as_json=as_json,
+        rank=rank,
+        layout=layout,
+    )
 
 
 @command(
@@ -142,11 +167,23 @@ def _inspect(
         if name is not None:
             raise click.UsageError("--html shows the whole checkpoint: leave NAME out")
         listing.write_page(
-            path, html, with_stats=with_stats, as_json=as_json, rank=rank, allow_external=allow_external, layout=layout
+            path,
+            html,
+            with_stats=with_stats,
+            as_json=as_json,
+            rank=rank,
+            allow_external=allow_external,
+            layout=layout,
         )
     elif name is not None:
         listing.inspect_entry(
-            path, name, show_all=show_all, as_json=as_json, rank=rank, allow_external=allow_external, layout=layout
+            path,
+            name,
+            show_all=show_all,
+            as_json=as_json,
+            rank=rank,
+            allow_external=allow_external,
+            layout=layout,
         )
     else:
         listing.inspect(path, show_all=show_all, as_json=as_json, rank=rank, layout=layout)

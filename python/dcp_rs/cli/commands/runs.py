@@ -39,7 +39,10 @@ def _bytes(text: str) -> int:
 _root = options.location_argument("root")
 _number = click.IntRange(min=1)
 _step_name = click.option(
-    "--step-name", metavar="NAME", default="step-{}", help="The name of a step's folder, with {} for its number."
+    "--step-name",
+    metavar="NAME",
+    default="step-{}",
+    help="The name of a step's folder, with {} for its number.",
 )
 
 
@@ -66,7 +69,12 @@ def _steps(root: Path, step_name: str, as_json: bool) -> None:
 )
 @_root
 @click.option("--keep-last", type=_number, metavar="N", help="Keep the N newest steps.")
-@click.option("--keep-every", type=_number, metavar="N", help="Keep the first step at or after each multiple of N.")
+@click.option(
+    "--keep-every",
+    type=_number,
+    metavar="N",
+    help="Keep the first step at or after each multiple of N.",
+)
 @click.option(
     "--keep-within",
     type=_seconds,
@@ -76,7 +84,10 @@ def _steps(root: Path, step_name: str, as_json: bool) -> None:
 @click.option("--keep-best", type=_number, metavar="N", help="Keep the N best steps by --metric.")
 @click.option("--metric", metavar="NAME", help="The metric that decides which steps are best.")
 @click.option(
-    "--mode", type=click.Choice(["min", "max"]), default="min", help="Whether its lowest or highest value is best."
+    "--mode",
+    type=click.Choice(["min", "max"]),
+    default="min",
+    help="Whether its lowest or highest value is best.",
 )
 @click.option(
     "--max-bytes",
@@ -85,7 +96,9 @@ def _steps(root: Path, step_name: str, as_json: bool) -> None:
     help="Remove the oldest steps until the rest fits: 500GB, 2TiB.",
 )
 @click.option(
-    "--verify", is_flag=True, help="Remove nothing unless a step that stays was read and matches its digests."
+    "--verify",
+    is_flag=True,
+    help="Remove nothing unless a step that stays was read and matches its digests.",
 )
 @click.option("--yes", is_flag=True, help="Remove them.")
 @_step_name
@@ -107,7 +120,8 @@ def _prune(
 ) -> int:
     """List the steps that no --keep option keeps, and what killed saves left behind. With --yes, remove them.
 
-    ROOT is the folder of a run, or its URL. The latest step is never removed. Exit code 1: something could not be removed.
+    ROOT is the folder of a run, or its URL. The latest step is never removed. Exit code 1:
+    something could not be removed.
     """
     from dcp_rs.cli.steps import prune
     from dcp_rs.steps.retention import Policies

@@ -39,10 +39,20 @@ from dcp_rs.cli.output import text_argument
     type=text_argument,
     help="Rename an entry, or the prefix of names up to a dot. OLD= removes a prefix, =NEW adds one to all names. Repeatable.",
 )
-@click.option("--skip-unsupported", is_flag=True, help="Leave out entries that the format cannot store.")
+@click.option(
+    "--skip-unsupported", is_flag=True, help="Leave out entries that the format cannot store."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT.")
-@click.option("--verify/--no-verify", default=True, help="Check the digests of PATH while reading, if it has any.")
-@click.option("--trust-pickles", is_flag=True, help="Unpickle anything in a torch.save file. Such a file can run code.")
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    help="Check the digests of PATH while reading, if it has any.",
+)
+@click.option(
+    "--trust-pickles",
+    is_flag=True,
+    help="Unpickle anything in a torch.save file. Such a file can run code.",
+)
 @options.layout
 @options.external
 @options.threads
@@ -92,7 +102,9 @@ def _convert(
     )
 
 
-def _parse_weights(_context: click.Context, _parameter: click.Parameter, text: str | None) -> list[float] | None:
+def _parse_weights(
+    _context: click.Context, _parameter: click.Parameter, text: str | None
+) -> list[float] | None:
     if text is None:
         return None
     try:
@@ -107,7 +119,14 @@ def _parse_weights(_context: click.Context, _parameter: click.Parameter, text: s
     "dcp-rs merge a/ b/ c/ -o merged/ --weights 0.5,0.3,0.2 --to safetensors --dtype bf16",
 )
 @options.location_arguments("paths")
-@click.option("-o", "--out", metavar="OUT", required=True, type=location, help="The result, as OUT of dcp-rs convert.")
+@click.option(
+    "-o",
+    "--out",
+    metavar="OUT",
+    required=True,
+    type=location,
+    help="The result, as OUT of dcp-rs convert.",
+)
 @click.option(
     "--weights",
     metavar="W,W,...",
@@ -127,7 +146,9 @@ def _parse_weights(_context: click.Context, _parameter: click.Parameter, text: s
     help="The format of OUT, as for dcp-rs convert.",
 )
 @click.option(
-    "--dtype", metavar="DTYPE", help="The type of the sums: bf16, fp16, fp32, ...  [default: that of the first input]"
+    "--dtype",
+    metavar="DTYPE",
+    help="The type of the sums: bf16, fp16, fp32, ...  [default: that of the first input]",
 )
 @click.option("--shards", metavar="N", type=click.IntRange(min=1), help="Write N data files.")
 @options.include
@@ -139,12 +160,20 @@ def _parse_weights(_context: click.Context, _parameter: click.Parameter, text: s
     type=text_argument,
     help="Rename an entry, or the prefix of names up to a dot. Repeatable.",
 )
-@click.option("--skip-unsupported", is_flag=True, help="Leave out entries that the format cannot store.")
+@click.option(
+    "--skip-unsupported", is_flag=True, help="Leave out entries that the format cannot store."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT.")
 @click.option(
-    "--verify/--no-verify", default=True, help="Check the digests of the inputs while reading, if they have any."
+    "--verify/--no-verify",
+    default=True,
+    help="Check the digests of the inputs while reading, if they have any.",
 )
-@click.option("--trust-pickles", is_flag=True, help="Unpickle anything in a torch.save file. Such a file can run code.")
+@click.option(
+    "--trust-pickles",
+    is_flag=True,
+    help="Unpickle anything in a torch.save file. Such a file can run code.",
+)
 @options.layout
 @options.external
 @options.threads
@@ -172,8 +201,8 @@ def _merge(
 ) -> None:
     """Write the weighted sum of checkpoints, by default their mean. OUT appears when it is complete, or not at all.
 
-    PATHS are checkpoints of one model, in any format and sharding. The state of optimizers is left out, unless
-    --include names it.
+    PATHS are checkpoints of one model, in any format and sharding. The state of optimizers is left
+    out, unless --include names it.
     """
     from dcp_rs.cli.work import merge
 
@@ -206,8 +235,15 @@ def _merge(
     "dcp-rs index ckpt/   (after its index was lost)",
 )
 @options.any_checkpoint
-@click.option("--out", metavar="DIR", type=local_path, help="Write the index to this folder, not beside the data.")
-@click.option("--digests", is_flag=True, help="Hash the data, so that dcp-rs verify can check it later.")
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=local_path,
+    help="Write the index to this folder, not beside the data.",
+)
+@click.option(
+    "--digests", is_flag=True, help="Hash the data, so that dcp-rs verify can check it later."
+)
 @click.option(
     "--generation",
     metavar="N",

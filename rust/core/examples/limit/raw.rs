@@ -28,7 +28,8 @@ impl Address {
     }
 }
 
-/// `length` bytes at `offset` of a file, and their place in the destination: a multiple of the page.
+/// `length` bytes at `offset` of a file, and their place in the destination: a multiple of the
+/// page.
 pub struct Piece {
     pub file: usize,
     pub offset: usize,
@@ -55,7 +56,8 @@ pub fn pieces<P: AsRef<Path>>(paths: &[P], size: usize) -> Result<(Vec<Piece>, u
     Ok((pieces, place))
 }
 
-/// The same pieces, all read to the first few places: what a disk gives to a reader that does not keep it.
+/// The same pieces, all read to the first few places: what a disk gives to a reader that does not
+/// keep it.
 pub fn again(mut pieces: Vec<Piece>, size: usize) -> Vec<Piece> {
     for (i, piece) in pieces.iter_mut().enumerate() {
         piece.place = i % READS_IN_FLIGHT * size;
@@ -112,15 +114,25 @@ pub fn copy(maps: &[MmapRaw], pieces: &[Piece], memory: Address) -> Result<f64, 
     let from: Vec<_> = maps.iter().map(|map| Address(map.as_mut_ptr())).collect();
     timed(cores(), pieces, |piece| {
         let (to, source) = (memory.at(piece.place), from[piece.file].at(piece.offset));
-        // SAFETY: the piece lies within its mapping and within the destination, where no other does.
+        // SAFETY: the piece lies within its mapping and within the destination, where no other
+        // does.
         unsafe { copy_strided(to, source, &[], piece.length as u64, Stores::Streaming) };
         Ok(())
     })
 }
 
 /// Reads pieces of files past the page cache.
-pub fn direct<P: AsRef<Path>>(paths: &[P], pieces: &[Piece], memory: Address) -> Result<f64, Failure> {
-    let open = |path| OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path);
+pub fn direct<P: AsRef<Path>>(
+    paths: &[P],
+    pieces: &[Piece],
+    memory: Address,
+) -> Result<f64, Failure> {
+    let open = |path| {
+        OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(path)
+    };
     let start = Instant::now();
     let files: Vec<File> = paths.iter().map(open).collect::<Result<_, _>>()?;
     timed(READS_IN_FLIGHT, pieces, |piece| {

@@ -1,4 +1,5 @@
-//! The blocks of chunks, read in parallel: what verification compares, what adds digests, and what recovers an index.
+//! The blocks of chunks, read in parallel: what verification compares, what adds digests, and what
+//! recovers an index.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +35,13 @@ pub(super) fn blocks(index: &Index, there: impl Fn(u32) -> bool) -> (Vec<Block>,
     (blocks, without)
 }
 
-pub(super) fn push_blocks(blocks: &mut Vec<Block>, chunk: u64, file: u32, offset: u64, length: u64) {
+pub(super) fn push_blocks(
+    blocks: &mut Vec<Block>,
+    chunk: u64,
+    file: u32,
+    offset: u64,
+    length: u64,
+) {
     blocks.extend((0..block_count(length)).map(|number| {
         let from = number * BLOCK_SIZE;
         Block {
@@ -71,7 +78,8 @@ pub(super) fn each_block(
     let numbers: Vec<u32> = files.keys().copied().collect();
     let file_refs: Vec<FileRef> = files.values().cloned().collect();
     let range = |block: &Block| FileRange {
-        file: u32::try_from(numbers.partition_point(|&number| number < block.file)).expect("no more than there are"),
+        file: u32::try_from(numbers.partition_point(|&number| number < block.file))
+            .expect("no more than there are"),
         offset: block.offset,
         length: block.len,
     };

@@ -1,4 +1,5 @@
-//! Checks of some of a checkpoint, before it is read or handed out: what no chunk holds, files that are missing.
+//! Checks of some of a checkpoint, before it is read or handed out: what no chunk holds, files that
+//! are missing.
 
 use std::collections::HashSet;
 
@@ -8,7 +9,12 @@ use crate::geometry::overlap::{self, Region};
 use crate::{Control, Result};
 
 /// Checks that the files of some chunks are there and as long as they should be.
-pub fn check_files(index: &Index, chunks: &[u64], allow_external: bool, control: &Control) -> Result<()> {
+pub fn check_files(
+    index: &Index,
+    chunks: &[u64],
+    allow_external: bool,
+    control: &Control,
+) -> Result<()> {
     let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk_file(c)).collect();
     check_numbers(index, files, allow_external, control)
 }
@@ -19,12 +25,14 @@ fn check_numbers(
     allow_external: bool,
     control: &Control,
 ) -> Result<()> {
-    let files = files.into_iter().map(|file| file_ref(index, file, allow_external));
+    let files = files
+        .into_iter()
+        .map(|file| file_ref(index, file, allow_external));
     check_each(index, &files.collect::<Result<Vec<_>>>()?, control)
 }
 
-/// Checks a plan before anything is read: finds what of the regions no chunk holds (by their number), and checks the data files
-/// of all of them and of some values, as [`check_files`] does.
+/// Checks a plan before anything is read: finds what of the regions no chunk holds (by their
+/// number), and checks the data files of all of them and of some values, as [`check_files`] does.
 pub fn check_regions(
     index: &Index,
     regions: &[(u32, Region)],

@@ -1,7 +1,8 @@
 //! What killed saves and conversions left behind, and its removal.
 //!
-//! A save removes only what the index that it replaces had named, so the files of one that was killed stay. They are told from those of a save
-//! that goes on, perhaps on another machine, by its claim (section 1.3 of `docs/format.md`).
+//! A save removes only what the index that it replaces had named, so the files of one that was
+//! killed stay. They are told from those of a save that goes on, perhaps on another machine, by its
+//! claim (section 1.3 of `docs/format.md`).
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
@@ -15,10 +16,13 @@ use super::commit::give_back;
 use super::recover::recoverable;
 use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::{ASIDE, Claimed, FileLock, Files, FolderLock, LOCK_NAME, Mode, name_of_temporary};
+use crate::store::{
+    ASIDE, Claimed, FileLock, Files, FolderLock, LOCK_NAME, Mode, name_of_temporary,
+};
 use crate::{Control, Error, Result};
 
-/// Where nothing tells whether a process is still at a file, one that was not written to for so long is taken for left.
+/// Where nothing tells whether a process is still at a file, one that was not written to for so
+/// long is taken for left.
 const LONG_AGO: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// What a leftover is.
@@ -28,7 +32,8 @@ pub enum LeftoverKind {
     Data,
     /// An index that did not get its name.
     TemporaryIndex,
-    /// The index of a single rank beside one of all ranks, which comes before it; and then what it named is [`LeftoverKind::Data`].
+    /// The index of a single rank beside one of all ranks, which comes before it; and then what it
+    /// named is [`LeftoverKind::Data`].
     RankIndex,
     /// The folder in which a conversion made its result, or what the result replaced.
     Conversion,
@@ -71,20 +76,25 @@ pub struct Cleaned {
     pub failed: Vec<Error>,
 }
 
-/// What killed saves left in the folder at `path`, and killed conversions to `path` beside it; in the order of the names. Changes nothing, and
-/// waits for nobody: of a save that begins or ends at this moment it may tell.
+/// What killed saves left in the folder at `path`, and killed conversions to `path` beside it; in
+/// the order of the names. Changes nothing, and waits for nobody: of a save that begins or ends at
+/// this moment it may tell.
 ///
-/// `older_than`: what was written to since is young. `None`: nothing is where locks tell who is at work; a day where they do not, as on a
-/// network.
+/// `older_than`: what was written to since is young. `None`: nothing is where locks tell who is at
+/// work; a day where they do not, as on a network.
 ///
 /// # Errors
-/// [`Error::NotFound`] where there is neither; [`Error::CorruptIndex`] where an index cannot be read: nobody knows what it names;
-/// [`Error::Io`].
+/// [`Error::NotFound`] where there is neither; [`Error::CorruptIndex`] where an index cannot be
+/// read: nobody knows what it names; [`Error::Io`].
 pub fn leftovers(path: &Path, older_than: Option<Duration>) -> Result<Vec<Leftover>> {
     find(path, older_than, None)
 }
 
-fn find(path: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>) -> Result<Vec<Leftover>> {
+fn find(
+    path: &Path,
+    older_than: Option<Duration>,
+    lock: Option<&FolderLock>,
+) -> Result<Vec<Leftover>> {
     let mut found = of_conversions(path, older_than)?;
     match fs::metadata(path) {
         Ok(meta) if meta.is_dir() => found.extend(of_saves(path, older_than, lock)?),
@@ -105,12 +115,18 @@ fn find(path: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>) ->
 /// Removes what [`leftovers`] finds and nobody needs, while no save commits.
 ///
 /// # Errors
-/// Those of [`leftovers`], and [`Error::Interrupted`], [`Error::Busy`] while waiting for the folder; nothing was removed then.
+/// Those of [`leftovers`], and [`Error::Interrupted`], [`Error::Busy`] while waiting for the
+/// folder; nothing was removed then.
 pub fn clean(path: &Path, older_than: Option<Duration>, control: &Control) -> Result<Cleaned> {
     clean_on(&Disk::default(), path, older_than, control)
 }
 
-fn clean_on(disk: &Disk, path: &Path, older_than: Option<Duration>, control: &Control) -> Result<Cleaned> {
+fn clean_on(
+    disk: &Disk,
+    path: &Path,
+    older_than: Option<Duration>,
+    control: &Control,
+) -> Result<Cleaned> {
     let is_folder = path.is_dir();
     let lock = is_folder
         .then(|| FolderLock::take_on(disk, path, Mode::Exclusive, control))
@@ -158,8 +174,13 @@ pub(super) struct Unneeded<'a> {
     pub is_whole: bool,
 }
 
-/// What no index needs of a folder with files of these names. Of temporary files only those of indexes count.
-pub(super) fn unneeded<'a>(files: Files<'_>, dir: &Path, names: &BTreeSet<&'a str>) -> Result<Vec<Unneeded<'a>>> {
+/// What no index needs of a folder with files of these names. Of temporary files only those of
+/// indexes count.
+pub(super) fn unneeded<'a>(
+    files: Files<'_>,
+    dir: &Path,
+    names: &BTreeSet<&'a str>,
+) -> Result<Vec<Unneeded<'a>>> {
     let has_index = names.contains(INDEX_NAME);
     let is_rank_index = |name: &str| parse_rank_index_name(name).is_some();
     let (mut named, mut has_live) = (HashSet::new(), false);
@@ -173,7 +194,11 @@ pub(super) fn unneeded<'a>(files: Files<'_>, dir: &Path, names: &BTreeSet<&'a st
         let bytes = bytes.ok_or_else(|| Error::io("read", &path, ErrorKind::NotFound.into()))?;
         let index = Index::from_bytes(bytes, &path)?;
         // Wherever it is said to lie: better one too many.
-        let last = |number| Path::new(index.file(number).name).file_name().map(OsStr::to_owned);
+        let last = |number| {
+            Path::new(index.file(number).name)
+                .file_name()
+                .map(OsStr::to_owned)
+        };
         named.extend((0..index.file_count()).filter_map(last));
     }
     let whole = if has_live {
@@ -201,7 +226,11 @@ pub(super) fn unneeded<'a>(files: Files<'_>, dir: &Path, names: &BTreeSet<&'a st
 }
 
 /// Of saves into the folder, whose lock may be held.
-fn of_saves(dir: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>) -> Result<Vec<Leftover>> {
+fn of_saves(
+    dir: &Path,
+    older_than: Option<Duration>,
+    lock: Option<&FolderLock>,
+) -> Result<Vec<Leftover>> {
     let failed = |error| Error::io("list", dir, error);
     let mut names = BTreeSet::new();
     for entry in fs::read_dir(dir).map_err(failed)? {
@@ -209,7 +238,11 @@ fn of_saves(dir: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>)
     }
     let mut claims = Claims::new(dir, lock);
     let mut found = Vec::new();
-    for file in unneeded(Files::Local, dir, &names.iter().map(String::as_str).collect())? {
+    for file in unneeded(
+        Files::Local,
+        dir,
+        &names.iter().map(String::as_str).collect(),
+    )? {
         let path = dir.join(file.name);
         let Some(meta) = look(&path)?.filter(Metadata::is_file) else {
             continue;
@@ -236,18 +269,27 @@ fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Lefto
         return Ok(Vec::new());
     };
     let short: String = name.chars().take(LONG_NAME).collect();
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let parent = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
     let parent = parent.unwrap_or(Path::new("."));
     let entries = match fs::read_dir(parent) {
         // Nothing of ours is where we may not look.
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied) => {
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::NotFound | ErrorKind::PermissionDenied
+            ) =>
+        {
             return Ok(Vec::new());
         }
         entries => entries.map_err(|error| Error::io("list", parent, error))?,
     };
     let mut found = Vec::new();
     for entry in entries {
-        let entry = entry.map_err(|error| Error::io("list", parent, error))?.file_name();
+        let entry = entry
+            .map_err(|error| Error::io("list", parent, error))?
+            .file_name();
         let of = entry.to_str().and_then(name_of_temporary);
         if of.and_then(|of| of.strip_prefix('.')) != Some(short.as_str()) {
             continue;
@@ -258,7 +300,9 @@ fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Lefto
         };
         let (bytes, newest, aside) = measure(&place)?;
         let claimed = match FileLock::is_claimed(&place.join(LOCK_NAME)) {
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Claimed::Unknown,
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                Claimed::Unknown
+            }
             claimed => claimed?,
         };
         let verdict = if aside && path.symlink_metadata().is_err() {
@@ -302,12 +346,15 @@ impl<'a> Claims<'a> {
         }
     }
 
-    /// Whether someone is at this data file, by the claim on the first of its rank and save; or, for an index, at the folder.
+    /// Whether someone is at this data file, by the claim on the first of its rank and save; or,
+    /// for an index, at the folder.
     fn of(&mut self, data: Option<DataFileName>) -> Result<Claimed> {
         let dir = self.dir;
         let look = |path: PathBuf| match FileLock::is_claimed(&path) {
             // A rank's first file is there as long as its save goes on.
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(Claimed::No),
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                Ok(Claimed::No)
+            }
             claimed => claimed,
         };
         let Some(data) = data else {
@@ -341,7 +388,8 @@ pub(super) fn judge(claimed: Claimed, age: Duration, older_than: Option<Duration
     }
 }
 
-/// Since it was last written to, or got its name: one that is linked keeps the time at which it was written.
+/// Since it was last written to, or got its name: one that is linked keeps the time at which it was
+/// written.
 fn age(meta: &Metadata) -> Duration {
     let modified = meta.modified().unwrap_or_else(|_| SystemTime::now());
     let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(meta.ctime().max(0).unsigned_abs());
@@ -362,7 +410,8 @@ fn look(path: &Path) -> Result<Option<Metadata>> {
     }
 }
 
-/// The length of all files in a folder, the age of the newest, and whether what was replaced is among them.
+/// The length of all files in a folder, the age of the newest, and whether what was replaced is
+/// among them.
 fn measure(folder: &Path) -> Result<(u64, Duration, bool)> {
     let failed = |error| Error::io("list", folder, error);
     let (mut bytes, mut newest, mut aside) = (0, Duration::MAX, false);

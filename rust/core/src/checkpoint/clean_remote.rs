@@ -1,4 +1,5 @@
-//! What killed saves left on a store, and its removal. Nothing tells there who is at work: only the age of an object does.
+//! What killed saves left on a store, and its removal. Nothing tells there who is at work: only the
+//! age of an object does.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -11,14 +12,16 @@ use crate::{Control, Error, Result};
 /// For the removal of all that was found.
 const PATIENCE: Duration = Duration::from_secs(60 * 60);
 
-/// [`leftovers`](super::leftovers) of the folder `dir` on a store: data files that no index there names, and indexes of ranks beside one of all. What was
-/// begun as an upload and not completed no store lists here.
+/// [`leftovers`](super::leftovers) of the folder `dir` on a store: data files that no index there
+/// names, and indexes of ranks beside one of all. What was begun as an upload and not completed no
+/// store lists here.
 ///
 /// `older_than`: what was stored since is young; by default a day.
 ///
 /// # Errors
-/// [`Error::NotFound`] where there is nothing; [`Error::CorruptIndex`] where an index cannot be read; [`Error::Unsupported`] of a store that cannot be listed;
-/// [`Error::Storage`], [`Error::Interrupted`].
+/// [`Error::NotFound`] where there is nothing; [`Error::CorruptIndex`] where an index cannot be
+/// read; [`Error::Unsupported`] of a store that cannot be listed; [`Error::Storage`],
+/// [`Error::Interrupted`].
 pub fn leftovers_remote(
     dir: &Path,
     older_than: Option<Duration>,
@@ -27,7 +30,8 @@ pub fn leftovers_remote(
 ) -> Result<Vec<Leftover>> {
     // Before any index is read: what is committed in between is named by then.
     let listed = connection.list(dir, control)?;
-    let listed = listed.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
+    let listed =
+        listed.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
     let listed = listed.files;
     if listed.is_empty() {
         return Err(Error::NotFound {
@@ -35,7 +39,10 @@ pub fn leftovers_remote(
             reason: "there are no objects".into(),
         });
     }
-    let listed: BTreeMap<&str, _> = listed.iter().map(|file| (file.name.as_str(), file)).collect();
+    let listed: BTreeMap<&str, _> = listed
+        .iter()
+        .map(|file| (file.name.as_str(), file))
+        .collect();
     let found = unneeded(
         Files::Remote(connection, control),
         dir,

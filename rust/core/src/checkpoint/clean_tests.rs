@@ -5,11 +5,16 @@ use super::*;
 use crate::format::INDEX_NAME;
 use crate::format::Value;
 use crate::store::Mode;
-use crate::write::testing::{INFO, assert_saved, commit, contents, create, names_in, parts, save, whole};
+use crate::write::testing::{
+    INFO, assert_saved, commit, contents, create, names_in, parts, save, whole,
+};
 use crate::write::{Save, SaveInfo, SaveItem, WriteOptions};
 
 fn items() -> Vec<SaveItem> {
-    vec![whole("a", "float32", &[3, 5]), whole("b", "bfloat16", &[2048])]
+    vec![
+        whole("a", "float32", &[3, 5]),
+        whole("b", "bfloat16", &[2048]),
+    ]
 }
 
 fn info(generation: u64) -> SaveInfo {
@@ -47,7 +52,15 @@ fn cleaned(path: &Path) -> Cleaned {
 }
 
 fn names(leftovers: &[Leftover]) -> Vec<&str> {
-    let name = |leftover: &'_ Leftover| leftover.path.file_name().unwrap().to_str().unwrap().to_owned();
+    let name = |leftover: &'_ Leftover| {
+        leftover
+            .path
+            .file_name()
+            .unwrap()
+            .to_str()
+            .unwrap()
+            .to_owned()
+    };
     leftovers
         .iter()
         .map(|l| (l, name(l)))
@@ -77,14 +90,21 @@ fn what_a_killed_save_left_goes_and_nothing_else() {
         [found[0].kind, found[1].kind],
         [LeftoverKind::Data, LeftoverKind::TemporaryIndex]
     );
-    assert_eq!(found[0].bytes, fs::metadata(dir.join(data(2))).unwrap().len());
+    assert_eq!(
+        found[0].bytes,
+        fs::metadata(dir.join(data(2))).unwrap().len()
+    );
     assert!(found.iter().all(|left| left.verdict == Verdict::Left));
 
     let cleaned = cleaned(dir);
     assert_eq!(names(&cleaned.removed), [&data(2), &temporary]);
     assert!(cleaned.kept.is_empty());
     assert!(leftovers(dir, None).unwrap().is_empty());
-    let index = Index::from_bytes(fs::read(dir.join(INDEX_NAME)).unwrap(), &dir.join(INDEX_NAME)).unwrap();
+    let index = Index::from_bytes(
+        fs::read(dir.join(INDEX_NAME)).unwrap(),
+        &dir.join(INDEX_NAME),
+    )
+    .unwrap();
     assert_saved(&index, &items());
     assert!(dir.join("notes.txt").exists() && dir.join(data(3)).is_dir());
 }
@@ -99,10 +119,17 @@ fn a_save_that_goes_on_is_left_alone_until_its_claim_ends() {
     assert_eq!(verdict(), Verdict::InUse);
     // However old it is said to be.
     let kept = clean(dir, Some(Duration::ZERO), &Control::new()).unwrap();
-    assert_eq!((kept.removed.len(), names(&kept.kept)), (0, vec![&*data(2)]));
+    assert_eq!(
+        (kept.removed.len(), names(&kept.kept)),
+        (0, vec![&*data(2)])
+    );
 
-    save.write(&parts(&contents(&items())), &Control::new()).unwrap();
-    let (index, claim) = save.finish_with(Value::None, &Control::new()).unwrap().keep();
+    save.write(&parts(&contents(&items())), &Control::new())
+        .unwrap();
+    let (index, claim) = save
+        .finish_with(Value::None, &Control::new())
+        .unwrap()
+        .keep();
     assert_eq!(verdict(), Verdict::InUse, "it waits for its commit");
     assert!(cleaned(dir).removed.is_empty());
     commit(dir, index).unwrap();
@@ -111,7 +138,11 @@ fn a_save_that_goes_on_is_left_alone_until_its_claim_ends() {
     assert_eq!(names_in(dir), [&data(2), INDEX_NAME]);
 
     drop(begun(dir, 3));
-    assert_eq!(names_in(dir), [&data(2), INDEX_NAME], "it removes its files itself");
+    assert_eq!(
+        names_in(dir),
+        [&data(2), INDEX_NAME],
+        "it removes its files itself"
+    );
 }
 
 #[test]
@@ -130,7 +161,10 @@ fn young_ones_stay_where_that_was_asked_for() {
         judge(Claimed::Unknown, Duration::ZERO, Some(Duration::ZERO)),
         Verdict::Left
     );
-    assert_eq!(judge(Claimed::Yes, LONG_AGO, Some(Duration::ZERO)), Verdict::InUse);
+    assert_eq!(
+        judge(Claimed::Yes, LONG_AGO, Some(Duration::ZERO)),
+        Verdict::InUse
+    );
 }
 
 #[test]
@@ -142,7 +176,11 @@ fn without_an_index_a_whole_save_stays() {
     let half = fs::read(dir.join(data(2))).unwrap();
     drop(going_on);
     fs::write(dir.join(data(2)), half).unwrap();
-    let verdicts: Vec<_> = leftovers(dir, None).unwrap().iter().map(|left| left.verdict).collect();
+    let verdicts: Vec<_> = leftovers(dir, None)
+        .unwrap()
+        .iter()
+        .map(|left| left.verdict)
+        .collect();
     assert_eq!(verdicts, [Verdict::Whole, Verdict::Left]);
     assert_eq!(names(&cleaned(dir).removed), [data(2)]);
     assert_eq!(names_in(dir), [data(1)]);
@@ -155,7 +193,10 @@ fn an_index_that_cannot_be_read_names_everything() {
     committed(dir, 1);
     killed(dir, 2);
     fs::write(dir.join(INDEX_NAME), "damaged").unwrap();
-    assert!(matches!(leftovers(dir, None), Err(Error::CorruptIndex { .. })));
+    assert!(matches!(
+        leftovers(dir, None),
+        Err(Error::CorruptIndex { .. })
+    ));
     assert!(matches!(
         clean(dir, None, &Control::new()),
         Err(Error::CorruptIndex { .. })
@@ -223,7 +264,10 @@ fn what_a_killed_conversion_left_beside() {
     assert_eq!(leftovers(&to, None).unwrap()[0].verdict, Verdict::InUse);
     drop(lock);
     let found = leftovers(&to, None).unwrap();
-    assert_eq!((found.len(), &found[0].path, found[0].bytes), (1, &place, 1000));
+    assert_eq!(
+        (found.len(), &found[0].path, found[0].bytes),
+        (1, &place, 1000)
+    );
     assert_eq!(
         (found[0].kind, found[0].verdict),
         (LeftoverKind::Conversion, Verdict::Left)

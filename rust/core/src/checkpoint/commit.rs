@@ -1,4 +1,5 @@
-//! The commit: one rename makes a save visible, and what it replaced goes. And the number of the next save.
+//! The commit: one rename makes a save visible, and what it replaced goes. And the number of the
+//! next save.
 
 use std::collections::HashSet;
 use std::fs;
@@ -8,7 +9,9 @@ use std::time::Duration;
 
 use super::index_file::identity_of;
 use super::locate::check_no_rank_indexes;
-use crate::format::{DataFileName, FileView, INDEX_NAME, Identity, Index, parse_rank_index_name, rank_index_name};
+use crate::format::{
+    DataFileName, FileView, INDEX_NAME, Identity, Index, parse_rank_index_name, rank_index_name,
+};
 use crate::store::disk::Disk;
 use crate::store::{Fingerprint, FolderLock, LOCK_NAME, Mode, publish_on, read_all};
 use crate::{Control, Error, Result};
@@ -25,16 +28,18 @@ pub struct Committed {
     pub left: Vec<Error>,
 }
 
-/// Makes `index` the index of the folder (with `rank`, that rank's of a rank-local save), and removes the data files that the one before it named
-/// as its own and this one does not. The index of a whole save also replaces those of single ranks. No other file is touched. Without `replace`, what is
-/// there stays.
+/// Makes `index` the index of the folder (with `rank`, that rank's of a rank-local save), and
+/// removes the data files that the one before it named as its own and this one does not. The index
+/// of a whole save also replaces those of single ranks. No other file is touched. Without
+/// `replace`, what is there stays.
 ///
 /// `control` can stop it until the index is in its place.
 ///
 /// # Errors
-/// [`Error::CorruptData`] where a data file is not there; [`Error::Io`] where it could not be published; [`Error::Interrupted`], [`Error::Busy`];
-/// [`Error::Exists`] where a save was committed that this one does not replace: without `replace` any of the same kind, and one
-/// of all ranks before that of a single one.
+/// [`Error::CorruptData`] where a data file is not there; [`Error::Io`] where it could not be
+/// published; [`Error::Interrupted`], [`Error::Busy`]; [`Error::Exists`] where a save was committed
+/// that this one does not replace: without `replace` any of the same kind, and one of all ranks
+/// before that of a single one.
 pub fn commit_index(
     dir: &Path,
     rank: Option<u32>,
@@ -56,17 +61,27 @@ pub(super) fn commit_index_on(
     control: &Control,
 ) -> Result<Committed> {
     let name = index_name(rank);
-    // A rank that takes the save for failed removes what it wrote: before this, and then there is nothing to commit, or never.
+    // A rank that takes the save for failed removes what it wrote: before this, and then there is
+    // nothing to commit, or never.
     let lock = FolderLock::take_on(disk, dir, Mode::Exclusive, control)?;
-    let kept = [(!replace).then_some(name.as_str()), rank.map(|_| INDEX_NAME)];
+    let kept = [
+        (!replace).then_some(name.as_str()),
+        rank.map(|_| INDEX_NAME),
+    ];
     for name in kept.into_iter().flatten() {
         // A look that fails says nothing of what is there.
         if Fingerprint::at(&dir.join(name))?.is_some() {
-            return Err(Error::Exists { path: dir.to_owned() });
+            return Err(Error::Exists {
+                path: dir.to_owned(),
+            });
         }
     }
     check_written(dir, index, control)?;
-    let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
+    let of_ranks = if rank.is_none() {
+        rank_indexes(dir)?
+    } else {
+        Vec::new()
+    };
     let before = read_all(&dir.join(&name)).ok();
     // One that cannot be read names nothing that may be removed.
     let old: Vec<Index> = std::iter::once(before.clone())
@@ -86,7 +101,10 @@ pub(super) fn commit_index_on(
     }
 
     let kept = own_files(index);
-    let replaced = old.iter().flat_map(own_files).filter(|name| !kept.contains(name));
+    let replaced = old
+        .iter()
+        .flat_map(own_files)
+        .filter(|name| !kept.contains(name));
     let mut committed = Committed::default();
     for name in of_ranks.iter().map(String::as_str).chain(replaced) {
         match disk.remove(&dir.join(name)) {
@@ -97,12 +115,14 @@ pub(super) fn commit_index_on(
     Ok(committed)
 }
 
-/// Makes `index` the index of a folder whose data files are what they were: of others, or of a save whose index was lost. No file is removed.
-/// `before`: the index that was there before the data was looked at, if any: what has come since is not replaced.
+/// Makes `index` the index of a folder whose data files are what they were: of others, or of a save
+/// whose index was lost. No file is removed. `before`: the index that was there before the data was
+/// looked at, if any: what has come since is not replaced.
 ///
 /// # Errors
-/// [`Error::Exists`], [`Error::Replaced`]: a save was committed meanwhile, or the data is gone; [`Error::CorruptIndex`], [`Error::Io`],
-/// [`Error::Interrupted`], [`Error::Busy`]. What is there stays then.
+/// [`Error::Exists`], [`Error::Replaced`]: a save was committed meanwhile, or the data is gone;
+/// [`Error::CorruptIndex`], [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`]. What is there
+/// stays then.
 pub fn replace_index(
     dir: &Path,
     index: Vec<u8>,
@@ -147,12 +167,14 @@ fn replace_locked(
     publish_on(disk, dir, INDEX_NAME, index.bytes(), fsync, control)
 }
 
-/// Gives an exclusive lock back. In a folder without data of this package its file goes too: it would be copied along with the data of others.
+/// Gives an exclusive lock back. In a folder without data of this package its file goes too: it
+/// would be copied along with the data of others.
 pub(super) fn give_back(lock: FolderLock, disk: &Disk, dir: &Path) {
     let is_own = |name: &str| DataFileName::parse(name).is_some();
     // Nothing is removed from a folder that cannot be listed.
     let has_own = fs::read_dir(dir).map_or(true, |mut entries| {
-        entries.any(|entry| entry.map_or(true, |entry| entry.file_name().to_str().is_some_and(is_own)))
+        entries
+            .any(|entry| entry.map_or(true, |entry| entry.file_name().to_str().is_some_and(is_own)))
     });
     if !has_own {
         // While it is locked: who waits for it looks whether its file is still there.
@@ -177,8 +199,8 @@ fn check_written(dir: &Path, index: &Index, control: &Control) -> Result<()> {
     Ok(())
 }
 
-/// The data files that a save wrote for this index. Their names are those of data files, whatever the index says:
-/// one that was tampered with gets nothing else looked for, or removed.
+/// The data files that a save wrote for this index. Their names are those of data files, whatever
+/// the index says: one that was tampered with gets nothing else looked for, or removed.
 pub(super) fn written(index: &Index) -> impl Iterator<Item = FileView<'_>> {
     let files = (0..index.file_count()).map(move |number| index.file(number));
     files.filter(|file| !file.external && DataFileName::parse(file.name).is_some())
@@ -188,7 +210,10 @@ pub(super) fn written(index: &Index) -> impl Iterator<Item = FileView<'_>> {
 pub(super) fn check_found(path: &Path, found: Option<u64>, expected: u64) -> Result<()> {
     match found {
         Some(size) if size == expected => Ok(()),
-        Some(size) => Err(unfit(path, &format!("it is {size} bytes long, expected {expected}"))),
+        Some(size) => Err(unfit(
+            path,
+            &format!("it is {size} bytes long, expected {expected}"),
+        )),
         None => Err(unfit(path, "it is missing")),
     }
 }
@@ -217,12 +242,14 @@ fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Removes the data files that an index names as its own: those of a save that was not committed, because another rank failed. What the
-/// published index of the folder (with `rank`, of that rank) names stays, should the save have been committed after all.
+/// Removes the data files that an index names as its own: those of a save that was not committed,
+/// because another rank failed. What the published index of the folder (with `rank`, of that rank)
+/// names stays, should the save have been committed after all.
 ///
 /// # Errors
-/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where the published index cannot be read (nothing is removed then),
-/// or for the first file that could not be removed, after trying all; [`Error::Interrupted`], [`Error::Busy`] while waiting for the folder.
+/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where the published index
+/// cannot be read (nothing is removed then), or for the first file that could not be removed, after
+/// trying all; [`Error::Interrupted`], [`Error::Busy`] while waiting for the folder.
 pub fn discard(
     dir: &Path,
     rank: Option<u32>,
@@ -231,13 +258,22 @@ pub fn discard(
 ) -> Result<()> {
     let path = dir.join(index_name(rank));
     let index = Index::from_bytes(index, &path)?;
-    // A rank that did not commit learns so that the save went well, without the lock that all ranks would queue for.
-    let is_of_this_save = |found: Identity| found.save_id == index.save_id() && found.generation == index.generation();
+    // A rank that did not commit learns so that the save went well, without the lock that all ranks
+    // would queue for.
+    let is_of_this_save = |found: Identity| {
+        found.save_id == index.save_id() && found.generation == index.generation()
+    };
     if !dir.exists() || identity_of(&path).is_some_and(is_of_this_save) {
         return Ok(());
     }
     // Whoever waits here has an error to raise.
-    let _lock = FolderLock::take_within(&Disk::default(), dir, Mode::Exclusive, control, DISCARD_PATIENCE)?;
+    let _lock = FolderLock::take_within(
+        &Disk::default(),
+        dir,
+        Mode::Exclusive,
+        control,
+        DISCARD_PATIENCE,
+    )?;
     let published = match read_all(&path) {
         Ok(bytes) => Some(Index::from_bytes(bytes, &path)?),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
@@ -257,8 +293,8 @@ pub(super) fn own_files(index: &Index) -> HashSet<&str> {
     written(index).map(|file| file.name).collect()
 }
 
-/// The generation of the next save into a folder: 1 + the highest that a data file or the index carries.
-/// 1 where there is no such folder.
+/// The generation of the next save into a folder: 1 + the highest that a data file or the index
+/// carries. 1 where there is no such folder.
 ///
 /// # Errors
 /// [`Error::Io`] where the folder cannot be read; [`Error::Unsupported`] after generation 2^64 - 1.
@@ -269,14 +305,16 @@ pub fn next_generation(dir: &Path) -> Result<u64> {
     };
     let mut names = Vec::new();
     for entry in entries {
-        let name = entry.map_err(|error| Error::io("list", dir, error))?.file_name();
+        let name = entry
+            .map_err(|error| Error::io("list", dir, error))?
+            .file_name();
         names.extend(name.into_string());
     }
     generation_after(identity_of(&dir.join(INDEX_NAME)), &names)
 }
 
-/// 1 + the highest generation that the index or a name of a data file carries. Of a damaged index the header is enough: it does not hinder the save that
-/// replaces it.
+/// 1 + the highest generation that the index or a name of a data file carries. Of a damaged index
+/// the header is enough: it does not hinder the save that replaces it.
 pub(super) fn generation_after(index: Option<Identity>, names: &[String]) -> Result<u64> {
     let of_names = names.iter().filter_map(|name| DataFileName::parse(name));
     let all = of_names

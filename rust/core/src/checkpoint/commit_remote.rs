@@ -1,4 +1,5 @@
-//! The commit on a store: one request makes a save visible, on the condition that nobody else's was faster.
+//! The commit on a store: one request makes a save visible, on the condition that nobody else's was
+//! faster.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -6,12 +7,15 @@ use std::time::{Duration, Instant};
 use super::commit::{Committed, check_found, generation_after, index_name, own_files, written};
 use super::locate::check_no_rank_names;
 use crate::format::{Identity, Index, parse_rank_index_name};
-use crate::store::{Condition, Files, StoringConnection, another, has, is_refused, put_and_look, put_new, unclear};
+use crate::store::{
+    Condition, Files, StoringConnection, another, has, is_refused, put_and_look, put_new, unclear,
+};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
 /// Looks at data files at a time.
 const LOOKS: usize = 32;
-/// What the removal of files takes at most, after a commit or a failure. What it does not get done, `clean` does.
+/// What the removal of files takes at most, after a commit or a failure. What it does not get done,
+/// `clean` does.
 const CLEANING: Duration = Duration::from_secs(60);
 
 /// What a save found where it begins.
@@ -21,15 +25,18 @@ pub struct Begun {
     pub generation: u64,
     /// Whether there is an index, which is to be replaced.
     pub replaces: bool,
-    /// Whether the store refuses to replace what is not what it was, as far as it can be told from others. Where it does not, the last of two savers wins.
+    /// Whether the store refuses to replace what is not what it was, as far as it can be told from
+    /// others. Where it does not, the last of two savers wins.
     pub keeps_conditions: bool,
 }
 
-/// Looks at what a save to the folder `dir` will replace: the commit over the same [`Remote`](crate::store::Remote) replaces that, and nothing else. With
-/// `rank`, for the save of that rank alone.
+/// Looks at what a save to the folder `dir` will replace: the commit over the same
+/// [`Remote`](crate::store::Remote) replaces that, and nothing else. With `rank`, for the save of
+/// that rank alone.
 ///
 /// # Errors
-/// [`Error::Storage`], [`Error::Interrupted`]; [`Error::Unsupported`] after generation 2^64 - 1, and where nothing can be stored.
+/// [`Error::Storage`], [`Error::Interrupted`]; [`Error::Unsupported`] after generation 2^64 - 1,
+/// and where nothing can be stored.
 pub fn begin_remote(
     dir: &Path,
     rank: Option<u32>,
@@ -38,8 +45,8 @@ pub fn begin_remote(
 ) -> Result<Begun> {
     let index = dir.join(index_name(rank));
     let found = connection.start(&index, Identity::LEN as u64, false, control)?;
-    let keeps_conditions =
-        connection.keeps_conditions(dir, control)? && (found.is_none() || connection.tells_apart(&index));
+    let keeps_conditions = connection.keeps_conditions(dir, control)?
+        && (found.is_none() || connection.tells_apart(&index));
     let names = connection.names(dir, control)?.unwrap_or_default();
     Ok(Begun {
         generation: generation_after(identity_of(found.as_ref()), &names)?,
@@ -49,7 +56,11 @@ pub fn begin_remote(
 }
 
 /// Which save is published, now; `None` where none is.
-fn published(connection: &dyn StoringConnection, path: &Path, control: &Control) -> Result<Option<Identity>> {
+fn published(
+    connection: &dyn StoringConnection,
+    path: &Path,
+    control: &Control,
+) -> Result<Option<Identity>> {
     let started = connection.start(path, Identity::LEN as u64, true, control)?;
     Ok(identity_of(started.as_ref()))
 }
@@ -58,13 +69,16 @@ fn identity_of(started: Option<&(Vec<u8>, u64)>) -> Option<Identity> {
     Identity::of(started?.0.first_chunk()?)
 }
 
-/// [`commit_index`](super::commit_index) on a store: makes `index` the index of the folder `dir`, if what is there is what was there when it was `begun`, and removes
-/// what only the one before it named.
+/// [`commit_index`](super::commit_index) on a store: makes `index` the index of the folder `dir`,
+/// if what is there is what was there when it was `begun`, and removes what only the one before it
+/// named.
 ///
 /// # Errors
-/// [`Error::CorruptData`] where a data file is not there; [`Error::Storage`] where the index could not be stored, of the kind
-/// [`StorageFault::Precondition`] where another save was faster; [`Error::Interrupted`]. The old checkpoint is whole then, and what the index names may be
-/// removed. Not so after [`StorageFault::Unclear`]: the index may be stored all the same, now or in a moment.
+/// [`Error::CorruptData`] where a data file is not there; [`Error::Storage`] where the index could
+/// not be stored, of the kind [`StorageFault::Precondition`] where another save was faster;
+/// [`Error::Interrupted`]. The old checkpoint is whole then, and what the index names may be
+/// removed. Not so after [`StorageFault::Unclear`]: the index may be stored all the same, now or in
+/// a moment.
 pub fn commit_remote(
     dir: &Path,
     rank: Option<u32>,
@@ -87,7 +101,10 @@ pub fn commit_remote(
     let mut of_ranks = Vec::new();
     if rank.is_none() {
         let names = connection.names(dir, control)?.unwrap_or_default();
-        for name in names.into_iter().filter(|name| parse_rank_index_name(name).is_some()) {
+        for name in names
+            .into_iter()
+            .filter(|name| parse_rank_index_name(name).is_some())
+        {
             let path = dir.join(&name);
             if let Some(bytes) = files.read(&path)? {
                 old.extend(Index::from_bytes(bytes, &path).ok());
@@ -103,7 +120,8 @@ pub fn commit_remote(
             return take_back(&path, index, before.as_deref(), begun, connection, lost)
                 .map_or_else(|| Ok(Committed::default()), Err);
         }
-        // The index is in its place, and that is all that can be known: old files stay, should new ones be missing.
+        // The index is in its place, and that is all that can be known: old files stay, should new
+        // ones be missing.
         Err(unknown) => {
             let stays = !old.is_empty() || !of_ranks.is_empty();
             return Ok(Committed {
@@ -115,11 +133,16 @@ pub fn commit_remote(
 
     // Indexes of ranks first: without them nothing names what goes then.
     let gone = parallel::map(of_ranks.len(), LOOKS, |number| {
-        Ok(connection.remove_seen(&dir.join(&of_ranks[number]), control).err())
+        Ok(connection
+            .remove_seen(&dir.join(&of_ranks[number]), control)
+            .err())
     })?;
     let mut left: Vec<Error> = gone.into_iter().flatten().collect();
     let kept = own_files(index);
-    let replaced = old.iter().flat_map(own_files).filter(|name| !kept.contains(name));
+    let replaced = old
+        .iter()
+        .flat_map(own_files)
+        .filter(|name| !kept.contains(name));
     let removed: Vec<String> = replaced.map(str::to_owned).collect();
     let paths: Vec<PathBuf> = removed.iter().map(|name| dir.join(name)).collect();
     left.extend(connection.remove(&paths, &[], CLEANING, control));
@@ -130,11 +153,12 @@ pub fn commit_remote(
     })
 }
 
-/// [`replace_index`](super::replace_index) on a store: makes `bytes` the index of the folder `dir`, over data that is there, if what is there was there when
-/// it was `begun`. Removes nothing.
+/// [`replace_index`](super::replace_index) on a store: makes `bytes` the index of the folder `dir`,
+/// over data that is there, if what is there was there when it was `begun`. Removes nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::Storage`] as of [`commit_remote`]; [`Error::Interrupted`].
+/// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::Storage`] as of
+/// [`commit_remote`]; [`Error::Interrupted`].
 pub fn replace_index_remote(
     dir: &Path,
     bytes: &[u8],
@@ -166,8 +190,9 @@ fn publish_over(
     put_and_look(path, bytes, condition, connection, control)
 }
 
-/// After the index was stored a file of it is missing: `lost` says which. Puts back what was there `before`, and returns the error to raise; `None` where the
-/// index is another save's by now, which removed what it replaced.
+/// After the index was stored a file of it is missing: `lost` says which. Puts back what was there
+/// `before`, and returns the error to raise; `None` where the index is another save's by now, which
+/// removed what it replaced.
 fn take_back(
     path: &Path,
     index: &Index,
@@ -199,16 +224,22 @@ fn take_back(
     })
 }
 
-/// What is to be said of the storing of a file whose end the caller did not wait for: that it is there, or may be. `None` where it is not.
+/// What is to be said of the storing of a file whose end the caller did not wait for: that it is
+/// there, or may be. `None` where it is not.
 #[must_use]
 pub fn may_be_stored<T>(path: &Path, stored: &Result<T>) -> Option<Error> {
     let (path, attempts, reason) = match stored {
         Ok(_) => (path, 1, "it was stored before the interruption"),
         Err(
             error @ Error::Storage {
-                path, attempts, reason, ..
+                path,
+                attempts,
+                reason,
+                ..
             },
-        ) if error.storage_fault() == Some(StorageFault::Unclear) => (path.as_path(), *attempts, reason.as_str()),
+        ) if error.storage_fault() == Some(StorageFault::Unclear) => {
+            (path.as_path(), *attempts, reason.as_str())
+        }
         Err(_) => return None,
     };
     Some(Error::Storage {
@@ -220,7 +251,8 @@ pub fn may_be_stored<T>(path: &Path, stored: &Result<T>) -> Option<Error> {
     })
 }
 
-/// Checks that the files of a save are there as its ranks stored them; with `again`, though they were looked at before.
+/// Checks that the files of a save are there as its ranks stored them; with `again`, though they
+/// were looked at before.
 fn check_written(
     dir: &Path,
     index: &Index,
@@ -237,7 +269,9 @@ fn check_written(
             let file = &files[number];
             let path = dir.join(file.name);
             let found = if again {
-                connection.start(&path, 1, true, control)?.map(|(_, size)| size)
+                connection
+                    .start(&path, 1, true, control)?
+                    .map(|(_, size)| size)
             } else {
                 connection.look(&path, control)?
             };
@@ -249,8 +283,9 @@ fn check_written(
 /// [`discard`](super::discard) on a store, of what several ranks wrote for one save.
 ///
 /// # Errors
-/// [`Error::CorruptIndex`] where bytes are no index; [`Error::Storage`] where the published index cannot be read (nothing is removed then), or for the
-/// first file that could not be removed, after trying all in a minute; [`Error::Interrupted`].
+/// [`Error::CorruptIndex`] where bytes are no index; [`Error::Storage`] where the published index
+/// cannot be read (nothing is removed then), or for the first file that could not be removed, after
+/// trying all in a minute; [`Error::Interrupted`].
 pub fn discard_remote(
     dir: &Path,
     rank: Option<u32>,
@@ -266,12 +301,20 @@ pub fn discard_remote(
     let published = published(connection, &path, control)?;
     let mut paths: Vec<PathBuf> = Vec::new();
     for index in &indexes {
-        // Else it names these files, and is of this save; or of another of its id, and `clean` judges.
-        if published.is_none_or(|found| found.save_id != index.save_id() || found.generation != index.generation()) {
+        // Else it names these files, and is of this save; or of another of its id, and `clean`
+        // judges.
+        if published.is_none_or(|found| {
+            found.save_id != index.save_id() || found.generation != index.generation()
+        }) {
             paths.extend(own_files(index).into_iter().map(|name| dir.join(name)));
         }
     }
-    let left = connection.remove(&paths, &[], CLEANING.saturating_sub(begun.elapsed()), control);
+    let left = connection.remove(
+        &paths,
+        &[],
+        CLEANING.saturating_sub(begun.elapsed()),
+        control,
+    );
     left.into_iter().next().map_or(Ok(()), Err)
 }
 
@@ -285,5 +328,7 @@ pub fn is_there_remote(
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<bool> {
-    Ok(connection.look(&dir.join(index_name(rank)), control)?.is_some())
+    Ok(connection
+        .look(&dir.join(index_name(rank)), control)?
+        .is_some())
 }

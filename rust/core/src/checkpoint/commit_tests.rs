@@ -14,7 +14,13 @@ fn commit(dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Result<
     commit_on(&Disk::default(), dir, rank, index, fsync)
 }
 
-fn commit_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Result<Committed> {
+fn commit_on(
+    disk: &Disk,
+    dir: &Path,
+    rank: Option<u32>,
+    index: Vec<u8>,
+    fsync: bool,
+) -> Result<Committed> {
     let index = Index::from_bytes(index, &dir.join(index_name(rank)))?;
     commit_index_on(disk, dir, rank, &index, true, fsync, &Control::new())
 }
@@ -24,7 +30,10 @@ fn discard(dir: &Path, rank: Option<u32>, index: Vec<u8>) -> Result<()> {
 }
 
 fn items() -> Vec<SaveItem> {
-    vec![whole("a", "float32", &[3, 5]), whole("b", "bfloat16", &[2048])]
+    vec![
+        whole("a", "float32", &[3, 5]),
+        whole("b", "bfloat16", &[2048]),
+    ]
 }
 
 fn saved(dir: &Path, generation: u64) -> Vec<u8> {
@@ -34,7 +43,9 @@ fn saved(dir: &Path, generation: u64) -> Vec<u8> {
         token: generation,
         ..INFO
     };
-    save(dir, &items(), info, &WriteOptions::default()).bytes().to_vec()
+    save(dir, &items(), info, &WriteOptions::default())
+        .bytes()
+        .to_vec()
 }
 
 fn open(dir: &Path) -> Index {
@@ -67,7 +78,13 @@ fn a_second_save_replaces_the_first_and_nothing_else() {
     assert_eq!(second.removed, [data(1)]);
     assert_eq!(
         names_in(dir),
-        [&data(7), &data(8), INDEX_NAME, "model.safetensors", "notes.txt"]
+        [
+            &data(7),
+            &data(8),
+            INDEX_NAME,
+            "model.safetensors",
+            "notes.txt"
+        ]
     );
     assert_saved(&open(dir), &items());
 }
@@ -77,7 +94,14 @@ fn the_order_of_a_commit() {
     let dir = tempdir().unwrap();
     commit(dir.path(), None, saved(dir.path(), 1), true).unwrap();
     let recorder = Arc::new(Recorder::default());
-    commit_on(&hooked(&recorder), dir.path(), None, saved(dir.path(), 2), true).unwrap();
+    commit_on(
+        &hooked(&recorder),
+        dir.path(),
+        None,
+        saved(dir.path(), 2),
+        true,
+    )
+    .unwrap();
     let calls = recorder.calls.lock().unwrap();
     let kinds: Vec<_> = calls.iter().map(|(call, _)| *call).collect();
     assert!(
@@ -108,11 +132,16 @@ fn a_commit_that_fails_leaves_the_old_checkpoint() {
             fault: Some((at, libc::ENOSPC)),
             ..Recorder::default()
         });
-        let error = commit_on(&hooked(&recorder), dir.path(), None, bytes.clone(), true).unwrap_err();
+        let error =
+            commit_on(&hooked(&recorder), dir.path(), None, bytes.clone(), true).unwrap_err();
         assert!(matches!(error, Error::Io { .. }));
         let renamed = at == 4;
         assert_eq!(open(dir.path()).generation(), if renamed { 2 } else { 1 });
-        assert_eq!(names_in(dir.path()), [&data(1), &data(2), INDEX_NAME], "call {at}");
+        assert_eq!(
+            names_in(dir.path()),
+            [&data(1), &data(2), INDEX_NAME],
+            "call {at}"
+        );
         assert_saved(&open(dir.path()), &items());
         if !renamed {
             discard(dir.path(), None, bytes).unwrap();
@@ -129,7 +158,14 @@ fn what_cannot_be_removed_is_told() {
         fault: Some((5, libc::EPERM)),
         ..Recorder::default()
     });
-    let committed = commit_on(&hooked(&recorder), dir.path(), None, saved(dir.path(), 2), true).unwrap();
+    let committed = commit_on(
+        &hooked(&recorder),
+        dir.path(),
+        None,
+        saved(dir.path(), 2),
+        true,
+    )
+    .unwrap();
     assert!(committed.removed.is_empty());
     assert!(committed.left[0].to_string().contains(&data(1)));
 }
@@ -138,7 +174,11 @@ fn what_cannot_be_removed_is_told() {
 fn an_index_gets_no_file_removed_that_no_save_wrote() {
     let dir = tempdir().unwrap();
     let mut builder = IndexBuilder::new(SourceKind::Native);
-    for (name, external) in [("notes.txt", false), (&*data(5), true), ("sub/x.safetensors", false)] {
+    for (name, external) in [
+        ("notes.txt", false),
+        (&*data(5), true),
+        ("sub/x.safetensors", false),
+    ] {
         let name = name.to_owned();
         let file = FileEntry {
             name,
@@ -159,7 +199,10 @@ fn an_index_gets_no_file_removed_that_no_save_wrote() {
     let committed = commit(dir.path(), None, saved(dir.path(), 6), true).unwrap();
     assert!(committed.removed.is_empty() && committed.left.is_empty());
     discard(dir.path(), None, bytes).unwrap();
-    assert_eq!(names_in(dir.path()), [&data(5), &data(6), INDEX_NAME, "notes.txt"]);
+    assert_eq!(
+        names_in(dir.path()),
+        [&data(5), &data(6), INDEX_NAME, "notes.txt"]
+    );
 }
 
 #[test]
@@ -177,7 +220,10 @@ fn a_damaged_index_is_replaced_and_no_index_is_refused() {
     fs::remove_file(dir.path().join(data(1))).unwrap();
     assert_eq!(next_generation(dir.path()).unwrap(), 2);
     fs::write(dir.path().join(data(u64::MAX)), "").unwrap();
-    assert!(matches!(next_generation(dir.path()), Err(Error::Unsupported(_))));
+    assert!(matches!(
+        next_generation(dir.path()),
+        Err(Error::Unsupported(_))
+    ));
 }
 
 /// A rank-local save replaces what that rank wrote before; a save of all ranks replaces them all.
@@ -198,7 +244,8 @@ fn indexes_of_single_ranks_are_replaced() {
     assert_eq!((left[0].as_str(), left.len()), ("__x.index.dcprs", 3));
 }
 
-/// A rank that lost touch with the others takes the save for failed, and removes its files, while the coordinator is about to commit.
+/// A rank that lost touch with the others takes the save for failed, and removes its files, while
+/// the coordinator is about to commit.
 #[test]
 fn what_is_discarded_is_not_committed_and_the_reverse() {
     let dir = tempdir().unwrap();
@@ -241,7 +288,8 @@ fn of_a_commit_and_a_discard_at_once_one_counts() {
     }
 }
 
-/// Without a lock that keeps out everyone, a rank that takes the save for failed may remove its files at any time.
+/// Without a lock that keeps out everyone, a rank that takes the save for failed may remove its
+/// files at any time.
 #[test]
 fn where_there_are_no_locks_a_commit_looks_once_more() {
     /// Another machine.
@@ -253,8 +301,12 @@ fn where_there_are_no_locks_a_commit_looks_once_more() {
     impl Hook for Other {
         fn before(&self, call: Call, path: &Path) -> std::io::Result<usize> {
             match call {
-                Call::Lock(_) if self.lock != 0 => return Err(std::io::Error::from_raw_os_error(self.lock)),
-                Call::Rename if path.ends_with(INDEX_NAME) && self.remove.exists() => fs::remove_file(&self.remove)?,
+                Call::Lock(_) if self.lock != 0 => {
+                    return Err(std::io::Error::from_raw_os_error(self.lock));
+                }
+                Call::Rename if path.ends_with(INDEX_NAME) && self.remove.exists() => {
+                    fs::remove_file(&self.remove)?
+                }
                 _ => {}
             }
             Ok(usize::MAX)

@@ -13,7 +13,8 @@ use crate::{Control, Error, Result};
 /// How an index is to be copied.
 #[derive(Clone, Debug, Default)]
 pub struct CopyOptions {
-    /// Put this folder before every relative file name, for an index that is to lie elsewhere than its data.
+    /// Put this folder before every relative file name, for an index that is to lie elsewhere than
+    /// its data.
     pub prefix: Option<PathBuf>,
     /// Hash the payload of chunks that have no digests.
     pub digests: bool,
@@ -23,7 +24,8 @@ pub struct CopyOptions {
     pub threads: usize,
 }
 
-/// The bytes of an index like this one: of the same tensors in the same files, but as `options` say.
+/// The bytes of an index like this one: of the same tensors in the same files, but as `options`
+/// say.
 pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Result<Vec<u8>> {
     let mut builder = IndexBuilder::new(index.source());
     builder.save_id = options.save_id;
@@ -41,7 +43,10 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
         };
         let path = folder.join(file.name);
         let Some(name) = path.to_str() else {
-            return Err(Error::Unsupported(format!("{}: the path is not UTF-8", path.display())));
+            return Err(Error::Unsupported(format!(
+                "{}: the path is not UTF-8",
+                path.display()
+            )));
         };
         Ok(FileEntry {
             name: name.to_owned(),
@@ -72,7 +77,9 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
             push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
             digests.insert(
                 number,
-                (0..block_count(chunk.length)).map(|_| AtomicU64::new(0)).collect(),
+                (0..block_count(chunk.length))
+                    .map(|_| AtomicU64::new(0))
+                    .collect(),
             );
         }
     }
@@ -85,6 +92,11 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
     .map_err(|error| explain(index, error, control))?;
     Ok(digests
         .into_iter()
-        .map(|(chunk, digests)| (chunk, digests.into_iter().map(AtomicU64::into_inner).collect()))
+        .map(|(chunk, digests)| {
+            (
+                chunk,
+                digests.into_iter().map(AtomicU64::into_inner).collect(),
+            )
+        })
         .collect())
 }

@@ -1,4 +1,5 @@
-//! The data files of an index: where they are, whether they may be followed, and whether they are still those of this save.
+//! The data files of an index: where they are, whether they may be followed, and whether they are
+//! still those of this save.
 
 use std::path::{Path, PathBuf};
 
@@ -9,10 +10,12 @@ use crate::read::FileRef;
 use crate::store::{Files, PrivateMapping, Remote};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
-/// What the engine needs to know of a data file. `allow_external`: whether names, and symbolic links, may lead out of the folder.
+/// What the engine needs to know of a data file. `allow_external`: whether names, and symbolic
+/// links, may lead out of the folder.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where the name leads out, and may not. Links are looked at when the file is opened.
+/// [`Error::Unsupported`] where the name leads out, and may not. Links are looked at when the file
+/// is opened.
 pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRef> {
     let view = index.file(file);
     let path = index.file_path(file);
@@ -86,7 +89,8 @@ pub(super) fn check_each<'a>(
     }
     let connection = remote.connect(1)?;
     let there = Files::Remote(&*connection, control);
-    let check = |i: usize| check_remote(there, files[i]).map_err(|error| explain(index, error, control));
+    let check =
+        |i: usize| check_remote(there, files[i]).map_err(|error| explain(index, error, control));
     parallel::map(files.len(), there.threads(0), check).map(drop)
 }
 
@@ -98,7 +102,8 @@ pub(super) fn check_remote(there: Files<'_>, file: &FileRef) -> Result<()> {
     }
 }
 
-/// A data file that is refused to who opens the index file without leave to follow it, because of links.
+/// A data file that is refused to who opens the index file without leave to follow it, because of
+/// links.
 pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
     (0..index.file_count()).find_map(|file| {
         let path = index.file_path(file);
@@ -108,8 +113,8 @@ pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
     })
 }
 
-/// What an error of a read means: a data file that is gone, or changed, may have gone with the checkpoint it belonged to. What is refused by
-/// those who know no index gets its path.
+/// What an error of a read means: a data file that is gone, or changed, may have gone with the
+/// checkpoint it belonged to. What is refused by those who know no index gets its path.
 pub fn explain(index: &Index, error: Error, control: &Control) -> Error {
     let path = index.path().to_owned();
     match error {
@@ -144,7 +149,9 @@ fn was_replaced(index: &Index, control: &Control) -> bool {
         Some(now) => now.save_id != index.save_id(),
         // A save of all ranks removes the indexes of single ones.
         None if index.remote().is_some() => false,
-        None => !index.path().ends_with(INDEX_NAME) && index.path().with_file_name(INDEX_NAME).exists(),
+        None => {
+            !index.path().ends_with(INDEX_NAME) && index.path().with_file_name(INDEX_NAME).exists()
+        }
     }
 }
 

@@ -7,7 +7,9 @@ use serde::Deserialize;
 use serde_json::Value as Json;
 
 use crate::format::safetensors::{Header, HeaderTensor, PREFIX_LEN, header_len, parse};
-use crate::format::{DataFileName, FileEntry, Kind, TensorEntry, Value, block_digest, from_header_name, parse_uuid};
+use crate::format::{
+    DataFileName, FileEntry, Kind, TensorEntry, Value, block_digest, from_header_name, parse_uuid,
+};
 use crate::geometry::Dims;
 use crate::store::{Files, Stat};
 use crate::{Dtype, Error, Result};
@@ -84,17 +86,26 @@ struct Saved {
 }
 
 impl DataHeader {
-    /// Reads the header of the file `name` in `dir`, and those of the files that it says are linked.
+    /// Reads the header of the file `name` in `dir`, and those of the files that it says are
+    /// linked.
     ///
     /// # Errors
-    /// [`Error::CorruptIndex`] where it is not that of a complete data file, or not of the one that the name says.
+    /// [`Error::CorruptIndex`] where it is not that of a complete data file, or not of the one that
+    /// the name says.
     pub(super) fn read(files: Files<'_>, dir: &Path, name: DataFileName) -> Result<Self> {
         let path = dir.join(name.to_string());
-        let Read { about, entry, chunks } = Read::header(files, &path, name)?;
+        let Read {
+            about,
+            entry,
+            chunks,
+        } = Read::header(files, &path, name)?;
         let refuse = |reason: String| Error::corrupt_index(&path, PREFIX_LEN, reason);
         if (about.generation, about.rank, about.file) != (name.generation, name.rank, name.file) {
             let About {
-                generation, rank, file, ..
+                generation,
+                rank,
+                file,
+                ..
             } = about;
             return Err(refuse(format!(
                 "it is file {file} of rank {rank} of generation {generation} by its header"
@@ -112,10 +123,14 @@ impl DataHeader {
                 "it is file {file} of {files}, of rank {rank} of {world_size}"
             )));
         }
-        let save_id = parse_uuid(&about.save_id).ok_or_else(|| refuse(format!("save_id {:?}", about.save_id)))?;
-        if !about.linked.is_sorted_by(|a, b| a.file < b.file) || about.linked.iter().any(|link| link.file == name.file)
+        let save_id = parse_uuid(&about.save_id)
+            .ok_or_else(|| refuse(format!("save_id {:?}", about.save_id)))?;
+        if !about.linked.is_sorted_by(|a, b| a.file < b.file)
+            || about.linked.iter().any(|link| link.file == name.file)
         {
-            return Err(refuse("linked files that are out of order, or this one".into()));
+            return Err(refuse(
+                "linked files that are out of order, or this one".into(),
+            ));
         }
         let mut header = Self {
             name,
@@ -140,21 +155,34 @@ impl DataHeader {
             ..self.name
         };
         let path = dir.join(name.to_string());
-        let Read { entry, mut chunks, .. } = Read::header(files, &path, name)?;
-        let found = (entry.size, entry.head_digest.map(|head| format!("{head:016x}")));
+        let Read {
+            entry, mut chunks, ..
+        } = Read::header(files, &path, name)?;
+        let found = (
+            entry.size,
+            entry.head_digest.map(|head| format!("{head:016x}")),
+        );
         if found != (link.size, Some(link.head.clone())) {
-            let reason = format!("it is not the file that {} was saved beside", self.path.display());
+            let reason = format!(
+                "it is not the file that {} was saved beside",
+                self.path.display()
+            );
             return Err(Error::corrupt_index(&path, PREFIX_LEN, reason));
         }
         let within = |chunk: &HeaderChunk| {
             let end = chunk.offset + chunk.length;
-            let after = link.bytes.partition_point(|&(begin, _)| begin <= chunk.offset);
+            let after = link
+                .bytes
+                .partition_point(|&(begin, _)| begin <= chunk.offset);
             chunk.length > 0 && after > 0 && end <= link.bytes[after - 1].1
         };
         chunks.retain(within);
         Ok(Self {
             name,
-            entry: FileEntry { linked: true, ..entry },
+            entry: FileEntry {
+                linked: true,
+                ..entry
+            },
             chunks,
             path,
             linked: Vec::new(),
@@ -174,15 +202,17 @@ impl Read {
     fn header(files: Files<'_>, path: &Path, name: DataFileName) -> Result<Self> {
         let (head, size) = read_head(files, path)?;
         let refuse = |reason: String| Error::corrupt_index(path, PREFIX_LEN, reason);
-        let header = parse(&head, size).map_err(|error| Error::corrupt_index(path, error.offset, error.reason))?;
+        let header = parse(&head, size)
+            .map_err(|error| Error::corrupt_index(path, error.offset, error.reason))?;
         let text = |key: &str| {
-            header
-                .metadata
-                .get(key)
-                .ok_or_else(|| refuse(format!("no {key:?} in the header: not a file of this format")))
+            header.metadata.get(key).ok_or_else(|| {
+                refuse(format!(
+                    "no {key:?} in the header: not a file of this format"
+                ))
+            })
         };
-        let about: About =
-            serde_json::from_str(text("DCPRS")?).map_err(|error| refuse(format!("DCPRS in the header: {error}")))?;
+        let about: About = serde_json::from_str(text("DCPRS")?)
+            .map_err(|error| refuse(format!("DCPRS in the header: {error}")))?;
         let saved: HashMap<String, Saved> = serde_json::from_str(text("DCP_SHARDING_INFO")?)
             .map_err(|error| refuse(format!("DCP_SHARDING_INFO in the header: {error}")))?;
         if about.version != 1 {
@@ -193,9 +223,18 @@ impl Read {
         }
         let mut chunks = Vec::with_capacity(header.tensors.len());
         for tensor in &header.tensors {
-            let saved = saved.get(&tensor.name).map(|saved| saved.saved_offsets.as_slice());
-            let chunk = chunk(tensor, about.tensors.get(&tensor.name), saved, header.data_start);
-            chunks.push(chunk.map_err(|reason| refuse(format!("tensor {:?}: {reason}", tensor.name)))?);
+            let saved = saved
+                .get(&tensor.name)
+                .map(|saved| saved.saved_offsets.as_slice());
+            let chunk = chunk(
+                tensor,
+                about.tensors.get(&tensor.name),
+                saved,
+                header.data_start,
+            );
+            chunks.push(
+                chunk.map_err(|reason| refuse(format!("tensor {:?}: {reason}", tensor.name)))?,
+            );
         }
         Ok(Self {
             about,
@@ -224,8 +263,12 @@ pub(crate) fn part_of(header: &Header) -> Option<String> {
     } = serde_json::from_str(header.metadata.get("DCPRS")?).ok()?;
     match (world_size, files) {
         (1, 1) => None,
-        (0, _) => Some(format!("file {file} of {files} of what rank {rank} saved for itself")),
-        _ => Some(format!("file {file} of {files} of rank {rank}, of {world_size} ranks")),
+        (0, _) => Some(format!(
+            "file {file} of {files} of what rank {rank} saved for itself"
+        )),
+        _ => Some(format!(
+            "file {file} of {files} of rank {rank}, of {world_size} ranks"
+        )),
     }
 }
 
@@ -239,7 +282,8 @@ fn read_head(files: Files<'_>, path: &Path) -> Result<(Vec<u8>, u64)> {
         let reason = format!("{size} bytes, too few for a header");
         return Err(Error::corrupt_index(path, 0, reason));
     };
-    let len = header_len(prefix, size).map_err(|error| Error::corrupt_index(path, error.offset, error.reason))?;
+    let len = header_len(prefix, size)
+        .map_err(|error| Error::corrupt_index(path, error.offset, error.reason))?;
     let len = usize::try_from(PREFIX_LEN + len).expect("headers are of at most 100 MB");
     if head.len() < len {
         head = files.open(path)?.fetch(path, size, 0, len as u64)?;
@@ -291,15 +335,23 @@ fn chunk(
             flags,
             path,
         }) => {
-            let dtype = Dtype::from_name(dtype).ok_or_else(|| format!("unknown dtype {dtype:?}"))?;
+            let dtype =
+                Dtype::from_name(dtype).ok_or_else(|| format!("unknown dtype {dtype:?}"))?;
             if tensor.dtype.name() != dtype.header_name() {
-                return Err(format!("{} cannot be stored as {}", dtype.name(), tensor.dtype.name()));
+                return Err(format!(
+                    "{} cannot be stored as {}",
+                    dtype.name(),
+                    tensor.dtype.name()
+                ));
             }
             if !dtype.is_native_to_safetensors()
                 && dtype.size() > 1
                 && (sizes.pop(), offsets.pop()) != (Some(dtype.size()), Some(0))
             {
-                return Err(format!("the last dimension is not the bytes of a {}", dtype.name()));
+                return Err(format!(
+                    "the last dimension is not the bytes of a {}",
+                    dtype.name()
+                ));
             }
             entry.dtype = Some(dtype);
             entry.shape = Dims::from_slice(shape);
@@ -308,7 +360,11 @@ fn chunk(
         }
     }
     if offsets.len() != sizes.len() {
-        return Err(format!("{} saved_offsets for {} sizes", offsets.len(), sizes.len()));
+        return Err(format!(
+            "{} saved_offsets for {} sizes",
+            offsets.len(),
+            sizes.len()
+        ));
     }
     Ok(HeaderChunk {
         tensor: entry,
@@ -325,7 +381,11 @@ fn to_path(parts: &[Json]) -> std::result::Result<Value, String> {
         Json::Array(key) => Some(Value::Tuple(key.iter().map(to_key).collect::<Option<_>>()?)),
         other => to_key(other),
     };
-    let path = parts.iter().map(part).collect::<Option<_>>().map(Value::Tuple);
+    let path = parts
+        .iter()
+        .map(part)
+        .collect::<Option<_>>()
+        .map(Value::Tuple);
     path.filter(Value::is_path)
         .ok_or_else(|| format!("path {parts:?} is none"))
 }

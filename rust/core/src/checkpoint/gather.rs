@@ -1,4 +1,5 @@
-//! Regions of stored tensors become requests for the read engine: which bytes of which files, and where in memory they go.
+//! Regions of stored tensors become requests for the read engine: which bytes of which files, and
+//! where in memory they go.
 
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
@@ -19,7 +20,9 @@ use crate::format::{ChunkView, CodedChunk, Index};
 use crate::geometry::memory::Footprint;
 use crate::geometry::overlap::{self, Overlap, Region};
 use crate::geometry::{Dims, row_major};
-use crate::read::{self, CodedReq, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Sharing};
+use crate::read::{
+    self, CodedReq, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Sharing,
+};
 use crate::{Control, Dtype, Error, Result};
 
 /// What a region is of.
@@ -72,8 +75,9 @@ impl Gather {
         }
     }
 
-    /// What is added from now on has this place in the plan. Destinations that share memory are filled as if one after another, in the
-    /// order of the plan within a data file, and file by file as the plan first comes to them: what stock DCP's readers do.
+    /// What is added from now on has this place in the plan. Destinations that share memory are
+    /// filled as if one after another, in the order of the plan within a data file, and file by
+    /// file as the plan first comes to them: what stock DCP's readers do.
     pub fn set_place(&mut self, place: u64) {
         self.next_at = place;
     }
@@ -88,7 +92,13 @@ impl Gather {
     }
 
     /// [`add`](Self::add), with an operation that suits the elements.
-    pub fn add_with(&mut self, source: Source, region: &Region, to: &Memory, operation: Operation) -> Result<()> {
+    pub fn add_with(
+        &mut self,
+        source: Source,
+        region: &Region,
+        to: &Memory,
+        operation: Operation,
+    ) -> Result<()> {
         let index = Arc::clone(&self.index);
         let (tensor, dtype) = self.check(source, region)?;
         let size = operation.element_size(dtype.size());
@@ -154,7 +164,8 @@ impl Gather {
         }
         let signs = view.signs.bits(dtype).expect("checked at open");
         let (signs, operation) = match operation {
-            // The only sign of a real number: its own. Signs are changed at the destination, where there is a sum now.
+            // The only sign of a real number: its own. Signs are changed at the destination, where
+            // there is a sum now.
             Operation::Accumulate(sink) if !signs.is_empty() => {
                 (SignBits::default(), Operation::Accumulate(sink.negated()))
             }
@@ -242,7 +253,10 @@ impl Gather {
     pub fn add_bytes(&mut self, chunk: u64, from: u64, length: u64, to: Destination) -> Result<()> {
         let view = self.index.chunk(chunk);
         if from.checked_add(length).is_none_or(|end| end > view.length) {
-            return Err(Error::Plan(format!("bytes beyond the {} of a chunk", view.length)));
+            return Err(Error::Plan(format!(
+                "bytes beyond the {} of a chunk",
+                view.length
+            )));
         }
         if length > 0 {
             let file = self.place(view.file)?;
@@ -293,7 +307,8 @@ impl Gather {
             return Ok(place);
         }
         let place = u32::try_from(self.files.len()).expect("no more than the index has");
-        self.files.push(file_ref(&self.index, file, self.allow_external)?);
+        self.files
+            .push(file_ref(&self.index, file, self.allow_external)?);
         self.places[file as usize] = Some(place);
         Ok(place)
     }
@@ -341,7 +356,8 @@ impl Gather {
     /// Those of [`read::read`].
     ///
     /// # Safety
-    /// Every destination is valid for writes to all its elements, from any thread, until this returns.
+    /// Every destination is valid for writes to all its elements, from any thread, until this
+    /// returns.
     pub unsafe fn read(&self, options: &ReadOptions, control: &Control) -> Result<ReadStats> {
         let turns = self.arrange();
         let mut all = ReadStats::default();
@@ -368,7 +384,8 @@ impl Gather {
     ) -> Result<ReadStats> {
         let requests = turns.requests(turn, &self.requests);
         let options = &self.options(options);
-        // SAFETY: the caller's promise; no two requests of a turn share a byte. Files are never made shorter (section 9 of the format).
+        // SAFETY: the caller's promise; no two requests of a turn share a byte. Files are never
+        // made shorter (section 9 of the format).
         let read = unsafe { read::read(&self.files, &requests, &*self.index, options, control) };
         read.map_err(|error| explain(&self.index, error, control))
     }
@@ -385,18 +402,26 @@ fn step_by(address: Destination, offsets: &[u64], strides: &[u64]) -> Result<Des
     Ok(Destination(address.0.wrapping_add(bytes)))
 }
 
-/// Where a rectangle of a chunk begins in its stretch, and how far elements are apart; in bytes. Of codes, about so.
+/// Where a rectangle of a chunk begins in its stretch, and how far elements are apart; in bytes. Of
+/// codes, about so.
 pub(crate) fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64, Dims) {
     if let Some(chunk) = &view.coded {
         return coded_bytes(view, chunk, offsets);
     }
-    let strides = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
+    let strides = view
+        .strides
+        .clone()
+        .unwrap_or_else(|| row_major(&view.sizes));
     let strides: Dims = strides.iter().map(|stride| stride * itemsize).collect();
-    let first = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride);
+    let first = offsets
+        .iter()
+        .zip(&strides)
+        .map(|(offset, stride)| offset * stride);
     (view.lead + first.sum::<u64>(), strides)
 }
 
-/// Where codes of a rectangle lie, about: for those who compare what ranks want. The last dimension is taken as one byte a row.
+/// Where codes of a rectangle lie, about: for those who compare what ranks want. The last dimension
+/// is taken as one byte a row.
 fn coded_bytes(view: &ChunkView, chunk: &CodedChunk, offsets: &[u64]) -> (u64, Dims) {
     let numbers: u64 = chunk.of.shape.iter().product();
     let own = row_major(&chunk.of.shape);
@@ -409,7 +434,11 @@ fn coded_bytes(view: &ChunkView, chunk: &CodedChunk, offsets: &[u64]) -> (u64, D
     };
     let strides: Dims = (0..offsets.len()).map(stride).collect();
     (
-        offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum(),
+        offsets
+            .iter()
+            .zip(&strides)
+            .map(|(at, stride)| at * stride)
+            .sum(),
         strides,
     )
 }

@@ -9,10 +9,12 @@ use crate::format::{Identity, Index};
 use crate::store::{Mapping, is_remote, open_file, read_at};
 use crate::{Error, Result};
 
-/// Indexes of up to this many bytes are read: what was read cannot be cut short or overwritten after it was checked.
+/// Indexes of up to this many bytes are read: what was read cannot be cut short or overwritten
+/// after it was checked.
 const MOST_READ: u64 = 64 << 20;
 
-/// Opens the index file at `path`, and checks it. A large one is mapped, unless it lies where a page fault may wait or fail.
+/// Opens the index file at `path`, and checks it. A large one is mapped, unless it lies where a
+/// page fault may wait or fail.
 pub fn open_index(path: &Path) -> Result<Index> {
     let mut file = open_file(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::NotFound {
@@ -22,7 +24,10 @@ pub fn open_index(path: &Path) -> Result<Index> {
         std::io::ErrorKind::InvalidInput => Error::corrupt_index(path, 0, error.to_string()),
         _ => Error::io("open", path, error),
     })?;
-    let len = file.metadata().map_err(|error| Error::io("stat", path, error))?.len();
+    let len = file
+        .metadata()
+        .map_err(|error| Error::io("stat", path, error))?
+        .len();
     if len <= MOST_READ || is_remote(&file) {
         let mut bytes = Vec::new();
         let length = usize::try_from(len).unwrap_or(usize::MAX);
@@ -44,7 +49,8 @@ pub(crate) fn identity_of(path: &Path) -> Option<Identity> {
     Identity::of(&start)
 }
 
-/// A mapped index file, a large one. Published indexes are never changed in place (section 9 of the format), which is what makes a slice of one sound.
+/// A mapped index file, a large one. Published indexes are never changed in place (section 9 of the
+/// format), which is what makes a slice of one sound.
 struct IndexMapping(Mapping);
 
 impl AsRef<[u8]> for IndexMapping {
@@ -52,8 +58,9 @@ impl AsRef<[u8]> for IndexMapping {
         if self.0.is_empty() {
             return &[];
         }
-        // SAFETY: the mapping is readable for its length, and lives as long as `self`. No one writes to a published index: a save replaces
-        // it by rename, and leaves the mapped file as it is.
+        // SAFETY: the mapping is readable for its length, and lives as long as `self`. No one
+        // writes to a published index: a save replaces it by rename, and leaves the mapped file as
+        // it is.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
     }
 }

@@ -12,21 +12,25 @@ use crate::{Error, Result};
 
 /// What a path holds.
 pub(super) enum Found {
-    /// The file of an index of this crate, over data of whichever kind, and its bytes where looking was reading.
+    /// The file of an index of this crate, over data of whichever kind, and its bytes where looking
+    /// was reading.
     Native(PathBuf, Option<Vec<u8>>),
     /// A checkpoint without one.
     Foreign(Foreign),
 }
 
-/// What is at `path`; with `rank`, what that rank wrote for itself. An index comes first: it may be over any of the others.
+/// What is at `path`; with `rank`, what that rank wrote for itself. An index comes first: it may be
+/// over any of the others.
 ///
-/// A folder is listed only where neither of the two names is there that make one a checkpoint: it may hold a hundred thousand
-/// files. On a store each look is a request, so an index is asked for at once.
+/// A folder is listed only where neither of the two names is there that make one a checkpoint: it
+/// may hold a hundred thousand files. On a store each look is a request, so an index is asked for
+/// at once.
 pub(super) fn find(files: Files<'_>, path: &Path, rank: Option<u32>) -> Result<Found> {
     if let Some(model) = file(files, path)? {
         return Ok(Found::Foreign(model));
     }
-    let name = |of_rank: fn(u32) -> String, of_all: &str| rank.map_or_else(|| of_all.to_owned(), of_rank);
+    let name =
+        |of_rank: fn(u32) -> String, of_all: &str| rank.map_or_else(|| of_all.to_owned(), of_rank);
     let index = path.join(name(rank_index_name, INDEX_NAME));
     if files.is_remote() {
         if let Some(bytes) = files.read(&index)? {
@@ -149,10 +153,13 @@ fn is_there(files: Files<'_>, path: &Path) -> Result<bool> {
 
 /// Whether the folder holds native data files.
 pub fn has_native_data(dir: &Path) -> Result<bool> {
-    Ok(local_names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
+    Ok(local_names(dir)?
+        .iter()
+        .any(|name| DataFileName::parse(name).is_some()))
 }
 
-/// Refuses a folder in which ranks have indexes of their own: one of all ranks would come before them, and hide what they saved.
+/// Refuses a folder in which ranks have indexes of their own: one of all ranks would come before
+/// them, and hide what they saved.
 ///
 /// # Errors
 /// [`Error::Unsupported`], which names one of them.
@@ -162,7 +169,11 @@ pub fn check_no_rank_indexes(dir: &Path) -> Result<()> {
 
 /// The same of a folder whose files have these names.
 pub(super) fn check_no_rank_names(dir: &Path, names: &[String]) -> Result<()> {
-    match names.iter().filter(|name| parse_rank_index_name(name).is_some()).min() {
+    match names
+        .iter()
+        .filter(|name| parse_rank_index_name(name).is_some())
+        .min()
+    {
         None => Ok(()),
         Some(name) => Err(Error::Unsupported(format!(
             "{}: an {INDEX_NAME} there would hide the indexes of a rank-local save, such as {name}; remove them if they are not needed",
@@ -211,7 +222,10 @@ fn why_not(names: &[String]) -> &'static str {
         "it has data files but no index.dcprs: the save did not finish, or the index was lost (dcp_rs.index(path) rebuilds it)"
     } else if names.is_empty() {
         "the folder is empty"
-    } else if names.iter().any(|name| torch_file::is_torch_file(name, &[])) {
+    } else if names
+        .iter()
+        .any(|name| torch_file::is_torch_file(name, &[]))
+    {
         "by their names, its files are of torch.save: open one of them"
     } else {
         "it holds no index.dcprs, no .metadata and no .safetensors file"

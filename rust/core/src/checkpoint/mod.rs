@@ -1,4 +1,5 @@
-//! A checkpoint as a whole: found and opened, read from, verified, committed, and its index rebuilt where that was lost.
+//! A checkpoint as a whole: found and opened, read from, verified, committed, and its index rebuilt
+//! where that was lost.
 
 mod blocks;
 mod check;
@@ -23,7 +24,8 @@ pub use clean::{Cleaned, Leftover, LeftoverKind, Verdict, clean, leftovers};
 pub use clean_remote::{clean_remote, leftovers_remote};
 pub use commit::{Committed, commit_index, discard, next_generation, replace_index};
 pub use commit_remote::{
-    Begun, begin_remote, commit_remote, discard_remote, is_there_remote, may_be_stored, replace_index_remote,
+    Begun, begin_remote, commit_remote, discard_remote, is_there_remote, may_be_stored,
+    replace_index_remote,
 };
 pub use copy_index::{CopyOptions, copy_index};
 pub(crate) use data_files::explain;

@@ -10,8 +10,9 @@ use crate::format::{INDEX_NAME, Index};
 use crate::store::{Files, Remote, Storage};
 use crate::{Control, Result};
 
-/// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory. With `rank`, what that rank wrote for itself.
-/// With `remote`, `path` is a URL that it leads to, and an index is fetched whole. `threads` may be 0: as many as there are cores.
+/// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory.
+/// With `rank`, what that rank wrote for itself. With `remote`, `path` is a URL that it leads to,
+/// and an index is fetched whole. `threads` may be 0: as many as there are cores.
 pub fn open(
     path: &Path,
     rank: Option<u32>,
@@ -36,13 +37,25 @@ pub fn open_data(path: &Path, remote: Option<Arc<dyn Remote>>, control: &Control
     Ok(index_of(files, path, &find_data(files, path)?, None, 0)?.on(remote))
 }
 
-/// Indexes a checkpoint of others: in memory, over its own files, nothing is written. The index is as one that lies in the folder
-/// of the data.
-fn index_of(files: Files<'_>, path: &Path, kind: &Foreign, rank: Option<u32>, threads: usize) -> Result<Index> {
+/// Indexes a checkpoint of others: in memory, over its own files, nothing is written. The index is
+/// as one that lies in the folder of the data.
+fn index_of(
+    files: Files<'_>,
+    path: &Path,
+    kind: &Foreign,
+    rank: Option<u32>,
+    threads: usize,
+) -> Result<Index> {
     let (dir, bytes) = match kind {
         Foreign::Dcp => (path, distcp::index_folder(files, path, rank, threads)?),
-        Foreign::Safetensors { dir, model } => (dir.as_path(), safetensors::index_model(files, dir, model, threads)?),
-        Foreign::Torch { dir, model } => (dir.as_path(), torch_file::index_model(files, dir, model, threads)?),
+        Foreign::Safetensors { dir, model } => (
+            dir.as_path(),
+            safetensors::index_model(files, dir, model, threads)?,
+        ),
+        Foreign::Torch { dir, model } => (
+            dir.as_path(),
+            torch_file::index_model(files, dir, model, threads)?,
+        ),
     };
     Ok(Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.made_of(path))
 }

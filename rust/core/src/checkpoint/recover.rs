@@ -9,8 +9,8 @@ use super::blocks::{Block, each_block};
 use super::data_header::DataHeader;
 use super::locate::{check_no_rank_names, names};
 use crate::format::{
-    BLOCK_SIZE, BlockCell, BlockDigests, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count,
-    content_digest,
+    BLOCK_SIZE, BlockCell, BlockDigests, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value,
+    block_count, content_digest,
 };
 use crate::paths::Links;
 use crate::store::{FileRef, Files, Remote, Storage};
@@ -27,15 +27,18 @@ pub struct RecoverOptions {
     pub threads: usize,
 }
 
-/// The bytes of an index over the data files in `dir`, as the save that wrote them had it, but for planner data other than paths. No file is
-/// changed. Those of a rank-local save are no part of any index of all ranks. With `remote`, `dir` is a URL that it leads to.
+/// The bytes of an index over the data files in `dir`, as the save that wrote them had it, but for
+/// planner data other than paths. No file is changed. Those of a rank-local save are no part of any
+/// index of all ranks. With `remote`, `dir` is a URL that it leads to.
 ///
 /// All payload is read, to hash it; `control` counts its bytes.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::NotFound`] where no generation is complete, with what
-/// each one lacks; [`Error::Plan`] where there are two complete saves to choose from; [`Error::CorruptIndex`] where headers contradict
-/// each other; [`Error::Unsupported`] of a store that cannot be listed, and those of a [`Connection`](crate::store::Connection).
+/// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::NotFound`] where no
+/// generation is complete, with what each one lacks; [`Error::Plan`] where there are two complete
+/// saves to choose from; [`Error::CorruptIndex`] where headers contradict each other;
+/// [`Error::Unsupported`] of a store that cannot be listed, and those of a
+/// [`Connection`](crate::store::Connection).
 pub fn recover(
     dir: &Path,
     remote: Option<&Arc<dyn Remote>>,
@@ -45,7 +48,8 @@ pub fn recover(
     let storage = Storage::new(remote, options.threads, control)?;
     let files = storage.files();
     let names = names(files, dir)?;
-    let names = &names.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
+    let names =
+        &names.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
     check_no_rank_names(dir, names)?;
     let mut generations = by_generation(names.iter().map(String::as_str));
     generations.retain(|found, _| options.generation.is_none_or(|wanted| wanted == *found));
@@ -112,7 +116,11 @@ fn read_headers(
 ) -> Result<(Vec<DataHeader>, Vec<Error>)> {
     let names: Vec<DataFileName> = names.into_iter().collect();
     // One after another on a file system: it is no wait.
-    let looks = if files.is_remote() { files.threads(1) } else { 1 };
+    let looks = if files.is_remote() {
+        files.threads(1)
+    } else {
+        1
+    };
     let read = parallel::map(names.len(), looks, |number| {
         match DataHeader::read(files, dir, names[number]) {
             // A store that does not answer says nothing of the file.
@@ -131,7 +139,9 @@ fn read_headers(
 }
 
 /// The names of data files, by generation.
-fn by_generation<'a>(names: impl Iterator<Item = &'a str>) -> BTreeMap<u64, BTreeSet<DataFileName>> {
+fn by_generation<'a>(
+    names: impl Iterator<Item = &'a str>,
+) -> BTreeMap<u64, BTreeSet<DataFileName>> {
     let mut found: BTreeMap<u64, BTreeSet<DataFileName>> = BTreeMap::new();
     for name in names.filter_map(DataFileName::parse) {
         found.entry(name.generation).or_default().insert(name);
@@ -139,10 +149,13 @@ fn by_generation<'a>(names: impl Iterator<Item = &'a str>) -> BTreeMap<u64, BTre
     found
 }
 
-/// The files of the one save of this generation of which every rank's part is there; none if there is no such save.
-/// In the order of ranks and files.
+/// The files of the one save of this generation of which every rank's part is there; none if there
+/// is no such save. In the order of ranks and files.
 fn complete_set(generation: u64, headers: Vec<DataHeader>) -> Result<Vec<DataHeader>> {
-    let mut complete: Vec<Vec<DataHeader>> = saves(headers).into_values().filter(|save| is_complete(save)).collect();
+    let mut complete: Vec<Vec<DataHeader>> = saves(headers)
+        .into_values()
+        .filter(|save| is_complete(save))
+        .collect();
     if complete.len() > 1 {
         let mut ids = String::new();
         for header in complete.iter().filter_map(|save| save.first()) {
@@ -167,7 +180,8 @@ fn saves(headers: Vec<DataHeader>) -> BTreeMap<[u8; 16], Vec<DataHeader>> {
     saves
 }
 
-/// Whether these files, sorted, are all that the ranks wrote: each rank under one token, and agreed on how many ranks and files there are.
+/// Whether these files, sorted, are all that the ranks wrote: each rank under one token, and agreed
+/// on how many ranks and files there are.
 fn is_complete(save: &[DataHeader]) -> bool {
     let mut ranks = 0..save.first().map_or(0, |header| header.world_size);
     let mut agrees = |part: &[DataHeader]| {
@@ -175,11 +189,14 @@ fn is_complete(save: &[DataHeader]) -> bool {
         Some(first.name.rank) == ranks.next()
             && part.len() == first.files as usize
             && (0..).zip(part).all(|(file, header)| {
-                let same_save = header.world_size == save[0].world_size && header.files == first.files;
+                let same_save =
+                    header.world_size == save[0].world_size && header.files == first.files;
                 same_save && header.name.token == first.name.token && header.name.file == file
             })
     };
-    save.chunk_by(|a, b| a.name.rank == b.name.rank).all(&mut agrees) && ranks.is_empty()
+    save.chunk_by(|a, b| a.name.rank == b.name.rank)
+        .all(&mut agrees)
+        && ranks.is_empty()
 }
 
 fn build(
@@ -256,7 +273,8 @@ fn hash(
     let mut rest = digests.as_slice();
     Ok(chunks()
         .map(|chunk| {
-            let count = usize::try_from(block_count(chunk.length)).expect("their blocks are in memory");
+            let count =
+                usize::try_from(block_count(chunk.length)).expect("their blocks are in memory");
             let (own, others) = rest.split_at(count);
             rest = others;
             let content = content_digest(own.iter().map(BlockCell::content));

@@ -7,7 +7,9 @@ use tempfile::tempdir;
 
 use super::*;
 use crate::format::{INDEX_NAME, Index};
-use crate::write::testing::{INFO, assert_saved, names_in, plan_files, rows, save, saves, value, whole};
+use crate::write::testing::{
+    INFO, assert_saved, names_in, plan_files, rows, save, saves, value, whole,
+};
 use crate::write::{Layout, SaveInfo, SaveItem, WriteIo, WriteOptions};
 
 /// Of the save whose ranks all have this token.
@@ -33,7 +35,10 @@ fn quick() -> WriteOptions {
 }
 
 fn recovered(dir: &Path, options: &RecoverOptions) -> Result<Index> {
-    Index::from_bytes(recover(dir, None, options, &Control::new())?, &dir.join(INDEX_NAME))
+    Index::from_bytes(
+        recover(dir, None, options, &Control::new())?,
+        &dir.join(INDEX_NAME),
+    )
 }
 
 /// An index of the given ones, as the coordinator makes it, with a `save_id` of zeros.
@@ -111,7 +116,10 @@ fn the_highest_complete_generation_is_taken() {
     save(dir.path(), &items, info(2, 2, 0, 1), &quick());
     // Of generation 3 a rank is missing, 4 has a file of two, of 5 there is no header yet.
     save(dir.path(), &items, info(3, 3, 0, 2), &quick());
-    let two = [rows("w", "int8", &[2], &[0], &[1]), rows("w", "int8", &[2], &[1], &[1])];
+    let two = [
+        rows("w", "int8", &[2], &[0], &[1]),
+        rows("w", "int8", &[2], &[1], &[1]),
+    ];
     let halved = save(dir.path(), &two, info(4, 4, 0, 1), &quick());
     fs::remove_file(halved.file_path(1)).unwrap();
     let Layout { files, .. } = plan_files(&items, &info(5, 5, 0, 1)).unwrap();
@@ -133,7 +141,10 @@ fn the_highest_complete_generation_is_taken() {
         generation: Some(3),
         ..RecoverOptions::default()
     };
-    assert!(matches!(recovered(dir.path(), &third), Err(Error::NotFound { .. })));
+    assert!(matches!(
+        recovered(dir.path(), &third),
+        Err(Error::NotFound { .. })
+    ));
     for generation in [1, 2] {
         fs::remove_file(dir.path().join(info_name(generation))).unwrap();
     }
@@ -164,9 +175,14 @@ fn of_two_saves_that_raced_the_caller_chooses() {
     for (token, name) in [(0xa, "a"), (0xb, "b")] {
         save(dir.path(), &items(name), info(1, token, 0, 1), &quick());
     }
-    let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
+    let error = recovered(dir.path(), &RecoverOptions::default())
+        .err()
+        .unwrap();
     assert!(
-        matches!(error, Error::Plan(_)) && error.to_string().contains("00000000-0000-0000-0000-00000000000b"),
+        matches!(error, Error::Plan(_))
+            && error
+                .to_string()
+                .contains("00000000-0000-0000-0000-00000000000b"),
         "{error}"
     );
     let chosen = RecoverOptions {
@@ -235,7 +251,9 @@ fn parts_of_different_saves_are_never_joined() {
     };
     save(dir.path(), &items("d"), twice, &quick());
     assert_eq!(
-        recovered(dir.path(), &RecoverOptions::default()).unwrap().generation(),
+        recovered(dir.path(), &RecoverOptions::default())
+            .unwrap()
+            .generation(),
         1
     );
 }
@@ -250,7 +268,9 @@ fn names_that_nobody_writes_into_a_header_are_refused() {
         });
         let error = result.err().unwrap();
         assert!(
-            error.to_string().contains("a name that no tensor has in a header"),
+            error
+                .to_string()
+                .contains("a name that no tensor has in a header"),
             "{error}"
         );
     }
@@ -266,7 +286,9 @@ fn what_a_rank_saved_for_itself_is_no_part_of_a_whole() {
         .map(|index| index.file(0).name.to_owned())
         .collect();
     assert_eq!(
-        recovered(dir.path(), &RecoverOptions::default()).unwrap().generation(),
+        recovered(dir.path(), &RecoverOptions::default())
+            .unwrap()
+            .generation(),
         1
     );
     let second = RecoverOptions {
@@ -283,7 +305,9 @@ fn what_a_rank_saved_for_itself_is_no_part_of_a_whole() {
     );
     // The index of a rank is enough to tell, whatever the files say.
     fs::write(dir.path().join("__7.index.dcprs"), []).unwrap();
-    let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
+    let error = recovered(dir.path(), &RecoverOptions::default())
+        .err()
+        .unwrap();
     assert!(
         matches!(&error, Error::Unsupported(reason) if reason.contains("__7.index.dcprs")),
         "{error}"
@@ -321,10 +345,18 @@ fn forged(dir: &Path, edit: impl Fn(&str) -> String) -> Result<Index> {
         },
     )
     .unwrap();
-    let json = edit(std::str::from_utf8(&files[0].header[8..]).unwrap().trim_end());
+    let json = edit(
+        std::str::from_utf8(&files[0].header[8..])
+            .unwrap()
+            .trim_end(),
+    );
     let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
     bytes.extend(json.as_bytes());
-    bytes.extend(vec![0; usize::try_from(files[0].size).unwrap() - files[0].header.len()]);
+    bytes.extend(vec![
+        0;
+        usize::try_from(files[0].size).unwrap()
+            - files[0].header.len()
+    ]);
     fs::write(dir.join(&files[0].name), bytes).unwrap();
     recovered(dir, &RecoverOptions::default())
 }
@@ -364,7 +396,10 @@ fn headers_that_contradict_themselves_are_refused() {
             json.replacen(from, to, 1)
         });
         assert!(
-            matches!(result, Err(Error::NotFound { .. } | Error::CorruptIndex { .. })),
+            matches!(
+                result,
+                Err(Error::NotFound { .. } | Error::CorruptIndex { .. })
+            ),
             "{to}: {:?}",
             result.err()
         );
@@ -375,9 +410,16 @@ fn headers_that_contradict_themselves_are_refused() {
 fn a_tensor_is_one_thing_on_all_ranks() {
     let dir = tempdir().unwrap();
     for (rank, dtype) in [(0, "int8"), (1, "uint8")] {
-        save(dir.path(), &[whole("w", dtype, &[3])], info(1, 1, rank, 2), &quick());
+        save(
+            dir.path(),
+            &[whole("w", dtype, &[3])],
+            info(1, 1, rank, 2),
+            &quick(),
+        );
     }
-    let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
+    let error = recovered(dir.path(), &RecoverOptions::default())
+        .err()
+        .unwrap();
     assert!(
         matches!(&error, Error::TensorPlan { tensor, .. } if tensor == "w"),
         "{error}"

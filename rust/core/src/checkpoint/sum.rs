@@ -1,4 +1,5 @@
-//! Weighted sums of regions of several checkpoints, in parts that stay in a core's cache until they are rounded.
+//! Weighted sums of regions of several checkpoints, in parts that stay in a core's cache until they
+//! are rounded.
 
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
@@ -12,14 +13,17 @@ use super::gather::{Gather, Memory, Source};
 use crate::copy::{Accumulate, round_to_bfloat16};
 use crate::format::Index;
 use crate::geometry::{Region, row_major};
-use crate::read::{Destination, FileProbe, FileRef, Operation, ReadOptions, ReadReq, Sequential, connect};
+use crate::read::{
+    Destination, FileProbe, FileRef, Operation, ReadOptions, ReadReq, Sequential, connect,
+};
 use crate::slabs::split;
 use crate::{Control, Error, Result, parallel};
 
-/// Elements that are summed at a time: 2 MiB of float32, and one block of bfloat16, so that each is hashed once.
+/// Elements that are summed at a time: 2 MiB of float32, and one block of bfloat16, so that each is
+/// hashed once.
 const PART: u64 = 512 << 10;
-/// Bytes that threads may take together where reads wait and there are more threads than cores. Each has the memory of
-/// a part, and a buffer for each summand,
+/// Bytes that threads may take together where reads wait and there are more threads than cores.
+/// Each has the memory of a part, and a buffer for each summand,
 const WAITING: usize = 64 << 20;
 /// of this size, about.
 const BUFFER: usize = 2 << 20;
@@ -102,13 +106,16 @@ impl<'a> Input<'a> {
 
 /// Sums up in float32, or in float64 (`is_double`), and rounds once.
 ///
-/// A sum begins with zero and takes the summands in their order: `sum = weight * element + sum`, fused.
+/// A sum begins with zero and takes the summands in their order: `sum = weight * element + sum`,
+/// fused.
 ///
 /// # Errors
-/// Those of [`Gather::add`] and of [`read`](crate::read::read); [`Error::Plan`] for types that are not summed.
+/// Those of [`Gather::add`] and of [`read`](crate::read::read); [`Error::Plan`] for types that are
+/// not summed.
 ///
 /// # Safety
-/// Every destination is valid for writes to all its elements, from any thread, until this returns. No two overlap.
+/// Every destination is valid for writes to all its elements, from any thread, until this returns.
+/// No two overlap.
 pub unsafe fn sum(
     summands: &[Summand],
     sums: &[Sum],
@@ -132,7 +139,10 @@ pub unsafe fn sum(
         0 => parallel::available(),
         n => n,
     };
-    let wanted = inputs.iter().map(|input| input.probe.workers(threads)).max();
+    let wanted = inputs
+        .iter()
+        .map(|input| input.probe.workers(threads))
+        .max();
     let of_one = (if is_double { 4 << 20 } else { 2 << 20 }) + summands.len() * BUFFER;
     let workers = wanted.unwrap_or(1).min(threads.max(WAITING / of_one));
     let connections = inputs
@@ -146,47 +156,61 @@ pub unsafe fn sum(
         let readers: Vec<Sequential> = connections.iter().cloned().map(Sequential::new).collect();
         (readers, Vec::<u64>::new(), Vec::<ReadReq>::new())
     };
-    parallel::for_each(units.len(), workers, state, |(readers, memory, requests), number| {
-        let unit = &units[number];
-        let bytes = unit.elements * size;
-        // Of whole words, so that the sums are aligned.
-        let words = usize::try_from(bytes.div_ceil(8)).map_err(|_| Error::Plan("too much to sum up".into()))?;
-        if memory.len() < words {
-            memory.resize(words, 0);
-        }
-        memory[..words].fill(0);
-        let base = memory.as_mut_ptr().cast::<u8>();
-        for (input, reader) in inputs.iter().zip(readers) {
-            requests.clear();
-            requests.extend(
-                input.requests[input.ranges[number].clone()]
-                    .iter()
-                    .map(|request| ReadReq {
+    parallel::for_each(
+        units.len(),
+        workers,
+        state,
+        |(readers, memory, requests), number| {
+            let unit = &units[number];
+            let bytes = unit.elements * size;
+            // Of whole words, so that the sums are aligned.
+            let words = usize::try_from(bytes.div_ceil(8))
+                .map_err(|_| Error::Plan("too much to sum up".into()))?;
+            if memory.len() < words {
+                memory.resize(words, 0);
+            }
+            memory[..words].fill(0);
+            let base = memory.as_mut_ptr().cast::<u8>();
+            for (input, reader) in inputs.iter().zip(readers) {
+                requests.clear();
+                requests.extend(input.requests[input.ranges[number].clone()].iter().map(
+                    |request| ReadReq {
                         dst: Destination(base.wrapping_add(request.dst.0.addr())),
                         ..request.clone()
-                    }),
-            );
-            // SAFETY: the parts of a unit lie in its memory, apart from each other; that is this thread's alone.
-            let read = unsafe { reader.read(&input.files, requests, &input.probe, input.verify, input.index, control) };
-            read.map_err(|error| explain(input.index, error, control))?;
-        }
-        for part in &unit.parts {
-            let (sum, from) = (&sums[part.sum], base.wrapping_add(fit(part.at * size)));
-            // SAFETY: the sums of the part were made just now; there is room for them at the destination, as the
-            // caller vouches, and no other part has these elements.
-            unsafe {
-                hand_over(
-                    sum.to,
-                    fit(part.begin),
-                    from,
-                    fit(part.elements),
-                    sum.is_bfloat16,
-                    is_double,
-                );
-            };
-        }
-        Ok(())
-    })
+                    },
+                ));
+                // SAFETY: the parts of a unit lie in its memory, apart from each other; that is
+                // this thread's alone.
+                let read = unsafe {
+                    reader.read(
+                        &input.files,
+                        requests,
+                        &input.probe,
+                        input.verify,
+                        input.index,
+                        control,
+                    )
+                };
+                read.map_err(|error| explain(input.index, error, control))?;
+            }
+            for part in &unit.parts {
+                let (sum, from) = (&sums[part.sum], base.wrapping_add(fit(part.at * size)));
+                // SAFETY: the sums of the part were made just now; there is room for them at the
+                // destination, as the caller vouches, and no other part has these elements.
+                unsafe {
+                    hand_over(
+                        sum.to,
+                        fit(part.begin),
+                        from,
+                        fit(part.elements),
+                        sum.is_bfloat16,
+                        is_double,
+                    );
+                };
+            }
+            Ok(())
+        },
+    )
 }
 
 /// Cuts sums into parts, and puts small ones together.
@@ -196,8 +220,15 @@ fn units(sums: &[Sum], numbers: &[usize]) -> Vec<Unit> {
         let (sum, mut begin) = (&sums[number], 0);
         split(&sum.region.sizes, 1, PART, &mut |offsets, sizes| {
             let elements: u64 = sizes.iter().product();
-            let offsets: Vec<u64> = offsets.iter().zip(&sum.region.offsets).map(|(a, b)| a + b).collect();
-            if units.last().is_none_or(|unit| unit.elements + elements > PART) {
+            let offsets: Vec<u64> = offsets
+                .iter()
+                .zip(&sum.region.offsets)
+                .map(|(a, b)| a + b)
+                .collect();
+            if units
+                .last()
+                .is_none_or(|unit| unit.elements + elements > PART)
+            {
                 units.push(Unit::default());
             }
             let unit = units.last_mut().expect("there is one now");
@@ -241,7 +272,8 @@ fn input<'a>(
 
 /// Adds a region to what is read, for the sums from element `at`.
 fn add(gather: &mut Gather, tensor: u32, region: &Region, at: u64, sink: Accumulate) -> Result<()> {
-    let at = usize::try_from(at * sink.size()).map_err(|_| Error::Plan("too much to sum up".into()))?;
+    let at =
+        usize::try_from(at * sink.size()).map_err(|_| Error::Plan("too much to sum up".into()))?;
     let to = Memory {
         address: Destination(std::ptr::without_provenance_mut(at)),
         strides: row_major(&region.sizes)
@@ -249,7 +281,12 @@ fn add(gather: &mut Gather, tensor: u32, region: &Region, at: u64, sink: Accumul
             .map(|stride| stride * sink.size())
             .collect(),
     };
-    gather.add_with(Source::Tensor(tensor), region, &to, Operation::Accumulate(sink))
+    gather.add_with(
+        Source::Tensor(tensor),
+        region,
+        &to,
+        Operation::Accumulate(sink),
+    )
 }
 
 /// How the elements of a tensor are added.
@@ -267,7 +304,14 @@ fn sink(summand: &Summand, tensor: u32, is_double: bool) -> Result<Accumulate> {
 ///
 /// # Safety
 /// `from` is valid for reads of the sums, and the destination for writes of them.
-unsafe fn hand_over(to: Destination, begin: usize, from: *const u8, count: usize, is_bfloat16: bool, is_double: bool) {
+unsafe fn hand_over(
+    to: Destination,
+    begin: usize,
+    from: *const u8,
+    count: usize,
+    is_bfloat16: bool,
+    is_double: bool,
+) {
     let size = if is_double { 8 } else { 4 };
     // SAFETY: as the caller vouches.
     unsafe {

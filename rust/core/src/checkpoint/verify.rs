@@ -18,7 +18,8 @@ use crate::{Control, Error, Result, parallel};
 pub struct Problem {
     /// The data file.
     pub path: PathBuf,
-    /// FQN of the tensor or value concerned; empty where it is a part that belongs to none, or the whole file.
+    /// FQN of the tensor or value concerned; empty where it is a part that belongs to none, or the
+    /// whole file.
     pub tensor: String,
     /// Whether nothing in the file is what was indexed.
     pub whole_file: bool,
@@ -56,20 +57,31 @@ pub struct Verified {
     pub bytes_without_digest: u64,
 }
 
-/// Hashes every block that has a digest, and every header; checks that every file is there and has its length.
+/// Hashes every block that has a digest, and every header; checks that every file is there and has
+/// its length.
 ///
 /// `control` counts the bytes. `threads` may be 0: as many as there are cores.
 ///
 /// # Errors
-/// [`Error::Interrupted`], and what keeps a file from being read that is no damage (permissions). Damage is a [`Problem`].
-pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Control) -> Result<Verified> {
+/// [`Error::Interrupted`], and what keeps a file from being read that is no damage (permissions).
+/// Damage is a [`Problem`].
+pub fn verify(
+    index: &Index,
+    allow_external: bool,
+    threads: usize,
+    control: &Control,
+) -> Result<Verified> {
     let mut verified = Verified::default();
     let mut files = BTreeMap::new();
     let storage = Storage::new(index.remote(), threads, control)?;
     let there = storage.files();
     let count = usize::try_from(index.file_count()).expect("in memory");
     // One after another on a file system: it is no wait.
-    let looks = if there.is_remote() { there.threads(threads) } else { 1 };
+    let looks = if there.is_remote() {
+        there.threads(threads)
+    } else {
+        1
+    };
     let looked_at = parallel::map(count, looks, |number| {
         control.check()?;
         let number = u32::try_from(number).expect("counted by one");
@@ -79,14 +91,18 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
         }
         let problem = match open(there, &file_ref).map_err(|error| explain(index, error, control)) {
             Ok(file) => check_head(index, number, &file, &file_ref)?.map(|problem| (problem, true)),
-            Err(Error::CorruptData { path, reason, .. }) => Some((file_problem(there, path, &file_ref, reason), false)),
+            Err(Error::CorruptData { path, reason, .. }) => {
+                Some((file_problem(there, path, &file_ref, reason), false))
+            }
             Err(other) => return Err(other),
         };
         Ok((number, file_ref, problem))
     })?;
     for (number, file_ref, problem) in looked_at {
         let is_there = problem.as_ref().is_none_or(|(_, is_there)| *is_there);
-        verified.problems.extend(problem.map(|(problem, _)| problem));
+        verified
+            .problems
+            .extend(problem.map(|(problem, _)| problem));
         if is_there {
             files.insert(number, file_ref);
         }
@@ -111,7 +127,12 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
 ///
 /// # Errors
 /// As [`verify`]; and [`Error::CorruptData`] where a file is not there, or ends too early.
-pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &Control) -> Result<Vec<(u64, Problem)>> {
+pub fn damaged_chunks(
+    index: &Index,
+    chunks: &[u64],
+    threads: usize,
+    control: &Control,
+) -> Result<Vec<(u64, Problem)>> {
     let (mut files, mut blocks) = (BTreeMap::new(), Vec::new());
     let storage = Storage::new(index.remote(), threads, control)?;
     let there = storage.files();
@@ -127,7 +148,9 @@ pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &C
     for (&number, file_ref) in &files {
         // With a header that is damaged, no chunk of the file is of use.
         if let Some(problem) = check_head(index, number, &open(there, file_ref)?, file_ref)? {
-            let inside = chunks.iter().filter(|&&chunk| index.chunk_file(chunk) == number);
+            let inside = chunks
+                .iter()
+                .filter(|&&chunk| index.chunk_file(chunk) == number);
             problems.extend(inside.map(|&chunk| (chunk, problem.clone())));
         }
     }
@@ -157,15 +180,20 @@ pub fn verify_chunks(
         }
     }
     let check = |block: &Block, bytes: &[u8]| {
-        compare(index, &files, block, block_digest(bytes)).map_or(Ok(()), |problem| Err(problem.into()))
+        compare(index, &files, block, block_digest(bytes))
+            .map_or(Ok(()), |problem| Err(problem.into()))
     };
-    each_block(&files, &blocks, threads, control, check).map_err(|error| explain(index, error, control))
+    each_block(&files, &blocks, threads, control, check)
+        .map_err(|error| explain(index, error, control))
 }
 
 impl From<Problem> for Error {
     fn from(problem: Problem) -> Self {
         let Problem {
-            block, expected, got, ..
+            block,
+            expected,
+            got,
+            ..
         } = &problem;
         let reason = format!("block {block} has digest {got}, expected {expected}");
         Self::corrupt_data(&problem.path, &problem.tensor, problem.offset, reason)
@@ -191,11 +219,18 @@ fn compare_all(
         Ok(())
     })
     .map_err(|error| explain(index, error, control))?;
-    Ok(problems.into_inner().unwrap_or_else(PoisonError::into_inner))
+    Ok(problems
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner))
 }
 
 /// What is wrong with a block that hashes to `got`, if that is not what the index says.
-fn compare(index: &Index, files: &BTreeMap<u32, FileRef>, block: &Block, got: u64) -> Option<Problem> {
+fn compare(
+    index: &Index,
+    files: &BTreeMap<u32, FileRef>,
+    block: &Block,
+    got: u64,
+) -> Option<Problem> {
     let chunk = index.chunk(block.chunk);
     let expected = index.digest(chunk.digests?.start + block.number);
     (got != expected).then(|| Problem {
@@ -223,36 +258,45 @@ fn verify_records(
         .collect();
     chunks.sort_unstable();
     for (&number, file_ref) in files {
-        let (records, pickle_is_checked) = match torch_file::check_records(there, file_ref, threads, control) {
-            Ok(checked) => checked,
-            // It was indexed once.
-            Err(Error::CorruptData { offset, reason, .. }) => {
-                verified.problems.push(Problem {
-                    path: file_ref.path.clone(),
-                    tensor: String::new(),
-                    whole_file: true,
-                    block: 0,
-                    offset: offset.unwrap_or(0),
-                    expected: "a file that opens".into(),
-                    got: reason,
-                });
-                continue;
-            }
-            Err(other) => return Err(other),
-        };
+        let (records, pickle_is_checked) =
+            match torch_file::check_records(there, file_ref, threads, control) {
+                Ok(checked) => checked,
+                // It was indexed once.
+                Err(Error::CorruptData { offset, reason, .. }) => {
+                    verified.problems.push(Problem {
+                        path: file_ref.path.clone(),
+                        tensor: String::new(),
+                        whole_file: true,
+                        block: 0,
+                        offset: offset.unwrap_or(0),
+                        expected: "a file that opens".into(),
+                        got: reason,
+                    });
+                    continue;
+                }
+                Err(other) => return Err(other),
+            };
         for record in records {
-            let first = chunks.partition_point(|&(file, offset, _)| (file, offset) < (number, record.at));
+            let first =
+                chunks.partition_point(|&(file, offset, _)| (file, offset) < (number, record.at));
             let within = chunks[first..]
                 .iter()
-                .take_while(|&&(file, offset, _)| file == number && offset < record.at + record.size)
+                .take_while(|&&(file, offset, _)| {
+                    file == number && offset < record.at + record.size
+                })
                 .map(|&(.., chunk)| index.chunk(chunk));
             let (Some(expected), Some(got)) = (record.expected, record.got) else {
                 continue;
             };
             verified.bytes += record.size;
             // Of a tensor that is elsewhere, this file has a copy.
-            let is_here = |tensor: &u32| index.chunk_file(index.tensor(*tensor).chunks.start) == number;
-            let values = record.values.iter().filter_map(|name| index.find(name)).filter(is_here);
+            let is_here =
+                |tensor: &u32| index.chunk_file(index.tensor(*tensor).chunks.start) == number;
+            let values = record
+                .values
+                .iter()
+                .filter_map(|name| index.find(name))
+                .filter(is_here);
             let mut parts: Vec<u32> = values.collect();
             for chunk in within {
                 if chunk.digests.is_none() {
@@ -269,10 +313,14 @@ fn verify_records(
                     whole_file: false,
                     block: 0,
                     offset: record.at,
-                    expected: format!("a record of {} bytes with CRC-32 {expected:08x}", record.size),
+                    expected: format!(
+                        "a record of {} bytes with CRC-32 {expected:08x}",
+                        record.size
+                    ),
                     got: format!("{got:08x}"),
                 };
-                // Every tensor over it, and every value: the checksum does not tell which of them is damaged.
+                // Every tensor over it, and every value: the checksum does not tell which of them
+                // is damaged.
                 parts.sort_unstable();
                 parts.dedup();
                 if parts.is_empty() {
@@ -295,16 +343,21 @@ fn verify_records(
     Ok(())
 }
 
-/// A file that was refused for `reason`: missing, of another length than it should have, or modified.
+/// A file that was refused for `reason`: missing, of another length than it should have, or
+/// modified.
 fn file_problem(there: Files<'_>, path: PathBuf, file_ref: &FileRef, reason: String) -> Problem {
     let size = file_ref.size;
     let file = format!("a file of {size} bytes");
     let (expected, got) = match std::fs::metadata(&path) {
         _ if there.is_remote() => (file, reason),
-        Ok(found) if found.is_file() && found.len() != size => {
-            (file, file_ref.with_mend(&format!("one of {} bytes", found.len())))
-        }
-        Ok(found) if found.is_file() => ("the file that was indexed".into(), format!("another: {reason}")),
+        Ok(found) if found.is_file() && found.len() != size => (
+            file,
+            file_ref.with_mend(&format!("one of {} bytes", found.len())),
+        ),
+        Ok(found) if found.is_file() => (
+            "the file that was indexed".into(),
+            format!("another: {reason}"),
+        ),
         Ok(_) => (file, reason),
         Err(_) => (file, file_ref.with_mend("none")),
     };
@@ -320,7 +373,12 @@ fn file_problem(there: Files<'_>, path: PathBuf, file_ref: &FileRef, reason: Str
 }
 
 /// The header of a data file against its digest.
-fn check_head(index: &Index, number: u32, file: &Opened<'_>, file_ref: &FileRef) -> Result<Option<Problem>> {
+fn check_head(
+    index: &Index,
+    number: u32,
+    file: &Opened<'_>,
+    file_ref: &FileRef,
+) -> Result<Option<Problem>> {
     let view = index.file(number);
     let Some(expected) = view.head_digest else {
         return Ok(None);

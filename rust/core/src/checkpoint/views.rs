@@ -12,10 +12,12 @@ use crate::read::{Destination, ReadOptions};
 use crate::store::Storage;
 use crate::{Control, Error, Result};
 
-/// The checkpoint with its quantized weights as tensors of `target`, by the configuration beside it and by names; `None` where it has none.
+/// The checkpoint with its quantized weights as tensors of `target`, by the configuration beside it
+/// and by names; `None` where it has none.
 ///
 /// # Errors
-/// [`Error::Quantization`] for a format that is not known, and for parts that are missing or do not fit; those of reads.
+/// [`Error::Quantization`] for a format that is not known, and for parts that are missing or do not
+/// fit; those of reads.
 pub fn dequantize(
     index: &Arc<Index>,
     target: Target,
@@ -42,7 +44,10 @@ pub fn dequantize(
 /// What the configuration in the folder says.
 fn config(index: &Index, control: &Control) -> Result<Option<Config>> {
     let path: PathBuf = index.folder().join("config.json");
-    let Some(json) = Storage::new(index.remote(), 1, control)?.files().read(&path)? else {
+    let Some(json) = Storage::new(index.remote(), 1, control)?
+        .files()
+        .read(&path)?
+    else {
         return Ok(None);
     };
     Config::parse(&json).map_err(|reason| Error::Quantization {
@@ -64,7 +69,8 @@ fn integers(
     let chunks = view.chunks;
     let dtype = view.dtype.map_or("bytes", crate::Dtype::name);
     let length = (chunks.clone().count() == 1).then(|| index.chunk(chunks.start).length);
-    let (Kind::Tensor, "int64" | "int32", Some(length @ 1..=64)) = (view.kind, dtype, length) else {
+    let (Kind::Tensor, "int64" | "int32", Some(length @ 1..=64)) = (view.kind, dtype, length)
+    else {
         return Err(Error::Quantization {
             path: index.path().to_owned(),
             tensor: view.name.to_owned(),

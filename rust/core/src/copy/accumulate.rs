@@ -9,9 +9,11 @@ use super::Loop;
 use super::float8::{Table, float8};
 use crate::Dtype;
 
-/// `sum = weight * element + sum` for every element, by one fused multiply-add: the product is not rounded.
+/// `sum = weight * element + sum` for every element, by one fused multiply-add: the product is not
+/// rounded.
 ///
-/// That is what torch's `sum.add_(element.float(), alpha=weight)` does on a CPU with that instruction.
+/// That is what torch's `sum.add_(element.float(), alpha=weight)` does on a CPU with that
+/// instruction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Accumulate {
     stored: Stored,
@@ -32,8 +34,8 @@ enum Stored {
 impl Accumulate {
     /// Adds elements of type `stored`, times `weight`, to sums of float64 (`is_double`) or float32.
     ///
-    /// `None` for a type that is not summed: an integer, a complex number, two numbers in a byte; or float64 where the
-    /// sums are float32.
+    /// `None` for a type that is not summed: an integer, a complex number, two numbers in a byte;
+    /// or float64 where the sums are float32.
     #[must_use]
     pub fn new(stored: Dtype, weight: f64, is_double: bool) -> Option<Self> {
         let stored = match stored.name() {
@@ -75,11 +77,13 @@ impl Accumulate {
         }
     }
 
-    /// Adds `run` bytes of elements for every step of `loops`. Steps of the destination are in bytes of sums.
+    /// Adds `run` bytes of elements for every step of `loops`. Steps of the destination are in
+    /// bytes of sums.
     ///
     /// # Safety
-    /// All the bytes that the loops reach are valid: from `src` for reads, from `dst` for reads and writes. They do not
-    /// overlap, and nothing else uses the sums meanwhile. Every offset fits in `isize`.
+    /// All the bytes that the loops reach are valid: from `src` for reads, from `dst` for reads and
+    /// writes. They do not overlap, and nothing else uses the sums meanwhile. Every offset fits in
+    /// `isize`.
     pub unsafe fn run(self, dst: *mut u8, src: *const u8, loops: &[Loop], run: u64) {
         // The steps of a loop that lies in memory fit in it; saturating keeps this infallible.
         let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
@@ -107,7 +111,14 @@ impl Accumulate {
             [outer, rest @ ..] => {
                 for i in 0..fit(outer.n) {
                     // SAFETY: as the caller vouches, for each step.
-                    unsafe { self.run(dst.add(i * fit(outer.dst)), src.add(i * fit(outer.src)), rest, run) };
+                    unsafe {
+                        self.run(
+                            dst.add(i * fit(outer.dst)),
+                            src.add(i * fit(outer.src)),
+                            rest,
+                            run,
+                        )
+                    };
                 }
             }
         }
@@ -160,7 +171,9 @@ impl Accumulate {
                     row.add(dst, src, weight, |x: f32| x);
                 }
                 (Stored::Float8(table), true) => {
-                    row.add(dst, src, self.weight, |x: u8| f64::from(table[usize::from(x)]));
+                    row.add(dst, src, self.weight, |x: u8| {
+                        f64::from(table[usize::from(x)])
+                    });
                 }
                 (Stored::Float16, true) => {
                     row.add(dst, src, self.weight, |x: u16| f64::from(half(x)));
@@ -187,8 +200,8 @@ fn half(x: u16) -> f32 {
     const INFINITE: u32 = 0x7c00;
     let x = u32::from(x);
     let magnitude = x & 0x7fff;
-    // The exponent's bias is 15 in place of 127. Unlike a product, a difference is right where subnormal operands count
-    // as zero (torch.set_flush_denormal).
+    // The exponent's bias is 15 in place of 127. Unlike a product, a difference is right where
+    // subnormal operands count as zero (torch.set_flush_denormal).
     let normal = (magnitude << 13) + ((127 - 15) << 23);
     let subnormal = f32::from_bits((113 << 23) + (magnitude << 13)) - f32::from_bits(113 << 23);
     let finite = if magnitude < 0x0400 {
@@ -216,13 +229,25 @@ impl Row {
     /// # Safety
     /// As [`Accumulate::run`], for elements of type `T` and sums of type `S`.
     #[inline(always)]
-    unsafe fn add<T: Copy, S: Sum>(self, dst: *mut u8, src: *const u8, weight: S, cast: impl Fn(T) -> S) {
-        // SAFETY: every place is one that the caller vouches for; nothing is assumed of the alignment.
+    unsafe fn add<T: Copy, S: Sum>(
+        self,
+        dst: *mut u8,
+        src: *const u8,
+        weight: S,
+        cast: impl Fn(T) -> S,
+    ) {
+        // SAFETY: every place is one that the caller vouches for; nothing is assumed of the
+        // alignment.
         unsafe {
             // Constant steps are compiled to vector instructions.
             if self.src == size_of::<T>() && self.dst == size_of::<S>() {
                 for i in 0..self.count {
-                    one(dst.add(i * size_of::<S>()), src.add(i * size_of::<T>()), weight, &cast);
+                    one(
+                        dst.add(i * size_of::<S>()),
+                        src.add(i * size_of::<T>()),
+                        weight,
+                        &cast,
+                    );
                 }
             } else {
                 for i in 0..self.count {
@@ -248,7 +273,8 @@ unsafe fn one<T: Copy, S: Sum>(dst: *mut u8, src: *const u8, weight: S, cast: &i
 /// Rounds float32 to bfloat16, to nearest and to even.
 ///
 /// # Safety
-/// `src` is valid for reads of `count` elements, and `dst` for writes of as many. They do not overlap.
+/// `src` is valid for reads of `count` elements, and `dst` for writes of as many. They do not
+/// overlap.
 pub unsafe fn round_to_bfloat16(dst: *mut u8, src: *const u8, count: usize) {
     /// # Safety
     /// As the function around it, and the processor has AVX2.
@@ -324,7 +350,14 @@ mod tests {
     fn added(dtype: &str, weight: f64, bytes: &[u8], sums: &mut [f32]) {
         let sink = accumulate(dtype, weight, false).unwrap();
         // SAFETY: the tests give as many sums as there are elements.
-        unsafe { sink.run(sums.as_mut_ptr().cast(), bytes.as_ptr(), &[], bytes.len() as u64) };
+        unsafe {
+            sink.run(
+                sums.as_mut_ptr().cast(),
+                bytes.as_ptr(),
+                &[],
+                bytes.len() as u64,
+            )
+        };
     }
 
     #[test]
@@ -334,7 +367,10 @@ mod tests {
         added("bfloat16", 1.0, &bytes, &mut sums);
         for (bits, &sum) in (0_u32..).zip(&sums) {
             let expected = f32::from_bits(bits << 16);
-            assert!(sum == expected || sum.is_nan() && expected.is_nan(), "{bits:#x}: {sum}");
+            assert!(
+                sum == expected || sum.is_nan() && expected.is_nan(),
+                "{bits:#x}: {sum}"
+            );
         }
         sums.fill(0.0);
         added("float16", 1.0, &bytes, &mut sums);
@@ -347,7 +383,11 @@ mod tests {
                 0 => mantissa * 2_f64.powi(-24),
                 _ => (1024.0 + mantissa) * 2_f64.powi(exponent - 25),
             };
-            let expected = if bits >> 15 == 1 { -magnitude } else { magnitude };
+            let expected = if bits >> 15 == 1 {
+                -magnitude
+            } else {
+                magnitude
+            };
             let same = f64::from(sum) == expected || sum.is_nan() && expected.is_nan();
             assert!(same, "{bits:#x}: {sum}, not {expected}");
         }
@@ -388,7 +428,14 @@ mod tests {
             let mut sum = 2.0_f64;
             let sink = accumulate(dtype, 0.3, true).unwrap();
             // SAFETY: one element, and one sum.
-            unsafe { sink.run((&raw mut sum).cast(), bytes.as_ptr(), &[], bytes.len() as u64) };
+            unsafe {
+                sink.run(
+                    (&raw mut sum).cast(),
+                    bytes.as_ptr(),
+                    &[],
+                    bytes.len() as u64,
+                )
+            };
             assert_eq!(sum.to_bits(), wanted.to_bits(), "{dtype}");
         }
         for (dtype, is_double) in [
@@ -427,7 +474,9 @@ mod tests {
     #[test]
     fn columns_and_transposes_are_added_where_they_belong() {
         // Rows 1 to 3 of columns 2 to 6 of a matrix of 4 x 8, and their transpose.
-        let stored: Vec<u8> = (0_u16..32).flat_map(|x| (x << 7 | 0x3f80).to_le_bytes()).collect();
+        let stored: Vec<u8> = (0_u16..32)
+            .flat_map(|x| (x << 7 | 0x3f80).to_le_bytes())
+            .collect();
         let value = |row: usize, column: usize| {
             let at = 2 * (8 * row + column);
             brain(u16::from_le_bytes([stored[at], stored[at + 1]]))
@@ -436,18 +485,31 @@ mod tests {
             // Strided counts both sides in bytes of stored elements.
             let halved = dst.map(|step| step / 2);
             let copy = Strided::new(2, &shape, &src, &halved).unwrap();
-            let loops: Vec<Loop> = copy.loops.iter().map(|l| Loop { dst: 2 * l.dst, ..*l }).collect();
+            let loops: Vec<Loop> = copy
+                .loops
+                .iter()
+                .map(|l| Loop {
+                    dst: 2 * l.dst,
+                    ..*l
+                })
+                .collect();
             let mut sums = [1.0_f32; 8];
             let sink = accumulate("bfloat16", 2.0, false).unwrap();
             let first = stored[2 * (8 + 2)..].as_ptr();
-            // SAFETY: the rectangle lies in the matrix, and there is a sum for each of its elements.
+            // SAFETY: the rectangle lies in the matrix, and there is a sum for each of its
+            // elements.
             unsafe { sink.run(sums.as_mut_ptr().cast(), first, &loops, copy.run) };
             for row in 1..3 {
                 for column in 2..6 {
-                    let at = (row - 1) * usize::try_from(dst[usize::from(shape[0] == 4)]).unwrap() / 4;
+                    let at =
+                        (row - 1) * usize::try_from(dst[usize::from(shape[0] == 4)]).unwrap() / 4;
                     let step = usize::try_from(dst[usize::from(shape[0] == 2)]).unwrap() / 4;
                     let got = sums[at + (column - 2) * step];
-                    assert_eq!(got, 2.0 * value(row, column) + 1.0, "{shape:?} {row} {column}");
+                    assert_eq!(
+                        got,
+                        2.0 * value(row, column) + 1.0,
+                        "{shape:?} {row} {column}"
+                    );
                 }
             }
         }

@@ -10,16 +10,17 @@ use super::run::copy_run_unfenced;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 use super::xxh3;
 
-/// Bytes copied, then hashed while they are still in the second-level cache, where not both is done at once. The copy goes
-/// first because it reads memory from several places at once, which hashing cannot.
+/// Bytes copied, then hashed while they are still in the second-level cache, where not both is done
+/// at once. The copy goes first because it reads memory from several places at once, which hashing
+/// cannot.
 const PART: usize = 256 << 10;
 
-/// Copies `len` bytes from byte `from` of a block, and returns the digest (XXH3-64) of all of the block. Other threads
-/// may see what is written only after a [`fence`](super::fence).
+/// Copies `len` bytes from byte `from` of a block, and returns the digest (XXH3-64) of all of the
+/// block. Other threads may see what is written only after a [`fence`](super::fence).
 ///
 /// # Safety
-/// `block` is valid for reads of `block_len` bytes and `dst` for writes of `len`, and they do not overlap;
-/// `from + len <= block_len`.
+/// `block` is valid for reads of `block_len` bytes and `dst` for writes of `len`, and they do not
+/// overlap; `from + len <= block_len`.
 pub unsafe fn copy_with_digest_unfenced(
     dst: *mut u8,
     block: *const u8,
@@ -57,7 +58,12 @@ unsafe fn copy_then_digest_unfenced(
         // SAFETY: `start..stop` lies within `from..from + len` and `at..end` within the block.
         unsafe {
             if start < stop {
-                copy_run_unfenced(dst.add(start - from), block.add(start), stop - start, stores);
+                copy_run_unfenced(
+                    dst.add(start - from),
+                    block.add(start),
+                    stop - start,
+                    stores,
+                );
             }
             hasher.write(std::slice::from_raw_parts(block.add(at), end - at));
         }
@@ -74,7 +80,8 @@ mod tests {
     use super::super::fence;
     use super::*;
 
-    /// Copies `len` bytes from byte `from` of the block to `skip` bytes after a cache line, in every way that there is.
+    /// Copies `len` bytes from byte `from` of the block to `skip` bytes after a cache line, in
+    /// every way that there is.
     fn check(block: &[u8], skip: usize, from: usize, len: usize, stores: Stores) {
         type Way<'a> = &'a dyn Fn(*mut u8) -> u64;
         let (bytes, size) = (block.as_ptr(), block.len());
@@ -86,11 +93,15 @@ mod tests {
             fence();
             let what = format!("{name}: {size} bytes, {len} from {from} to {skip}, {stores:?}");
             assert_eq!(got, expected, "{what}");
-            assert!(room[begin..begin + len] == block[from..from + len], "{what}");
+            assert!(
+                room[begin..begin + len] == block[from..from + len],
+                "{what}"
+            );
             room[begin..begin + len].fill(0);
             assert!(room.iter().all(|&b| b == 0), "{what}: written beside");
         };
-        // SAFETY: `from + len` is within the block, and the room behind its beginning is longer than `len`.
+        // SAFETY: `from + len` is within the block, and the room behind its beginning is longer
+        // than `len`.
         unsafe {
             try_it("chosen", &|dst| {
                 copy_with_digest_unfenced(dst, bytes, size, from, len, stores)

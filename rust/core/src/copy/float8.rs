@@ -39,14 +39,21 @@ const fn table(exponent_bits: u32, mantissa_bits: u32, bias: u32, special: Speci
     let mut all = [0.0; 256];
     let mut byte = 0;
     while byte < 256 {
-        all[byte as usize] = f32::from_bits(bits(byte, exponent_bits, mantissa_bits, bias, special));
+        all[byte as usize] =
+            f32::from_bits(bits(byte, exponent_bits, mantissa_bits, bias, special));
         byte += 1;
     }
     all
 }
 
 /// The bits of the same value as a float32.
-const fn bits(byte: u32, exponent_bits: u32, mantissa_bits: u32, bias: u32, special: Special) -> u32 {
+const fn bits(
+    byte: u32,
+    exponent_bits: u32,
+    mantissa_bits: u32,
+    bias: u32,
+    special: Special,
+) -> u32 {
     let sign = byte >> 7 << 31;
     let mantissa = byte & ((1 << mantissa_bits) - 1);
     let exponent = byte >> mantissa_bits & ((1 << exponent_bits) - 1);
@@ -93,7 +100,8 @@ mod tests {
 
     #[test]
     fn values_at_the_ends_of_each_type() {
-        let value = |name: &str, byte: usize| float8(Dtype::from_name(name).unwrap()).unwrap()[byte];
+        let value =
+            |name: &str, byte: usize| float8(Dtype::from_name(name).unwrap()).unwrap()[byte];
         for (name, byte, expected) in [
             ("float8_e4m3fn", 0x01, 0.001_953_125),
             ("float8_e4m3fn", 0x38, 1.0),
@@ -110,7 +118,11 @@ mod tests {
             ("float8_e8m0fnu", 0x7f, 1.0),
             ("float8_e8m0fnu", 0xfe, 2.0_f32.powi(127)),
         ] {
-            assert_eq!(value(name, byte).to_bits(), expected.to_bits(), "{name} {byte:#x}");
+            assert_eq!(
+                value(name, byte).to_bits(),
+                expected.to_bits(),
+                "{name} {byte:#x}"
+            );
         }
         assert_eq!(value("float8_e4m3fn", 0x80).to_bits(), (-0.0_f32).to_bits());
         for (name, byte) in [

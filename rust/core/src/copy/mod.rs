@@ -26,6 +26,7 @@ pub use strided::{Loop, Strided};
 pub enum Stores {
     /// Through the cache, for small amounts that are used next.
     Cached,
-    /// Around the cache where a run is long enough, so that the lines need not be read before they are overwritten.
+    /// Around the cache where a run is long enough, so that the lines need not be read before they
+    /// are overwritten.
     Streaming,
 }

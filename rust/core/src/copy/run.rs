@@ -10,14 +10,16 @@ use super::{Loop, Stores};
 const STREAM_RUN: usize = 1024;
 /// Runs up to this are copied four at a time where their destinations lie at whole cache lines.
 const FOUR_RUNS: usize = 16 << 10;
-/// Side of the square of elements that a transpose works on at a time: both its sides stay in the first-level cache.
+/// Side of the square of elements that a transpose works on at a time: both its sides stay in the
+/// first-level cache.
 const TILE: usize = 32;
 
 /// Copies `run` bytes for every step of `loops`, whatever their order; complete when it returns.
 ///
 /// # Safety
-/// All the bytes the loops reach are valid for reads from `src` and for writes from `dst`, and the two do not overlap.
-/// Every offset fits in `isize` (a [`Strided`](super::Strided) has checked that).
+/// All the bytes the loops reach are valid for reads from `src` and for writes from `dst`, and the
+/// two do not overlap. Every offset fits in `isize` (a [`Strided`](super::Strided) has checked
+/// that).
 pub unsafe fn copy_strided(dst: *mut u8, src: *const u8, loops: &[Loop], run: u64, stores: Stores) {
     // SAFETY: as the caller vouches.
     unsafe { copy_strided_unfenced(dst, src, loops, run, stores) };
@@ -26,12 +28,21 @@ pub unsafe fn copy_strided(dst: *mut u8, src: *const u8, loops: &[Loop], run: u6
     }
 }
 
-/// [`copy_strided`] whose streaming stores other threads may see only after a [`fence`]: one serves many copies.
+/// [`copy_strided`] whose streaming stores other threads may see only after a [`fence`]: one serves
+/// many copies.
 ///
 /// # Safety
 /// As [`copy_strided`].
-pub unsafe fn copy_strided_unfenced(dst: *mut u8, src: *const u8, loops: &[Loop], run: u64, stores: Stores) {
-    let Ok(run) = usize::try_from(run) else { return };
+pub unsafe fn copy_strided_unfenced(
+    dst: *mut u8,
+    src: *const u8,
+    loops: &[Loop],
+    run: u64,
+    stores: Stores,
+) {
+    let Ok(run) = usize::try_from(run) else {
+        return;
+    };
     let stream = stores == Stores::Streaming;
     if run == 0 {
         return;
@@ -44,7 +55,8 @@ pub unsafe fn copy_strided_unfenced(dst: *mut u8, src: *const u8, loops: &[Loop]
         let mut order: SmallVec<[Step; 4]> = loops.iter().map(Step::from).collect();
         order.sort_by_key(|l| std::cmp::Reverse((l.dst, l.src)));
         if matches!(run, 1 | 2 | 4 | 8 | 16) && order.len() > 1 {
-            // Where the source's fastest loop is not the destination's, bring the two together for tiling.
+            // Where the source's fastest loop is not the destination's, bring the two together for
+            // tiling.
             let fastest = (0..order.len()).min_by_key(|&i| order[i].src).unwrap_or(0);
             let last = order.len() - 1;
             if fastest < last {
@@ -62,7 +74,14 @@ pub unsafe fn copy_strided_unfenced(dst: *mut u8, src: *const u8, loops: &[Loop]
 /// As [`copy_strided`] for one run.
 pub unsafe fn copy_run_unfenced(dst: *mut u8, src: *const u8, run: usize, stores: Stores) {
     // SAFETY: as the caller vouches.
-    unsafe { one(dst, src, run, stores == Stores::Streaming && run >= STREAM_RUN) };
+    unsafe {
+        one(
+            dst,
+            src,
+            run,
+            stores == Stores::Streaming && run >= STREAM_RUN,
+        )
+    };
 }
 
 /// A [`Loop`] in units of memory.
@@ -102,8 +121,8 @@ unsafe fn one(dst: *mut u8, src: *const u8, run: usize, stream: bool) {
 /// # Safety
 /// As [`copy_strided`].
 unsafe fn nest(dst: *mut u8, src: *const u8, loops: &[Step], run: usize, stream: bool) {
-    // SAFETY: every pointer is at a sum of fewer than `n` steps of each loop, which the caller vouches for. The
-    // elements of 2, 4, 8 and 16 bytes are moved as unaligned integers.
+    // SAFETY: every pointer is at a sum of fewer than `n` steps of each loop, which the caller
+    // vouches for. The elements of 2, 4, 8 and 16 bytes are moved as unaligned integers.
     unsafe {
         match (loops, run) {
             ([inner], 1) => row::<u8>(dst, src, *inner),
@@ -119,7 +138,13 @@ unsafe fn nest(dst: *mut u8, src: *const u8, loops: &[Step], run: usize, stream:
             ([inner], _) => rows(dst, src, *inner, run, stream),
             ([outer, rest @ ..], _) => {
                 for i in 0..outer.n {
-                    nest(dst.add(i * outer.dst), src.add(i * outer.src), rest, run, stream);
+                    nest(
+                        dst.add(i * outer.dst),
+                        src.add(i * outer.src),
+                        rest,
+                        run,
+                        stream,
+                    );
                 }
             }
             ([], _) => one(dst, src, run, stream && run >= STREAM_RUN),
@@ -169,8 +194,15 @@ unsafe fn tiles<T: Copy>(dst: *mut u8, src: *const u8, a: Step, b: Step) {
                 ..b
             };
             for i in i..a.n.min(i + TILE) {
-                // SAFETY: as the caller vouches: `i` and the columns from `j` are steps of the two loops.
-                unsafe { row::<T>(dst.add(i * a.dst + j * b.dst), src.add(i * a.src + j * b.src), columns) };
+                // SAFETY: as the caller vouches: `i` and the columns from `j` are steps of the two
+                // loops.
+                unsafe {
+                    row::<T>(
+                        dst.add(i * a.dst + j * b.dst),
+                        src.add(i * a.src + j * b.src),
+                        columns,
+                    )
+                };
             }
         }
     }
@@ -194,7 +226,8 @@ mod tests {
         }
     }
 
-    /// Destination strides that never overlap: dense in a drawn order of the dimensions, with padding.
+    /// Destination strides that never overlap: dense in a drawn order of the dimensions, with
+    /// padding.
     fn dense(itemsize: usize, shape: &[usize], order: &[usize], pad: usize) -> Vec<usize> {
         let mut strides = vec![0; shape.len()];
         let mut size = itemsize;
@@ -205,9 +238,21 @@ mod tests {
         strides
     }
 
-    fn check(itemsize: usize, shape: &[usize], src_strides: &[usize], dst_strides: &[usize], stores: Stores) {
+    fn check(
+        itemsize: usize,
+        shape: &[usize],
+        src_strides: &[usize],
+        dst_strides: &[usize],
+        stores: Stores,
+    ) {
         let wide = |x: &[usize]| x.iter().map(|&v| v as u64).collect::<Vec<_>>();
-        let copy = Strided::new(itemsize as u64, &wide(shape), &wide(src_strides), &wide(dst_strides)).unwrap();
+        let copy = Strided::new(
+            itemsize as u64,
+            &wide(shape),
+            &wide(src_strides),
+            &wide(dst_strides),
+        )
+        .unwrap();
         let size = |x: u64| usize::try_from(x).unwrap();
         let src: Vec<u8> = (0..size(copy.src_extent()))
             .map(|i| (i * 7 + i / 251).to_le_bytes()[0])
@@ -221,7 +266,15 @@ mod tests {
             reference(&mut want, &src, itemsize, &dims);
         }
         // SAFETY: both buffers are as long as the extents of the copy.
-        unsafe { copy_strided(got.as_mut_ptr(), src.as_ptr(), &copy.loops, copy.run, stores) };
+        unsafe {
+            copy_strided(
+                got.as_mut_ptr(),
+                src.as_ptr(),
+                &copy.loops,
+                copy.run,
+                stores,
+            )
+        };
         assert!(
             got == want,
             "{itemsize} {shape:?} {src_strides:?} {dst_strides:?} {stores:?}"
@@ -252,7 +305,13 @@ mod tests {
                     &[1320 * itemsize, 40 * itemsize, itemsize],
                     stores,
                 );
-                check(itemsize, &[9, 7], &[0, itemsize], &[7 * itemsize, itemsize], stores);
+                check(
+                    itemsize,
+                    &[9, 7],
+                    &[0, itemsize],
+                    &[7 * itemsize, itemsize],
+                    stores,
+                );
             }
         }
     }

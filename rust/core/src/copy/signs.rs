@@ -43,7 +43,8 @@ impl SignBits {
     /// Changes the elements of a rectangle of at least one element: `shape`, and strides in bytes.
     ///
     /// # Safety
-    /// The elements are valid for reads and writes, apart from each other, and nobody else's meanwhile. No offset exceeds `isize`.
+    /// The elements are valid for reads and writes, apart from each other, and nobody else's
+    /// meanwhile. No offset exceeds `isize`.
     pub unsafe fn change(self, first: *mut u8, shape: &[u64], strides: &[u64]) {
         let ([n, shape @ ..], [stride, strides @ ..]) = (shape, strides) else {
             for byte in (0..16).filter(|byte| self.0 >> byte & 1 == 1) {
@@ -69,7 +70,11 @@ mod tests {
         let dtype = Dtype::from_name(dtype).unwrap();
         let mut bytes = bytes.to_vec();
         let count = bytes.len() as u64 / dtype.size();
-        let bits = Signs { conjugate, negative }.bits(dtype)?;
+        let bits = Signs {
+            conjugate,
+            negative,
+        }
+        .bits(dtype)?;
         // SAFETY: all elements of a vector.
         unsafe { bits.change(bytes.as_mut_ptr(), &[count], &[dtype.size()]) };
         Some(bytes)
@@ -77,7 +82,12 @@ mod tests {
 
     #[test]
     fn conjugates_and_negatives() {
-        let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
+        let bytes = |values: &[f32]| {
+            values
+                .iter()
+                .flat_map(|value| value.to_le_bytes())
+                .collect::<Vec<_>>()
+        };
         let complex = bytes(&[1.0, -2.0, 0.0, 3.0]);
         assert_eq!(
             changed("complex64", true, false, &complex),
@@ -99,13 +109,20 @@ mod tests {
             changed("bfloat16", false, true, &[0, 1, 2, 3]),
             Some(vec![0, 0x81, 2, 0x83])
         );
-        assert_eq!(changed("complex32", true, false, &[0; 4]), Some(vec![0, 0, 0, 0x80]));
+        assert_eq!(
+            changed("complex32", true, false, &[0; 4]),
+            Some(vec![0, 0, 0, 0x80])
+        );
         let double = [1.5_f64, 2.5].map(f64::to_le_bytes).concat();
         assert_eq!(
             changed("complex128", true, false, &double),
             Some([1.5_f64, -2.5].map(f64::to_le_bytes).concat())
         );
-        for (dtype, conjugate, negative) in [("float32", true, false), ("int32", false, true), ("bool", true, true)] {
+        for (dtype, conjugate, negative) in [
+            ("float32", true, false),
+            ("int32", false, true),
+            ("bool", true, true),
+        ] {
             assert_eq!(changed(dtype, conjugate, negative, &[0; 8]), None);
         }
         assert_eq!(changed("int64", false, false, &[7; 8]), Some(vec![7; 8]));

@@ -1,11 +1,13 @@
 //! Copies that write around the cache (non-temporal stores).
 //!
-//! On x86-64 with AVX2; others have `memcpy`. On aarch64 they are plain ones: its cores notice by themselves that whole lines are written one after the other, and stop reading
-//! them first; its non-temporal stores are a hint on top of that, which nobody has measured for this crate.
+//! On x86-64 with AVX2; others have `memcpy`. On aarch64 they are plain ones: its cores notice by
+//! themselves that whole lines are written one after the other, and stop reading them first; its
+//! non-temporal stores are a hint on top of that, which nobody has measured for this crate.
 #![allow(unsafe_code)] // Vector intrinsics on raw memory: this is one of the few places that need it.
 
-/// Streaming stores write whole lines without reading them first. Four places of the copy advance together: that keeps
-/// more DRAM pages and line buffers busy than one sequential walk, and is a third faster where it was measured.
+/// Streaming stores write whole lines without reading them first. Four places of the copy advance
+/// together: that keeps more DRAM pages and line buffers busy than one sequential walk, and is a
+/// third faster where it was measured.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod x86 {
     use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
@@ -23,8 +25,8 @@ mod x86 {
     /// Copies `len` bytes at each of `PLACES` places, `dst_step` and `src_step` bytes apart.
     ///
     /// # Safety
-    /// The CPU [has it](is_there); `dst`, `dst_step` and `len` are multiples of [`LINE`]; all places are valid for `len` bytes, and sources
-    /// and destinations do not overlap.
+    /// The CPU [has it](is_there); `dst`, `dst_step` and `len` are multiples of [`LINE`]; all
+    /// places are valid for `len` bytes, and sources and destinations do not overlap.
     #[target_feature(enable = "avx2")]
     pub unsafe fn places<const PLACES: usize>(
         dst: *mut u8,
@@ -37,8 +39,9 @@ mod x86 {
         for at in (0..len).step_by(LINE) {
             for place in 0..PLACES {
                 for at in [at, at + WIDTH] {
-                    // SAFETY: `at` is below `len`, a whole number of lines, and the place is the caller's. The
-                    // load is an unaligned one; the store is aligned because all that adds up to it is.
+                    // SAFETY: `at` is below `len`, a whole number of lines, and the place is the
+                    // caller's. The load is an unaligned one; the store is aligned because all that
+                    // adds up to it is.
                     unsafe {
                         let vector = _mm256_loadu_si256(src.add(place * src_step + at).cast());
                         _mm256_stream_si256(dst.add(place * dst_step + at).cast(), vector);
@@ -51,7 +54,8 @@ mod x86 {
     /// Copies a run of whole lines, from four places of it at a time.
     ///
     /// # Safety
-    /// The CPU [has it](is_there); `dst` and `len` are multiples of [`LINE`]; both sides are valid for `len` bytes and do not overlap.
+    /// The CPU [has it](is_there); `dst` and `len` are multiples of [`LINE`]; both sides are valid
+    /// for `len` bytes and do not overlap.
     pub unsafe fn run(mut dst: *mut u8, mut src: *const u8, mut len: usize) {
         // SAFETY: four steps are at most `len`, and a step is a whole number of lines.
         unsafe {
@@ -71,7 +75,8 @@ mod x86 {
     }
 }
 
-/// Copies with streaming stores where the CPU has them. Call [`fence`] before another thread may look.
+/// Copies with streaming stores where the CPU has them. Call [`fence`] before another thread may
+/// look.
 ///
 /// # Safety
 /// `dst` is valid for writes and `src` for reads of `len` bytes, and they do not overlap.
@@ -80,8 +85,8 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) {
     if x86::is_there() {
         let head = dst.align_offset(x86::LINE).min(len);
         let body = (len - head) / x86::LINE * x86::LINE;
-        // SAFETY: the CPU has the kernel. head + body <= len, so all three parts lie within what the caller vouches for; the body begins at an
-        // aligned destination and has whole lines.
+        // SAFETY: the CPU has the kernel. head + body <= len, so all three parts lie within what
+        // the caller vouches for; the body begins at an aligned destination and has whole lines.
         unsafe {
             std::ptr::copy_nonoverlapping(src, dst, head);
             let (to, from) = (dst.add(head), src.add(head));
@@ -96,16 +101,23 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) {
     }
 }
 
-/// Copies four runs that are `dst_step` and `src_step` bytes apart, if their destinations lie at whole lines; false, with
-/// nothing done, if they do not. As [`copy_unfenced`] else.
+/// Copies four runs that are `dst_step` and `src_step` bytes apart, if their destinations lie at
+/// whole lines; false, with nothing done, if they do not. As [`copy_unfenced`] else.
 ///
 /// # Safety
 /// All four runs are valid for `len` bytes, and sources and destinations do not overlap.
-pub unsafe fn copy_four_unfenced(dst: *mut u8, dst_step: usize, src: *const u8, src_step: usize, len: usize) -> bool {
+pub unsafe fn copy_four_unfenced(
+    dst: *mut u8,
+    dst_step: usize,
+    src: *const u8,
+    src_step: usize,
+    len: usize,
+) -> bool {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if x86::is_there() && dst.align_offset(x86::LINE) == 0 && dst_step.is_multiple_of(x86::LINE) {
         let body = len / x86::LINE * x86::LINE;
-        // SAFETY: the CPU has the kernel; destinations begin at lines, `body` has whole lines; what is left of each run is copied after it.
+        // SAFETY: the CPU has the kernel; destinations begin at lines, `body` has whole lines; what
+        // is left of each run is copied after it.
         unsafe {
             x86::places::<4>(dst, dst_step, src, src_step, body);
             if body < len {
@@ -140,11 +152,25 @@ mod tests {
         let src: Vec<u8> = (0..100_000u32)
             .map(|i| i.wrapping_mul(2_654_435_761).to_be_bytes()[0])
             .collect();
-        for (len, dst_step, src_step) in [(0, 64, 5), (64, 64, 64), (128, 192, 131), (4096, 8192, 20_001)] {
+        for (len, dst_step, src_step) in [
+            (0, 64, 5),
+            (64, 64, 64),
+            (128, 192, 131),
+            (4096, 8192, 20_001),
+        ] {
             let mut dst = vec![0u8; 4 * dst_step + len + x86::LINE];
             let skip = dst.as_ptr().align_offset(x86::LINE);
-            // SAFETY: the CPU has it. `dst` has a line to spare beyond what the places reach; `src` is longer than 3 * 20,001 + 4099.
-            unsafe { x86::places::<4>(dst.as_mut_ptr().add(skip), dst_step, src.as_ptr().add(3), src_step, len) };
+            // SAFETY: the CPU has it. `dst` has a line to spare beyond what the places reach; `src`
+            // is longer than 3 * 20,001 + 4099.
+            unsafe {
+                x86::places::<4>(
+                    dst.as_mut_ptr().add(skip),
+                    dst_step,
+                    src.as_ptr().add(3),
+                    src_step,
+                    len,
+                )
+            };
             fence();
             for place in 0..4 {
                 let (to, from) = (skip + place * dst_step, 3 + place * src_step);
@@ -171,7 +197,12 @@ mod tests {
                 unsafe { copy_unfenced(dst.as_mut_ptr().add(start), src.as_ptr().add(7), len) };
                 fence();
                 assert!(dst[start..start + len] == src[7..7 + len], "{start} {len}");
-                assert!(dst[..start].iter().chain(&dst[start + len..]).all(|&b| b == 0));
+                assert!(
+                    dst[..start]
+                        .iter()
+                        .chain(&dst[start + len..])
+                        .all(|&b| b == 0)
+                );
             }
         }
     }

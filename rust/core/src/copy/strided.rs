@@ -2,7 +2,8 @@
 
 use smallvec::SmallVec;
 
-/// One loop around the copy of a run: `n` steps, with the bytes to advance at each in source and destination.
+/// One loop around the copy of a run: `n` steps, with the bytes to advance at each in source and
+/// destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loop {
     /// Steps, at least 2 in a normalised copy.
@@ -15,7 +16,8 @@ pub struct Loop {
 
 /// Loops around a run of bytes that is contiguous in source and destination.
 ///
-/// Loops are sorted by source stride, largest first, so that an earlier loop moves further in the source.
+/// Loops are sorted by source stride, largest first, so that an earlier loop moves further in the
+/// source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strided {
     /// The loops, outermost first.
@@ -40,12 +42,15 @@ impl Strided {
             });
         }
         let mut loops: SmallVec<[Loop; 4]> = SmallVec::new();
-        // Row-major input has its contiguous dimensions last: take those into the run without sorting.
+        // Row-major input has its contiguous dimensions last: take those into the run without
+        // sorting.
         let mut run = itemsize;
         for d in (0..shape.len()).rev() {
             match (shape[d], src[d], dst[d]) {
                 (1, ..) => {}
-                (n, s, t) if s == run && t == run && loops.is_empty() => run = run.checked_mul(n)?,
+                (n, s, t) if s == run && t == run && loops.is_empty() => {
+                    run = run.checked_mul(n)?
+                }
                 (n, s, t) => loops.push(Loop { n, src: s, dst: t }),
             }
         }
@@ -55,20 +60,29 @@ impl Strided {
         }
         copy.extent(|l| l.src)?;
         copy.extent(|l| l.dst)?;
-        copy.loops.iter().try_fold(copy.run, |n, l| n.checked_mul(l.n))?;
+        copy.loops
+            .iter()
+            .try_fold(copy.run, |n, l| n.checked_mul(l.n))?;
         Some(copy)
     }
 
-    /// Sorts the loops, absorbs contiguous ones into the run, and joins those that together walk evenly.
+    /// Sorts the loops, absorbs contiguous ones into the run, and joins those that together walk
+    /// evenly.
     fn normalise(&mut self) -> Option<()> {
-        self.loops.sort_by_key(|l| std::cmp::Reverse((l.src, l.dst)));
-        while let Some(i) = self.loops.iter().position(|l| l.src == self.run && l.dst == self.run) {
+        self.loops
+            .sort_by_key(|l| std::cmp::Reverse((l.src, l.dst)));
+        while let Some(i) = self
+            .loops
+            .iter()
+            .position(|l| l.src == self.run && l.dst == self.run)
+        {
             self.run = self.run.checked_mul(self.loops.remove(i).n)?;
         }
         let mut i = 1;
         while i < self.loops.len() {
             let (outer, inner) = (self.loops[i - 1], self.loops[i]);
-            let joins = inner.n.checked_mul(inner.src)? == outer.src && inner.n.checked_mul(inner.dst)? == outer.dst;
+            let joins = inner.n.checked_mul(inner.src)? == outer.src
+                && inner.n.checked_mul(inner.dst)? == outer.dst;
             if joins {
                 self.loops[i].n = inner.n.checked_mul(outer.n)?;
                 self.loops.remove(i - 1);
@@ -82,7 +96,9 @@ impl Strided {
     fn extent(&self, stride: impl Fn(&Loop) -> u64) -> Option<u64> {
         self.loops
             .iter()
-            .try_fold(self.run, |sum, l| sum.checked_add((l.n - 1).checked_mul(stride(l))?))
+            .try_fold(self.run, |sum, l| {
+                sum.checked_add((l.n - 1).checked_mul(stride(l))?)
+            })
             .filter(|&e| i64::try_from(e).is_ok())
     }
 
@@ -95,13 +111,17 @@ impl Strided {
     /// Bytes from the first source byte to just past the last, gaps included.
     #[must_use]
     pub fn src_extent(&self) -> u64 {
-        self.loops.iter().fold(self.run, |sum, l| sum + (l.n - 1) * l.src)
+        self.loops
+            .iter()
+            .fold(self.run, |sum, l| sum + (l.n - 1) * l.src)
     }
 
     /// Bytes from the first destination byte to just past the last, gaps included.
     #[cfg(test)]
     pub fn dst_extent(&self) -> u64 {
-        self.loops.iter().fold(self.run, |sum, l| sum + (l.n - 1) * l.dst)
+        self.loops
+            .iter()
+            .fold(self.run, |sum, l| sum + (l.n - 1) * l.dst)
     }
 
     /// Whether it is one run.
@@ -139,17 +159,35 @@ mod tests {
             // columns of a row-major matrix, densely into the destination
             (2, &[8, 4], &[32, 2], &[8, 2], vec![(8, 32, 8)], 8),
             // two outer dimensions walk as one
-            (2, &[3, 8, 4], &[256, 32, 2], &[64, 8, 2], vec![(24, 32, 8)], 8),
+            (
+                2,
+                &[3, 8, 4],
+                &[256, 32, 2],
+                &[64, 8, 2],
+                vec![(24, 32, 8)],
+                8,
+            ),
             // both column-major: dense all the same
             (2, &[3, 8], &[2, 6], &[2, 6], vec![], 48),
             // a transpose
-            (2, &[3, 8], &[2, 6], &[16, 2], vec![(8, 6, 2), (3, 2, 16)], 2),
+            (
+                2,
+                &[3, 8],
+                &[2, 6],
+                &[16, 2],
+                vec![(8, 6, 2), (3, 2, 16)],
+                2,
+            ),
             // expanded source
             (2, &[3, 8], &[0, 2], &[16, 2], vec![(3, 0, 16)], 16),
         ];
         for (itemsize, shape, src, dst, want, run) in cases {
             let copy = Strided::new(itemsize, shape, src, dst).unwrap();
-            assert_eq!((loops(&copy), copy.run), (want, run), "{shape:?} {src:?} {dst:?}");
+            assert_eq!(
+                (loops(&copy), copy.run),
+                (want, run),
+                "{shape:?} {src:?} {dst:?}"
+            );
         }
     }
 

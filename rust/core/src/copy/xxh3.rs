@@ -1,14 +1,17 @@
 //! A copy around the cache that digests (XXH3-64) what it copies: each vector is loaded once.
 //!
-//! XXH3 takes its input in rounds of 1024 bytes. What the sixteen stripes of a round add to its eight accumulators depends on those
-//! bytes alone; only after that are the accumulators scrambled, which needs the rounds in order. So rounds at four places are summed up
-//! side by side, as a copy advances that wants its speed from memory, and their sums are taken in order afterwards.
-//! Constants and places in the secret are those of xxHash's specification; the library that hashes elsewhere is what tests compare with.
+//! XXH3 takes its input in rounds of 1024 bytes. What the sixteen stripes of a round add to its
+//! eight accumulators depends on those bytes alone; only after that are the accumulators scrambled,
+//! which needs the rounds in order. So rounds at four places are summed up side by side, as a copy
+//! advances that wants its speed from memory, and their sums are taken in order afterwards.
+//! Constants and places in the secret are those of xxHash's specification; the library that hashes
+//! elsewhere is what tests compare with.
 #![allow(unsafe_code)] // Vector intrinsics on raw memory: this is one of the few places that need it.
 
 use std::arch::x86_64::{
-    __m256i, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32, _mm256_setzero_si256, _mm256_shuffle_epi32,
-    _mm256_srli_epi64, _mm256_storeu_si256, _mm256_stream_si256, _mm256_xor_si256,
+    __m256i, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32, _mm256_setzero_si256,
+    _mm256_shuffle_epi32, _mm256_srli_epi64, _mm256_storeu_si256, _mm256_stream_si256,
+    _mm256_xor_si256,
 };
 
 use twox_hash::xxhash3_64::{DEFAULT_SECRET_LENGTH, SecretBuffer};
@@ -77,7 +80,8 @@ impl Lanes {
             let value = word(stripe, 8 * i);
             let keyed = value ^ word(secret, at + 8 * i);
             self.0[i ^ 1] = self.0[i ^ 1].wrapping_add(value);
-            self.0[i] = self.0[i].wrapping_add((keyed & u64::from(u32::MAX)).wrapping_mul(keyed >> 32));
+            self.0[i] =
+                self.0[i].wrapping_add((keyed & u64::from(u32::MAX)).wrapping_mul(keyed >> 32));
         }
     }
 
@@ -98,21 +102,31 @@ impl Lanes {
 /// Eight bytes from `at`.
 #[inline]
 fn word(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(*bytes[at..].first_chunk().expect("it ends before what it is read from"))
+    u64::from_le_bytes(
+        *bytes[at..]
+            .first_chunk()
+            .expect("it ends before what it is read from"),
+    )
 }
 
-/// Whether the CPU has what [`copy_unfenced`] needs, and so many bytes can be copied to `dst` by it.
+/// Whether the CPU has what [`copy_unfenced`] needs, and so many bytes can be copied to `dst` by
+/// it.
 pub fn can_copy(dst: *const u8, len: usize) -> bool {
     len >= LONG && dst.align_offset(STRIPE) == 0 && is_x86_feature_detected!("avx2")
 }
 
-/// Copies `rounds` rounds at each of its places, which follow one another in memory, and takes them.
+/// Copies `rounds` rounds at each of its places, which follow one another in memory, and takes
+/// them.
 ///
 /// # Safety
-/// The CPU has the feature. `src` is valid for reads of the rounds of all places, which have at most [`MOST`] each, and
-/// `dst` for writes of as many; it begins at a cache line, and they do not overlap.
+/// The CPU has the feature. `src` is valid for reads of the rounds of all places, which have at
+/// most [`MOST`] each, and `dst` for writes of as many; it begins at a cache line, and they do not
+/// overlap.
 #[target_feature(enable = "avx2")]
-#[expect(clippy::cast_ptr_alignment, reason = "unaligned loads, and stores to whole lines")]
+#[expect(
+    clippy::cast_ptr_alignment,
+    reason = "unaligned loads, and stores to whole lines"
+)]
 unsafe fn copy_rounds<const PLACES: usize>(
     lanes: &mut Lanes,
     secret: &Secret,
@@ -129,8 +143,9 @@ unsafe fn copy_rounds<const PLACES: usize>(
             for (place, sum) in sum.iter_mut().enumerate() {
                 let line = (place * rounds + round) * ROUND + stripe * STRIPE;
                 for (i, sum) in sum.iter_mut().enumerate() {
-                    // SAFETY: the line is one of the rounds that the caller vouches for, and the secret is longer
-                    // than fifteen steps and a stripe. Loads are unaligned ones; the store is aligned as `dst` is.
+                    // SAFETY: the line is one of the rounds that the caller vouches for, and the
+                    // secret is longer than fifteen steps and a stripe. Loads are unaligned ones;
+                    // the store is aligned as `dst` is.
                     let (data, key) = unsafe {
                         let data = _mm256_loadu_si256(src.add(line + i * WIDTH).cast());
                         _mm256_stream_si256(dst.add(line + i * WIDTH).cast::<__m256i>(), data);
@@ -148,7 +163,9 @@ unsafe fn copy_rounds<const PLACES: usize>(
         for (sums, sum) in sums.iter_mut().zip(sum) {
             for (i, sum) in sum.into_iter().enumerate() {
                 // SAFETY: eight lanes are as long as the vectors of a stripe.
-                unsafe { _mm256_storeu_si256(sums[round].0.as_mut_ptr().cast::<__m256i>().add(i), sum) };
+                unsafe {
+                    _mm256_storeu_si256(sums[round].0.as_mut_ptr().cast::<__m256i>().add(i), sum)
+                };
             }
         }
     }
@@ -157,10 +174,12 @@ unsafe fn copy_rounds<const PLACES: usize>(
     }
 }
 
-/// Copies `len` bytes, and returns their digest. Other threads may see what is written only after a [`fence`](super::fence).
+/// Copies `len` bytes, and returns their digest. Other threads may see what is written only after a
+/// [`fence`](super::fence).
 ///
 /// # Safety
-/// `src` is valid for reads of `len` bytes and `dst` for writes, and they do not overlap; [`can_copy`] is true.
+/// `src` is valid for reads of `len` bytes and `dst` for writes, and they do not overlap;
+/// [`can_copy`] is true.
 pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     let secret: &Secret = SecretBuffer::default().into_secret();
     let mut lanes = Lanes::START;
@@ -169,8 +188,13 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     let mut at = 0;
     while at < last {
         let left = (last - at) / ROUND;
-        let (places, rounds) = if left < 4 { (1, left) } else { (4, (left / 4).min(MOST)) };
-        // SAFETY: that many rounds are left of what the caller vouches for, and `at` is a whole number of them.
+        let (places, rounds) = if left < 4 {
+            (1, left)
+        } else {
+            (4, (left / 4).min(MOST))
+        };
+        // SAFETY: that many rounds are left of what the caller vouches for, and `at` is a whole
+        // number of them.
         unsafe {
             let (dst, src) = (dst.add(at), src.add(at));
             if places == 4 {
@@ -185,7 +209,10 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     let (rest, stripe) = unsafe {
         std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), len - at);
         let rest = std::slice::from_raw_parts(src.add(at), len - at);
-        (rest, std::slice::from_raw_parts(src.add(len - STRIPE), STRIPE))
+        (
+            rest,
+            std::slice::from_raw_parts(src.add(len - STRIPE), STRIPE),
+        )
     };
     for (i, stripe) in rest[..rest.len() - 1].chunks_exact(STRIPE).enumerate() {
         lanes.stripe(stripe, secret, i * SECRET_STEP);

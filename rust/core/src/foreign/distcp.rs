@@ -26,9 +26,15 @@ pub fn rank_metadata_name(rank: u32) -> String {
     format!("__{rank}{METADATA_NAME}")
 }
 
-/// Indexes the stock DCP folder `dir` from its `.metadata`, or with `rank` from that rank's own. Returns the bytes of an
-/// index that is to lie in `dir`. `threads` may be 0: as many as there are cores.
-pub(crate) fn index_folder(files: Files<'_>, dir: &Path, rank: Option<u32>, threads: usize) -> Result<Vec<u8>> {
+/// Indexes the stock DCP folder `dir` from its `.metadata`, or with `rank` from that rank's own.
+/// Returns the bytes of an index that is to lie in `dir`. `threads` may be 0: as many as there are
+/// cores.
+pub(crate) fn index_folder(
+    files: Files<'_>,
+    dir: &Path,
+    rank: Option<u32>,
+    threads: usize,
+) -> Result<Vec<u8>> {
     let path = dir.join(rank.map_or_else(|| METADATA_NAME.to_owned(), rank_metadata_name));
     let Some(bytes) = files.read(&path)? else {
         return Err(Error::NotFound {
@@ -40,7 +46,12 @@ pub(crate) fn index_folder(files: Files<'_>, dir: &Path, rank: Option<u32>, thre
 }
 
 /// Indexes the data files that `metadata` names.
-pub(crate) fn index_items(files: Files<'_>, dir: &Path, metadata: StockMetadata, threads: usize) -> Result<Vec<u8>> {
+pub(crate) fn index_items(
+    files: Files<'_>,
+    dir: &Path,
+    metadata: StockMetadata,
+    threads: usize,
+) -> Result<Vec<u8>> {
     let threads = files.threads(threads);
     let StockMetadata {
         files: names,
@@ -52,7 +63,9 @@ pub(crate) fn index_items(files: Files<'_>, dir: &Path, metadata: StockMetadata,
     let mut builder = IndexBuilder::new(SourceKind::Dcp);
     builder.root = root;
     builder.save_id = save_id;
-    let looked_at = parallel::map(names.len(), threads, |i| DataFile::look_at(files, dir, &names[i]))?;
+    let looked_at = parallel::map(names.len(), threads, |i| {
+        DataFile::look_at(files, dir, &names[i])
+    })?;
     for (name, file) in names.into_iter().zip(&looked_at) {
         builder.add_file(FileEntry {
             name,
@@ -77,11 +90,13 @@ pub(crate) fn index_items(files: Files<'_>, dir: &Path, metadata: StockMetadata,
     builder.build()
 }
 
-/// A data file as it is now. It is opened for each batch: a checkpoint may have more files than a process may have open.
+/// A data file as it is now. It is opened for each batch: a checkpoint may have more files than a
+/// process may have open.
 struct DataFile {
     path: PathBuf,
     stat: Stat,
-    /// Bytes that no archive or value has claimed: they share none, so looking into all of them takes time in proportion to the file.
+    /// Bytes that no archive or value has claimed: they share none, so looking into all of them
+    /// takes time in proportion to the file.
     left: AtomicU64,
     /// The safetensors files found in it, by their offset.
     embedded: Mutex<HashMap<u64, Arc<Embedded>>>,
@@ -102,7 +117,10 @@ impl DataFile {
     /// Takes the bytes of an item.
     fn claim(&self, item: &StockItem) -> FaultResult<()> {
         let take = |left: u64| left.checked_sub(item.length);
-        match self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
+        match self
+            .left
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
+        {
             Ok(_) => Ok(()),
             Err(_) => Err(Fault::corrupt(0, "it shares bytes with other items")),
         }
@@ -138,7 +156,8 @@ const LONGEST_READ: u64 = 4 << 20;
 /// [`GAP`] where a call is a request to a store.
 const REMOTE_GAP: u64 = 256 << 10;
 
-/// The ranges to read for some items of a file of `size` bytes: their ends, with near neighbours joined.
+/// The ranges to read for some items of a file of `size` bytes: their ends, with near neighbours
+/// joined.
 fn ranges(items: &[StockItem], size: u64, gap: u64) -> Vec<(u64, u64)> {
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     let mut ends = Vec::with_capacity(2 * items.len());
@@ -151,7 +170,10 @@ fn ranges(items: &[StockItem], size: u64, gap: u64) -> Vec<(u64, u64)> {
     ends.sort_unstable();
     for (begin, end) in ends {
         match ranges.last_mut() {
-            Some(last) if begin <= last.1.saturating_add(gap) && end.max(last.1) - last.0 <= LONGEST_READ => {
+            Some(last)
+                if begin <= last.1.saturating_add(gap)
+                    && end.max(last.1) - last.0 <= LONGEST_READ =>
+            {
                 last.1 = last.1.max(end);
             }
             _ => ranges.push((begin, end)),
@@ -206,7 +228,9 @@ fn name_fault(fault: Fault, path: &Path, entry: &TensorEntry, item: &StockItem) 
         ))
     };
     match fault {
-        Fault::Corrupt { at, reason } => Error::corrupt_data(path, name, item.offset.saturating_add(at), reason),
+        Fault::Corrupt { at, reason } => {
+            Error::corrupt_data(path, name, item.offset.saturating_add(at), reason)
+        }
         Fault::Unsupported(what) => unsupported(&what),
         Fault::Forbidden(global) => unsupported(&format!("stored with {global}")),
         Fault::Read(e) => e,
@@ -256,7 +280,8 @@ fn locate(
     let rest = source.size.saturating_sub(item.offset);
     let magic = window(rest).get(0, 4.min(rest))?;
     if *magic != LOCAL_MAGIC {
-        let (offset, length) = locate_in_safetensors(&*file.embedded(&window(rest))?, entry, item, dtype)?;
+        let (offset, length) =
+            locate_in_safetensors(&*file.embedded(&window(rest))?, entry, item, dtype)?;
         return Ok(at(offset, length, None, Signs::default()));
     }
     if !in_file {
@@ -273,7 +298,10 @@ fn locate(
 fn leads_out(item: &StockItem, size: u64) -> Fault {
     Fault::corrupt(
         0,
-        format!("its {} bytes lead out of a file of {size} bytes", item.length),
+        format!(
+            "its {} bytes lead out of a file of {size} bytes",
+            item.length
+        ),
     )
 }
 
@@ -285,7 +313,10 @@ pub(super) fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, Stored
             return Ok(None);
         };
         if record.size > longest {
-            return Err(Fault::Unsupported(format!("record {name:?} of {} bytes", record.size)));
+            return Err(Fault::Unsupported(format!(
+                "record {name:?} of {} bytes",
+                record.size
+            )));
         }
         let at = archive.payload(window, record)?;
         window.get(at, record.size).map(Some)
@@ -294,7 +325,9 @@ pub(super) fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, Stored
         && *order != *b"little"
     {
         let order = String::from_utf8_lossy(&order).into_owned();
-        return Err(Fault::Unsupported(format!("stored in byte order {order:?}")));
+        return Err(Fault::Unsupported(format!(
+            "stored in byte order {order:?}"
+        )));
     }
     let Some(pickle) = content("data.pkl", 1 << 20)? else {
         return Err(Fault::corrupt(0, "the archive has no data.pkl"));
@@ -310,14 +343,17 @@ pub(super) fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, Stored
     if record.size < tensor.storage_len {
         return Err(Fault::corrupt(
             payload,
-            format!("its storage has {} bytes, expected {}", record.size, tensor.storage_len),
+            format!(
+                "its storage has {} bytes, expected {}",
+                record.size, tensor.storage_len
+            ),
         ));
     }
     Ok((payload, tensor))
 }
 
-/// A safetensors file within a data file: `SerializationFormat.SAFETENSORS` puts one behind the values, and notes its offset for
-/// every tensor in it.
+/// A safetensors file within a data file: `SerializationFormat.SAFETENSORS` puts one behind the
+/// values, and notes its offset for every tensor in it.
 struct Embedded {
     data_start: u64,
     tensors: HashMap<String, st::HeaderTensor>,
@@ -363,13 +399,18 @@ fn locate_in_safetensors(
     dtype: Dtype,
 ) -> FaultResult<(u64, u64)> {
     let found = embedded.tensors.get(&entry.name);
-    let found = found.ok_or_else(|| Fault::corrupt(0, "the safetensors header here does not name it"))?;
-    let (stored, sizes) = found
-        .dtype
-        .to_torch(&found.shape)
-        .ok_or_else(|| Fault::Unsupported(format!("stored as {} {:?}", found.dtype.name(), found.shape)))?;
+    let found =
+        found.ok_or_else(|| Fault::corrupt(0, "the safetensors header here does not name it"))?;
+    let (stored, sizes) = found.dtype.to_torch(&found.shape).ok_or_else(|| {
+        Fault::Unsupported(format!(
+            "stored as {} {:?}",
+            found.dtype.name(),
+            found.shape
+        ))
+    })?;
     check_stored(stored, &sizes, dtype, item)?;
-    // The writer keeps one shard a name and file, and loses the others: the offsets tell which one it kept.
+    // The writer keeps one shard a name and file, and loses the others: the offsets tell which one
+    // it kept.
     let offsets = embedded.sharding.offsets(found)?;
     if embedded.sharding.is_noted() && offsets != item.offsets {
         return Err(Fault::corrupt(
@@ -380,7 +421,10 @@ fn locate_in_safetensors(
             ),
         ));
     }
-    Ok((item.offset + embedded.data_start + found.begin, found.end - found.begin))
+    Ok((
+        item.offset + embedded.data_start + found.begin,
+        found.end - found.begin,
+    ))
 }
 
 fn check_stored(stored: Dtype, sizes: &[u64], dtype: Dtype, item: &StockItem) -> FaultResult<()> {

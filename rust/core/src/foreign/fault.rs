@@ -4,7 +4,8 @@ use std::path::Path;
 
 use crate::Error;
 
-/// Why an item (an archive or a pickle within a file) was refused. Offsets count from its first byte.
+/// Why an item (an archive or a pickle within a file) was refused. Offsets count from its first
+/// byte.
 #[derive(Debug)]
 pub(super) enum Fault {
     /// A rule of the item's format does not hold.

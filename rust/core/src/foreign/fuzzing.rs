@@ -24,15 +24,17 @@ pub fn tensor_pickle(bytes: &[u8]) -> bool {
 
 /// An item of a `.distcp` file: the archive of one tensor.
 pub fn archive(bytes: &[u8]) -> bool {
-    in_memory("x.distcp", bytes, |source, fetched| {
-        match distcp::locate_in_archive(&Window::whole(source, fetched)) {
+    in_memory(
+        "x.distcp",
+        bytes,
+        |source, fetched| match distcp::locate_in_archive(&Window::whole(source, fetched)) {
             Ok((payload, tensor)) => {
                 assert!(payload + tensor.offset + tensor.length() <= source.size);
                 true
             }
             Err(_) => false,
-        }
-    })
+        },
+    )
 }
 
 /// A file of `torch.save`, and the same as a value.

@@ -49,12 +49,13 @@ const OLD_PROPERTIES: &str = "torch.distributed._shard.sharded_tensor.metadata";
 
 /// Element types that torch can name in a `.metadata` and that have no raw bytes of their own.
 const OTHER_DTYPES: [&str; 26] = [
-    "bits16", "bits1x8", "bits2x4", "bits4x2", "bits8", "int1", "int2", "int3", "int4", "int5", "int6", "int7",
-    "qint32", "qint8", "quint2x4", "quint4x2", "quint8", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
-    "half", "float",
+    "bits16", "bits1x8", "bits2x4", "bits4x2", "bits8", "int1", "int2", "int3", "int4", "int5",
+    "int6", "int7", "qint32", "qint8", "quint2x4", "quint4x2", "quint8", "uint1", "uint2", "uint3",
+    "uint4", "uint5", "uint6", "uint7", "half", "float",
 ];
 
-/// Everything that may be named. Nothing of it is imported or called: the names only tell apart what is stored.
+/// Everything that may be named. Nothing of it is imported or called: the names only tell apart
+/// what is stored.
 fn allow(module: &str, name: &str) -> bool {
     match module {
         METADATA => matches!(
@@ -70,12 +71,17 @@ fn allow(module: &str, name: &str) -> bool {
         ),
         FILESYSTEM => name == "_StorageInfo",
         OLD_PROPERTIES => matches!(name, "TensorProperties" | "MEM_FORMAT_ENCODING"),
-        "torch" => name == "Size" || Dtype::from_name(name).is_some() || OTHER_DTYPES.contains(&name),
+        "torch" => {
+            name == "Size" || Dtype::from_name(name).is_some() || OTHER_DTYPES.contains(&name)
+        }
         "torch.serialization" => name == "_get_layout",
         "collections" => name == "OrderedDict",
         // The folder that was saved to; Python 3.13 has the classes in another place.
         "pathlib" | "pathlib._local" => {
-            matches!(name, "PosixPath" | "PurePosixPath" | "WindowsPath" | "PureWindowsPath")
+            matches!(
+                name,
+                "PosixPath" | "PurePosixPath" | "WindowsPath" | "PureWindowsPath"
+            )
         }
         _ => false,
     }
@@ -109,7 +115,11 @@ fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
         items: Vec::new(),
     };
     let top = reader.state(pickle.top(), METADATA, "Metadata")?;
-    let part = |name| pickle.get(top, name).ok_or_else(|| odd(format!("it has no {name}")));
+    let part = |name| {
+        pickle
+            .get(top, name)
+            .ok_or_else(|| odd(format!("it has no {name}")))
+    };
     reader.read_entries(part("state_dict_metadata")?)?;
     reader.read_storage(part("storage_data")?)?;
     reader.check_stored()?;
@@ -168,14 +178,20 @@ impl<'a> Reader<'a> {
             .as_dict(map)
             .ok_or_else(|| odd("state_dict_metadata is not a dict"))?;
         for (name, entry) in pairs {
-            let name = pickle.as_str(*name).ok_or_else(|| odd("an FQN that is not text"))?;
+            let name = pickle
+                .as_str(*name)
+                .ok_or_else(|| odd("an FQN that is not text"))?;
             let id = u32::try_from(self.entries.len()).map_err(|_| odd("too many entries"))?;
             if self.ids.insert(name, id).is_some() {
                 return Err(odd(format!("{name:?} is there twice")));
             }
             let (entry, chunks) = match pickle.as_object(*entry) {
-                Some(((METADATA, "TensorStorageMetadata"), [], Some(state))) => self.tensor(name, state)?,
-                Some(((METADATA, "BytesStorageMetadata"), [], _)) => (bytes_entry(name), Vec::new()),
+                Some(((METADATA, "TensorStorageMetadata"), [], Some(state))) => {
+                    self.tensor(name, state)?
+                }
+                Some(((METADATA, "BytesStorageMetadata"), [], _)) => {
+                    (bytes_entry(name), Vec::new())
+                }
                 _ => return Err(odd(format!("{name:?} is neither a tensor nor bytes"))),
             };
             self.entries.push(entry);
@@ -186,23 +202,33 @@ impl<'a> Reader<'a> {
 
     fn spend(&mut self, bytes: usize, what: &str) -> FaultResult<()> {
         let left = self.budget.checked_sub(bytes as u64);
-        self.budget =
-            left.ok_or_else(|| Fault::Unsupported(format!("{what} that grows without bound as it repeats itself")))?;
+        self.budget = left.ok_or_else(|| {
+            Fault::Unsupported(format!(
+                "{what} that grows without bound as it repeats itself"
+            ))
+        })?;
         Ok(())
     }
 
     fn tensor(&mut self, name: &str, state: Item) -> FaultResult<(TensorEntry, Vec<Chunk>)> {
         let pickle = self.pickle;
         let bad = |what: &str| odd(format!("tensor {name:?}: {what}"));
-        let shape = self.dims(pickle.get(state, "size")).ok_or_else(|| bad("its size"))?;
+        let shape = self
+            .dims(pickle.get(state, "size"))
+            .ok_or_else(|| bad("its size"))?;
         let properties = pickle
             .get(state, "properties")
             .ok_or_else(|| bad("it has no properties"))?;
         let (dtype, flags) = self.properties(properties, name)?;
-        let list = pickle.get(state, "chunks").and_then(|item| pickle.as_list(item));
+        let list = pickle
+            .get(state, "chunks")
+            .and_then(|item| pickle.as_list(item));
         let list = list.ok_or_else(|| bad("it has no chunks"))?;
         let dims = 8 * if shape.spilled() { shape.len() } else { 0 };
-        self.spend(list.len() * (size_of::<Chunk>() + 2 * dims), "a list of chunks")?;
+        self.spend(
+            list.len() * (size_of::<Chunk>() + 2 * dims),
+            "a list of chunks",
+        )?;
         let mut chunks = Vec::with_capacity(list.len());
         for chunk in list {
             let state = self.state(*chunk, METADATA, "ChunkStorageMetadata")?;
@@ -217,14 +243,20 @@ impl<'a> Reader<'a> {
                 && shape
                     .iter()
                     .zip(offsets.iter().zip(&sizes))
-                    .all(|(&whole, (&at, &len))| at.checked_add(len).is_some_and(|end| end <= whole));
+                    .all(|(&whole, (&at, &len))| {
+                        at.checked_add(len).is_some_and(|end| end <= whole)
+                    });
             if !inside {
                 return Err(bad(&format!(
                     "chunk {sizes:?} at {offsets:?} lies outside its shape {shape:?}"
                 )));
             }
             let stored = false;
-            chunks.push(Chunk { offsets, sizes, stored });
+            chunks.push(Chunk {
+                offsets,
+                sizes,
+                stored,
+            });
         }
         chunks.sort_by(|a, b| a.offsets.cmp(&b.offsets));
         let entry = TensorEntry {
@@ -239,80 +271,113 @@ impl<'a> Reader<'a> {
         Ok((entry, chunks))
     }
 
-    /// dtype and flags from `(dtype, layout, requires_grad, memory format, pin_memory[, strides])`; strides came with torch 2.15.
+    /// dtype and flags from `(dtype, layout, requires_grad, memory format, pin_memory[, strides])`;
+    /// strides came with torch 2.15.
     fn properties(&self, item: Item, name: &str) -> FaultResult<(Dtype, u8)> {
         let pickle = self.pickle;
         let bad = |what: &str| odd(format!("tensor {name:?}: {what}"));
-        let Some(((METADATA | OLD_PROPERTIES, "TensorProperties"), [], Some(state))) = pickle.as_object(item) else {
+        let Some(((METADATA | OLD_PROPERTIES, "TensorProperties"), [], Some(state))) =
+            pickle.as_object(item)
+        else {
             return Err(bad("its properties"));
         };
         let Some(
-            [dtype, layout, requires_grad, format, pin_memory] | [dtype, layout, requires_grad, format, pin_memory, _],
+            [dtype, layout, requires_grad, format, pin_memory]
+            | [dtype, layout, requires_grad, format, pin_memory, _],
         ) = pickle.as_tuple(state)
         else {
             return Err(bad("its properties are not 5 or 6 values"));
         };
         let dtype = match pickle.as_global(*dtype) {
-            Some(("torch", dtype)) => Dtype::from_name(dtype)
-                .ok_or_else(|| Fault::Unsupported(format!("tensor {name:?} has dtype torch.{dtype}")))?,
+            Some(("torch", dtype)) => Dtype::from_name(dtype).ok_or_else(|| {
+                Fault::Unsupported(format!("tensor {name:?} has dtype torch.{dtype}"))
+            })?,
             _ => return Err(bad("its dtype")),
         };
         match pickle.as_object(*layout) {
-            Some((("torch.serialization", "_get_layout"), [layout], _)) => match pickle.as_str(*layout) {
-                Some("torch.strided") => {}
-                layout => {
-                    return Err(Fault::Unsupported(format!(
-                        "tensor {name:?} has layout {}",
-                        layout.unwrap_or("?")
-                    )));
+            Some((("torch.serialization", "_get_layout"), [layout], _)) => {
+                match pickle.as_str(*layout) {
+                    Some("torch.strided") => {}
+                    layout => {
+                        return Err(Fault::Unsupported(format!(
+                            "tensor {name:?} has layout {}",
+                            layout.unwrap_or("?")
+                        )));
+                    }
                 }
-            },
+            }
             _ => return Err(bad("its layout")),
         }
         let format = match pickle.as_object(*format) {
-            Some(((_, "_MEM_FORMAT_ENCODING" | "MEM_FORMAT_ENCODING"), [Item::Int(code)], _)) => match code {
-                0 => 0_u8,
-                1 => 1,
-                2 => 2,
-                _ => return Err(bad("its memory format")),
-            },
+            Some(((_, "_MEM_FORMAT_ENCODING" | "MEM_FORMAT_ENCODING"), [Item::Int(code)], _)) => {
+                match code {
+                    0 => 0_u8,
+                    1 => 1,
+                    2 => 2,
+                    _ => return Err(bad("its memory format")),
+                }
+            }
             _ => return Err(bad("its memory format")),
         };
         let bit = |item: &Item, bit: u8| if *item == Item::Bool(true) { bit } else { 0 };
-        Ok((dtype, bit(requires_grad, 1) | bit(pin_memory, 2) | format << 2))
+        Ok((
+            dtype,
+            bit(requires_grad, 1) | bit(pin_memory, 2) | format << 2,
+        ))
     }
 
     fn dims(&self, item: Option<Item>) -> Option<Dims> {
-        let items = self.pickle.as_tuple(item?).filter(|items| items.len() <= 64)?;
+        let items = self
+            .pickle
+            .as_tuple(item?)
+            .filter(|items| items.len() <= 64)?;
         items.iter().map(|item| unsigned(Some(*item))).collect()
     }
 
     fn read_storage(&mut self, map: Item) -> FaultResult<()> {
         let pickle = self.pickle;
-        let pairs = pickle.as_dict(map).ok_or_else(|| odd("storage_data is not a dict"))?;
+        let pairs = pickle
+            .as_dict(map)
+            .ok_or_else(|| odd("storage_data is not a dict"))?;
         self.items.reserve(pairs.len());
         for (index, info) in pairs {
             let index = self.state(*index, METADATA, "MetadataIndex")?;
             let name = pickle.get(index, "fqn").and_then(|fqn| pickle.as_str(fqn));
             let name = name.ok_or_else(|| odd("stored data without an FQN"))?;
             let bad = |what: &str| odd(format!("stored data of {name:?}: {what}"));
-            let entry = *self.ids.get(name).ok_or_else(|| bad("there is no such entry"))?;
-            let offset = pickle.get(index, "offset").filter(|offset| *offset != Item::None);
+            let entry = *self
+                .ids
+                .get(name)
+                .ok_or_else(|| bad("there is no such entry"))?;
+            let offset = pickle
+                .get(index, "offset")
+                .filter(|offset| *offset != Item::None);
             let offset = match offset {
                 Some(offset) => Some(self.dims(Some(offset)).ok_or_else(|| bad("its offset"))?),
                 None => None,
             };
             let info = self.state(*info, FILESYSTEM, "_StorageInfo")?;
-            let extensions = pickle.get(info, "transform_descriptors").unwrap_or(Item::None);
-            if extensions != Item::None && pickle.as_list(extensions).is_none_or(|list| !list.is_empty()) {
+            let extensions = pickle
+                .get(info, "transform_descriptors")
+                .unwrap_or(Item::None);
+            if extensions != Item::None
+                && pickle
+                    .as_list(extensions)
+                    .is_none_or(|list| !list.is_empty())
+            {
                 let names = pickle.as_list(extensions).unwrap_or_default();
-                let names: Vec<_> = names.iter().filter_map(|name| pickle.as_str(*name)).collect();
+                let names: Vec<_> = names
+                    .iter()
+                    .filter_map(|name| pickle.as_str(*name))
+                    .collect();
                 let names = names.join(", ");
                 return Err(Fault::Unsupported(format!(
                     "{name:?} is stored through the extension {names}"
                 )));
             }
-            let file = pickle.get(info, "relative_path").and_then(|path| pickle.as_str(path));
+            let file = pickle
+                .get(info, "relative_path")
+                .and_then(|path| pickle.as_str(path));
             let file = self.file(file.ok_or_else(|| bad("its file"))?)?;
             let (Some(offset_in_file), Some(length)) = (
                 unsigned(pickle.get(info, "offset")),
@@ -323,7 +388,9 @@ impl<'a> Reader<'a> {
             let (offsets, sizes) = match self.entries[entry as usize].kind {
                 Kind::Bytes => (Dims::new(), Dims::new()),
                 Kind::Tensor => take_chunk(&mut self.chunks[entry as usize], offset.as_ref())
-                    .ok_or_else(|| bad("it is no chunk of the tensor, or one of several in the same place"))?,
+                    .ok_or_else(|| {
+                        bad("it is no chunk of the tensor, or one of several in the same place")
+                    })?,
             };
             self.items.push(StockItem {
                 entry,
@@ -337,7 +404,8 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The number of a data file. Names that lead out of the folder are refused: no writer makes them.
+    /// The number of a data file. Names that lead out of the folder are refused: no writer makes
+    /// them.
     fn file(&mut self, name: &'a str) -> FaultResult<u32> {
         if let Some(&id) = self.file_ids.get(name) {
             return Ok(id);
@@ -357,13 +425,20 @@ impl<'a> Reader<'a> {
         for item in &self.items {
             has_item[item.entry as usize] = true;
         }
-        for (entry, (chunks, has_item)) in self.entries.iter().zip(self.chunks.iter().zip(has_item)) {
+        for (entry, (chunks, has_item)) in self.entries.iter().zip(self.chunks.iter().zip(has_item))
+        {
             let name = &entry.name;
             if entry.kind == Kind::Bytes && !has_item {
                 return Err(odd(format!("no data is stored for {name:?}")));
             }
-            if let Some(chunk) = chunks.iter().find(|chunk| !chunk.stored && !chunk.sizes.contains(&0)) {
-                return Err(odd(format!("no data is stored for {name:?} at {:?}", chunk.offsets)));
+            if let Some(chunk) = chunks
+                .iter()
+                .find(|chunk| !chunk.stored && !chunk.sizes.contains(&0))
+            {
+                return Err(odd(format!(
+                    "no data is stored for {name:?} at {:?}",
+                    chunk.offsets
+                )));
             }
         }
         Ok(())
@@ -388,7 +463,9 @@ impl<'a> Reader<'a> {
         let mut rest = Vec::new();
         for (name, path) in pairs {
             let path = self.value(*path, 1)?;
-            let known = pickle.as_str(*name).and_then(|name| self.ids.get(name).copied());
+            let known = pickle
+                .as_str(*name)
+                .and_then(|name| self.ids.get(name).copied());
             match known {
                 Some(id) => self.entries[id as usize].path = Some(path),
                 None => rest.push((self.value(*name, 1)?, path)),
@@ -399,7 +476,9 @@ impl<'a> Reader<'a> {
 
     fn value(&mut self, item: Item, depth: u32) -> FaultResult<Value> {
         if depth > 64 {
-            return Err(Fault::Unsupported("planner data is nested more than 64 deep".into()));
+            return Err(Fault::Unsupported(
+                "planner data is nested more than 64 deep".into(),
+            ));
         }
         let pickle = self.pickle;
         let cost = match item {
@@ -433,7 +512,10 @@ impl<'a> Reader<'a> {
     }
 
     fn values(&mut self, items: &[Item], depth: u32) -> FaultResult<Vec<Value>> {
-        items.iter().map(|item| self.value(*item, depth + 1)).collect()
+        items
+            .iter()
+            .map(|item| self.value(*item, depth + 1))
+            .collect()
     }
 }
 
@@ -460,8 +542,8 @@ fn unsigned(item: Option<Item>) -> Option<u64> {
     }
 }
 
-/// Marks the chunk at `offsets` as stored, and returns its place. Empty shards of a tensor share their place, with each other and
-/// perhaps with one that is not empty, which is then meant.
+/// Marks the chunk at `offsets` as stored, and returns its place. Empty shards of a tensor share
+/// their place, with each other and perhaps with one that is not empty, which is then meant.
 fn take_chunk(chunks: &mut [Chunk], offsets: Option<&Dims>) -> Option<(Dims, Dims)> {
     let run = match offsets {
         Some(offsets) => {
@@ -473,7 +555,10 @@ fn take_chunk(chunks: &mut [Chunk], offsets: Option<&Dims>) -> Option<(Dims, Dim
         None if chunks.len() == 1 => chunks,
         None => return None,
     };
-    let meant = run.iter().position(|chunk| !chunk.sizes.contains(&0)).unwrap_or(0);
+    let meant = run
+        .iter()
+        .position(|chunk| !chunk.sizes.contains(&0))
+        .unwrap_or(0);
     let sizes = run.get(meant)?.sizes.clone();
     if run
         .iter()

@@ -1,7 +1,7 @@
 //! What others wrote, read in place: each checkpoint becomes an index over its own files.
 //!
-//! Opening reads headers, archive directories and small pickles, never tensor data. No pickle is executed:
-//! `pickle` is an interpreter that knows no Python and only builds plain data.
+//! Opening reads headers, archive directories and small pickles, never tensor data. No pickle is
+//! executed: `pickle` is an interpreter that knows no Python and only builds plain data.
 
 pub mod distcp;
 mod fault;

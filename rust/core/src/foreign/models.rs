@@ -1,7 +1,8 @@
 //! Which files of a folder are one model.
 //!
-//! A folder may hold several: weights and an adapter, one for each precision, a copy in another layout. transformers and diffusers go by names;
-//! what they would load is what opens here, and where neither would, a folder with more than one model is refused.
+//! A folder may hold several: weights and an adapter, one for each precision, a copy in another
+//! layout. transformers and diffusers go by names; what they would load is what opens here, and
+//! where neither would, a folder with more than one model is refused.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -20,11 +21,13 @@ pub(crate) struct Family {
     suffix: &'static str,
     /// What those of a model begin with, one of these; whatever, where there are none.
     stems: &'static [&'static str],
-    /// What is between the name of a model and `.json` in the name of the file that maps its tensors to files.
+    /// What is between the name of a model and `.json` in the name of the file that maps its
+    /// tensors to files.
     index: &'static str,
-    /// What loaders take, the first that is there: transformers (`SAFE_WEIGHTS_NAME`, `SAFE_WEIGHTS_INDEX_NAME` and the like in `utils/__init__.py`,
-    /// `_get_resolved_checkpoint_files` in `modeling_utils.py`, seen in 5.23), and diffusers, which looks for the index first (`from_pretrained`
-    /// in `models/modeling_utils.py`, seen in 0.42).
+    /// What loaders take, the first that is there: transformers (`SAFE_WEIGHTS_NAME`,
+    /// `SAFE_WEIGHTS_INDEX_NAME` and the like in `utils/__init__.py`,
+    /// `_get_resolved_checkpoint_files` in `modeling_utils.py`, seen in 5.23), and diffusers, which
+    /// looks for the index first (`from_pretrained` in `models/modeling_utils.py`, seen in 0.42).
     loaded: &'static [&'static str],
 }
 
@@ -39,7 +42,8 @@ pub(crate) const SAFETENSORS: Family = Family {
         "diffusion_pytorch_model.safetensors",
     ],
 };
-/// Files of `torch.save`. Of their names no more is known than what those libraries use: trainers leave other `.bin` files beside them.
+/// Files of `torch.save`. Of their names no more is known than what those libraries use: trainers
+/// leave other `.bin` files beside them.
 pub(crate) const TORCH: Family = Family {
     suffix: ".bin",
     stems: &["pytorch_model", "diffusion_pytorch_model", "adapter_model"],
@@ -89,7 +93,12 @@ impl Model {
     }
 
     /// The model that a file of the folder is, or that it indexes; nothing where it is neither.
-    pub(crate) fn at(from: Files<'_>, dir: &Path, name: &str, family: &Family) -> Result<Option<Self>> {
+    pub(crate) fn at(
+        from: Files<'_>,
+        dir: &Path,
+        name: &str,
+        family: &Family,
+    ) -> Result<Option<Self>> {
         if family.is_index(name) {
             Self::of_index(from, dir, name).map(Some)
         } else {
@@ -99,16 +108,24 @@ impl Model {
 }
 
 impl Family {
-    /// Whether a file of this name is somebody's model. Hidden ones are leftovers of downloads and of macOS; native data files count only where an
-    /// index names them: without one they are of a save that did not finish, or that lost it.
+    /// Whether a file of this name is somebody's model. Hidden ones are leftovers of downloads and
+    /// of macOS; native data files count only where an index names them: without one they are of a
+    /// save that did not finish, or that lost it.
     fn is_model_file(&self, name: &str) -> bool {
-        let is_named = self.stems.is_empty() || self.stems.iter().any(|stem| name.starts_with(stem));
-        name.ends_with(self.suffix) && is_named && !name.starts_with('.') && DataFileName::parse(name).is_none()
+        let is_named =
+            self.stems.is_empty() || self.stems.iter().any(|stem| name.starts_with(stem));
+        name.ends_with(self.suffix)
+            && is_named
+            && !name.starts_with('.')
+            && DataFileName::parse(name).is_none()
     }
 
-    /// Whether a file of this name maps tensors to files: `model.safetensors.index.json`, or with the name of a variant before `.json`.
+    /// Whether a file of this name maps tensors to files: `model.safetensors.index.json`, or with
+    /// the name of a variant before `.json`.
     fn is_index(&self, name: &str) -> bool {
-        let rest = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(self.index));
+        let rest = name
+            .strip_suffix(".json")
+            .and_then(|stem| stem.rsplit_once(self.index));
         rest.is_some_and(|(_, variant)| variant.is_empty() || variant.starts_with('.'))
     }
 }
@@ -116,16 +133,29 @@ impl Family {
 /// The model of a folder with files of these names; nothing where there is none.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where there are several and no loader prefers one; [`Error::CorruptData`] where a file of a numbered series is missing;
-/// [`Error::CorruptIndex`] where the index of the model is no such file.
-pub(crate) fn choose(from: Files<'_>, dir: &Path, names: &[String], family: &Family) -> Result<Option<Model>> {
+/// [`Error::Unsupported`] where there are several and no loader prefers one; [`Error::CorruptData`]
+/// where a file of a numbered series is missing; [`Error::CorruptIndex`] where the index of the
+/// model is no such file.
+pub(crate) fn choose(
+    from: Files<'_>,
+    dir: &Path,
+    names: &[String],
+    family: &Family,
+) -> Result<Option<Model>> {
     let is_model_index = |name: &str| family.is_index(name) && !name.starts_with('.');
     let sorted = |wanted: &dyn Fn(&str) -> bool| {
-        let mut found: Vec<&str> = names.iter().map(String::as_str).filter(|name| wanted(name)).collect();
+        let mut found: Vec<&str> = names
+            .iter()
+            .map(String::as_str)
+            .filter(|name| wanted(name))
+            .collect();
         found.sort_unstable();
         found
     };
-    let (files, indexes) = (sorted(&|name| family.is_model_file(name)), sorted(&is_model_index));
+    let (files, indexes) = (
+        sorted(&|name| family.is_model_file(name)),
+        sorted(&is_model_index),
+    );
     let series = by_series(&files, family);
     if indexes.is_empty() && series.len() <= 1 {
         return match series.into_iter().next() {
@@ -163,7 +193,8 @@ pub(crate) fn known_names(from: Files<'_>, dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// What makes files one model, by their names alone: all ranks of one distributed save, a series with its length, or a file for itself.
+/// What makes files one model, by their names alone: all ranks of one distributed save, a series
+/// with its length, or a file for itself.
 type Key<'a> = (Grouping, &'a str, &'a str, u64);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -182,13 +213,15 @@ fn by_series<'a>(files: &[&'a str], family: &Family) -> BTreeMap<Key<'a>, Vec<&'
 }
 
 fn key<'a>(name: &'a str, family: &Family) -> Key<'a> {
-    // torch's `HuggingFaceStorageWriter(save_distributed=True)`: of each rank a series, in which those without data for it are left out.
+    // torch's `HuggingFaceStorageWriter(save_distributed=True)`: of each rank a series, in which
+    // those without data for it are left out.
     let shard = name
         .strip_prefix("shard-")
         .and_then(|rest| rest.split_once('-'))
         .filter(|(rank, _)| is_number(rank));
     if let Some((_, rest)) = shard {
-        let (stem, variant) = numbered(rest, family).map_or((rest, ""), |part| (part.stem, part.variant));
+        let (stem, variant) =
+            numbered(rest, family).map_or((rest, ""), |part| (part.stem, part.variant));
         return (Grouping::Shards, stem, variant, 0);
     }
     match numbered(name, family) {
@@ -197,7 +230,8 @@ fn key<'a>(name: &'a str, family: &Family) -> Key<'a> {
     }
 }
 
-/// A file of a series: `model-00002-of-00005.safetensors`, with the name of a variant in it perhaps.
+/// A file of a series: `model-00002-of-00005.safetensors`, with the name of a variant in it
+/// perhaps.
 struct Numbered<'a> {
     stem: &'a str,
     number: u64,
@@ -230,9 +264,14 @@ fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<M
             .filter_map(|name| Some(numbered(name, family)?.number))
             .collect();
         if numbers.len() as u64 != of {
-            let missing = (1..=of).find(|number| !numbers.contains(number)).unwrap_or(of);
+            let missing = (1..=of)
+                .find(|number| !numbers.contains(number))
+                .unwrap_or(of);
             return Err(Error::corrupt_file(
-                &dir.join(format!("{stem}-{missing:05}-of-{of:05}{variant}{}", family.suffix)),
+                &dir.join(format!(
+                    "{stem}-{missing:05}-of-{of:05}{variant}{}",
+                    family.suffix
+                )),
                 format!("it is missing: {} of {of} files are there", numbers.len()),
             ));
         }
@@ -252,16 +291,27 @@ fn named_by_config(from: Files<'_>, dir: &Path, names: &[String]) -> Option<Stri
     let config = names.iter().find(|&name| name == "config.json")?;
     let text = from.read(&dir.join(config)).ok()??;
     let config: Config = serde_json::from_slice(&text).ok()?;
-    config.transformers_weights.filter(|name| names.contains(name))
+    config
+        .transformers_weights
+        .filter(|name| names.contains(name))
 }
 
-fn several(dir: &Path, indexes: &[&str], series: &BTreeMap<Key<'_>, Vec<&str>>, family: &Family) -> Error {
+fn several(
+    dir: &Path,
+    indexes: &[&str],
+    series: &BTreeMap<Key<'_>, Vec<&str>>,
+    family: &Family,
+) -> Error {
     let of_series = series.values().map(|files| match files.as_slice() {
         [only] => (*only).to_owned(),
         [first, rest @ ..] => format!("{first} and {} more of its series", rest.len()),
         [] => String::new(),
     });
-    let models: Vec<String> = indexes.iter().map(|&name| name.to_owned()).chain(of_series).collect();
+    let models: Vec<String> = indexes
+        .iter()
+        .map(|&name| name.to_owned())
+        .chain(of_series)
+        .collect();
     let more = match models.len().saturating_sub(SHOWN) {
         0 => String::new(),
         more => format!(" and {more} more"),
@@ -284,11 +334,24 @@ struct HfIndex {
 fn read_weight_map(from: Files<'_>, dir: &Path, name: &str) -> Result<HashMap<String, String>> {
     let path = dir.join(name);
     let Some(text) = from.read(&path)? else {
-        return Err(Error::io("read", &path, std::io::ErrorKind::NotFound.into()));
+        return Err(Error::io(
+            "read",
+            &path,
+            std::io::ErrorKind::NotFound.into(),
+        ));
     };
-    let index: HfIndex = serde_json::from_slice(&text)
-        .map_err(|e| Error::corrupt_index(&path, 0, format!("line {} column {}: {e}", e.line(), e.column())))?;
-    match index.weight_map.values().find(|file| reach(file) != Reach::Plain) {
+    let index: HfIndex = serde_json::from_slice(&text).map_err(|e| {
+        Error::corrupt_index(
+            &path,
+            0,
+            format!("line {} column {}: {e}", e.line(), e.column()),
+        )
+    })?;
+    match index
+        .weight_map
+        .values()
+        .find(|file| reach(file) != Reach::Plain)
+    {
         Some(file) => Err(Error::corrupt_index(
             &path,
             0,
@@ -333,9 +396,15 @@ mod tests {
                 &["adapter_model.safetensors", "model.safetensors"][..],
                 &["model.safetensors"][..],
             ),
-            (&["model.fp16.safetensors", "model.safetensors"], &["model.safetensors"]),
+            (
+                &["model.fp16.safetensors", "model.safetensors"],
+                &["model.safetensors"],
+            ),
             (&["model.fp16.safetensors"], &["model.fp16.safetensors"]),
-            (&["adapter_model.safetensors"], &["adapter_model.safetensors"]),
+            (
+                &["adapter_model.safetensors"],
+                &["adapter_model.safetensors"],
+            ),
             (
                 &["model.safetensors", "model.safetensors.index.json"],
                 &["model.safetensors"],
@@ -345,7 +414,10 @@ mod tests {
                 &["of model.safetensors"],
             ),
             (
-                &["model.safetensors.index.fp16.json", "model.safetensors.index.json"],
+                &[
+                    "model.safetensors.index.fp16.json",
+                    "model.safetensors.index.json",
+                ],
                 &["of model.safetensors"],
             ),
             (
@@ -401,14 +473,23 @@ mod tests {
                 &["pytorch_model.bin", "training_args.bin", "optimizer.bin"][..],
                 &["pytorch_model.bin"][..],
             ),
-            (&["pytorch_model.bin", "pytorch_model.fp16.bin"], &["pytorch_model.bin"]),
+            (
+                &["pytorch_model.bin", "pytorch_model.fp16.bin"],
+                &["pytorch_model.bin"],
+            ),
             (
                 &["pytorch_model.bin.index.json", "adapter_model.bin"],
                 &["of pytorch_model.bin"],
             ),
             (
-                &["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
-                &["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+                &[
+                    "pytorch_model-00001-of-00002.bin",
+                    "pytorch_model-00002-of-00002.bin",
+                ],
+                &[
+                    "pytorch_model-00001-of-00002.bin",
+                    "pytorch_model-00002-of-00002.bin",
+                ],
             ),
             (&["optimizer.bin", "checkpoint.pth", "model.pt"], &[]),
         ] {
@@ -426,7 +507,10 @@ mod tests {
         for there in [
             &["a.safetensors", "b.safetensors"][..],
             &["model.bf16.safetensors", "model.fp16.safetensors"],
-            &["model-00001-of-00001.safetensors", "consolidated.safetensors"],
+            &[
+                "model-00001-of-00001.safetensors",
+                "consolidated.safetensors",
+            ],
             &[
                 "model-1-of-1.safetensors",
                 "model-1-of-2.safetensors",
@@ -439,7 +523,10 @@ mod tests {
             &["a.safetensors.index.json", "b.safetensors.index.json"],
         ] {
             let error = files(there).unwrap_err();
-            assert!(error.contains("several models") && error.contains(there[0]), "{error}");
+            assert!(
+                error.contains("several models") && error.contains(there[0]),
+                "{error}"
+            );
         }
         let many: Vec<String> = (10..30).map(|i| format!("m{i}.safetensors")).collect();
         let error = files(&many.iter().map(String::as_str).collect::<Vec<_>>()).unwrap_err();

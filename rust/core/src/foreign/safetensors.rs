@@ -1,7 +1,8 @@
 //! Safetensors files, indexed where they lie.
 //!
-//! They are what Hugging Face libraries write (whole tensors over some files, with or without `*.safetensors.index.json`) or
-//! what torch's `HuggingFaceStorageWriter(save_distributed=True)` does (a file a rank, whose header notes the offsets).
+//! They are what Hugging Face libraries write (whole tensors over some files, with or without
+//! `*.safetensors.index.json`) or what torch's `HuggingFaceStorageWriter(save_distributed=True)`
+//! does (a file a rank, whose header notes the offsets).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -19,11 +20,18 @@ use crate::{Dtype, Error, Result, parallel};
 /// What the names of safetensors files end with.
 pub const SUFFIX: &str = ".safetensors";
 
-/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie there. `threads` may be 0: as many as there
-/// are cores.
-pub(crate) fn index_model(files: Files<'_>, dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>> {
+/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie
+/// there. `threads` may be 0: as many as there are cores.
+pub(crate) fn index_model(
+    files: Files<'_>,
+    dir: &Path,
+    model: &Model,
+    threads: usize,
+) -> Result<Vec<u8>> {
     let threads = files.threads(threads);
-    let parts = parallel::map(model.files.len(), threads, |i| read_part(files, dir, &model.files[i]))?;
+    let parts = parallel::map(model.files.len(), threads, |i| {
+        read_part(files, dir, &model.files[i])
+    })?;
     for part in &parts {
         if let Some(which) = part_of(&part.header) {
             return Err(Error::NotFound {
@@ -54,7 +62,11 @@ fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<ModelFile> {
         let need = st::PREFIX_LEN + st::header_len(*prefix, stat.size).map_err(bad)?;
         if need > head.len() as u64 {
             let here = head.len() as u64;
-            head.extend(files.open(&path)?.fetch(&path, stat.size, here, need - here)?);
+            head.extend(
+                files
+                    .open(&path)?
+                    .fetch(&path, stat.size, here, need - here)?,
+            );
         }
     }
     let header = st::parse(&head, stat.size).map_err(bad)?;
@@ -89,10 +101,14 @@ fn build(dir: &Path, parts: &[ModelFile], weight_map: &HashMap<String, String>) 
     for (i, part) in parts.iter().enumerate() {
         let path = dir.join(&part.name);
         for tensor in &part.header.tensors {
-            if weight_map.get(&tensor.name).is_some_and(|file| *file != part.name) {
+            if weight_map
+                .get(&tensor.name)
+                .is_some_and(|file| *file != part.name)
+            {
                 continue; // a copy: the index names another file for it
             }
-            let (dtype, chunk) = chunk_of(i, part, tensor).map_err(|fault| fault.in_index(&path))?;
+            let (dtype, chunk) =
+                chunk_of(i, part, tensor).map_err(|fault| fault.in_index(&path))?;
             let ends = chunk
                 .offsets
                 .iter()
@@ -162,7 +178,10 @@ fn chunk_of(i: usize, part: &ModelFile, tensor: &st::HeaderTensor) -> FaultResul
         ))
     };
     let offsets = part.sharding.offsets(tensor)?;
-    let (dtype, sizes) = tensor.dtype.to_torch(&tensor.shape).ok_or_else(unsupported)?;
+    let (dtype, sizes) = tensor
+        .dtype
+        .to_torch(&tensor.shape)
+        .ok_or_else(unsupported)?;
     if offsets
         .iter()
         .zip(&sizes)
@@ -184,7 +203,11 @@ fn chunk_of(i: usize, part: &ModelFile, tensor: &st::HeaderTensor) -> FaultResul
     Ok((dtype, chunk))
 }
 
-fn check_weight_map(dir: &Path, tensors: &BTreeMap<&str, Known>, weight_map: &HashMap<String, String>) -> Result<()> {
+fn check_weight_map(
+    dir: &Path,
+    tensors: &BTreeMap<&str, Known>,
+    weight_map: &HashMap<String, String>,
+) -> Result<()> {
     let missing = weight_map
         .iter()
         .filter(|(name, _)| !tensors.contains_key(name.as_str()))
@@ -200,7 +223,13 @@ fn check_weight_map(dir: &Path, tensors: &BTreeMap<&str, Known>, weight_map: &Ha
     }
 }
 
-fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[ModelFile], name: &str, known: Known) -> Result<()> {
+fn add(
+    builder: &mut IndexBuilder,
+    dir: &Path,
+    parts: &[ModelFile],
+    name: &str,
+    known: Known,
+) -> Result<()> {
     let Known {
         dtype,
         shape,
@@ -208,7 +237,11 @@ fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[ModelFile], name: &str, 
     } = known;
     let bad = |chunk: &Chunk, reason: String| {
         let path = dir.join(&parts[chunk.part].name);
-        Err(Error::corrupt_index(&path, 0, format!("tensor {name:?} {reason}")))
+        Err(Error::corrupt_index(
+            &path,
+            0,
+            format!("tensor {name:?} {reason}"),
+        ))
     };
     let mut seen: HashMap<(Dims, Dims), usize> = HashMap::new();
     for chunk in &chunks {
@@ -236,8 +269,9 @@ fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[ModelFile], name: &str, 
     for chunk in chunks {
         builder.add_chunk(ChunkEntry {
             tensor,
-            file: u32::try_from(chunk.part)
-                .map_err(|_| Error::Unsupported("an index cannot hold more than 4 billion files".into()))?,
+            file: u32::try_from(chunk.part).map_err(|_| {
+                Error::Unsupported("an index cannot hold more than 4 billion files".into())
+            })?,
             offset: chunk.begin,
             length: chunk.length,
             offsets: chunk.offsets,
@@ -248,8 +282,8 @@ fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[ModelFile], name: &str, 
     Ok(())
 }
 
-/// Checks that the chunks cover the shape, each element once. (That the last of them are missing cannot be seen: nothing
-/// but the chunks tells the shape.)
+/// Checks that the chunks cover the shape, each element once. (That the last of them are missing
+/// cannot be seen: nothing but the chunks tells the shape.)
 fn check_tiling(shape: &[u64], chunks: &[Chunk]) -> std::result::Result<(), String> {
     element_count(shape).ok_or("has a shape that overflows")?;
     let rectangles: Vec<(&[u64], &[u64])> = chunks
@@ -257,7 +291,9 @@ fn check_tiling(shape: &[u64], chunks: &[Chunk]) -> std::result::Result<(), Stri
         .map(|chunk| (&chunk.offsets[..], &chunk.sizes[..]))
         .collect();
     tiling::check_tiling(shape, &rectangles).map_err(|fault| match fault {
-        tiling::Fault::Hole(at) => format!("of shape {shape:?} misses shards: none holds the element at {at:?}"),
+        tiling::Fault::Hole(at) => {
+            format!("of shape {shape:?} misses shards: none holds the element at {at:?}")
+        }
         tiling::Fault::Overlap(at) => format!("has shards that overlap, at {at:?}"),
     })
 }

@@ -1,4 +1,5 @@
-//! `DCP_SHARDING_INFO`: where the chunks of a safetensors file lie in their tensors, as torch's writers note it.
+//! `DCP_SHARDING_INFO`: where the chunks of a safetensors file lie in their tensors, as torch's
+//! writers note it.
 
 use std::collections::HashMap;
 

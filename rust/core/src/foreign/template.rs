@@ -1,8 +1,10 @@
-//! Files as torch writes them, but for the bytes of tensors: those are left out, and come from elsewhere.
+//! Files as torch writes them, but for the bytes of tensors: those are left out, and come from
+//! elsewhere.
 //!
-//! torch writes archives, pickles and directories, in one thread and with CRC-32 at half a gigabyte a second; it is told to leave checksums
-//! out. The bytes of tensors are written around it, past the page cache and on all cores, and summed up on the way. Then the checksums are
-//! entered, before the rest is written.
+//! torch writes archives, pickles and directories, in one thread and with CRC-32 at half a gigabyte
+//! a second; it is told to leave checksums out. The bytes of tensors are written around it, past
+//! the page cache and on all cores, and summed up on the way. Then the checksums are entered,
+//! before the rest is written.
 
 use std::path::Path;
 
@@ -45,7 +47,9 @@ impl Template {
         let at = self.size;
         self.size += bytes.len() as u64;
         match self.pieces.last_mut() {
-            Some(last) if last.at + last.bytes.len() as u64 == at => last.bytes.extend_from_slice(bytes),
+            Some(last) if last.at + last.bytes.len() as u64 == at => {
+                last.bytes.extend_from_slice(bytes)
+            }
             _ => self.pieces.push(Fetched {
                 at,
                 bytes: bytes.to_vec(),
@@ -60,15 +64,24 @@ impl Template {
 
     /// What is in memory, with its first byte in the file, in order.
     pub fn pieces(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.pieces.iter().map(|piece| (piece.at, piece.bytes.as_slice()))
+        self.pieces
+            .iter()
+            .map(|piece| (piece.at, piece.bytes.as_slice()))
     }
 
-    /// Enters the CRC-32 of every record of the archives (first byte, length), whose payload is in memory or, whole, one of `filled`, which come in order
-    /// of their places. `path` is what the file is called in errors.
+    /// Enters the CRC-32 of every record of the archives (first byte, length), whose payload is in
+    /// memory or, whole, one of `filled`, which come in order of their places. `path` is what the
+    /// file is called in errors.
     ///
     /// # Errors
     /// [`Error::CorruptData`] where no archive of stored records is. Nothing is entered then.
-    pub fn seal(&mut self, path: &Path, archives: &[(u64, u64)], filled: &[Filled], threads: usize) -> Result<()> {
+    pub fn seal(
+        &mut self,
+        path: &Path,
+        archives: &[(u64, u64)],
+        filled: &[Filled],
+        threads: usize,
+    ) -> Result<()> {
         let source = SourceFile {
             file: &Opened::Nowhere,
             path,
@@ -102,8 +115,9 @@ impl Template {
             let begin = usize::try_from(at - piece.at).ok()?;
             piece.bytes.get_mut(begin..begin.checked_add(4)?)
         });
-        let place =
-            place.ok_or_else(|| Error::corrupt_data(path, "", at, "a checksum belongs here, where a tensor is"))?;
+        let place = place.ok_or_else(|| {
+            Error::corrupt_data(path, "", at, "a checksum belongs here, where a tensor is")
+        })?;
         place.copy_from_slice(&crc.to_le_bytes());
         Ok(())
     }
@@ -127,7 +141,11 @@ fn sums_of(window: &Window<'_>, filled: &[Filled]) -> FaultResult<Vec<(u64, u32)
             Ok(filled) if filled.len == record.size => filled.crc,
             _ => crc32fast::hash(&window.get(payload, record.size)?),
         };
-        sums.extend(record.checksums_at(payload).map(|at| (window.start + at, crc)));
+        sums.extend(
+            record
+                .checksums_at(payload)
+                .map(|at| (window.start + at, crc)),
+        );
     }
     Ok(sums)
 }
@@ -135,8 +153,12 @@ fn sums_of(window: &Window<'_>, filled: &[Filled]) -> FaultResult<Vec<(u64, u32)
 fn named(fault: Fault, path: &Path, start: u64) -> Error {
     match fault {
         Fault::Read(error) => error,
-        Fault::Corrupt { at, reason } => Error::corrupt_data(path, "", start.saturating_add(at), reason),
-        Fault::Unsupported(reason) | Fault::Forbidden(reason) => Error::corrupt_data(path, "", start, reason),
+        Fault::Corrupt { at, reason } => {
+            Error::corrupt_data(path, "", start.saturating_add(at), reason)
+        }
+        Fault::Unsupported(reason) | Fault::Forbidden(reason) => {
+            Error::corrupt_data(path, "", start, reason)
+        }
     }
 }
 
@@ -163,9 +185,19 @@ mod tests {
         let mut template = Template::default();
         template.append(&[7; 100]);
         template.skip(50);
-        for (start, len) in [(0, 100), (0, 150), (60, 90), (0, 3), (0, 151), (u64::MAX, 100)] {
+        for (start, len) in [
+            (0, 100),
+            (0, 150),
+            (60, 90),
+            (0, 3),
+            (0, 151),
+            (u64::MAX, 100),
+        ] {
             let sealed = template.seal(Path::new("x.pt"), &[(start, len)], &[], 1);
-            assert!(matches!(sealed, Err(Error::CorruptData { .. })), "{start} {len}");
+            assert!(
+                matches!(sealed, Err(Error::CorruptData { .. })),
+                "{start} {len}"
+            );
         }
         assert!(template.seal(Path::new("x.pt"), &[], &[], 1).is_ok());
     }

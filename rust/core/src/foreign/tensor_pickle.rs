@@ -40,7 +40,8 @@ impl StoredTensor {
         true
     }
 
-    /// Its strides, and those of dimensions of one element, along which nothing steps, as if it were contiguous.
+    /// Its strides, and those of dimensions of one element, along which nothing steps, as if it
+    /// were contiguous.
     pub(super) fn steps(&self) -> Dims {
         let dense = row_major(&self.sizes);
         let steps = self.sizes.iter().zip(&self.strides).zip(dense);
@@ -80,7 +81,8 @@ const QUANTIZED: [(&str, u64); 5] = [
     ("QUInt8Storage", 1),
 ];
 
-/// What may be named. More than can be read: what is known to be a tensor of another kind is reported as that.
+/// What may be named. More than can be read: what is known to be a tensor of another kind is
+/// reported as that.
 fn allow(module: &str, name: &str) -> bool {
     match module {
         "torch._utils" => name.starts_with("_rebuild_"),
@@ -117,7 +119,8 @@ pub(super) fn storage_key<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<&'a st
     pickle.as_str(*pickle.as_tuple(id)?.get(2)?)
 }
 
-/// Key and length in bytes of the storage that a persistent id stands for, where it is one; also of those whose tensors are values here.
+/// Key and length in bytes of the storage that a persistent id stands for, where it is one; also of
+/// those whose tensors are values here.
 pub(super) fn storage_extent<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'a str, u64)> {
     let reader = Reader { pickle };
     let (class, key, count) = reader.storage_parts(id).ok()?;
@@ -172,29 +175,41 @@ fn odd(what: &str) -> Fault {
 impl<'a> Reader<'a> {
     fn tensor(&self, item: Item, depth: u32) -> FaultResult<StoredTensor> {
         let Some(((module, name), args, _)) = self.pickle.as_object(item) else {
-            return Err(Fault::Unsupported("stored as something that is not a tensor".into()));
+            return Err(Fault::Unsupported(
+                "stored as something that is not a tensor".into(),
+            ));
         };
         match (module, name, args) {
-            ("torch._utils", "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3", _) => {
-                self.rebuild(name, args)
-            }
-            // A parameter is its data; only gradients and hooks are lost, which no checkpoint holds.
-            ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state", [data, requires_grad, ..])
-                if depth == 0 =>
-            {
-                Ok(StoredTensor {
-                    requires_grad: *requires_grad == Item::Bool(true),
-                    ..self.tensor(*data, depth + 1)?
-                })
-            }
+            (
+                "torch._utils",
+                "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3",
+                _,
+            ) => self.rebuild(name, args),
+            // A parameter is its data; only gradients and hooks are lost, which no checkpoint
+            // holds.
+            (
+                "torch._utils",
+                "_rebuild_parameter" | "_rebuild_parameter_with_state",
+                [data, requires_grad, ..],
+            ) if depth == 0 => Ok(StoredTensor {
+                requires_grad: *requires_grad == Item::Bool(true),
+                ..self.tensor(*data, depth + 1)?
+            }),
             // A plain tensor with Python attributes: function, type, arguments, attributes.
-            ("torch._tensor", "_rebuild_from_type_v2" | "_rebuild_from_type", [function, kind, args, _]) => {
+            (
+                "torch._tensor",
+                "_rebuild_from_type_v2" | "_rebuild_from_type",
+                [function, kind, args, _],
+            ) => {
                 let kind = self.pickle.as_global(*kind);
                 let plain = matches!(
                     kind,
                     Some(("torch", "Tensor") | ("torch.nn.parameter", "Parameter" | "Buffer"))
                 );
-                let args = self.pickle.as_tuple(*args).ok_or_else(|| odd("no arguments"))?;
+                let args = self
+                    .pickle
+                    .as_tuple(*args)
+                    .ok_or_else(|| odd("no arguments"))?;
                 match (plain, self.pickle.as_global(*function)) {
                     (true, Some(("torch._utils", name))) => self.rebuild(name, args),
                     _ => Err(Fault::Unsupported(format!(
@@ -207,8 +222,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// `_rebuild_tensor(storage, offset, size, stride)`, v2 `(…, requires_grad, hooks[, metadata])`,
-    /// v3 `(…, requires_grad, hooks, dtype[, metadata])`.
+    /// `_rebuild_tensor(storage, offset, size, stride)`, v2 `(…, requires_grad, hooks[,
+    /// metadata])`, v3 `(…, requires_grad, hooks, dtype[, metadata])`.
     fn rebuild(&self, name: &str, args: &[Item]) -> FaultResult<StoredTensor> {
         let [storage, offset, sizes, strides, more @ ..] = args else {
             return Err(odd("too few arguments"));
@@ -218,7 +233,9 @@ impl<'a> Reader<'a> {
             ("_rebuild_tensor", []) | ("_rebuild_tensor_v2", [_, _]) => (storage.dtype, None),
             ("_rebuild_tensor_v2", [_, _, flags]) => (storage.dtype, Some(*flags)),
             ("_rebuild_tensor_v3", [_, _, dtype]) => (Some(self.dtype(*dtype)?), None),
-            ("_rebuild_tensor_v3", [_, _, dtype, flags]) => (Some(self.dtype(*dtype)?), Some(*flags)),
+            ("_rebuild_tensor_v3", [_, _, dtype, flags]) => {
+                (Some(self.dtype(*dtype)?), Some(*flags))
+            }
             _ => {
                 return Err(Fault::Unsupported(format!(
                     "stored by torch._utils.{name} with {} arguments",
@@ -231,7 +248,10 @@ impl<'a> Reader<'a> {
         };
         let signs = flags.map_or(Ok(Signs::default()), |flags| self.signs(flags))?;
         if signs.bits(dtype).is_none() {
-            return Err(Fault::Unsupported(format!("stored as a lazy view of {}", dtype.name())));
+            return Err(Fault::Unsupported(format!(
+                "stored as a lazy view of {}",
+                dtype.name()
+            )));
         }
         let storage_len = storage.len().ok_or_else(|| odd("a storage too long"))?;
         let offset = size(*offset)
@@ -251,7 +271,10 @@ impl<'a> Reader<'a> {
             signs,
             requires_grad: more.first() == Some(&Item::Bool(true)),
         };
-        if offset.checked_add(tensor.length()).is_none_or(|end| end > storage_len) {
+        if offset
+            .checked_add(tensor.length())
+            .is_none_or(|end| end > storage_len)
+        {
             return Err(odd("it leads out of its storage"));
         }
         Ok(tensor)
@@ -277,18 +300,23 @@ impl<'a> Reader<'a> {
     /// Class, key and number of elements.
     fn storage_parts(&self, id: Item) -> FaultResult<(Item, &'a str, u64)> {
         // Torch before 1.6 has a sixth part, for views of storages.
-        let Some([tag, class, key, location, count] | [tag, class, key, location, count, Item::None]) =
-            self.pickle.as_tuple(id)
+        let Some(
+            [tag, class, key, location, count] | [tag, class, key, location, count, Item::None],
+        ) = self.pickle.as_tuple(id)
         else {
             return Err(odd("a storage of an unknown form"));
         };
-        let (Some("storage"), Some(key), Some(count)) =
-            (self.pickle.as_str(*tag), self.pickle.as_str(*key), size(*count))
-        else {
+        let (Some("storage"), Some(key), Some(count)) = (
+            self.pickle.as_str(*tag),
+            self.pickle.as_str(*key),
+            size(*count),
+        ) else {
             return Err(odd("a storage of an unknown form"));
         };
         if self.pickle.as_str(*location) == Some("meta") {
-            return Err(Fault::Unsupported("stored on the meta device, without data".into()));
+            return Err(Fault::Unsupported(
+                "stored on the meta device, without data".into(),
+            ));
         }
         Ok((*class, key, count))
     }
@@ -307,9 +335,8 @@ impl<'a> Reader<'a> {
 
     fn dtype(&self, item: Item) -> FaultResult<Dtype> {
         match self.pickle.as_global(item) {
-            Some(("torch", name)) => {
-                Dtype::from_name(name).ok_or_else(|| Fault::Unsupported(format!("stored with dtype torch.{name}")))
-            }
+            Some(("torch", name)) => Dtype::from_name(name)
+                .ok_or_else(|| Fault::Unsupported(format!("stored with dtype torch.{name}"))),
             _ => Err(odd("its dtype")),
         }
     }
@@ -318,7 +345,8 @@ impl<'a> Reader<'a> {
         dims(self.pickle, item).ok_or_else(|| odd("its sizes and strides"))
     }
 
-    /// The flags of a view that is computed when it is read: conjugate, negative. None other may be on.
+    /// The flags of a view that is computed when it is read: conjugate, negative. None other may be
+    /// on.
     fn signs(&self, flags: Item) -> FaultResult<Signs> {
         let mut signs = Signs::default();
         if flags == Item::None {

@@ -29,16 +29,25 @@ impl SourceFile<'_> {
 
     /// Reads several ranges (first byte, the byte after the last).
     pub(super) fn fetch_all(&self, ranges: &[(u64, u64)]) -> Result<Vec<Fetched>> {
-        let lengths: Vec<_> = ranges.iter().map(|&(begin, end)| (begin, end - begin)).collect();
+        let lengths: Vec<_> = ranges
+            .iter()
+            .map(|&(begin, end)| (begin, end - begin))
+            .collect();
         let read = self.file.fetch_all(self.path, self.size, &lengths)?;
         let fetched = read.into_iter().zip(ranges);
-        Ok(fetched.map(|(bytes, &(at, _))| Fetched { at, bytes }).collect())
+        Ok(fetched
+            .map(|(bytes, &(at, _))| Fetched { at, bytes })
+            .collect())
     }
 }
 
 /// Has `read` look at a file that is these bytes, and in memory.
 #[cfg(any(test, fuzzing))]
-pub(super) fn in_memory<T>(path: &str, bytes: &[u8], read: impl FnOnce(&SourceFile<'_>, &[Fetched]) -> T) -> T {
+pub(super) fn in_memory<T>(
+    path: &str,
+    bytes: &[u8],
+    read: impl FnOnce(&SourceFile<'_>, &[Fetched]) -> T,
+) -> T {
     let source = SourceFile {
         file: &Opened::Nowhere,
         path: Path::new(path),
@@ -48,8 +57,8 @@ pub(super) fn in_memory<T>(path: &str, bytes: &[u8], read: impl FnOnce(&SourceFi
     read(&source, &[Fetched { at: 0, bytes }])
 }
 
-/// Longest piece that a parser may ask for of a file that anyone may have made: directories and pickles of single tensors are far
-/// smaller.
+/// Longest piece that a parser may ask for of a file that anyone may have made: directories and
+/// pickles of single tensors are far smaller.
 pub(super) const MAX_PIECE: u64 = 16 << 20;
 
 /// The bytes `[start, start + len)` of a file. Positions count from `start`.
@@ -79,17 +88,25 @@ impl<'a> Window<'a> {
     /// Bytes `[at, at + len)` of the item.
     pub(super) fn get(&self, at: u64, len: u64) -> FaultResult<Cow<'a, [u8]>> {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
-            return Err(Fault::corrupt(at, format!("{len} bytes here lead out of the item")));
+            return Err(Fault::corrupt(
+                at,
+                format!("{len} bytes here lead out of the item"),
+            ));
         }
         if len > self.max_piece {
-            return Err(Fault::Unsupported(format!("a directory or pickle of {len} bytes")));
+            return Err(Fault::Unsupported(format!(
+                "a directory or pickle of {len} bytes"
+            )));
         }
         let from = self.start + at;
         let next = self.fetched.partition_point(|piece| piece.at <= from);
         if let Some(piece) = next.checked_sub(1).map(|i| &self.fetched[i]) {
             let skip = usize::try_from(from - piece.at).unwrap_or(usize::MAX);
             let len = usize::try_from(len).unwrap_or(usize::MAX);
-            if let Some(bytes) = skip.checked_add(len).and_then(|end| piece.bytes.get(skip..end)) {
+            if let Some(bytes) = skip
+                .checked_add(len)
+                .and_then(|end| piece.bytes.get(skip..end))
+            {
                 return Ok(Cow::Borrowed(bytes));
             }
         }

@@ -8,15 +8,16 @@
 //! whatever follows, which is no part of it
 //! ```
 //!
-//! The central directory is what counts, as it does for torch; the local header is read for the place
-//! of the payload and must name the same record.
+//! The central directory is what counts, as it does for torch; the local header is read for the
+//! place of the payload and must name the same record.
 
 use super::fault::{Fault, FaultResult};
 use super::window::Window;
 
 const END_LEN: u64 = 22;
 const END_MAGIC: [u8; 4] = *b"PK\x05\x06";
-/// How far from the end of a file its end record may be: a comment is no longer. Torch looks as far.
+/// How far from the end of a file its end record may be: a comment is no longer. Torch looks as
+/// far.
 const LONGEST_COMMENT: u64 = 0xffff;
 const LOCATOR_LEN: u64 = 20;
 const END64_LEN: u64 = 56;
@@ -46,7 +47,8 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// The two places of its checksum: in the directory, and after the payload in a descriptor, if it has one, else in the local header.
+    /// The two places of its checksum: in the directory, and after the payload in a descriptor, if
+    /// it has one, else in the local header.
     pub(super) fn checksums_at(&self, payload: u64) -> [u64; 2] {
         let beside = if self.has_descriptor() {
             payload + self.size + 4
@@ -102,7 +104,8 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Archive {
-    /// Reads the directory of the archive that `window` holds; a comment, or something short, may follow it.
+    /// Reads the directory of the archive that `window` holds; a comment, or something short, may
+    /// follow it.
     pub(super) fn open(window: &Window<'_>) -> FaultResult<Self> {
         let end_at = find_end(window)?;
         let end = window.get(end_at, END_LEN)?;
@@ -115,7 +118,10 @@ impl Archive {
             let (end64, locator) = both.split_at(56);
             if locator.starts_with(b"PK\x06\x07") {
                 if !end64.starts_with(b"PK\x06\x06") || u64_at(locator, 8) != at {
-                    return Err(Fault::corrupt(at, "zip64 end of directory is not where it should be"));
+                    return Err(Fault::corrupt(
+                        at,
+                        "zip64 end of directory is not where it should be",
+                    ));
                 }
                 count = u64_at(end64, 32);
                 size = u64_at(end64, 40);
@@ -131,12 +137,18 @@ impl Archive {
         }
         let directory = window.get(directory_at, size)?;
         let records = read_directory(&directory, directory_at, count)?;
-        Ok(Self { records, directory_at })
+        Ok(Self {
+            records,
+            directory_at,
+        })
     }
 
     /// The folder that all records are in: what stands before the first `/` of the first.
     pub(super) fn folder(&self) -> &str {
-        let first = self.records.first().map_or("", |record| record.name.as_str());
+        let first = self
+            .records
+            .first()
+            .map_or("", |record| record.name.as_str());
         first.split_once('/').map_or("", |(folder, _)| folder)
     }
 
@@ -144,7 +156,10 @@ impl Archive {
     pub(super) fn find(&self, name: &str) -> Option<&Record> {
         let folder = self.folder();
         self.records.iter().find(|record| {
-            let rest = record.name.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/'));
+            let rest = record
+                .name
+                .strip_prefix(folder)
+                .and_then(|rest| rest.strip_prefix('/'));
             rest == Some(name)
         })
     }
@@ -157,7 +172,10 @@ impl Archive {
     pub(super) fn payload(&self, window: &Window<'_>, record: &Record) -> FaultResult<u64> {
         let at = record.header_at;
         if record.flags & 1 != 0 {
-            return Err(Fault::Unsupported(format!("zip record {:?} is encrypted", record.name)));
+            return Err(Fault::Unsupported(format!(
+                "zip record {:?} is encrypted",
+                record.name
+            )));
         }
         if record.method != 0 {
             return Err(Fault::Unsupported(format!(
@@ -174,7 +192,10 @@ impl Archive {
         {
             return Err(Fault::corrupt(
                 at,
-                format!("zip record {:?} has no header of that name here", record.name),
+                format!(
+                    "zip record {:?} has no header of that name here",
+                    record.name
+                ),
             ));
         }
         let payload = at + LOCAL_LEN + name_len + u64::from(u16_at(fixed, 28));
@@ -228,14 +249,16 @@ fn read_directory(directory: &[u8], directory_at: u64, count: u64) -> FaultResul
             return bad("an entry was expected here");
         }
         let (fixed, more) = rest.split_at(ENTRY_LEN);
-        let [name_len, extra_len, comment_len] = [28, 30, 32].map(|at| usize::from(u16_at(fixed, at)));
+        let [name_len, extra_len, comment_len] =
+            [28, 30, 32].map(|at| usize::from(u16_at(fixed, at)));
         let Some(after) = more.get(name_len + extra_len + comment_len..) else {
             return bad("an entry leads out of it");
         };
         let Ok(name) = std::str::from_utf8(&more[..name_len]) else {
             return bad("a name that is not UTF-8");
         };
-        let [mut packed, mut size, mut header_at] = [20, 24, 42].map(|at| u64::from(u32_at(fixed, at)));
+        let [mut packed, mut size, mut header_at] =
+            [20, 24, 42].map(|at| u64::from(u32_at(fixed, at)));
         let mut wide = zip64_fields(&more[name_len..name_len + extra_len]);
         // In this order, and only those that did not fit.
         for field in [&mut size, &mut packed, &mut header_at] {
@@ -268,7 +291,10 @@ fn read_directory(directory: &[u8], directory_at: u64, count: u64) -> FaultResul
         rest = after;
     }
     if records.len() as u64 != count {
-        let reason = format!("zip directory: {} entries, and its end says {count}", records.len());
+        let reason = format!(
+            "zip directory: {} entries, and its end says {count}",
+            records.len()
+        );
         return Err(Fault::corrupt(directory_at, reason));
     }
     Ok(records)
@@ -295,7 +321,11 @@ mod tests {
     fn names(bytes: &[u8]) -> FaultResult<Vec<String>> {
         in_memory("x.pt", bytes, |source, fetched| {
             let archive = Archive::open(&Window::whole(source, fetched))?;
-            Ok(archive.records().iter().map(|record| record.name.clone()).collect())
+            Ok(archive
+                .records()
+                .iter()
+                .map(|record| record.name.clone())
+                .collect())
         })
     }
 
@@ -331,7 +361,10 @@ mod tests {
             assert_eq!(names(&bytes).unwrap(), ["a"], "{}", bytes.len());
         }
         for (bytes, part) in [
-            ([archive(b""), longest, vec![0]].concat(), "does not end here"),
+            (
+                [archive(b""), longest, vec![0]].concat(),
+                "does not end here",
+            ),
             (archive(b"")[1..].to_vec(), "does not lie before"),
             (
                 [archive(b""), b"PK\x05\x06".to_vec(), vec![0; 18]].concat(),
@@ -345,7 +378,9 @@ mod tests {
             (vec![0; 21], "too few"),
         ] {
             match names(&bytes) {
-                Err(Fault::Corrupt { reason, .. }) => assert!(reason.contains(part), "{part}: {reason}"),
+                Err(Fault::Corrupt { reason, .. }) => {
+                    assert!(reason.contains(part), "{part}: {reason}")
+                }
                 other => panic!("{part}: {other:?}"),
             }
         }

@@ -22,7 +22,8 @@ pub struct IndexBuilder {
     pub generation: u64,
     /// Planner data that belongs to no tensor.
     pub root: Value,
-    /// The containers of the state dict that the paths do not tell: a value that [is nesting](Value::is_nesting).
+    /// The containers of the state dict that the paths do not tell: a value that [is
+    /// nesting](Value::is_nesting).
     pub nesting: Value,
     files: Vec<FileEntry>,
     file_ids: HashMap<String, u32>,
@@ -51,7 +52,8 @@ impl IndexBuilder {
     /// Makes room for as many tensors, of a chunk each.
     pub fn reserve(&mut self, tensors: usize) {
         self.tensors.reserve(tensors);
-        self.tensor_ids.reserve(tensors, |id| &self.tensors[id as usize].name);
+        self.tensor_ids
+            .reserve(tensors, |id| &self.tensors[id as usize].name);
         self.chunks.reserve(tensors);
     }
 
@@ -59,13 +61,17 @@ impl IndexBuilder {
     pub fn add_file(&mut self, file: FileEntry) -> Result<u32> {
         let id = next_id(self.files.len(), "files")?;
         if self.file_ids.insert(file.name.clone(), id).is_some() {
-            return Err(Error::Plan(format!("data file {:?} is added twice", file.name)));
+            return Err(Error::Plan(format!(
+                "data file {:?} is added twice",
+                file.name
+            )));
         }
         self.files.push(file);
         Ok(id)
     }
 
-    /// Adds a tensor, or finds it when one that agrees in kind, dtype and shape was added before. The first one's flags, path and position stay.
+    /// Adds a tensor, or finds it when one that agrees in kind, dtype and shape was added before.
+    /// The first one's flags, path and position stay.
     pub fn add_tensor(&mut self, tensor: TensorEntry) -> Result<u32> {
         let next = next_id(self.tensors.len(), "tensors")?;
         let name_of = |id: u32| {
@@ -76,7 +82,8 @@ impl IndexBuilder {
         let id = self.tensor_ids.get_or_add(&tensor.name, next, name_of);
         if id < next {
             let known = &mut self.tensors[id as usize];
-            if (known.kind, known.dtype, &known.shape) != (tensor.kind, tensor.dtype, &tensor.shape) {
+            if (known.kind, known.dtype, &known.shape) != (tensor.kind, tensor.dtype, &tensor.shape)
+            {
                 let reason = format!(
                     "it is described in two ways: {} and {}",
                     describe(known),
@@ -109,7 +116,8 @@ impl IndexBuilder {
         Ok(())
     }
 
-    /// Sets the path of a tensor that was added, unless it has one. Returns whether there is such a tensor.
+    /// Sets the path of a tensor that was added, unless it has one. Returns whether there is such a
+    /// tensor.
     pub fn set_path(&mut self, fqn: &str, path: Value) -> bool {
         let Some(id) = self.tensor_id(fqn) else {
             return false;
@@ -130,10 +138,12 @@ impl IndexBuilder {
     }
 
     fn tensor_id(&self, fqn: &str) -> Option<u32> {
-        self.tensor_ids.get(fqn, |id| &self.tensors[id as usize].name)
+        self.tensor_ids
+            .get(fqn, |id| &self.tensors[id as usize].name)
     }
 
-    /// Adds all of another index: the files, tensors, chunks and containers that another rank wrote.
+    /// Adds all of another index: the files, tensors, chunks and containers that another rank
+    /// wrote.
     pub fn merge(&mut self, other: &Index) -> Result<()> {
         self.merge_nesting(other.nesting());
         self.merge_with(other, |file| Ok(FileEntry::from(file)), |_| None)
@@ -151,11 +161,16 @@ impl IndexBuilder {
             _ => None,
         };
         let mut paths: HashSet<_> = known.iter().map(path).collect();
-        known.extend(others.into_iter().filter(|container| paths.insert(path(container))));
+        known.extend(
+            others
+                .into_iter()
+                .filter(|container| paths.insert(path(container))),
+        );
         self.nesting = Value::List(known);
     }
 
-    /// [`merge`](Self::merge), with a say in what the files become, and digests for chunks that have none.
+    /// [`merge`](Self::merge), with a say in what the files become, and digests for chunks that
+    /// have none.
     pub fn merge_with(
         &mut self,
         other: &Index,
@@ -180,7 +195,9 @@ impl IndexBuilder {
             })?;
             for c in tensor.chunks {
                 let chunk = other.chunk(c);
-                let known = chunk.digests.map(|range| range.map(|d| other.digest(d)).collect());
+                let known = chunk
+                    .digests
+                    .map(|range| range.map(|d| other.digest(d)).collect());
                 self.add_chunk(ChunkEntry {
                     tensor: id,
                     file: files[chunk.file as usize],
@@ -213,7 +230,8 @@ impl IndexBuilder {
             let name = |id: u32| self.tensors[id as usize].name.as_bytes();
             name(a).cmp(name(b))
         });
-        // By tensor first: chunks come rank by rank, of all tensors each time, and those of a tensor are nearly sorted then.
+        // By tensor first: chunks come rank by rank, of all tensors each time, and those of a
+        // tensor are nearly sorted then.
         let mut chunks: Vec<Chunks<'_>> = vec![Chunks::new(); self.tensors.len()];
         for chunk in &self.chunks {
             chunks[chunk.tensor as usize].push(chunk);
@@ -226,7 +244,11 @@ impl IndexBuilder {
         for (place, &id) in (0_u32..).zip(&order) {
             let own = &mut chunks[id as usize];
             // Stable, so that the first of two equal rectangles is the one that stays.
-            own.sort_by(|a, b| a.offsets.cmp(&b.offsets).then_with(|| a.sizes.cmp(&b.sizes)));
+            own.sort_by(|a, b| {
+                a.offsets
+                    .cmp(&b.offsets)
+                    .then_with(|| a.sizes.cmp(&b.sizes))
+            });
             own.dedup_by(|b, a| (&a.offsets, &a.sizes) == (&b.offsets, &b.sizes));
             out.tensor(&self.tensors[id as usize], place, own)?;
         }
@@ -241,7 +263,9 @@ fn next_id(len: usize, what: &str) -> Result<u32> {
     u32::try_from(len)
         .ok()
         .filter(|&id| id < u32::MAX)
-        .ok_or_else(|| Error::Unsupported(format!("an index cannot hold more than 4 billion {what}")))
+        .ok_or_else(|| {
+            Error::Unsupported(format!("an index cannot hold more than 4 billion {what}"))
+        })
 }
 
 fn describe(tensor: &TensorEntry) -> String {

@@ -92,8 +92,14 @@ fn sample() -> Vec<u8> {
 #[test]
 fn what_is_built_is_found() {
     let index = Index::from_bytes(sample(), Path::new("ckpt/index.dcprs")).unwrap();
-    assert_eq!((index.generation(), index.save_id(), index.version()), (4, [5; 16], 1));
-    assert_eq!(index.writer(), Some(concat!("dcp-rs ", env!("CARGO_PKG_VERSION"))));
+    assert_eq!(
+        (index.generation(), index.save_id(), index.version()),
+        (4, [5; 16], 1)
+    );
+    assert_eq!(
+        index.writer(),
+        Some(concat!("dcp-rs ", env!("CARGO_PKG_VERSION")))
+    );
     assert_eq!(index.source(), SourceKind::Native);
     let names: Vec<_> = (0..index.tensor_count()).map(|t| index.name(t)).collect();
     assert_eq!(names, ["a.step", "b", "w"]);
@@ -139,7 +145,9 @@ fn merging_two_halves_gives_the_whole() {
             })
             .unwrap();
         let w = builder.add_tensor(f32_tensor("w", &[4, 4])).unwrap();
-        builder.add_chunk(chunk(w, 4096, &[row, 0], &[2, 4])).unwrap();
+        builder
+            .add_chunk(chunk(w, 4096, &[row, 0], &[2, 4]))
+            .unwrap();
         Index::from_bytes(builder.build().unwrap(), Path::new("x")).unwrap()
     };
     let mut builder = IndexBuilder::new(SourceKind::Native);
@@ -159,7 +167,13 @@ fn contradictions_are_refused() {
     assert_eq!(builder.add_tensor(f32_tensor("w", &[4, 4])).unwrap(), w);
     assert!(builder.add_tensor(f32_tensor("w", &[4, 5])).is_err());
     builder.add_chunk(chunk(w, 4096, &[3, 0], &[2, 4])).unwrap();
-    assert!(builder.build().unwrap_err().to_string().contains("outside the tensor"));
+    assert!(
+        builder
+            .build()
+            .unwrap_err()
+            .to_string()
+            .contains("outside the tensor")
+    );
 }
 
 #[test]

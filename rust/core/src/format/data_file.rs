@@ -23,7 +23,10 @@ impl fmt::Display for DataFileName {
             rank,
             file,
         } = self;
-        write!(f, "g{generation:08}-{token:016x}-r{rank:05}-f{file:05}.safetensors")
+        write!(
+            f,
+            "g{generation:08}-{token:016x}-r{rank:05}-f{file:05}.safetensors"
+        )
     }
 }
 
@@ -56,7 +59,10 @@ mod tests {
             rank: 0,
             file: 0,
         };
-        assert_eq!(name.to_string(), "g00000001-5f0e9a3c77d1b204-r00000-f00000.safetensors");
+        assert_eq!(
+            name.to_string(),
+            "g00000001-5f0e9a3c77d1b204-r00000-f00000.safetensors"
+        );
     }
 
     #[test]

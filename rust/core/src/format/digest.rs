@@ -23,7 +23,8 @@ pub fn block_digest(block: &[u8]) -> u64 {
     XxHash3_64::oneshot(block)
 }
 
-/// What is known of the bytes of a block: its digest, and what it adds to that of its chunk's content.
+/// What is known of the bytes of a block: its digest, and what it adds to that of its chunk's
+/// content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockDigests {
     /// [`block_digest`].
@@ -58,7 +59,8 @@ pub(crate) struct BlockHasher {
 impl BlockHasher {
     pub(crate) fn write(&mut self, piece: &[u8]) {
         if self.len <= SHORT {
-            self.narrow.write(&piece[..piece.len().min(SHORT + 1 - self.len)]);
+            self.narrow
+                .write(&piece[..piece.len().min(SHORT + 1 - self.len)]);
         }
         self.wide.write(piece);
         self.len += piece.len();
@@ -76,7 +78,8 @@ impl BlockHasher {
     }
 }
 
-/// [`BlockDigests`] that one thread finds out and another asks for: the digest, and the halves of the content's.
+/// [`BlockDigests`] that one thread finds out and another asks for: the digest, and the halves of
+/// the content's.
 #[derive(Default)]
 pub(crate) struct BlockCell([AtomicU64; 3]);
 
@@ -94,7 +97,8 @@ impl BlockCell {
     }
 
     pub(crate) fn content(&self) -> u128 {
-        u128::from(self.0[2].load(Ordering::Relaxed)) << 64 | u128::from(self.0[1].load(Ordering::Relaxed))
+        u128::from(self.0[2].load(Ordering::Relaxed)) << 64
+            | u128::from(self.0[1].load(Ordering::Relaxed))
     }
 }
 
@@ -119,7 +123,9 @@ mod tests {
 
     #[test]
     fn one_pass_gives_both_digests() {
-        let bytes: Vec<u8> = (0..70_000u32).map(|i| (i * 31 % 251).to_le_bytes()[0]).collect();
+        let bytes: Vec<u8> = (0..70_000u32)
+            .map(|i| (i * 31 % 251).to_le_bytes()[0])
+            .collect();
         let lengths = [
             0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 239, 240, 241, 1023, 1024, 1025, 70_000,
         ];

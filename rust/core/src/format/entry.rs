@@ -57,7 +57,8 @@ pub struct TensorEntry {
     pub position: Option<u32>,
 }
 
-/// A chunk of a tensor that was added before. By default it is contiguous, and nothing is known of its bytes.
+/// A chunk of a tensor that was added before. By default it is contiguous, and nothing is known of
+/// its bytes.
 #[derive(Clone, Debug, Default)]
 pub struct ChunkEntry {
     /// What [`IndexBuilder::add_tensor`](super::IndexBuilder::add_tensor) returned.

@@ -8,9 +8,9 @@ use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 use super::layout::{
-    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_FROZEN, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, FILE_EXTERNAL,
-    FILE_HEAD_DIGEST, FILE_LINKED, FileRecord, HEADER_LEN, Header, Kind, NO_POSITION, NO_SPLIT, Section, SourceKind,
-    TensorRecord,
+    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_FROZEN, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord,
+    FILE_EXTERNAL, FILE_HEAD_DIGEST, FILE_LINKED, FileRecord, HEADER_LEN, Header, Kind,
+    NO_POSITION, NO_SPLIT, Section, SourceKind, TensorRecord,
 };
 use super::view::{CodedChunk, View};
 use super::{Value, block_count, validate};
@@ -23,7 +23,8 @@ use crate::{Dtype, Result};
 /// The bytes of an index: a mapping of its file, or a buffer.
 pub type IndexBytes = Box<dyn AsRef<[u8]> + Send + Sync>;
 
-/// A checkpoint's index. All of it is validated once, when it is opened; after that no look-up fails.
+/// A checkpoint's index. All of it is validated once, when it is opened; after that no look-up
+/// fails.
 pub struct Index {
     path: PathBuf,
     folder: Arc<Path>,
@@ -100,7 +101,8 @@ pub struct ChunkView {
     pub content: Option<u128>,
     /// Whether the caller of its save said that it does not change.
     pub frozen: bool,
-    /// Bytes of the stretch in the file that come before its first element. In a view, several chunks may be parts of one stretch.
+    /// Bytes of the stretch in the file that come before its first element. In a view, several
+    /// chunks may be parts of one stretch.
     pub lead: u64,
     /// How its elements come from stored codes, in a view.
     pub coded: Option<Arc<CodedChunk>>,
@@ -109,8 +111,12 @@ pub struct ChunkView {
 impl Index {
     /// Takes the bytes of an index after checking every rule of the format.
     ///
-    /// `path` is the file they come from: it stands in messages, and its folder is where data files are.
-    pub fn from_bytes(bytes: impl AsRef<[u8]> + Send + Sync + 'static, path: &Path) -> Result<Self> {
+    /// `path` is the file they come from: it stands in messages, and its folder is where data files
+    /// are.
+    pub fn from_bytes(
+        bytes: impl AsRef<[u8]> + Send + Sync + 'static,
+        path: &Path,
+    ) -> Result<Self> {
         let (sections, contents) = validate::sections(bytes.as_ref(), path)?;
         let index = Self {
             path: path.to_owned(),
@@ -127,7 +133,11 @@ impl Index {
     }
 
     /// The index of a view of `base`, of records that were made from those of `base`.
-    pub(super) fn of_view(bytes: Vec<u8>, base: &Self, view: impl FnOnce(&Self) -> View) -> Result<Self> {
+    pub(super) fn of_view(
+        bytes: Vec<u8>,
+        base: &Self,
+        view: impl FnOnce(&Self) -> View,
+    ) -> Result<Self> {
         let (sections, contents) = validate::sections(&bytes, &base.path)?;
         let mut index = Self {
             path: base.path.clone(),
@@ -148,7 +158,8 @@ impl Index {
         self.view.is_logical
     }
 
-    /// The index of what others wrote at `path`, which has no index file. Data files were found by looking, so that those may be symbolic links.
+    /// The index of what others wrote at `path`, which has no index file. Data files were found by
+    /// looking, so that those may be symbolic links.
     #[must_use]
     pub(crate) fn made_of(self, path: &Path) -> Self {
         Self {
@@ -231,10 +242,14 @@ impl Index {
         self.header().version.get()
     }
 
-    /// The program that wrote the index and its release, where the index says so in characters that can be printed.
+    /// The program that wrote the index and its release, where the index says so in characters that
+    /// can be printed.
     pub fn writer(&self) -> Option<&str> {
         let field = &self.header().writer;
-        let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
+        let end = field
+            .iter()
+            .position(|&byte| byte == 0)
+            .unwrap_or(field.len());
         let text = str::from_utf8(&field[..end]).ok()?;
         (!text.is_empty() && text.chars().all(|c| c == ' ' || c.is_ascii_graphic())).then_some(text)
     }
@@ -277,7 +292,10 @@ impl Index {
 
     fn dims(&self, at: u64, count: usize) -> Dims {
         let at = to_usize(at);
-        self.dims_pool()[at..at + count].iter().map(|d| d.get()).collect()
+        self.dims_pool()[at..at + count]
+            .iter()
+            .map(|d| d.get())
+            .collect()
     }
 
     /// A data file; `file` is below [`Self::file_count`].
@@ -313,7 +331,11 @@ impl Index {
         let (split_dim, position) = (record.split_dim.get(), record.position.get());
         TensorView {
             name: self.text(record.name_offset, record.name_len.get()),
-            kind: if record.kind == 0 { Kind::Tensor } else { Kind::Bytes },
+            kind: if record.kind == 0 {
+                Kind::Tensor
+            } else {
+                Kind::Bytes
+            },
             dtype: Dtype::from_code(record.dtype),
             shape: self.dims(record.shape.get(), usize::from(record.ndim)),
             flags: record.flags,
@@ -329,7 +351,8 @@ impl Index {
         found.or_else(|| self.view.aliases.get(fqn).copied())
     }
 
-    /// The tensor with this FQN, which is likely to be near the tensor `near`. Takes O(log d) if it is d tensors away.
+    /// The tensor with this FQN, which is likely to be near the tensor `near`. Takes O(log d) if it
+    /// is d tensors away.
     pub fn find_near(&self, fqn: &str, near: u32) -> Option<u32> {
         let count = self.tensor_records().len();
         let is_before = |at: usize| self.name_bytes(at) < fqn.as_bytes();
@@ -357,8 +380,9 @@ impl Index {
 
     fn find_in(&self, fqn: &str, range: Range<usize>) -> Option<u32> {
         let wanted = fqn.as_bytes();
-        let at =
-            range.start + self.tensor_records()[range].partition_point(|record| self.bytes_of_name(record) < wanted);
+        let at = range.start
+            + self.tensor_records()[range]
+                .partition_point(|record| self.bytes_of_name(record) < wanted);
         (at < self.tensor_records().len() && self.name_bytes(at) == wanted)
             .then(|| u32::try_from(at).expect("validated at open"))
     }
@@ -388,7 +412,8 @@ impl Index {
             offsets: self.dims(dims, ndim),
             sizes: self.dims(dims + ndim as u64, ndim),
             strides: (flags & CHUNK_STRIDED != 0).then(|| self.dims(dims + 2 * ndim as u64, ndim)),
-            digests: (flags & CHUNK_DIGESTS != 0).then(|| first_digest..first_digest + block_count(length)),
+            digests: (flags & CHUNK_DIGESTS != 0)
+                .then(|| first_digest..first_digest + block_count(length)),
             signs: Signs {
                 conjugate: flags & CHUNK_CONJUGATE != 0,
                 negative: flags & CHUNK_NEGATIVE != 0,
@@ -396,11 +421,16 @@ impl Index {
             content: self.content(to_usize(chunk)),
             frozen: flags & CHUNK_FROZEN != 0,
             lead: self.view.pieces.get(&chunk).map_or(0, |piece| piece.lead),
-            coded: self.view.pieces.get(&chunk).and_then(|piece| piece.coded.clone()),
+            coded: self
+                .view
+                .pieces
+                .get(&chunk)
+                .and_then(|piece| piece.coded.clone()),
         }
     }
 
-    /// The first byte that a chunk's own elements take in its file, and how many bytes they span; of what is decoded, all that is stored of it.
+    /// The first byte that a chunk's own elements take in its file, and how many bytes they span;
+    /// of what is decoded, all that is stored of it.
     pub fn span(&self, chunk: u64) -> (u64, u64) {
         let view = self.chunk(chunk);
         if let Some(coded) = &view.coded {
@@ -419,7 +449,9 @@ impl Index {
 
     fn content(&self, chunk: usize) -> Option<u128> {
         let contents = &self.bytes()[self.contents.clone()?];
-        let digest = contents[16 * chunk..].first_chunk().expect("validated at open");
+        let digest = contents[16 * chunk..]
+            .first_chunk()
+            .expect("validated at open");
         Some(u128::from_le_bytes(*digest)).filter(|&digest| digest != 0)
     }
 
@@ -456,7 +488,10 @@ impl Index {
             return None;
         }
         let at = to_usize(record.path_offset.get());
-        Some(Value::decode(&self.section(Section::Planner)[at..at + len]).expect("validated at open"))
+        Some(
+            Value::decode(&self.section(Section::Planner)[at..at + len])
+                .expect("validated at open"),
+        )
     }
 
     /// The planner data that belongs to no tensor.
@@ -464,7 +499,8 @@ impl Index {
         self.planner_values().0
     }
 
-    /// Which containers there were, where that is known: a value that [is nesting](Value::is_nesting).
+    /// Which containers there were, where that is known: a value that [is
+    /// nesting](Value::is_nesting).
     pub fn nesting(&self) -> Value {
         self.planner_values().1
     }

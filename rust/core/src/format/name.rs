@@ -24,7 +24,9 @@ pub fn uuid(id: [u8; 16]) -> String {
 /// The id that is written so, with or without hyphens.
 pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let digits = text.replace('-', "");
-    let id = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.len() == 32)?;
+    let id = u128::from_str_radix(&digits, 16)
+        .ok()
+        .filter(|_| digits.len() == 32)?;
     let id = id.to_be_bytes();
     (uuid(id) == text || digits == text).then_some(id)
 }
@@ -34,13 +36,15 @@ pub fn rank_index_name(rank: u32) -> String {
     format!("__{rank}.{INDEX_NAME}")
 }
 
-/// The rank whose index is called `name`; `None` where [`rank_index_name`] would not have written it so.
+/// The rank whose index is called `name`; `None` where [`rank_index_name`] would not have written
+/// it so.
 pub(crate) fn parse_rank_index_name(name: &str) -> Option<u32> {
     let rank = name.strip_prefix("__")?.split('.').next()?.parse().ok()?;
     (rank_index_name(rank) == name).then_some(rank)
 }
 
-/// What a data file's header calls the tensor `fqn`: the same, but for the one name that safetensors keeps for itself.
+/// What a data file's header calls the tensor `fqn`: the same, but for the one name that
+/// safetensors keeps for itself.
 pub fn to_header_name(fqn: &str) -> String {
     if fqn == RESERVED || fqn.starts_with(ESCAPED) {
         format!("{fqn}~")
@@ -60,7 +64,8 @@ pub fn from_header_name(name: &str) -> Option<&str> {
     }
 }
 
-/// Why `name` cannot be the name of a data file, if it cannot. That of an external one may be any path.
+/// Why `name` cannot be the name of a data file, if it cannot. That of an external one may be any
+/// path.
 pub(super) fn check_file_name(name: &str, external: bool) -> Result<(), &'static str> {
     match reach(name) {
         Reach::Nowhere if name.is_empty() => Err("file name is empty"),
@@ -94,14 +99,21 @@ mod tests {
 
     #[test]
     fn header_names_that_nobody_writes_are_refused() {
-        for name in ["__metadata__", "__metadata__~x", "__metadata__~é", "__metadata__~~ "] {
+        for name in [
+            "__metadata__",
+            "__metadata__~x",
+            "__metadata__~é",
+            "__metadata__~~ ",
+        ] {
             assert_eq!(from_header_name(name), None, "{name}");
         }
     }
 
     #[test]
     fn ids_of_saves_are_text_and_back() {
-        let id = [1, 35, 69, 103, 137, 171, 205, 239, 0, 17, 34, 51, 68, 85, 102, 119];
+        let id = [
+            1, 35, 69, 103, 137, 171, 205, 239, 0, 17, 34, 51, 68, 85, 102, 119,
+        ];
         let text = "01234567-89ab-cdef-0011-223344556677";
         assert_eq!(uuid(id), text);
         assert_eq!(parse_uuid(text), Some(id));
@@ -137,7 +149,16 @@ mod tests {
 
     #[test]
     fn file_names_stay_in_the_folder() {
-        for bad in ["", "/etc/passwd", "..", "a/../b", "./a", "a//b", "a\\b", "a\0b"] {
+        for bad in [
+            "",
+            "/etc/passwd",
+            "..",
+            "a/../b",
+            "./a",
+            "a//b",
+            "a\\b",
+            "a\0b",
+        ] {
             assert!(check_file_name(bad, false).is_err(), "{bad:?}");
         }
         for good in ["a.safetensors", "sub/a.safetensors", "..a", "a..b"] {

@@ -10,9 +10,9 @@
 //! The payload is covered by the tensors exactly: no hole, no overlap, nothing left over.
 //!
 //! What is accepted is what the `safetensors` crate accepts, with two deliberate differences, both
-//! tested: a name (of a tensor, or of a text in `__metadata__`) that is there twice is refused here, where the crate keeps
-//! the last; and the value of a field that neither of us knows is skipped here and decoded there,
-//! so that a number out of range in it is refused there only.
+//! tested: a name (of a tensor, or of a text in `__metadata__`) that is there twice is refused
+//! here, where the crate keeps the last; and the value of a field that neither of us knows is
+//! skipped here and decoded there, so that a number out of range in it is refused there only.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -156,7 +156,8 @@ impl HeaderDtype {
         }
     }
 
-    /// The element type as torch has it, and the sizes in its elements; `None` where torch has no such type.
+    /// The element type as torch has it, and the sizes in its elements; `None` where torch has no
+    /// such type.
     ///
     /// `F4` counts single values and torch pairs of them, so the last size is halved.
     #[must_use]
@@ -178,22 +179,32 @@ impl HeaderDtype {
 pub fn header_len(prefix: [u8; 8], file_size: u64) -> Result<u64, HeaderError> {
     let len = u64::from_le_bytes(prefix);
     if len > MAX_HEADER_LEN {
-        return refuse(0, format!("header of {len} bytes, more than {MAX_HEADER_LEN}"));
+        return refuse(
+            0,
+            format!("header of {len} bytes, more than {MAX_HEADER_LEN}"),
+        );
     }
     if len + PREFIX_LEN > file_size {
-        return refuse(0, format!("header of {len} bytes in a file of {file_size} bytes"));
+        return refuse(
+            0,
+            format!("header of {len} bytes in a file of {file_size} bytes"),
+        );
     }
     Ok(len)
 }
 
-/// Parses and checks the header of a file of `file_size` bytes. `bytes` is the file's beginning, and at least the whole header.
+/// Parses and checks the header of a file of `file_size` bytes. `bytes` is the file's beginning,
+/// and at least the whole header.
 pub fn parse(bytes: &[u8], file_size: u64) -> Result<Header, HeaderError> {
     let Some((prefix, rest)) = bytes.split_first_chunk::<8>() else {
         return refuse(0, format!("{} bytes, too few for a header", bytes.len()));
     };
     let len = header_len(*prefix, file_size)?;
     let Some(json) = usize::try_from(len).ok().and_then(|len| rest.get(..len)) else {
-        return refuse(0, format!("header of {len} bytes, of which {} are there", rest.len()));
+        return refuse(
+            0,
+            format!("header of {len} bytes, of which {} are there", rest.len()),
+        );
     };
     let json = match std::str::from_utf8(json) {
         Ok(json) => json,
@@ -223,15 +234,20 @@ pub fn parse(bytes: &[u8], file_size: u64) -> Result<Header, HeaderError> {
     })
 }
 
-/// Checks that the tensors, in order, follow each other without a gap and are as long as they say. Returns where they end.
+/// Checks that the tensors, in order, follow each other without a gap and are as long as they say.
+/// Returns where they end.
 fn check_cover(tensors: &[HeaderTensor]) -> Result<u64, HeaderError> {
     let mut at = 0;
     for tensor in tensors {
-        let HeaderTensor { name, begin, end, .. } = tensor;
+        let HeaderTensor {
+            name, begin, end, ..
+        } = tensor;
         if *begin != at || end < begin {
             return refuse(
                 PREFIX_LEN,
-                format!("tensor {name:?} has bytes {begin}..{end}, where {at} ends the one before it"),
+                format!(
+                    "tensor {name:?} has bytes {begin}..{end}, where {at} ends the one before it"
+                ),
             );
         }
         let bits = tensor
@@ -301,7 +317,9 @@ impl<'de> Visitor<'de> for HeaderVisitor {
         let mut metadata = None;
         while let Some(name) = map.next_key::<String>()? {
             if !names.insert(name.clone()) {
-                return Err(de::Error::custom(format!("the name {name:?} is there twice")));
+                return Err(de::Error::custom(format!(
+                    "the name {name:?} is there twice"
+                )));
             }
             if name == "__metadata__" {
                 metadata = map.next_value::<Option<Texts>>()?.map(|texts| texts.0);
@@ -342,7 +360,9 @@ impl<'de> Visitor<'de> for TextsVisitor {
         let mut texts = BTreeMap::new();
         while let Some((key, text)) = map.next_entry::<String, String>()? {
             if texts.contains_key(&key) {
-                return Err(de::Error::custom(format!("the name {key:?} is there twice")));
+                return Err(de::Error::custom(format!(
+                    "the name {key:?} is there twice"
+                )));
             }
             texts.insert(key, text);
         }

@@ -1,14 +1,15 @@
-//! The bytes of an index: its records, one section after another, and the header before them (section 3 of `docs/format.md`).
+//! The bytes of an index: its records, one section after another, and the header before them
+//! (section 3 of `docs/format.md`).
 
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::digest::index_digest;
 use super::entry::{ChunkEntry, FileEntry, TensorEntry};
 use super::layout::{
-    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_FROZEN, CHUNK_NEGATIVE, CHUNK_STRIDED, COMPAT_CONTENTS, ChunkRecord,
-    DIGEST_AT, FILE_EXTERNAL, FILE_HEAD_DIGEST, FILE_LINKED, FileRecord, HEADER_LEN, HEADER_LEN_U32, Header,
-    INCOMPAT_LINKED, INCOMPAT_SIGNS, Kind, MAGIC, NO_POSITION, NO_SPLIT, SECTIONS, SectionRecord, SourceKind,
-    TensorRecord, VERSION, WRITER_LEN,
+    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_FROZEN, CHUNK_NEGATIVE, CHUNK_STRIDED, COMPAT_CONTENTS,
+    ChunkRecord, DIGEST_AT, FILE_EXTERNAL, FILE_HEAD_DIGEST, FILE_LINKED, FileRecord, HEADER_LEN,
+    HEADER_LEN_U32, Header, INCOMPAT_LINKED, INCOMPAT_SIGNS, Kind, MAGIC, NO_POSITION, NO_SPLIT,
+    SECTIONS, SectionRecord, SourceKind, TensorRecord, VERSION, WRITER_LEN,
 };
 use super::{BLOCK_SIZE, Value};
 use crate::copy::Signs;
@@ -55,8 +56,8 @@ impl Sections {
     fn text(&mut self, text: &str) -> Result<(u64, u32)> {
         let at = self.strings.len() as u64;
         self.strings.extend(text.as_bytes());
-        let len =
-            u32::try_from(text.len()).map_err(|_| Error::Unsupported("a name cannot be over 4 GiB long".into()))?;
+        let len = u32::try_from(text.len())
+            .map_err(|_| Error::Unsupported("a name cannot be over 4 GiB long".into()))?;
         Ok((at, len))
     }
 
@@ -96,12 +97,19 @@ impl Sections {
     }
 
     /// A tensor, and its chunks in their order. `place`: among the tensors.
-    pub(super) fn tensor(&mut self, tensor: &TensorEntry, place: u32, chunks: &[&ChunkEntry]) -> Result<()> {
+    pub(super) fn tensor(
+        &mut self,
+        tensor: &TensorEntry,
+        place: u32,
+        chunks: &[&ChunkEntry],
+    ) -> Result<()> {
         let bad = |reason: String| Error::tensor_plan(None, &tensor.name, reason);
         let ndim = tensor.shape.len();
         let (name_offset, name_len) = self.text(&tensor.name)?;
         if let Some(chunk) = chunks.iter().find(|c| {
-            c.offsets.len() != ndim || c.sizes.len() != ndim || c.strides.as_ref().is_some_and(|s| s.len() != ndim)
+            c.offsets.len() != ndim
+                || c.sizes.len() != ndim
+                || c.strides.as_ref().is_some_and(|s| s.len() != ndim)
         }) {
             return Err(bad(format!(
                 "a chunk at {:?} of sizes {:?} in a tensor of {ndim} dimensions",
@@ -113,7 +121,8 @@ impl Sections {
             if !path.is_path() {
                 return Err(bad("its path is not a tuple of keys and places".into()));
             }
-            path.encode(&mut self.planner).map_err(|reason| bad(reason.into()))?;
+            path.encode(&mut self.planner)
+                .map_err(|reason| bad(reason.into()))?;
         }
         let record = TensorRecord {
             name_offset: name_offset.into(),
@@ -130,7 +139,9 @@ impl Sections {
                 .map_err(|_| bad("a path of over 4 GiB".into()))?
                 .into(),
             split_dim: split_dim(&tensor.shape, chunks)
-                .map_or(NO_SPLIT, |d| u32::try_from(d).expect("at most 255 dimensions"))
+                .map_or(NO_SPLIT, |d| {
+                    u32::try_from(d).expect("at most 255 dimensions")
+                })
                 .into(),
             position: tensor.position.unwrap_or(NO_POSITION).into(),
             reserved: [0; 4],
@@ -163,11 +174,13 @@ impl Sections {
             flags |= CHUNK_FROZEN;
         }
         self.has_contents |= chunk.content.is_some();
-        self.contents.extend(chunk.content.unwrap_or(0).to_le_bytes());
+        self.contents
+            .extend(chunk.content.unwrap_or(0).to_le_bytes());
         let digest = self.digests.len() as u64 / 8;
         if let Some(digests) = &chunk.digests {
             flags |= CHUNK_DIGESTS;
-            self.digests.extend(digests.iter().flat_map(|d| d.to_le_bytes()));
+            self.digests
+                .extend(digests.iter().flat_map(|d| d.to_le_bytes()));
         }
         let record = ChunkRecord {
             tensor: place.into(),
@@ -184,7 +197,12 @@ impl Sections {
     }
 
     /// Header and sections, with the digest over all of them.
-    pub(super) fn assemble(self, source: SourceKind, save_id: [u8; 16], generation: u64) -> Vec<u8> {
+    pub(super) fn assemble(
+        self,
+        source: SourceKind,
+        save_id: [u8; 16],
+        generation: u64,
+    ) -> Vec<u8> {
         let parts = [
             self.files,
             self.tensors,
@@ -210,7 +228,12 @@ impl Sections {
             magic: MAGIC,
             version: VERSION.into(),
             header_len: HEADER_LEN_U32.into(),
-            compat: (if self.has_contents { COMPAT_CONTENTS } else { 0 }).into(),
+            compat: (if self.has_contents {
+                COMPAT_CONTENTS
+            } else {
+                0
+            })
+            .into(),
             incompat: self.incompat.into(),
             file_len: (bytes.len() as u64).into(),
             digest: 0.into(),
@@ -244,7 +267,9 @@ fn written_by() -> [u8; WRITER_LEN] {
 
 /// The dimension along which sorted chunks are a run, each spanning the others whole.
 fn split_dim(shape: &[u64], chunks: &[&ChunkEntry]) -> Option<usize> {
-    let spans = |c: &ChunkEntry, split: usize| (0..shape.len()).all(|d| d == split || c.sizes[d] == shape[d]);
+    let spans = |c: &ChunkEntry, split: usize| {
+        (0..shape.len()).all(|d| d == split || c.sizes[d] == shape[d])
+    };
     (0..shape.len()).find(|&split| {
         chunks.iter().all(|c| spans(c, split))
             && chunks.windows(2).all(|pair| {

@@ -10,9 +10,10 @@ use zerocopy::little_endian::U64;
 
 use super::digest::index_digest;
 use super::layout::{
-    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, COMPAT_CONTENTS, ChunkRecord, DIGEST_AT,
-    FILE_EXTERNAL, FILE_LINKED, HEADER_LEN, Header, INCOMPAT_LINKED, INCOMPAT_SIGNS, KNOWN_INCOMPAT, MAGIC, MAX_NDIM,
-    NO_SPLIT, SECTIONS, Section, SectionRecord, SourceKind, TENSOR_MEMORY_FORMAT, TensorRecord, VERSION,
+    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, COMPAT_CONTENTS, ChunkRecord,
+    DIGEST_AT, FILE_EXTERNAL, FILE_LINKED, HEADER_LEN, Header, INCOMPAT_LINKED, INCOMPAT_SIGNS,
+    KNOWN_INCOMPAT, MAGIC, MAX_NDIM, NO_SPLIT, SECTIONS, Section, SectionRecord, SourceKind,
+    TENSOR_MEMORY_FORMAT, TensorRecord, VERSION,
 };
 use super::{BLOCK_SIZE, Index, Value, block_count, name};
 use crate::copy::Signs;
@@ -28,9 +29,13 @@ type SectionRanges = [Range<usize>; 7];
 
 /// Checks the header, and finds the sections, and that of contents.
 pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Option<Range<usize>>)> {
-    let bad = |offset: usize, reason: String| Err(Error::corrupt_index(path, offset as u64, reason));
+    let bad =
+        |offset: usize, reason: String| Err(Error::corrupt_index(path, offset as u64, reason));
     let Ok((header, _)) = Header::ref_from_prefix(bytes) else {
-        return bad(bytes.len(), format!("{} bytes are too few for a header", bytes.len()));
+        return bad(
+            bytes.len(),
+            format!("{} bytes are too few for a header", bytes.len()),
+        );
     };
     if header.magic != MAGIC {
         return bad(0, "not a dcp-rs index: the magic differs".into());
@@ -43,7 +48,10 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Opti
         )));
     }
     if header.header_len.get() as usize != HEADER_LEN {
-        return bad(12, format!("header length is {}, not {HEADER_LEN}", header.header_len));
+        return bad(
+            12,
+            format!("header length is {}, not {HEADER_LEN}", header.header_len),
+        );
     }
     if header.file_len.get() != bytes.len() as u64 {
         return bad(
@@ -63,7 +71,10 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Opti
         )));
     }
     if header.block_size.get() != BLOCK_SIZE {
-        return bad(72, format!("block size is {}, not {BLOCK_SIZE}", header.block_size));
+        return bad(
+            72,
+            format!("block size is {}, not {BLOCK_SIZE}", header.block_size),
+        );
     }
     if SourceKind::from_code(header.source.get()).is_none() {
         return bad(80, format!("unknown source {}", header.source));
@@ -86,7 +97,11 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Opti
 }
 
 /// A section of records so wide, in an index so long.
-fn range(record: &SectionRecord, width: usize, len: usize) -> std::result::Result<Range<usize>, String> {
+fn range(
+    record: &SectionRecord,
+    width: usize,
+    len: usize,
+) -> std::result::Result<Range<usize>, String> {
     let (offset, length) = (record.offset.get(), record.length.get());
     let fits = offset
         .checked_add(length)
@@ -106,13 +121,17 @@ pub(super) fn check(index: &Index) -> Result<()> {
     if index.chunk_records().len() < MANY_CHUNKS {
         return digest(index).and_then(|()| records(index, 1));
     }
-    let (digest, records) = parallel::both(|| digest(index), || records(index, parallel::available()));
+    let (digest, records) =
+        parallel::both(|| digest(index), || records(index, parallel::available()));
     // What is damaged is called so, whatever its records look like by now.
     digest.and(records)
 }
 
 fn digest(index: &Index) -> Result<()> {
-    let (digest, expected) = (index_digest(index.bytes(), DIGEST_AT), index.header().digest.get());
+    let (digest, expected) = (
+        index_digest(index.bytes(), DIGEST_AT),
+        index.header().digest.get(),
+    );
     if digest == expected {
         return Ok(());
     }
@@ -161,18 +180,26 @@ impl Check<'_> {
         let planner = self.index.section(Section::Planner);
         let rest = match Value::decode_prefix(planner) {
             Ok((_, rest)) => rest,
-            Err((at, reason)) => return self.bad(Section::Planner, at, format!("planner data: {reason}")),
+            Err((at, reason)) => {
+                return self.bad(Section::Planner, at, format!("planner data: {reason}"));
+            }
         };
         let begin = planner.len() - rest.len();
         match Value::decode_prefix(rest) {
             Ok((nesting, _)) if nesting.is_nesting() => Ok(()),
-            Ok(_) => self.bad(Section::Planner, begin, "nesting is not a list of containers"),
-            Err((at, reason)) => self.bad(Section::Planner, begin + at, format!("nesting: {reason}")),
+            Ok(_) => self.bad(
+                Section::Planner,
+                begin,
+                "nesting is not a list of containers",
+            ),
+            Err((at, reason)) => {
+                self.bad(Section::Planner, begin + at, format!("nesting: {reason}"))
+            }
         }
     }
 
-    /// Names, and paths, share no bytes: together they are no longer than their section. So whatever reads them all takes time and memory
-    /// in proportion to the index.
+    /// Names, and paths, share no bytes: together they are no longer than their section. So
+    /// whatever reads them all takes time and memory in proportion to the index.
     fn is_shared(total: &mut usize, len: u32, section: &[u8]) -> bool {
         *total = total.saturating_add(len as usize);
         *total > section.len()
@@ -206,11 +233,17 @@ impl Check<'_> {
                     || self.index.source() != SourceKind::Native
                     || self.index.header().incompat.get() & INCOMPAT_LINKED == 0)
             {
-                let reason = format!("{name:?} is a link, in an index that does not say so, or to what others wrote");
+                let reason = format!(
+                    "{name:?} is a link, in an index that does not say so, or to what others wrote"
+                );
                 return self.bad(Section::Files, i, reason);
             }
             if record.data_start.get() > record.file_size.get() {
-                return self.bad(Section::Files, i, format!("payload of {name:?} begins after its end"));
+                return self.bad(
+                    Section::Files,
+                    i,
+                    format!("payload of {name:?} begins after its end"),
+                );
             }
             if i64::try_from(record.file_size.get()).is_err() {
                 return self.bad(Section::Files, i, format!("size of {name:?} is too large"));
@@ -274,8 +307,13 @@ impl Check<'_> {
     fn contents(&self) -> Result<()> {
         match self.index.contents_len() {
             Some(length) if length != 16 * self.index.chunk_records().len() => {
-                let reason = format!("section of contents: {length} bytes, and not 16 for each chunk");
-                Err(Error::corrupt_index(self.index.path(), CONTENTS_AT as u64, reason))
+                let reason =
+                    format!("section of contents: {length} bytes, and not 16 for each chunk");
+                Err(Error::corrupt_index(
+                    self.index.path(),
+                    CONTENTS_AT as u64,
+                    reason,
+                ))
             }
             _ => Ok(()),
         }
@@ -289,8 +327,12 @@ impl Check<'_> {
         match record.kind {
             0 => {
                 let dtype = Dtype::from_code(record.dtype).ok_or("unknown dtype")?;
-                let at = usize::try_from(record.shape.get()).map_err(|_| "shape is outside the dims")?;
-                let shape: Dims = self.index.dims_pool()[at..at + ndim].iter().map(|d| d.get()).collect();
+                let at =
+                    usize::try_from(record.shape.get()).map_err(|_| "shape is outside the dims")?;
+                let shape: Dims = self.index.dims_pool()[at..at + ndim]
+                    .iter()
+                    .map(|d| d.get())
+                    .collect();
                 // A size of 0 makes no shape small: what computes strides multiplies the others.
                 shape
                     .iter()
@@ -308,7 +350,8 @@ impl Check<'_> {
             1 => {}
             _ => return Err("unknown kind"),
         }
-        // Chunks of such an index may share bytes: with many of them, a small file could make a tensor of any size.
+        // Chunks of such an index may share bytes: with many of them, a small file could make a
+        // tensor of any size.
         if self.index.source() == SourceKind::Torch && record.chunk_count.get() > 1 {
             return Err("more than one chunk, in an index over files of torch.save");
         }
@@ -340,7 +383,12 @@ impl Check<'_> {
                 (start, count) = (t + 1, 0);
             }
         }
-        parallel::for_each(runs.len(), workers, || (), |(), run| self.chunks_of(runs[run].clone()))
+        parallel::for_each(
+            runs.len(),
+            workers,
+            || (),
+            |(), run| self.chunks_of(runs[run].clone()),
+        )
     }
 
     fn chunks_of(&self, tensors: Range<usize>) -> Result<()> {
@@ -349,15 +397,23 @@ impl Check<'_> {
         let mut at = usize::try_from(first).expect("checked with the tensors");
         for t in tensors {
             let tensor = &self.index.tensor_records()[t];
-            let count = usize::try_from(tensor.chunk_count.get()).expect("checked with the tensors");
+            let count =
+                usize::try_from(tensor.chunk_count.get()).expect("checked with the tensors");
             let mut previous = None;
             for record in &chunks[at..at + count] {
                 previous = match self.chunk(t, tensor, record, previous) {
                     Ok(dims) => Some(dims),
                     Err(reason) => {
-                        #[expect(clippy::cast_possible_truncation, reason = "checked with the tensors")]
+                        #[expect(
+                            clippy::cast_possible_truncation,
+                            reason = "checked with the tensors"
+                        )]
                         let name = self.index.name(t as u32);
-                        return self.bad(Section::Chunks, at, format!("a chunk of tensor {name:?}: {reason}"));
+                        return self.bad(
+                            Section::Chunks,
+                            at,
+                            format!("a chunk of tensor {name:?}: {reason}"),
+                        );
                     }
                 };
                 at += 1;
@@ -380,8 +436,9 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Chunks share no bytes of a file: no entry is another's alias, and what all take together is in proportion to the
-    /// files. In files of `torch.save` they may: tensors there are views of storages.
+    /// Chunks share no bytes of a file: no entry is another's alias, and what all take together is
+    /// in proportion to the files. In files of `torch.save` they may: tensors there are views of
+    /// storages.
     fn payload(&self, workers: usize) -> Result<()> {
         let (files, chunks) = (self.index.file_records(), self.index.chunk_records());
         // The first range of each file among the ranges of all.
@@ -441,19 +498,25 @@ impl Check<'_> {
         let chunks = self.index.chunk_records();
         let holds = |chunk: &ChunkRecord| {
             let offset = chunk.offset.get();
-            chunk.file.get() as usize == file && offset <= from && from - offset < chunk.length.get()
+            chunk.file.get() as usize == file
+                && offset <= from
+                && from - offset < chunk.length.get()
         };
         let mut both = (0..chunks.len()).filter(|&at| holds(&chunks[at]));
         let (first, second) = (both.next().unwrap_or(0), both.next().unwrap_or(0));
         let name = |at: usize| match chunks[at].tensor.get() {
-            tensor if (tensor as usize) < self.index.tensor_records().len() => self.index.name(tensor),
+            tensor if (tensor as usize) < self.index.tensor_records().len() => {
+                self.index.name(tensor)
+            }
             _ => "",
         };
         let reason = format!(
             "chunks share bytes of a file: those of {:?} and {:?} at byte {from} of {:?}",
             name(first),
             name(second),
-            self.index.file(u32::try_from(file).unwrap_or(u32::MAX)).name,
+            self.index
+                .file(u32::try_from(file).unwrap_or(u32::MAX))
+                .name,
         );
         self.bad(Section::Chunks, second, reason)
     }
@@ -498,14 +561,23 @@ impl Check<'_> {
         let shape = usize::try_from(tensor.shape.get()).expect("checked with the tensor");
         let shape = &dims[shape..shape + ndim];
         for ((offset, size), whole) in offsets.iter().zip(sizes).zip(shape) {
-            if offset.get().checked_add(size.get()).is_none_or(|end| end > whole.get()) {
+            if offset
+                .get()
+                .checked_add(size.get())
+                .is_none_or(|end| end > whole.get())
+            {
                 return Err("it lies outside the tensor");
             }
         }
-        let itemsize = Dtype::from_code(tensor.dtype).expect("checked with the tensor").size();
+        let itemsize = Dtype::from_code(tensor.dtype)
+            .expect("checked with the tensor")
+            .size();
         let counts: Dims = sizes.iter().map(|d| d.get()).collect();
         let needed = if strided {
-            let strides: Dims = dims[at + 2 * ndim..at + 3 * ndim].iter().map(|d| d.get()).collect();
+            let strides: Dims = dims[at + 2 * ndim..at + 3 * ndim]
+                .iter()
+                .map(|d| d.get())
+                .collect();
             if strides.iter().any(|&stride| i64::try_from(stride).is_err()) {
                 return Err("a stride is too large");
             }
@@ -521,7 +593,9 @@ impl Check<'_> {
             if (0..ndim).any(|d| d != split && sizes[d] != shape[d]) {
                 return Err("it does not span the other dimensions");
             }
-            if previous.is_some_and(|p| p[split].get() + p[ndim + split].get() > offsets[split].get()) {
+            if previous
+                .is_some_and(|p| p[split].get() + p[ndim + split].get() > offsets[split].get())
+            {
                 return Err("it begins before the previous one ends");
             }
         }
@@ -530,7 +604,9 @@ impl Check<'_> {
 
     /// Checks a chunk whose bytes do not stand for themselves.
     fn signs(&self, tensor: &TensorRecord, signs: Signs) -> std::result::Result<(), &'static str> {
-        if self.index.source() == SourceKind::Native || self.index.header().incompat.get() & INCOMPAT_SIGNS == 0 {
+        if self.index.source() == SourceKind::Native
+            || self.index.header().incompat.get() & INCOMPAT_SIGNS == 0
+        {
             return Err("its sign bits differ from its bytes, and is not an adopted tensor");
         }
         match Dtype::from_code(tensor.dtype).and_then(|dtype| signs.bits(dtype)) {
@@ -545,12 +621,17 @@ impl Check<'_> {
             return Err("no such file");
         };
         let end = record.offset.get().checked_add(record.length.get());
-        if record.offset.get() < file.data_start.get() || end.is_none_or(|end| end > file.file_size.get()) {
+        if record.offset.get() < file.data_start.get()
+            || end.is_none_or(|end| end > file.file_size.get())
+        {
             return Err("it is outside its file");
         }
         if record.flags.get() & CHUNK_DIGESTS != 0 {
             let digests = self.index.section(Section::Digests).len() as u64 / 8;
-            let end = record.digest.get().checked_add(block_count(record.length.get()));
+            let end = record
+                .digest
+                .get()
+                .checked_add(block_count(record.length.get()));
             if end.is_none_or(|end| end > digests) {
                 return Err("digests are outside their section");
             }

@@ -1,4 +1,5 @@
-//! Planner data: a small self-describing encoding, in place of a pickle (section 5 of `docs/format.md`).
+//! Planner data: a small self-describing encoding, in place of a pickle (section 5 of
+//! `docs/format.md`).
 
 const MAX_DEPTH: u32 = 64;
 
@@ -26,7 +27,8 @@ pub enum Value {
 }
 
 impl Value {
-    /// Appends the encoding. Lengths over `u32::MAX`, nesting over 64 and keys that hold a list or a dict are refused with a reason.
+    /// Appends the encoding. Lengths over `u32::MAX`, nesting over 64 and keys that hold a list or
+    /// a dict are refused with a reason.
     ///
     /// # Errors
     /// A message that says what cannot be encoded.
@@ -95,7 +97,8 @@ impl Value {
         matches!(self, Self::Tuple(parts) if !parts.is_empty() && parts.iter().all(Self::is_part))
     }
 
-    /// Whether it says which containers there are: `None`, or a list of (position, path, kind), where the path of the state dict itself is empty.
+    /// Whether it says which containers there are: `None`, or a list of (position, path, kind),
+    /// where the path of the state dict itself is empty.
     pub fn is_nesting(&self) -> bool {
         let is_container = |container: &Self| match container {
             Self::Tuple(fields) => matches!(
@@ -112,7 +115,8 @@ impl Value {
         }
     }
 
-    /// A part of a path: text that is a key, a place in a list, or a tuple of the one key that is no text.
+    /// A part of a path: text that is a key, a place in a list, or a tuple of the one key that is
+    /// no text.
     fn is_part(&self) -> bool {
         match self {
             Self::Str(_) | Self::Int(_) => true,
@@ -191,7 +195,8 @@ impl<'a> Cursor<'a> {
 
     /// A length or count, checked against what is left: no item takes less than a byte.
     fn len(&mut self) -> Result<usize, &'static str> {
-        let len = usize::try_from(u32::from_le_bytes(self.array()?)).map_err(|_| "length overflows")?;
+        let len =
+            usize::try_from(u32::from_le_bytes(self.array()?)).map_err(|_| "length overflows")?;
         if len > self.bytes.len() - self.at {
             return Err("length exceeds what is left");
         }
@@ -211,7 +216,8 @@ impl<'a> Cursor<'a> {
             4 => Value::Float(f64::from_le_bytes(self.array()?)),
             5 => {
                 let len = self.len()?;
-                let text = std::str::from_utf8(self.take(len)?).map_err(|_| "string is not UTF-8")?;
+                let text =
+                    std::str::from_utf8(self.take(len)?).map_err(|_| "string is not UTF-8")?;
                 Value::Str(text.to_owned())
             }
             6 => {
@@ -303,7 +309,10 @@ mod tests {
         let empty: [(Value, &[u8]); 3] = [
             (Value::List(vec![]), &[8, 0, 0, 0, 0]),
             (Value::Dict(vec![]), &[9, 0, 0, 0, 0]),
-            (Value::Tuple(vec![Value::List(vec![])]), &[7, 1, 0, 0, 0, 8, 0, 0, 0, 0]),
+            (
+                Value::Tuple(vec![Value::List(vec![])]),
+                &[7, 1, 0, 0, 0, 8, 0, 0, 0, 0],
+            ),
         ];
         for (key, encoded) in empty {
             assert!(dict(key).encode(&mut Vec::new()).is_err());

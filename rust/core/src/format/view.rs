@@ -1,7 +1,9 @@
-//! Views: logical tensors over those of an index. They are an index in memory, over the same files, of which no file knows.
+//! Views: logical tensors over those of an index. They are an index in memory, over the same files,
+//! of which no file knows.
 //!
-//! A joined tensor is a table of chunks at offsets, one that was cut or transposed is chunks with strides. Both are what records of an index say.
-//! What records have no field for stands beside them, by chunk: how many bytes of its stretch come before it, and how it is decoded.
+//! A joined tensor is a table of chunks at offsets, one that was cut or transposed is chunks with
+//! strides. Both are what records of an index say. What records have no field for stands beside
+//! them, by chunk: how many bytes of its stretch come before it, and how it is decoded.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -38,13 +40,15 @@ pub struct CodedChunk {
     pub of: Arc<Coded>,
     /// Where in it the chunk begins.
     pub offsets: Dims,
-    /// For each dimension of the tensor, that of the chunk; the chunk has one element of the others.
+    /// For each dimension of the tensor, that of the chunk; the chunk has one element of the
+    /// others.
     pub dims: Axes,
 }
 
 impl PartialEq for CodedChunk {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.of, &other.of) && (&self.offsets, &self.dims) == (&other.offsets, &other.dims)
+        Arc::ptr_eq(&self.of, &other.of)
+            && (&self.offsets, &self.dims) == (&other.offsets, &other.dims)
     }
 }
 
@@ -56,8 +60,14 @@ impl CodedChunk {
     pub fn region(&self, offsets: &[u64], sizes: &[u64]) -> Region {
         let own = self.offsets.iter().zip(&self.dims);
         Region {
-            offsets: own.map(|(&at, dim)| at + dim.map_or(0, |dim| offsets[dim])).collect(),
-            sizes: self.dims.iter().map(|dim| dim.map_or(1, |dim| sizes[dim])).collect(),
+            offsets: own
+                .map(|(&at, dim)| at + dim.map_or(0, |dim| offsets[dim]))
+                .collect(),
+            sizes: self
+                .dims
+                .iter()
+                .map(|dim| dim.map_or(1, |dim| sizes[dim]))
+                .collect(),
         }
     }
 }
@@ -92,18 +102,24 @@ pub struct Source {
     pub tensor: u32,
     /// What of it.
     pub region: Region,
-    /// For each dimension of the logical tensor that of the other one; none for a dimension that is new. The region has one element of those that
-    /// are missing here.
+    /// For each dimension of the logical tensor that of the other one; none for a dimension that is
+    /// new. The region has one element of those that are missing here.
     pub dims: Axes,
     /// Where its first element goes.
     pub at: Dims,
 }
 
-/// The index of a view: the tensors of `base` but for the `hidden` ones, and the logical ones. `aliases` are second names of tensors.
+/// The index of a view: the tensors of `base` but for the `hidden` ones, and the logical ones.
+/// `aliases` are second names of tensors.
 ///
 /// # Errors
 /// [`Error::TensorPlan`] where two tensors have one name, or a source does not fit.
-pub fn derive(base: &Arc<Index>, hidden: &[u32], logical: &[Logical], aliases: Vec<(String, String)>) -> Result<Index> {
+pub fn derive(
+    base: &Arc<Index>,
+    hidden: &[u32],
+    logical: &[Logical],
+    aliases: Vec<(String, String)>,
+) -> Result<Index> {
     let hidden: HashSet<u32> = hidden.iter().copied().collect();
     let mut builder = IndexBuilder::new(base.source());
     builder.save_id = base.save_id();
@@ -120,9 +136,13 @@ pub fn derive(base: &Arc<Index>, hidden: &[u32], logical: &[Logical], aliases: V
     };
     for tensor in (0..base.tensor_count()).filter(|tensor| !hidden.contains(tensor)) {
         let view = base.tensor(tensor);
-        let id = making
-            .builder
-            .add_tensor(entry(base, tensor, view.name, view.dtype, view.shape.clone()))?;
+        let id = making.builder.add_tensor(entry(
+            base,
+            tensor,
+            view.name,
+            view.dtype,
+            view.shape.clone(),
+        ))?;
         for chunk in view.chunks {
             let view = base.chunk(chunk);
             let piece = Piece {
@@ -145,7 +165,9 @@ pub fn derive(base: &Arc<Index>, hidden: &[u32], logical: &[Logical], aliases: V
             Origin::Sources { shape, sources } => making.joined(name, shape, sources)?,
         }
     }
-    let Making { builder, pieces, .. } = making;
+    let Making {
+        builder, pieces, ..
+    } = making;
     Index::of_view(builder.lay_out()?, base, |index| View {
         is_logical: true,
         pieces: by_number(index, pieces),
@@ -190,8 +212,16 @@ struct Making<'a> {
 }
 
 impl Making<'_> {
-    /// Adds a chunk with all that is known of it. `number` is that of the chunk in the base whose bytes it has.
-    fn add(&mut self, tensor: u32, name: &str, view: ChunkView, number: u64, piece: Piece) -> Result<()> {
+    /// Adds a chunk with all that is known of it. `number` is that of the chunk in the base whose
+    /// bytes it has.
+    fn add(
+        &mut self,
+        tensor: u32,
+        name: &str,
+        view: ChunkView,
+        number: u64,
+        piece: Piece,
+    ) -> Result<()> {
         if piece.lead > 0 || piece.coded.is_some() {
             let place = (name.to_owned(), view.offsets.clone(), view.sizes.clone());
             self.pieces.entry(place).or_insert(piece);
@@ -217,9 +247,13 @@ impl Making<'_> {
 
     fn coded(&mut self, name: &str, coded: &Arc<Coded>) -> Result<()> {
         let dtype = Some(coded.target.dtype());
-        let id = self
-            .builder
-            .add_tensor(entry(self.base, coded.codes, name, dtype, coded.shape.clone()))?;
+        let id = self.builder.add_tensor(entry(
+            self.base,
+            coded.codes,
+            name,
+            dtype,
+            coded.shape.clone(),
+        ))?;
         let chunks = self.base.tensor(coded.codes).chunks;
         if chunks.is_empty() {
             return Ok(());
@@ -266,7 +300,10 @@ impl Making<'_> {
             if view.dtype != dtype {
                 let names = [dtype, view.dtype].map(|dtype| dtype.map_or("", Dtype::name));
                 let first = self.base.name(first.tensor);
-                return refuse(format!("{first:?} is {} and {:?} is {}", names[0], view.name, names[1]));
+                return refuse(format!(
+                    "{first:?} is {} and {:?} is {}",
+                    names[0], view.name, names[1]
+                ));
             }
             let sizes = source
                 .dims
@@ -284,9 +321,9 @@ impl Making<'_> {
                 ));
             }
         }
-        let id = self
-            .builder
-            .add_tensor(entry(self.base, first.tensor, name, dtype, shape.clone()))?;
+        let id =
+            self.builder
+                .add_tensor(entry(self.base, first.tensor, name, dtype, shape.clone()))?;
         if shape.contains(&0) {
             return self.empty(id, name, shape, first.tensor);
         }
@@ -299,7 +336,8 @@ impl Making<'_> {
         Ok(())
     }
 
-    /// Adds a chunk without elements, so that those who write chunk by chunk do not lose the tensor.
+    /// Adds a chunk without elements, so that those who write chunk by chunk do not lose the
+    /// tensor.
     fn empty(&mut self, tensor: u32, name: &str, shape: &Dims, of: u32) -> Result<()> {
         let chunks = self.base.tensor(of).chunks;
         if chunks.is_empty() {
@@ -323,15 +361,23 @@ impl Making<'_> {
 fn placed(base: &Index, source: &Source, part: &Overlap, itemsize: u64) -> (ChunkView, Piece) {
     let view = base.chunk(part.chunk);
     let dims = || source.dims.iter();
-    let sizes: Dims = dims().map(|dim| dim.map_or(1, |dim| part.sizes[dim])).collect();
+    let sizes: Dims = dims()
+        .map(|dim| dim.map_or(1, |dim| part.sizes[dim]))
+        .collect();
     let offsets = dims()
         .zip(&source.at)
         .map(|(dim, at)| at + dim.map_or(0, |dim| part.region_offsets[dim]));
-    let old = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
+    let old = view
+        .strides
+        .clone()
+        .unwrap_or_else(|| row_major(&view.sizes));
     let contiguous = row_major(&sizes);
-    // The stride of a single element is any: that of contiguous ones, so that these are known as such.
-    let stride =
-        |(i, dim): (usize, &Option<usize>)| dim.filter(|_| sizes[i] != 1).map_or(contiguous[i], |dim| old[dim]);
+    // The stride of a single element is any: that of contiguous ones, so that these are known as
+    // such.
+    let stride = |(i, dim): (usize, &Option<usize>)| {
+        dim.filter(|_| sizes[i] != 1)
+            .map_or(contiguous[i], |dim| old[dim])
+    };
     let strides: Dims = dims().enumerate().map(stride).collect();
     let first: u64 = part
         .chunk_offsets

@@ -11,7 +11,8 @@ pub fn element_count(sizes: &[u64]) -> Option<u64> {
     sizes.iter().try_fold(1_u64, |n, &size| n.checked_mul(size))
 }
 
-/// The bytes that a strided rectangle spans, from its first element to just past its last, unless that overflows.
+/// The bytes that a strided rectangle spans, from its first element to just past its last, unless
+/// that overflows.
 pub fn strided_length(sizes: &[u64], strides: &[u64], itemsize: u64) -> Option<u64> {
     if sizes.contains(&0) {
         return Some(0);

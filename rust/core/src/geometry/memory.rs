@@ -1,11 +1,13 @@
-//! Which writes may touch the same memory, and the turns in which they happen so that the result is that of one after another.
+//! Which writes may touch the same memory, and the turns in which they happen so that the result is
+//! that of one after another.
 
 use std::collections::HashSet;
 use std::ops::Range;
 
 use smallvec::SmallVec;
 
-/// Runs of a layout that are listed to find out whether two share a byte. Of layouts with more, that is assumed.
+/// Runs of a layout that are listed to find out whether two share a byte. Of layouts with more,
+/// that is assumed.
 const LISTED: u64 = 1 << 16;
 
 /// The bytes that a write touches: a run, and loops around it. Equal ones are the same bytes.
@@ -13,7 +15,8 @@ const LISTED: u64 = 1 << 16;
 pub struct Footprint {
     space: u32,
     start: u64,
-    /// The largest stride first; contiguous ones are in the run, and those that walk evenly together are one.
+    /// The largest stride first; contiguous ones are in the run, and those that walk evenly
+    /// together are one.
     steps: SmallVec<[Step; 4]>,
     run: u64,
 }
@@ -25,10 +28,17 @@ struct Step {
 }
 
 impl Footprint {
-    /// `shape` elements of `itemsize` bytes from address `start` on, with strides in bytes. What is in different spaces never meets.
+    /// `shape` elements of `itemsize` bytes from address `start` on, with strides in bytes. What is
+    /// in different spaces never meets.
     ///
     /// `None` if the slices differ in length, or it ends beyond 63 bits.
-    pub fn new(space: u32, start: u64, itemsize: u64, shape: &[u64], strides: &[u64]) -> Option<Self> {
+    pub fn new(
+        space: u32,
+        start: u64,
+        itemsize: u64,
+        shape: &[u64],
+        strides: &[u64],
+    ) -> Option<Self> {
         if shape.len() != strides.len() {
             return None;
         }
@@ -56,12 +66,15 @@ impl Footprint {
         let reach = made.steps.iter().try_fold(made.run, |sum, step| {
             sum.checked_add((step.n - 1).checked_mul(step.stride)?)
         })?;
-        start.checked_add(reach).filter(|&end| i64::try_from(end).is_ok())?;
+        start
+            .checked_add(reach)
+            .filter(|&end| i64::try_from(end).is_ok())?;
         Some(made)
     }
 
     fn normalise(&mut self) -> Option<()> {
-        self.steps.sort_by_key(|step| std::cmp::Reverse((step.stride, step.n)));
+        self.steps
+            .sort_by_key(|step| std::cmp::Reverse((step.stride, step.n)));
         while let Some(step) = self.steps.last().filter(|step| step.stride == self.run) {
             self.run = self.run.checked_mul(step.n)?;
             self.steps.pop();
@@ -112,7 +125,10 @@ impl Footprint {
         if is_nested {
             return false;
         }
-        let runs = self.steps.iter().fold(1_u64, |runs, step| runs.saturating_mul(step.n));
+        let runs = self
+            .steps
+            .iter()
+            .fold(1_u64, |runs, step| runs.saturating_mul(step.n));
         if runs > LISTED {
             return true;
         }
@@ -144,7 +160,13 @@ impl Layout<'_> {
     /// The outermost loop, and what is in it.
     fn split(self) -> Option<(Step, Self)> {
         let (&outer, steps) = self.steps.split_first()?;
-        Some((outer, Self { steps, run: self.run }))
+        Some((
+            outer,
+            Self {
+                steps,
+                run: self.run,
+            },
+        ))
     }
 }
 
@@ -158,7 +180,8 @@ pub struct Reach {
     pub write: u32,
 }
 
-/// Sorts `reaches`, and finds the runs of them that are connected: each of a run reaches into another.
+/// Sorts `reaches`, and finds the runs of them that are connected: each of a run reaches into
+/// another.
 pub fn contested(reaches: &mut [Reach]) -> Vec<Range<usize>> {
     let key = |reach: &Reach| (reach.space, reach.start);
     if !reaches.is_sorted_by_key(key) {
@@ -189,10 +212,12 @@ pub struct Write {
     pub covers: bool,
 }
 
-/// The turn of each write, so that the result is that of the writes one after another, in their order: those of one turn share no
-/// memory. `None`: it need not happen, as a later one writes the same bytes.
+/// The turn of each write, so that the result is that of the writes one after another, in their
+/// order: those of one turn share no memory. `None`: it need not happen, as a later one writes the
+/// same bytes.
 ///
-/// Writes that may share memory follow each other. That they do not is seen where they lie apart, or side by side in the rows of a matrix.
+/// Writes that may share memory follow each other. That they do not is seen where they lie apart,
+/// or side by side in the rows of a matrix.
 pub fn turns(writes: &[Write]) -> Vec<Option<u32>> {
     let mut seen = HashSet::new();
     let mut items = Vec::new();
@@ -268,8 +293,8 @@ fn find_crowds(items: &mut [Stretch<'_>], crowds: &mut Vec<Vec<usize>>) {
     }
 }
 
-/// Where all have the same outermost loop, and together fit between its steps, as columns of a matrix do, only those in the same step can
-/// meet: takes the loop away.
+/// Where all have the same outermost loop, and together fit between its steps, as columns of a
+/// matrix do, only those in the same step can meet: takes the loop away.
 fn enter_common_loop(items: &mut [Stretch<'_>]) -> bool {
     let Some((outer, _)) = items[0].layout.split() else {
         return false;

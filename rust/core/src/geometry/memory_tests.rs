@@ -16,7 +16,10 @@ fn footprint(start: u64, itemsize: u64, dims: &[(u64, u64)]) -> Footprint {
 fn bytes(start: u64, itemsize: u64, dims: &[(u64, u64)]) -> Vec<u64> {
     let mut at = vec![start];
     for &(n, stride) in dims {
-        at = at.iter().flat_map(|&a| (0..n).map(move |i| a + i * stride)).collect();
+        at = at
+            .iter()
+            .flat_map(|&a| (0..n).map(move |i| a + i * stride))
+            .collect();
     }
     at.iter().flat_map(|&a| a..a + itemsize).collect()
 }
@@ -43,14 +46,22 @@ fn layouts_of_tensors() {
         (&[(1 << 20, 4), (1 << 20, 1 << 22)], false),
     ];
     for (dims, shared) in cases {
-        assert_eq!(footprint(64, 4, dims).overlaps_itself(), *shared, "{dims:?}");
+        assert_eq!(
+            footprint(64, 4, dims).overlaps_itself(),
+            *shared,
+            "{dims:?}"
+        );
     }
 }
 
 #[test]
 fn the_same_bytes_are_equal() {
     let one = footprint(64, 4, &[(6, 4)]);
-    for dims in [&[(2, 12), (3, 4)][..], &[(3, 4), (2, 12)], &[(1, 999), (6, 4)]] {
+    for dims in [
+        &[(2, 12), (3, 4)][..],
+        &[(3, 4), (2, 12)],
+        &[(1, 999), (6, 4)],
+    ] {
         assert_eq!(footprint(64, 4, dims), one);
     }
     assert_eq!(footprint(64, 8, &[(3, 8)]), one);
@@ -121,13 +132,15 @@ fn layout() -> impl Strategy<Value = (u64, u64, Dims)> {
 
 /// Blocks of one matrix, the whole of it, its transpose: what loads really write to.
 fn block() -> impl Strategy<Value = (u64, u64, Dims)> {
-    (0_u64..6, 0_u64..8, 1_u64..7, 1_u64..9, any::<bool>()).prop_map(|(r, c, rows, columns, transposed)| {
-        let mut dims = vec![(rows.min(6 - r), 32), (columns.min(8 - c), 4)];
-        if transposed {
-            dims.reverse();
-        }
-        (r * 32 + c * 4, 4, dims)
-    })
+    (0_u64..6, 0_u64..8, 1_u64..7, 1_u64..9, any::<bool>()).prop_map(
+        |(r, c, rows, columns, transposed)| {
+            let mut dims = vec![(rows.min(6 - r), 32), (columns.min(8 - c), 4)];
+            if transposed {
+                dims.reverse();
+            }
+            (r * 32 + c * 4, 4, dims)
+        },
+    )
 }
 
 fn either() -> impl Strategy<Value = (u64, u64, Dims)> {
@@ -161,7 +174,8 @@ proptest! {
         }
     }
 
-    /// In turns, those of a turn in any order: the same bytes in the end as one after another, and none seen twice in a turn.
+    /// In turns, those of a turn in any order: the same bytes in the end as one after another, and
+    /// none seen twice in a turn.
     #[test]
     fn turns_are_as_one_after_another(
         layouts in prop::collection::vec((either(), any::<bool>()), 0..12),

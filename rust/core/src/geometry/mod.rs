@@ -1,4 +1,5 @@
-//! Rectangles of tensors: where they overlap, whether they tile a whole, and which bytes of memory they are.
+//! Rectangles of tensors: where they overlap, whether they tile a whole, and which bytes of memory
+//! they are.
 
 mod dims;
 pub mod memory;

@@ -38,8 +38,9 @@ impl Region {
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offsets.len() == shape.len()
             && self.sizes.len() == shape.len()
-            && (self.offsets.iter().zip(&self.sizes).zip(shape))
-                .all(|((offset, size), whole)| offset.checked_add(*size).is_some_and(|end| end <= *whole))
+            && (self.offsets.iter().zip(&self.sizes).zip(shape)).all(|((offset, size), whole)| {
+                offset.checked_add(*size).is_some_and(|end| end <= *whole)
+            })
     }
 
     fn end(&self, d: usize) -> u64 {
@@ -68,7 +69,10 @@ impl Region {
     fn without(&self, hole: &Self, out: &mut Vec<Self>) {
         let mut rest = self.clone();
         for d in 0..self.offsets.len() {
-            for (begin, end) in [(rest.offsets[d], hole.offsets[d]), (hole.end(d), rest.end(d))] {
+            for (begin, end) in [
+                (rest.offsets[d], hole.offsets[d]),
+                (hole.end(d), rest.end(d)),
+            ] {
                 if begin < end {
                     let mut side = rest.clone();
                     side.offsets[d] = begin;
@@ -84,8 +88,8 @@ impl Region {
 
 /// The parts of `region` and the chunks of `tensor` that hold them, each element once.
 ///
-/// `region` lies within the tensor's shape. Takes O(log n) beyond the overlapping chunks where the chunks are a run along
-/// one dimension, O(n) otherwise.
+/// `region` lies within the tensor's shape. Takes O(log n) beyond the overlapping chunks where the
+/// chunks are a run along one dimension, O(n) otherwise.
 ///
 /// # Errors
 /// A part of the region that no chunk holds.
@@ -95,7 +99,9 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>
     }
     let view = index.tensor(tensor);
     // Most tensors are one chunk.
-    if view.chunks.end - view.chunks.start == 1 && index.chunk(view.chunks.start).sizes == view.shape {
+    if view.chunks.end - view.chunks.start == 1
+        && index.chunk(view.chunks.start).sizes == view.shape
+    {
         return Ok(vec![Overlap {
             chunk: view.chunks.start,
             chunk_offsets: region.offsets.clone(),
@@ -238,7 +244,9 @@ mod tests {
 
     #[test]
     fn rows_are_found_by_search() {
-        let chunks: Vec<_> = (0..100).map(|i| Region::new(&[i * 3, 0], &[3, 4])).collect();
+        let chunks: Vec<_> = (0..100)
+            .map(|i| Region::new(&[i * 3, 0], &[3, 4]))
+            .collect();
         let index = index(&[300, 4], &chunks);
         let found = cover(&index, 0, &Region::new(&[4, 1], &[5, 2])).unwrap();
         let rows: Vec<_> = found
@@ -246,7 +254,11 @@ mod tests {
             .map(|o| (o.chunk, o.chunk_offsets[0], o.sizes[0]))
             .collect();
         assert_eq!(rows, [(1, 1, 2), (2, 0, 3)]);
-        assert!(cover(&index, 0, &Region::new(&[4, 1], &[0, 2])).unwrap().is_empty());
+        assert!(
+            cover(&index, 0, &Region::new(&[4, 1], &[0, 2]))
+                .unwrap()
+                .is_empty()
+        );
     }
 
     #[test]
@@ -258,7 +270,10 @@ mod tests {
     #[test]
     fn a_missing_chunk_is_named() {
         let index = index(&[8], &[Region::new(&[0], &[4])]);
-        assert_eq!(cover(&index, 0, &Region::new(&[2], &[6])), Err(Region::new(&[4], &[4])));
+        assert_eq!(
+            cover(&index, 0, &Region::new(&[2], &[6])),
+            Err(Region::new(&[4], &[4]))
+        );
         assert_eq!(touching(&index, 0, &Region::new(&[2], &[6])).len(), 1);
     }
 

@@ -1,9 +1,10 @@
 //! Whether chunks hold every element of a tensor exactly once, in linear time.
 //!
-//! Each rectangle is the sum of its corners with alternating signs: `1[a <= x < b]` is `1[x >= a] - 1[x >= b]`, and the product of that over
-//! the dimensions. So the rectangles tile the whole exactly when the signed corners of all of them cancel against those of the whole. Where
-//! they do not, the first corner (in lexicographic order) that is left over is a point held too often or not at all, since no other corner
-//! that is left lies at or before it in every dimension.
+//! Each rectangle is the sum of its corners with alternating signs: `1[a <= x < b]` is `1[x >= a] -
+//! 1[x >= b]`, and the product of that over the dimensions. So the rectangles tile the whole
+//! exactly when the signed corners of all of them cancel against those of the whole. Where they do
+//! not, the first corner (in lexicographic order) that is left over is a point held too often or
+//! not at all, since no other corner that is left lies at or before it in every dimension.
 
 use std::collections::HashMap;
 
@@ -26,7 +27,8 @@ pub enum Fault {
 /// Beyond this many sharded dimensions the corners, 2 to the power of that, are too many.
 const MAX_CORNER_DIMS: usize = 8;
 
-/// Checks that rectangles, which all lie within `shape`, hold each of its elements exactly once. Empty ones do not count.
+/// Checks that rectangles, which all lie within `shape`, hold each of its elements exactly once.
+/// Empty ones do not count.
 pub fn check_tiling(shape: &[u64], rectangles: &[Rectangle<'_>]) -> Result<(), Fault> {
     if shape.contains(&0) {
         return Ok(());
@@ -58,9 +60,16 @@ fn one(shape: &[u64], count: usize) -> Result<(), Fault> {
 }
 
 fn runs(shape: &[u64], d: usize, solid: &[Rectangle<'_>]) -> Result<(), Fault> {
-    let mut ranges: Vec<(u64, u64)> = solid.iter().map(|(at, sizes)| (at[d], at[d] + sizes[d])).collect();
+    let mut ranges: Vec<(u64, u64)> = solid
+        .iter()
+        .map(|(at, sizes)| (at[d], at[d] + sizes[d]))
+        .collect();
     ranges.sort_unstable();
-    let point = |x: u64| (0..shape.len()).map(|i| if i == d { x } else { 0 }).collect();
+    let point = |x: u64| {
+        (0..shape.len())
+            .map(|i| if i == d { x } else { 0 })
+            .collect()
+    };
     let mut end = 0;
     for (begin, next) in ranges {
         if begin > end {
@@ -92,7 +101,11 @@ fn corners(shape: &[u64], split: &[usize], solid: &[Rectangle<'_>]) -> Result<()
                     }
                 })
                 .collect();
-            let sign = if corner.count_ones() % 2 == 0 { sign } else { -sign };
+            let sign = if corner.count_ones() % 2 == 0 {
+                sign
+            } else {
+                -sign
+            };
             *net.entry(point).or_insert(0) += sign;
         }
     };
@@ -118,14 +131,25 @@ fn corners(shape: &[u64], split: &[usize], solid: &[Rectangle<'_>]) -> Result<()
 /// The slow way.
 fn pairs(shape: &[u64], solid: &[Rectangle<'_>]) -> Result<(), Fault> {
     if let Some((i, j)) = find_overlap(solid) {
-        let point = solid[i].0.iter().zip(solid[j].0).map(|(a, b)| *a.max(b)).collect();
+        let point = solid[i]
+            .0
+            .iter()
+            .zip(solid[j].0)
+            .map(|(a, b)| *a.max(b))
+            .collect();
         return Err(Fault::Overlap(point));
     }
-    let volume = |sizes: &[u64]| sizes.iter().map(|&size| u128::from(size)).fold(1, u128::saturating_mul);
+    let volume = |sizes: &[u64]| {
+        sizes
+            .iter()
+            .map(|&size| u128::from(size))
+            .fold(1, u128::saturating_mul)
+    };
     if solid.iter().map(|(_, sizes)| volume(sizes)).sum::<u128>() == volume(shape) {
         return Ok(());
     }
-    // A corner of the hole is at the end of some rectangle (or at 0) in each dimension; looking for it would take too long.
+    // A corner of the hole is at the end of some rectangle (or at 0) in each dimension; looking for
+    // it would take too long.
     Err(Fault::Hole(Dims::from_elem(0, shape.len())))
 }
 
@@ -151,7 +175,9 @@ pub fn find_overlap(rectangles: &[Rectangle<'_>]) -> Option<(usize, usize)> {
     let mut active: Vec<usize> = Vec::new();
     for i in order {
         active.retain(|&j| end(j, sweep) > rectangles[i].0[sweep]);
-        let meets = |&j: &usize| (0..ndim).all(|d| rectangles[i].0[d] < end(j, d) && rectangles[j].0[d] < end(i, d));
+        let meets = |&j: &usize| {
+            (0..ndim).all(|d| rectangles[i].0[d] < end(j, d) && rectangles[j].0[d] < end(i, d))
+        };
         if let Some(&j) = active.iter().find(|j| meets(j)) {
             return Some((i.min(j), i.max(j)));
         }
@@ -202,7 +228,12 @@ mod tests {
                     parts.swap_remove(parts.len() / 2);
                 }
                 let extra = prop::collection::vec(rectangle(&shape), usize::from(more));
-                (Just(shape), Just(parts), extra, any::<prop::sample::Index>())
+                (
+                    Just(shape),
+                    Just(parts),
+                    extra,
+                    any::<prop::sample::Index>(),
+                )
             })
             .prop_map(|(shape, mut parts, extra, shift)| {
                 parts.extend(extra);
@@ -216,13 +247,19 @@ mod tests {
 
     fn cells(shape: &[u64]) -> Vec<Vec<u64>> {
         shape.iter().fold(vec![vec![]], |cells, &size| {
-            let longer = |cell: &Vec<u64>| (0..size).map(|x| [cell.as_slice(), &[x]].concat()).collect::<Vec<_>>();
+            let longer = |cell: &Vec<u64>| {
+                (0..size)
+                    .map(|x| [cell.as_slice(), &[x]].concat())
+                    .collect::<Vec<_>>()
+            };
             cells.iter().flat_map(longer).collect()
         })
     }
 
     fn times_held(cell: &[u64], parts: &[Owned]) -> usize {
-        let within = |(at, sizes): &&Owned| (0..cell.len()).all(|d| at[d] <= cell[d] && cell[d] < at[d] + sizes[d]);
+        let within = |(at, sizes): &&Owned| {
+            (0..cell.len()).all(|d| at[d] <= cell[d] && cell[d] < at[d] + sizes[d])
+        };
         parts.iter().filter(within).count()
     }
 

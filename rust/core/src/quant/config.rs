@@ -11,8 +11,15 @@ pub struct Config {
     pub group: Option<u64>,
 }
 
-/// What a configuration may say, and who says it: `quant_method` of transformers, `format` of compressed-tensors, `quant_algo` of modelopt.
-const METHODS: [&str; 5] = ["fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"];
+/// What a configuration may say, and who says it: `quant_method` of transformers, `format` of
+/// compressed-tensors, `quant_algo` of modelopt.
+const METHODS: [&str; 5] = [
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp4",
+    "compressed-tensors",
+    "modelopt",
+];
 const FORMATS: [&str; 6] = [
     "dense",
     "float-quantized",
@@ -29,10 +36,12 @@ impl Config {
     /// # Errors
     /// Why weights that are quantized so cannot be read.
     pub fn parse(json: &[u8]) -> Result<Option<Self>, String> {
-        let config: Value = serde_json::from_slice(json).map_err(|e| format!("config.json is no JSON: {e}"))?;
+        let config: Value =
+            serde_json::from_slice(json).map_err(|e| format!("config.json is no JSON: {e}"))?;
         let places = [&config, &config["text_config"]];
         let names = ["quantization_config", "compression_config"];
-        let found = (places.iter()).find_map(|place| names.iter().find_map(|&name| place.get(name)));
+        let found =
+            (places.iter()).find_map(|place| names.iter().find_map(|&name| place.get(name)));
         match found.filter(|found| !found.is_null()) {
             Some(found) => Self::of(found).map(Some),
             None => Ok(None),
@@ -59,12 +68,23 @@ impl Config {
             if weights.is_null() {
                 continue;
             }
-            let kind = (weights["type"].as_str().unwrap_or("int"), weights["num_bits"].as_u64());
-            if !matches!(kind, ("float", None | Some(4 | 8)) | ("int", None | Some(4))) {
-                return Err(format!("weights of {} bits of type {:?}", weights["num_bits"], kind.0));
+            let kind = (
+                weights["type"].as_str().unwrap_or("int"),
+                weights["num_bits"].as_u64(),
+            );
+            if !matches!(
+                kind,
+                ("float", None | Some(4 | 8)) | ("int", None | Some(4))
+            ) {
+                return Err(format!(
+                    "weights of {} bits of type {:?}",
+                    weights["num_bits"], kind.0
+                ));
             }
             groups.push(weights["group_size"].as_u64().filter(|&size| size > 0));
-            found.block = found.block.or(block(&weights["block_structure"], "block_structure")?);
+            found.block = found
+                .block
+                .or(block(&weights["block_structure"], "block_structure")?);
         }
         groups.dedup();
         if let [group] = groups[..] {
@@ -85,7 +105,8 @@ fn block(value: &Value, name: &str) -> Result<Option<[u64; 2]>, String> {
     if value.is_null() {
         return Ok(None);
     }
-    let sizes: Option<Vec<u64>> = (value.as_array()).and_then(|sizes| sizes.iter().map(Value::as_u64).collect());
+    let sizes: Option<Vec<u64>> =
+        (value.as_array()).and_then(|sizes| sizes.iter().map(Value::as_u64).collect());
     match sizes.as_deref() {
         Some(&[rows, columns]) if rows > 0 && columns > 0 => Ok(Some([rows, columns])),
         _ => Err(format!("{name} is {value}, and not two positive integers")),

@@ -1,4 +1,5 @@
-//! Which stored tensors are parts of quantized weights: found by their names, and checked by their dtypes and shapes.
+//! Which stored tensors are parts of quantized weights: found by their names, and checked by their
+//! dtypes and shapes.
 
 use std::sync::Arc;
 
@@ -42,11 +43,13 @@ const ACTIVATIONS: [&str; 9] = [
     ".v_scale",
 ];
 
-/// Finds the quantized weights of an index. `config` is what its configuration says, where there is one. `read_shape` reads a stored tensor of
-/// integers, where the shape of a weight cannot be told without it.
+/// Finds the quantized weights of an index. `config` is what its configuration says, where there is
+/// one. `read_shape` reads a stored tensor of integers, where the shape of a weight cannot be told
+/// without it.
 ///
 /// # Errors
-/// [`Error::Quantization`] for a part that is missing, or has another dtype or shape than its format asks for.
+/// [`Error::Quantization`] for a part that is missing, or has another dtype or shape than its
+/// format asks for.
 pub fn detect(
     index: &Arc<Index>,
     config: Option<Config>,
@@ -66,7 +69,10 @@ pub fn detect(
         if index.tensor(tensor).kind != Kind::Tensor {
             continue;
         }
-        if let Some(weight) = name.strip_suffix("_packed").filter(|stem| stem.ends_with("weight")) {
+        if let Some(weight) = name
+            .strip_suffix("_packed")
+            .filter(|stem| stem.ends_with("weight"))
+        {
             detector.packed(tensor, weight)?;
         } else if let Some(weight) = name.strip_suffix("_blocks") {
             detector.mxfp4(tensor, weight)?;
@@ -75,9 +81,15 @@ pub fn detect(
         }
     }
     detector.check_rest(config.is_some())?;
-    let Detector { mut found, is_part, .. } = detector;
+    let Detector {
+        mut found, is_part, ..
+    } = detector;
     if !found.coded.is_empty() {
-        let is_of_activations = |tensor: &u32| ACTIVATIONS.iter().any(|end| index.name(*tensor).ends_with(end));
+        let is_of_activations = |tensor: &u32| {
+            ACTIVATIONS
+                .iter()
+                .any(|end| index.name(*tensor).ends_with(end))
+        };
         found.hidden = (0..index.tensor_count())
             .filter(|tensor| is_part[*tensor as usize] || is_of_activations(tensor))
             .collect();
@@ -108,7 +120,10 @@ impl Detector<'_> {
     }
 
     fn dtype(&self, tensor: u32) -> &'static str {
-        self.index.tensor(tensor).dtype.map_or("no tensor", Dtype::name)
+        self.index
+            .tensor(tensor)
+            .dtype
+            .map_or("no tensor", Dtype::name)
     }
 
     /// How a tensor is called in messages.
@@ -122,7 +137,10 @@ impl Detector<'_> {
     fn matrix<'s>(&self, name: &str, shape: &'s [u64]) -> Result<(&'s [u64], u64, u64)> {
         match shape {
             [lead @ .., rows, columns] => Ok((lead, *rows, *columns)),
-            _ => self.bad(name, format!("a quantized weight of shape {shape:?} is no matrix")),
+            _ => self.bad(
+                name,
+                format!("a quantized weight of shape {shape:?} is no matrix"),
+            ),
         }
     }
 
@@ -139,7 +157,13 @@ impl Detector<'_> {
         self.found.coded.push((name.to_owned(), Arc::new(coded)));
     }
 
-    fn coded(&self, shape: Dims, format: Format, block: [u64; 2], [codes, scale]: [u32; 2]) -> Coded {
+    fn coded(
+        &self,
+        shape: Dims,
+        format: Format,
+        block: [u64; 2],
+        [codes, scale]: [u32; 2],
+    ) -> Coded {
         Coded {
             index: Arc::clone(self.index),
             shape,
@@ -169,7 +193,10 @@ impl Detector<'_> {
         if shape.as_slice() != sizes {
             return self.bad(
                 name,
-                format!("{}, and should have the shape {sizes:?}", self.describe(scale)),
+                format!(
+                    "{}, and should have the shape {sizes:?}",
+                    self.describe(scale)
+                ),
             );
         }
         Ok(())
@@ -177,7 +204,9 @@ impl Detector<'_> {
 
     /// A tensor that may be the codes of a weight of its name.
     fn weight(&mut self, codes: u32, name: &str) -> Result<()> {
-        let scale = self.beside(name, "_scale_inv").or_else(|| self.beside(name, "_scale"));
+        let scale = self
+            .beside(name, "_scale_inv")
+            .or_else(|| self.beside(name, "_scale"));
         let Some(scale) = scale else { return Ok(()) };
         match self.dtype(codes) {
             "float8_e4m3fn" => self.fp8(codes, scale, name),
@@ -197,7 +226,10 @@ impl Detector<'_> {
 
     fn fp8(&mut self, codes: u32, scale: u32, name: &str) -> Result<()> {
         if let Some(zeros) = self.beside(name, "_zero_point") {
-            return self.bad(name, format!("{}: FP8 has no zero points", self.describe(zeros)));
+            return self.bad(
+                name,
+                format!("{}: FP8 has no zero points", self.describe(zeros)),
+            );
         }
         let shape = self.index.tensor(codes).shape;
         let (lead, rows, columns) = self.matrix(name, &shape)?;
@@ -213,7 +245,10 @@ impl Detector<'_> {
             (_, block) => block.unwrap_or([128, 128]),
         };
         let mut expected = Dims::from_slice(lead);
-        expected.extend([rows.div_ceil(block[0].max(1)), columns.div_ceil(block[1].max(1))]);
+        expected.extend([
+            rows.div_ceil(block[0].max(1)),
+            columns.div_ceil(block[1].max(1)),
+        ]);
         let expected = if is_one && block == [rows, columns] {
             scales
         } else {
@@ -235,7 +270,10 @@ impl Detector<'_> {
             return Ok(());
         }
         let Some(scale) = self.beside(name, "_scales") else {
-            return self.bad(&format!("{name}_blocks"), format!("it has no {name}_scales"));
+            return self.bad(
+                &format!("{name}_blocks"),
+                format!("it has no {name}_scales"),
+            );
         };
         self.check_scale(name, scale, &["uint8", "float8_e8m0fnu"], outer)?;
         let mut logical = Dims::from_slice(outer);
@@ -246,7 +284,9 @@ impl Detector<'_> {
         logical.push(columns);
         let coded = self.coded(logical, Format::Mxfp4, [1, 32], [codes, scale]);
         self.add(name, coded);
-        self.found.aliases.push((format!("{name}_blocks"), name.to_owned()));
+        self.found
+            .aliases
+            .push((format!("{name}_blocks"), name.to_owned()));
         Ok(())
     }
 
@@ -262,7 +302,10 @@ impl Detector<'_> {
             );
         }
         if self.beside(name, "_g_idx").is_some() {
-            return self.bad(name, format!("{name}_g_idx says that its columns are in another order"));
+            return self.bad(
+                name,
+                format!("{name}_g_idx says that its columns are in another order"),
+            );
         }
         match self.dtype(codes) {
             "int32" => self.int4(codes, scale, name),
@@ -288,15 +331,17 @@ impl Detector<'_> {
         };
         let shape_part = self.beside(name, "_shape");
         // Rows that end within a word can look like those of whole words with longer groups.
-        let is_even = self
-            .config
-            .group
-            .is_some_and(|group| Some(most) == group.checked_mul(groups) && group.is_multiple_of(8));
+        let is_even = self.config.group.is_some_and(|group| {
+            Some(most) == group.checked_mul(groups) && group.is_multiple_of(8)
+        });
         let columns = match shape_part {
             Some(part) if !is_even => self.columns(name, part, rows, words)?,
             _ => most,
         };
-        let group = self.config.group.unwrap_or_else(|| columns.div_ceil(groups.max(1)));
+        let group = self
+            .config
+            .group
+            .unwrap_or_else(|| columns.div_ceil(groups.max(1)));
         if group == 0 || columns.div_ceil(group) != groups {
             return self.bad(
                 name,
@@ -334,10 +379,15 @@ impl Detector<'_> {
                 Ok(columns) if columns.div_ceil(8) == words => Ok(columns),
                 _ => self.bad(
                     name,
-                    format!("{name}_shape says {told:?}, and {words} words a row hold no such rows"),
+                    format!(
+                        "{name}_shape says {told:?}, and {words} words a row hold no such rows"
+                    ),
                 ),
             },
-            _ => self.bad(name, format!("{name}_shape says {told:?}, and there are {rows} rows")),
+            _ => self.bad(
+                name,
+                format!("{name}_shape says {told:?}, and there are {rows} rows"),
+            ),
         }
     }
 
@@ -354,7 +404,10 @@ impl Detector<'_> {
         self.check_scale(name, scale, &["float8_e4m3fn"], &scales)?;
         let whole = self.index.tensor(global.0).shape;
         if whole.iter().any(|&size| size != 1) || self.dtype(global.0) != "float32" {
-            return self.bad(name, format!("{}, and not one float32", self.describe(global.0)));
+            return self.bad(
+                name,
+                format!("{}, and not one float32", self.describe(global.0)),
+            );
         }
         let coded = Coded {
             global: Some(global),
@@ -371,15 +424,24 @@ impl Detector<'_> {
             if self.is_part[tensor as usize] || view.kind != Kind::Tensor {
                 continue;
             }
-            let of_weight = |end: &str| view.name.strip_suffix(end).is_some_and(|stem| stem.ends_with("weight"));
+            let of_weight = |end: &str| {
+                view.name
+                    .strip_suffix(end)
+                    .is_some_and(|stem| stem.ends_with("weight"))
+            };
             if view.name.ends_with("_scale_inv") || BESIDE.iter().any(|end| of_weight(end)) {
                 return self.bad(view.name, "there is no quantized weight that it belongs to");
             }
             if view.name.ends_with("_scales") && view.dtype == Some(Dtype::UINT8) {
                 return self.bad(view.name, "there is no _blocks that it belongs to");
             }
-            if is_configured && (self.dtype(tensor).starts_with("float8") || view.name.ends_with("_packed")) {
-                return self.bad(view.name, format!("it is {} and has no scale", self.dtype(tensor)));
+            if is_configured
+                && (self.dtype(tensor).starts_with("float8") || view.name.ends_with("_packed"))
+            {
+                return self.bad(
+                    view.name,
+                    format!("it is {} and has no scale", self.dtype(tensor)),
+                );
             }
         }
         Ok(())

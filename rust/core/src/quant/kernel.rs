@@ -173,7 +173,8 @@ fn store<const SIZE: usize>(numbers: &[f32], out: &mut [u8], bytes: impl Fn(f32)
 #[inline(always)]
 pub fn e4m3(code: u8) -> f32 {
     let (sign, magnitude) = (u32::from(code & 0x80) << 24, u32::from(code & 0x7f));
-    // Below 8, the code is a multiple of the smallest number, 2^-9. No float32 here is subnormal, which CPUs are slow with.
+    // Below 8, the code is a multiple of the smallest number, 2^-9. No float32 here is subnormal,
+    // which CPUs are slow with.
     let small = (f32::from(code & 0x7f) * (1.0 / 512.0)).to_bits();
     let large = (magnitude << 20) + (120 << 23);
     let bits = if magnitude < 8 { small } else { large };
@@ -234,7 +235,9 @@ pub fn f16(x: f32) -> u16 {
     // From 2^-14 on: drops 13 bits of the fraction, and 112 from the exponent.
     let normal = (bits.wrapping_add(0xfff + (bits >> 13 & 1)) >> 13).wrapping_sub(112 << 10);
     // Below: a sum with 0.5 has its last bit at 2^-24, as these have.
-    let small = (f32::from_bits(bits) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
+    let small = (f32::from_bits(bits) + 0.5)
+        .to_bits()
+        .wrapping_sub(0.5_f32.to_bits());
     let rounded = if bits < 113 << 23 { small } else { normal };
     let rounded = if bits >= 143 << 23 { 0x7c00 } else { rounded };
     low_half(if x.is_nan() { 0x7e00 } else { rounded | sign })

@@ -1,7 +1,9 @@
-//! Quantized weights: which stored tensors make up a logical one, and the numbers that they stand for. No I/O.
+//! Quantized weights: which stored tensors make up a logical one, and the numbers that they stand
+//! for. No I/O.
 //!
-//! A checkpoint holds codes of 4 or 8 bits and a scale for each block of them. `detect` finds these parts by the configuration and by their
-//! names, and describes each weight as a [`Coded`] tensor. The read engine reads the parts of a window and [decodes](Coded::decode) it.
+//! A checkpoint holds codes of 4 or 8 bits and a scale for each block of them. `detect` finds these
+//! parts by the configuration and by their names, and describes each weight as a [`Coded`] tensor.
+//! The read engine reads the parts of a window and [decodes](Coded::decode) it.
 
 mod config;
 mod detect;
@@ -171,7 +173,8 @@ fn steps(begin: u64, count: u64, step: u64) -> (u64, u64) {
 }
 
 impl Coded {
-    /// The stored parts of a rectangle: codes, scales, and what else there is of zeros and of a global scale.
+    /// The stored parts of a rectangle: codes, scales, and what else there is of zeros and of a
+    /// global scale.
     #[must_use]
     pub fn parts(&self, offsets: &[u64], sizes: &[u64]) -> SmallVec<[Part; 4]> {
         let lead = self.shape.len() - 2;
@@ -208,19 +211,32 @@ impl Coded {
             part(self.codes, codes),
             part(self.scale, rectangle(self.block[0], self.block[1])),
         ];
-        parts.extend(self.zeros.map(|zeros| part(zeros, rectangle(8, self.block[1]))));
-        parts.extend(self.global.map(|(global, _)| part(global, Region::new(&[], &[]))));
+        parts.extend(
+            self.zeros
+                .map(|zeros| part(zeros, rectangle(8, self.block[1]))),
+        );
+        parts.extend(
+            self.global
+                .map(|(global, _)| part(global, Region::new(&[], &[]))),
+        );
         parts
     }
 
-    /// Decodes a rectangle into `out`, in row-major order. `stored` are the bytes of its [parts](Self::parts), in their order.
+    /// Decodes a rectangle into `out`, in row-major order. `stored` are the bytes of its
+    /// [parts](Self::parts), in their order.
     ///
     /// # Errors
     /// [`Error::Internal`] for parts of another dtype than [`detect`] lets pass.
     ///
     /// # Panics
     /// If `stored` or `out` have other lengths than the rectangle has.
-    pub fn decode(&self, offsets: &[u64], sizes: &[u64], stored: &[&[u8]], out: &mut [u8]) -> Result<()> {
+    pub fn decode(
+        &self,
+        offsets: &[u64],
+        sizes: &[u64],
+        stored: &[&[u8]],
+        out: &mut [u8],
+    ) -> Result<()> {
         let lead = self.shape.len() - 2;
         let [rows, columns] = [usize_of(sizes[lead]), usize_of(sizes[lead + 1])];
         if sizes.contains(&0) {
@@ -247,7 +263,8 @@ impl Coded {
         let out_bytes = columns * self.target.size();
         for (i, out) in out.chunks_exact_mut(out_bytes).enumerate() {
             let (outer, row) = (i / rows, offsets[lead] + (i % rows) as u64);
-            let scale_row = outer * usize_of(scale_rows) + usize_of(row / self.block[0] - first_scale);
+            let scale_row =
+                outer * usize_of(scale_rows) + usize_of(row / self.block[0] - first_scale);
             if let Some(zeros) = zeros {
                 let at = (outer * zero_rows + usize_of(row / 8 - offsets[lead] / 8)) * groups;
                 for (group, zero) in row_zeros.iter_mut().enumerate() {
@@ -270,7 +287,14 @@ impl Coded {
     }
 
     /// Decodes by tables, where each is used often enough: false, and nothing is done, where not.
-    fn look_up(&self, offsets: &[u64], of: &Rectangle, scales: &[f32], stored: &[&[u8]], out: &mut [u8]) -> bool {
+    fn look_up(
+        &self,
+        offsets: &[u64],
+        of: &Rectangle,
+        scales: &[f32],
+        stored: &[&[u8]],
+        out: &mut [u8],
+    ) -> bool {
         let lead = self.shape.len() - 2;
         let [tall, wide] = self.block.map(usize_of);
         let [row, column] = [usize_of(offsets[lead]), usize_of(offsets[lead + 1])];
@@ -280,7 +304,10 @@ impl Coded {
             Format::Fp8 if of.rows.min(tall) * of.columns.min(wide) >= OFTEN => {
                 let scale_rows = (row + of.rows).div_ceil(tall) - row / tall;
                 for (number, scale) in scales.iter().enumerate() {
-                    let (outer, inner) = (number / (scale_rows * of.groups), number % (scale_rows * of.groups));
+                    let (outer, inner) = (
+                        number / (scale_rows * of.groups),
+                        number % (scale_rows * of.groups),
+                    );
                     let of_block = |at: usize, size: usize, first: usize, count: usize| {
                         let begin = ((first / size + at) * size).max(first) - first;
                         begin..((first / size + at + 1) * size - first).min(count)
@@ -301,13 +328,18 @@ impl Coded {
                 if column % wide == 0 && of.columns.is_multiple_of(2) && scales.len() >= OFTEN =>
             {
                 let mut tables: Vec<Option<Box<Table<4>>>> = vec![None; 256];
-                let rows = codes.chunks_exact(of.bytes).zip(out.chunks_exact_mut(2 * of.columns));
-                let of_rows = scales.chunks_exact(of.groups).zip(stored[1].chunks_exact(of.groups));
+                let rows = codes
+                    .chunks_exact(of.bytes)
+                    .zip(out.chunks_exact_mut(2 * of.columns));
+                let of_rows = scales
+                    .chunks_exact(of.groups)
+                    .zip(stored[1].chunks_exact(of.groups));
                 for ((codes, out), (scales, names)) in rows.zip(of_rows) {
                     let groups = codes.chunks(wide / 2).zip(out.chunks_mut(2 * wide));
                     for ((codes, out), (scale, name)) in groups.zip(scales.iter().zip(names)) {
-                        let table = tables[usize::from(*name)]
-                            .get_or_insert_with(|| Box::new(kernel::table(code, *scale, self.target)));
+                        let table = tables[usize::from(*name)].get_or_insert_with(|| {
+                            Box::new(kernel::table(code, *scale, self.target))
+                        });
                         kernel::look_up(table, codes, out);
                     }
                 }
@@ -323,7 +355,11 @@ impl Coded {
         if let (Some((global, divides)), Some(bytes)) = (self.global, stored.last()) {
             let global = self.numbers(global, bytes)?[0];
             for scale in &mut scales {
-                *scale = if divides { *scale / global } else { *scale * global };
+                *scale = if divides {
+                    *scale / global
+                } else {
+                    *scale * global
+                };
             }
         }
         Ok(scales)
@@ -331,7 +367,11 @@ impl Coded {
 
     /// The elements of a stored tensor of scales.
     fn numbers(&self, tensor: u32, bytes: &[u8]) -> Result<Vec<f32>> {
-        let words = || bytes.chunks_exact(2).map(|word| u16::from_le_bytes([word[0], word[1]]));
+        let words = || {
+            bytes
+                .chunks_exact(2)
+                .map(|word| u16::from_le_bytes([word[0], word[1]]))
+        };
         let name = self.index.tensor(tensor).dtype.map_or("bytes", Dtype::name);
         Ok(match name {
             "float32" => (bytes.chunks_exact(4))
@@ -346,7 +386,8 @@ impl Coded {
     }
 }
 
-/// A rectangle whose parts are in memory: its rows and columns, the bytes of a row of codes, and its groups of columns.
+/// A rectangle whose parts are in memory: its rows and columns, the bytes of a row of codes, and
+/// its groups of columns.
 struct Rectangle {
     rows: usize,
     columns: usize,

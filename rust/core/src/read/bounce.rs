@@ -1,4 +1,5 @@
-//! File ranges on their way to a destination: read into a worker's buffer, through the page cache or past it (`O_DIRECT`).
+//! File ranges on their way to a destination: read into a worker's buffer, through the page cache
+//! or past it (`O_DIRECT`).
 
 use std::fs::File;
 use std::io;
@@ -6,10 +7,11 @@ use std::io;
 use super::segments::Segment;
 use crate::store::{Buffer, read_at, read_direct_at};
 
-/// Reads all segments to their places in a buffer; past the page cache where `direct` gives the alignment that takes.
+/// Reads all segments to their places in a buffer; past the page cache where `direct` gives the
+/// alignment that takes.
 ///
-/// The buffer has at least `room` bytes. What was counted for a job decides what pages it lies in, and not how much of that the job
-/// happens to use.
+/// The buffer has at least `room` bytes. What was counted for a job decides what pages it lies in,
+/// and not how much of that the job happens to use.
 ///
 /// An error comes with the offset of the segment it happened at.
 pub fn fill(
@@ -35,7 +37,11 @@ pub fn fill(
 }
 
 /// The part of the buffer for a segment, in whole units, and how many of its bytes are needed.
-fn place<'a>(memory: &'a mut [u8], segment: &Segment, align: u64) -> io::Result<(&'a mut [u8], usize)> {
+fn place<'a>(
+    memory: &'a mut [u8],
+    segment: &Segment,
+    align: u64,
+) -> io::Result<(&'a mut [u8], usize)> {
     let (at, end) = (unit(segment.at)?, unit(segment.buffer_end(align))?);
     let need = unit(segment.end - segment.start)?;
     let range = memory.get_mut(at..end).ok_or(io::ErrorKind::InvalidInput)?;

@@ -1,4 +1,5 @@
-//! Reads what is stored as codes and scales: a window at a time, whose stored parts go to memory of the thread and are decoded from there.
+//! Reads what is stored as codes and scales: a window at a time, whose stored parts go to memory of
+//! the thread and are decoded from there.
 #![allow(unsafe_code)] // It writes to addresses that it is given.
 
 use std::borrow::Cow;
@@ -31,7 +32,8 @@ pub struct CodedReq {
     pub of: Arc<Coded>,
     /// Where in it the rectangle begins.
     pub offsets: Dims,
-    /// The files of the tensor's parts, by their numbers in the index, and as the requests know them.
+    /// The files of the tensor's parts, by their numbers in the index, and as the requests know
+    /// them.
     pub files: SmallVec<[(u32, u32); 2]>,
 }
 
@@ -40,11 +42,13 @@ pub fn apart(reqs: &[ReadReq]) -> (Cow<'_, [ReadReq]>, Vec<&ReadReq>) {
     if reqs.iter().all(|req| req.coded.is_none()) {
         return (Cow::Borrowed(reqs), Vec::new());
     }
-    let (coded, plain): (Vec<&ReadReq>, Vec<&ReadReq>) = reqs.iter().partition(|req| req.coded.is_some());
+    let (coded, plain): (Vec<&ReadReq>, Vec<&ReadReq>) =
+        reqs.iter().partition(|req| req.coded.is_some());
     (plain.into_iter().cloned().collect(), coded)
 }
 
-/// The stored parts of a window, as requests. Their destinations are places in one memory, where the parts lie one after another.
+/// The stored parts of a window, as requests. Their destinations are places in one memory, where
+/// the parts lie one after another.
 struct Stored {
     requests: Vec<ReadReq>,
     lengths: SmallVec<[usize; 4]>,
@@ -86,7 +90,9 @@ impl CodedReq {
                     src_strides,
                     dst: Destination(std::ptr::without_provenance_mut(at + in_memory(to)?)),
                     dst_strides: strides.clone(),
-                    signs: dtype.and_then(|dtype| view.signs.bits(dtype)).unwrap_or_default(),
+                    signs: dtype
+                        .and_then(|dtype| view.signs.bits(dtype))
+                        .unwrap_or_default(),
                     operation: Operation::Copy,
                     coded: None,
                 });
@@ -120,7 +126,11 @@ pub unsafe fn read(
     let Some(coded) = reqs.first().and_then(|req| req.coded.as_ref()) else {
         return Ok(ReadStats::default());
     };
-    let stored: Vec<ReadReq> = reqs.iter().map(|req| wanted(req)).collect::<Result<Vec<_>>>()?.concat();
+    let stored: Vec<ReadReq> = reqs
+        .iter()
+        .map(|req| wanted(req))
+        .collect::<Result<Vec<_>>>()?
+        .concat();
     let probe = FileProbe::new(files, &stored, options, &*coded.of.index)?;
     let window = probe.window();
     let mut windows = Vec::new();
@@ -133,7 +143,8 @@ pub unsafe fn read(
         0 => parallel::available(),
         n => n,
     };
-    // A window takes as many bytes again for what it is decoded from, and for a buffer of reads that wait.
+    // A window takes as many bytes again for what it is decoded from, and for a buffer of reads
+    // that wait.
     let most = usize::try_from(options.max_inflight_bytes / (2 * window)).unwrap_or(usize::MAX);
     let workers = probe.workers(threads).min(most.max(threads)).max(1);
     let connection = connect(files, threads)?;
@@ -173,9 +184,14 @@ pub unsafe fn fill(
     control: &Control,
 ) -> Result<()> {
     let mut windows = Vec::new();
-    split(&req.shape, req.itemsize, probe.window(), &mut |offsets, sizes| {
-        windows.push((Dims::from_slice(offsets), Dims::from_slice(sizes)));
-    });
+    split(
+        &req.shape,
+        req.itemsize,
+        probe.window(),
+        &mut |offsets, sizes| {
+            windows.push((Dims::from_slice(offsets), Dims::from_slice(sizes)));
+        },
+    );
     for (offsets, sizes) in &windows {
         // SAFETY: the caller's promise, passed on.
         unsafe {
@@ -192,7 +208,8 @@ impl FileProbe {
     }
 }
 
-/// Reads the stored parts of a rectangle of a request, decodes them, and copies the result to its place.
+/// Reads the stored parts of a rectangle of a request, decodes them, and copies the result to its
+/// place.
 ///
 /// # Safety
 /// That of [`read`](super::read).
@@ -205,9 +222,19 @@ unsafe fn fill_window(
     control: &Control,
     (offsets, sizes): (&Dims, &Dims),
 ) -> Result<()> {
-    let Some(coded) = &req.coded else { return Ok(()) };
-    let begin: Dims = coded.offsets.iter().zip(offsets).map(|(a, b)| a + b).collect();
-    let Stored { mut requests, lengths } = coded.stored(&begin, sizes)?;
+    let Some(coded) = &req.coded else {
+        return Ok(());
+    };
+    let begin: Dims = coded
+        .offsets
+        .iter()
+        .zip(offsets)
+        .map(|(a, b)| a + b)
+        .collect();
+    let Stored {
+        mut requests,
+        lengths,
+    } = coded.stored(&begin, sizes)?;
     let stored: usize = lengths.iter().sum();
     let decoded = in_memory(sizes.iter().product::<u64>() * req.itemsize)?;
     let mut memory = std::mem::take(&mut reader.memory);
@@ -220,7 +247,8 @@ unsafe fn fill_window(
     }
     let delivered = reader.stats().bytes_wanted;
     let verify = probe.choose(&mut requests, verify);
-    // SAFETY: the parts lie in `memory` one after another, and the chunks of a part do not overlap in it. Nobody else has it.
+    // SAFETY: the parts lie in `memory` one after another, and the chunks of a part do not overlap
+    // in it. Nobody else has it.
     unsafe { reader.read(files, &requests, probe, verify, &*coded.of.index, control)? };
     reader.count_as(delivered, decoded as u64);
     control.add((decoded as u64).saturating_sub(stored as u64));
@@ -234,7 +262,10 @@ unsafe fn fill_window(
         })
         .collect();
     coded.of.decode(&begin, sizes, &parts, out)?;
-    let strides: Dims = row_major(sizes).iter().map(|stride| stride * req.itemsize).collect();
+    let strides: Dims = row_major(sizes)
+        .iter()
+        .map(|stride| stride * req.itemsize)
+        .collect();
     let copy = stored_strides(req)
         .and_then(|dst| Strided::new(req.itemsize, sizes, &strides, &dst))
         .ok_or_else(|| Error::Plan("destination too large".into()))?;
@@ -243,13 +274,19 @@ unsafe fn fill_window(
         .zip(&req.dst_strides)
         .map(|(at, stride)| at * stride)
         .sum();
-    let total = req.shape.iter().fold(req.itemsize, |n, &size| n.saturating_mul(size));
-    // SAFETY: `out` holds the rectangle in row-major order. Its place is within the destination, which the caller vouches for.
+    let total = req
+        .shape
+        .iter()
+        .fold(req.itemsize, |n, &size| n.saturating_mul(size));
+    // SAFETY: `out` holds the rectangle in row-major order. Its place is within the destination,
+    // which the caller vouches for.
     unsafe {
         let to = req.dst.0.wrapping_add(in_memory(to)?);
         match req.operation {
             Operation::Copy => copy_strided(to, out.as_ptr(), &copy.loops, copy.run, stores(total)),
-            Operation::Accumulate(sink) => sink.run(to, out.as_ptr(), &there(req, &copy.loops), copy.run),
+            Operation::Accumulate(sink) => {
+                sink.run(to, out.as_ptr(), &there(req, &copy.loops), copy.run)
+            }
         }
     }
     reader.memory = memory;

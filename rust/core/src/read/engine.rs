@@ -13,21 +13,26 @@ use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::probe::{self, CachedHandle, connect, probe, spans};
 use super::scatter;
 use super::worker::Worker;
-use super::{Catalog, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, verify};
+use super::{
+    Catalog, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, verify,
+};
 use crate::copy::SignBits;
 use crate::store::Buffer;
 use crate::{Control, Error, Result, parallel};
 
-/// Fills every destination, in parallel; returns when all is written. The first error stops the rest.
+/// Fills every destination, in parallel; returns when all is written. The first error stops the
+/// rest.
 ///
 /// # Errors
-/// [`Error::CorruptData`] for a file that is missing, of another length or time than expected, or a block that differs from
-/// its digest; [`Error::Io`]; [`Error::Plan`] for a request that reaches out of its chunk;
-/// [`Error::Interrupted`] after [`Control::cancel`]. Destinations may then be partly written.
+/// [`Error::CorruptData`] for a file that is missing, of another length or time than expected, or a
+/// block that differs from its digest; [`Error::Io`]; [`Error::Plan`] for a request that reaches
+/// out of its chunk; [`Error::Interrupted`] after [`Control::cancel`]. Destinations may then be
+/// partly written.
 ///
 /// # Safety
-/// For every request, all the bytes that `shape` and `dst_strides` reach from `dst` are valid for writes from any thread until
-/// this returns, and no two requests reach the same byte. No file is made shorter while this runs.
+/// For every request, all the bytes that `shape` and `dst_strides` reach from `dst` are valid for
+/// writes from any thread until this returns, and no two requests reach the same byte. No file is
+/// made shorter while this runs.
 pub unsafe fn read(
     files: &[FileRef],
     reqs: &[ReadReq],
@@ -56,7 +61,8 @@ pub(crate) struct FileRange {
     pub length: u64,
 }
 
-/// Reads ranges of files in parallel, and shows `visitor` the bytes of each, by its number. Its first error stops the rest.
+/// Reads ranges of files in parallel, and shows `visitor` the bytes of each, by its number. Its
+/// first error stops the rest.
 ///
 /// # Errors
 /// Those of [`read`] for files, and the visitor's.
@@ -91,7 +97,16 @@ pub(crate) fn visit(
     };
     let requests: Vec<ReadReq> = ranges.iter().map(request).collect();
     // SAFETY: with a visitor, no destination is used.
-    unsafe { carry_out(files, &requests, &Nameless, &options, Some(visitor), control)? };
+    unsafe {
+        carry_out(
+            files,
+            &requests,
+            &Nameless,
+            &options,
+            Some(visitor),
+            control,
+        )?
+    };
     Ok(())
 }
 
@@ -146,7 +161,9 @@ unsafe fn carry_out(
             // A small load from a store is over when the slowest request is: one each. What lies
             // between rows is fetched too.
             let share = match access {
-                Access::Remote => wanted.iter().fold(0_u64, |sum, w| sum.saturating_add(w.reach)),
+                Access::Remote => wanted
+                    .iter()
+                    .fold(0_u64, |sum, w| sum.saturating_add(w.reach)),
                 _ => total / 4,
             };
             access.policy(share / workers as u64)
@@ -190,7 +207,8 @@ struct Queue {
     taken: AtomicUsize,
 }
 
-/// The queues of a call: jobs that only need a core; those that wait for storage and need no buffer; those that wait and need one.
+/// The queues of a call: jobs that only need a core; those that wait for storage and need no
+/// buffer; those that wait and need one.
 const COPIED: usize = 0;
 const STRAIGHT: usize = 1;
 const BUFFERED: usize = 2;
@@ -239,14 +257,17 @@ impl Call<'_> {
         let buffered = depth
             .min(self.buffers(max_inflight))
             .min(self.queues[BUFFERED].jobs.len());
-        let straight = (depth - buffered).max(1).min(self.queues[STRAIGHT].jobs.len());
+        let straight = (depth - buffered)
+            .max(1)
+            .min(self.queues[STRAIGHT].jobs.len());
         let copying = threads.min(self.queues[COPIED].jobs.len());
         [copying, straight, buffered]
     }
 
     fn run(&self, [copying, straight, buffered]: [usize; 3]) -> Result<ReadStats> {
         std::thread::scope(|scope| {
-            // The calling thread is one of the first that there are. Where the system refuses a thread, fewer do the work.
+            // The calling thread is one of the first that there are. Where the system refuses a
+            // thread, fewer do the work.
             for i in 1..parallel::affordable(buffered + straight + copying) {
                 let queues: &[usize] = if i < buffered {
                     // Who has a buffer does without.
@@ -263,14 +284,22 @@ impl Call<'_> {
             }
             self.work(&[BUFFERED, STRAIGHT, COPIED]);
         });
-        if let Some(error) = self.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(error) = self
+            .failure
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+        {
             return Err(error);
         }
         Ok(*self.stats.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn jobs(&self, queue: usize) -> impl Iterator<Item = &Job> {
-        self.queues[queue].jobs.iter().map(|&job| &self.batch.plan.jobs[job])
+        self.queues[queue]
+            .jobs
+            .iter()
+            .map(|&job| &self.batch.plan.jobs[job])
     }
 
     /// How many jobs keep storage busy.
@@ -292,9 +321,15 @@ impl Call<'_> {
 
     /// How many buffers there may be, each large enough for any job.
     fn buffers(&self, max_inflight: u64) -> usize {
-        let largest = self.jobs(BUFFERED).map(|job| job.buffer).max().unwrap_or_default();
+        let largest = self
+            .jobs(BUFFERED)
+            .map(|job| job.buffer)
+            .max()
+            .unwrap_or_default();
         let footprint = usize::try_from(largest).map_or(usize::MAX, Buffer::footprint) as u64;
-        usize::try_from(max_inflight / footprint).unwrap_or(usize::MAX).max(1)
+        usize::try_from(max_inflight / footprint)
+            .unwrap_or(usize::MAX)
+            .max(1)
     }
 
     fn work(&self, queues: &[usize]) {
@@ -306,7 +341,10 @@ impl Call<'_> {
                     return;
                 }
                 let job = &self.batch.plan.jobs[job];
-                let result = self.control.check().and_then(|()| worker.job(&self.batch, job));
+                let result = self
+                    .control
+                    .check()
+                    .and_then(|()| worker.job(&self.batch, job));
                 if let Err(error) = result {
                     self.stop.store(true, Ordering::Relaxed);
                     let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);

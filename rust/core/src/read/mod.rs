@@ -1,4 +1,5 @@
-//! Reads rectangles of stored chunks into memory: planned purely (`plan`), then carried out in parallel (`engine`).
+//! Reads rectangles of stored chunks into memory: planned purely (`plan`), then carried out in
+//! parallel (`engine`).
 
 mod batch;
 mod bounce;
@@ -31,28 +32,32 @@ pub(crate) use verify::compare;
 /// How bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoMode {
-    /// For each file: [`Mmap`](Self::Mmap) if what is wanted of it is in the page cache and it lies on a local disk,
-    /// else [`Direct`](Self::Direct) (unless it is [`shared`](Sharing)) where the file system takes that, else [`Buffered`](Self::Buffered).
+    /// For each file: [`Mmap`](Self::Mmap) if what is wanted of it is in the page cache and it lies
+    /// on a local disk, else [`Direct`](Self::Direct) (unless it is [`shared`](Sharing)) where the
+    /// file system takes that, else [`Buffered`](Self::Buffered).
     #[default]
     Auto,
     /// Copied from a mapping of the file.
     Mmap,
-    /// Read past the page cache, many requests in flight. What is in the page cache already is taken from there.
-    /// On a file system without direct I/O: [`Buffered`](Self::Buffered).
+    /// Read past the page cache, many requests in flight. What is in the page cache already is
+    /// taken from there. On a file system without direct I/O: [`Buffered`](Self::Buffered).
     Direct,
     /// Read through the page cache into a small buffer, copied from there.
     Buffered,
 }
 
-/// What other processes of this machine read at the same time. What they want too, [`IoMode::Auto`] reads through the page cache, so that the disk delivers it once.
+/// What other processes of this machine read at the same time. What they want too, [`IoMode::Auto`]
+/// reads through the page cache, so that the disk delivers it once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
     /// Nothing of the same files.
     #[default]
     Nothing,
-    /// It is not known, and guessed by the shape of what is wanted here: tensors wanted whole, and all that short rows lie in.
+    /// It is not known, and guessed by the shape of what is wanted here: tensors wanted whole, and
+    /// all that short rows lie in.
     Guess,
-    /// It is known of each file, by its index in the slice given to [`read`]. A file of which a part is wanted by others is there twice.
+    /// It is known of each file, by its index in the slice given to [`read`]. A file of which a
+    /// part is wanted by others is there twice.
     Known(Arc<[bool]>),
 }
 
@@ -62,7 +67,8 @@ pub enum Verify {
     /// None.
     #[default]
     Nothing,
-    /// Those that come from a disk or a store and not from the page cache, where what is wanted is made of whole blocks.
+    /// Those that come from a disk or a store and not from the page cache, where what is wanted is
+    /// made of whole blocks.
     Auto,
     /// All. Blocks of which a part is wanted are read whole.
     All,
@@ -73,15 +79,15 @@ pub enum Verify {
 pub struct ReadOptions {
     /// How bytes come from the files. Default: [`IoMode::Auto`].
     pub io: IoMode,
-    /// Threads that copy; 0 (the default): as many as the cores this process may use. Reads that wait for a disk use more,
-    /// to keep it busy.
+    /// Threads that copy; 0 (the default): as many as the cores this process may use. Reads that
+    /// wait for a disk use more, to keep it busy.
     pub threads: usize,
     /// Which blocks that have digests are compared with them. Default: [`Verify::Nothing`].
     pub verify: Verify,
     /// What other processes of this machine read too. Default: [`Sharing::Nothing`].
     pub shared: Sharing,
-    /// Bytes of buffers that one call may hold, page cache and mappings aside. Default: 64 MiB. At least one buffer for a
-    /// thread is always used.
+    /// Bytes of buffers that one call may hold, page cache and mappings aside. Default: 64 MiB. At
+    /// least one buffer for a thread is always used.
     pub max_inflight_bytes: u64,
 }
 
@@ -103,8 +109,8 @@ pub enum Operation {
     /// They are copied as they are stored.
     #[default]
     Copy,
-    /// They are added, with a weight, to the sums that are there. Requests for the same sums are for calls one after
-    /// another: the order of the jobs of one call is not defined.
+    /// They are added, with a weight, to the sums that are there. Requests for the same sums are
+    /// for calls one after another: the order of the jobs of one call is not defined.
     Accumulate(Accumulate),
 }
 
@@ -130,7 +136,8 @@ pub struct ReadReq {
     pub chunk_offset: u64,
     /// Bytes of the chunk in the file.
     pub chunk_length: u64,
-    /// Number, in the [`Catalog`], of the digest of the chunk's first block; the others follow. `None`: it has none.
+    /// Number, in the [`Catalog`], of the digest of the chunk's first block; the others follow.
+    /// `None`: it has none.
     pub digests: Option<u64>,
     /// Bytes of an element.
     pub itemsize: u64,
@@ -148,7 +155,8 @@ pub struct ReadReq {
     pub signs: SignBits,
     /// What is done with them on the way.
     pub operation: Operation,
-    /// Where the elements are decoded from, if they are not stored as they are. Where the chunk begins, and strides in it, are estimates then.
+    /// Where the elements are decoded from, if they are not stored as they are. Where the chunk
+    /// begins, and strides in it, are estimates then.
     pub coded: Option<Arc<CodedReq>>,
 }
 
@@ -169,7 +177,8 @@ pub trait Catalog: Sync {
 pub struct ReadStats {
     /// Delivered to destinations.
     pub bytes_wanted: u64,
-    /// Read from files, or loaded from mappings; what lay around the wanted bytes and was read with them is included.
+    /// Read from files, or loaded from mappings; what lay around the wanted bytes and was read with
+    /// them is included.
     pub bytes_read: u64,
     /// The part of `bytes_read` that came past the page cache.
     pub bytes_direct: u64,

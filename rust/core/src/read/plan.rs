@@ -1,8 +1,9 @@
 //! From requests to jobs: pure, so that tables and properties can test it.
 //!
-//! A *piece* is what one copy takes from the file: a run, or a strided rectangle small enough for one job. A *job* is a
-//! group of pieces that lie near each other in one file, done by one thread. A job's *segments* are the file ranges to
-//! fetch for it: the pieces' own, joined where the gap between them is cheaper to read than to skip.
+//! A *piece* is what one copy takes from the file: a run, or a strided rectangle small enough for
+//! one job. A *job* is a group of pieces that lie near each other in one file, done by one thread.
+//! A job's *segments* are the file ranges to fetch for it: the pieces' own, joined where the gap
+//! between them is cheaper to read than to skip.
 
 use super::policy::{Policy, ROWS_OVER_READ};
 use super::{Catalog, Operation, ReadReq};
@@ -14,8 +15,8 @@ use crate::{Error, Result, parallel};
 use smallvec::SmallVec;
 use std::ops::Range;
 
-/// A row further than this from the next is fetched alone if the rows between are not wanted. Below it, skipping cannot
-/// save whole pages.
+/// A row further than this from the next is fetched alone if the rows between are not wanted. Below
+/// it, skipping cannot save whole pages.
 const MIN_ROW: u64 = 4096;
 
 /// Segments fetch at most 3/2 of what is wanted, alignment aside.
@@ -46,7 +47,8 @@ pub const RUN: u32 = u32::MAX;
 pub struct PieceLoops {
     /// Outermost first.
     pub loops: SmallVec<[Loop; 4]>,
-    /// How many of the outer loops are fetched step by step, because what lies between the steps is not worth reading.
+    /// How many of the outer loops are fetched step by step, because what lies between the steps is
+    /// not worth reading.
     pub sparse: usize,
 }
 
@@ -90,7 +92,8 @@ pub fn plan(
     plan_by(reqs.len() / MANY, files, reqs, policies, verify, catalog)
 }
 
-/// [`plan`], on up to so many threads: each has files of its own. However many there are, the plan is the same.
+/// [`plan`], on up to so many threads: each has files of its own. However many there are, the plan
+/// is the same.
 pub fn plan_by(
     threads: usize,
     files: &[FileRef],
@@ -111,14 +114,25 @@ pub fn plan_by(
     };
     let shares = shares(&ends, workers);
     let parts = parallel::map(shares.len(), workers, |i| {
-        Plan::of(&order[shares[i].clone()], files, reqs, policies, verify, catalog)
+        Plan::of(
+            &order[shares[i].clone()],
+            files,
+            reqs,
+            policies,
+            verify,
+            catalog,
+        )
     });
     // Of several faults the first is told, whichever file it is in.
-    let first = || reqs.iter().find_map(|req| checked(files, req, catalog).err());
+    let first = || {
+        reqs.iter()
+            .find_map(|req| checked(files, req, catalog).err())
+    };
     Plan::joined(parts.map_err(|error| first().unwrap_or(error))?.into_iter())
 }
 
-/// The numbers of the requests, those of a file together, and where those of each file end; the last are of no file.
+/// The numbers of the requests, those of a file together, and where those of each file end; the
+/// last are of no file.
 fn by_file(files: usize, reqs: &[ReadReq]) -> (Vec<u32>, Vec<usize>) {
     let file = |req: &ReadReq| (req.file as usize).min(files);
     let mut at = vec![0_usize; files + 1];
@@ -170,7 +184,10 @@ fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, Strin
         .checked_add(req.chunk_length)
         .is_none_or(|end| end > file.size)
     {
-        return Err(format!("its chunk ends after the end of {}", file.path.display()));
+        return Err(format!(
+            "its chunk ends after the end of {}",
+            file.path.display()
+        ));
     }
     let copy = stored_strides(req)
         .and_then(|dst| Strided::new(req.itemsize, &req.shape, &req.src_strides, &dst))
@@ -198,8 +215,8 @@ struct Cuts {
 impl Cuts {
     fn of(req: &ReadReq, verify: bool) -> Self {
         let keep_blocks = verify && req.digests.is_some();
-        // Multiples in the file, so that neighbours do not fetch the same pages twice. There an element may lie on both
-        // sides of a cut, which only a copy may do to it.
+        // Multiples in the file, so that neighbours do not fetch the same pages twice. There an
+        // element may lie on both sides of a cut, which only a copy may do to it.
         let in_file = !keep_blocks && req.operation == Operation::Copy;
         Self {
             origin: if in_file { 0 } else { req.chunk_offset },
@@ -208,8 +225,8 @@ impl Cuts {
     }
 }
 
-/// The strides of the destination, in bytes of stored elements. A plan counts both sides in these, whatever size the
-/// elements have in the destination: [`Piece::dst`] as well.
+/// The strides of the destination, in bytes of stored elements. A plan counts both sides in these,
+/// whatever size the elements have in the destination: [`Piece::dst`] as well.
 pub(super) fn stored_strides(req: &ReadReq) -> Option<Dims> {
     let size = req.operation.element_size(req.itemsize);
     if size == req.itemsize {
@@ -264,12 +281,20 @@ impl Plan {
     fn joined(mut parts: impl Iterator<Item = Self>) -> Result<Self> {
         let mut all = parts.next().unwrap_or_default();
         for part in parts {
-            let (pieces, loops) = (all.pieces.len(), number_of_loops(all.loops.len() + part.loops.len())?);
+            let (pieces, loops) = (
+                all.pieces.len(),
+                number_of_loops(all.loops.len() + part.loops.len())?,
+            );
             let before = loops - number_of_loops(part.loops.len())?;
-            all.pieces.extend(part.pieces.into_iter().map(|piece| Piece {
-                loops: if piece.loops == RUN { RUN } else { piece.loops + before },
-                ..piece
-            }));
+            all.pieces
+                .extend(part.pieces.into_iter().map(|piece| Piece {
+                    loops: if piece.loops == RUN {
+                        RUN
+                    } else {
+                        piece.loops + before
+                    },
+                    ..piece
+                }));
             all.loops.extend(part.loops);
             all.jobs.extend(part.jobs.into_iter().map(|job| Job {
                 pieces: (job.pieces.0 + pieces, job.pieces.1 + pieces),
@@ -282,7 +307,14 @@ impl Plan {
     /// Cuts a copy that begins at `base` into pieces whose fetch is near the policy's target.
     fn split(&mut self, base: Piece, mut copy: Strided, policy: Policy, cuts: Cuts) -> Result<()> {
         if copy.is_contiguous() {
-            self.split_run(Piece { run: copy.run, ..base }, policy, cuts);
+            self.split_run(
+                Piece {
+                    run: copy.run,
+                    ..base
+                },
+                policy,
+                cuts,
+            );
             return Ok(());
         }
         let sparse = if cuts.keep_blocks {
@@ -293,7 +325,8 @@ impl Plan {
         if cost(&copy.loops, copy.run, sparse, policy) <= policy.target {
             return self.push(base, copy, sparse);
         }
-        // Take as many steps of the outermost loop as fit a job; if not even one does, cut each step further.
+        // Take as many steps of the outermost loop as fit a job; if not even one does, cut each
+        // step further.
         let outer = copy.loops.remove(0);
         let one = cost(&copy.loops, copy.run, sparse.saturating_sub(1), policy);
         let room = policy.target.saturating_sub(one);
@@ -335,7 +368,11 @@ impl Plan {
 
     /// Cuts a run at multiples of the target, or of the block.
     fn split_run(&mut self, run: Piece, policy: Policy, cuts: Cuts) {
-        let unit = if cuts.keep_blocks { BLOCK_SIZE } else { policy.target };
+        let unit = if cuts.keep_blocks {
+            BLOCK_SIZE
+        } else {
+            policy.target
+        };
         let (mut at, end) = (run.src, run.src + run.run);
         while at < end {
             let cut = cuts.origin + ((at - cuts.origin) / unit + 1) * unit;
@@ -350,7 +387,8 @@ impl Plan {
         }
     }
 
-    /// The loops of a piece: those that are fetched step by step, and those of which all is fetched.
+    /// The loops of a piece: those that are fetched step by step, and those of which all is
+    /// fetched.
     pub fn loops_of(&self, piece: &Piece) -> (&[Loop], &[Loop]) {
         let made = self.loops.get(piece.loops as usize);
         made.map_or((&[], &[]), |made| made.loops.split_at(made.sparse))
@@ -359,7 +397,8 @@ impl Plan {
     /// Puts neighbouring pieces together into jobs of about the target.
     fn group(&mut self, reqs: &[ReadReq], policies: &[Policy], verify: bool) {
         let mut jobs: Vec<Job> = Vec::new();
-        // Of the last job: what it costs to fetch, against the target, and the range that it fetches all of.
+        // Of the last job: what it costs to fetch, against the target, and the range that it
+        // fetches all of.
         let (mut fetched, mut covered) = (0_u64, None::<(u64, u64)>);
         for (i, piece) in self.pieces.iter().enumerate() {
             let req = &reqs[piece.req as usize];
@@ -371,14 +410,17 @@ impl Plan {
             let open = jobs
                 .last_mut()
                 .filter(|job| job.file == req.file && i - job.pieces.0 < policy.max_pieces);
-            let near = covered.filter(|c| open.is_some() && start <= c.1.saturating_add(policy.max_gap));
-            // Alone in a job, and what it adds to the last one: bytes to fetch, room in a buffer. Segments that are joined
-            // fetch half as much again as is wanted.
+            let near =
+                covered.filter(|c| open.is_some() && start <= c.1.saturating_add(policy.max_gap));
+            // Alone in a job, and what it adds to the last one: bytes to fetch, room in a buffer.
+            // Segments that are joined fetch half as much again as is wanted.
             let ends = 2 * policy.align;
             let alone = || {
                 let step = extent(dense, piece.run) + ends;
                 let steps = sparse.iter().fold(1, |n, l| n * l.n);
-                let bytes = (step - ends).next_multiple_of(policy.align).max(policy.seek_cost);
+                let bytes = (step - ends)
+                    .next_multiple_of(policy.align)
+                    .max(policy.seek_cost);
                 let bytes = bytes.saturating_mul(steps);
                 (bytes, steps * (step + step / 2), bytes / policy.seek_cost)
             };
@@ -422,7 +464,8 @@ impl Plan {
         self.jobs = jobs;
     }
 
-    /// Says of the jobs whose gaps are read through, however much that is, what a buffer needs for them: what their segments are made to.
+    /// Says of the jobs whose gaps are read through, however much that is, what a buffer needs for
+    /// them: what their segments are made to.
     fn measure(&mut self, reqs: &[ReadReq], policies: &[Policy], verify: bool) {
         let (mut extents, mut segments) = (Vec::new(), Vec::new());
         for i in 0..self.jobs.len() {
@@ -430,7 +473,9 @@ impl Plan {
             let policy = policies[job.file as usize];
             if policy.over_reads {
                 self.extents(&job, reqs, policy, verify, &mut extents, &mut segments);
-                self.jobs[i].buffer = segments.last().map_or(0, |segment| segment.buffer_end(policy.align));
+                self.jobs[i].buffer = segments
+                    .last()
+                    .map_or(0, |segment| segment.buffer_end(policy.align));
             }
         }
     }
@@ -464,7 +509,8 @@ fn sparse_loops(copy: &Strided, policy: Policy) -> usize {
         return 0;
     }
     // `alone`: what is read if each run is read by itself.
-    let (mut dense, mut wanted, mut alone) = (copy.run, copy.run, copy.run.next_multiple_of(policy.align));
+    let (mut dense, mut wanted, mut alone) =
+        (copy.run, copy.run, copy.run.next_multiple_of(policy.align));
     for (i, l) in copy.loops.iter().enumerate().rev() {
         let joined = dense + (l.n - 1) * l.src;
         wanted *= l.n;

@@ -53,7 +53,13 @@ fn file(size: u64) -> FileRef {
     }
 }
 
-fn rect(chunk_offset: u64, chunk_length: u64, src_offset: u64, dims: &[(u64, u64, u64)], itemsize: u64) -> ReadReq {
+fn rect(
+    chunk_offset: u64,
+    chunk_length: u64,
+    src_offset: u64,
+    dims: &[(u64, u64, u64)],
+    itemsize: u64,
+) -> ReadReq {
     ReadReq {
         file: 0,
         tensor: 0,
@@ -148,7 +154,11 @@ fn gaps_are_read_only_while_that_stays_cheap() {
             ..DISK
         };
         let (_, segments) = made(&reqs, big, false);
-        assert_eq!(segments.iter().map(Vec::len).sum::<usize>(), want, "{wanted} {gap}");
+        assert_eq!(
+            segments.iter().map(Vec::len).sum::<usize>(),
+            want,
+            "{wanted} {gap}"
+        );
     }
 }
 
@@ -179,7 +189,10 @@ fn over_read_of_shards_is_bounded() {
                 2,
             );
             let (plan, segments) = made(&[shard], policy, false);
-            assert_eq!(plan.jobs.iter().map(|j| j.wanted).sum::<u64>(), length / parts);
+            assert_eq!(
+                plan.jobs.iter().map(|j| j.wanted).sum::<u64>(),
+                length / parts
+            );
             let ratio = fetched(&segments, align) * 100 / (length / parts);
             let bound = if align == 512 { 150 } else { 200 };
             assert!(ratio <= bound, "{parts} {column} {align}: {ratio}%");
@@ -216,16 +229,25 @@ fn refuses_what_lies_outside() {
     refused(rect(0, 100, 90, &[(11, 1, 1)], 1));
     refused(rect(0, 100, u64::MAX, &[(1, 1, 1)], 1));
     refused(rect(0, 100, 0, &[(2, u64::MAX, 1)], 1));
-    refused(ReadReq { file: 1, ..run(0, 1) });
+    refused(ReadReq {
+        file: 1,
+        ..run(0, 1)
+    });
     let mut odd = run(0, 10);
     odd.src_strides = Dims::new();
     refused(odd);
     // Nothing is asked for, so nothing can lie outside.
     assert!(
-        plan(&files, &[rect(0, 0, 0, &[(0, 1, 1)], 1)], &[DISK], false, &NoNames)
-            .unwrap()
-            .jobs
-            .is_empty()
+        plan(
+            &files,
+            &[rect(0, 0, 0, &[(0, 1, 1)], 1)],
+            &[DISK],
+            false,
+            &NoNames
+        )
+        .unwrap()
+        .jobs
+        .is_empty()
     );
 }
 
@@ -293,14 +315,20 @@ proptest! {
 
 fn requests() -> impl Strategy<Value = Vec<ReadReq>> {
     let dims = prop::collection::vec((0u64..7, 0u64..3000, 0u64..300), 0..4);
-    let one = (0u64..20_000, dims, 1u64..5, 0u64..100).prop_map(|(offset, dims, itemsize, lead)| {
-        let extent: u64 = dims.iter().map(|d| d.0.saturating_sub(1) * d.1).sum::<u64>() + itemsize;
-        rect(offset, lead + extent + 9, lead, &dims, itemsize)
-    });
+    let one =
+        (0u64..20_000, dims, 1u64..5, 0u64..100).prop_map(|(offset, dims, itemsize, lead)| {
+            let extent: u64 = dims
+                .iter()
+                .map(|d| d.0.saturating_sub(1) * d.1)
+                .sum::<u64>()
+                + itemsize;
+            rect(offset, lead + extent + 9, lead, &dims, itemsize)
+        });
     prop::collection::vec(one, 0..12)
 }
 
-/// From a store, what lies between columns is fetched with them: a request for each row would take longer. Further away than a request costs, it is not.
+/// From a store, what lies between columns is fetched with them: a request for each row would take
+/// longer. Further away than a request costs, it is not.
 #[test]
 fn a_store_reads_through_what_a_request_would_cost() {
     let policy = super::policy::Access::Remote.policy(u64::from(u32::MAX));
@@ -332,19 +360,24 @@ fn a_store_reads_through_what_a_request_would_cost() {
     }
 }
 
-/// A column of a wide matrix is read with what lies between its rows, but for rows that lie far apart.
+/// A column of a wide matrix is read with what lies between its rows, but for rows that lie far
+/// apart.
 #[test]
 fn thin_rows_are_read_through() {
     let policy = Policy {
         row_gap: MAX_GAP,
         ..DISK
     };
-    let columns = |rows: u64, pitch: u64| rect(0, rows * pitch, 0, &[(rows, pitch, 4096), (4096, 1, 1)], 1);
+    let columns =
+        |rows: u64, pitch: u64| rect(0, rows * pitch, 0, &[(rows, pitch, 4096), (4096, 1, 1)], 1);
     let (_, segments) = made(&[columns(1000, 16 << 10)], policy, false);
     assert!(segments.iter().all(|segments| segments.len() == 1));
     // All but what follows the last row of each job.
     let jobs = segments.len() as u64;
-    assert_eq!(fetched(&segments, 4096), 1000 * (16 << 10) - jobs * (12 << 10));
+    assert_eq!(
+        fetched(&segments, 4096),
+        1000 * (16 << 10) - jobs * (12 << 10)
+    );
 
     // Five times what is wanted; and a gap of more than 64 KiB.
     for (pitch, width) in [(20 << 10, 4096), (128 << 10, 60 << 10)] {
@@ -368,7 +401,8 @@ fn thin_rows_are_read_through() {
     assert_eq!(fetched(&segments, 4096), 2 * (15 * (16 << 10) + 4096));
 }
 
-/// Rows of two shards, each fetched row by row, lie so near each other that all between them is fetched: a buffer has to hold that.
+/// Rows of two shards, each fetched row by row, lie so near each other that all between them is
+/// fetched: a buffer has to hold that.
 #[test]
 fn a_buffer_holds_what_lies_between_the_rows_of_two_shards() {
     let policy = super::policy::Access::Remote.policy(u64::from(u32::MAX));
@@ -457,5 +491,8 @@ fn elements_that_are_added_are_not_cut_apart() {
     };
     let files = [file(1 << 40)];
     let refused = plan(&files, &[bad], &[DISK], false, &NoNames).unwrap_err();
-    assert!(refused.to_string().contains("do not fit together"), "{refused}");
+    assert!(
+        refused.to_string().contains("do not fit together"),
+        "{refused}"
+    );
 }

@@ -1,4 +1,5 @@
-//! How the bytes of a file are fetched: from a mapping, through the page cache or past it (`O_DIRECT`), in jobs of which size, how many at a time.
+//! How the bytes of a file are fetched: from a mapping, through the page cache or past it
+//! (`O_DIRECT`), in jobs of which size, how many at a time.
 
 /// Reads in flight that keep a disk busy, whatever the number of cores.
 const DISK_DEPTH: usize = 16;
@@ -6,7 +7,8 @@ const DISK_DEPTH: usize = 16;
 pub const SMALL_READ_DEPTH: usize = 64;
 /// What counts as such.
 pub const SMALL_READ: u64 = 32 << 10;
-/// Bytes of a job that is copied from a mapping: large against the cost of a job, small against the work of a thread.
+/// Bytes of a job that is copied from a mapping: large against the cost of a job, small against the
+/// work of a thread.
 const MAPPED_JOB: u64 = 2 << 20;
 /// Bytes of a job read past the page cache.
 const DISK_JOB: u64 = 1 << 20;
@@ -21,14 +23,16 @@ pub const REMOTE_DEPTH: usize = 64;
 const REMOTE_JOB: u64 = 8 << 20;
 /// The least of one, where there is little to fetch.
 const REMOTE_MIN_JOB: u64 = 1 << 20;
-/// A request to a store takes about as long as this many bytes of one connection (20 ms at 50 MB/s).
+/// A request to a store takes about as long as this many bytes of one connection (20 ms at 50
+/// MB/s).
 const REQUEST_COST: u64 = 1 << 20;
 /// Gaps up to this are read rather than skipped wherever the over-read stays within bounds.
 pub const MAX_GAP: u64 = 64 << 10;
 /// A separate read costs the disk about as much as this many bytes more.
 pub const SEEK_COST: u64 = 32 << 10;
 
-/// How much more may be read to read thin rows in one: a disk delivers that sooner than it answers a request for each row.
+/// How much more may be read to read thin rows in one: a disk delivers that sooner than it answers
+/// a request for each row.
 pub const ROWS_OVER_READ: u64 = 4;
 
 /// Tiny pieces that are worth a thread of their own where they are in memory.
@@ -45,11 +49,13 @@ pub struct Policy {
     pub align: u64,
     /// Whether a skipped gap saves reading it. Not so from memory, where only its pages are set up.
     pub skip_gaps: bool,
-    /// Gaps up to this are read rather than skipped, within the bounds of [`over_reads`](Self::over_reads).
+    /// Gaps up to this are read rather than skipped, within the bounds of
+    /// [`over_reads`](Self::over_reads).
     pub max_gap: u64,
     /// Whether that is so however much more than what is wanted is read.
     pub over_reads: bool,
-    /// Gaps up to this between thin rows of a rectangle are read, where that reads at most [`ROWS_OVER_READ`] times the bytes.
+    /// Gaps up to this between thin rows of a rectangle are read, where that reads at most
+    /// [`ROWS_OVER_READ`] times the bytes.
     pub row_gap: u64,
     /// A separate read costs about as much as this many bytes more.
     pub seek_cost: u64,
@@ -78,7 +84,10 @@ pub enum Access {
 impl Access {
     /// Whether more threads than cores are useful.
     pub fn waits(self) -> bool {
-        matches!(self, Self::Shared | Self::Buffered | Self::Direct { .. } | Self::Remote)
+        matches!(
+            self,
+            Self::Shared | Self::Buffered | Self::Direct { .. } | Self::Remote
+        )
     }
 
     /// Whether bytes are copied from a mapping.

@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use super::policy::{Access, SMALL_READ};
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq, Sharing};
-use crate::store::{Connection, Mapping, direct_align, is_remote, most_open, resident_bytes, spare_address_space};
+use crate::store::{
+    Connection, Mapping, direct_align, is_remote, most_open, resident_bytes, spare_address_space,
+};
 use crate::{Error, Result, parallel};
 
 /// Of a file that is taken as resident, at most one part in this many is not.
@@ -15,9 +17,11 @@ const MISSING_PART: u64 = 32;
 const SMALL: u64 = 32 << 10;
 /// Files opened to be checked are kept open for the workers, if there are no more than this many.
 const KEEP_OPEN: usize = 64;
-/// Where opening them waits, so many are kept whatever their number: mapped, of the 65,530 mappings that a process may have by default,
+/// Where opening them waits, so many are kept whatever their number: mapped, of the 65,530 mappings
+/// that a process may have by default,
 const KEEP_MAPPED: usize = 16 << 10;
-/// or open, where workers read through the page cache, one part in this many of what the process may open.
+/// or open, where workers read through the page cache, one part in this many of what the process
+/// may open.
 const PART_OPEN: usize = 4;
 
 /// What is wanted of a file.
@@ -34,7 +38,12 @@ pub struct Wanted {
 }
 
 /// What is wanted of each file: how much, and from where to where.
-pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Vec<Wanted>> {
+pub fn spans(
+    files: &[FileRef],
+    reqs: &[ReadReq],
+    options: &ReadOptions,
+    catalog: &dyn Catalog,
+) -> Result<Vec<Wanted>> {
     let mut all = vec![Wanted::default(); files.len()];
     let of_tensors = (options.shared == Sharing::Guess).then(|| bytes_of_tensors(reqs));
     for req in reqs {
@@ -57,7 +66,9 @@ pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog
             wanted.end = wanted.end.max(end);
             wanted.bytes = wanted.bytes.saturating_add(bytes);
             wanted.reach = wanted.reach.saturating_add(end.saturating_sub(start));
-            let is_whole = |of: &HashMap<u32, u64>| catalog.tensor_bytes(req.tensor) == of.get(&req.tensor).copied();
+            let is_whole = |of: &HashMap<u32, u64>| {
+                catalog.tensor_bytes(req.tensor) == of.get(&req.tensor).copied()
+            };
             let is_common = match &options.shared {
                 Sharing::Nothing => false,
                 Sharing::Guess => of_tensors.as_ref().is_some_and(is_whole) || is_thin(req, bytes),
@@ -82,7 +93,9 @@ pub fn span(req: &ReadReq) -> (u64, u64) {
 }
 
 pub fn bytes_of(req: &ReadReq) -> u64 {
-    req.shape.iter().fold(req.itemsize, |n, &s| n.saturating_mul(s))
+    req.shape
+        .iter()
+        .fold(req.itemsize, |n, &s| n.saturating_mul(s))
 }
 
 /// Bytes wanted of each tensor. Who wants all of one has a replica of it, as others may.
@@ -95,7 +108,8 @@ fn bytes_of_tensors(reqs: &[ReadReq]) -> HashMap<u32, u64> {
     all
 }
 
-/// Whether it is made of short rows with something between: columns of a matrix, of which others have the rest.
+/// Whether it is made of short rows with something between: columns of a matrix, of which others
+/// have the rest.
 fn is_thin(req: &ReadReq, bytes: u64) -> bool {
     let mut row = req.itemsize;
     for (&size, &stride) in req.shape.iter().zip(&req.src_strides).rev() {
@@ -108,10 +122,12 @@ fn is_thin(req: &ReadReq, bytes: u64) -> bool {
     row < SMALL_READ.min(bytes)
 }
 
-/// The connection to the store that files are on, if they are on one; `threads` receive, 0 for as many as there are cores.
+/// The connection to the store that files are on, if they are on one; `threads` receive, 0 for as
+/// many as there are cores.
 ///
 /// # Errors
-/// [`Error::Io`] where the system has no thread to give; [`Error::Unsupported`] for what the store's options do not fit together to.
+/// [`Error::Io`] where the system has no thread to give; [`Error::Unsupported`] for what the
+/// store's options do not fit together to.
 pub fn connect(files: &[FileRef], threads: usize) -> Result<Option<Arc<dyn Connection>>> {
     let remote = files.iter().find_map(|file| file.remote.as_ref());
     remote.map(|remote| remote.connect(threads)).transpose()
@@ -156,13 +172,19 @@ pub struct Found {
     pub opening_waits: bool,
 }
 
-/// Opens and checks every file that is needed before a byte of any is read, and decides how to read each.
+/// Opens and checks every file that is needed before a byte of any is read, and decides how to read
+/// each.
 pub fn probe(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<Found> {
     let mut all = Found {
-        // What is there on a store, and how long it is, its first part tells. Of others, no job is made where nothing is wanted.
+        // What is there on a store, and how long it is, its first part tells. Of others, no job is
+        // made where nothing is wanted.
         access: files
             .iter()
-            .map(|file| file.remote.as_ref().map_or(Access::Buffered, |_| Access::Remote))
+            .map(|file| {
+                file.remote
+                    .as_ref()
+                    .map_or(Access::Buffered, |_| Access::Remote)
+            })
             .collect(),
         kept: files.iter().map(|_| CachedHandle::Nothing).collect(),
         mappings: files.iter().map(|_| SharedMapping::default()).collect(),
@@ -172,7 +194,8 @@ pub fn probe(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Res
     let local: Vec<usize> = (0..files.len()).filter(local).collect();
     let few = local.len() <= KEEP_OPEN;
     let may_open = OnceLock::new();
-    // Threads may be at as many files, each mapped once. Half of what is left is for buffers and all else.
+    // Threads may be at as many files, each mapped once. Half of what is left is for buffers and
+    // all else.
     let most_mapped = spare_address_space().map_or(u64::MAX, |spare| {
         let threads = parallel::affordable(options.threads.max(parallel::available()));
         spare / (2 * threads as u64)
@@ -184,8 +207,13 @@ pub fn probe(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Res
         let kept = if few {
             CachedHandle::Open(open)
         } else if waits && access.maps() && i < KEEP_MAPPED {
-            Mapping::new(&open).map_or(CachedHandle::Nothing, |mapping| CachedHandle::Mapped(Arc::new(mapping)))
-        } else if waits && access == Access::Cached && i < *may_open.get_or_init(|| most_open() / PART_OPEN) {
+            Mapping::new(&open).map_or(CachedHandle::Nothing, |mapping| {
+                CachedHandle::Mapped(Arc::new(mapping))
+            })
+        } else if waits
+            && access == Access::Cached
+            && i < *may_open.get_or_init(|| most_open() / PART_OPEN)
+        {
             CachedHandle::Open(open)
         } else {
             CachedHandle::Nothing
@@ -202,11 +230,18 @@ pub fn probe(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Res
 }
 
 /// How a file is best read.
-fn access(file: &FileRef, open: &File, wanted: &Wanted, options: &ReadOptions, most_mapped: u64) -> Access {
+fn access(
+    file: &FileRef,
+    open: &File,
+    wanted: &Wanted,
+    options: &ReadOptions,
+    most_mapped: u64,
+) -> Access {
     let may_map = file.size <= most_mapped;
     let missing = || {
         let span = wanted.end.saturating_sub(wanted.start);
-        resident_bytes(open, wanted.start, wanted.end).map(|bytes| span.saturating_sub(bytes) > span / MISSING_PART)
+        resident_bytes(open, wanted.start, wanted.end)
+            .map(|bytes| span.saturating_sub(bytes) > span / MISSING_PART)
     };
     let direct = || {
         let align = direct_align(open)?;
@@ -221,7 +256,9 @@ fn access(file: &FileRef, open: &File, wanted: &Wanted, options: &ReadOptions, m
             (Some(false), false) if wanted.bytes >= SMALL && may_map => Access::Mapped,
             (Some(false), _) => Access::Cached,
             (_, true) => Access::Buffered,
-            _ if wanted.common > wanted.bytes / 2 && may_map && Mapping::tells_errors() => Access::Shared,
+            _ if wanted.common > wanted.bytes / 2 && may_map && Mapping::tells_errors() => {
+                Access::Shared
+            }
             (_, false) => direct().unwrap_or(Access::Buffered),
         },
     }
@@ -317,10 +354,18 @@ mod tests {
 
     #[test]
     fn replicas_and_columns_are_common_and_rows_are_not() {
-        let (whole, half, columns) = (rows(256, 4096, 4096), rows(128, 4096, 4096), rows(256, 1024, 4096));
+        let (whole, half, columns) = (
+            rows(256, 4096, 4096),
+            rows(128, 4096, 4096),
+            rows(256, 1024, 4096),
+        );
         let guess = |reqs: &[ReadReq]| common(reqs, Sharing::Guess);
         assert_eq!(guess(std::slice::from_ref(&whole)), 1 << 20);
-        assert_eq!(guess(&[half.clone(), half.clone()]), 1 << 20, "whole, in two chunks");
+        assert_eq!(
+            guess(&[half.clone(), half.clone()]),
+            1 << 20,
+            "whole, in two chunks"
+        );
         assert_eq!(guess(std::slice::from_ref(&half)), 0);
         assert_eq!(guess(std::slice::from_ref(&columns)), 256 << 10);
         assert_eq!(guess(&[rows(4, 64 << 10, 256 << 10)]), 0, "long rows");

@@ -1,4 +1,5 @@
-//! What of a job goes straight to its destinations as it comes from a store, and where: pure, as the plan is.
+//! What of a job goes straight to its destinations as it comes from a store, and where: pure, as
+//! the plan is.
 
 use super::batch::Batch;
 use super::plan::{Job, Piece, RUN};
@@ -10,23 +11,25 @@ use crate::store::{Destination, Part, Run};
 /// Runs shorter than this are better gathered in a buffer first.
 const MIN_RUN: u64 = 512;
 
-/// Whether all of a job does: its runs are long enough, and blocks that are compared with digests are wanted whole, so that they can be hashed where
-/// they went.
+/// Whether all of a job does: its runs are long enough, and blocks that are compared with digests
+/// are wanted whole, so that they can be hashed where they went.
 pub fn goes_straight(batch: &Batch, job: &Job) -> bool {
     if batch.visitor.is_some() {
         return false;
     }
-    batch.plan.pieces[job.pieces.0..job.pieces.1].iter().all(|piece| {
-        let req = &batch.reqs[piece.req as usize];
-        let is_run = piece.loops == RUN;
-        if req.operation != Operation::Copy {
-            return false;
-        }
-        if batch.verify && req.digests.is_some() {
-            return is_run && is_of_whole_blocks(req, piece);
-        }
-        is_run || piece.run >= MIN_RUN
-    })
+    batch.plan.pieces[job.pieces.0..job.pieces.1]
+        .iter()
+        .all(|piece| {
+            let req = &batch.reqs[piece.req as usize];
+            let is_run = piece.loops == RUN;
+            if req.operation != Operation::Copy {
+                return false;
+            }
+            if batch.verify && req.digests.is_some() {
+                return is_run && is_of_whole_blocks(req, piece);
+            }
+            is_run || piece.run >= MIN_RUN
+        })
 }
 
 fn is_of_whole_blocks(req: &ReadReq, piece: &Piece) -> bool {
@@ -78,5 +81,9 @@ pub fn whole(segments: &[Segment], buffer: *mut u8) -> Vec<Part> {
             to: Destination(buffer.wrapping_add(usize::try_from(segment.at).unwrap_or(usize::MAX))),
         }],
     };
-    segments.iter().filter(|s| s.end > s.start).map(part).collect()
+    segments
+        .iter()
+        .filter(|s| s.end > s.start)
+        .map(part)
+        .collect()
 }

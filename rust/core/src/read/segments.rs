@@ -1,4 +1,5 @@
-//! What a job fetches: the ranges of the file that its pieces need, joined where that is cheaper. Pure, as the plan is.
+//! What a job fetches: the ranges of the file that its pieces need, joined where that is cheaper.
+//! Pure, as the plan is.
 
 use super::ReadReq;
 use super::plan::{Job, Piece, Plan, extent, fetch_range, worth_joining};
@@ -41,7 +42,8 @@ impl Segment {
 }
 
 impl Plan {
-    /// The extents of a job in the order of the file, and the segments to fetch for them. Both vectors are emptied first.
+    /// The extents of a job in the order of the file, and the segments to fetch for them. Both
+    /// vectors are emptied first.
     pub fn extents(
         &self,
         job: &Job,
@@ -54,7 +56,9 @@ impl Plan {
         extents.clear();
         segments.clear();
         for piece in job.pieces.0..job.pieces.1 {
-            let Piece { req, src, dst, run, .. } = self.pieces[piece];
+            let Piece {
+                req, src, dst, run, ..
+            } = self.pieces[piece];
             let (outer, dense) = self.loops_of(&self.pieces[piece]);
             let len = extent(dense, run);
             each_step(outer, src, dst, &mut |src, dst| {
@@ -79,7 +83,9 @@ impl Plan {
                 let covered = last.end.next_multiple_of(policy.align);
                 let fetched = end.max(last.end) - last.start;
                 let near = start.saturating_sub(covered) <= policy.max_gap;
-                let read_through = || !policy.skip_gaps || policy.over_reads || worth_joining(fetched, wanted + new);
+                let read_through = || {
+                    !policy.skip_gaps || policy.over_reads || worth_joining(fetched, wanted + new)
+                };
                 if start <= covered || near && read_through() {
                     wanted += new.min(end.saturating_sub(last.end));
                     last.end = last.end.max(end);
@@ -95,7 +101,8 @@ impl Plan {
     }
 }
 
-/// Calls `each` with the source and destination offset of every step of the loops, which begin at `(src, dst)`.
+/// Calls `each` with the source and destination offset of every step of the loops, which begin at
+/// `(src, dst)`.
 pub fn each_step(loops: &[Loop], src: u64, dst: u64, each: &mut impl FnMut(u64, u64)) {
     match loops {
         [] => each(src, dst),

@@ -25,11 +25,17 @@ pub struct FileProbe {
 }
 
 impl FileProbe {
-    /// Opens and checks every file that the requests need, all batches together, and decides how to read it.
+    /// Opens and checks every file that the requests need, all batches together, and decides how to
+    /// read it.
     ///
     /// # Errors
     /// Those of [`read`](super::read) for files.
-    pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Self> {
+    pub fn new(
+        files: &[FileRef],
+        reqs: &[ReadReq],
+        options: &ReadOptions,
+        catalog: &dyn Catalog,
+    ) -> Result<Self> {
         let (reqs, coded) = coded::apart(reqs);
         let mut reqs = reqs.into_owned();
         for req in coded {
@@ -40,7 +46,10 @@ impl FileProbe {
         }
         let wanted = spans(files, &reqs, options, catalog)?;
         let Found {
-            access, kept, mappings, ..
+            access,
+            kept,
+            mappings,
+            ..
         } = probe(files, &wanted, options)?;
         let share = options.max_inflight_bytes.min(u64::from(u32::MAX));
         let policies: Vec<Policy> = access.iter().map(|access| access.policy(share)).collect();
@@ -52,7 +61,8 @@ impl FileProbe {
         })
     }
 
-    /// Whether any blocks are compared with their digests; takes those of all others out of the requests.
+    /// Whether any blocks are compared with their digests; takes those of all others out of the
+    /// requests.
     pub(crate) fn choose(&self, requests: &mut Vec<ReadReq>, verify: Verify) -> bool {
         let (any, Cow::Owned(chosen)) = verify::chosen(requests, verify, &self.access) else {
             return verify == Verify::All;
@@ -65,7 +75,9 @@ impl FileProbe {
     #[must_use]
     pub fn workers(&self, threads: usize) -> usize {
         let waiting = self.access.iter().filter(|access| access.waits());
-        waiting.map(|access| access.depth()).fold(threads.max(1), usize::max)
+        waiting
+            .map(|access| access.depth())
+            .fold(threads.max(1), usize::max)
     }
 
     /// Whether a file is in memory, and read from a mapping.
@@ -79,7 +91,8 @@ impl FileProbe {
     }
 }
 
-/// The state of one thread that reads: it keeps its file open, or mapped, from batch to batch, and the connection that others share.
+/// The state of one thread that reads: it keeps its file open, or mapped, from batch to batch, and
+/// the connection that others share.
 pub struct Sequential {
     worker: Worker,
     connection: Option<Arc<dyn Connection>>,
@@ -88,7 +101,8 @@ pub struct Sequential {
 }
 
 impl Sequential {
-    /// For files that are reached through this connection, if they are on a store ([`connect`](super::connect)).
+    /// For files that are reached through this connection, if they are on a store
+    /// ([`connect`](super::connect)).
     #[must_use]
     pub fn new(connection: Option<Arc<dyn Connection>>) -> Self {
         Self {

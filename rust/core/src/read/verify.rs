@@ -30,7 +30,11 @@ impl Catalog for Index {
 const MORE: u64 = 64;
 
 /// Whether anything is compared, and the requests, with digests where their blocks are.
-pub fn chosen<'a>(reqs: &'a [ReadReq], verify: Verify, access: &[Access]) -> (bool, Cow<'a, [ReadReq]>) {
+pub fn chosen<'a>(
+    reqs: &'a [ReadReq],
+    verify: Verify,
+    access: &[Access],
+) -> (bool, Cow<'a, [ReadReq]>) {
     match verify {
         Verify::Nothing => (false, reqs.into()),
         Verify::All => (true, reqs.into()),
@@ -38,7 +42,9 @@ pub fn chosen<'a>(reqs: &'a [ReadReq], verify: Verify, access: &[Access]) -> (bo
         Verify::Auto => {
             let mut reqs = reqs.to_vec();
             for req in &mut reqs {
-                let waits = access.get(req.file as usize).is_some_and(|access| access.waits());
+                let waits = access
+                    .get(req.file as usize)
+                    .is_some_and(|access| access.waits());
                 req.digests = req.digests.filter(|_| waits && is_of_whole_blocks(req));
             }
             (true, reqs.into())
@@ -50,7 +56,10 @@ pub fn chosen<'a>(reqs: &'a [ReadReq], verify: Verify, access: &[Access]) -> (bo
 fn is_of_whole_blocks(req: &ReadReq) -> bool {
     let (bytes, (start, end)) = (bytes_of(req), span(req));
     // Saturating: what is out of bounds is refused by the planner.
-    if bytes == 0 || end.saturating_sub(start) != bytes || end > req.chunk_offset.saturating_add(req.chunk_length) {
+    if bytes == 0
+        || end.saturating_sub(start) != bytes
+        || end > req.chunk_offset.saturating_add(req.chunk_length)
+    {
         return false;
     }
     let (from, to) = fetch_range(req, start, bytes, true);
@@ -65,8 +74,16 @@ pub fn block_range(req: &ReadReq, block: u64) -> (u64, u64) {
 }
 
 /// The error for a block that hashes to `got`, if that is not what the catalog says.
-pub fn compare(file: &FileRef, req: &ReadReq, block: u64, got: u64, catalog: &dyn Catalog) -> Result<()> {
-    let Some(first) = req.digests else { return Ok(()) };
+pub fn compare(
+    file: &FileRef,
+    req: &ReadReq,
+    block: u64,
+    got: u64,
+    catalog: &dyn Catalog,
+) -> Result<()> {
+    let Some(first) = req.digests else {
+        return Ok(());
+    };
     let expected = catalog.digest(first + block);
     if got == expected {
         return Ok(());
@@ -137,7 +154,12 @@ mod tests {
             (direct, part(0, 0, all + 1), false),
         ] {
             let (any, reqs) = chosen(std::slice::from_ref(&req), Verify::Auto, &[access]);
-            assert_eq!(any && reqs[0].digests.is_some(), compared, "{access:?} {:?}", req.shape);
+            assert_eq!(
+                any && reqs[0].digests.is_some(),
+                compared,
+                "{access:?} {:?}",
+                req.shape
+            );
             assert!(chosen(std::slice::from_ref(&req), Verify::All, &[access]).0);
             assert!(!chosen(std::slice::from_ref(&req), Verify::Nothing, &[access]).0);
         }

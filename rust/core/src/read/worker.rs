@@ -19,7 +19,8 @@ use crate::store::{Buffer, Mapping, resident_bytes};
 use crate::{Error, Result};
 use smallvec::SmallVec;
 
-/// The one file a worker has open, in the ways that its jobs needed so far. Jobs come sorted by file.
+/// The one file a worker has open, in the ways that its jobs needed so far. Jobs come sorted by
+/// file.
 #[derive(Default)]
 struct Open {
     file: Option<u32>,
@@ -38,8 +39,8 @@ impl Open {
         }
     }
 
-    /// The file for reads through the page cache. One that is kept open serves all, but for storage: read-ahead is by open
-    /// file, and would take many readers of one for random access.
+    /// The file for reads through the page cache. One that is kept open serves all, but for
+    /// storage: read-ahead is by open file, and would take many readers of one for random access.
     fn plain<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o File> {
         match &batch.kept[file as usize] {
             CachedHandle::Open(kept) if batch.access[file as usize] != Access::Buffered => Ok(kept),
@@ -67,7 +68,8 @@ impl Open {
             Some(mapping) => mapping,
             None => batch.mappings[file as usize].get(|| {
                 let plain = self.plain(batch, file)?;
-                Mapping::new(plain).map_err(|e| Error::io("map", &batch.files[file as usize].path, e))
+                Mapping::new(plain)
+                    .map_err(|e| Error::io("map", &batch.files[file as usize].path, e))
             })?,
         };
         Ok(&**self.mapping.insert(mapping))
@@ -152,16 +154,22 @@ impl Worker {
             ));
         }
         if let Err(e) = mapping.populate(range.start, range.end) {
-            return Err(failed(file, self.open.plain(batch, number).ok(), range.start, e));
+            return Err(failed(
+                file,
+                self.open.plain(batch, number).ok(),
+                range.start,
+                e,
+            ));
         }
         let mapping = self.open.mapping(batch, number)?;
         let (start, length) = (index(range.start), index(range.end - range.start));
-        // SAFETY: the mapping has these bytes, and stays while this worker does not turn to another file. Published files
-        // do not change.
+        // SAFETY: the mapping has these bytes, and stays while this worker does not turn to another
+        // file. Published files do not change.
         Ok(unsafe { std::slice::from_raw_parts(mapping.as_ptr().wrapping_add(start), length) })
     }
 
-    /// Delivers a job from a store: straight to its destinations where all of it can go there, else by way of the buffer.
+    /// Delivers a job from a store: straight to its destinations where all of it can go there, else
+    /// by way of the buffer.
     fn fetch(&mut self, batch: &Batch, job: &Job) -> Result<()> {
         let file = &batch.files[job.file as usize];
         let connection = batch
@@ -170,16 +178,20 @@ impl Worker {
         let bytes: u64 = self.segments.iter().map(|s| s.end - s.start).sum();
         if scatter::goes_straight(batch, job) {
             let parts = scatter::parts(batch, &self.extents, &self.segments);
-            // SAFETY: the planner only divides the requests' rectangles, all of which the caller of `read` vouches for, and no other piece holds these
-            // bytes; it has checked that every extent ends within the file.
+            // SAFETY: the planner only divides the requests' rectangles, all of which the caller of
+            // `read` vouches for, and no other piece holds these bytes; it has checked that every
+            // extent ends within the file.
             unsafe { connection.fetch(&file.path, file.size, parts, batch.control)? };
             self.check_delivered(batch, file)?;
         } else {
             let size = self.segments.last().map_or(0, |s| s.buffer_end(1));
             let memory = self.buffer.at_least(index(size));
-            let memory = memory.map_err(|e| Error::io("read", &file.path, e))?.as_mut_ptr();
+            let memory = memory
+                .map_err(|e| Error::io("read", &file.path, e))?
+                .as_mut_ptr();
             let parts = scatter::whole(&self.segments, memory);
-            // SAFETY: the buffer has room for every segment at its own place, and is this thread's alone; segments lie in the file, as above.
+            // SAFETY: the buffer has room for every segment at its own place, and is this thread's
+            // alone; segments lie in the file, as above.
             unsafe { connection.fetch(&file.path, file.size, parts, batch.control)? };
             let delivered = self.deliver(batch, job.file, false);
             fence();
@@ -204,8 +216,10 @@ impl Worker {
             for block in first..(extent.src + extent.len - req.chunk_offset).div_ceil(BLOCK_SIZE) {
                 let (from, to) = verify::block_range(req, block);
                 let len = to - from;
-                // SAFETY: what goes straight is made of whole blocks; they were written just now, where the caller of `read` vouches for the memory.
-                let bytes = unsafe { std::slice::from_raw_parts(dst.wrapping_add(index(at)), index(len)) };
+                // SAFETY: what goes straight is made of whole blocks; they were written just now,
+                // where the caller of `read` vouches for the memory.
+                let bytes =
+                    unsafe { std::slice::from_raw_parts(dst.wrapping_add(index(at)), index(len)) };
                 verify::compare(file, req, block, block_digest(bytes), batch.catalog)?;
                 self.stats.bytes_verified += len;
                 at += len;
@@ -222,7 +236,8 @@ impl Worker {
         self.stats.bytes_read += bytes;
         if let Access::Direct { align } = batch.access[index as usize] {
             let plain = self.open.plain(batch, index)?;
-            let cached = |s: &Segment| resident_bytes(plain, s.start, s.end) == Some(s.end - s.start);
+            let cached =
+                |s: &Segment| resident_bytes(plain, s.start, s.end) == Some(s.end - s.start);
             if !self.segments.iter().all(cached) {
                 match bounce::fill(
                     &mut self.buffer,
@@ -235,9 +250,12 @@ impl Worker {
                         self.stats.bytes_direct += bytes;
                         return Ok(());
                     }
-                    // Some file systems refuse single reads (compressed extents, inline data): read those plainly.
+                    // Some file systems refuse single reads (compressed extents, inline data): read
+                    // those plainly.
                     Err((_, e)) if e.raw_os_error() == Some(libc::EINVAL) => {}
-                    Err((at, e)) => return Err(failed(file, self.open.plain(batch, index).ok(), at, e)),
+                    Err((at, e)) => {
+                        return Err(failed(file, self.open.plain(batch, index).ok(), at, e));
+                    }
                 }
             }
             // The segments keep the places that the alignment gave them.
@@ -266,22 +284,37 @@ impl Worker {
                 None => buffer.as_ptr().wrapping_add(index(at + (offset - start))),
             }
         };
-        // The bytes that were hashed last, and what to: neighbours often share a block. Blocks of two chunks may begin at one byte and end apart.
+        // The bytes that were hashed last, and what to: neighbours often share a block. Blocks of
+        // two chunks may begin at one byte and end apart.
         let mut hashed: Option<((u64, u64), u64)> = None;
-        let check =
-            |number: u32, block, got| verify::compare(file, &batch.reqs[number as usize], block, got, batch.catalog);
+        let check = |number: u32, block, got| {
+            verify::compare(
+                file,
+                &batch.reqs[number as usize],
+                block,
+                got,
+                batch.catalog,
+            )
+        };
         for extent in extents.iter() {
             let piece = &batch.plan.pieces[extent.piece];
             let req = &batch.reqs[piece.req as usize];
             if let Some(visitor) = batch.visitor {
                 // SAFETY: as of the blocks below.
-                let bytes =
-                    unsafe { std::slice::from_raw_parts(locate(extent.segment, extent.src), index(extent.len)) };
+                let bytes = unsafe {
+                    std::slice::from_raw_parts(
+                        locate(extent.segment, extent.src),
+                        index(extent.len),
+                    )
+                };
                 visitor(piece.req, bytes)?;
                 continue;
             }
             let (_, loops) = batch.plan.loops_of(piece);
-            let dst = req.dst.0.wrapping_add(index(at_destination(req, extent.dst)));
+            let dst = req
+                .dst
+                .0
+                .wrapping_add(index(at_destination(req, extent.dst)));
             let mut copied = false;
             if batch.verify && req.digests.is_some() {
                 let first = (extent.fetch.0 - req.chunk_offset) / BLOCK_SIZE;
@@ -299,8 +332,8 @@ impl Worker {
                     }
                     let (bytes, length) = (locate(extent.segment, from), index(to - from));
                     // SAFETY: `fetch` covers its blocks whole and lies within its segment, which was populated or read;
-                    // the planner has checked that it ends within the file. Published files do not change. The
-                    // destination is as below.
+                    // the planner has checked that it ends within the file. Published files do not
+                    // change. The destination is as below.
                     let got = unsafe {
                         if copied {
                             let (at, len) = (index(extent.src - from), index(extent.len));
@@ -317,13 +350,15 @@ impl Worker {
             if copied {
                 continue;
             }
-            // SAFETY: the source: all of the extent lies in its segment, as above. The destination: the planner only
-            // divides the request's rectangle, all of which the caller of `read` vouches for, and no other
-            // piece holds these bytes. A fence follows in `job`.
+            // SAFETY: the source: all of the extent lies in its segment, as above. The destination:
+            // the planner only divides the request's rectangle, all of which the caller of `read`
+            // vouches for, and no other piece holds these bytes. A fence follows in `job`.
             unsafe {
                 let src = locate(extent.segment, extent.src);
                 match req.operation {
-                    Operation::Copy => copy_strided_unfenced(dst, src, loops, piece.run, batch.stores),
+                    Operation::Copy => {
+                        copy_strided_unfenced(dst, src, loops, piece.run, batch.stores)
+                    }
                     Operation::Accumulate(sink) => {
                         sink.run(dst, src, &there(req, loops), piece.run);
                     }

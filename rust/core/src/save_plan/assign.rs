@@ -1,4 +1,5 @@
-//! The coordinator's part of a save: every chunk to one rank, after checking that the chunks make up their tensors.
+//! The coordinator's part of a save: every chunk to one rank, after checking that the chunks make
+//! up their tensors.
 
 use std::cmp::{Ordering, Reverse};
 
@@ -8,7 +9,8 @@ use crate::geometry::{Dims, element_count};
 use crate::names::ByName;
 use crate::{Dtype, Error, Result};
 
-/// What a value other than a tensor weighs, in bytes, when ranks are balanced: `torch.save` makes about this of a number.
+/// What a value other than a tensor weighs, in bytes, when ranks are balanced: `torch.save` makes
+/// about this of a number.
 const VALUE_BYTES: u64 = 1024;
 
 /// How to assign.
@@ -21,7 +23,8 @@ pub struct Rules {
 /// Who saves what.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Assignment {
-    /// For each rank, a bit for each item of its request, the lowest first: whether that rank saves it.
+    /// For each rank, a bit for each item of its request, the lowest first: whether that rank saves
+    /// it.
     pub keep: Vec<Vec<u8>>,
     /// The bytes of the tensors that each rank saves (and something for other values).
     pub bytes: Vec<u64>,
@@ -31,11 +34,13 @@ pub struct Assignment {
 
 /// Assigns each chunk that the ranks hold to one of them.
 ///
-/// What only one rank holds stays there. What several hold goes, the largest first, to the one with the fewest bytes so far.
+/// What only one rank holds stays there. What several hold goes, the largest first, to the one with
+/// the fewest bytes so far.
 ///
 /// # Errors
-/// [`Error::TensorPlan`] names a tensor that ranks describe in two ways, a chunk outside of its tensor, chunks that overlap, or (with more
-/// than one rank: one alone may hold a part) an element that no chunk holds. [`Error::Plan`] where a request is damaged.
+/// [`Error::TensorPlan`] names a tensor that ranks describe in two ways, a chunk outside of its
+/// tensor, chunks that overlap, or (with more than one rank: one alone may hold a part) an element
+/// that no chunk holds. [`Error::Plan`] where a request is damaged.
 pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment> {
     let mut gathered = Gathered::default();
     let mut keep = Vec::with_capacity(requests.len());
@@ -57,7 +62,8 @@ pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment>
     let mut order = gathered.by_tensor();
     for group in order.chunk_by_mut(|a, b| a.tensor == b.tensor) {
         let tensor = &gathered.tensors[group[0].tensor as usize];
-        // Stable: who holds the same stays in the order of ranks. And it merges the runs that the order of ranks makes.
+        // Stable: who holds the same stays in the order of ranks. And it merges the runs that the
+        // order of ranks makes.
         group.sort_by(|a, b| gathered.compare(tensor, a, b));
         let chunks: Vec<&[Held]> = group
             .chunk_by(|a, b| gathered.compare(tensor, a, b) == Ordering::Equal)
@@ -119,7 +125,8 @@ struct Gathered {
     held: Vec<Held>,
     /// Offsets and sizes of chunks that are not whole tensors.
     pool: Vec<u64>,
-    /// What the last item of a rank was found to be: requests name tensors in nearly the same order, so this saves most look-ups.
+    /// What the last item of a rank was found to be: requests name tensors in nearly the same
+    /// order, so this saves most look-ups.
     next: u32,
 }
 
@@ -145,11 +152,14 @@ impl Gathered {
         let dims = match requested.chunk {
             None => None,
             Some((offsets, sizes)) => {
-                let outside = offsets
-                    .iter()
-                    .zip(sizes)
-                    .zip(requested.shape)
-                    .any(|((at, size), whole)| at.checked_add(*size).is_none_or(|end| end > *whole));
+                let outside =
+                    offsets
+                        .iter()
+                        .zip(sizes)
+                        .zip(requested.shape)
+                        .any(|((at, size), whole)| {
+                            at.checked_add(*size).is_none_or(|end| end > *whole)
+                        });
                 if outside {
                     return Err(fault(
                         requested.name,
@@ -217,7 +227,8 @@ impl Gathered {
         Ok(id)
     }
 
-    /// All items, those of one tensor together, and the pool in the same order: what is compared lies side by side.
+    /// All items, those of one tensor together, and the pool in the same order: what is compared
+    /// lies side by side.
     fn by_tensor(&mut self) -> Vec<Held> {
         let gathered = std::mem::take(&mut self.held);
         let mut starts = vec![0_usize; self.tensors.len() + 1];
@@ -249,7 +260,8 @@ impl Gathered {
     fn chunk<'a>(&'a self, tensor: &'a Tensor, held: &Held) -> (&'a [u64], &'a [u64]) {
         match held.dims {
             None => (&tensor.zeros, &tensor.shape),
-            Some(at) => self.pool[at as usize..at as usize + 2 * tensor.shape.len()].split_at(tensor.shape.len()),
+            Some(at) => self.pool[at as usize..at as usize + 2 * tensor.shape.len()]
+                .split_at(tensor.shape.len()),
         }
     }
 
@@ -273,16 +285,25 @@ impl Gathered {
         if tensor.dtype.is_none() {
             return Ok(());
         }
-        let rectangles: Vec<_> = chunks.iter().map(|holders| self.chunk(tensor, &holders[0])).collect();
+        let rectangles: Vec<_> = chunks
+            .iter()
+            .map(|holders| self.chunk(tensor, &holders[0]))
+            .collect();
         let chunk = |i: usize| {
             let (offsets, sizes) = rectangles[i];
-            format!("chunk {sizes:?} at {offsets:?} of rank {}", chunks[i][0].rank)
+            format!(
+                "chunk {sizes:?} at {offsets:?} of rank {}",
+                chunks[i][0].rank
+            )
         };
         let (i, j) = if all_ranks {
             match check_tiling(&tensor.shape, &rectangles) {
                 Ok(()) => return Ok(()),
                 Err(Fault::Hole(point)) => {
-                    let held: u64 = rectangles.iter().map(|(_, sizes)| sizes.iter().product::<u64>()).sum();
+                    let held: u64 = rectangles
+                        .iter()
+                        .map(|(_, sizes)| sizes.iter().product::<u64>())
+                        .sum();
                     return Err(fault(
                         &tensor.name,
                         format!(
@@ -296,7 +317,8 @@ impl Gathered {
                 Err(Fault::Overlap(point)) => {
                     let mut both = (0..rectangles.len()).filter(|&i| {
                         let (offsets, sizes) = rectangles[i];
-                        (0..point.len()).all(|d| offsets[d] <= point[d] && point[d] < offsets[d] + sizes[d])
+                        (0..point.len())
+                            .all(|d| offsets[d] <= point[d] && point[d] < offsets[d] + sizes[d])
                     });
                     (both.next().unwrap_or(0), both.next().unwrap_or(0))
                 }
@@ -307,7 +329,10 @@ impl Gathered {
                 Some(both) => both,
             }
         };
-        Err(fault(&tensor.name, format!("{} overlaps {}", chunk(i), chunk(j))))
+        Err(fault(
+            &tensor.name,
+            format!("{} overlaps {}", chunk(i), chunk(j)),
+        ))
     }
 }
 

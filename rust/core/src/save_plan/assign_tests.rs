@@ -9,10 +9,20 @@ use super::*;
 use crate::format::Kind;
 use crate::write::SaveItem;
 
-fn item(name: &str, dtype: Option<&str>, shape: &[u64], offsets: &[u64], sizes: &[u64]) -> SaveItem {
+fn item(
+    name: &str,
+    dtype: Option<&str>,
+    shape: &[u64],
+    offsets: &[u64],
+    sizes: &[u64],
+) -> SaveItem {
     SaveItem {
         name: name.into(),
-        kind: if dtype.is_some() { Kind::Tensor } else { Kind::Bytes },
+        kind: if dtype.is_some() {
+            Kind::Tensor
+        } else {
+            Kind::Bytes
+        },
         dtype: dtype.map(|name| Dtype::from_name(name).unwrap()),
         shape: Dims::from_slice(shape),
         flags: 0,
@@ -96,8 +106,14 @@ fn a_bad_plan_names_tensor_and_chunk() {
         reason,
         "it is a tensor of float32 [8, 4] on rank 0, and a tensor of float32 [4, 8] on rank 1"
     );
-    let (_, reason) = message(&[vec![whole("w", &shape)], vec![item("w", None, &[], &[], &[])]]);
-    assert!(reason.ends_with("a value that is not a tensor on rank 1"), "{reason}");
+    let (_, reason) = message(&[
+        vec![whole("w", &shape)],
+        vec![item("w", None, &[], &[], &[])],
+    ]);
+    assert!(
+        reason.ends_with("a value that is not a tensor on rank 1"),
+        "{reason}"
+    );
 }
 
 #[test]

@@ -1,7 +1,9 @@
-//! Who saves what: each rank says in few bytes what it holds, and one of them assigns every chunk to exactly one rank.
+//! Who saves what: each rank says in few bytes what it holds, and one of them assigns every chunk
+//! to exactly one rank.
 //!
-//! Pure. The requests of all ranks are gathered on the coordinator, so their size and the time that `assign` takes decide how far a
-//! save scales: both grow linearly with the number of chunks (but for a sort).
+//! Pure. The requests of all ranks are gathered on the coordinator, so their size and the time that
+//! `assign` takes decide how far a save scales: both grow linearly with the number of chunks (but
+//! for a sort).
 
 mod assign;
 mod request;

@@ -54,7 +54,9 @@ pub fn encode(items: &[SaveItem]) -> Vec<u8> {
         };
         let whole = item.sizes == item.shape && item.offsets.iter().all(|&offset| offset == 0);
         let same_shape = *item.shape == *last_shape;
-        out.push(dtype.code() | if whole { WHOLE } else { 0 } | if same_shape { SAME_SHAPE } else { 0 });
+        out.push(
+            dtype.code() | if whole { WHOLE } else { 0 } | if same_shape { SAME_SHAPE } else { 0 },
+        );
         if !same_shape {
             push(&mut out, item.shape.len() as u64);
             push_all(&mut out, &item.shape);
@@ -80,7 +82,8 @@ pub fn decode(bytes: &[u8], mut take: impl FnMut(Requested<'_>) -> Result<()>) -
         ));
     }
     let count = u32::try_from(input.varint()?).map_err(|_| broken())?;
-    let (mut name, mut shape, mut offsets, mut sizes) = (Vec::new(), Dims::new(), Dims::new(), Dims::new());
+    let (mut name, mut shape, mut offsets, mut sizes) =
+        (Vec::new(), Dims::new(), Dims::new(), Dims::new());
     for _ in 0..count {
         let shared = usize::try_from(input.varint()?).map_err(|_| broken())?;
         if shared > name.len() {
@@ -123,7 +126,11 @@ pub fn decode(bytes: &[u8], mut take: impl FnMut(Requested<'_>) -> Result<()>) -
             chunk,
         })?;
     }
-    if input.0.is_empty() { Ok(count) } else { Err(broken()) }
+    if input.0.is_empty() {
+        Ok(count)
+    } else {
+        Err(broken())
+    }
 }
 
 fn broken() -> Error {
@@ -197,24 +204,43 @@ mod tests {
 
     fn items() -> impl Strategy<Value = Vec<SaveItem>> {
         let dims = || prop::collection::vec(prop_oneof![0_u64..300, any::<u64>()], 0..5);
-        let item = ("[a-c.é]{0,9}", 0..24_usize, dims(), any::<bool>(), any::<u64>()).prop_map(
-            |(name, dtype, shape, whole, offset)| {
+        let item = (
+            "[a-c.é]{0,9}",
+            0..24_usize,
+            dims(),
+            any::<bool>(),
+            any::<u64>(),
+        )
+            .prop_map(|(name, dtype, shape, whole, offset)| {
                 let dtype = Dtype::all().nth(dtype);
-                let shape: Dims = if dtype.is_some() { shape.into() } else { Dims::new() };
+                let shape: Dims = if dtype.is_some() {
+                    shape.into()
+                } else {
+                    Dims::new()
+                };
                 SaveItem {
                     name,
-                    kind: if dtype.is_some() { Kind::Tensor } else { Kind::Bytes },
+                    kind: if dtype.is_some() {
+                        Kind::Tensor
+                    } else {
+                        Kind::Bytes
+                    },
                     dtype,
                     flags: 0,
                     path: None,
                     position: None,
-                    offsets: shape.iter().map(|_| if whole { 0 } else { offset }).collect(),
-                    sizes: shape.iter().map(|&s| if whole { s } else { s / 2 }).collect(),
+                    offsets: shape
+                        .iter()
+                        .map(|_| if whole { 0 } else { offset })
+                        .collect(),
+                    sizes: shape
+                        .iter()
+                        .map(|&s| if whole { s } else { s / 2 })
+                        .collect(),
                     shape,
                     length: 0,
                 }
-            },
-        );
+            });
         prop::collection::vec(item, 0..12)
     }
 

@@ -1,8 +1,9 @@
-//! Loads through slabs of memory that someone else empties: a ring of pinned buffers on the way to an accelerator, say.
+//! Loads through slabs of memory that someone else empties: a ring of pinned buffers on the way to
+//! an accelerator, say.
 //!
-//! Everything wanted is packed into batches, each of which fills one slab. A [`Session`] fills slabs ahead with threads that
-//! live as long as it does, one slab a thread, and hands them out in the order of the batches; whoever takes one gives it
-//! back for another batch.
+//! Everything wanted is packed into batches, each of which fills one slab. A [`Session`] fills
+//! slabs ahead with threads that live as long as it does, one slab a thread, and hands them out in
+//! the order of the batches; whoever takes one gives it back for another batch.
 
 mod pack;
 #[cfg(test)]

@@ -6,7 +6,8 @@ use crate::geometry::Dims;
 
 /// Slabs, and the pieces in them, begin at multiples of this.
 pub const ALIGN: u64 = 64;
-/// What is left of a slab is left empty rather than filled with the first bytes of something large, if it is less than this part.
+/// What is left of a slab is left empty rather than filled with the first bytes of something large,
+/// if it is less than this part.
 const LEFT_OVER: u64 = 16;
 
 /// Something to load.
@@ -66,8 +67,9 @@ pub struct Batch {
     pub pieces: Vec<Piece>,
 }
 
-/// Packs items, in their order, into slabs of `slab_bytes`, a multiple of [`ALIGN`]. Batches of different groups take turns.
-/// With `verify`, items are cut where blocks of their chunks end, if a slab holds a block.
+/// Packs items, in their order, into slabs of `slab_bytes`, a multiple of [`ALIGN`]. Batches of
+/// different groups take turns. With `verify`, items are cut where blocks of their chunks end, if a
+/// slab holds a block.
 pub fn pack(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<Batch> {
     let mut groups: Vec<u32> = items.iter().map(|item| item.group).collect();
     groups.sort_unstable();
@@ -76,7 +78,11 @@ pub fn pack(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<Batch> {
         .into_iter()
         .map(|group| {
             let mut packer = Packer::new(group, slab_bytes, verify);
-            for (i, item) in items.iter().enumerate().filter(|(_, item)| item.group == group) {
+            for (i, item) in items
+                .iter()
+                .enumerate()
+                .filter(|(_, item)| item.group == group)
+            {
                 packer.add(i, item);
             }
             packer.finish()
@@ -126,14 +132,20 @@ impl Packer {
         if item.flat {
             self.bytes(i, item);
         } else {
-            split(&item.sizes, item.itemsize, self.slab, &mut |offsets, sizes| {
-                let length = sizes.iter().product::<u64>() * item.itemsize;
-                let part = ItemPart::Rectangle(Dims::from_slice(offsets), Dims::from_slice(sizes));
-                if self.next() + length > self.slab {
-                    self.flush();
-                }
-                self.push(i, length, part);
-            });
+            split(
+                &item.sizes,
+                item.itemsize,
+                self.slab,
+                &mut |offsets, sizes| {
+                    let length = sizes.iter().product::<u64>() * item.itemsize;
+                    let part =
+                        ItemPart::Rectangle(Dims::from_slice(offsets), Dims::from_slice(sizes));
+                    if self.next() + length > self.slab {
+                        self.flush();
+                    }
+                    self.push(i, length, part);
+                },
+            );
         }
     }
 
@@ -143,7 +155,11 @@ impl Packer {
         while from < length {
             let left = length - from;
             let room = self.slab.saturating_sub(self.next());
-            let n = if left <= room { left } else { self.cut(item, from, room) };
+            let n = if left <= room {
+                left
+            } else {
+                self.cut(item, from, room)
+            };
             if n == 0 || n < left && n < self.slab / LEFT_OVER && self.used > 0 {
                 self.flush();
                 continue;
@@ -177,7 +193,12 @@ impl Packer {
     fn push(&mut self, item: usize, length: u64, part: ItemPart) {
         let at = self.next();
         self.used = at + length;
-        self.batch.pieces.push(Piece { item, at, length, part });
+        self.batch.pieces.push(Piece {
+            item,
+            at,
+            length,
+            part,
+        });
     }
 
     fn flush(&mut self) {

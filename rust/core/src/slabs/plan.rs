@@ -29,11 +29,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Packs the rectangles, in their order or (`sort`) that of the files, into slabs of `slab_bytes`, a multiple of [`ALIGN`]. Every file they need is opened
-    /// and checked. `common` is what is known of what others want.
+    /// Packs the rectangles, in their order or (`sort`) that of the files, into slabs of
+    /// `slab_bytes`, a multiple of [`ALIGN`]. Every file they need is opened and checked. `common`
+    /// is what is known of what others want.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a rectangle that is not in its chunk; those of [`read`](crate::read::read) for files.
+    /// [`Error::Plan`] for a rectangle that is not in its chunk; those of
+    /// [`read`](crate::read::read) for files.
     pub fn new(
         index: Arc<Index>,
         allow_external: bool,
@@ -64,7 +66,12 @@ impl Plan {
                 let place = place(piece.at)?;
                 match &piece.part {
                     ItemPart::Bytes(from) => {
-                        gather.add_bytes(want.chunk, items[piece.item].chunk_begin + from, piece.length, place)?;
+                        gather.add_bytes(
+                            want.chunk,
+                            items[piece.item].chunk_begin + from,
+                            piece.length,
+                            place,
+                        )?;
                     }
                     ItemPart::Rectangle(offsets, sizes) => {
                         let region = Region {
@@ -74,7 +81,10 @@ impl Plan {
                         let itemsize = items[piece.item].itemsize;
                         let to = Memory {
                             address: place,
-                            strides: row_major(sizes).iter().map(|stride| stride * itemsize).collect(),
+                            strides: row_major(sizes)
+                                .iter()
+                                .map(|stride| stride * itemsize)
+                                .collect(),
                         };
                         gather.add(Source::Chunk(want.chunk), &region, &to)?;
                     }

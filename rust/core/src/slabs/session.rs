@@ -79,9 +79,10 @@ impl Session {
     /// The system has no thread to give; those of [`connect`].
     ///
     /// # Safety
-    /// All bytes of every slab are valid for writes from any thread until [`close`](Self::close) has returned or the session is
-    /// dropped, and no two slabs overlap. A slab is neither read nor written by others but between [`next`](Self::next) and
-    /// [`release`](Self::release). No data file is made shorter meanwhile.
+    /// All bytes of every slab are valid for writes from any thread until [`close`](Self::close)
+    /// has returned or the session is dropped, and no two slabs overlap. A slab is neither read nor
+    /// written by others but between [`next`](Self::next) and [`release`](Self::release). No data
+    /// file is made shorter meanwhile.
     pub unsafe fn start(plan: Arc<Plan>, slabs: Vec<Slab>, workers: usize) -> Result<Self> {
         let misplaced = |slab: &Slab| !(slab.0.0.addr() as u64).is_multiple_of(ALIGN);
         if slabs.is_empty() || slabs.iter().any(misplaced) {
@@ -110,28 +111,41 @@ impl Session {
         };
         let mut threads = Vec::with_capacity(workers);
         for _ in 0..workers {
-            let (shared, reader) = (Arc::clone(&session.shared), Sequential::new(connection.clone()));
+            let (shared, reader) = (
+                Arc::clone(&session.shared),
+                Sequential::new(connection.clone()),
+            );
             let thread = std::thread::Builder::new().name("dcp-rs-slab".into());
             match thread.spawn(move || work(&shared, reader)) {
                 Ok(thread) => threads.push(thread),
                 // Fewer do the work.
                 Err(_) if !threads.is_empty() => break,
-                Err(error) => return Err(Error::io("start a thread for", session.shared.plan.index.path(), error)),
+                Err(error) => {
+                    return Err(Error::io(
+                        "start a thread for",
+                        session.shared.plan.index.path(),
+                        error,
+                    ));
+                }
             }
         }
-        *session.threads.lock().unwrap_or_else(PoisonError::into_inner) = threads;
+        *session
+            .threads
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = threads;
         Ok(session)
     }
 
     /// The next batch in order, once its slab is filled; waits for up to `timeout`.
     ///
     /// # Errors
-    /// Why a slab could not be filled, those of [`read`](crate::read::read); what comes after is [`Error::Interrupted`]. [`Error::Plan`] in a
-    /// fork of the process that began the load.
+    /// Why a slab could not be filled, those of [`read`](crate::read::read); what comes after is
+    /// [`Error::Interrupted`]. [`Error::Plan`] in a fork of the process that began the load.
     pub fn next(&self, timeout: Duration) -> Result<Next> {
         if !self.is_own() {
             return Err(Error::Plan(
-                "this load was begun before a fork, and its threads are in the parent process".into(),
+                "this load was begun before a fork, and its threads are in the parent process"
+                    .into(),
             ));
         }
         let shared = &*self.shared;
@@ -158,7 +172,10 @@ impl Session {
                 .wait_timeout(state, timeout)
                 .unwrap_or_else(PoisonError::into_inner);
             state = guard;
-            if waited.timed_out() && state.error.is_none() && !matches!(state.ahead.front(), Some(Some(_))) {
+            if waited.timed_out()
+                && state.error.is_none()
+                && !matches!(state.ahead.front(), Some(Some(_)))
+            {
                 return Ok(Next::Waiting);
             }
         }
@@ -180,7 +197,9 @@ impl Session {
     pub fn close(&self) {
         if !self.is_own() {
             if let Ok(mut threads) = self.threads.try_lock() {
-                std::mem::take(&mut *threads).into_iter().for_each(std::mem::forget);
+                std::mem::take(&mut *threads)
+                    .into_iter()
+                    .for_each(std::mem::forget);
             }
             return;
         }
@@ -188,7 +207,8 @@ impl Session {
         self.shared.lock().closed = true;
         self.shared.freed.notify_all();
         self.shared.filled.notify_all();
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let threads =
+            std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
             // Panics were caught, and handed out as errors.
             let _ = thread.join();
@@ -205,8 +225,8 @@ impl Session {
         }
     }
 
-    /// Whether this is the process that began it. In a fork of that one the threads are not there, and one of them may have had the lock of the
-    /// state.
+    /// Whether this is the process that began it. In a fork of that one the threads are not there,
+    /// and one of them may have had the lock of the state.
     fn is_own(&self) -> bool {
         std::process::id() == self.process
     }
@@ -230,7 +250,9 @@ fn work(shared: &Shared, mut reader: Sequential) {
             let said = said
                 .or_else(|| panic.downcast_ref::<&str>().copied())
                 .unwrap_or_default();
-            Err(Error::Internal(format!("while batch {batch} was read: {said}")))
+            Err(Error::Internal(format!(
+                "while batch {batch} was read: {said}"
+            )))
         });
         let mut state = shared.lock();
         match filled {
@@ -270,7 +292,10 @@ fn take(shared: &Shared) -> Option<(usize, usize)> {
             }
             return Some((batch, slab));
         }
-        state = shared.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        state = shared
+            .freed
+            .wait(state)
+            .unwrap_or_else(PoisonError::into_inner);
     }
 }
 
@@ -289,8 +314,8 @@ fn fill(
         dst: Destination(base.wrapping_add(request.dst.0.addr())),
         ..request.clone()
     }));
-    // SAFETY: the pieces of a batch lie in its slab, apart from each other; the slab is this thread's until it is handed out,
-    // and valid, as the caller of `start` promised.
+    // SAFETY: the pieces of a batch lie in its slab, apart from each other; the slab is this
+    // thread's until it is handed out, and valid, as the caller of `start` promised.
     unsafe {
         reader.read(
             &plan.files,

@@ -2,18 +2,21 @@
 
 use crate::geometry::Dims;
 
-/// Calls `each` with (offsets, sizes) of rectangles of at most `limit` bytes that make up a rectangle of `sizes`, in row-major
-/// order. A single element is never cut.
+/// Calls `each` with (offsets, sizes) of rectangles of at most `limit` bytes that make up a
+/// rectangle of `sizes`, in row-major order. A single element is never cut.
 pub fn split(sizes: &[u64], itemsize: u64, limit: u64, each: &mut impl FnMut(&[u64], &[u64])) {
     if sizes.contains(&0) {
         return;
     }
-    let total = sizes.iter().fold(itemsize, |n, size| n.saturating_mul(*size));
+    let total = sizes
+        .iter()
+        .fold(itemsize, |n, size| n.saturating_mul(*size));
     if total <= limit || sizes.is_empty() {
         each(&Dims::from_elem(0, sizes.len()), sizes);
         return;
     }
-    // The outermost dimension at which a whole step fits decides; the dimensions before it are walked one by one.
+    // The outermost dimension at which a whole step fits decides; the dimensions before it are
+    // walked one by one.
     let (mut dim, mut inner) = (0, total / sizes[0]);
     while inner > limit && dim + 1 < sizes.len() {
         dim += 1;
@@ -46,7 +49,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Every element once, in order, and no part larger than the limit unless it is one element.
+        /// Every element once, in order, and no part larger than the limit unless it is one
+        /// element.
         #[test]
         fn parts_make_up_the_whole(
             sizes in prop::collection::vec(0_u64..6, 0..4),

@@ -6,7 +6,8 @@ use memmap2::MmapMut;
 
 use super::platform;
 
-/// A huge page, where pages are of 4 KiB. Larger pages need none: a request takes few of them as it is.
+/// A huge page, where pages are of 4 KiB. Larger pages need none: a request takes few of them as it
+/// is.
 const HUGE_PAGE: usize = 2 << 20;
 /// A buffer of this many bytes or more takes whole huge pages.
 const HUGE_FROM: usize = HUGE_PAGE / 2;
@@ -15,8 +16,9 @@ const STEP: usize = 64 << 10;
 
 /// Memory that begins at a page, and grows to what its user needs.
 ///
-/// A large one lies in huge pages, where the system gives them. A disk is asked for a list of ranges of physical memory, and takes
-/// only so many at a time: 1 MiB in small pages is up to 256 ranges and often two requests, in a huge page one.
+/// A large one lies in huge pages, where the system gives them. A disk is asked for a list of
+/// ranges of physical memory, and takes only so many at a time: 1 MiB in small pages is up to 256
+/// ranges and often two requests, in a huge page one.
 #[derive(Default)]
 pub(crate) struct Buffer {
     memory: Option<MmapMut>,
@@ -27,7 +29,11 @@ impl Buffer {
     /// At least `len` bytes; what was in them is lost where it has to grow.
     pub(crate) fn at_least(&mut self, len: usize) -> io::Result<&mut [u8]> {
         let begin = self.begin;
-        let memory = match self.memory.take().filter(|memory| memory.len() - begin >= len) {
+        let memory = match self
+            .memory
+            .take()
+            .filter(|memory| memory.len() - begin >= len)
+        {
             Some(memory) => memory,
             None => self.map(len)?,
         };
@@ -41,7 +47,9 @@ impl Buffer {
             return MmapMut::map_anon(size);
         }
         // Untouched, what lies before the first huge page costs nothing but address space.
-        let room = size.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
+        let room = size
+            .checked_add(HUGE_PAGE)
+            .ok_or(io::ErrorKind::OutOfMemory)?;
         let Ok(memory) = MmapMut::map_anon(room) else {
             return MmapMut::map_anon(len.next_multiple_of(STEP));
         };
@@ -59,8 +67,14 @@ impl Buffer {
 
     /// The most memory that a buffer takes of which `len` bytes are used.
     pub(crate) fn footprint(len: usize) -> usize {
-        let unit = if takes_huge_pages(len) { HUGE_PAGE } else { STEP };
-        len.max(1).checked_next_multiple_of(unit).unwrap_or(usize::MAX)
+        let unit = if takes_huge_pages(len) {
+            HUGE_PAGE
+        } else {
+            STEP
+        };
+        len.max(1)
+            .checked_next_multiple_of(unit)
+            .unwrap_or(usize::MAX)
     }
 
     /// How many bytes a buffer can have that takes no more than `room`, above [`STEP`].
@@ -101,16 +115,31 @@ mod tests {
             bytes.fill(1);
             let first = bytes.as_ptr();
             assert_eq!(first, buffer.as_ptr());
-            assert!(first.addr().is_multiple_of(rustix::param::page_size()), "{len}");
+            assert!(
+                first.addr().is_multiple_of(rustix::param::page_size()),
+                "{len}"
+            );
         }
-        assert_eq!(buffer.at_least(HUGE_PAGE).unwrap()[HUGE_PAGE], 1, "it was made anew");
+        assert_eq!(
+            buffer.at_least(HUGE_PAGE).unwrap()[HUGE_PAGE],
+            1,
+            "it was made anew"
+        );
         assert!(buffer.at_least(usize::MAX).is_err());
         assert!(buffer.as_ptr().is_null());
     }
 
     #[test]
     fn what_fits_takes_no_more_than_there_is() {
-        for room in [STEP, 2 * STEP - 1, 300_000, HUGE_FROM - 1, HUGE_FROM, 3 << 20, 64 << 20] {
+        for room in [
+            STEP,
+            2 * STEP - 1,
+            300_000,
+            HUGE_FROM - 1,
+            HUGE_FROM,
+            3 << 20,
+            64 << 20,
+        ] {
             let len = Buffer::largest_within(room);
             assert!(Buffer::footprint(len) <= room, "{room}: {len}");
             assert!(len * 3 > room, "{room}: {len}");

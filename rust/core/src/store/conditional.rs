@@ -1,15 +1,18 @@
-//! Files of a store that one request makes visible, on a condition: where its answer does not say what became of it, what is there does.
+//! Files of a store that one request makes visible, on a condition: where its answer does not say
+//! what became of it, what is there does.
 
 use std::path::Path;
 
 use super::remote::{Body, Condition, StoringConnection};
 use crate::{Control, Error, Result, StorageFault};
 
-/// Stores a file of which there is none. With `keeps_conditions` the store sees to that itself; else it is looked at right before and after.
+/// Stores a file of which there is none. With `keeps_conditions` the store sees to that itself;
+/// else it is looked at right before and after.
 ///
 /// # Errors
-/// [`Error::Storage`], of the kind [`StorageFault::Precondition`] where there is another one, which is not touched; [`Error::Interrupted`]: it is not stored then.
-/// Not so after [`StorageFault::Unclear`]: it may be, now or in a moment.
+/// [`Error::Storage`], of the kind [`StorageFault::Precondition`] where there is another one, which
+/// is not touched; [`Error::Interrupted`]: it is not stored then. Not so after
+/// [`StorageFault::Unclear`]: it may be, now or in a moment.
 pub fn put_new(
     path: &Path,
     bytes: &[u8],
@@ -71,8 +74,18 @@ pub(crate) fn put_and_look(
 ///
 /// # Errors
 /// As for [`put_new`]; another one is none.
-pub(crate) fn put_over(path: &Path, bytes: &[u8], connection: &dyn StoringConnection, control: &Control) -> Result<()> {
-    match connection.put(path, &Body::new(bytes.to_vec()), Condition::Unguarded, control) {
+pub(crate) fn put_over(
+    path: &Path,
+    bytes: &[u8],
+    connection: &dyn StoringConnection,
+    control: &Control,
+) -> Result<()> {
+    match connection.put(
+        path,
+        &Body::new(bytes.to_vec()),
+        Condition::Unguarded,
+        control,
+    ) {
         Err(error) if error.storage_fault() == Some(StorageFault::Unclear) => {
             match has(path, bytes, connection, control) {
                 Ok(Some(true)) => Ok(()),
@@ -88,7 +101,12 @@ pub(crate) fn put_over(path: &Path, bytes: &[u8], connection: &dyn StoringConnec
 ///
 /// # Errors
 /// Those of [`Connection`](super::Connection).
-pub fn has(path: &Path, bytes: &[u8], connection: &dyn StoringConnection, control: &Control) -> Result<Option<bool>> {
+pub fn has(
+    path: &Path,
+    bytes: &[u8],
+    connection: &dyn StoringConnection,
+    control: &Control,
+) -> Result<Option<bool>> {
     match connection.start(path, bytes.len() as u64 + 1, false, control) {
         Ok(found) => Ok(found.map(|(found, _)| found == bytes)),
         // Another one than a moment ago.

@@ -1,5 +1,5 @@
-//! Every change that this crate makes to a folder goes through [`Disk`], so that a test can watch the order of the
-//! calls and let any of them fail.
+//! Every change that this crate makes to a folder goes through [`Disk`], so that a test can watch
+//! the order of the calls and let any of them fail.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -7,7 +7,9 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
+use rustix::fs::{
+    CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with,
+};
 use rustix::io::Errno;
 
 use super::faults;
@@ -29,7 +31,11 @@ pub(crate) enum Call {
     /// Opens a file for writing.
     Open,
     /// Writes bytes.
-    Write { offset: u64, len: usize, direct: bool },
+    Write {
+        offset: u64,
+        len: usize,
+        direct: bool,
+    },
     /// Puts some of a file's bytes on the disk, ahead of a sync.
     WriteBack,
     /// Puts a file's bytes on stable storage.
@@ -38,7 +44,8 @@ pub(crate) enum Call {
     Link,
     /// Renames a file; the path is the new one.
     Rename,
-    /// Renames a file or folder to a free name, or changes its place with another; the path is the new one.
+    /// Renames a file or folder to a free name, or changes its place with another; the path is the
+    /// new one.
     RenameApart,
     /// Puts a folder's entries on stable storage.
     SyncFolder,
@@ -52,17 +59,28 @@ pub(crate) enum Call {
     Lock(Mode),
 }
 
-/// A sync of more bytes than that can be stopped on the way: what a disk takes in some tenths of a second.
+/// A sync of more bytes than that can be stopped on the way: what a disk takes in some tenths of a
+/// second.
 const WRITE_BACK: usize = 64 << 20;
 
 /// What a file system says that has no locks; `EBADF`: for a file that is not open for writing.
-const NO_LOCKS: [i32; 5] = [libc::ENOTSUP, libc::EOPNOTSUPP, libc::ENOLCK, libc::ENOSYS, libc::EBADF];
+const NO_LOCKS: [i32; 5] = [
+    libc::ENOTSUP,
+    libc::EOPNOTSUPP,
+    libc::ENOLCK,
+    libc::ENOSYS,
+    libc::EBADF,
+];
 
 /// What a file system says that has plain renames only.
 const NO_SUCH_RENAME: [i32; 4] = [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOTSUP];
 
 fn is_same_file(a: &Path, b: &Path) -> bool {
-    let identity = |path| fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+    let identity = |path| {
+        fs::symlink_metadata(path)
+            .map(|meta| (meta.dev(), meta.ino()))
+            .ok()
+    };
     identity(a).is_some_and(|a| Some(a) == identity(b))
 }
 
@@ -79,8 +97,8 @@ pub(crate) enum Locked {
 
 /// What a test may do to a call.
 pub(crate) trait Hook: Send + Sync {
-    /// Looks at a call before it is made. An error stands in for the call; for a write, a number is the most bytes
-    /// that the call may take.
+    /// Looks at a call before it is made. An error stands in for the call; for a write, a number is
+    /// the most bytes that the call may take.
     fn before(&self, call: Call, path: &Path) -> io::Result<usize>;
 }
 
@@ -103,13 +121,15 @@ impl Disk {
             .map_or(Ok(usize::MAX), |hook| hook.before(call, path))
     }
 
-    /// Creates a folder and those it is in, where they are missing. Returns the folders that got a new entry: they are
-    /// to be synced before anything counts on it.
+    /// Creates a folder and those it is in, where they are missing. Returns the folders that got a
+    /// new entry: they are to be synced before anything counts on it.
     pub(crate) fn create_folder(&self, folder: &Path) -> Result<Vec<PathBuf>> {
         if folder.is_dir() {
             return Ok(Vec::new());
         }
-        let parent = folder.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let parent = folder
+            .parent()
+            .filter(|parent| !parent.as_os_str().is_empty());
         if let Some(parent) = parent.filter(|parent| parent.exists() && !parent.is_dir()) {
             return Err(Error::io(
                 "create",
@@ -137,8 +157,8 @@ impl Disk {
             .map_err(|error| Error::io("create", path, error))
     }
 
-    /// Gives a file its length, with the space for it where the file system can reserve it: a full disk is noticed
-    /// here, and writers of different parts do not wait for each other.
+    /// Gives a file its length, with the space for it where the file system can reserve it: a full
+    /// disk is noticed here, and writers of different parts do not wait for each other.
     pub(crate) fn allocate(&self, file: &File, path: &Path, size: u64) -> Result<()> {
         let reserve = || {
             self.before(Call::Allocate, path)?;
@@ -157,7 +177,8 @@ impl Disk {
             .map_err(|error| Error::io("open", path, error))
     }
 
-    /// Opens a file that exists, to write to past the page cache. `None` where the system or the file system does not do that.
+    /// Opens a file that exists, to write to past the page cache. `None` where the system or the
+    /// file system does not do that.
     pub(crate) fn open_direct(&self, path: &Path) -> Result<Option<File>> {
         let Some(flag) = platform::DIRECT else {
             return Ok(None);
@@ -177,9 +198,10 @@ impl Disk {
         Ok(())
     }
 
-    /// Writes `bytes` at `offset` through a handle from [`open_direct`](Self::open_direct); memory, offset and length
-    /// are multiples of `alignment`. Returns how much of it was written: less where the file system
-    /// refuses direct writes after all (for some memory, or for good), or left off inside a block.
+    /// Writes `bytes` at `offset` through a handle from [`open_direct`](Self::open_direct); memory,
+    /// offset and length are multiples of `alignment`. Returns how much of it was written: less
+    /// where the file system refuses direct writes after all (for some memory, or for good), or
+    /// left off inside a block.
     pub(crate) fn write_direct(
         &self,
         file: &File,
@@ -191,7 +213,14 @@ impl Disk {
         self.write_while(file, path, bytes, offset, alignment)
     }
 
-    fn write_while(&self, file: &File, path: &Path, bytes: &[u8], offset: u64, alignment: usize) -> Result<usize> {
+    fn write_while(
+        &self,
+        file: &File,
+        path: &Path,
+        bytes: &[u8],
+        offset: u64,
+        alignment: usize,
+    ) -> Result<usize> {
         let mut at = 0;
         while at < bytes.len() && at.is_multiple_of(alignment) {
             let (rest, offset) = (&bytes[at..], offset + at as u64);
@@ -214,8 +243,9 @@ impl Disk {
         Ok(at)
     }
 
-    /// Puts a file's bytes and length on stable storage. What waits in the page cache goes first, piece by piece, so that `control` can stop
-    /// it: the one call that makes it all durable cannot be interrupted.
+    /// Puts a file's bytes and length on stable storage. What waits in the page cache goes first,
+    /// piece by piece, so that `control` can stop it: the one call that makes it all durable cannot
+    /// be interrupted.
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::Interrupted`].
@@ -223,7 +253,11 @@ impl Disk {
         let failed = |error| Error::io("sync", path, error);
         let size = file.metadata().map_err(failed)?.len();
         // A small file is not worth two waits.
-        let pieces = if size > WRITE_BACK as u64 { 0..size } else { 0..0 };
+        let pieces = if size > WRITE_BACK as u64 {
+            0..size
+        } else {
+            0..0
+        };
         for start in pieces.step_by(WRITE_BACK) {
             control.check()?;
             let write_back = || {
@@ -243,15 +277,24 @@ impl Disk {
         retry(sync).map_err(failed)
     }
 
-    /// Gives a file a second name. `Err` within: why that cannot be, which keeps no copy from being written.
+    /// Gives a file a second name. `Err` within: why that cannot be, which keeps no copy from being
+    /// written.
     ///
     /// # Errors
     /// [`Error::Io`] where the name is another file's.
-    pub(crate) fn link(&self, from: &Path, to: &Path) -> Result<std::result::Result<(), io::Error>> {
-        match self.before(Call::Link, to).and_then(|_| fs::hard_link(from, to)) {
+    pub(crate) fn link(
+        &self,
+        from: &Path,
+        to: &Path,
+    ) -> Result<std::result::Result<(), io::Error>> {
+        match self
+            .before(Call::Link, to)
+            .and_then(|_| fs::hard_link(from, to))
+        {
             Ok(()) => Ok(Ok(())),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                // A server of files that did it, and whose answer was lost, says so when it is asked again.
+                // A server of files that did it, and whose answer was lost, says so when it is
+                // asked again.
                 if is_same_file(from, to) {
                     Ok(Ok(()))
                 } else {
@@ -275,8 +318,8 @@ impl Disk {
             .map_err(|error| Error::io("rename to", to, error))
     }
 
-    /// Renames a file or folder to a name that is free, or changes its place with what has the name. False where the file system does neither
-    /// in one step.
+    /// Renames a file or folder to a name that is free, or changes its place with what has the
+    /// name. False where the file system does neither in one step.
     pub(crate) fn rename_apart(&self, from: &Path, to: &Path, exchange: bool) -> Result<bool> {
         let flags = if exchange {
             RenameFlags::EXCHANGE
@@ -287,7 +330,13 @@ impl Disk {
         let renamed: io::Result<()> = self.before(Call::RenameApart, to).and_then(rename);
         match renamed {
             Ok(()) => Ok(true),
-            Err(error) if error.raw_os_error().is_some_and(|code| NO_SUCH_RENAME.contains(&code)) => Ok(false),
+            Err(error)
+                if error
+                    .raw_os_error()
+                    .is_some_and(|code| NO_SUCH_RENAME.contains(&code)) =>
+            {
+                Ok(false)
+            }
             Err(error) => Err(Error::io("rename to", to, error)),
         }
     }
@@ -295,7 +344,8 @@ impl Disk {
     /// Puts the entries of a folder on stable storage.
     pub(crate) fn sync_folder(&self, folder: &Path) -> Result<()> {
         let sync = |_| match retry(|| File::open(folder)?.sync_all()) {
-            // Some network file systems cannot, and need not: their renames are durable when they return.
+            // Some network file systems cannot, and need not: their renames are durable when they
+            // return.
             Err(error) if is_unsupported(&error) => Ok(()),
             result => result,
         };
@@ -310,13 +360,15 @@ impl Disk {
             .before(Call::RemoveTree, path)
             .and_then(|_| fs::remove_dir_all(path))
         {
-            Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, error)),
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                Err(Error::io("remove", path, error))
+            }
             _ => Ok(()),
         }
     }
 
-    /// Opens a file for its lock, and creates it where it is missing and `create` says so. One that belongs to another user, as in a folder
-    /// of several, may be readable only.
+    /// Opens a file for its lock, and creates it where it is missing and `create` says so. One that
+    /// belongs to another user, as in a folder of several, may be readable only.
     pub(crate) fn open_lock(&self, path: &Path, create: bool) -> Result<File> {
         let open = |write: bool| {
             OpenOptions::new()
@@ -327,7 +379,9 @@ impl Disk {
                 .open(path)
         };
         let open = |_| match open(true) {
-            Err(error) if error.kind() == ErrorKind::PermissionDenied => open(false).map_err(|_| error),
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+                open(false).map_err(|_| error)
+            }
             result => result,
         };
         self.before(Call::OpenLock, path)
@@ -348,7 +402,13 @@ impl Disk {
         match retry(ask) {
             Ok(()) => Ok(Locked::Yes),
             Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(Locked::ByOthers),
-            Err(error) if error.raw_os_error().is_some_and(|code| NO_LOCKS.contains(&code)) => Ok(Locked::Impossible),
+            Err(error)
+                if error
+                    .raw_os_error()
+                    .is_some_and(|code| NO_LOCKS.contains(&code)) =>
+            {
+                Ok(Locked::Impossible)
+            }
             Err(error) => Err(Error::io("lock", path, error)),
         }
     }
@@ -361,8 +421,13 @@ impl Disk {
 
     /// Removes a file. One that is not there is as good as removed.
     pub(crate) fn remove(&self, path: &Path) -> Result<()> {
-        match self.before(Call::Remove, path).and_then(|_| fs::remove_file(path)) {
-            Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, error)),
+        match self
+            .before(Call::Remove, path)
+            .and_then(|_| fs::remove_file(path))
+        {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                Err(Error::io("remove", path, error))
+            }
             _ => Ok(()),
         }
     }
@@ -378,11 +443,14 @@ fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 }
 
 fn is_unsupported(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported)
+    matches!(
+        error.kind(),
+        ErrorKind::InvalidInput | ErrorKind::Unsupported
+    )
 }
 
-/// What a direct write fails with where a buffered one of the same bytes may succeed: alignment, or memory that a
-/// device driver mapped.
+/// What a direct write fails with where a buffered one of the same bytes may succeed: alignment, or
+/// memory that a device driver mapped.
 fn is_refused(error: &io::Error) -> bool {
     is_unsupported(error) || error.raw_os_error() == Some(libc::EFAULT)
 }

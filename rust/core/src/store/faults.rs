@@ -1,4 +1,5 @@
-//! A disk that fails on demand, for tests of programs that save: of the calls that change a folder, one is refused.
+//! A disk that fails on demand, for tests of programs that save: of the calls that change a folder,
+//! one is refused.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,7 +29,8 @@ pub struct Faulted {
     pub failed: Option<&'static str>,
 }
 
-/// From now on, in this process, the call number `at` (from 0) that changes something below `folder` fails with `errno`.
+/// From now on, in this process, the call number `at` (from 0) that changes something below
+/// `folder` fails with `errno`.
 pub fn arm(folder: &Path, at: u64, errno: i32) -> io::Result<()> {
     let fault = Fault {
         folder: std::path::absolute(folder)?,
@@ -45,7 +47,10 @@ pub fn arm(folder: &Path, at: u64, errno: i32) -> io::Result<()> {
 /// Ends it. `None` where nothing was armed.
 pub fn disarm() -> Option<Faulted> {
     ARMED.store(false, Ordering::Release);
-    let fault = FAULT.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+    let fault = FAULT
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .take()?;
     Some(Faulted {
         seen: fault.seen,
         failed: fault.failed,
@@ -58,7 +63,9 @@ pub(super) fn before(call: Call, path: &Path) -> io::Result<()> {
         return Ok(());
     }
     let mut fault = FAULT.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some(fault) = fault.as_mut() else { return Ok(()) };
+    let Some(fault) = fault.as_mut() else {
+        return Ok(());
+    };
     if !std::path::absolute(path)?.starts_with(&fault.folder) {
         return Ok(());
     }

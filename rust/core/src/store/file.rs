@@ -1,4 +1,5 @@
-//! Data files: opening them with their checks (and with `O_DIRECT`), and reads that are complete or an error.
+//! Data files: opening them with their checks (and with `O_DIRECT`), and reads that are complete or
+//! an error.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read as _};
@@ -34,8 +35,8 @@ pub struct FileRef {
 impl FileRef {
     /// Opens the file and checks its kind, length and time. `direct` asks for `O_DIRECT`.
     ///
-    /// A file that is missing or differs is [`Error::CorruptData`]; a link out of the folder [`Error::Unsupported`]; what the system refuses is
-    /// [`Error::Io`].
+    /// A file that is missing or differs is [`Error::CorruptData`]; a link out of the folder
+    /// [`Error::Unsupported`]; what the system refuses is [`Error::Io`].
     pub fn open(&self, direct: bool) -> Result<File> {
         if self.links.may_turn(&self.path) {
             self.judge()?;
@@ -60,14 +61,23 @@ impl FileRef {
         if direct {
             flags |= platform::DIRECT.unwrap_or_default();
         }
-        OpenOptions::new().read(true).custom_flags(flags).open(&self.path)
+        OpenOptions::new()
+            .read(true)
+            .custom_flags(flags)
+            .open(&self.path)
     }
 
     /// Refuses a path whose links are not to be followed.
     fn judge(&self) -> Result<()> {
-        match self.links.judge(&self.path).map_err(|e| self.failed("follow", e))? {
+        match self
+            .links
+            .judge(&self.path)
+            .map_err(|e| self.failed("follow", e))?
+        {
             Verdict::Follow => Ok(()),
-            Verdict::Link => Err(self.corrupt("the file is a symbolic link, which is not followed here")),
+            Verdict::Link => {
+                Err(self.corrupt("the file is a symbolic link, which is not followed here"))
+            }
             Verdict::Outside => Err(Error::Unsupported(format!(
                 "{} is a link to something outside its folder; pass allow_external=True to open it",
                 self.path.display()
@@ -77,7 +87,9 @@ impl FileRef {
 
     fn failed(&self, action: &'static str, error: io::Error) -> Error {
         match error.kind() {
-            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => self.another("the file is missing"),
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+                self.another("the file is missing")
+            }
             _ => Error::io(action, &self.path, error),
         }
     }
@@ -103,7 +115,10 @@ impl FileRef {
 
     /// The error for a file of another length than it should have.
     pub fn has_length(&self, length: u64) -> Error {
-        self.another(&format!("the file is {length} bytes long, expected {}", self.size))
+        self.another(&format!(
+            "the file is {length} bytes long, expected {}",
+            self.size
+        ))
     }
 
     /// It is not the file that was indexed.
@@ -129,7 +144,8 @@ pub fn read_all(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Opens a regular file for reading. Anything else is `InvalidInput`, also what would block, as a named pipe does.
+/// Opens a regular file for reading. Anything else is `InvalidInput`, also what would block, as a
+/// named pipe does.
 pub fn open_file(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -138,11 +154,15 @@ pub fn open_file(path: &Path) -> io::Result<File> {
     if file.metadata()?.is_file() {
         Ok(file)
     } else {
-        Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"))
+        Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "it is not a file",
+        ))
     }
 }
 
-/// Fills `buf` from `offset`. Short reads and interruptions go on; an end of file is `UnexpectedEof`.
+/// Fills `buf` from `offset`. Short reads and interruptions go on; an end of file is
+/// `UnexpectedEof`.
 pub fn read_at(file: &File, mut buf: &mut [u8], mut offset: u64) -> io::Result<()> {
     while !buf.is_empty() {
         match file.read_at(buf, offset) {
@@ -160,8 +180,15 @@ pub fn read_at(file: &File, mut buf: &mut [u8], mut offset: u64) -> io::Result<(
 
 /// Fills at least the first `need` bytes of `buf` from `offset` of a file open for direct I/O.
 ///
-/// `buf` and `offset` are aligned to `align`. A read that stops short goes on from the last aligned place.
-pub fn read_direct_at(file: &File, buf: &mut [u8], offset: u64, need: usize, align: usize) -> io::Result<()> {
+/// `buf` and `offset` are aligned to `align`. A read that stops short goes on from the last aligned
+/// place.
+pub fn read_direct_at(
+    file: &File,
+    buf: &mut [u8],
+    offset: u64,
+    need: usize,
+    align: usize,
+) -> io::Result<()> {
     let mut done = 0;
     while done < need {
         let from = done / align * align;

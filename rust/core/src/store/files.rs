@@ -29,7 +29,8 @@ pub(crate) enum Files<'a> {
     Remote(&'a dyn Connection, &'a Control),
 }
 
-/// Where the files of a call are: a file system, or a store, with a connection for the length of the call.
+/// Where the files of a call are: a file system, or a store, with a connection for the length of
+/// the call.
 pub(crate) struct Storage<'a> {
     connection: Option<Arc<dyn Connection>>,
     control: &'a Control,
@@ -37,7 +38,11 @@ pub(crate) struct Storage<'a> {
 
 impl<'a> Storage<'a> {
     /// `threads`: that receive from a store, 0 for as many as there are cores.
-    pub fn new(remote: Option<&Arc<dyn Remote>>, threads: usize, control: &'a Control) -> Result<Self> {
+    pub fn new(
+        remote: Option<&Arc<dyn Remote>>,
+        threads: usize,
+        control: &'a Control,
+    ) -> Result<Self> {
         Ok(Self {
             connection: remote.map(|remote| remote.connect(threads)).transpose()?,
             control,
@@ -56,7 +61,8 @@ impl<'a> Storage<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stat {
     pub size: u64,
-    /// In nanoseconds since 1970; 0 where it is not to be compared: a remote file is known by its tag.
+    /// In nanoseconds since 1970; 0 where it is not to be compared: a remote file is known by its
+    /// tag.
     pub mtime_ns: i64,
 }
 
@@ -87,10 +93,12 @@ impl<'a> Files<'a> {
                 Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
                 Err(e) => Err(Error::io("read", path, e)),
             },
-            Self::Remote(connection, control) => match connection.start(path, FIRST, false, control)? {
-                Some((bytes, size)) => rest(connection, control, path, bytes, size).map(Some),
-                None => Ok(None),
-            },
+            Self::Remote(connection, control) => {
+                match connection.start(path, FIRST, false, control)? {
+                    Some((bytes, size)) => rest(connection, control, path, bytes, size).map(Some),
+                    None => Ok(None),
+                }
+            }
         }
     }
 
@@ -106,7 +114,9 @@ impl<'a> Files<'a> {
                         .saturating_add(found.mtime_nsec()),
                 }),
                 Ok(_) => Err(Error::corrupt_file(path, "it is not a file")),
-                Err(e) if e.kind() == ErrorKind::NotFound => Err(Error::corrupt_file(path, "it is missing")),
+                Err(e) if e.kind() == ErrorKind::NotFound => {
+                    Err(Error::corrupt_file(path, "it is missing"))
+                }
                 Err(e) => Err(Error::io("look at", path, e)),
             },
             Self::Remote(connection, control) => match connection.look(path, control)? {
@@ -121,13 +131,17 @@ impl<'a> Files<'a> {
         match *self {
             Self::Local => {
                 let stat = self.stat(path)?;
-                let bytes = self.open(path)?.fetch(path, stat.size, 0, most.min(stat.size))?;
+                let bytes = self
+                    .open(path)?
+                    .fetch(path, stat.size, 0, most.min(stat.size))?;
                 Ok((stat, bytes))
             }
-            Self::Remote(connection, control) => match connection.start(path, most, false, control)? {
-                Some((bytes, size)) => Ok((Stat { size, mtime_ns: 0 }, bytes)),
-                None => Err(Error::corrupt_file(path, "it is missing")),
-            },
+            Self::Remote(connection, control) => {
+                match connection.start(path, most, false, control)? {
+                    Some((bytes, size)) => Ok((Stat { size, mtime_ns: 0 }, bytes)),
+                    None => Err(Error::corrupt_file(path, "it is missing")),
+                }
+            }
         }
     }
 
@@ -183,9 +197,12 @@ impl Opened<'_> {
                     .iter_mut()
                     .zip(ranges)
                     .filter(|(_, (_, len))| *len > 0)
-                    .flat_map(|(buffer, &(at, len))| parts(at, len, Destination(buffer.as_mut_ptr())))
+                    .flat_map(|(buffer, &(at, len))| {
+                        parts(at, len, Destination(buffer.as_mut_ptr()))
+                    })
                     .collect();
-                // SAFETY: each range has a buffer of its length, which nothing else touches meanwhile, and lies in the file.
+                // SAFETY: each range has a buffer of its length, which nothing else touches
+                // meanwhile, and lies in the file.
                 unsafe { connection.fetch(path, size, parts, control)? };
             }
             Self::Memory(bytes) => {
@@ -207,11 +224,19 @@ impl Opened<'_> {
     }
 }
 
-fn read_exact(file: &File, path: &Path, buffers: &mut [Vec<u8>], ranges: &[(u64, u64)]) -> Result<()> {
-    buffers.iter_mut().zip(ranges).try_for_each(|(buffer, (at, _))| {
-        let read = file.read_exact_at(buffer, *at);
-        read.map_err(|e| Error::io("read", path, e))
-    })
+fn read_exact(
+    file: &File,
+    path: &Path,
+    buffers: &mut [Vec<u8>],
+    ranges: &[(u64, u64)],
+) -> Result<()> {
+    buffers
+        .iter_mut()
+        .zip(ranges)
+        .try_for_each(|(buffer, (at, _))| {
+            let read = file.read_exact_at(buffer, *at);
+            read.map_err(|e| Error::io("read", path, e))
+        })
 }
 
 /// A range of a file on its way to one place, as requests of at most [`PART`] bytes.
@@ -224,15 +249,26 @@ fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = Part> {
         Part {
             start: at + from,
             end: at + from + len,
-            runs: vec![Run { at: at + from, len, to }],
+            runs: vec![Run {
+                at: at + from,
+                len,
+                to,
+            }],
         }
     })
 }
 
-/// All of a remote file of which the first bytes are here. Its length is the store's word, so memory
-/// grows with what comes.
-fn rest(connection: &dyn Connection, control: &Control, path: &Path, mut bytes: Vec<u8>, size: u64) -> Result<Vec<u8>> {
-    let whole = usize::try_from(size).map_err(|_| Error::Unsupported(format!("{}: too large", path.display())))?;
+/// All of a remote file of which the first bytes are here. Its length is the store's word, so
+/// memory grows with what comes.
+fn rest(
+    connection: &dyn Connection,
+    control: &Control,
+    path: &Path,
+    mut bytes: Vec<u8>,
+    size: u64,
+) -> Result<Vec<u8>> {
+    let whole = usize::try_from(size)
+        .map_err(|_| Error::Unsupported(format!("{}: too large", path.display())))?;
     while bytes.len() < whole {
         let here = bytes.len();
         let next = whole.min(here.saturating_add(here.max(STEP)));
@@ -245,7 +281,8 @@ fn rest(connection: &dyn Connection, control: &Control, path: &Path, mut bytes: 
         bytes.resize(next, 0);
         let to = Destination(bytes[here..].as_mut_ptr());
         let parts = parts(here as u64, (next - here) as u64, to).collect();
-        // SAFETY: the buffer reaches to the end of the parts, and nothing else touches it meanwhile.
+        // SAFETY: the buffer reaches to the end of the parts, and nothing else touches it
+        // meanwhile.
         unsafe { connection.fetch(path, size, parts, control)? };
     }
     Ok(bytes)

@@ -1,4 +1,5 @@
-//! What has a name in a folder: noted before work that takes long, and compared when its result is to get that name.
+//! What has a name in a folder: noted before work that takes long, and compared when its result is
+//! to get that name.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -10,8 +11,9 @@ use std::path::Path;
 use super::LOCK_NAME;
 use crate::{Error, Result};
 
-/// A file, a link, or a folder with what lies in it, as they were at one moment. Two are equal if nothing came, went, or was written to in between; of
-/// folders in the folder only their own entries count, and its lock does not.
+/// A file, a link, or a folder with what lies in it, as they were at one moment. Two are equal if
+/// nothing came, went, or was written to in between; of folders in the folder only their own
+/// entries count, and its lock does not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
     own: Entry,
@@ -23,7 +25,8 @@ struct Entry {
     device: u64,
     number: u64,
     is_folder: bool,
-    /// Length, and when it was written to (seconds, nanoseconds): a number is given again to a file that comes later.
+    /// Length, and when it was written to (seconds, nanoseconds): a number is given again to a file
+    /// that comes later.
     written: Option<(u64, i64, i64)>,
 }
 

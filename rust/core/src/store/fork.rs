@@ -1,7 +1,8 @@
 //! Files that stay with the process that opened them: a forked child lets go of its copies at once.
 //!
-//! A lock belongs to the open file, which a child of `fork` shares. Were its copy to stay open, the lock of a parent that is killed would last
-//! as long as the child: a worker that loads data, or a daemon.
+//! A lock belongs to the open file, which a child of `fork` shares. Were its copy to stay open, the
+//! lock of a parent that is killed would last as long as the child: a worker that loads data, or a
+//! daemon.
 #![allow(unsafe_code)] // what runs between fork and the child's first line of code, and descriptors it closes
 
 use std::fs::File;
@@ -29,7 +30,8 @@ extern "C" fn let_go() {
     for slot in &OPEN {
         let descriptor = slot.swap(FREE, Ordering::Relaxed);
         if descriptor != FREE {
-            // SAFETY: it is the child's copy of a descriptor whose `OwnFile` does nothing in this process.
+            // SAFETY: it is the child's copy of a descriptor whose `OwnFile` does nothing in this
+            // process.
             unsafe { libc::close(descriptor) };
         }
     }
@@ -46,8 +48,8 @@ pub(super) struct OwnFile {
 impl OwnFile {
     pub(super) fn new(file: File) -> Self {
         static HANDLER: Once = Once::new();
-        // SAFETY: the function is there for as long as the process: extensions of Python are not unloaded. Where it cannot be registered, a
-        // child keeps its copies.
+        // SAFETY: the function is there for as long as the process: extensions of Python are not
+        // unloaded. Where it cannot be registered, a child keeps its copies.
         HANDLER.call_once(|| unsafe {
             pthread_atfork(None, None, Some(let_go));
         });
@@ -62,7 +64,8 @@ impl OwnFile {
         }
     }
 
-    /// Whether this is the process that opened it. In any other, its descriptor may be another file's.
+    /// Whether this is the process that opened it. In any other, its descriptor may be another
+    /// file's.
     pub(super) fn is_own(&self) -> bool {
         self.process == std::process::id()
     }

@@ -1,7 +1,8 @@
-//! Locks between processes, also of different machines: on the folder of a checkpoint, and on what a save is writing.
+//! Locks between processes, also of different machines: on the folder of a checkpoint, and on what
+//! a save is writing.
 //!
-//! They are `flock`s on files opened for writing, which is what network file systems take: on a folder they have none. Each ends with its value
-//! and with its process, however that ends.
+//! They are `flock`s on files opened for writing, which is what network file systems take: on a
+//! folder they have none. Each ends with its value and with its process, however that ends.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
@@ -38,7 +39,8 @@ pub(crate) enum Claimed {
     Yes,
     /// None is.
     No,
-    /// The file system has no locks, or it is on a network, where they may be those of this machine alone.
+    /// The file system has no locks, or it is on a network, where they may be those of this machine
+    /// alone.
     Unknown,
 }
 
@@ -49,7 +51,8 @@ pub struct FileLock {
 }
 
 impl FileLock {
-    /// Waits for the lock, for as long as `control` lets it, and at most `patience`. `None` where the file system has no locks.
+    /// Waits for the lock, for as long as `control` lets it, and at most `patience`. `None` where
+    /// the file system has no locks.
     fn wait(
         disk: &Disk,
         file: File,
@@ -86,7 +89,8 @@ impl FileLock {
         }
     }
 
-    /// Marks the file at `path`, which is there, as one that this process is at. `None` where the file system has no locks.
+    /// Marks the file at `path`, which is there, as one that this process is at. `None` where the
+    /// file system has no locks.
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
@@ -113,28 +117,37 @@ impl FileLock {
 impl Drop for FileLock {
     fn drop(&mut self) {
         if self.file.is_own() {
-            // Said, and not left to the close: a child that is being forked has the file open for a moment.
+            // Said, and not left to the close: a child that is being forked has the file open for a
+            // moment.
             Disk::unlock(&self.file);
         }
     }
 }
 
-/// The lock of a folder. Exclusive while what it holds is published or removed; shared while a save makes its first file there.
+/// The lock of a folder. Exclusive while what it holds is published or removed; shared while a save
+/// makes its first file there.
 #[derive(Debug)]
 pub struct FolderLock {
     lock: Option<FileLock>,
 }
 
 impl FolderLock {
-    /// Waits until no one else holds it. Where the file system has no locks, it is held in name only.
+    /// Waits until no one else holds it. Where the file system has no locks, it is held in name
+    /// only.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Interrupted`] from `control`; [`Error::Busy`] where another process has held it for ten minutes.
+    /// [`Error::Io`]; [`Error::Interrupted`] from `control`; [`Error::Busy`] where another process
+    /// has held it for ten minutes.
     pub fn take(folder: &Path, mode: Mode, control: &Control) -> Result<Self> {
         Self::take_on(&Disk::default(), folder, mode, control)
     }
 
-    pub(crate) fn take_on(disk: &Disk, folder: &Path, mode: Mode, control: &Control) -> Result<Self> {
+    pub(crate) fn take_on(
+        disk: &Disk,
+        folder: &Path,
+        mode: Mode,
+        control: &Control,
+    ) -> Result<Self> {
         Self::take_within(disk, folder, mode, control, PATIENCE)
     }
 
@@ -148,17 +161,28 @@ impl FolderLock {
     ) -> Result<Self> {
         let path = folder.join(LOCK_NAME);
         loop {
-            let lock = FileLock::wait(disk, disk.open_lock(&path, true)?, &path, mode, control, patience)?;
-            // Whoever removed or replaced it meanwhile, or the folder, made room for a second holder.
+            let lock = FileLock::wait(
+                disk,
+                disk.open_lock(&path, true)?,
+                &path,
+                mode,
+                control,
+                patience,
+            )?;
+            // Whoever removed or replaced it meanwhile, or the folder, made room for a second
+            // holder.
             if lock.as_ref().is_none_or(|lock| is_at(&lock.file, &path)) {
                 return Ok(Self { lock });
             }
         }
     }
 
-    /// Whether it keeps out everyone: there are locks, and no other machine may have locks of its own.
+    /// Whether it keeps out everyone: there are locks, and no other machine may have locks of its
+    /// own.
     pub(crate) fn is_certain(&self) -> bool {
-        self.lock.as_ref().is_some_and(|lock| !is_remote(&lock.file))
+        self.lock
+            .as_ref()
+            .is_some_and(|lock| !is_remote(&lock.file))
     }
 }
 

@@ -36,7 +36,9 @@ struct Refusing {
 
 impl Hook for Refusing {
     fn before(&self, call: Call, _: &Path) -> io::Result<usize> {
-        if matches!(call, Call::Lock(_)) && self.requests.fetch_add(1, Ordering::SeqCst) < self.times {
+        if matches!(call, Call::Lock(_))
+            && self.requests.fetch_add(1, Ordering::SeqCst) < self.times
+        {
             return Err(io::Error::from_raw_os_error(self.with));
         }
         Ok(usize::MAX)
@@ -84,7 +86,10 @@ fn a_signal_does_not_make_it_ours() {
     let (disk, hook) = refusing(libc::EINTR, 20);
     let other = taker(disk, dir.path(), Mode::Exclusive);
     while hook.requests.load(Ordering::SeqCst) < 25 {
-        assert!(other.try_recv().is_err(), "it went on while another had the lock");
+        assert!(
+            other.try_recv().is_err(),
+            "it went on while another had the lock"
+        );
         thread::yield_now();
     }
     drop(held);
@@ -108,8 +113,15 @@ fn only_some_errors_mean_that_there_are_no_locks() {
         let taken = FolderLock::take_on(&disk, dir.path(), Mode::Exclusive, &Control::new());
         match taken {
             Ok(lock) => assert!(none && !lock.is_certain(), "{errno}"),
-            Err(Error::Io { action, path, source }) => {
-                assert!(!none && source.raw_os_error() == Some(errno), "{errno}: {source}");
+            Err(Error::Io {
+                action,
+                path,
+                source,
+            }) => {
+                assert!(
+                    !none && source.raw_os_error() == Some(errno),
+                    "{errno}: {source}"
+                );
                 assert_eq!((action, path), ("lock", dir.path().join(LOCK_NAME)));
             }
             Err(other) => panic!("{errno}: {other}"),
@@ -126,7 +138,13 @@ fn waiting_ends_when_it_is_told_to_or_has_lasted_long() {
     let taken = FolderLock::take(dir.path(), Mode::Exclusive, &control);
     assert!(matches!(taken, Err(Error::Interrupted)));
     let patience = Duration::from_millis(5);
-    let taken = FolderLock::take_within(&Disk::default(), dir.path(), Mode::Shared, &Control::new(), patience);
+    let taken = FolderLock::take_within(
+        &Disk::default(),
+        dir.path(),
+        Mode::Shared,
+        &Control::new(),
+        patience,
+    );
     assert!(matches!(&taken, Err(Error::Busy { path, .. }) if *path == dir.path().join(LOCK_NAME)));
 }
 
@@ -136,7 +154,13 @@ fn a_long_wait_is_told_of_once_a_minute() {
     let _held = exclusive(dir.path());
     let control = Control::with_notice(Duration::ZERO);
     let patience = Duration::from_millis(20);
-    let taken = FolderLock::take_within(&Disk::default(), dir.path(), Mode::Shared, &control, patience);
+    let taken = FolderLock::take_within(
+        &Disk::default(),
+        dir.path(),
+        Mode::Shared,
+        &control,
+        patience,
+    );
     assert!(matches!(taken, Err(Error::Busy { .. })));
     let [notice] = &control.take_notices()[..] else {
         panic!("one notice")
@@ -230,7 +254,10 @@ fn a_forked_child_has_no_part_in_a_lock() {
     // SAFETY: the lock's descriptor stays one, of another file, to be closed by the lock.
     unsafe { libc::dup2(elsewhere.as_raw_fd(), descriptor) };
     let file = disk.open_lock(&path, true).unwrap();
-    assert_eq!(disk.try_lock(&file, &path, Mode::Exclusive).unwrap(), Locked::Yes);
+    assert_eq!(
+        disk.try_lock(&file, &path, Mode::Exclusive).unwrap(),
+        Locked::Yes
+    );
     drop(lock);
     drop(child);
 }
@@ -245,7 +272,10 @@ fn a_child_that_was_being_forked_does_not_keep_a_lock_that_was_given_back() {
     let copy = held.lock.as_ref().unwrap().file.try_clone().unwrap();
     drop(held);
     let file = disk.open_lock(&path, true).unwrap();
-    assert_eq!(disk.try_lock(&file, &path, Mode::Exclusive).unwrap(), Locked::Yes);
+    assert_eq!(
+        disk.try_lock(&file, &path, Mode::Exclusive).unwrap(),
+        Locked::Yes
+    );
     drop(copy);
 }
 
@@ -262,6 +292,10 @@ fn claims_are_seen_while_they_last() {
     let remote = is_remote(&File::open(&path).unwrap());
     assert_eq!(
         FileLock::is_claimed(&path).unwrap(),
-        if remote { Claimed::Unknown } else { Claimed::No }
+        if remote {
+            Claimed::Unknown
+        } else {
+            Claimed::No
+        }
     );
 }

@@ -7,8 +7,8 @@ use memmap2::MmapRaw;
 
 use super::platform;
 
-/// A mapping of a file from its first byte, for raw access: its bytes are never handed out as a slice, because
-/// nothing can promise that no other process changes the file.
+/// A mapping of a file from its first byte, for raw access: its bytes are never handed out as a
+/// slice, because nothing can promise that no other process changes the file.
 #[derive(Debug)]
 pub struct Mapping {
     /// What is mapped: the file, or more, in which it begins after so many bytes.
@@ -42,22 +42,24 @@ impl Mapping {
         self.len == 0
     }
 
-    /// Whether [`populate`](Self::populate) can: without it, a disk that fails is a signal at the first touch.
+    /// Whether [`populate`](Self::populate) can: without it, a disk that fails is a signal at the
+    /// first touch.
     #[must_use]
     pub fn tells_errors() -> bool {
         platform::populates()
     }
 
-    /// Asks for `[start, end)` to be read into the page cache, in large requests, and does not wait. A wish: an error shows when it
-    /// is touched.
+    /// Asks for `[start, end)` to be read into the page cache, in large requests, and does not
+    /// wait. A wish: an error shows when it is touched.
     pub fn read_ahead(&self, start: u64, end: u64) {
         if let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) {
             platform::read_ahead(&self.raw, self.skip + start, end.saturating_sub(start));
         }
     }
 
-    /// Brings `[start, end)` into memory and into the page table: one call in place of a fault every few pages, and a
-    /// file that was cut short or a disk that fails is an error here and not a signal at the first touch.
+    /// Brings `[start, end)` into memory and into the page table: one call in place of a fault
+    /// every few pages, and a file that was cut short or a disk that fails is an error here and not
+    /// a signal at the first touch.
     ///
     /// Does nothing where the system lacks it (Linux before 5.14).
     pub fn populate(&self, start: u64, end: u64) -> io::Result<()> {

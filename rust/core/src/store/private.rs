@@ -1,4 +1,5 @@
-//! Private mappings: memory that begins as a file's bytes, and that may be written to without changing the file.
+//! Private mappings: memory that begins as a file's bytes, and that may be written to without
+//! changing the file.
 
 #![allow(unsafe_code)] // mapping a file is
 
@@ -15,13 +16,15 @@ pub struct PrivateMapping {
 impl PrivateMapping {
     /// Maps the whole file.
     pub fn new(file: &File) -> io::Result<Self> {
-        // SAFETY: a published data file is never changed or made shorter (section 9 of docs/format.md), and its length was
-        // checked when it was opened. The bytes are handed out as an address only.
+        // SAFETY: a published data file is never changed or made shorter (section 9 of
+        // docs/format.md), and its length was checked when it was opened. The bytes are handed out
+        // as an address only.
         let map = unsafe { MmapOptions::new().map_copy(file)? };
         Ok(Self { map })
     }
 
-    /// The first byte; [`len`](Self::len) bytes follow, valid for reads and writes as long as `self` lives.
+    /// The first byte; [`len`](Self::len) bytes follow, valid for reads and writes as long as
+    /// `self` lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.map.as_ptr().cast_mut()
     }

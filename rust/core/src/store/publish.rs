@@ -6,16 +6,24 @@ use super::disk::Disk;
 use super::{Fingerprint, FolderLock, Mode, random_token};
 use crate::{Control, Error, Result};
 
-/// What the name of a folder ends in that makes room for the one that replaces it, where that takes two steps. After a crash between them,
-/// there is this one.
+/// What the name of a folder ends in that makes room for the one that replaces it, where that takes
+/// two steps. After a crash between them, there is this one.
 pub const ASIDE: &str = "replaced";
 
-/// Puts a file into a folder in one step, in the place of any that has its name: a temporary name, a sync, a
-/// rename, a sync of the folder. A reader finds the old file or the new one, and a crash leaves one of them.
+/// Puts a file into a folder in one step, in the place of any that has its name: a temporary name,
+/// a sync, a rename, a sync of the folder. A reader finds the old file or the new one, and a crash
+/// leaves one of them.
 ///
 /// # Errors
-/// [`Error::Io`], [`Error::Interrupted`]. The old file is in its place then, unless it was the last sync that failed.
-pub fn publish(dir: &Path, file_name: &str, bytes: &[u8], fsync: bool, control: &Control) -> Result<()> {
+/// [`Error::Io`], [`Error::Interrupted`]. The old file is in its place then, unless it was the last
+/// sync that failed.
+pub fn publish(
+    dir: &Path,
+    file_name: &str,
+    bytes: &[u8],
+    fsync: bool,
+    control: &Control,
+) -> Result<()> {
     publish_on(&Disk::default(), dir, file_name, bytes, fsync, control)
 }
 
@@ -53,7 +61,10 @@ fn temporary_name(file_name: &str) -> Result<String> {
 /// The name that the file of a [`temporary_name`] would have got; `None` where it is none.
 pub(crate) fn name_of_temporary(name: &str) -> Option<&str> {
     let (file_name, token) = name.strip_suffix(".tmp")?.rsplit_once('.')?;
-    let is_token = token.len() == 16 && token.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    let is_token = token.len() == 16
+        && token
+            .bytes()
+            .all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     is_token.then_some(file_name)
 }
 
@@ -64,10 +75,13 @@ pub(crate) fn name_of_temporary(name: &str) -> Option<&str> {
 pub fn create_folder(folder: &Path) -> Result<()> {
     let disk = Disk::default();
     let changed = disk.create_folder(folder)?;
-    changed.iter().try_for_each(|parent| disk.sync_folder(parent))
+    changed
+        .iter()
+        .try_for_each(|parent| disk.sync_folder(parent))
 }
 
-/// Waits until nobody commits to the folder at `to`, or removes anything in it. `None` where there is none.
+/// Waits until nobody commits to the folder at `to`, or removes anything in it. `None` where there
+/// is none.
 ///
 /// # Errors
 /// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
@@ -78,18 +92,25 @@ pub fn lock_replaced(to: &Path, control: &Control) -> Result<Option<FolderLock>>
         .transpose()
 }
 
-/// Gives a finished file or folder its name, in one step. What has the name is replaced if it is what it was `before`, and then lies at `from` or
-/// beside it, in a folder that the caller removes. Whatever else has come to have the name stays.
+/// Gives a finished file or folder its name, in one step. What has the name is replaced if it is
+/// what it was `before`, and then lies at `from` or beside it, in a folder that the caller removes.
+/// Whatever else has come to have the name stays.
 ///
 /// Who replaces a folder holds [its lock](lock_replaced).
 ///
 /// # Errors
-/// [`Error::Exists`]; [`Error::Io`]: all is as it was, unless it was the last sync that failed; [`Error::Displaced`]: what was to be replaced is where that says.
+/// [`Error::Exists`]; [`Error::Io`]: all is as it was, unless it was the last sync that failed;
+/// [`Error::Displaced`]: what was to be replaced is where that says.
 pub fn put_in_place(from: &Path, to: &Path, before: Option<&Fingerprint>) -> Result<()> {
     put_in_place_on(&Disk::default(), from, to, before)
 }
 
-fn put_in_place_on(disk: &Disk, from: &Path, to: &Path, before: Option<&Fingerprint>) -> Result<()> {
+fn put_in_place_on(
+    disk: &Disk,
+    from: &Path,
+    to: &Path,
+    before: Option<&Fingerprint>,
+) -> Result<()> {
     if from.is_dir() {
         // What it holds is durable before its name is.
         disk.sync_folder(from)?;
@@ -148,7 +169,12 @@ fn replace_by_steps(disk: &Disk, from: &Path, to: &Path, before: &Fingerprint) -
 fn take_free_name(disk: &Disk, from: &Path, to: &Path) -> Result<()> {
     use std::io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, NotADirectory};
     let refused = |error| match error {
-        Error::Io { source, .. } if matches!(source.kind(), AlreadyExists | DirectoryNotEmpty | NotADirectory) => {
+        Error::Io { source, .. }
+            if matches!(
+                source.kind(),
+                AlreadyExists | DirectoryNotEmpty | NotADirectory
+            ) =>
+        {
             came_meanwhile(to)
         }
         error => error,
@@ -173,7 +199,9 @@ fn is_still(path: &Path, before: &Fingerprint) -> bool {
 }
 
 fn came_meanwhile(path: &Path) -> Error {
-    Error::Exists { path: path.to_owned() }
+    Error::Exists {
+        path: path.to_owned(),
+    }
 }
 
 fn displaced(path: &Path, at: &Path, error: Error) -> Error {
@@ -235,7 +263,10 @@ mod tests {
         for disk in [Disk::default(), plain(&[])] {
             let dir = tempfile::tempdir().unwrap();
             let [new, old] = two_folders(dir.path());
-            assert!(matches!(put(&disk, &new, &old, None), Err(Error::Exists { .. })));
+            assert!(matches!(
+                put(&disk, &new, &old, None),
+                Err(Error::Exists { .. })
+            ));
             let before = Fingerprint::at(&old).unwrap();
             std::fs::write(old.join("notes"), "").unwrap();
             assert!(matches!(
@@ -271,14 +302,20 @@ mod tests {
             for file in [&new, &old] {
                 std::fs::write(file, file.file_name().unwrap().as_encoded_bytes()).unwrap();
             }
-            assert!(matches!(put(&disk, &new, &old, None), Err(Error::Exists { .. })));
+            assert!(matches!(
+                put(&disk, &new, &old, None),
+                Err(Error::Exists { .. })
+            ));
             assert_eq!(std::fs::read(&old).unwrap(), b"old");
             let before = Fingerprint::at(&old).unwrap();
             put(&disk, &new, &old, before.as_ref()).unwrap();
             assert_eq!(std::fs::read(&old).unwrap(), b"new");
             let free = dir.path().join("free");
             put(&disk, &old, &free, None).unwrap();
-            assert_eq!((std::fs::read(&free).unwrap(), old.exists()), (b"new".to_vec(), false));
+            assert_eq!(
+                (std::fs::read(&free).unwrap(), old.exists()),
+                (b"new".to_vec(), false)
+            );
         }
     }
 
@@ -309,7 +346,13 @@ mod tests {
                 (Some("old"), Some("new"))
             );
         }
-        let error = put(&plain(&[0, libc::EIO, libc::EIO]), &new, &old, before.as_ref()).unwrap_err();
+        let error = put(
+            &plain(&[0, libc::EIO, libc::EIO]),
+            &new,
+            &old,
+            before.as_ref(),
+        )
+        .unwrap_err();
         let Error::Displaced { path, at, .. } = &error else {
             panic!("{error}")
         };

@@ -1,6 +1,7 @@
 //! Files that no file system has: objects of a store, pages of a server. Their paths are URLs.
 //!
-//! This crate knows no protocol. Whoever does implements [`Remote`] and [`Connection`]; the plans, the checks and the engines are those of files.
+//! This crate knows no protocol. Whoever does implements [`Remote`] and [`Connection`]; the plans,
+//! the checks and the engines are those of files.
 #![allow(unsafe_code)] // `Connection::fetch` writes to addresses that it is given.
 
 use std::fmt::Debug;
@@ -18,9 +19,11 @@ const QUESTIONS: usize = 32;
 #[derive(Clone, Copy, Debug)]
 pub struct Destination(pub *mut u8);
 
-// SAFETY: an address alone is harmless; whoever asks for bytes to be written to it vouches that its memory may be written from any thread.
+// SAFETY: an address alone is harmless; whoever asks for bytes to be written to it vouches that its
+// memory may be written from any thread.
 unsafe impl Send for Destination {}
-// SAFETY: as above; nothing is written through a shared `Destination` but what its holder was asked to write.
+// SAFETY: as above; nothing is written through a shared `Destination` but what its holder was asked
+// to write.
 unsafe impl Sync for Destination {}
 
 /// Bytes of a part, and the memory they go to.
@@ -48,7 +51,8 @@ pub struct Part {
 /// What has to be so for a file to be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// Nothing, and whoever asks does not mind who stored it: it is of a name that is nobody else's.
+    /// Nothing, and whoever asks does not mind who stored it: it is of a name that is nobody
+    /// else's.
     Always,
     /// Nothing, though it matters: the store would not look.
     Unguarded,
@@ -91,7 +95,8 @@ pub struct Folder {
     pub folders: Vec<String>,
 }
 
-/// A store, and how to speak to it. Nothing is open, and no thread runs, but while there is a [`Connection`].
+/// A store, and how to speak to it. Nothing is open, and no thread runs, but while there is a
+/// [`Connection`].
 pub trait Remote: Debug + Send + Sync {
     /// Begins to speak to it; `threads`: that receive, 0 for as many as there are cores.
     fn connect(&self, threads: usize) -> Result<Arc<dyn Connection>>;
@@ -103,13 +108,15 @@ pub trait Remote: Debug + Send + Sync {
     fn connect_to_store(&self, threads: usize) -> Result<Arc<dyn StoringConnection>>;
 }
 
-/// For the length of a call: what answers for the files of a [`Remote`]. Every method may be called from any thread, and waits; a cancelled
-/// [`Control`] ends the wait.
+/// For the length of a call: what answers for the files of a [`Remote`]. Every method may be called
+/// from any thread, and waits; a cancelled [`Control`] ends the wait.
 ///
-/// A file that was seen once has to stay the same for as long as its `Remote` lives: another length or another tag is an error.
+/// A file that was seen once has to stay the same for as long as its `Remote` lives: another length
+/// or another tag is an error.
 ///
 /// # Errors
-/// [`Error::Storage`](crate::Error::Storage), after the retries; [`Error::Interrupted`](crate::Error::Interrupted).
+/// [`Error::Storage`](crate::Error::Storage), after the retries;
+/// [`Error::Interrupted`](crate::Error::Interrupted).
 pub trait Connection: Send + Sync {
     /// The length of a file, if it is there.
     fn look(&self, path: &Path, control: &Control) -> Result<Option<u64>>;
@@ -123,17 +130,30 @@ pub trait Connection: Send + Sync {
         Ok(listed.map(|found| found.files.into_iter().map(|file| file.name).collect()))
     }
 
-    /// The first `most` bytes of a file, or all of a shorter one, and its length; `None` if it is not there. With `anew` the file may be another one
-    /// than it was.
-    fn start(&self, path: &Path, most: u64, anew: bool, control: &Control) -> Result<Option<(Vec<u8>, u64)>>;
+    /// The first `most` bytes of a file, or all of a shorter one, and its length; `None` if it is
+    /// not there. With `anew` the file may be another one than it was.
+    fn start(
+        &self,
+        path: &Path,
+        most: u64,
+        anew: bool,
+        control: &Control,
+    ) -> Result<Option<(Vec<u8>, u64)>>;
 
-    /// Fetches parts of a file of `size` bytes, many at a time. A file that is missing, or of another length, is
-    /// [`Error::CorruptData`](crate::Error::CorruptData). When this returns, nothing is written any more.
+    /// Fetches parts of a file of `size` bytes, many at a time. A file that is missing, or of
+    /// another length, is [`Error::CorruptData`](crate::Error::CorruptData). When this returns,
+    /// nothing is written any more.
     ///
     /// # Safety
-    /// The memory of every run is valid for writes from any thread until this returns, and no two runs share any. Runs lie in their part, and parts
-    /// in the file.
-    unsafe fn fetch(&self, path: &Path, size: u64, parts: Vec<Part>, control: &Control) -> Result<()>;
+    /// The memory of every run is valid for writes from any thread until this returns, and no two
+    /// runs share any. Runs lie in their part, and parts in the file.
+    unsafe fn fetch(
+        &self,
+        path: &Path,
+        size: u64,
+        parts: Vec<Part>,
+        control: &Control,
+    ) -> Result<()>;
 }
 
 /// The bytes that a request sends. A client may hold them a while longer than the call takes.
@@ -146,27 +166,45 @@ pub type Body = Arc<Vec<u8>>;
 pub trait StoringConnection: Connection {
     /// Stores a file of these bytes: by one request, so that it is there whole or not at all.
     ///
-    /// Where a condition does not hold, that is [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for [`Condition::Always`], where the
-    /// file may have been stored although no answer said so, [`StorageFault::Unclear`](crate::StorageFault::Unclear). A file that was stored by an
-    /// attempt whose answer was lost does not meet the condition of the next. In either case the file may be another one from then on than it was.
+    /// Where a condition does not hold, that is
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for
+    /// [`Condition::Always`], where the file may have been stored although no answer said so,
+    /// [`StorageFault::Unclear`](crate::StorageFault::Unclear). A file that was stored by an
+    /// attempt whose answer was lost does not meet the condition of the next. In either case the
+    /// file may be another one from then on than it was.
     fn put(&self, path: &Path, body: &Body, condition: Condition, control: &Control) -> Result<()>;
 
-    /// Begins to store a file in parts. But for [`Condition::Always`] it is looked at what is there now: that, when it is completed, is not it.
+    /// Begins to store a file in parts. But for [`Condition::Always`] it is looked at what is there
+    /// now: that, when it is completed, is not it.
     ///
     /// # Errors
-    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) where there is one, and none may be; [`Error::Unsupported`] for
-    /// [`Condition::Unchanged`].
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) where there is one, and
+    /// none may be; [`Error::Unsupported`] for [`Condition::Unchanged`].
     fn begin(&self, path: &Path, condition: Condition, control: &Control) -> Result<Upload>;
 
-    /// Stores a part, the one of this number from 0 on. All but the last have the same length, which is 5 MiB at least. Returns what
-    /// [`complete`](Self::complete) asks for.
-    fn put_part(&self, upload: &Upload, number: usize, body: &Body, control: &Control) -> Result<String>;
+    /// Stores a part, the one of this number from 0 on. All but the last have the same length,
+    /// which is 5 MiB at least. Returns what [`complete`](Self::complete) asks for.
+    fn put_part(
+        &self,
+        upload: &Upload,
+        number: usize,
+        body: &Body,
+        control: &Control,
+    ) -> Result<String>;
 
     /// Makes the parts, whose answers are given in their order, a file of `size` bytes.
     ///
-    /// Where a condition does not hold, that is [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for [`Condition::Always`], where it
-    /// cannot be told whether the file was stored, [`StorageFault::Unclear`](crate::StorageFault::Unclear).
-    fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()>;
+    /// Where a condition does not hold, that is
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for
+    /// [`Condition::Always`], where it cannot be told whether the file was stored,
+    /// [`StorageFault::Unclear`](crate::StorageFault::Unclear).
+    fn complete(
+        &self,
+        upload: &Upload,
+        parts: Vec<String>,
+        size: u64,
+        control: &Control,
+    ) -> Result<()>;
 
     /// Whether the store copies a file of `size` bytes at all; nothing is asked of it.
     ///
@@ -176,30 +214,45 @@ pub trait StoringConnection: Connection {
         Ok(())
     }
 
-    /// Has the store copy the file `from`, of `size` bytes, to another name: no byte of it comes here. It is copied as it was when it was first seen, as far as the store
-    /// looks at that; whether it did is for the caller to find out. `to` is of a name that is nobody else's. If this fails, a file may yet appear there.
+    /// Has the store copy the file `from`, of `size` bytes, to another name: no byte of it comes
+    /// here. It is copied as it was when it was first seen, as far as the store looks at that;
+    /// whether it did is for the caller to find out. `to` is of a name that is nobody else's. If
+    /// this fails, a file may yet appear there.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the store does not hold both, or does not copy so much at a time; [`Error::CorruptData`] for a file of another length.
+    /// [`Error::Unsupported`] where the store does not hold both, or does not copy so much at a
+    /// time; [`Error::CorruptData`] for a file of another length.
     fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()>;
 
-    /// Removes files, and what was begun and not completed. One that is not there is as good as removed. Returns what could not be removed, and why;
-    /// what is not done `within` that time is not done.
-    fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error>;
+    /// Removes files, and what was begun and not completed. One that is not there is as good as
+    /// removed. Returns what could not be removed, and why; what is not done `within` that time is
+    /// not done.
+    fn remove(
+        &self,
+        files: &[PathBuf],
+        uploads: &[Upload],
+        within: Duration,
+        control: &Control,
+    ) -> Vec<Error>;
 
-    /// Removes a file, which was [looked at](Connection::look) or [read](Connection::start), if it is the one that was seen then. One that is not there is as
-    /// good as removed. It is looked at before each attempt, so that what was not answered is not tried again blindly; and the store is told of the condition, where it can be.
+    /// Removes a file, which was [looked at](Connection::look) or [read](Connection::start), if it
+    /// is the one that was seen then. One that is not there is as good as removed. It is looked at
+    /// before each attempt, so that what was not answered is not tried again blindly; and the store
+    /// is told of the condition, where it can be.
     ///
     /// # Errors
-    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) where it is another one, which is left alone.
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) where it is another one,
+    /// which is left alone.
     fn remove_seen(&self, path: &Path, control: &Control) -> Result<()>;
 
-    /// Whether what was seen of a file is enough for [`Condition::Unchanged`]: some stores give no tag to know it by, or a weak one.
+    /// Whether what was seen of a file is enough for [`Condition::Unchanged`]: some stores give no
+    /// tag to know it by, or a weak one.
     fn tells_apart(&self, _path: &Path) -> bool {
         true
     }
 
-    /// Whether the store refuses to store a file in `folder` whose condition does not hold. Some ignore conditions, and say nothing.
+    /// Whether the store refuses to store a file in `folder` whose condition does not hold. Some
+    /// ignore conditions, and say nothing.
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool>;
 }
 
@@ -207,7 +260,11 @@ pub trait StoringConnection: Connection {
 ///
 /// # Errors
 /// [`Error::Unsupported`] of a store that cannot list; those of [`Connection`].
-pub fn list_folders(folders: &[PathBuf], connection: &dyn Connection, control: &Control) -> Result<Vec<Folder>> {
+pub fn list_folders(
+    folders: &[PathBuf],
+    connection: &dyn Connection,
+    control: &Control,
+) -> Result<Vec<Folder>> {
     parallel::map(folders.len(), QUESTIONS, |number| {
         let folder = &folders[number];
         let found = connection.list(folder, control)?;
@@ -219,7 +276,11 @@ pub fn list_folders(folders: &[PathBuf], connection: &dyn Connection, control: &
 ///
 /// # Errors
 /// Those of [`Connection`].
-pub fn read_files(paths: &[PathBuf], connection: &dyn Connection, control: &Control) -> Result<Vec<Option<Vec<u8>>>> {
+pub fn read_files(
+    paths: &[PathBuf],
+    connection: &dyn Connection,
+    control: &Control,
+) -> Result<Vec<Option<Vec<u8>>>> {
     let files = Files::Remote(connection, control);
     parallel::map(paths.len(), QUESTIONS, |number| files.read(&paths[number]))
 }

@@ -4,7 +4,8 @@ use std::fs::File;
 
 use super::platform;
 
-/// Bytes of `[start, end)` that are in the page cache, to the page. `None` where that cannot be known.
+/// Bytes of `[start, end)` that are in the page cache, to the page. `None` where that cannot be
+/// known.
 #[must_use]
 pub fn resident_bytes(file: &File, start: u64, end: u64) -> Option<u64> {
     if start >= end {

@@ -1,4 +1,5 @@
-//! Files of another save that a store copies to names of this one: what a hard link is on a disk (`links.rs`). No byte of them comes here.
+//! Files of another save that a store copies to names of this one: what a hard link is on a disk
+//! (`links.rs`). No byte of them comes here.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +14,8 @@ use crate::format::{Index, block_digest};
 use crate::store::{Remote, StoringConnection, random_token};
 use crate::{Control, Error, Result, parallel};
 
-/// How often a rank has files copied, all under one token: where one was refused, once more without it, and then it writes all.
+/// How often a rank has files copied, all under one token: where one was refused, once more without
+/// it, and then it writes all.
 const ROUNDS: usize = 2;
 
 /// The copies of one rank. Dropped before they are [taken](Self::take), it removes them.
@@ -54,8 +56,9 @@ impl Copies {
         self.paths.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Copies what is worth it to `dir`. What was refused may yet be done, so its name is never used: where anything was, the rank gets another token, and
-    /// what was copied is copied once more. What the store copies at no time is not tried at all.
+    /// Copies what is worth it to `dir`. What was refused may yet be done, so its name is never
+    /// used: where anything was, the rank gets another token, and what was copied is copied once
+    /// more. What the store copies at no time is not tried at all.
     pub(super) fn make(
         &self,
         dir: &Path,
@@ -85,8 +88,9 @@ impl Copies {
             return Ok(made);
         };
         let Some(connection) = parent.remote().map(|remote| remote.connect_to_store(0)) else {
-            made.problems
-                .push(Error::Unsupported("a store cannot copy a file of a file system".into()));
+            made.problems.push(Error::Unsupported(
+                "a store cannot copy a file of a file system".into(),
+            ));
             return Ok(made);
         };
         let connection = match connection {
@@ -98,7 +102,10 @@ impl Copies {
         };
         let (mut sources, mut problems) = (Vec::new(), Vec::new());
         for source in found {
-            match connection.check_copied(&parent.file_path(source.file), parent.file(source.file).size) {
+            match connection.check_copied(
+                &parent.file_path(source.file),
+                parent.file(source.file).size,
+            ) {
                 Ok(()) => sources.push(source),
                 Err(problem) => problems.push(tolerable(problem)?),
             }
@@ -164,12 +171,22 @@ impl Drop for Copies {
     }
 }
 
-/// Has one file copied, and looks what came of it: the copy has the length and the first bytes that the index knows, and what it was made of is still what
-/// was there before, for not every store looks at that.
-fn copy(parent: &Index, file: u32, to: &Path, connection: &dyn StoringConnection, control: &Control) -> Result<()> {
+/// Has one file copied, and looks what came of it: the copy has the length and the first bytes that
+/// the index knows, and what it was made of is still what was there before, for not every store
+/// looks at that.
+fn copy(
+    parent: &Index,
+    file: u32,
+    to: &Path,
+    connection: &dyn StoringConnection,
+    control: &Control,
+) -> Result<()> {
     let (view, from) = (parent.file(file), parent.file_path(file));
     if view.data_start > HEADER_LIMIT {
-        return Err(Error::corrupt_file(&from, "a header of more bytes than any has"));
+        return Err(Error::corrupt_file(
+            &from,
+            "a header of more bytes than any has",
+        ));
     }
     connection.copy(&from, to, view.size, control)?;
     let wrong = |reason: String| {
@@ -198,10 +215,14 @@ fn copy(parent: &Index, file: u32, to: &Path, connection: &dyn StoringConnection
     }
 }
 
-/// What keeps a file from being copied, and the save from nothing: it writes what the file would have held.
+/// What keeps a file from being copied, and the save from nothing: it writes what the file would
+/// have held.
 fn tolerable(error: Error) -> Result<Error> {
     match error {
-        Error::Storage { .. } | Error::Io { .. } | Error::Unsupported(_) | Error::CorruptData { .. } => Ok(error),
+        Error::Storage { .. }
+        | Error::Io { .. }
+        | Error::Unsupported(_)
+        | Error::CorruptData { .. } => Ok(error),
         fatal => Err(fatal),
     }
 }

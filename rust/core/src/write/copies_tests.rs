@@ -1,4 +1,5 @@
-//! What a store copies is the parent's file or nothing, and a name that a copy was refused under is never used.
+//! What a store copies is the parent's file or nothing, and a name that a copy was refused under is
+//! never used.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -19,7 +20,8 @@ const ONE: &str = "s3://bucket/1";
 const TWO: &str = "s3://bucket/2";
 const LENGTH: u64 = 1 << 16;
 
-/// What a store does to a copy: of which it is told what is copied, and how many were asked for before.
+/// What a store does to a copy: of which it is told what is copied, and how many were asked for
+/// before.
 type Copier = dyn Fn(&Memory, &Path, &Path, usize) -> Result<()> + Send + Sync;
 
 struct Memory {
@@ -53,7 +55,10 @@ impl Store {
     }
 
     fn connected(&self) -> Result<Arc<Self>> {
-        let left = (self.0.unreachable).fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        let left =
+            (self.0.unreachable).fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+                left.checked_sub(1)
+            });
         match left {
             Ok(_) => Err(Error::io(
                 "start threads for",
@@ -64,13 +69,20 @@ impl Store {
         }
     }
 
-    fn copying(&self, copier: impl Fn(&Memory, &Path, &Path, usize) -> Result<()> + Send + Sync + 'static) {
+    fn copying(
+        &self,
+        copier: impl Fn(&Memory, &Path, &Path, usize) -> Result<()> + Send + Sync + 'static,
+    ) {
         *self.0.copier.lock().unwrap() = Box::new(copier);
     }
 
     fn names(&self, dir: &str) -> Vec<PathBuf> {
         let files = self.0.files.lock().unwrap();
-        let mut names: Vec<_> = files.keys().filter(|path| path.starts_with(dir)).cloned().collect();
+        let mut names: Vec<_> = files
+            .keys()
+            .filter(|path| path.starts_with(dir))
+            .cloned()
+            .collect();
         names.sort();
         names
     }
@@ -112,17 +124,30 @@ impl Remote for Store {
 
 impl Connection for Store {
     fn look(&self, path: &Path, _: &Control) -> Result<Option<u64>> {
-        Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
+        Ok(self
+            .0
+            .files
+            .lock()
+            .unwrap()
+            .get(path)
+            .map(|bytes| bytes.len() as u64))
     }
 
     fn list(&self, _: &Path, _: &Control) -> Result<Option<store::Folder>> {
         Ok(None)
     }
 
-    fn start(&self, path: &Path, most: u64, _: bool, _: &Control) -> Result<Option<(Vec<u8>, u64)>> {
+    fn start(
+        &self,
+        path: &Path,
+        most: u64,
+        _: bool,
+        _: &Control,
+    ) -> Result<Option<(Vec<u8>, u64)>> {
         let files = self.0.files.lock().unwrap();
         let most = usize::try_from(most).unwrap();
-        Ok((files.get(path)).map(|bytes| (bytes[..most.min(bytes.len())].to_vec(), bytes.len() as u64)))
+        Ok((files.get(path))
+            .map(|bytes| (bytes[..most.min(bytes.len())].to_vec(), bytes.len() as u64)))
     }
 
     #[allow(unsafe_code)] // the trait has it so
@@ -133,7 +158,12 @@ impl Connection for Store {
 
 impl StoringConnection for Store {
     fn put(&self, path: &Path, body: &store::Body, _: Condition, _: &Control) -> Result<()> {
-        let before = self.0.files.lock().unwrap().insert(path.to_owned(), body.to_vec());
+        let before = self
+            .0
+            .files
+            .lock()
+            .unwrap()
+            .insert(path.to_owned(), body.to_vec());
         assert!(before.is_none(), "{} was there", path.display());
         let asked = self.0.asked.lock().unwrap();
         assert!(
@@ -158,7 +188,10 @@ impl StoringConnection for Store {
 
     fn check_copied(&self, from: &Path, size: u64) -> Result<()> {
         if size > *self.0.most.lock().unwrap() {
-            return Err(Error::Unsupported(format!("{} is too large", from.display())));
+            return Err(Error::Unsupported(format!(
+                "{} is too large",
+                from.display()
+            )));
         }
         Ok(())
     }
@@ -167,7 +200,11 @@ impl StoringConnection for Store {
         control.check()?;
         let before = {
             let mut asked = self.0.asked.lock().unwrap();
-            assert!(!asked.contains(&to.to_owned()), "{} is used twice", to.display());
+            assert!(
+                !asked.contains(&to.to_owned()),
+                "{} is used twice",
+                to.display()
+            );
             asked.push(to.to_owned());
             asked.len() - 1
         };
@@ -223,7 +260,8 @@ fn info(number: u64) -> SaveInfo {
 
 fn pieces(data: &[Vec<u8>], of: impl Fn(usize) -> bool) -> Vec<Piece<'_>> {
     let all = (0..).zip(data).filter(|(item, _)| of(*item as usize));
-    all.map(|(item, data)| Piece { item, at: 0, data }).collect()
+    all.map(|(item, data)| Piece { item, at: 0, data })
+        .collect()
 }
 
 /// A parent whose files hold one item each: rows of a local save, that is uploaded.
@@ -260,7 +298,10 @@ fn parent(store: &Store) -> Arc<Index> {
             &control,
         )
         .unwrap();
-        let (part, _) = save.finish_with(crate::format::Value::None, &control).unwrap().keep();
+        let (part, _) = save
+            .finish_with(crate::format::Value::None, &control)
+            .unwrap()
+            .keep();
         builder
             .merge(&Index::from_bytes(part, &dir.join(INDEX_NAME)).unwrap())
             .unwrap();
@@ -274,7 +315,8 @@ struct Done {
     problems: Vec<String>,
 }
 
-/// Saves beside the parent; what is stored is checked, with its index and with one that was recovered.
+/// Saves beside the parent; what is stored is checked, with its index and with one that was
+/// recovered.
 fn save(store: &Store, parent: Arc<Index>) -> Done {
     let control = Control::new();
     let data = bytes(2);
@@ -298,10 +340,14 @@ fn save(store: &Store, parent: Arc<Index>) -> Done {
     .unwrap();
     let reused = save.is_reused();
     let written = reused.iter().filter(|reused| !**reused).count();
-    save.write(&pieces(&data, |item| !reused[item]), &control).unwrap();
+    save.write(&pieces(&data, |item| !reused[item]), &control)
+        .unwrap();
     let requests = reused.len() - written + store_files(written);
     assert_eq!(save.requests(), requests as u64);
-    let (index, _) = save.finish_with(crate::format::Value::None, &control).unwrap().keep();
+    let (index, _) = save
+        .finish_with(crate::format::Value::None, &control)
+        .unwrap()
+        .keep();
     let folder = tempdir().unwrap();
     for path in store.names(TWO) {
         fs::write(
@@ -311,7 +357,8 @@ fn save(store: &Store, parent: Arc<Index>) -> Done {
         .unwrap();
     }
     check(&Index::from_bytes(index, &folder.path().join(INDEX_NAME)).unwrap());
-    let recovered = checkpoint::recover(folder.path(), None, &RecoverOptions::default(), &control).unwrap();
+    let recovered =
+        checkpoint::recover(folder.path(), None, &RecoverOptions::default(), &control).unwrap();
     check(&Index::from_bytes(recovered, &folder.path().join(INDEX_NAME)).unwrap());
     Done {
         reused,
@@ -353,13 +400,21 @@ fn what_is_refused_is_written_under_other_names() {
             let parent = parent(&store);
             store.copying(move |memory, from, to, _| {
                 // The token in its name says which one it is.
-                let which = |item: &u64| from.to_str().unwrap().contains(&format!("{:016x}", 1000 + item));
+                let which = |item: &u64| {
+                    from.to_str()
+                        .unwrap()
+                        .contains(&format!("{:016x}", 1000 + item))
+                };
                 let which = (0..4).find(which).unwrap();
                 if refuses >> which & 1 == 0 {
                     return copied(memory, from, to, 0);
                 }
                 if is_late {
-                    memory.files.lock().unwrap().insert(to.to_owned(), b"late".to_vec());
+                    memory
+                        .files
+                        .lock()
+                        .unwrap()
+                        .insert(to.to_owned(), b"late".to_vec());
                 }
                 Err(refused(from))
             });
@@ -400,7 +455,11 @@ fn nothing_is_copied_more_than_twice() {
     assert_eq!(done.reused, [false; 5]);
     assert_eq!(store.0.asked.lock().unwrap().len(), 4 + 3);
     assert_eq!(done.problems.len(), 3);
-    assert!(done.problems[2].contains("refused 2 times"), "{}", done.problems[2]);
+    assert!(
+        done.problems[2].contains("refused 2 times"),
+        "{}",
+        done.problems[2]
+    );
 }
 
 #[test]
@@ -461,7 +520,11 @@ fn a_copy_of_something_else_is_not_taken() {
         let done = save(&store, parent);
         assert_eq!(done.reused, [false; 5]);
         assert_eq!(done.problems.len(), 4);
-        assert!(done.problems[0].contains("the store's copy of"), "{}", done.problems[0]);
+        assert!(
+            done.problems[0].contains("the store's copy of"),
+            "{}",
+            done.problems[0]
+        );
     }
 }
 
@@ -477,7 +540,11 @@ fn nothing_is_left_of_what_is_stopped() {
         .unwrap();
     store.copying(|memory, from, to, before| {
         memory.copy(from, to);
-        if before == 2 { Err(Error::Interrupted) } else { Ok(()) }
+        if before == 2 {
+            Err(Error::Interrupted)
+        } else {
+            Ok(())
+        }
     });
     let to = Arc::new(store.clone());
     let options = WriteOptions::default();
@@ -496,7 +563,10 @@ fn nothing_is_left_of_what_is_stopped() {
     assert_eq!(store.names(TWO), Vec::<PathBuf>::new());
     // So it is with a save that is given up after it.
     store.copying(copied);
-    let again = SaveInfo { token: 3, ..info(2) };
+    let again = SaveInfo {
+        token: 3,
+        ..info(2)
+    };
     let to = Arc::new(store.clone());
     let (save, _) = Save::create_remote(
         to,

@@ -62,7 +62,8 @@ impl Save {
         self.sink.requests()
     }
 
-    /// The CRC-32 of every item, of a save that was created to find them out; of one that is not written yet it is of no use.
+    /// The CRC-32 of every item, of a save that was created to find them out; of one that is not
+    /// written yet it is of no use.
     #[must_use]
     pub fn crc32s(&self) -> Vec<u32> {
         let items = self.items.iter().enumerate();
@@ -71,14 +72,15 @@ impl Save {
             .collect()
     }
 
-    /// Writes parts of items, in parallel. The parts of one item come in order, over all calls, and each but its last
-    /// is a multiple of [`BLOCK_SIZE`] long. One call for many parts is much faster than many calls.
+    /// Writes parts of items, in parallel. The parts of one item come in order, over all calls, and
+    /// each but its last is a multiple of [`BLOCK_SIZE`] long. One call for many parts is much
+    /// faster than many calls.
     ///
     /// `control` counts the bytes, and can stop the call.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a part out of order or too long; [`Error::Io`], [`Error::Interrupted`]. After any error the
-    /// save takes no more, and is there to be dropped.
+    /// [`Error::Plan`] for a part out of order or too long; [`Error::Io`], [`Error::Interrupted`].
+    /// After any error the save takes no more, and is there to be dropped.
     pub fn write(&self, parts: &[Part<'_>], control: &Control) -> Result<()> {
         self.check_process()?;
         let mut progress = self.progress();
@@ -132,7 +134,10 @@ impl Save {
             };
             let length = part.data.len() as u64;
             let done = &mut written[number];
-            let end = part.at.checked_add(length).filter(|&end| end <= item.length);
+            let end = part
+                .at
+                .checked_add(length)
+                .filter(|&end| end <= item.length);
             let (Some(end), true) = (end, part.at == *done) else {
                 let reason = format!(
                     "{length} bytes at {}, where {} of {} bytes were written before",
@@ -180,10 +185,12 @@ impl Save {
         )
     }
 
-    /// Makes the files valid and durable, and returns the bytes of this rank's index, which no file holds yet.
+    /// Makes the files valid and durable, and returns the bytes of this rank's index, which no file
+    /// holds yet.
     ///
     /// # Errors
-    /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`], [`Error::Interrupted`]. The files are removed then.
+    /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`], [`Error::Interrupted`].
+    /// The files are removed then.
     pub fn finish(self, control: &Control) -> Result<Vec<u8>> {
         Ok(self.finish_with(Value::None, control)?.keep().0)
     }
@@ -206,13 +213,20 @@ impl Save {
             info: &self.info,
             items: self.items,
             layout: &self.layout,
-            frozen: &|item| self.reuse.as_ref().is_some_and(|reuse| reuse.is_frozen(item)),
+            frozen: &|item| {
+                self.reuse
+                    .as_ref()
+                    .is_some_and(|reuse| reuse.is_frozen(item))
+            },
             digests: &|item| self.digests.of_item(item),
             links: &self.links,
             parent: self.reuse.as_ref().and_then(|reuse| reuse.parent()),
         };
         // While the disk or the store is waited for.
-        let (durable, index) = parallel::both(|| self.sink.finish(control), || index::build(saved, nesting));
+        let (durable, index) = parallel::both(
+            || self.sink.finish(control),
+            || index::build(saved, nesting),
+        );
         durable.map_err(|error| clean_after(error, &*self.sink))?;
         Ok(Finished {
             index: index?,
@@ -228,8 +242,9 @@ pub struct Finished {
 }
 
 impl Finished {
-    /// The bytes of this rank's index, which no file holds yet, and the claim on the files, to be held until the save is committed or given up:
-    /// while it is, nobody takes them for those of a save that was killed.
+    /// The bytes of this rank's index, which no file holds yet, and the claim on the files, to be
+    /// held until the save is committed or given up: while it is, nobody takes them for those of a
+    /// save that was killed.
     pub fn keep(self) -> (Vec<u8>, Option<FileLock>) {
         (self.index, self.sink.keep())
     }

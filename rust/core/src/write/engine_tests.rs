@@ -9,8 +9,8 @@ use tempfile::tempdir;
 
 use super::super::WriteIo;
 use super::super::testing::{
-    INFO, Recorder, assert_saved, content, contents, create, create_on, names_in, odd_names, parts, rows, save, saves,
-    value, whole,
+    INFO, Recorder, assert_saved, content, contents, create, create_on, names_in, odd_names, parts,
+    rows, save, saves, value, whole,
 };
 use super::*;
 use crate::format::{INDEX_NAME, Index};
@@ -95,7 +95,10 @@ fn uneven_items_in_all_ways() {
     for io in [WriteIo::Direct, WriteIo::Buffered, WriteIo::Auto] {
         for threads in [1, 5] {
             let dir = tempdir().unwrap();
-            let options = WriteOptions { threads, ..options(io) };
+            let options = WriteOptions {
+                threads,
+                ..options(io)
+            };
             assert_saved(&save(dir.path(), &items, INFO, &options), &items);
 
             let dir = tempdir().unwrap();
@@ -124,7 +127,8 @@ fn memory_that_is_aligned_is_written_from_where_it_is_if_nothing_is_hashed() {
         };
         let values = vec![("w".into(), Place { file: 0, offset: 0 }, 3 * MIB + 5)];
         let (control, options) = (Control::new(), options(WriteIo::Direct));
-        let save = Save::create_files(dir.path(), vec![file], values, sums, &options, &control).unwrap();
+        let save =
+            Save::create_files(dir.path(), vec![file], values, sums, &options, &control).unwrap();
         let part = Part {
             item: 0,
             at: 0,
@@ -184,9 +188,20 @@ fn more_files_than_are_held_open() {
 #[test]
 fn odd_names_and_nothing_at_all() {
     let dir = tempdir().unwrap();
-    let items: Vec<_> = odd_names().iter().map(|name| whole(name, "float32", &[2])).collect();
-    assert_saved(&save(dir.path(), &items, INFO, &WriteOptions::default()), &items);
-    let index = save(&dir.path().join("new/folder"), &[], INFO, &WriteOptions::default());
+    let items: Vec<_> = odd_names()
+        .iter()
+        .map(|name| whole(name, "float32", &[2]))
+        .collect();
+    assert_saved(
+        &save(dir.path(), &items, INFO, &WriteOptions::default()),
+        &items,
+    );
+    let index = save(
+        &dir.path().join("new/folder"),
+        &[],
+        INFO,
+        &WriteOptions::default(),
+    );
     assert_eq!(
         (index.file_count(), index.tensor_count(), index.generation()),
         (1, 0, 7)
@@ -196,12 +211,22 @@ fn odd_names_and_nothing_at_all() {
 
 #[test]
 fn many_small_items_take_few_writes() {
-    let items: Vec<_> = (0..2000).map(|i| whole(&format!("t{i}"), "uint8", &[4096])).collect();
+    let items: Vec<_> = (0..2000)
+        .map(|i| whole(&format!("t{i}"), "uint8", &[4096]))
+        .collect();
     let dir = tempdir().unwrap();
     let recorder = Arc::new(Recorder::default());
     let disk = Disk::hooked(recorder.clone());
-    let save = create_on(&disk, dir.path(), items.clone(), INFO, &WriteOptions::default()).unwrap();
-    save.write(&parts(&contents(&items)), &Control::new()).unwrap();
+    let save = create_on(
+        &disk,
+        dir.path(),
+        items.clone(),
+        INFO,
+        &WriteOptions::default(),
+    )
+    .unwrap();
+    save.write(&parts(&contents(&items)), &Control::new())
+        .unwrap();
     assert_saved(&finish(save, dir.path()), &items);
     let calls = recorder.calls.lock().unwrap().len();
     assert!(calls < 32, "{calls} calls");
@@ -215,10 +240,11 @@ fn recorded(recorder: Recorder, dir: &Path, io: WriteIo) -> (Arc<Recorder>, Resu
         ..options(io)
     };
     let hook: Arc<dyn Hook> = recorder.clone();
-    let result = create_on(&Disk::hooked(hook), dir, items.clone(), INFO, &options).and_then(|save| {
-        write_by_blocks(&save, &contents(&items))?;
-        save.finish(&Control::new())
-    });
+    let result =
+        create_on(&Disk::hooked(hook), dir, items.clone(), INFO, &options).and_then(|save| {
+            write_by_blocks(&save, &contents(&items))?;
+            save.finish(&Control::new())
+        });
     (recorder, result)
 }
 
@@ -227,10 +253,22 @@ fn headers_follow_the_payload_to_the_disk() {
     let dir = tempdir().unwrap();
     let (recorder, result) = recorded(Recorder::default(), dir.path(), WriteIo::Direct);
     result.unwrap();
-    let mut calls: Vec<_> = recorder.calls.lock().unwrap().iter().map(|(call, _)| *call).collect();
+    let mut calls: Vec<_> = recorder
+        .calls
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|(call, _)| *call)
+        .collect();
     // Where there is direct I/O it is asked for, once.
-    let opened = calls.iter().filter(|call| **call == Call::OpenDirect).count();
-    assert_eq!(opened, usize::from(cfg!(all(target_os = "linux", not(posix_only)))));
+    let opened = calls
+        .iter()
+        .filter(|call| **call == Call::OpenDirect)
+        .count();
+    assert_eq!(
+        opened,
+        usize::from(cfg!(all(target_os = "linux", not(posix_only))))
+    );
     calls.retain(|call| *call != Call::OpenDirect);
     assert_eq!(calls[..2], [Call::Create, Call::Allocate]);
     let is_payload = |call: &Call| matches!(call, Call::Write { offset, .. } if *offset > 0);
@@ -293,7 +331,11 @@ fn every_failing_call_is_reported_and_leaves_no_file() {
                     panic!("{error}")
                 };
                 assert_eq!(source.raw_os_error(), Some(errno), "{call:?}");
-                assert_eq!(path.file_name().unwrap().to_str().unwrap(), name, "{call:?}");
+                assert_eq!(
+                    path.file_name().unwrap().to_str().unwrap(),
+                    name,
+                    "{call:?}"
+                );
                 assert_eq!(names_in(dir.path()), Vec::<String>::new(), "{call:?}");
                 at += 1;
             }
@@ -444,13 +486,20 @@ fn a_limit_on_file_sizes_is_an_error() {
     let dir = tempdir().unwrap();
     let name = "write::engine::tests::a_limit_on_file_sizes_is_an_error";
     let child = Command::new("sh")
-        .args(["-c", "trap '' XFSZ; ulimit -f 1024; exec \"$0\" --exact \"$1\""])
+        .args([
+            "-c",
+            "trap '' XFSZ; ulimit -f 1024; exec \"$0\" --exact \"$1\"",
+        ])
         .arg(env::current_exe().unwrap())
         .arg(name)
         .env(CHILD, dir.path())
         .output()
         .unwrap();
-    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
+    assert!(
+        child.status.success(),
+        "{}",
+        String::from_utf8_lossy(&child.stdout)
+    );
 }
 
 #[test]
@@ -464,7 +513,9 @@ fn a_save_can_be_stopped_while_it_is_synced() {
 
     impl Hook for Stopping {
         fn before(&self, call: Call, _: &Path) -> std::io::Result<usize> {
-            if call == Call::Sync && self.syncs.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == self.at {
+            if call == Call::Sync
+                && self.syncs.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == self.at
+            {
                 self.control.cancel();
             }
             Ok(usize::MAX)
@@ -489,7 +540,8 @@ fn a_save_can_be_stopped_while_it_is_synced() {
         });
         let disk = Disk::hooked(hook.clone());
         let save = create_on(&disk, dir.path(), items.clone(), INFO, &options).unwrap();
-        save.write(&parts(&contents(&items)), &Control::new()).unwrap();
+        save.write(&parts(&contents(&items)), &Control::new())
+            .unwrap();
         let stopped = save.finish(&control);
         assert!(matches!(stopped, Err(Error::Interrupted)), "{at}");
         let syncs = hook.syncs.load(std::sync::atomic::Ordering::SeqCst);
@@ -501,7 +553,9 @@ fn a_save_can_be_stopped_while_it_is_synced() {
 #[test]
 fn files_of_a_foreign_layout_have_their_checksums() {
     let dir = tempdir().unwrap();
-    let data: Vec<u8> = (0..4 * MIB + 99).map(|i| (i * 31 % 251).to_le_bytes()[0]).collect();
+    let data: Vec<u8> = (0..4 * MIB + 99)
+        .map(|i| (i * 31 % 251).to_le_bytes()[0])
+        .collect();
     let lengths = [3 * MIB + 5, 0, 17, MIB];
     for (sums, name) in [(Sums::Crc32, "a"), (Sums::None, "b")] {
         let mut values = Vec::new();
@@ -517,14 +571,23 @@ fn files_of_a_foreign_layout_have_their_checksums() {
             items: vec![],
         }];
         let control = Control::default();
-        let save = Save::create_files(dir.path(), files, values, sums, &options(WriteIo::Auto), &control).unwrap();
+        let save = Save::create_files(
+            dir.path(),
+            files,
+            values,
+            sums,
+            &options(WriteIo::Auto),
+            &control,
+        )
+        .unwrap();
         // The first comes in two calls.
         let part = |item, at: u64, length: u64| Part {
             item,
             at,
             data: &data[to_usize(at)..to_usize(at + length)],
         };
-        save.write(&[part(0, 0, 2 * MIB), part(2, 0, 17)], &control).unwrap();
+        save.write(&[part(0, 0, 2 * MIB), part(2, 0, 17)], &control)
+            .unwrap();
         save.write(&[part(0, 2 * MIB, MIB + 5), part(3, 0, MIB)], &control)
             .unwrap();
         if sums == Sums::Crc32 {

@@ -9,7 +9,8 @@ use crate::store::disk::Disk;
 use crate::store::{FileLock, FolderLock, Mode};
 use crate::{Control, Error, Result};
 
-/// Files that stay open for the length of a save. Those beyond are opened by whoever writes to them.
+/// Files that stay open for the length of a save. Those beyond are opened by whoever writes to
+/// them.
 const MAX_HELD: usize = 64;
 
 /// The ways to write to one file.
@@ -24,13 +25,15 @@ struct DataFile {
     held: Option<Arc<Handles>>,
 }
 
-/// The data files that a save created and linked. Dropped without [`keep`](Self::keep), it removes them.
+/// The data files that a save created and linked. Dropped without [`keep`](Self::keep), it removes
+/// them.
 pub(super) struct DataFiles {
     disk: Disk,
     direct: bool,
     files: Vec<DataFile>,
     links: Vec<PathBuf>,
-    /// On the first file: whoever removes what killed saves left takes all of them for those of a save that goes on.
+    /// On the first file: whoever removes what killed saves left takes all of them for those of a
+    /// save that goes on.
     claim: Option<FileLock>,
     /// The process that created them: a forked child that lets go of its copy removes nothing.
     owner: u32,
@@ -49,8 +52,14 @@ impl DataFiles {
         }
     }
 
-    /// Links a file of the length `size`, of which somebody holds the folder's lock: nothing claims it yet. `Err` within: why not.
-    pub(super) fn link(&mut self, from: &Path, to: &Path, size: u64) -> Result<std::result::Result<(), Error>> {
+    /// Links a file of the length `size`, of which somebody holds the folder's lock: nothing claims
+    /// it yet. `Err` within: why not.
+    pub(super) fn link(
+        &mut self,
+        from: &Path,
+        to: &Path,
+        size: u64,
+    ) -> Result<std::result::Result<(), Error>> {
         if let Err(error) = self.disk.link(from, to)? {
             return Ok(Err(Error::io("link", from, error)));
         }
@@ -71,10 +80,13 @@ impl DataFiles {
 
     /// Puts the bytes of linked files on stable storage: whoever wrote them may not have.
     pub(super) fn sync_links(&self, control: &Control) -> Result<()> {
-        self.links.iter().try_for_each(|path| self.disk.sync_at(path, control))
+        self.links
+            .iter()
+            .try_for_each(|path| self.disk.sync_at(path, control))
     }
 
-    /// Creates the files and gives them their lengths; with `claimed`, claims them. If that fails, none is left once this is dropped.
+    /// Creates the files and gives them their lengths; with `claimed`, claims them. If that fails,
+    /// none is left once this is dropped.
     pub(super) fn create(
         mut self,
         dir: &Path,
@@ -86,10 +98,15 @@ impl DataFiles {
         self.direct = direct;
         self.files.reserve(plans.len());
         let files = &mut self;
-        // Nobody removes the first file between its creation and the claim. The lock's own file is made here and not when it is needed to
-        // clean up: the disk may be full then.
+        // Nobody removes the first file between its creation and the claim. The lock's own file is
+        // made here and not when it is needed to clean up: the disk may be full then.
         let mut lock = if claimed && !plans.is_empty() {
-            Some(FolderLock::take_on(&files.disk, dir, Mode::Shared, control)?)
+            Some(FolderLock::take_on(
+                &files.disk,
+                dir,
+                Mode::Shared,
+                control,
+            )?)
         } else {
             None
         };
@@ -133,7 +150,8 @@ impl DataFiles {
         }))
     }
 
-    /// Whether the handles of a file go away when their user lets go of them, and errors of the page cache with them.
+    /// Whether the handles of a file go away when their user lets go of them, and errors of the
+    /// page cache with them.
     pub(super) fn is_transient(&self, file: u32) -> bool {
         self.files[file as usize].held.is_none()
     }
@@ -162,7 +180,11 @@ impl DataFiles {
 impl Drop for DataFiles {
     fn drop(&mut self) {
         if self.is_own() {
-            for path in self.links.iter().chain(self.files.iter().map(|file| &file.path)) {
+            for path in self
+                .links
+                .iter()
+                .chain(self.files.iter().map(|file| &file.path))
+            {
                 // What led here is the error worth reporting, and no index names these files.
                 let _ = self.disk.remove(path);
             }

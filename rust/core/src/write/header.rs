@@ -7,7 +7,8 @@ use super::item::{SaveInfo, SaveItem};
 use crate::Dtype;
 use crate::format::{Kind, PAYLOAD_ALIGNMENT, Value, to_header_name, uuid};
 
-/// The most bytes that the parts take which every header has: the length before the JSON, brackets, fixed keys, numbers.
+/// The most bytes that the parts take which every header has: the length before the JSON, brackets,
+/// fixed keys, numbers.
 pub(super) const FIXED_BOUND: u64 = 512;
 
 /// Digits of the largest offset, twice, and the punctuation of an entry.
@@ -45,7 +46,10 @@ impl ItemText {
         self.plain.clear();
         self.plain.extend(&self.entry[..name_len]);
         self.plain.extend(b":{\"saved_offsets\":");
-        push_list(&mut self.plain, item.offsets.iter().copied().chain(extra.map(|_| 0)));
+        push_list(
+            &mut self.plain,
+            item.offsets.iter().copied().chain(extra.map(|_| 0)),
+        );
         self.plain.push(b'}');
         push_escaped(&mut self.sharding, &self.plain);
 
@@ -59,7 +63,8 @@ impl ItemText {
     /// The most bytes that the item adds.
     pub(super) fn bound(&self) -> u64 {
         let separators = 3;
-        (self.entry.len() + OFFSETS_BOUND + self.sharding.len() + self.about.len() + separators) as u64
+        (self.entry.len() + OFFSETS_BOUND + self.sharding.len() + self.about.len() + separators)
+            as u64
     }
 }
 
@@ -81,8 +86,9 @@ impl FileText {
         push_member(&mut self.about, &item.about);
     }
 
-    /// The header: length, JSON, padding. `linked` is what there is to say of links, or nothing. `spans` are the items' places in the payload, as (position in this file's
-    /// items, first byte, byte after the last), in the order they shall stand in.
+    /// The header: length, JSON, padding. `linked` is what there is to say of links, or nothing.
+    /// `spans` are the items' places in the payload, as (position in this file's items, first byte,
+    /// byte after the last), in the order they shall stand in.
     pub(super) fn header(
         &self,
         info: &SaveInfo,
@@ -134,11 +140,14 @@ impl FileText {
     }
 }
 
-/// The type in the header, and the size of the dimension that is appended to the shape (section 2.1).
+/// The type in the header, and the size of the dimension that is appended to the shape (section
+/// 2.1).
 pub(super) fn in_header(item: &SaveItem) -> (&'static str, Option<u64>) {
     match item.dtype {
         None => ("U8", Some(item.length)),
-        Some(dtype) if dtype.is_native_to_safetensors() || dtype.size() == 1 => (dtype.header_name(), None),
+        Some(dtype) if dtype.is_native_to_safetensors() || dtype.size() == 1 => {
+            (dtype.header_name(), None)
+        }
         Some(dtype) => (dtype.header_name(), Some(dtype.size())),
     }
 }
@@ -157,7 +166,12 @@ fn push_about(out: &mut Vec<u8>, item: &SaveItem) {
     match item.dtype {
         None => out.extend(b":{\"kind\":\"bytes\""),
         Some(dtype) => {
-            write!(out, ":{{\"kind\":\"tensor\",\"dtype\":\"{}\",\"shape\":", dtype.name()).expect("a Vec takes all");
+            write!(
+                out,
+                ":{{\"kind\":\"tensor\",\"dtype\":\"{}\",\"shape\":",
+                dtype.name()
+            )
+            .expect("a Vec takes all");
             push_list(out, item.shape.iter().copied());
             write!(out, ",\"flags\":{}", item.flags).expect("a Vec takes all");
         }
@@ -220,7 +234,8 @@ fn push_list(out: &mut Vec<u8>, numbers: impl Iterator<Item = u64>) {
     out.push(b']');
 }
 
-/// JSON as the inside of a JSON string. There are no control characters in JSON that was written without line breaks.
+/// JSON as the inside of a JSON string. There are no control characters in JSON that was written
+/// without line breaks.
 fn push_escaped(out: &mut Vec<u8>, json: &[u8]) {
     let mut rest = json;
     while let Some(at) = rest.iter().position(|&byte| is_escaped(byte)) {

@@ -5,7 +5,9 @@ use super::layout::Layout;
 use super::links::Link;
 use crate::Result;
 use crate::copy::Signs;
-use crate::format::{ChunkEntry, FileEntry, Index, IndexBuilder, SourceKind, TensorEntry, Value, block_digest};
+use crate::format::{
+    ChunkEntry, FileEntry, Index, IndexBuilder, SourceKind, TensorEntry, Value, block_digest,
+};
 
 /// What the parts of an index are made from.
 pub(super) struct Saved<'a> {
@@ -47,7 +49,12 @@ pub(super) fn build(saved: Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
             reused[item] = Some((file, chunk));
         }
     }
-    for (number, (item, place)) in saved.items.into_iter().zip(&saved.layout.places).enumerate() {
+    for (number, (item, place)) in saved
+        .items
+        .into_iter()
+        .zip(&saved.layout.places)
+        .enumerate()
+    {
         let tensor = builder.add_tensor(TensorEntry {
             name: item.name,
             kind: item.kind,

@@ -59,7 +59,9 @@ impl SaveItem {
         let Some(dtype) = self.dtype.filter(|_| self.kind == Kind::Tensor) else {
             return match (self.kind, self.dtype, dims, self.flags) {
                 (Kind::Bytes, None, [0, 0, 0], 0) => Ok(()),
-                (Kind::Bytes, ..) => Err(self.refuse("a non-tensor value has no dtype, shape or flags")),
+                (Kind::Bytes, ..) => {
+                    Err(self.refuse("a non-tensor value has no dtype, shape or flags"))
+                }
                 (Kind::Tensor, ..) => Err(self.refuse("a tensor needs a dtype")),
             };
         };
@@ -81,7 +83,8 @@ impl SaveItem {
                 )));
             }
         }
-        // In bits and in this order, even where a size is 0: safetensors multiplies so, and refuses what overflows.
+        // In bits and in this order, even where a size is 0: safetensors multiplies so, and refuses
+        // what overflows.
         let bits = self
             .sizes
             .iter()
@@ -89,9 +92,11 @@ impl SaveItem {
             .and_then(|n| n.checked_mul(8 * dtype.size()));
         match bits {
             None => Err(self.refuse(format!("sizes {:?} overflow", self.sizes.as_slice()))),
-            Some(bits) if bits / 8 != self.length => {
-                Err(self.refuse(format!("{} bytes given, {} expected", self.length, bits / 8)))
-            }
+            Some(bits) if bits / 8 != self.length => Err(self.refuse(format!(
+                "{} bytes given, {} expected",
+                self.length,
+                bits / 8
+            ))),
             Some(_) => Ok(()),
         }
     }

@@ -25,7 +25,11 @@ impl Span<'_> {
     /// The part of its data that goes to these bytes of its file.
     pub(super) fn within(&self, bytes: &Range<u64>) -> Range<usize> {
         let begin = bytes.start.saturating_sub(self.offset);
-        let end = bytes.end.min(self.end()).saturating_sub(self.offset).max(begin);
+        let end = bytes
+            .end
+            .min(self.end())
+            .saturating_sub(self.offset)
+            .max(begin);
         to_usize(begin)..to_usize(end)
     }
 }
@@ -41,8 +45,9 @@ pub(super) struct Job {
     pub spans: Range<usize>,
 }
 
-/// Cuts spans, sorted by file and offset and none empty, into jobs of at most `job_bytes` (a multiple of `alignment`).
-/// A job ends at a multiple of `alignment` in its file, except where the spans do.
+/// Cuts spans, sorted by file and offset and none empty, into jobs of at most `job_bytes` (a
+/// multiple of `alignment`). A job ends at a multiple of `alignment` in its file, except where the
+/// spans do.
 pub(super) fn cut(spans: &[Span], job_bytes: u64, alignment: u64) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     for (number, span) in spans.iter().enumerate() {

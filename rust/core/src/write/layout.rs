@@ -39,22 +39,27 @@ pub struct Place {
 /// Where everything goes.
 #[derive(Clone, Debug)]
 pub struct Layout {
-    /// The files; at least one, so that every rank leaves a trace of its part (recovery counts on it).
+    /// The files; at least one, so that every rank leaves a trace of its part (recovery counts on
+    /// it).
     pub files: Vec<FilePlan>,
     /// A place for each item.
     pub places: Vec<Place>,
 }
 
-/// What the files of a save are laid out beside, and by: files of another save that are linked, and when items come.
+/// What the files of a save are laid out beside, and by: files of another save that are linked, and
+/// when items come.
 #[derive(Debug, Default)]
 pub(super) struct Beside {
     /// For each item, whether a linked file holds it; none where there are no links.
     pub reused: Vec<bool>,
-    /// For each item, whether it is likely to stay as it is: such items share no file with others. None: no item is.
+    /// For each item, whether it is likely to stay as it is: such items share no file with others.
+    /// None: no item is.
     pub stays: Vec<bool>,
-    /// For each item, in which turn it is written: what comes together lies together, as far as alignment lets it. None: in one.
+    /// For each item, in which turn it is written: what comes together lies together, as far as
+    /// alignment lets it. None: in one.
     pub turns: Vec<u32>,
-    /// How many linked files there are. They have the numbers after that of the first file that is written.
+    /// How many linked files there are. They have the numbers after that of the first file that is
+    /// written.
     pub links: u32,
     /// What the header of that file says of them, as JSON.
     pub note: Vec<u8>,
@@ -71,7 +76,8 @@ impl Beside {
 /// Lays out what one rank saves, beside links, with headers of so many bytes at most.
 ///
 /// # Errors
-/// [`Error::TensorPlan`] names the item that contradicts itself or another one, or that no file can hold.
+/// [`Error::TensorPlan`] names the item that contradicts itself or another one, or that no file can
+/// hold.
 pub(super) fn plan_files_within(
     items: &[SaveItem],
     info: &SaveInfo,
@@ -92,7 +98,12 @@ pub(super) fn plan_files_within(
         let mut order: Vec<usize> = (0..draft.items.len()).collect();
         let length = |position: usize| items[draft.items[position] as usize].length;
         let turn = |position: usize| beside.turns.get(draft.items[position] as usize);
-        order.sort_by_cached_key(|&position| (std::cmp::Reverse(alignment(length(position))), turn(position)));
+        order.sort_by_cached_key(|&position| {
+            (
+                std::cmp::Reverse(alignment(length(position))),
+                turn(position),
+            )
+        });
 
         let mut spans = Vec::with_capacity(order.len());
         let mut end = 0_u64;
@@ -101,10 +112,14 @@ pub(super) fn plan_files_within(
             end = begin
                 .checked_add(length(position))
                 .filter(|&end| end <= MAX_FILE_SIZE - header_limit)
-                .ok_or_else(|| Error::Plan(format!("file {file} would exceed {MAX_FILE_SIZE} bytes")))?;
+                .ok_or_else(|| {
+                    Error::Plan(format!("file {file} would exceed {MAX_FILE_SIZE} bytes"))
+                })?;
             spans.push((position, begin, end));
         }
-        let header = draft.text.header(info, number, files, note, spans.iter().copied());
+        let header = draft
+            .text
+            .header(info, number, files, note, spans.iter().copied());
         let data_start = header.len() as u64;
         debug_assert!(data_start <= header_limit);
         for &(position, begin, _) in &spans {
@@ -123,7 +138,10 @@ pub(super) fn plan_files_within(
             name: name.to_string(),
             header,
             size: data_start + end,
-            items: spans.iter().map(|&(position, ..)| draft.items[position]).collect(),
+            items: spans
+                .iter()
+                .map(|&(position, ..)| draft.items[position])
+                .collect(),
         });
     }
     Ok(layout)
@@ -149,7 +167,8 @@ struct Seen<'a> {
 
 fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<Draft>> {
     let room = (header_limit - header_limit % PAYLOAD_ALIGNMENT).saturating_sub(FIXED_BOUND);
-    let count = u32::try_from(items.len()).map_err(|_| Error::Plan("more than 4 billion items".into()))?;
+    let count =
+        u32::try_from(items.len()).map_err(|_| Error::Plan("more than 4 billion items".into()))?;
     let mut drafts = vec![Draft {
         text_bound: escaped_len(&beside.note) as u64,
         ..Draft::default()
@@ -162,7 +181,9 @@ fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<
         text.set(item);
         let bound = text.bound();
         if bound > room {
-            return Err(item.refuse(format!("takes {bound} bytes of a file's header, of at most {room}")));
+            return Err(item.refuse(format!(
+                "takes {bound} bytes of a file's header, of at most {room}"
+            )));
         }
         let seen = match seen.entry(&item.name) {
             Entry::Occupied(entry) => {
@@ -186,7 +207,8 @@ fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<
                 continue;
             }
             let bytes = draft.bytes.saturating_add(item.length);
-            let has_room = draft.items.is_empty() || beside.most_bytes.is_none_or(|most| bytes <= most);
+            let has_room =
+                draft.items.is_empty() || beside.most_bytes.is_none_or(|most| bytes <= most);
             if !draft.full && has_room && draft.text_bound + bound <= room {
                 draft.stays = Some(item_stays);
                 draft.items.push(id);

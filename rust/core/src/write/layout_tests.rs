@@ -15,7 +15,11 @@ use crate::geometry::Dims;
 
 /// The files as they would be written.
 fn files(layout: &Layout, items: &[SaveItem]) -> Vec<Vec<u8>> {
-    let mut files: Vec<_> = layout.files.iter().map(|file| file.header.clone()).collect();
+    let mut files: Vec<_> = layout
+        .files
+        .iter()
+        .map(|file| file.header.clone())
+        .collect();
     for (bytes, plan) in files.iter_mut().zip(&layout.files) {
         for &item in &plan.items {
             assert_eq!(layout.places[item as usize].offset, bytes.len() as u64);
@@ -27,7 +31,12 @@ fn files(layout: &Layout, items: &[SaveItem]) -> Vec<Vec<u8>> {
 }
 
 fn metadata(file: &[u8]) -> HashMap<String, String> {
-    SafeTensors::read_metadata(file).unwrap().1.metadata().clone().unwrap()
+    SafeTensors::read_metadata(file)
+        .unwrap()
+        .1
+        .metadata()
+        .clone()
+        .unwrap()
 }
 
 /// Everything that section 2 of the format says.
@@ -42,10 +51,14 @@ fn assert_well_formed(items: &[SaveItem], layout: &Layout, limit: u64) {
 
         let metadata = metadata(&bytes);
         assert_eq!(
-            (metadata["format"].as_str(), metadata["DCP_VERSION"].as_str()),
+            (
+                metadata["format"].as_str(),
+                metadata["DCP_VERSION"].as_str()
+            ),
             ("pt", "1.0")
         );
-        let sharding: HashMap<String, Json> = serde_json::from_str(&metadata["DCP_SHARDING_INFO"]).unwrap();
+        let sharding: HashMap<String, Json> =
+            serde_json::from_str(&metadata["DCP_SHARDING_INFO"]).unwrap();
         assert_eq!(sharding.len(), plan.items.len());
         let about: Json = serde_json::from_str(&metadata["DCPRS"]).unwrap();
         assert_eq!(about["file"], number);
@@ -75,14 +88,25 @@ fn assert_well_formed(items: &[SaveItem], layout: &Layout, limit: u64) {
             let (dtype, extra) = in_header(item);
             assert_eq!(view.dtype().to_string(), dtype);
             let shape: Vec<_> = item.sizes.iter().copied().chain(extra).collect();
-            assert_eq!(view.shape().iter().map(|&n| n as u64).collect::<Vec<_>>(), shape);
-            let offsets: Vec<_> = item.offsets.iter().copied().chain(extra.map(|_| 0)).collect();
+            assert_eq!(
+                view.shape().iter().map(|&n| n as u64).collect::<Vec<_>>(),
+                shape
+            );
+            let offsets: Vec<_> = item
+                .offsets
+                .iter()
+                .copied()
+                .chain(extra.map(|_| 0))
+                .collect();
             assert_eq!(sharding[&name], json!({"saved_offsets": offsets}));
 
             match about["tensors"].get(&name) {
                 None => {
                     assert!(item.dtype.is_some_and(Dtype::is_native_to_safetensors));
-                    assert_eq!((item.flags, &item.path, &item.sizes), (0, &None, &item.shape));
+                    assert_eq!(
+                        (item.flags, &item.path, &item.sizes),
+                        (0, &None, &item.shape)
+                    );
                 }
                 Some(entry) => {
                     let path = item.path.as_ref().map(|path| match path {
@@ -130,7 +154,11 @@ fn every_dtype_and_its_edge_shapes() {
     let mut items = Vec::new();
     for dtype in Dtype::all() {
         for shape in [&[][..], &[0], &[3, 0, 2], &[1], &[2, 3], &[4096]] {
-            items.push(whole(&format!("{}.{shape:?}", dtype.name()), dtype.name(), shape));
+            items.push(whole(
+                &format!("{}.{shape:?}", dtype.name()),
+                dtype.name(),
+                shape,
+            ));
         }
     }
     let layout = plan_files(&items, &INFO).unwrap();
@@ -140,7 +168,10 @@ fn every_dtype_and_its_edge_shapes() {
 
 #[test]
 fn odd_names_are_kept() {
-    let items: Vec<_> = odd_names().iter().map(|name| whole(name, "float32", &[2])).collect();
+    let items: Vec<_> = odd_names()
+        .iter()
+        .map(|name| whole(name, "float32", &[2]))
+        .collect();
     assert_well_formed(&items, &plan_files(&items, &INFO).unwrap(), HEADER_LIMIT);
 }
 
@@ -148,7 +179,10 @@ fn odd_names_are_kept() {
 fn nothing_to_save_is_still_a_file() {
     let layout = plan_files(&[], &INFO).unwrap();
     assert_eq!(layout.files.len(), 1);
-    assert_eq!((layout.files[0].size, layout.files[0].header.len()), (4096, 4096));
+    assert_eq!(
+        (layout.files[0].size, layout.files[0].header.len()),
+        (4096, 4096)
+    );
     assert_eq!(
         layout.files[0].name,
         "g00000007-0000000000000abc-r00003-f00000.safetensors"
@@ -198,8 +232,19 @@ fn a_full_header_starts_the_next_file() {
         .map(|i| whole(&format!("layers.{i}.weight"), "bfloat16", &[i + 1]))
         .collect();
     let layout = plan_files_within(&items, &INFO, &Beside::default(), 8192).unwrap();
-    assert!((4..12).contains(&layout.files.len()), "{} files", layout.files.len());
-    assert!(layout.files.iter().rev().skip(1).all(|file| file.header.len() == 8192));
+    assert!(
+        (4..12).contains(&layout.files.len()),
+        "{} files",
+        layout.files.len()
+    );
+    assert!(
+        layout
+            .files
+            .iter()
+            .rev()
+            .skip(1)
+            .all(|file| file.header.len() == 8192)
+    );
     assert_well_formed(&items, &layout, 8192);
     let error = plan_files_within(
         &[whole(&"n".repeat(3000), "int8", &[1])],
@@ -231,8 +276,10 @@ fn large_and_aligned_comes_first() {
 #[test]
 fn a_whole_plain_tensor_costs_no_second_entry() {
     let layout = plan_files(&[whole("w", "bfloat16", &[2, 2])], &INFO).unwrap();
-    let about: Json =
-        serde_json::from_str(&metadata(&files(&layout, &[whole("w", "bfloat16", &[2, 2])])[0])["DCPRS"]).unwrap();
+    let about: Json = serde_json::from_str(
+        &metadata(&files(&layout, &[whole("w", "bfloat16", &[2, 2])])[0])["DCPRS"],
+    )
+    .unwrap();
     assert_eq!(about["tensors"], json!({}));
 }
 
@@ -293,33 +340,65 @@ fn what_cannot_be_saved_is_refused_by_name() {
     }
     let huge = SaveItem {
         length: 0,
-        ..rows("bad.w", "int32", &[1 << 40, 1 << 40, 0], &[0; 3], &[0, 0, 0])
+        ..rows(
+            "bad.w",
+            "int32",
+            &[1 << 40, 1 << 40, 0],
+            &[0; 3],
+            &[0, 0, 0],
+        )
     };
     let huge = SaveItem {
         sizes: huge.shape.clone(),
         ..huge
     };
-    assert!(plan_files(&[huge], &INFO).unwrap_err().to_string().contains("overflow"));
-    let giants: Vec<_> = (0..3).map(|i| whole(&format!("g{i}"), "uint8", &[1 << 60])).collect();
+    assert!(
+        plan_files(&[huge], &INFO)
+            .unwrap_err()
+            .to_string()
+            .contains("overflow")
+    );
+    let giants: Vec<_> = (0..3)
+        .map(|i| whole(&format!("g{i}"), "uint8", &[1 << 60]))
+        .collect();
     assert!(plan_files(&giants, &INFO).is_ok());
-    let giants: Vec<_> = (0..8).map(|i| whole(&format!("g{i}"), "uint8", &[1 << 60])).collect();
-    assert!(plan_files(&giants, &INFO).unwrap_err().to_string().contains("exceed"));
+    let giants: Vec<_> = (0..8)
+        .map(|i| whole(&format!("g{i}"), "uint8", &[1 << 60]))
+        .collect();
+    assert!(
+        plan_files(&giants, &INFO)
+            .unwrap_err()
+            .to_string()
+            .contains("exceed")
+    );
     for pair in [
         [whole("w", "int8", &[2]), whole("w", "int16", &[2])],
         [whole("w", "int8", &[2]), whole("w", "int8", &[3])],
         [value("w", 1), value("w", 1)],
         [whole("w", "int8", &[2]), value("w", 1)],
     ] {
-        assert!(plan_files(&pair, &INFO).unwrap_err().to_string().contains("\"w\""));
+        assert!(
+            plan_files(&pair, &INFO)
+                .unwrap_err()
+                .to_string()
+                .contains("\"w\"")
+        );
     }
 }
 
 #[test]
 fn names_of_files_differ() {
-    let items: Vec<_> = (0..4).map(|i| rows("w", "int8", &[4], &[i], &[1])).collect();
+    let items: Vec<_> = (0..4)
+        .map(|i| rows("w", "int8", &[4], &[i], &[1]))
+        .collect();
     let layout = plan_files(&items, &INFO).unwrap();
     assert_eq!(
-        layout.files.iter().map(|file| &file.name).collect::<HashSet<_>>().len(),
+        layout
+            .files
+            .iter()
+            .map(|file| &file.name)
+            .collect::<HashSet<_>>()
+            .len(),
         4
     );
 }

@@ -1,4 +1,5 @@
-//! Files of another save that get a name in this one, for what is reused of them: by a hard link here, on a store by a copy (`copies.rs`).
+//! Files of another save that get a name in this one, for what is reused of them: by a hard link
+//! here, on a store by a copy (`copies.rs`).
 
 use std::io::Write as _;
 use std::path::Path;
@@ -9,7 +10,8 @@ use super::reuse::{ParentFile, Reuse};
 use crate::format::{DataFileName, FileEntry, Index};
 use crate::{Control, Error, Result};
 
-/// What the header of a rank's first file may say of its links, in bytes; what does not fit is written.
+/// What the header of a rank's first file may say of its links, in bytes; what does not fit is
+/// written.
 const NOTE_LIMIT: usize = 8 << 20;
 
 /// A file of another save that got a name in this one.
@@ -23,7 +25,8 @@ pub(super) struct Link {
 #[derive(Default)]
 pub(super) struct Links {
     pub files: Vec<Link>,
-    /// The member `linked` of `DCPRS` in the header of the rank's first file, with a comma before it; empty where there are none.
+    /// The member `linked` of `DCPRS` in the header of the rank's first file, with a comma before
+    /// it; empty where there are none.
     pub note: Vec<u8>,
     /// Why other files could not be linked.
     pub problems: Vec<Error>,
@@ -56,9 +59,16 @@ impl Links {
         Ok(made.finished())
     }
 
-    /// The name that the next file gets, and what is said of it; `None` where that would be too much.
-    pub(super) fn draft(&self, parent: &Index, info: &SaveInfo, source: &ParentFile) -> Result<Option<Draft>> {
-        let number = u32::try_from(self.files.len() + 1).map_err(|_| Error::Plan("too many files to link".into()))?;
+    /// The name that the next file gets, and what is said of it; `None` where that would be too
+    /// much.
+    pub(super) fn draft(
+        &self,
+        parent: &Index,
+        info: &SaveInfo,
+        source: &ParentFile,
+    ) -> Result<Option<Draft>> {
+        let number = u32::try_from(self.files.len() + 1)
+            .map_err(|_| Error::Plan("too many files to link".into()))?;
         let view = parent.file(source.file);
         let mut note = self.note.clone();
         let ranges = Reuse::ranges(parent, source);
@@ -101,8 +111,15 @@ pub(super) struct Draft {
     note: Vec<u8>,
 }
 
-/// Adds a link; false where that would be too much, or there is no digest to know the file again by.
-fn push_note(note: &mut Vec<u8>, number: u32, size: u64, head: Option<u64>, ranges: &[(u64, u64)]) -> bool {
+/// Adds a link; false where that would be too much, or there is no digest to know the file again
+/// by.
+fn push_note(
+    note: &mut Vec<u8>,
+    number: u32,
+    size: u64,
+    head: Option<u64>,
+    ranges: &[(u64, u64)],
+) -> bool {
     let Some(head) = head else { return false };
     note.extend(if note.is_empty() {
         b",\"linked\":[".as_slice()

@@ -1,4 +1,5 @@
-//! An object on its way to a store, in one piece or in parts; and what is left of those that failed.
+//! An object on its way to a store, in one piece or in parts; and what is left of those that
+//! failed.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,7 +37,9 @@ impl Object {
 
     /// Begins to store it in parts. Called once, or not at all.
     pub fn begin(&self, connection: &dyn StoringConnection, control: &Control) -> Result<()> {
-        let _ = self.upload.set(connection.begin(&self.path, self.condition, control)?);
+        let _ = self
+            .upload
+            .set(connection.begin(&self.path, self.condition, control)?);
         Ok(())
     }
 
@@ -69,7 +72,9 @@ impl Object {
             let done = connection.complete(upload, answers.collect(), size, control);
             done.map_err(|error| match error {
                 // What was sent may yet be done.
-                Error::Interrupted if self.condition != Condition::Always => unclear(&self.path, error),
+                Error::Interrupted if self.condition != Condition::Always => {
+                    unclear(&self.path, error)
+                }
                 error => error,
             })?;
         }
@@ -115,7 +120,8 @@ pub(super) fn with_leftovers(mut error: Error, left: &[Error]) -> Error {
             0 => String::new(),
             n => format!(", and {n} more"),
         };
-        *reason = format!("{reason}; the failed save left something on the store: {first}{and_more}");
+        *reason =
+            format!("{reason}; the failed save left something on the store: {first}{and_more}");
     }
     error
 }

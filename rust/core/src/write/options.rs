@@ -21,8 +21,9 @@ pub enum WriteIo {
 pub struct WriteOptions {
     /// Where bytes go on their way to the disk.
     pub io: WriteIo,
-    /// Threads, each with one write in flight. 0: 16 for direct writes, of which most wait for the disk; for
-    /// buffered ones as many as the cores that this process may use, at most four a file; fewer of both where there is little to write.
+    /// Threads, each with one write in flight. 0: 16 for direct writes, of which most wait for the
+    /// disk; for buffered ones as many as the cores that this process may use, at most four a file;
+    /// fewer of both where there is little to write.
     pub threads: usize,
     /// Whether everything is on stable storage when a save is done.
     pub fsync: bool,
@@ -44,16 +45,19 @@ impl Default for WriteOptions {
     }
 }
 
-/// Below this many bytes a synced file is written through the page cache too: one flush, no wait for each write.
+/// Below this many bytes a synced file is written through the page cache too: one flush, no wait
+/// for each write.
 const DIRECT_MIN: u64 = 4 << 20;
 const DIRECT_THREADS: usize = 16;
-/// Buffered writes to one file wait for each other: a file system lets one in at a time. More writers of a file only hash and copy.
+/// Buffered writes to one file wait for each other: a file system lets one in at a time. More
+/// writers of a file only hash and copy.
 const WRITERS_A_FILE: usize = 4;
 /// So many keep a disk busy, or nearly.
 const FEW_THREADS: usize = 4;
 /// A call has more for every so many bytes.
 const BYTES_A_THREAD: u64 = 8 << 20;
-/// Bytes a write. More gains nothing on disks that were tried, and leaves the cache between digest and copy.
+/// Bytes a write. More gains nothing on disks that were tried, and leaves the cache between digest
+/// and copy.
 const JOB_BYTES: u64 = 1 << 20;
 
 /// [`WriteOptions`] with every choice made.
@@ -65,13 +69,14 @@ pub(super) struct Resolved {
     pub few_threads: usize,
     pub fsync: bool,
     pub job_bytes: u64,
-    /// Of offsets, lengths and memory, for direct writes. A page, so that a direct and a buffered write never
-    /// meet in one page of the cache.
+    /// Of offsets, lengths and memory, for direct writes. A page, so that a direct and a buffered
+    /// write never meet in one page of the cache.
     pub alignment: u64,
 }
 
 impl Resolved {
-    /// Threads for a call that writes `total`: each has a buffer to begin with zeros, which takes as long as writing a good part of it.
+    /// Threads for a call that writes `total`: each has a buffer to begin with zeros, which takes
+    /// as long as writing a good part of it.
     pub(super) fn threads_for(&self, total: u64) -> usize {
         let worth = usize::try_from(total / BYTES_A_THREAD).unwrap_or(usize::MAX);
         self.threads.min(worth.max(self.few_threads))
@@ -102,11 +107,17 @@ impl WriteOptions {
         let threads = threads.min(room / Buffer::footprint(0)).max(1);
         // One page less: a buffer begins at the page that its first byte lies in.
         let largest = Buffer::largest_within(room / threads) as u64;
-        let job_bytes = largest.saturating_sub(alignment).clamp(alignment, JOB_BYTES);
+        let job_bytes = largest
+            .saturating_sub(alignment)
+            .clamp(alignment, JOB_BYTES);
         Resolved {
             direct,
             threads,
-            few_threads: if self.threads == 0 { FEW_THREADS } else { threads },
+            few_threads: if self.threads == 0 {
+                FEW_THREADS
+            } else {
+                threads
+            },
             fsync: self.fsync,
             job_bytes,
             alignment,
@@ -166,10 +177,13 @@ mod tests {
                 };
                 let resolved = options.resolve(1, u64::MAX);
                 assert!(
-                    resolved.job_bytes >= resolved.alignment && resolved.job_bytes.is_multiple_of(resolved.alignment)
+                    resolved.job_bytes >= resolved.alignment
+                        && resolved.job_bytes.is_multiple_of(resolved.alignment)
                 );
                 assert!(resolved.threads >= 1 && (threads == 0 || resolved.threads <= threads));
-                let each = Buffer::footprint(usize::try_from(resolved.job_bytes + resolved.alignment).unwrap());
+                let each = Buffer::footprint(
+                    usize::try_from(resolved.job_bytes + resolved.alignment).unwrap(),
+                );
                 let used = (resolved.threads * each) as u64;
                 assert!(
                     used <= max_inflight_bytes.max(each as u64) && each <= 2 << 20,

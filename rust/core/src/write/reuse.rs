@@ -1,4 +1,5 @@
-//! What a save need not write, since another checkpoint, its *parent*, holds it: found by digests, or by the caller's word.
+//! What a save need not write, since another checkpoint, its *parent*, holds it: found by digests,
+//! or by the caller's word.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,7 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::engine::Part;
 use super::item::SaveItem;
 use crate::format::{
-    BLOCK_SIZE, BlockCell, BlockDigests, ChunkView, DataFileName, Index, Kind, SourceKind, block_count, content_digest,
+    BLOCK_SIZE, BlockCell, BlockDigests, ChunkView, DataFileName, Index, Kind, SourceKind,
+    block_count, content_digest,
 };
 use crate::store::Connection;
 use crate::{Control, Error, Result, parallel};
@@ -52,11 +54,14 @@ pub(super) struct ParentFile {
 }
 
 impl Reuse {
-    /// Finds, for each item, the chunk of `parent` of its name, place, shape, dtype, flags and path. `frozen`, for each item: the caller says
-    /// that it never changes; `trusted`: also that it did not since the parent was saved, so that of an item which was frozen there, too, only the
-    /// first block is compared: whatever trains or loads a tensor after all changes that as well.
+    /// Finds, for each item, the chunk of `parent` of its name, place, shape, dtype, flags and
+    /// path. `frozen`, for each item: the caller says that it never changes; `trusted`: also that
+    /// it did not since the parent was saved, so that of an item which was frozen there, too, only
+    /// the first block is compared: whatever trains or loads a tensor after all changes that as
+    /// well.
     ///
-    /// Without a parent it only notes what is frozen. Nothing of a parent that others wrote, or of files that are not there as its index says, is reused: see [`problems`](Self::problems).
+    /// Without a parent it only notes what is frozen. Nothing of a parent that others wrote, or of
+    /// files that are not there as its index says, is reused: see [`problems`](Self::problems).
     ///
     /// # Errors
     /// [`Error::Interrupted`].
@@ -67,11 +72,16 @@ impl Reuse {
         trusted: bool,
         control: &Control,
     ) -> Result<Self> {
-        let found: Vec<Option<u64>> = (items.iter()).map(|item| find(parent.as_ref()?, item)).collect();
+        let found: Vec<Option<u64>> = (items.iter())
+            .map(|item| find(parent.as_ref()?, item))
+            .collect();
         let files = match &parent {
             Some(parent) => Files::look(
                 parent,
-                found.iter().flatten().map(|&chunk| parent.chunk_file(chunk)),
+                found
+                    .iter()
+                    .flatten()
+                    .map(|&chunk| parent.chunk_file(chunk)),
                 control,
             )?,
             None => Files::default(),
@@ -84,13 +94,19 @@ impl Reuse {
                 let frozen = frozen.get(number).copied().unwrap_or(false);
                 let found = parent.as_ref().and_then(|parent| {
                     let chunk = found?;
-                    Some((chunk, parent.chunk(chunk))).filter(|(_, view)| files.usable.contains(&view.file))
+                    Some((chunk, parent.chunk(chunk)))
+                        .filter(|(_, view)| files.usable.contains(&view.file))
                 });
-                let trusted = trusted && frozen && found.as_ref().is_some_and(|(_, view)| view.frozen);
+                let trusted =
+                    trusted && frozen && found.as_ref().is_some_and(|(_, view)| view.frozen);
                 let found = found.filter(|(_, view)| trusted || view.content.is_some());
                 first_block.push(blocks);
                 if found.is_some() {
-                    blocks += if trusted { 1 } else { to_usize(block_count(item.length)) };
+                    blocks += if trusted {
+                        1
+                    } else {
+                        to_usize(block_count(item.length))
+                    };
                 }
                 Candidate {
                     length: item.length,
@@ -105,7 +121,9 @@ impl Reuse {
         Ok(Self {
             parent,
             first_block,
-            blocks: std::iter::repeat_with(BlockCell::default).take(blocks).collect(),
+            blocks: std::iter::repeat_with(BlockCell::default)
+                .take(blocks)
+                .collect(),
             compared: Mutex::new(vec![0; items.len()]),
             items,
             problems: files.problems,
@@ -132,11 +150,13 @@ impl Reuse {
         self.wants(item) && self.items[item].trusted
     }
 
-    /// Compares parts of items with what the parent holds. The parts of one item come in order, over all calls, and each but its last is a
-    /// multiple of [`BLOCK_SIZE`] long. An item that differs is read up to there, and of one that is trusted the first block.
+    /// Compares parts of items with what the parent holds. The parts of one item come in order,
+    /// over all calls, and each but its last is a multiple of [`BLOCK_SIZE`] long. An item that
+    /// differs is read up to there, and of one that is trusted the first block.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a part out of order, or of an item that is not wanted; [`Error::Interrupted`].
+    /// [`Error::Plan`] for a part out of order, or of an item that is not wanted;
+    /// [`Error::Interrupted`].
     pub fn compare(&self, parts: &[Part<'_>], control: &Control) -> Result<()> {
         let mut jobs = Vec::new();
         let mut compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
@@ -146,7 +166,9 @@ impl Reuse {
             let known = self.items.get(number).filter(|item| item.chunk.is_some());
             let end = part.at.checked_add(length);
             let fits = known.is_some_and(|item| {
-                end.is_some_and(|end| end == item.length || (end < item.length && length.is_multiple_of(BLOCK_SIZE)))
+                end.is_some_and(|end| {
+                    end == item.length || (end < item.length && length.is_multiple_of(BLOCK_SIZE))
+                })
             });
             if !fits || compared[number] != part.at {
                 return Err(Error::Plan(format!(
@@ -157,7 +179,11 @@ impl Reuse {
             compared[number] += length;
             let first = part.at / BLOCK_SIZE;
             let last = first + block_count(length);
-            let last = if self.items[number].trusted { last.min(1) } else { last };
+            let last = if self.items[number].trusted {
+                last.min(1)
+            } else {
+                last
+            };
             jobs.extend(
                 (first..last)
                     .step_by(to_usize(BLOCKS_AT_A_TIME))
@@ -192,7 +218,10 @@ impl Reuse {
             let begin = to_usize(block * BLOCK_SIZE - part.at);
             let end = part.data.len().min(begin + to_usize(BLOCK_SIZE));
             let found = BlockDigests::of(&part.data[begin..end]);
-            let expected = chunk.digests.as_ref().map(|range| parent.digest(range.start + block));
+            let expected = chunk
+                .digests
+                .as_ref()
+                .map(|range| parent.digest(range.start + block));
             if expected != Some(found.digest) {
                 item.differs.store(true, Ordering::Relaxed);
                 return;
@@ -201,10 +230,13 @@ impl Reuse {
         }
     }
 
-    /// The chunk of the parent that an item is the same as: by all of its bytes, or by the caller's word.
+    /// The chunk of the parent that an item is the same as: by all of its bytes, or by the caller's
+    /// word.
     fn same(&self, number: usize, compared: u64) -> Option<u64> {
         let item = &self.items[number];
-        let chunk = item.chunk.filter(|_| !item.differs.load(Ordering::Relaxed))?;
+        let chunk = item
+            .chunk
+            .filter(|_| !item.differs.load(Ordering::Relaxed))?;
         if item.trusted {
             return (compared > 0).then_some(chunk);
         }
@@ -279,9 +311,13 @@ impl Reuse {
             .into_iter()
             .filter_map(|(file, mut chunks)| {
                 chunks.sort_by_key(|&(_, chunk)| parent.chunk(chunk).offset);
-                let reused: u64 = chunks.iter().map(|&(item, _)| self.items[item].length).sum();
+                let reused: u64 = chunks
+                    .iter()
+                    .map(|&(item, _)| self.items[item].length)
+                    .sum();
                 let view = parent.file(file);
-                (reused >= (view.size - view.data_start).div_ceil(2)).then_some(ParentFile { file, chunks })
+                (reused >= (view.size - view.data_start).div_ceil(2))
+                    .then_some(ParentFile { file, chunks })
             })
             .collect()
     }
@@ -302,7 +338,9 @@ impl Files {
         let mut usable: BTreeSet<u32> = files.collect();
         usable.retain(|&file| {
             let view = parent.file(file);
-            parent.source() == SourceKind::Native && !view.external && DataFileName::parse(view.name).is_some()
+            parent.source() == SourceKind::Native
+                && !view.external
+                && DataFileName::parse(view.name).is_some()
         });
         let files: Vec<u32> = usable.iter().copied().collect();
         let connection = parent
@@ -342,13 +380,20 @@ impl Files {
 fn check(parent: &Index, file: u32) -> Result<()> {
     let path = parent.file_path(file);
     match fs::symlink_metadata(&path) {
-        Ok(found) if !found.is_file() => Err(Error::corrupt_file(&path, "it is not a regular file")),
+        Ok(found) if !found.is_file() => {
+            Err(Error::corrupt_file(&path, "it is not a regular file"))
+        }
         Ok(found) => check_length(&path, found.len(), parent.file(file).size),
         Err(error) => Err(Error::io("look at", &path, error)),
     }
 }
 
-fn check_remote(parent: &Index, file: u32, connection: &dyn Connection, control: &Control) -> Result<()> {
+fn check_remote(
+    parent: &Index,
+    file: u32,
+    connection: &dyn Connection,
+    control: &Control,
+) -> Result<()> {
     let path = parent.file_path(file);
     match connection.look(&path, control)? {
         Some(size) => check_length(&path, size, parent.file(file).size),
@@ -379,8 +424,9 @@ fn find(parent: &Index, item: &SaveItem) -> Option<u64> {
     if !is_same {
         return None;
     }
-    let at =
-        |chunk: &ChunkView| item.kind == Kind::Bytes || (&chunk.offsets, &chunk.sizes) == (&item.offsets, &item.sizes);
+    let at = |chunk: &ChunkView| {
+        item.kind == Kind::Bytes || (&chunk.offsets, &chunk.sizes) == (&item.offsets, &item.sizes)
+    };
     tensor
         .chunks
         .map(|chunk| (chunk, parent.chunk(chunk)))

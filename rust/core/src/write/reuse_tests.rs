@@ -1,4 +1,5 @@
-//! What a parent holds is linked and not written; what it does not is written; and recovery knows of both.
+//! What a parent holds is linked and not written; what it does not is written; and recovery knows
+//! of both.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -41,8 +42,15 @@ fn bytes(changed: u64) -> Vec<Vec<u8>> {
     let items = items();
     (0..items.len())
         .map(|number| {
-            let salt = if items[number].name == "changes" { changed } else { 0 };
-            content(number + usize::try_from(salt).unwrap() * 31, items[number].length)
+            let salt = if items[number].name == "changes" {
+                changed
+            } else {
+                0
+            };
+            content(
+                number + usize::try_from(salt).unwrap() * 31,
+                items[number].length,
+            )
         })
         .collect()
 }
@@ -64,7 +72,13 @@ struct Done {
     problems: Vec<String>,
 }
 
-fn save_on(disk: &Disk, dir: &Path, number: u64, contents: &[Vec<u8>], reuse: Reuse) -> Result<Done> {
+fn save_on(
+    disk: &Disk,
+    dir: &Path,
+    number: u64,
+    contents: &[Vec<u8>],
+    reuse: Reuse,
+) -> Result<Done> {
     let control = Control::new();
     reuse.compare(&parts(contents, |item| reuse.wants(item)), &control)?;
     let options = WriteOptions::default();
@@ -107,7 +121,12 @@ fn after(parent: &Path) -> Reuse {
 #[track_caller]
 fn assert_holds(dir: &Path, contents: &[Vec<u8>]) {
     let index = open(dir);
-    assert_eq!(verify::verify(&index, false, 1, &Control::new()).unwrap().problems, []);
+    assert_eq!(
+        verify::verify(&index, false, 1, &Control::new())
+            .unwrap()
+            .problems,
+        []
+    );
     for (item, data) in items().iter().zip(contents) {
         let tensor = index.tensor(index.find(&item.name).unwrap());
         let chunk = index.chunk(tensor.chunks.start);
@@ -127,14 +146,21 @@ fn of(index: &Index, name: &str) -> ChunkView {
 #[test]
 fn what_did_not_change_is_linked_and_outlives_the_parent() {
     let root = tempdir().unwrap();
-    let (one, two, three) = (root.path().join("1"), root.path().join("2"), root.path().join("3"));
+    let (one, two, three) = (
+        root.path().join("1"),
+        root.path().join("2"),
+        root.path().join("3"),
+    );
     first(&one);
     let done = save(&two, 2, &bytes(2), after(&one));
     assert_eq!(done.reused, [true, false, true, true, false]);
     assert!(done.problems.is_empty());
     let (a, b) = (open(&one), open(&two));
     let inode = |index: &Index, file| fs::metadata(index.file_path(file)).unwrap().ino();
-    assert_eq!(inode(&a, of(&a, "large").file), inode(&b, of(&b, "large").file));
+    assert_eq!(
+        inode(&a, of(&a, "large").file),
+        inode(&b, of(&b, "large").file)
+    );
     assert!(b.file(of(&b, "large").file).linked && !b.file(of(&b, "changes").file).linked);
     assert_eq!(of(&a, "large").content, of(&b, "large").content);
     assert_ne!(of(&a, "changes").content, of(&b, "changes").content);
@@ -196,7 +222,10 @@ fn of_what_the_caller_vouches_for_twice_the_first_block_is_compared() {
     };
     save(&dir(1), 1, &bytes(1), told(None, true));
     assert!(of(&open(&dir(1)), "large").frozen);
-    assert_ne!(of(&open(&dir(1)), "large").file, of(&open(&dir(1)), "small").file); // what stays lies apart
+    assert_ne!(
+        of(&open(&dir(1)), "large").file,
+        of(&open(&dir(1)), "small").file
+    ); // what stays lies apart
     assert!(told(Some(1), true).probes(0) && !told(Some(1), false).probes(0));
     save(&dir(2), 2, &bytes(2), told(Some(1), true));
     assert_holds(&dir(2), &bytes(2));
@@ -218,7 +247,10 @@ fn files_of_which_little_is_reused_are_written_apart_and_linked_the_next_time() 
     let dir = |number: u64| root.path().join(number.to_string());
     let with = |number: u64| {
         let mut contents = bytes(1);
-        contents[0] = content(usize::try_from(number).unwrap() * 57, contents[0].len() as u64); // the large one changes
+        contents[0] = content(
+            usize::try_from(number).unwrap() * 57,
+            contents[0].len() as u64,
+        ); // the large one changes
         contents
     };
     save(
@@ -250,15 +282,27 @@ fn other_shapes_flags_and_paths_are_other_items() {
     for change in differs {
         let mut items = items();
         assert!(
-            Reuse::new(Some(Arc::clone(&parent)), &items, &[], false, &Control::new())
-                .unwrap()
-                .wants(2)
+            Reuse::new(
+                Some(Arc::clone(&parent)),
+                &items,
+                &[],
+                false,
+                &Control::new()
+            )
+            .unwrap()
+            .wants(2)
         );
         change(&mut items);
         assert!(
-            !Reuse::new(Some(Arc::clone(&parent)), &items, &[], false, &Control::new())
-                .unwrap()
-                .wants(2)
+            !Reuse::new(
+                Some(Arc::clone(&parent)),
+                &items,
+                &[],
+                false,
+                &Control::new()
+            )
+            .unwrap()
+            .wants(2)
         );
     }
 }
@@ -368,7 +412,8 @@ fn a_save_over_its_own_parent_keeps_what_it_links() {
     )
     .unwrap();
     let reused = save.is_reused();
-    save.write(&parts(&contents, |item| !reused[item]), &control).unwrap();
+    save.write(&parts(&contents, |item| !reused[item]), &control)
+        .unwrap();
     commit(root.path(), save.finish(&control).unwrap()).unwrap();
     assert_holds(root.path(), &contents);
     let names: Vec<_> = fs::read_dir(root.path())

@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::item::SaveItem;
 use super::jobs::{Job, Span};
-use crate::format::{BLOCK_SIZE, BlockCell, BlockDigests, BlockHasher, block_count, content_digest};
+use crate::format::{
+    BLOCK_SIZE, BlockCell, BlockDigests, BlockHasher, block_count, content_digest,
+};
 use crate::store::FileLock;
 use crate::{Control, Error, Result};
 
@@ -22,7 +24,8 @@ pub(super) struct Grain {
     pub threads: usize,
 }
 
-/// Takes the bytes of one rank's data files. Dropped without [`keep`](Self::keep), it removes what it made.
+/// Takes the bytes of one rank's data files. Dropped without [`keep`](Self::keep), it removes what
+/// it made.
 pub(super) trait Sink: Send + Sync {
     /// How a call that writes `total` bytes is cut.
     fn grain(&self, total: u64) -> Grain;
@@ -33,7 +36,8 @@ pub(super) trait Sink: Send + Sync {
     /// Everything was written: makes the files valid and durable.
     fn finish(&self, control: &Control) -> Result<()>;
 
-    /// Whether this is the process that began it: a forked child has neither its threads nor its files.
+    /// Whether this is the process that began it: a forked child has neither its threads nor its
+    /// files.
     fn is_own(&self) -> bool;
 
     /// How many requests to a store have the bytes in them, or have it copy some.
@@ -45,12 +49,14 @@ pub(super) trait Sink: Send + Sync {
     #[cfg(test)]
     fn buffers(&self) -> usize;
 
-    /// Removes what is on a store, once. Returns why something is still there. Files of a disk are removed on drop.
+    /// Removes what is on a store, once. Returns why something is still there. Files of a disk are
+    /// removed on drop.
     fn give_up(&self) -> Vec<Error> {
         Vec::new()
     }
 
-    /// The files shall stay. Returns the claim on them, if there is one, to be held until an index names them.
+    /// The files shall stay. Returns the claim on them, if there is one, to be held until an index
+    /// names them.
     fn keep(self: Box<Self>) -> Option<FileLock>;
 }
 
@@ -73,14 +79,15 @@ pub enum Sums {
 
 /// The digests of all items, while they are found out.
 ///
-/// A tensor may change while it is saved. So digests are taken of a copy, and that copy is written: they are
-/// right for what is in the file, whatever the tensor holds by then.
+/// A tensor may change while it is saved. So digests are taken of a copy, and that copy is written:
+/// they are right for what is in the file, whatever the tensor holds by then.
 pub(super) struct Digests {
     sums: Sums,
     /// For each item, the index of its first; and the end of the last.
     first: Vec<usize>,
     cells: Vec<BlockCell>,
-    /// The blocks that several jobs share and that not all of them have added their bytes to, by cell.
+    /// The blocks that several jobs share and that not all of them have added their bytes to, by
+    /// cell.
     shared: Mutex<HashMap<usize, Arc<Mutex<Shared>>>>,
 }
 
@@ -89,7 +96,8 @@ struct Shared {
     hasher: Hasher,
     /// Bytes that the hasher has, from the start of the block on.
     done: usize,
-    /// Copies of the pieces that came before the bytes in front of them did, by their place in the block.
+    /// Copies of the pieces that came before the bytes in front of them did, by their place in the
+    /// block.
     early: BTreeMap<usize, Vec<u8>>,
 }
 
@@ -121,7 +129,9 @@ impl Digests {
         Self {
             sums,
             first,
-            cells: std::iter::repeat_with(BlockCell::default).take(count).collect(),
+            cells: std::iter::repeat_with(BlockCell::default)
+                .take(count)
+                .collect(),
             shared: Mutex::default(),
         }
     }
@@ -136,12 +146,18 @@ impl Digests {
         self.first[item] + to_usize(at / BLOCK_SIZE)
     }
 
-    /// Copies the bytes of the spans that lie in the job to `to`, where the job begins, and hashes the copy. Each byte
-    /// of the spans is read once.
+    /// Copies the bytes of the spans that lie in the job to `to`, where the job begins, and hashes
+    /// the copy. Each byte of the spans is read once.
     ///
-    /// Call [`add_rest`](Self::add_rest) with what this returns once the copy is written: by then the job before this
-    /// one has most likely hashed the bytes in front of it, and none need be kept.
-    pub(super) fn copy(&self, spans: &[Span<'_>], job: &Job, to: &mut [u8]) -> io::Result<Option<Rest>> {
+    /// Call [`add_rest`](Self::add_rest) with what this returns once the copy is written: by then
+    /// the job before this one has most likely hashed the bytes in front of it, and none need be
+    /// kept.
+    pub(super) fn copy(
+        &self,
+        spans: &[Span<'_>],
+        job: &Job,
+        to: &mut [u8],
+    ) -> io::Result<Option<Rest>> {
         let block_size = to_usize(BLOCK_SIZE);
         let mut rest = None;
         let mut filled = 0;
@@ -247,7 +263,10 @@ impl Digests {
     pub(super) fn of_item(&self, item: usize) -> (Vec<u64>, u128) {
         let blocks = &self.cells[self.first[item]..self.first[item + 1]];
         let digests = blocks.iter().map(BlockCell::digest).collect();
-        (digests, content_digest(blocks.iter().map(BlockCell::content)))
+        (
+            digests,
+            content_digest(blocks.iter().map(BlockCell::content)),
+        )
     }
 }
 

@@ -30,7 +30,13 @@ pub(crate) fn whole(name: &str, dtype: &str, shape: &[u64]) -> SaveItem {
 }
 
 /// A chunk of a tensor.
-pub(crate) fn rows(name: &str, dtype: &str, shape: &[u64], offsets: &[u64], sizes: &[u64]) -> SaveItem {
+pub(crate) fn rows(
+    name: &str,
+    dtype: &str,
+    shape: &[u64],
+    offsets: &[u64],
+    sizes: &[u64],
+) -> SaveItem {
     let dtype = Dtype::from_name(dtype).unwrap();
     SaveItem {
         name: name.into(),
@@ -111,7 +117,10 @@ fn names() -> impl Strategy<Value = String> {
 }
 
 fn paths() -> impl Strategy<Value = Option<Value>> {
-    let part = prop_oneof![".{0,8}".prop_map(Value::Str), any::<i64>().prop_map(Value::Int)];
+    let part = prop_oneof![
+        ".{0,8}".prop_map(Value::Str),
+        any::<i64>().prop_map(Value::Int)
+    ];
     prop::option::of(prop::collection::vec(part, 1..4).prop_map(Value::Tuple))
 }
 
@@ -187,7 +196,12 @@ pub(crate) fn contents(items: &[SaveItem]) -> Vec<Vec<u8>> {
 }
 
 /// A save that reuses nothing.
-pub(crate) fn create(dir: &Path, items: Vec<SaveItem>, info: SaveInfo, options: &WriteOptions) -> Result<Save> {
+pub(crate) fn create(
+    dir: &Path,
+    items: Vec<SaveItem>,
+    info: SaveInfo,
+    options: &WriteOptions,
+) -> Result<Save> {
     create_on(&Disk::default(), dir, items, info, options)
 }
 
@@ -213,9 +227,15 @@ pub(crate) fn commit(dir: &Path, index: Vec<u8>) -> Result<checkpoint::Committed
 }
 
 /// Saves everything, and returns the index.
-pub(crate) fn save(dir: &Path, items: &[SaveItem], info: SaveInfo, options: &WriteOptions) -> Index {
+pub(crate) fn save(
+    dir: &Path,
+    items: &[SaveItem],
+    info: SaveInfo,
+    options: &WriteOptions,
+) -> Index {
     let save = create(dir, items.to_vec(), info, options).unwrap();
-    save.write(&parts(&contents(items)), &Control::new()).unwrap();
+    save.write(&parts(&contents(items)), &Control::new())
+        .unwrap();
     Index::from_bytes(save.finish(&Control::new()).unwrap(), &dir.join(INDEX_NAME)).unwrap()
 }
 
@@ -223,11 +243,16 @@ pub(crate) fn save(dir: &Path, items: &[SaveItem], info: SaveInfo, options: &Wri
 pub(crate) fn assert_saved(index: &Index, items: &[SaveItem]) {
     let files: Vec<_> = (0..index.file_count())
         .map(|number| {
-            let (bytes, file) = (fs::read(index.file_path(number)).unwrap(), index.file(number));
+            let (bytes, file) = (
+                fs::read(index.file_path(number)).unwrap(),
+                index.file(number),
+            );
             assert_eq!(bytes.len() as u64, file.size);
             assert_eq!(
                 file.head_digest,
-                Some(block_digest(&bytes[..usize::try_from(file.data_start).unwrap()]))
+                Some(block_digest(
+                    &bytes[..usize::try_from(file.data_start).unwrap()]
+                ))
             );
             safetensors::SafeTensors::deserialize(&bytes).unwrap();
             bytes
@@ -245,11 +270,22 @@ pub(crate) fn assert_saved(index: &Index, items: &[SaveItem]) {
             .find(|c| (&c.offsets, &c.sizes) == (&item.offsets, &item.sizes));
         let chunk = chunk.unwrap();
         let begin = usize::try_from(chunk.offset).unwrap();
-        let bytes = &files[chunk.file as usize][begin..begin + usize::try_from(chunk.length).unwrap()];
-        assert!(bytes == content(number, item.length), "item {number}, {:?}", item.name);
+        let bytes =
+            &files[chunk.file as usize][begin..begin + usize::try_from(chunk.length).unwrap()];
+        assert!(
+            bytes == content(number, item.length),
+            "item {number}, {:?}",
+            item.name
+        );
         let digests: Vec<_> = chunk.digests.unwrap().map(|d| index.digest(d)).collect();
         let block_size = usize::try_from(BLOCK_SIZE).unwrap();
-        assert_eq!(digests, bytes.chunks(block_size).map(block_digest).collect::<Vec<_>>());
+        assert_eq!(
+            digests,
+            bytes
+                .chunks(block_size)
+                .map(block_digest)
+                .collect::<Vec<_>>()
+        );
     }
 }
 

@@ -51,7 +51,8 @@ impl Sink for ToFiles {
         })
     }
 
-    /// Headers are written last, after the payload is on stable storage: a file with a header is complete.
+    /// Headers are written last, after the payload is on stable storage: a file with a header is
+    /// complete.
     fn finish(&self, control: &Control) -> Result<()> {
         self.sync(control)?;
         if self.how.fsync {
@@ -63,7 +64,8 @@ impl Sink for ToFiles {
             self.disk
                 .write(&handles.plain, self.files.path(number), &plan.header, 0)?;
             if self.how.fsync && self.files.is_transient(number) {
-                self.disk.sync(&handles.plain, self.files.path(number), control)?;
+                self.disk
+                    .sync(&handles.plain, self.files.path(number), control)?;
             }
         }
         self.sync(control)?;
@@ -102,7 +104,8 @@ impl ToFiles {
             || (),
             |(), i| {
                 let handles = self.files.handles(numbers[i])?;
-                self.disk.sync(&handles.plain, self.files.path(numbers[i]), control)
+                self.disk
+                    .sync(&handles.plain, self.files.path(numbers[i]), control)
             },
         )
     }
@@ -112,7 +115,8 @@ impl ToFiles {
         bytes.as_ptr().addr() as u64 % self.how.alignment == offset % self.how.alignment
     }
 
-    /// Writes the bytes of a job: whole pages past the cache where that is possible, the rest through it.
+    /// Writes the bytes of a job: whole pages past the cache where that is possible, the rest
+    /// through it.
     fn store(&self, job: &Job, bytes: &[u8], handles: &Handles, control: &Control) -> Result<()> {
         let Range { start, end } = job.bytes;
         let path = self.files.path(job.file);
@@ -122,7 +126,9 @@ impl ToFiles {
             let (first, last) = (start.next_multiple_of(alignment), end - end % alignment);
             if first < last {
                 let pages = &bytes[to_usize(first - start)..to_usize(last - start)];
-                let written = self.disk.write_direct(file, path, pages, first, to_usize(alignment))?;
+                let written =
+                    self.disk
+                        .write_direct(file, path, pages, first, to_usize(alignment))?;
                 direct = first..first + written as u64;
             }
         }
@@ -131,7 +137,10 @@ impl ToFiles {
             let bytes = &bytes[to_usize(part.start - start)..to_usize(part.end - start)];
             self.disk.write(&handles.plain, path, bytes, part.start)?;
         }
-        if self.how.fsync && self.files.is_transient(job.file) && rest.iter().any(|part| !part.is_empty()) {
+        if self.how.fsync
+            && self.files.is_transient(job.file)
+            && rest.iter().any(|part| !part.is_empty())
+        {
             self.disk.sync(&handles.plain, path, control)?;
         }
         Ok(())
@@ -141,7 +150,10 @@ impl ToFiles {
 impl Hand for OpenFile<'_> {
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
         let Self {
-            to, digests, control, ..
+            to,
+            digests,
+            control,
+            ..
         } = *self;
         let kept = self.open.take().filter(|(number, _)| *number == job.file);
         let handles = match kept {

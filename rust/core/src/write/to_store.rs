@@ -63,7 +63,8 @@ struct Part {
 }
 
 impl ToStore {
-    /// Begins the objects in `dir`, beside `copies`; those of the items that are `reused` lie in these. If that fails, nothing is left.
+    /// Begins the objects in `dir`, beside `copies`; those of the items that are `reused` lie in
+    /// these. If that fails, nothing is left.
     pub(super) fn begin(
         copies: Copies,
         dir: &Path,
@@ -96,7 +97,11 @@ impl ToStore {
             owner: std::process::id(),
         };
         begun.expect(items, reused);
-        let large: Vec<&File> = begun.files.iter().filter(|file| file.parts.len() > 1).collect();
+        let large: Vec<&File> = begun
+            .files
+            .iter()
+            .filter(|file| file.parts.len() > 1)
+            .collect();
         let begin = |(): &mut (), i: usize| large[i].object.begin(&*begun.connection, control);
         let done = begun.noted(parallel::for_each(large.len(), begun.threads, || (), begin));
         done.map_err(|error| with_leftovers(error, &begun.give_up()))?;
@@ -115,7 +120,9 @@ impl ToStore {
                 let next = ((number + 1) * self.part_bytes).min(end);
                 let part = self.files.get_mut(place.file as usize);
                 if let Some(part) = part.and_then(|file| file.parts.get_mut(to_usize(number))) {
-                    part.get_mut().unwrap_or_else(PoisonError::into_inner).missing += next - at;
+                    part.get_mut()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .missing += next - at;
                 }
                 at = next;
             }
@@ -172,13 +179,20 @@ impl ToStore {
         result
     }
 
-    fn write_job(&self, job: &Job, spans: &[Span<'_>], digests: &Digests, control: &Control) -> Result<()> {
+    fn write_job(
+        &self,
+        job: &Job,
+        spans: &[Span<'_>],
+        digests: &Digests,
+        control: &Control,
+    ) -> Result<()> {
         let number = to_usize(job.bytes.start / self.part_bytes);
         let bytes = self.bytes_of(job.file, number);
         let length = job.bytes.end - job.bytes.start;
         let mut part = self.part(job.file, number);
         let completes = part.missing == length;
-        // Not the part's while this works on it: an error or a panic gives the memory back, for which others may wait.
+        // Not the part's while this works on it: an error or a panic gives the memory back, for
+        // which others may wait.
         let mut buffer = if let Some(buffer) = part.buffer.take() {
             buffer
         } else {
@@ -189,13 +203,21 @@ impl ToStore {
         if completes {
             buffer.share.leave();
         }
-        let no_memory = |e| Error::io("take memory to write", &self.files[job.file as usize].object.path, e);
+        let no_memory = |e| {
+            Error::io(
+                "take memory to write",
+                &self.files[job.file as usize].object.path,
+                e,
+            )
+        };
         let begin = to_usize(job.bytes.start - bytes.start);
         let copy = begin..begin + to_usize(length);
         let rest = digests
             .copy(spans, job, &mut buffer.bytes[copy.clone()])
             .map_err(no_memory)?;
-        digests.add_rest(rest, &buffer.bytes[copy]).map_err(no_memory)?;
+        digests
+            .add_rest(rest, &buffer.bytes[copy])
+            .map_err(no_memory)?;
         part.missing -= length;
         if completes {
             let body = Body::new(std::mem::take(&mut buffer.bytes));
@@ -220,7 +242,8 @@ impl ToStore {
 
     fn complete(&self, file: u32, control: &Control) -> Result<()> {
         let File { object, parts } = &self.files[file as usize];
-        let answers = (0..parts.len()).map(|number| self.part(file, number).sent.clone().unwrap_or_default());
+        let answers =
+            (0..parts.len()).map(|number| self.part(file, number).sent.clone().unwrap_or_default());
         let size = self.layout.files[file as usize].size;
         object.complete(answers, size, &*self.connection, control)
     }
@@ -280,9 +303,16 @@ impl Sink for ToStore {
         }
         let objects = || self.files.iter().map(|file| &file.object);
         let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
-        let files = objects().filter_map(Object::may_be_at).chain(self.copies.take());
+        let files = objects()
+            .filter_map(Object::may_be_at)
+            .chain(self.copies.take());
         let interrupted = self.interrupted.load(Ordering::Relaxed);
-        give_up(&self.remote, &files.collect::<Vec<_>>(), &uploads, interrupted)
+        give_up(
+            &self.remote,
+            &files.collect::<Vec<_>>(),
+            &uploads,
+            interrupted,
+        )
     }
 
     fn keep(mut self: Box<Self>) -> Option<FileLock> {
@@ -315,14 +345,19 @@ struct Sender<'a> {
 
 impl Hand for Sender<'_> {
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
-        self.to.noted(self.to.write_job(job, spans, self.digests, self.control))
+        self.to
+            .noted(self.to.write_job(job, spans, self.digests, self.control))
     }
 }
 
-/// The bytes of a part: as many as stores want, and few enough for the largest file, and for some in the memory that there is.
+/// The bytes of a part: as many as stores want, and few enough for the largest file, and for some
+/// in the memory that there is.
 pub(super) fn part_bytes(largest: u64, memory: u64) -> u64 {
     let least = if memory < 4 * PART { LEAST_PART } else { PART };
-    largest.div_ceil(MOST_PARTS).next_multiple_of(1 << 20).max(least)
+    largest
+        .div_ceil(MOST_PARTS)
+        .next_multiple_of(1 << 20)
+        .max(least)
 }
 
 /// The memory for parts.
@@ -337,7 +372,8 @@ struct Taken {
     bytes: u64,
     /// Buffers that were sent, for the next parts.
     unused: Vec<Vec<u8>>,
-    /// Those that are on their way, and will be given back: worth a wait. What of a part is not there yet may come in the next call only.
+    /// Those that are on their way, and will be given back: worth a wait. What of a part is not
+    /// there yet may come in the next call only.
     leaving: u64,
 }
 

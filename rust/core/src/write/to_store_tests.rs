@@ -1,4 +1,5 @@
-//! What is stored is what was given, in parts that a store takes, however it comes; and nothing is left of what fails.
+//! What is stored is what was given, in parts that a store takes, however it comes; and nothing is
+//! left of what fails.
 
 use std::collections::HashMap;
 use std::fs;
@@ -55,7 +56,13 @@ impl Remote for Store {
 
 impl Connection for Store {
     fn look(&self, path: &Path, _: &Control) -> Result<Option<u64>> {
-        Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
+        Ok(self
+            .0
+            .files
+            .lock()
+            .unwrap()
+            .get(path)
+            .map(|bytes| bytes.len() as u64))
     }
 
     fn list(&self, _: &Path, _: &Control) -> Result<Option<store::Folder>> {
@@ -74,16 +81,29 @@ impl Connection for Store {
 
 impl StoringConnection for Store {
     fn put(&self, path: &Path, body: &Body, _: Condition, _: &Control) -> Result<()> {
-        let before = self.0.files.lock().unwrap().insert(path.to_owned(), body.to_vec());
+        let before = self
+            .0
+            .files
+            .lock()
+            .unwrap()
+            .insert(path.to_owned(), body.to_vec());
         assert!(before.is_none(), "{} was there", path.display());
         Ok(())
     }
 
     fn begin(&self, path: &Path, condition: Condition, _: &Control) -> Result<Upload> {
         let id = path.file_name().unwrap().to_str().unwrap().to_owned();
-        self.0.uploads.lock().unwrap().insert(id.clone(), HashMap::new());
+        self.0
+            .uploads
+            .lock()
+            .unwrap()
+            .insert(id.clone(), HashMap::new());
         let path = path.to_owned();
-        Ok(Upload { path, id, condition })
+        Ok(Upload {
+            path,
+            id,
+            condition,
+        })
     }
 
     fn put_part(&self, upload: &Upload, number: usize, body: &Body, _: &Control) -> Result<String> {
@@ -96,7 +116,10 @@ impl StoringConnection for Store {
             panic!("as a defect would");
         }
         let mut uploads = self.0.uploads.lock().unwrap();
-        let before = uploads.get_mut(&upload.id).unwrap().insert(number, body.to_vec());
+        let before = uploads
+            .get_mut(&upload.id)
+            .unwrap()
+            .insert(number, body.to_vec());
         assert!(before.is_none(), "part {number} was sent before");
         Ok(number.to_string())
     }
@@ -105,9 +128,13 @@ impl StoringConnection for Store {
         let mut there = self.0.uploads.lock().unwrap().remove(&upload.id).unwrap();
         assert_eq!(
             parts,
-            (0..there.len()).map(|number| number.to_string()).collect::<Vec<_>>()
+            (0..there.len())
+                .map(|number| number.to_string())
+                .collect::<Vec<_>>()
         );
-        let all: Vec<Vec<u8>> = (0..parts.len()).map(|number| there.remove(&number).unwrap()).collect();
+        let all: Vec<Vec<u8>> = (0..parts.len())
+            .map(|number| there.remove(&number).unwrap())
+            .collect();
         let (_, but_last) = all.split_last().unwrap();
         assert!(
             but_last
@@ -116,7 +143,11 @@ impl StoringConnection for Store {
         );
         let bytes = all.concat();
         assert_eq!(bytes.len() as u64, size);
-        self.0.files.lock().unwrap().insert(upload.path.clone(), bytes);
+        self.0
+            .files
+            .lock()
+            .unwrap()
+            .insert(upload.path.clone(), bytes);
         Ok(())
     }
 
@@ -124,9 +155,17 @@ impl StoringConnection for Store {
         Err(Error::Unsupported("not here".into()))
     }
 
-    fn remove(&self, files: &[PathBuf], uploads: &[Upload], _: Duration, _: &Control) -> Vec<Error> {
+    fn remove(
+        &self,
+        files: &[PathBuf],
+        uploads: &[Upload],
+        _: Duration,
+        _: &Control,
+    ) -> Vec<Error> {
         if self.0.stuck {
-            let left = files.iter().chain(uploads.iter().map(|upload| &upload.path));
+            let left = files
+                .iter()
+                .chain(uploads.iter().map(|upload| &upload.path));
             return left.map(|path| refused("remove", path)).collect();
         }
         for path in files {
@@ -166,13 +205,19 @@ fn begin(store: &Store, items: &[SaveItem], options: &WriteOptions) -> Save {
 
 /// What is stored, as files; checked against the index.
 fn check(store: &Store, save: Save, items: &[SaveItem]) {
-    let (index, claim) = save.finish_with(Value::None, &Control::new()).unwrap().keep();
+    let (index, claim) = save
+        .finish_with(Value::None, &Control::new())
+        .unwrap()
+        .keep();
     assert!(claim.is_none() && store.0.uploads.lock().unwrap().is_empty());
     let dir = tempdir().unwrap();
     for (path, bytes) in store.0.files.lock().unwrap().iter() {
         fs::write(dir.path().join(path.file_name().unwrap()), bytes).unwrap();
     }
-    assert_saved(&Index::from_bytes(index, &dir.path().join(INDEX_NAME)).unwrap(), items);
+    assert_saved(
+        &Index::from_bytes(index, &dir.path().join(INDEX_NAME)).unwrap(),
+        items,
+    );
 }
 
 /// Lengths that share parts, span them, and begin them.
@@ -202,7 +247,10 @@ fn what_is_given_at_a_time_is_stored() {
     let save = begin(&store, &items, &WriteOptions::default());
     let control = Control::new();
     save.write(&parts(&contents(&items)), &control).unwrap();
-    assert_eq!(control.done(), items.iter().map(|item| item.length).sum::<u64>());
+    assert_eq!(
+        control.done(),
+        items.iter().map(|item| item.length).sum::<u64>()
+    );
     check(&store, save, &items);
 }
 
@@ -260,15 +308,23 @@ fn nothing_is_left_of_what_fails_or_is_given_up() {
 
     for small in [true, false] {
         let store = Store::default();
-        let items = if small { vec![value("v", 10)] } else { items.clone() };
+        let items = if small {
+            vec![value("v", 10)]
+        } else {
+            items.clone()
+        };
         let save = begin(&store, &items, &WriteOptions::default());
-        save.write(&parts(&contents(&items)), &Control::new()).unwrap();
+        save.write(&parts(&contents(&items)), &Control::new())
+            .unwrap();
         drop(save.finish_with(Value::None, &Control::new()).unwrap());
-        assert!(store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty());
+        assert!(
+            store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty()
+        );
     }
 }
 
-/// Parts of an upload cost money and are in no listing. The error of the save said nothing of those that it left.
+/// Parts of an upload cost money and are in no listing. The error of the save said nothing of those
+/// that it left.
 #[test]
 fn what_could_not_be_removed_is_named() {
     let items = items();
@@ -280,7 +336,9 @@ fn what_could_not_be_removed_is_named() {
         }))
     };
     let save = begin(&stuck(Some(2)), &items, &WriteOptions::default());
-    let error = save.write(&parts(&contents(&items)), &Control::new()).unwrap_err();
+    let error = save
+        .write(&parts(&contents(&items)), &Control::new())
+        .unwrap_err();
     let text = error.to_string();
     assert!(
         text.contains("left something on the store: remove s3://bucket/ckpt/"),
@@ -315,12 +373,17 @@ fn memory_of_what_panics_is_given_back() {
         let _ = done.send(std::panic::catch_unwind(std::panic::AssertUnwindSafe(write)).is_err());
     });
     let panicked = is_done.recv_timeout(Duration::from_secs(60));
-    assert_eq!(panicked, Ok(true), "threads wait for memory that nobody gives back");
+    assert_eq!(
+        panicked,
+        Ok(true),
+        "threads wait for memory that nobody gives back"
+    );
 }
 
 #[test]
 fn what_comes_in_turns_shares_few_parts() {
-    // Every second one comes in the second turn: in their order, each part would be of both, and wait for it.
+    // Every second one comes in the second turn: in their order, each part would be of both, and
+    // wait for it.
     let lengths = [3 * MIB, 3 * MIB + 512, 700, 2 * MIB];
     let items: Vec<SaveItem> = (0..60)
         .map(|number| whole(&format!("t{number}"), "uint8", &[lengths[number / 2 % 4]]))
@@ -330,7 +393,17 @@ fn what_comes_in_turns_shares_few_parts() {
     let (store, options, control) = (Store::default(), WriteOptions::default(), Control::new());
     let remote = Arc::new(store.clone());
     let dir = Path::new(DIR);
-    let (save, _) = Save::create_remote(remote, dir, items.clone(), turns, INFO, &options, None, &control).unwrap();
+    let (save, _) = Save::create_remote(
+        remote,
+        dir,
+        items.clone(),
+        turns,
+        INFO,
+        &options,
+        None,
+        &control,
+    )
+    .unwrap();
     let data = contents(&items);
     for turn in [0, 1] {
         let all = parts(&data);
@@ -339,9 +412,14 @@ fn what_comes_in_turns_shares_few_parts() {
             .filter(|part| turn_of(part.item as usize) == turn)
             .collect();
         save.write(&now, &control).unwrap();
-        // Of the three alignments (4096, 512 and 4), where the second turn begins in each, and where the next begins.
+        // Of the three alignments (4096, 512 and 4), where the second turn begins in each, and
+        // where the next begins.
         let most = if turn == 0 { 5 } else { 0 };
-        assert!(save.buffers() <= most, "{} buffers after turn {turn}", save.buffers());
+        assert!(
+            save.buffers() <= most,
+            "{} buffers after turn {turn}",
+            save.buffers()
+        );
     }
     check(&store, save, &items);
 }

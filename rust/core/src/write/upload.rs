@@ -9,16 +9,19 @@ use super::options::WriteOptions;
 use super::sink::to_usize;
 use super::to_store::{in_flight, part_bytes};
 use crate::store::{
-    Body, Condition, Remote, StoringConnection, Upload, has, open_file, put_new, put_over, read_all, read_at,
+    Body, Condition, Remote, StoringConnection, Upload, has, open_file, put_new, put_over,
+    read_all, read_at,
 };
 use crate::{Control, Error, Result, StorageFault, parallel};
 
-/// Stores a file under another name: at once, so that what is there is what was there before until it is the new one. With `overwrite` in place of whatever is there; without
-/// it there must be none, when this begins and when it ends.
+/// Stores a file under another name: at once, so that what is there is what was there before until
+/// it is the new one. With `overwrite` in place of whatever is there; without it there must be
+/// none, when this begins and when it ends.
 ///
 /// # Errors
-/// Those of the store: with [`StorageFault::Precondition`] nothing was touched, with [`StorageFault::Unclear`] the file may be the new one, now or in a moment, and
-/// after any other it is not. [`Error::Io`] for a file that cannot be read.
+/// Those of the store: with [`StorageFault::Precondition`] nothing was touched, with
+/// [`StorageFault::Unclear`] the file may be the new one, now or in a moment, and after any other
+/// it is not. [`Error::Io`] for a file that cannot be read.
 pub fn upload_file(
     remote: &Arc<dyn Remote>,
     from: &Path,
@@ -47,12 +50,15 @@ pub fn upload_file(
     put_new(to, &bytes, keeps_conditions, connection, control)
 }
 
-/// Stores files under other names, `(from, to)`, in parts, many at a time; then `last`, that says what the others are, by one request, of which there must be none. All
-/// the while a file, the `claim`, has to hold the bytes that whoever calls this put there: what keeps others out.
+/// Stores files under other names, `(from, to)`, in parts, many at a time; then `last`, that says
+/// what the others are, by one request, of which there must be none. All the while a file, the
+/// `claim`, has to hold the bytes that whoever calls this put there: what keeps others out.
 ///
 /// # Errors
-/// Those of the store; [`Error::Io`] for a file that cannot be read. What fails leaves nothing. But all stays with [`StorageFault::Unclear`], where it is not known whether `last` is
-/// there; and where the claim is another's by then ([`StorageFault::Precondition`]), as the files may be as well.
+/// Those of the store; [`Error::Io`] for a file that cannot be read. What fails leaves nothing. But
+/// all stays with [`StorageFault::Unclear`], where it is not known whether `last` is there; and
+/// where the claim is another's by then ([`StorageFault::Precondition`]), as the files may be as
+/// well.
 pub fn upload_folder(
     remote: &Arc<dyn Remote>,
     files: &[(PathBuf, PathBuf)],
@@ -68,7 +74,9 @@ pub fn upload_folder(
     }
     let sending = Sending::new(files, Condition::Always, options)?;
     let give_up = |error: Error| sending.give_up(remote, error, control);
-    sending.send(connection, options, control).map_err(give_up)?;
+    sending
+        .send(connection, options, control)
+        .map_err(give_up)?;
     if !is_ours().map_err(give_up)? {
         return Err(claimed(claim.0));
     }
@@ -104,26 +112,41 @@ struct Sending {
 }
 
 impl Sending {
-    fn new(files: &[(PathBuf, PathBuf)], condition: Condition, options: &WriteOptions) -> Result<Self> {
-        let opened: Vec<(File, u64)> = files.iter().map(|(from, _)| open(from)).collect::<Result<_>>()?;
+    fn new(
+        files: &[(PathBuf, PathBuf)],
+        condition: Condition,
+        options: &WriteOptions,
+    ) -> Result<Self> {
+        let opened: Vec<(File, u64)> = files
+            .iter()
+            .map(|(from, _)| open(from))
+            .collect::<Result<_>>()?;
         let largest = opened.iter().map(|(_, size)| *size).max().unwrap_or(0);
         let part_bytes = part_bytes(largest, options.max_inflight_bytes);
-        let sent = files.iter().zip(opened).map(|((from, to), (file, size))| Sent {
-            file,
-            from: from.clone(),
-            size,
-            object: Object::new(to.clone(), condition),
-            answers: std::iter::repeat_with(Mutex::default)
-                .take(to_usize(size.div_ceil(part_bytes).max(1)))
-                .collect(),
-        });
+        let sent = files
+            .iter()
+            .zip(opened)
+            .map(|((from, to), (file, size))| Sent {
+                file,
+                from: from.clone(),
+                size,
+                object: Object::new(to.clone(), condition),
+                answers: std::iter::repeat_with(Mutex::default)
+                    .take(to_usize(size.div_ceil(part_bytes).max(1)))
+                    .collect(),
+            });
         Ok(Self {
             files: sent.collect(),
             part_bytes,
         })
     }
 
-    fn send(&self, connection: &dyn StoringConnection, options: &WriteOptions, control: &Control) -> Result<()> {
+    fn send(
+        &self,
+        connection: &dyn StoringConnection,
+        options: &WriteOptions,
+        control: &Control,
+    ) -> Result<()> {
         store(connection, &self.files, self.part_bytes, options, control)
     }
 
@@ -150,7 +173,9 @@ struct Sent {
 
 impl Sent {
     fn answer(&self, number: usize) -> MutexGuard<'_, String> {
-        self.answers[number].lock().unwrap_or_else(PoisonError::into_inner)
+        self.answers[number]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -196,7 +221,8 @@ fn store(
         |(), i| {
             let file = &files[i];
             let answers = (0..file.answers.len()).map(|number| file.answer(number).clone());
-            file.object.complete(answers, file.size, connection, control)
+            file.object
+                .complete(answers, file.size, connection, control)
         },
     )
 }

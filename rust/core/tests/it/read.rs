@@ -1,4 +1,5 @@
-//! The read engine on real files: every mode delivers the same bytes, and damage is an error that names its place.
+//! The read engine on real files: every mode delivers the same bytes, and damage is an error that
+//! names its place.
 #![allow(unsafe_code)] // `read` writes to memory that its caller vouches for.
 
 use std::fs::File;
@@ -9,7 +10,8 @@ use std::path::Path;
 use dcp_rs_core::copy::{Accumulate, SignBits};
 use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{
-    Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, ReadStats, Sharing, Verify, read,
+    Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, ReadStats, Sharing,
+    Verify, read,
 };
 use dcp_rs_core::{Control, Dtype, Error};
 use smallvec::smallvec;
@@ -56,7 +58,8 @@ fn written(dir: &Path, name: &str, bytes: &[u8]) -> FileRef {
     }
 }
 
-/// On the disk of the build folder: a temporary folder may be in memory, where direct I/O and residency mean little.
+/// On the disk of the build folder: a temporary folder may be in memory, where direct I/O and
+/// residency mean little.
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
@@ -67,7 +70,12 @@ fn drop_cache(file: &FileRef) {
     #[cfg(target_os = "linux")]
     // SAFETY: advice on an open descriptor.
     unsafe {
-        libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(&file), 0, 0, libc::POSIX_FADV_DONTNEED);
+        libc::posix_fadvise(
+            std::os::fd::AsRawFd::as_raw_fd(&file),
+            0,
+            0,
+            libc::POSIX_FADV_DONTNEED,
+        );
     }
 }
 
@@ -125,10 +133,16 @@ fn every_mode_delivers_the_same() {
                 run(0, 50, data[0].len() - 50, 50, &mut big),
                 run(1, 0, data[1].len(), 0, &mut whole),
             ];
-            reqs.extend(small.iter_mut().enumerate().map(|(i, s)| run(2, i, 1, 0, s)));
+            reqs.extend(
+                small
+                    .iter_mut()
+                    .enumerate()
+                    .map(|(i, s)| run(2, i, 1, 0, s)),
+            );
             let control = Control::new();
             // SAFETY: the destinations are exclusive and outlive the call.
-            let stats = unsafe { read(&files, &reqs, &Digests(vec![]), &options(io), &control) }.unwrap();
+            let stats =
+                unsafe { read(&files, &reqs, &Digests(vec![]), &options(io), &control) }.unwrap();
             assert!(big == data[0][100..], "{io:?} cold {cold}");
             assert!(whole == data[1]);
             assert!(small.concat() == data[2]);
@@ -159,7 +173,8 @@ fn strided_sources_and_destinations() {
             if cold {
                 drop_cache(&file);
             }
-            // columns 100..600 of all rows, into a destination with rows of 700 elements; and the transpose of columns 600..900
+            // columns 100..600 of all rows, into a destination with rows of 700 elements; and the
+            // transpose of columns 600..900
             let mut columns = vec![0u8; rows * 700 * 4];
             let mut transposed = vec![0u8; rows * 300 * 4];
             let template = run(0, 64, rows * cols * 4, 0, &mut []);
@@ -189,7 +204,8 @@ fn strided_sources_and_destinations() {
             // Where a mapping cannot be populated, nothing is mapped unasked.
             let maps = cfg!(all(target_os = "linux", not(posix_only)));
             assert!(
-                !(maps && options.shared == Sharing::Guess) || stats.bytes_mapped == stats.bytes_wanted,
+                !(maps && options.shared == Sharing::Guess)
+                    || stats.bytes_mapped == stats.bytes_wanted,
                 "{stats:?}"
             );
             for r in 0..rows {
@@ -198,7 +214,9 @@ fn strided_sources_and_destinations() {
                     "{options:?} {r}"
                 );
                 assert!(
-                    columns[r * 2800 + 2000..(r + 1) * 2800].iter().all(|&b| b == 0),
+                    columns[r * 2800 + 2000..(r + 1) * 2800]
+                        .iter()
+                        .all(|&b| b == 0),
                     "wrote between rows"
                 );
                 for c in 0..300 {
@@ -254,7 +272,10 @@ fn nothing_wanted_is_nothing_done() {
         links: Links::Any,
         remote: None,
     };
-    assert_eq!(go(&[], &[], &options(IoMode::Auto)).unwrap(), ReadStats::default());
+    assert_eq!(
+        go(&[], &[], &options(IoMode::Auto)).unwrap(),
+        ReadStats::default()
+    );
     let empty = run(0, 0, 0, 0, &mut []);
     assert_eq!(
         go(&[missing], &[empty], &options(IoMode::Auto)).unwrap(),
@@ -287,18 +308,25 @@ fn files_are_checked_before_reading() {
     let mut dst = vec![0u8; 100];
     let req = run(0, 0, 10_000, 0, &mut dst);
     for io in MODES {
-        let attempt = |file: FileRef| corrupt(go(&[file], std::slice::from_ref(&req), &options(io)));
+        let attempt =
+            |file: FileRef| corrupt(go(&[file], std::slice::from_ref(&req), &options(io)));
         let (name, _, offset, reason) = attempt(FileRef {
             path: dir.path().join("gone"),
             ..good.clone()
         });
-        assert_eq!((name.as_str(), reason.as_str()), ("gone", "the file is missing"));
+        assert_eq!(
+            (name.as_str(), reason.as_str()),
+            ("gone", "the file is missing")
+        );
         assert_eq!(offset, None);
         let (_, _, _, reason) = attempt(FileRef {
             size: 10_001,
             ..good.clone()
         });
-        assert!(reason.contains("10000") && reason.contains("10001"), "{reason}");
+        assert!(
+            reason.contains("10000") && reason.contains("10001"),
+            "{reason}"
+        );
         let (_, _, _, reason) = attempt(FileRef {
             mtime_ns: 12345,
             mend: "index it anew",
@@ -336,7 +364,10 @@ fn verify_names_the_block_that_differs() {
     let dir = folder();
     let length = 3 * MIB + 123;
     let mut data = noise(4096 + length, 5);
-    let digests: Vec<u64> = data[4096..].chunks(MIB).map(twox_hash::XxHash3_64::oneshot).collect();
+    let digests: Vec<u64> = data[4096..]
+        .chunks(MIB)
+        .map(twox_hash::XxHash3_64::oneshot)
+        .collect();
     let file = written(dir.path(), "f", &data);
     let catalog = Digests([vec![1, 2, 3], digests].concat());
     let verified = |io, reqs: &[ReadReq]| {
@@ -345,7 +376,15 @@ fn verify_names_the_block_that_differs() {
             ..options(io)
         };
         // SAFETY: the destinations are exclusive and outlive the call.
-        unsafe { read(std::slice::from_ref(&file), reqs, &catalog, &options, &Control::new()) }
+        unsafe {
+            read(
+                std::slice::from_ref(&file),
+                reqs,
+                &catalog,
+                &options,
+                &Control::new(),
+            )
+        }
     };
     for io in MODES {
         let mut dst = vec![0u8; length];
@@ -382,7 +421,10 @@ fn verify_names_the_block_that_differs() {
                 (name.as_str(), tensor.as_str(), offset),
                 ("f", "layers.7.weight", Some((4096 + 2 * MIB) as u64))
             );
-            assert!(reason.contains("block 2") && reason.contains("expected"), "{reason}");
+            assert!(
+                reason.contains("block 2") && reason.contains("expected"),
+                "{reason}"
+            );
         }
         let mut dst = vec![0u8; 2 * MIB];
         let mut req = run(0, 4096, length, 0, &mut dst);
@@ -454,7 +496,10 @@ fn work_under_way_is_cancelled() {
                 &control,
             )
         };
-        assert!(matches!(result, Err(Error::Interrupted)), "{io:?} {result:?}");
+        assert!(
+            matches!(result, Err(Error::Interrupted)),
+            "{io:?} {result:?}"
+        );
         assert!(
             control.done() < length as u64 / 2,
             "{io:?}: {} bytes after the call",
@@ -468,7 +513,12 @@ fn a_request_outside_its_file_is_refused() {
     let dir = folder();
     let file = written(dir.path(), "f", &[0; 100]);
     let mut dst = vec![0u8; 60];
-    let error = go(&[file], &[run(0, 50, 60, 0, &mut dst)], &options(IoMode::Auto)).unwrap_err();
+    let error = go(
+        &[file],
+        &[run(0, 50, 60, 0, &mut dst)],
+        &options(IoMode::Auto),
+    )
+    .unwrap_err();
     assert!(
         matches!(&error, Error::TensorPlan { tensor, .. } if tensor == "layers.7.weight"),
         "{error}"
@@ -498,7 +548,8 @@ fn one_thread_and_little_memory_suffice() {
 fn elements_are_added_to_sums_in_every_mode() {
     let dir = folder();
     let data = noise(6 * MIB, 5);
-    // Rows 1.. of columns 16..80 of a matrix of bfloat16 with 128 columns, after an odd number of bytes.
+    // Rows 1.. of columns 16..80 of a matrix of bfloat16 with 128 columns, after an odd number of
+    // bytes.
     let (offset, rows, columns, width) = (77_usize, 20_000_usize, 128_usize, 64_usize);
     let file = written(dir.path(), "a", &data);
     let digests: Vec<u64> = data[offset..offset + 2 * rows * columns]
@@ -522,7 +573,13 @@ fn elements_are_added_to_sums_in_every_mode() {
             dst: Destination(sums.as_mut_ptr().cast()),
             dst_strides: smallvec![4 * shape[1], 4],
             operation: Operation::Accumulate(sink),
-            ..run(0, offset, 2 * rows * columns, 2 * (row * columns + column), &mut [])
+            ..run(
+                0,
+                offset,
+                2 * rows * columns,
+                2 * (row * columns + column),
+                &mut [],
+            )
         };
         let reqs = [
             req(&mut sums, 1, 16, [rows as u64 - 1, width as u64]),

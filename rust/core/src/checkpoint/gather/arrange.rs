@@ -38,7 +38,8 @@ pub struct Want {
     pub offsets: Dims,
     /// How far it extends.
     pub sizes: Dims,
-    /// Where it goes is one run of memory, from this byte of the target on, counted as the elements are stored. It may be cut at any element.
+    /// Where it goes is one run of memory, from this byte of the target on, counted as the elements
+    /// are stored. It may be cut at any element.
     pub begin: Option<u64>,
     /// Number of the target's device: what goes to different ones never shares a slab.
     pub device: u32,
@@ -95,21 +96,42 @@ impl Turns {
 }
 
 impl Gather {
-    /// Adds a region that the caller fills, so that it gets a turn. `target`: the caller's number for it.
-    pub fn add_elsewhere(&mut self, target: usize, source: Source, region: &Region, to: &Rest) -> Result<()> {
+    /// Adds a region that the caller fills, so that it gets a turn. `target`: the caller's number
+    /// for it.
+    pub fn add_elsewhere(
+        &mut self,
+        target: usize,
+        source: Source,
+        region: &Region,
+        to: &Rest,
+    ) -> Result<()> {
         let index = std::sync::Arc::clone(&self.index);
         let (tensor, dtype) = self.check(source, region)?;
         let name = index.name(tensor);
-        let bytes: Option<Dims> = to.strides.iter().map(|s| s.checked_mul(to.itemsize)).collect();
-        let lies = |start, sizes: &[u64]| Footprint::new(to.device, start, to.itemsize, sizes, bytes.as_deref()?);
+        let bytes: Option<Dims> = to
+            .strides
+            .iter()
+            .map(|s| s.checked_mul(to.itemsize))
+            .collect();
+        let lies = |start, sizes: &[u64]| {
+            Footprint::new(to.device, start, to.itemsize, sizes, bytes.as_deref()?)
+        };
         if let Some(address) = to.address {
             self.check_footprint(name, lies(address, &region.sizes))?;
         }
         let row_major = row_major(&region.sizes);
         let is_flat = is_run(&region.sizes, &to.strides);
         for part in parts(&index, source, region)? {
-            let along = |strides: &[u64]| -> u64 { part.region_offsets.iter().zip(strides).map(|(o, s)| o * s).sum() };
-            let start = to.address.map(|address| address + along(&to.strides) * to.itemsize);
+            let along = |strides: &[u64]| -> u64 {
+                part.region_offsets
+                    .iter()
+                    .zip(strides)
+                    .map(|(o, s)| o * s)
+                    .sum()
+            };
+            let start = to
+                .address
+                .map(|address| address + along(&to.strides) * to.itemsize);
             let footprint = start.and_then(|start| lies(start, &part.sizes));
             let flat = is_flat && is_run(&part.sizes, &row_major);
             let file = self.place(index.chunk_file(part.chunk))?;
@@ -137,8 +159,8 @@ impl Gather {
         Ok(())
     }
 
-    /// Adds a region that the caller fills at once, be it in several chunks: a tensor of which only its class knows where the elements lie.
-    /// `footprints`: of the memory that it may write to.
+    /// Adds a region that the caller fills at once, be it in several chunks: a tensor of which only
+    /// its class knows where the elements lie. `footprints`: of the memory that it may write to.
     pub fn add_opaque(
         &mut self,
         target: usize,
@@ -170,10 +192,16 @@ impl Gather {
     /// Finds the turns. What a later destination hides has none.
     pub fn arrange(&self) -> Turns {
         let count = self.requests.len();
-        let mut reaches: Vec<_> = (0..count).map(|i| self.footprint(i).reach(number(i))).collect();
+        let mut reaches: Vec<_> = (0..count)
+            .map(|i| self.footprint(i).reach(number(i)))
+            .collect();
         for (i, elsewhere) in self.elsewhere.iter().enumerate() {
             let footprints = &elsewhere.write.footprints;
-            reaches.extend(footprints.iter().map(|footprint| footprint.reach(number(count + i))));
+            reaches.extend(
+                footprints
+                    .iter()
+                    .map(|footprint| footprint.reach(number(count + i))),
+            );
         }
         let runs = contested(&mut reaches);
         if runs.is_empty() {
@@ -191,8 +219,15 @@ impl Gather {
         for (i, turn) in sharing.into_iter().zip(memory::turns(&writes)) {
             of[i] = turn;
         }
-        let count = of.iter().flatten().max().map_or(1, |&last| last as usize + 1);
-        Turns { count, of: Some(of) }
+        let count = of
+            .iter()
+            .flatten()
+            .max()
+            .map_or(1, |&last| last as usize + 1);
+        Turns {
+            count,
+            of: Some(of),
+        }
     }
 
     /// Numbers of what the caller fills from slabs in a turn, for [`want`](Self::want).
@@ -216,7 +251,10 @@ impl Gather {
             How::Slab(_) => None,
             How::Opaque { target } => Some(*target),
         };
-        self.elsewhere(turns, turn).into_iter().filter_map(target).collect()
+        self.elsewhere(turns, turn)
+            .into_iter()
+            .filter_map(target)
+            .collect()
     }
 
     fn elsewhere(&self, turns: &Turns, turn: usize) -> Vec<usize> {

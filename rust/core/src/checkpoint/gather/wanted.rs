@@ -1,8 +1,9 @@
-//! What the ranks of a machine read alike, found out from what each of them says in a message of fixed size.
+//! What the ranks of a machine read alike, found out from what each of them says in a message of
+//! fixed size.
 //!
-//! The data files, laid end to end, are cut into equal sections. A rank says of each section how much of it it reads, and a
-//! fingerprint of which bytes. Ranks share a section if two of them read the same bytes of it, or if all of them together
-//! read more than there is. Pure.
+//! The data files, laid end to end, are cut into equal sections. A rank says of each section how
+//! much of it it reads, and a fingerprint of which bytes. Ranks share a section if two of them read
+//! the same bytes of it, or if all of them together read more than there is. Pure.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,12 +22,13 @@ const SECTIONS: u64 = 256;
 const MIN_SECTION: u64 = 1 << 20;
 /// What says that all of a section is read.
 const WHOLE: u64 = 1 << 12;
-/// Ranks share a section of which they read more than this, each of them what the others do not read apart.
+/// Ranks share a section of which they read more than this, each of them what the others do not
+/// read apart.
 const SHARED: u64 = WHOLE + WHOLE / 4;
 /// Bytes of a message for each section: how much of it, and the fingerprint.
 const ENTRY: usize = 4;
-/// Rows shorter than this are read with what lies between them, if they are no further apart than [`MAX_PITCH`]: columns, of
-/// which others have the rest.
+/// Rows shorter than this are read with what lies between them, if they are no further apart than
+/// [`MAX_PITCH`]: columns, of which others have the rest.
 const SHORT_ROW: u64 = 32 << 10;
 const MAX_PITCH: u64 = 256 << 10;
 
@@ -62,8 +64,15 @@ impl Sections {
         let size = self.size;
         (start / size..end.div_ceil(size)).map(move |section| {
             let begin = section * size;
-            let part = (start.max(begin) - begin, end.min(begin.saturating_add(size)) - begin);
-            (usize::try_from(section).expect("256 at most"), part.0, part.1)
+            let part = (
+                start.max(begin) - begin,
+                end.min(begin.saturating_add(size)) - begin,
+            );
+            (
+                usize::try_from(section).expect("256 at most"),
+                part.0,
+                part.1,
+            )
         })
     }
 }
@@ -94,11 +103,18 @@ impl Wanted {
         for request in &batch.requests {
             let (start, _) = span(request);
             let file = numbers[request.file as usize];
-            self.add_rectangle(file, start, request.itemsize, &request.shape, &request.src_strides);
+            self.add_rectangle(
+                file,
+                start,
+                request.itemsize,
+                &request.shape,
+                &request.src_strides,
+            );
         }
     }
 
-    /// Adds a region. What is none of its source, or held by no chunk, is left out: who reads it says so.
+    /// Adds a region. What is none of its source, or held by no chunk, is left out: who reads it
+    /// says so.
     pub fn add(&mut self, source: Source, region: &Region) {
         match source {
             Source::Chunk(chunk) => self.add_part(chunk, &region.offsets, &region.sizes),
@@ -131,12 +147,21 @@ impl Wanted {
         self.add_rectangle(view.file, view.offset + first, itemsize, sizes, &strides);
     }
 
-    /// Adds elements of `itemsize` bytes from `start` on, so many in each dimension, with so many bytes from one to the next.
-    fn add_rectangle(&mut self, file: u32, start: u64, itemsize: u64, shape: &[u64], strides: &[u64]) {
+    /// Adds elements of `itemsize` bytes from `start` on, so many in each dimension, with so many
+    /// bytes from one to the next.
+    fn add_rectangle(
+        &mut self,
+        file: u32,
+        start: u64,
+        itemsize: u64,
+        shape: &[u64],
+        strides: &[u64],
+    ) {
         if shape.contains(&0) {
             return;
         }
-        let mut loops: SmallVec<[(u64, u64); 4]> = shape.iter().copied().zip(strides.iter().copied()).collect();
+        let mut loops: SmallVec<[(u64, u64); 4]> =
+            shape.iter().copied().zip(strides.iter().copied()).collect();
         loops.retain(|(count, _)| *count > 1);
         loops.sort_unstable_by_key(|&(_, stride)| std::cmp::Reverse(stride));
         let mut run = itemsize;
@@ -152,7 +177,12 @@ impl Wanted {
     fn add_rows(&mut self, file: u32, start: u64, run: u64, loops: &[(u64, u64)]) {
         if let Some((&(count, stride), inner)) = loops.split_first() {
             for i in 0..count {
-                self.add_rows(file, start.saturating_add(i.saturating_mul(stride)), run, inner);
+                self.add_rows(
+                    file,
+                    start.saturating_add(i.saturating_mul(stride)),
+                    run,
+                    inner,
+                );
             }
             return;
         }
@@ -195,16 +225,22 @@ fn hash(begin: u64, end: u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// Tells each of the ranks of one machine, by what [`Wanted::to_bytes`] gave, which sections it shares with others: a bit for
-/// each.
+/// Tells each of the ranks of one machine, by what [`Wanted::to_bytes`] gave, which sections it
+/// shares with others: a bit for each.
 ///
 /// # Errors
 /// [`Error::Plan`] for what is no such message.
 pub fn compare(messages: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
     let sections = usize::try_from(SECTIONS).expect("256");
     let mut answers = vec![vec![0_u8; sections / 8]; messages.len()];
-    let entries: Vec<&[[u8; ENTRY]]> = messages.iter().map(|message| message.as_chunks().0).collect();
-    if messages.iter().any(|message| message.len() != sections * ENTRY) {
+    let entries: Vec<&[[u8; ENTRY]]> = messages
+        .iter()
+        .map(|message| message.as_chunks().0)
+        .collect();
+    if messages
+        .iter()
+        .any(|message| message.len() != sections * ENTRY)
+    {
         let reason = "a rank sent an invalid message about the sections that it reads";
         return Err(Error::Plan(reason.into()));
     }
@@ -251,8 +287,8 @@ impl Common {
 }
 
 impl Gather {
-    /// What is known of what others want. Of a file of which they want a part, that becomes a file of its own. Comes after the turns were found, whose order
-    /// goes by files.
+    /// What is known of what others want. Of a file of which they want a part, that becomes a file
+    /// of its own. Comes after the turns were found, whose order goes by files.
     pub fn divide(&mut self, common: &Common) {
         if self.common.is_some() {
             return;
@@ -274,11 +310,13 @@ impl Gather {
                 }
                 known.push(is_common);
                 self.files.push(self.files[file].clone());
-                u32::try_from(self.files.len() - 1).expect("fewer than 2^31 files have records in memory")
+                u32::try_from(self.files.len() - 1)
+                    .expect("fewer than 2^31 files have records in memory")
             });
             if let Some(coded) = request.coded.as_mut().filter(|_| request.file != before) {
                 let places = &mut Arc::make_mut(coded).files;
-                (places.iter_mut().filter(|(_, place)| *place == before)).for_each(|(_, place)| *place = request.file);
+                (places.iter_mut().filter(|(_, place)| *place == before))
+                    .for_each(|(_, place)| *place = request.file);
             }
         }
         self.common = Some(known.into());
@@ -402,11 +440,26 @@ mod tests {
     #[test]
     fn the_same_bytes_are_shared_and_bytes_beside_each_other_are_not() {
         const MIB: u64 = 1 << 20;
-        assert_eq!(shared(&[&[(0, 64 * MIB)], &[(0, 64 * MIB)]]), [true; 2], "replicas");
+        assert_eq!(
+            shared(&[&[(0, 64 * MIB)], &[(0, 64 * MIB)]]),
+            [true; 2],
+            "replicas"
+        );
         assert_eq!(shared(&[&[(0, 64 * MIB)]]), [false], "alone on the machine");
-        assert_eq!(shared(&[&[(0, MIB), (0, MIB)]]), [false], "twice, by one rank");
-        let stages = [[(0, 16 * MIB)], [(16 * MIB, 32 * MIB)], [(32 * MIB, 48 * MIB)]];
-        assert_eq!(shared(&stages.each_ref().map(|stage| &stage[..])), [false; 3]);
+        assert_eq!(
+            shared(&[&[(0, MIB), (0, MIB)]]),
+            [false],
+            "twice, by one rank"
+        );
+        let stages = [
+            [(0, 16 * MIB)],
+            [(16 * MIB, 32 * MIB)],
+            [(32 * MIB, 48 * MIB)],
+        ];
+        assert_eq!(
+            shared(&stages.each_ref().map(|stage| &stage[..])),
+            [false; 3]
+        );
         // Within one section: the same half, and a half each.
         assert_eq!(shared(&[&[(0, MIB / 2)], &[(0, MIB / 2)]]), [true; 2]);
         assert_eq!(shared(&[&[(0, MIB / 2)], &[(MIB / 2, MIB)]]), [false; 2]);
@@ -415,19 +468,30 @@ mod tests {
         assert_eq!(shared(&[&[one, two], &[two, one, own]]), [true; 2]);
         assert_eq!(shared(&[&[own, one], &[one]]), [false, true]);
         // Not quite the same, and more than there is.
-        assert_eq!(shared(&[&[(0, 8 * MIB)], &[(9, 8 * MIB)], &[(7, 9 * MIB)]]), [true; 3]);
+        assert_eq!(
+            shared(&[&[(0, 8 * MIB)], &[(9, 8 * MIB)], &[(7, 9 * MIB)]]),
+            [true; 3]
+        );
     }
 
     #[test]
     fn columns_are_read_with_what_lies_between_them_and_long_rows_are_not() {
-        for (row, pitch, is_shared) in [(4096, 16384, true), (65536, 1 << 18, false), (4096, 1 << 20, false)] {
+        for (row, pitch, is_shared) in [
+            (4096, 16384, true),
+            (65536, 1 << 18, false),
+            (4096, 1 << 20, false),
+        ] {
             let columns = |rank: u64| {
                 let mut wanted = Wanted::new(index());
                 wanted.add_rectangle(1, rank * row, 2, &[60, row / 2], &[pitch, 2]);
                 wanted
             };
             for (rank, common) in (0..).zip(judged(&[0, 1, 2, 3].map(columns))) {
-                assert_eq!(common.has(1, rank * row, 59 * pitch), is_shared, "{row} of {pitch}");
+                assert_eq!(
+                    common.has(1, rank * row, 59 * pitch),
+                    is_shared,
+                    "{row} of {pitch}"
+                );
             }
         }
     }
@@ -435,7 +499,10 @@ mod tests {
     #[test]
     fn what_is_no_message_is_refused() {
         let message = reads(&[(0, 9)]).to_bytes();
-        assert!(matches!(compare(&[&message, &message[1..]]), Err(Error::Plan(_))));
+        assert!(matches!(
+            compare(&[&message, &message[1..]]),
+            Err(Error::Plan(_))
+        ));
         assert!(reads(&[]).judged(&message).is_none());
     }
 

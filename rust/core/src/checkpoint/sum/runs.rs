@@ -1,4 +1,5 @@
-//! Sums of what lies in mapped files in long runs: one pass over all summands, and the sums stay in the first cache.
+//! Sums of what lies in mapped files in long runs: one pass over all summands, and the sums stay in
+//! the first cache.
 
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
@@ -24,14 +25,16 @@ const PART: u64 = BLOCK_SIZE / 2;
 /// Elements that are summed at a time: 32 KiB of float32, and a whole part of a block of any type.
 const STEP: usize = 8 << 10;
 
-/// Elements of one summand that follow each other in a file, and in the sums: from element `begin` of them.
+/// Elements of one summand that follow each other in a file, and in the sums: from element `begin`
+/// of them.
 struct Run {
     request: usize,
     begin: u64,
     elements: u64,
 }
 
-/// Elements that one thread sums up. Each summand has them in one run: of a request, from this byte of its chunk.
+/// Elements that one thread sums up. Each summand has them in one run: of a request, from this byte
+/// of its chunk.
 struct Part {
     to: Destination,
     is_bfloat16: bool,
@@ -78,7 +81,10 @@ pub(super) unsafe fn sum_runs(
     let mut parts = Vec::new();
     for (number, group) in long.into_iter().enumerate() {
         let total = elements(&sums[group.clone()]);
-        let runs: Option<Vec<_>> = inputs.iter().map(|input| runs(input, number, total, size)).collect();
+        let runs: Option<Vec<_>> = inputs
+            .iter()
+            .map(|input| runs(input, number, total, size))
+            .collect();
         match runs {
             Some(runs) => cut(&inputs, &runs, &sums[group.start], total, size, &mut parts),
             None => left.extend(group),
@@ -90,24 +96,29 @@ pub(super) unsafe fn sum_runs(
     };
     let state = || {
         let readers: Vec<Sequential> = inputs.iter().map(|_| Sequential::new(None)).collect();
-        (readers, vec![0_u64; if is_double { STEP } else { STEP / 2 }])
+        (
+            readers,
+            vec![0_u64; if is_double { STEP } else { STEP / 2 }],
+        )
     };
     parallel::for_each(parts.len(), threads, state, |(readers, memory), number| {
         control.check()?;
-        // SAFETY: the destination is valid for the elements of the part, as the caller vouches, and no other part has
-        // them.
+        // SAFETY: the destination is valid for the elements of the part, as the caller vouches, and
+        // no other part has them.
         unsafe { add_up(&parts[number], &inputs, readers, memory, is_double, control) }
     })?;
     Ok(left)
 }
 
-/// Puts sums together that follow each other in the same tensors and in memory: a tensor was cut between them.
+/// Puts sums together that follow each other in the same tensors and in memory: a tensor was cut
+/// between them.
 fn groups(sums: &[Sum], size: u64) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::new();
     for (number, sum) in sums.iter().enumerate() {
         let follows = number > 0 && {
             let before = &sums[number - 1];
-            let bytes = elements(std::slice::from_ref(before)) * if before.is_bfloat16 { 2 } else { size };
+            let bytes =
+                elements(std::slice::from_ref(before)) * if before.is_bfloat16 { 2 } else { size };
             before.tensors == sum.tensors
                 && before.is_bfloat16 == sum.is_bfloat16
                 && before.to.0.addr() as u64 + bytes == sum.to.0.addr() as u64
@@ -121,10 +132,13 @@ fn groups(sums: &[Sum], size: u64) -> Vec<Range<usize>> {
 }
 
 fn elements(sums: &[Sum]) -> u64 {
-    sums.iter().map(|sum| sum.region.sizes.iter().product::<u64>()).sum()
+    sums.iter()
+        .map(|sum| sum.region.sizes.iter().product::<u64>())
+        .sum()
 }
 
-/// What is read of one summand: requests of each group, whose destinations are places in the sums of the group.
+/// What is read of one summand: requests of each group, whose destinations are places in the sums
+/// of the group.
 fn input<'a>(
     number: usize,
     summands: &'a [Summand],
@@ -149,7 +163,8 @@ fn input<'a>(
     Input::new(summand, gather, ranges, options, control)
 }
 
-/// The runs of a group of sums in one summand, in their order; `None` where it has others, or files that are not mapped.
+/// The runs of a group of sums in one summand, in their order; `None` where it has others, or files
+/// that are not mapped.
 fn runs(input: &Input, group: usize, total: u64, size: u64) -> Option<Vec<Run>> {
     let mut runs = Vec::with_capacity(input.ranges[group].len());
     for number in input.ranges[group].clone() {
@@ -157,11 +172,16 @@ fn runs(input: &Input, group: usize, total: u64, size: u64) -> Option<Vec<Run>> 
         let elements = request.shape.iter().product::<u64>();
         let is_dense = |strides: &[u64], size: u64| {
             let mut step = size;
-            request.shape.iter().zip(strides).rev().all(|(&n, &stride)| {
-                let fits = n == 1 || stride == step;
-                step *= n;
-                fits
-            })
+            request
+                .shape
+                .iter()
+                .zip(strides)
+                .rev()
+                .all(|(&n, &stride)| {
+                    let fits = n == 1 || stride == step;
+                    step *= n;
+                    fits
+                })
         };
         let file = &input.files[request.file as usize];
         let lies_within = request.src_offset + elements * request.itemsize <= request.chunk_length
@@ -202,8 +222,16 @@ fn runs(input: &Input, group: usize, total: u64, size: u64) -> Option<Vec<Run>> 
     Some(runs)
 }
 
-/// Cuts a group of sums where the run of any summand ends, and where blocks of the first summand do.
-fn cut(inputs: &[Input], runs: &[Vec<Run>], first: &Sum, total: u64, size: u64, parts: &mut Vec<Part>) {
+/// Cuts a group of sums where the run of any summand ends, and where blocks of the first summand
+/// do.
+fn cut(
+    inputs: &[Input],
+    runs: &[Vec<Run>],
+    first: &Sum,
+    total: u64,
+    size: u64,
+    parts: &mut Vec<Part>,
+) {
     let written = if first.is_bfloat16 { 2 } else { size };
     let mut at: Vec<usize> = vec![0; runs.len()];
     let mut begin = 0;
@@ -220,7 +248,11 @@ fn cut(inputs: &[Input], runs: &[Vec<Run>], first: &Sum, total: u64, size: u64, 
         let block = BLOCK_SIZE / itemsize;
         let to_block = block - byte / itemsize % block;
         // Whole blocks, from the end of one that was begun.
-        let most = if to_block < block { to_block } else { PART.max(block) };
+        let most = if to_block < block {
+            to_block
+        } else {
+            PART.max(block)
+        };
         let end = runs
             .iter()
             .zip(&at)
@@ -281,7 +313,13 @@ unsafe fn add_up(
                 if done % fit(BLOCK_SIZE) == 0 || at + count == elements {
                     let request = &input.requests[number];
                     let got = std::mem::take(hasher).finish();
-                    let same = compare(&input.files[request.file as usize], request, *block, got, input.index);
+                    let same = compare(
+                        &input.files[request.file as usize],
+                        request,
+                        *block,
+                        got,
+                        input.index,
+                    );
                     same.map_err(|error| explain(input.index, error, control))?;
                     *block += 1;
                 }
@@ -324,7 +362,14 @@ fn row<'a>(
         (begin, end)
     };
     let range = request.chunk_offset + from..request.chunk_offset + to;
-    let bytes = reader.mapped(&input.files, request.file, range, &input.probe, input.index, control)?;
+    let bytes = reader.mapped(
+        &input.files,
+        request.file,
+        range,
+        &input.probe,
+        input.index,
+        control,
+    )?;
     let is_whole = (from, to) == (begin, end);
     if checks && !is_whole {
         for (block, bytes) in (from / BLOCK_SIZE..).zip(bytes.chunks(fit(BLOCK_SIZE))) {

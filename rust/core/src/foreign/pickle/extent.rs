@@ -2,7 +2,8 @@
 
 use super::{Item, Made, Node, Pickle, Then};
 
-/// The size of a node with everything in it. A reference back to an enclosing node counts as one part.
+/// The size of a node with everything in it. A reference back to an enclosing node counts as one
+/// part.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::foreign) struct Extent {
     pub depth: u32,
@@ -57,7 +58,10 @@ impl Pickle<'_> {
             Item::Node(part) => left.push(part),
             _ => small += 1,
         });
-        let sum = Extent { depth: 0, parts: small };
+        let sum = Extent {
+            depth: 0,
+            parts: small,
+        };
         Visit { node, left, sum }
     }
 
@@ -66,9 +70,14 @@ impl Pickle<'_> {
         match node {
             Node::Tuple { first, len } => {
                 let first = *first as usize;
-                self.pool[first..first + *len as usize].iter().copied().for_each(each);
+                self.pool[first..first + *len as usize]
+                    .iter()
+                    .copied()
+                    .for_each(each);
             }
-            Node::List { items, .. } | Node::Set { items, .. } => items.iter().copied().for_each(each),
+            Node::List { items, .. } | Node::Set { items, .. } => {
+                items.iter().copied().for_each(each)
+            }
             Node::Dict { pairs, state, .. } => {
                 pairs
                     .iter()
@@ -91,7 +100,10 @@ impl Pickle<'_> {
                     match then {
                         Then::State(state) => each(*state),
                         Then::Append(items) => items.iter().copied().for_each(&mut each),
-                        Then::Set(pairs) => pairs.iter().flat_map(|(key, value)| [*key, *value]).for_each(&mut each),
+                        Then::Set(pairs) => pairs
+                            .iter()
+                            .flat_map(|(key, value)| [*key, *value])
+                            .for_each(&mut each),
                     }
                 }
             }

@@ -1,8 +1,8 @@
 //! The interpreter of pickles: a stack and a memo, and nothing that it could call.
 //!
-//! It knows the opcodes that `pickle` emits for data (protocols 2 to 5) and refuses the others. A global must be on
-//! the caller's list before it even becomes a value; calls and instances are recorded, never made. What is made of the input is counted in
-//! bytes, and bounded.
+//! It knows the opcodes that `pickle` emits for data (protocols 2 to 5) and refuses the others. A
+//! global must be on the caller's list before it even becomes a value; calls and instances are
+//! recorded, never made. What is made of the input is counted in bytes, and bounded.
 
 mod parts;
 
@@ -16,7 +16,10 @@ use crate::foreign::fault::{Fault, FaultResult};
 /// Reads the value that `input` begins with, and says how many bytes make it.
 pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickle<'a>, usize)> {
     if u32::try_from(input.len()).is_err() {
-        return Err(Fault::Unsupported(format!("a pickle of {} bytes", input.len())));
+        return Err(Fault::Unsupported(format!(
+            "a pickle of {} bytes",
+            input.len()
+        )));
     }
     let mut machine = Machine {
         pickle: Pickle {
@@ -222,7 +225,11 @@ impl Machine<'_, '_> {
             }
             0x91 if self.rules.keep => {
                 let mark = self.pop_mark()?;
-                let items = self.stack.drain(mark.height..).map(|slot| slot.item).collect();
+                let items = self
+                    .stack
+                    .drain(mark.height..)
+                    .map(|slot| slot.item)
+                    .collect();
                 self.push_node(set(true, items), mark.at)?;
             }
             b'a' => {
@@ -292,7 +299,11 @@ impl Machine<'_, '_> {
                 return Err(Fault::Forbidden(self.full_name(module, name)));
             }
             // EXT1, EXT2, EXT4: a global by a number of the reader's own registry.
-            0x82..=0x84 => return Err(Fault::Forbidden("an entry of the extension registry".into())),
+            0x82..=0x84 => {
+                return Err(Fault::Forbidden(
+                    "an entry of the extension registry".into(),
+                ));
+            }
             _ => {
                 return Err(Fault::corrupt(
                     self.op_at as u64,
@@ -406,7 +417,10 @@ impl Machine<'_, '_> {
 
     /// Pushes what this opcode alone makes.
     fn push(&mut self, item: Item) {
-        self.stack.push(Slot { item, at: self.op_at });
+        self.stack.push(Slot {
+            item,
+            at: self.op_at,
+        });
     }
 
     fn pop(&mut self) -> FaultResult<Slot> {
@@ -417,7 +431,9 @@ impl Machine<'_, '_> {
     }
 
     fn pop_mark(&mut self) -> FaultResult<Mark> {
-        self.marks.pop().ok_or_else(|| self.fault("no mark on the stack"))
+        self.marks
+            .pop()
+            .ok_or_else(|| self.fault("no mark on the stack"))
     }
 
     /// Picklers number what they remember from 0 up, without a gap.

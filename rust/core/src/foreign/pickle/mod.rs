@@ -1,6 +1,7 @@
 //! Pickles as plain data: what an interpreter that can do nothing else makes of them.
 //!
-//! Nodes refer to each other by number, so no depth of nesting can exhaust the stack while one is read.
+//! Nodes refer to each other by number, so no depth of nesting can exhaust the stack while one is
+//! read.
 
 mod extent;
 mod machine;
@@ -112,8 +113,8 @@ pub(super) struct Rules {
     pub allow: fn(module: &str, name: &str) -> bool,
     /// Whether persistent ids may occur.
     pub persistent: bool,
-    /// Whether all is kept that a pickle written from the nodes needs, also what means nothing here (integers of any length, objects that are
-    /// filled), and the place of every part.
+    /// Whether all is kept that a pickle written from the nodes needs, also what means nothing here
+    /// (integers of any length, objects that are filled), and the place of every part.
     pub keep: bool,
 }
 
@@ -134,7 +135,10 @@ impl<'a> Pickle<'a> {
         if used == pickle.len() {
             Ok(pickle)
         } else {
-            Err(Fault::corrupt(used as u64, "pickle: bytes after the end of the pickle"))
+            Err(Fault::corrupt(
+                used as u64,
+                "pickle: bytes after the end of the pickle",
+            ))
         }
     }
 
@@ -244,7 +248,8 @@ impl Pickle<'_> {
         }
     }
 
-    /// An object, as (module and name of what made it, arguments, state); nothing where more was done with it.
+    /// An object, as (module and name of what made it, arguments, state); nothing where more was
+    /// done with it.
     #[allow(clippy::type_complexity)] // three parts that are taken apart at once
     pub(super) fn as_object(&self, item: Item) -> Option<((&str, &str), &[Item], Option<Item>)> {
         let Node::Object {
@@ -292,8 +297,8 @@ impl Pickle<'_> {
         }
     }
 
-    /// The name of a global, also of one in a class, which protocols 2 and 3 have as `getattr(class, name)`; of what is neither, that of what
-    /// makes it.
+    /// The name of a global, also of one in a class, which protocols 2 and 3 have as
+    /// `getattr(class, name)`; of what is neither, that of what makes it.
     fn name_of(&self, id: u32) -> String {
         let mut within = Vec::new();
         let mut id = id;
@@ -302,13 +307,17 @@ impl Pickle<'_> {
             match self.node(id) {
                 Node::Global { module, name } => {
                     let outer = [self.str(*module), self.str(*name)];
-                    let parts: Vec<&str> = outer.into_iter().chain(within.into_iter().rev()).collect();
+                    let parts: Vec<&str> =
+                        outer.into_iter().chain(within.into_iter().rev()).collect();
                     return parts.join(".");
                 }
                 Node::Object { callable, .. } => {
                     let made = self.as_object(Item::Node(id));
-                    if let Some((("__builtin__" | "builtins", "getattr"), [Item::Node(of), Item::Str(name)], None)) =
-                        made
+                    if let Some((
+                        ("__builtin__" | "builtins", "getattr"),
+                        [Item::Node(of), Item::Str(name)],
+                        None,
+                    )) = made
                     {
                         within.push(self.str(*name));
                         id = *of;
@@ -351,7 +360,10 @@ impl Pickle<'_> {
     /// The value of the last pair of `dict` with the key, as in Python.
     pub(super) fn get(&self, dict: Item, key: &str) -> Option<Item> {
         let pairs = self.as_dict(dict)?;
-        let found = pairs.iter().rev().find(|(k, _)| self.as_str(*k) == Some(key));
+        let found = pairs
+            .iter()
+            .rev()
+            .find(|(k, _)| self.as_str(*k) == Some(key));
         found.map(|(_, value)| *value)
     }
 }

@@ -9,10 +9,12 @@ use crate::foreign::fault::{Fault, FaultResult};
 pub(in crate::foreign) const MAX_DEPTH: u32 = 1000;
 
 impl Pickle<'_> {
-    /// A pickle (of protocol 2, which is what `torch.save` writes) of one value, and the persistent ids in it, each once.
+    /// A pickle (of protocol 2, which is what `torch.save` writes) of one value, and the persistent
+    /// ids in it, each once.
     ///
     /// # Errors
-    /// Values nested too deep; names that protocol 2 cannot write; more than the pickle accounts for.
+    /// Values nested too deep; names that protocol 2 cannot write; more than the pickle accounts
+    /// for.
     pub(in crate::foreign) fn write(&self, item: Item) -> FaultResult<(Vec<u8>, Vec<Item>)> {
         let mut writer = Writer {
             pickle: self,
@@ -144,9 +146,15 @@ impl<'a> Writer<'a> {
 
     /// Protocol 2 has none: a call, as Python writes it.
     fn bytes(&mut self, span: Span) -> FaultResult<()> {
-        let latin: String = self.pickle.bytes(span).iter().map(|&byte| char::from(byte)).collect();
+        let latin: String = self
+            .pickle
+            .bytes(span)
+            .iter()
+            .map(|&byte| char::from(byte))
+            .collect();
         self.out.extend(b"c_codecs\nencode\n");
-        let len = u32::try_from(latin.len()).map_err(|_| Fault::Unsupported("bytes over 2 GiB".into()))?;
+        let len = u32::try_from(latin.len())
+            .map_err(|_| Fault::Unsupported("bytes over 2 GiB".into()))?;
         self.op(b'X', &len.to_le_bytes());
         self.out.extend(latin.as_bytes());
         self.op(b'X', &6_u32.to_le_bytes());
@@ -169,7 +177,8 @@ impl<'a> Writer<'a> {
         index.is_some()
     }
 
-    /// Remembers what was just made; true where something within it that it is in made it before: then it is that.
+    /// Remembers what was just made; true where something within it that it is in made it before:
+    /// then it is that.
     fn remember_unless_made(&mut self, id: u32) -> bool {
         if self.memo.contains_key(&Known::Node(id)) {
             self.out.push(b'0');
@@ -193,7 +202,10 @@ impl<'a> Writer<'a> {
                 self.append(items, depth);
             }
             Node::Dict {
-                ordered, pairs, state, ..
+                ordered,
+                pairs,
+                state,
+                ..
             } => {
                 let begin: &[u8] = if *ordered {
                     b"ccollections\nOrderedDict\n)R"
@@ -228,9 +240,13 @@ impl<'a> Writer<'a> {
                 self.remember(Known::Node(id));
             }
             Node::Object {
-                callable, args, how, ..
+                callable,
+                args,
+                how,
+                ..
             } => {
-                let [callable, args] = [*callable, *args].map(|id| Task::Item(Item::Node(id), depth));
+                let [callable, args] =
+                    [*callable, *args].map(|id| Task::Item(Item::Node(id), depth));
                 let then = Task::Filled(id, depth);
                 match how {
                     Made::Called => self.next([callable, args, Task::Out(b"R"), then]),
@@ -238,7 +254,13 @@ impl<'a> Writer<'a> {
                     // The function that stands for this opcode in other protocols.
                     Made::NewWith(named) => {
                         self.out.extend(b"ccopyreg\n__newobj_ex__\n(");
-                        self.next([callable, args, Task::Item(*named, depth), Task::Out(b"tR"), then]);
+                        self.next([
+                            callable,
+                            args,
+                            Task::Item(*named, depth),
+                            Task::Out(b"tR"),
+                            then,
+                        ]);
                     }
                 }
             }
@@ -256,7 +278,8 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A name within a class, which protocol 4 has with dots, is `getattr(class, name)`, as Python writes it.
+    /// A name within a class, which protocol 4 has with dots, is `getattr(class, name)`, as Python
+    /// writes it.
     fn global(&mut self, module: Span, name: Span) -> FaultResult<()> {
         let [module, name] = [module, name].map(|span| self.pickle.str(span));
         if module.contains('\n') || name.contains('\n') {

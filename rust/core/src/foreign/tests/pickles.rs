@@ -71,7 +71,10 @@ fn opcodes_of_other_protocols_become_those_of_protocol_2() {
             b"\x80\x05\x96\x01\0\0\0\0\0\0\0x.",
             b"c__builtin__\nbytearray\nc_codecs\n",
         ),
-        (b"\x80\x04cm\nC\n)}\x92.", b"ccopyreg\n__newobj_ex__\n(cm\nC\n"),
+        (
+            b"\x80\x04cm\nC\n)}\x92.",
+            b"ccopyreg\n__newobj_ex__\n(cm\nC\n",
+        ),
         (b"\x80\x02T\x03\0\0\0abc.", b"X\x03\0\0\0abc"),
         (b"\x80\x02I4294967296\n.", b"\x8a\x08\0\0\0\0\x01\0\0\0"),
         // A tuple in a list in it: ([...],)
@@ -93,7 +96,10 @@ fn opcodes_of_other_protocols_become_those_of_protocol_2() {
         b"\x80\x02T\xff\xff\xff\xffabc.",
         b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\xff\xffx.",
     ] {
-        assert!(matches!(kept(bytes), Err(Fault::Corrupt { .. })), "{bytes:?}");
+        assert!(
+            matches!(kept(bytes), Err(Fault::Corrupt { .. })),
+            "{bytes:?}"
+        );
     }
 }
 
@@ -113,7 +119,9 @@ fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
     }
     // A tuple that many lists within it lead back to.
     let lists: Vec<u8> = (0..200).flat_map(|i: u8| [b']', b'q', i]).collect();
-    let back: Vec<u8> = (0..200).flat_map(|i: u8| [b'h', i, b'h', 200, b'a', b'0']).collect();
+    let back: Vec<u8> = (0..200)
+        .flat_map(|i: u8| [b'h', i, b'h', 200, b'a', b'0'])
+        .collect();
     let tuple = [
         b"\x80\x02(",
         &lists[..],
@@ -131,7 +139,9 @@ fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
     // Calls of calls are nested.
     let calls = [b"\x80\x02cm\nf\n", &b")R".repeat(100_000)[..], b"."].concat();
     let pickle = kept(&calls).unwrap();
-    assert!(matches!(pickle.write(pickle.top()), Err(Fault::Unsupported(what)) if what.contains("deep")));
+    assert!(
+        matches!(pickle.write(pickle.top()), Err(Fault::Unsupported(what)) if what.contains("deep"))
+    );
     assert!(matches!(pickle.describe(pickle.top()), Described::Object(name) if name == "m.f"));
 }
 
@@ -146,17 +156,32 @@ fn names_within_classes_are_written_as_python_writes_them() {
 #[test]
 fn an_ordered_dict_of_a_list_of_pairs_is_one() {
     let pair = |key: u8| [b"](X\x01\0\0\0", &[key][..], b"K", &[key], b"e"].concat();
-    let of = |list: &[u8]| [b"\x80\x02ccollections\nOrderedDict\nq\0](", list, b"e\x85R."].concat();
+    let of = |list: &[u8]| {
+        [
+            b"\x80\x02ccollections\nOrderedDict\nq\0](",
+            list,
+            b"e\x85R.",
+        ]
+        .concat()
+    };
     let bytes = of(&[pair(b'a'), pair(b'b')].concat());
     let pickle = kept(&bytes).unwrap();
     let pairs = pickle.as_dict(pickle.top()).unwrap();
-    let keys: Vec<_> = pairs.iter().map(|(key, _)| pickle.as_str(*key).unwrap()).collect();
+    let keys: Vec<_> = pairs
+        .iter()
+        .map(|(key, _)| pickle.as_str(*key).unwrap())
+        .collect();
     assert_eq!(keys, ["a", "b"]);
     assert_eq!(pickle.mapping_kind(pickle.top()), "OrderedDict");
     for (place, value) in pickle.places(pickle.top()).iter().zip([b"Ka", b"Kb"]) {
         assert_eq!(pickle.bytes(*place), value);
     }
-    for other in [&b"K\x01"[..], b"]", b"](K\x01K\x02K\x03e", b"K\x01K\x02\x86"] {
+    for other in [
+        &b"K\x01"[..],
+        b"]",
+        b"](K\x01K\x02K\x03e",
+        b"K\x01K\x02\x86",
+    ] {
         let bytes = of(other);
         let pickle = kept(&bytes).unwrap();
         assert!(pickle.as_dict(pickle.top()).is_none(), "{other:?}");
@@ -226,7 +251,8 @@ const PARTS: &[&[u8]] = &[
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// What is kept can be described, written and looked through, or is refused; what is written can be read.
+    /// What is kept can be described, written and looked through, or is refused; what is written
+    /// can be read.
     #[test]
     fn noise_is_safe(bytes in prop::collection::vec(prop::sample::select(PARTS), 0..40)) {
         let bytes = [b"\x80\x04", &bytes.concat()[..], b"."].concat();

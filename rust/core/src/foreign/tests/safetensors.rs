@@ -56,14 +56,21 @@ fn one_file_alone_and_in_a_folder() {
     assert_eq!(open(dir.path(), None).unwrap().tensor_count(), 3);
     write(dir.path(), "b.safetensors", &[("v", &[2, 3], None)]);
     let e = refused(dir.path(), "several models in one folder");
-    assert!(matches!(e, Error::Unsupported(_)) && e.to_string().contains("a.safetensors, b.safetensors"));
+    assert!(
+        matches!(e, Error::Unsupported(_))
+            && e.to_string().contains("a.safetensors, b.safetensors")
+    );
 }
 
 #[test]
 fn an_index_says_which_file_counts() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), "one.safetensors", &[("w", &[2], None)]);
-    write(dir.path(), "two.safetensors", &[("w", &[3], None), ("v", &[1], None)]);
+    write(
+        dir.path(),
+        "two.safetensors",
+        &[("w", &[3], None), ("v", &[1], None)],
+    );
     write(dir.path(), "consolidated.safetensors", &[("w", &[3], None)]);
     let note = |map: &str| {
         fs::write(
@@ -88,7 +95,10 @@ fn an_index_says_which_file_counts() {
     note(r#""w":"../one.safetensors""#).unwrap();
     refused(dir.path(), "leads out");
     fs::write(dir.path().join("model.safetensors.index.json"), "[").unwrap();
-    assert!(matches!(refused(dir.path(), "line 1"), Error::CorruptIndex { .. }));
+    assert!(matches!(
+        refused(dir.path(), "line 1"),
+        Error::CorruptIndex { .. }
+    ));
 }
 
 #[test]
@@ -158,16 +168,35 @@ fn shards_tile_or_are_refused() {
 #[test]
 fn a_missing_file_of_a_series_is_noticed() {
     let dir = tempfile::tempdir().unwrap();
-    write(dir.path(), "model-00001-of-00003.safetensors", &[("a", &[1], None)]);
-    write(dir.path(), "model-00003-of-00003.safetensors", &[("c", &[1], None)]);
+    write(
+        dir.path(),
+        "model-00001-of-00003.safetensors",
+        &[("a", &[1], None)],
+    );
+    write(
+        dir.path(),
+        "model-00003-of-00003.safetensors",
+        &[("c", &[1], None)],
+    );
     assert!(matches!(
         refused(dir.path(), "model-00002-of-00003"),
         Error::CorruptData { .. }
     ));
-    write(dir.path(), "model-00002-of-00003.safetensors", &[("b", &[1], None)]);
+    write(
+        dir.path(),
+        "model-00002-of-00003.safetensors",
+        &[("b", &[1], None)],
+    );
     assert_eq!(open(dir.path(), None).unwrap().tensor_count(), 3);
-    write(dir.path(), "model-00003-of-00003.safetensors", &[("a", &[1], None)]);
-    let e = refused(dir.path(), r#"tensor "a" is in "model-00001-of-00003.safetensors" too"#);
+    write(
+        dir.path(),
+        "model-00003-of-00003.safetensors",
+        &[("a", &[1], None)],
+    );
+    let e = refused(
+        dir.path(),
+        r#"tensor "a" is in "model-00001-of-00003.safetensors" too"#,
+    );
     assert!(matches!(e, Error::CorruptIndex { .. }));
 }
 
@@ -175,7 +204,11 @@ fn a_missing_file_of_a_series_is_noticed() {
 fn kinds_are_found_by_looking() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("nothing");
-    assert!(refused(&missing, "no such path").to_string().contains("nothing"));
+    assert!(
+        refused(&missing, "no such path")
+            .to_string()
+            .contains("nothing")
+    );
     refused(dir.path(), "the folder is empty");
     fs::write(dir.path().join("model.pt"), "PK").unwrap();
     refused(&dir.path().join("model.pt"), "not a file of torch.save");
@@ -192,8 +225,16 @@ fn kinds_are_found_by_looking() {
 fn a_header_larger_than_the_first_read_is_read_whole() {
     let dir = tempfile::tempdir().unwrap();
     let names: Vec<String> = (0..2000).map(|i| format!("layers.{i}.weight")).collect();
-    let tensors: Vec<Tensor<'_>> = names.iter().map(|name| (name.as_str(), &[1][..], None)).collect();
+    let tensors: Vec<Tensor<'_>> = names
+        .iter()
+        .map(|name| (name.as_str(), &[1][..], None))
+        .collect();
     write(dir.path(), "a.safetensors", &tensors);
-    assert!(fs::metadata(dir.path().join("a.safetensors")).unwrap().len() > 100_000);
+    assert!(
+        fs::metadata(dir.path().join("a.safetensors"))
+            .unwrap()
+            .len()
+            > 100_000
+    );
     assert_eq!(open(dir.path(), None).unwrap().tensor_count(), 2000);
 }

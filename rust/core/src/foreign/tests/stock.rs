@@ -1,4 +1,5 @@
-//! Every source against checkpoints that stock torch wrote (`tests/fixtures/make_stock.py`), compared byte for byte.
+//! Every source against checkpoints that stock torch wrote (`tests/fixtures/make_stock.py`),
+//! compared byte for byte.
 #![allow(unsafe_code)] // changes signs of memory that it has
 
 use std::fmt::Write as _;
@@ -29,7 +30,8 @@ fn assemble(index: &Index, t: u32) -> Vec<u8> {
         for _ in 0..element_count(&chunk.sizes).unwrap() {
             let source: u64 = at.iter().zip(&strides).map(|(i, stride)| i * stride).sum();
             let source = usize::try_from(source).unwrap() * width;
-            let target = (0..at.len()).fold(0, |n, d| n * tensor.shape[d] + chunk.offsets[d] + at[d]);
+            let target =
+                (0..at.len()).fold(0, |n, d| n * tensor.shape[d] + chunk.offsets[d] + at[d]);
             let target = usize::try_from(target).unwrap();
             let element = &mut whole[target * width..][..width];
             element.copy_from_slice(&data[source..source + width]);
@@ -78,9 +80,15 @@ fn check(case: &str, index: &Index, expected: &Json) {
         expected["tensors"].as_object().unwrap(),
         expected["values"].as_object().unwrap(),
     );
-    assert_eq!(index.tensor_count() as usize, tensors.len() + values.len(), "{case}");
+    assert_eq!(
+        index.tensor_count() as usize,
+        tensors.len() + values.len(),
+        "{case}"
+    );
     for (fqn, wanted) in tensors {
-        let t = index.find(fqn).unwrap_or_else(|| panic!("{case}: no {fqn}"));
+        let t = index
+            .find(fqn)
+            .unwrap_or_else(|| panic!("{case}: no {fqn}"));
         let tensor = index.tensor(t);
         let shape: Vec<u64> = wanted["shape"]
             .as_array()
@@ -105,7 +113,9 @@ fn check(case: &str, index: &Index, expected: &Json) {
         }
     }
     for (fqn, path) in values {
-        let t = index.find(fqn).unwrap_or_else(|| panic!("{case}: no {fqn}"));
+        let t = index
+            .find(fqn)
+            .unwrap_or_else(|| panic!("{case}: no {fqn}"));
         let value = index.tensor(t);
         assert_eq!(value.kind, Kind::Bytes, "{case} {fqn}");
         let chunk = index.chunk(value.chunks.start);
@@ -127,11 +137,18 @@ fn stock_checkpoints_of_all_releases_read_the_same_bytes() {
         let release = release.unwrap().path();
         for entry in fs::read_dir(&release).unwrap() {
             let noted = entry.unwrap().path();
-            if noted.extension().is_none_or(|extension| extension != "json") {
+            if noted
+                .extension()
+                .is_none_or(|extension| extension != "json")
+            {
                 continue;
             }
             let folder = noted.with_extension("");
-            let case = folder.strip_prefix(fixtures()).unwrap().display().to_string();
+            let case = folder
+                .strip_prefix(fixtures())
+                .unwrap()
+                .display()
+                .to_string();
             let expected: Json = serde_json::from_slice(&fs::read(&noted).unwrap()).unwrap();
             cases += 1;
             if case.ends_with("rank_local") {
@@ -139,7 +156,9 @@ fn stock_checkpoints_of_all_releases_read_the_same_bytes() {
             }
             match (open(&folder, None), expected["error"].as_str()) {
                 (Ok(index), None) => check(&case, &index, &expected),
-                (Err(e @ Error::Unsupported(_)), Some(part)) => assert!(e.to_string().contains(part), "{case}: {e}"),
+                (Err(e @ Error::Unsupported(_)), Some(part)) => {
+                    assert!(e.to_string().contains(part), "{case}: {e}")
+                }
                 (Ok(_), Some(part)) => panic!("{case}: expected an error with {part}"),
                 (Err(e), _) => panic!("{case}: {e}"),
             }
@@ -160,9 +179,18 @@ fn a_rank_local_checkpoint_opens_for_a_rank() {
         let index = open(&folder, Some(rank.into())).unwrap();
         let mine = assemble(&index, index.find("mine").unwrap());
         let expected = [f32::from(rank), f32::from(rank) + 1.0];
-        assert_eq!(mine, expected.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
+        assert_eq!(
+            mine,
+            expected
+                .iter()
+                .flat_map(|x| x.to_le_bytes())
+                .collect::<Vec<_>>()
+        );
         let rows = index.tensor(index.find("rows").unwrap());
-        assert_eq!((rows.shape.as_slice(), rows.chunks.count()), (&[5, 3][..], 1));
+        assert_eq!(
+            (rows.shape.as_slice(), rows.chunks.count()),
+            (&[5, 3][..], 1)
+        );
     }
     let e = refusal(&folder, Some(2));
     assert!(matches!(&e, Error::NotFound { .. }), "{e}");
@@ -171,12 +199,19 @@ fn a_rank_local_checkpoint_opens_for_a_rank() {
 #[test]
 fn layouts_are_kept_and_not_copied() {
     let index = open(&fixtures().join("torch-2.15.0/plain"), None).unwrap();
-    let strides = |fqn: &str| index.chunk(index.tensor(index.find(fqn).unwrap()).chunks.start).strides;
+    let strides = |fqn: &str| {
+        index
+            .chunk(index.tensor(index.find(fqn).unwrap()).chunks.start)
+            .strides
+    };
     assert_eq!(strides("transposed").as_deref(), Some(&[1, 3][..]));
     assert_eq!(strides("channels_last").as_deref(), Some(&[8, 1, 4, 2][..]));
     assert_eq!(strides("float32"), None);
     assert_eq!(index.planner_root(), Value::Dict(vec![]));
     let index = open(&fixtures().join("torch-2.15.0/sharded"), None).unwrap();
     assert_eq!(index.tensor(index.find("rows").unwrap()).split_dim, Some(0));
-    assert_eq!(index.tensor(index.find("columns").unwrap()).split_dim, Some(1));
+    assert_eq!(
+        index.tensor(index.find("columns").unwrap()).split_dim,
+        Some(1)
+    );
 }

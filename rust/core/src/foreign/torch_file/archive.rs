@@ -14,7 +14,8 @@ use crate::format::Value;
 use crate::store::{Files, Stat};
 use crate::{Error, Result, parallel};
 
-/// Longest directory, and longest pickle. All of one is in memory, and what is made of it takes some thirty times as much at worst.
+/// Longest directory, and longest pickle. All of one is in memory, and what is made of it takes
+/// some thirty times as much at worst.
 const LONGEST: u64 = 256 << 20;
 /// Where the end of a directory is, and all of a small one.
 const TAIL: u64 = 64 << 10;
@@ -27,7 +28,8 @@ pub(crate) const START: usize = 2 + 9 + LEGACY_MAGIC.len();
 /// A file whose name ends so is one of `torch.save`, or should be.
 const ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
-/// Everything may be named: nothing is made of names here, torch judges those of a value when the value is asked for.
+/// Everything may be named: nothing is made of names here, torch judges those of a value when the
+/// value is asked for.
 pub(super) const RULES: Rules = Rules {
     allow: |_, _| true,
     persistent: true,
@@ -56,7 +58,12 @@ impl Parts {
     /// The storage of this key.
     pub(super) fn storage(&self, key: &str) -> FaultResult<StorageRecord> {
         let found = self.storages.get(key).copied();
-        found.ok_or_else(|| Fault::corrupt(self.pickle_at, format!("the archive has no record data/{key}")))
+        found.ok_or_else(|| {
+            Fault::corrupt(
+                self.pickle_at,
+                format!("the archive has no record data/{key}"),
+            )
+        })
     }
 }
 
@@ -69,14 +76,15 @@ pub(super) struct StorageRecord {
     pub crc: Option<u32>,
 }
 
-/// Whether a file of this name, which begins so, is to be read as one of `torch.save`. (A safetensors file has a `{` where a zip archive has
-/// how its first record is compressed.)
+/// Whether a file of this name, which begins so, is to be read as one of `torch.save`. (A
+/// safetensors file has a `{` where a zip archive has how its first record is compressed.)
 pub(crate) fn is_torch_file(name: &str, start: &[u8]) -> bool {
     let is_zip = start.starts_with(&LOCAL_MAGIC) && start.get(8) != Some(&b'{');
     is_zip || is_legacy(start) || ENDINGS.iter().any(|ending| name.ends_with(ending))
 }
 
-/// Whether a file begins with the number, in a pickle of any protocol; from the fourth on, it is in a frame.
+/// Whether a file begins with the number, in a pickle of any protocol; from the fourth on, it is in
+/// a frame.
 fn is_legacy(start: &[u8]) -> bool {
     match start {
         [0x80, 2 | 3, number @ ..] | [0x80, 4 | 5, 0x95, _, _, _, _, _, _, _, _, number @ ..] => {
@@ -98,14 +106,16 @@ impl TorchFile {
         };
         let from = stat.size.saturating_sub(TAIL);
         let fetched = [source.fetch(from, stat.size - from)?];
-        let parts = look_at(&source, &fetched, threads).map_err(|fault| name_fault(fault, path, ""))?;
+        let parts =
+            look_at(&source, &fetched, threads).map_err(|fault| name_fault(fault, path, ""))?;
         let path = path.to_owned();
         Ok(Self { path, stat, parts })
     }
 
     /// The entries of what was saved.
     pub(super) fn leaves(&self) -> Result<(Vec<Leaf>, Value)> {
-        tree::leaves(&self.parts.pickle).map_err(|fault| self.name_fault(shift(fault, self.parts.pickle_at), ""))
+        tree::leaves(&self.parts.pickle)
+            .map_err(|fault| self.name_fault(shift(fault, self.parts.pickle_at), ""))
     }
 
     pub(super) fn name_fault(&self, fault: Fault, tensor: &str) -> Error {
@@ -116,8 +126,12 @@ impl TorchFile {
 fn name_fault(fault: Fault, path: &Path, tensor: &str) -> Error {
     match fault {
         Fault::Corrupt { at, reason } => Error::corrupt_data(path, tensor, at, reason),
-        Fault::Unsupported(what) if tensor.is_empty() => Error::Unsupported(format!("{}: {what}", path.display())),
-        Fault::Unsupported(what) => Error::Unsupported(format!("tensor {tensor:?} in {}: {what}", path.display())),
+        Fault::Unsupported(what) if tensor.is_empty() => {
+            Error::Unsupported(format!("{}: {what}", path.display()))
+        }
+        Fault::Unsupported(what) => {
+            Error::Unsupported(format!("tensor {tensor:?} in {}: {what}", path.display()))
+        }
         Fault::Forbidden(global) => Error::UnsafePickle {
             path: path.to_owned(),
             global,
@@ -127,7 +141,11 @@ fn name_fault(fault: Fault, path: &Path, tensor: &str) -> Error {
 }
 
 /// Takes a file apart. Nothing of its tensors is read.
-pub(super) fn look_at(source: &SourceFile<'_>, fetched: &[Fetched], threads: usize) -> FaultResult<Parts> {
+pub(super) fn look_at(
+    source: &SourceFile<'_>,
+    fetched: &[Fetched],
+    threads: usize,
+) -> FaultResult<Parts> {
     let window = Window {
         source,
         start: 0,
@@ -208,7 +226,9 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
         };
         if *order != *b"little" {
             let order = String::from_utf8_lossy(&order).into_owned();
-            return Err(Fault::Unsupported(format!("stored in byte order {order:?}")));
+            return Err(Fault::Unsupported(format!(
+                "stored in byte order {order:?}"
+            )));
         }
     }
     let Some(&of_pickle) = by_name.get("data.pkl") else {
@@ -255,7 +275,12 @@ fn fetch_headers(source: &SourceFile<'_>, records: &[Record]) -> Result<Vec<Fetc
 }
 
 /// A record that is small, and decides what other bytes mean.
-fn checked<'a>(window: &Window<'a>, record: &Record, at: u64, what: &str) -> FaultResult<Cow<'a, [u8]>> {
+fn checked<'a>(
+    window: &Window<'a>,
+    record: &Record,
+    at: u64,
+    what: &str,
+) -> FaultResult<Cow<'a, [u8]>> {
     let bytes = window.get(at, record.size)?;
     let (crc, got) = (record.crc, crc32fast::hash(&bytes));
     if crc != 0 && crc != got {
@@ -304,7 +329,10 @@ fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
     } else {
         "it does not begin like one"
     };
-    Err(Fault::corrupt(0, format!("it is not a file of torch.save: {why}")))
+    Err(Fault::corrupt(
+        0,
+        format!("it is not a file of torch.save: {why}"),
+    ))
 }
 
 /// Refuses records that share bytes.
@@ -312,7 +340,13 @@ fn check_apart(records: &[Record], payloads: &[u64]) -> FaultResult<()> {
     let mut extents: Vec<(u64, u64, &str)> = records
         .iter()
         .zip(payloads)
-        .map(|(record, payload)| (record.header_at(), payload + record.size, record.name.as_str()))
+        .map(|(record, payload)| {
+            (
+                record.header_at(),
+                payload + record.size,
+                record.name.as_str(),
+            )
+        })
         .collect();
     extents.sort_unstable();
     for pair in extents.windows(2) {
@@ -340,7 +374,10 @@ mod tests {
             ([b"\x80\x04", &frame[..], &LEGACY_MAGIC].concat(), true),
             ([b"\x80\x05", &frame[..], &LEGACY_MAGIC].concat(), true),
             ([b"\x80\x06", &frame[..], &LEGACY_MAGIC].concat(), false),
-            ([b"\x80\x04", &frame[..], &LEGACY_MAGIC[..11]].concat(), false),
+            (
+                [b"\x80\x04", &frame[..], &LEGACY_MAGIC[..11]].concat(),
+                false,
+            ),
             (b"\x80\x02N.".to_vec(), false),
         ] {
             assert_eq!(is_torch_file("x", &start), is_one, "{start:?}");

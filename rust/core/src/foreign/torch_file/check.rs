@@ -1,8 +1,10 @@
 //! Looks at a non-tensor value before torch unpickles it.
 //!
-//! `torch.load(weights_only=True)` runs nothing that a pickle names, but a pickle of a few hundred bytes can still crash it, keep it busy
-//! for ever, or have it allocate gigabytes: keys that nest deep or share their parts, `bytearray(10**12)`, compressed records. A value that
-//! passes this check makes objects of a bounded size in a bounded time. Which classes may be made is torch's decision, not one of this check.
+//! `torch.load(weights_only=True)` runs nothing that a pickle names, but a pickle of a few hundred
+//! bytes can still crash it, keep it busy for ever, or have it allocate gigabytes: keys that nest
+//! deep or share their parts, `bytearray(10**12)`, compressed records. A value that passes this
+//! check makes objects of a bounded size in a bounded time. Which classes may be made is torch's
+//! decision, not one of this check.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -51,7 +53,9 @@ fn check(bytes: &[u8]) -> FaultResult<()> {
     check_storages(&parts)?;
     let extents = pickle.extents();
     if extents.iter().any(|extent| extent.depth > MAX_DEPTH) {
-        return Err(Fault::Unsupported(format!("it nests more than {MAX_DEPTH} deep")));
+        return Err(Fault::Unsupported(format!(
+            "it nests more than {MAX_DEPTH} deep"
+        )));
     }
     let top = match pickle.top() {
         Item::Node(id) => extents[id as usize].parts,
@@ -124,7 +128,10 @@ impl Cost<'_> {
             Node::Global { .. } => Ok(()),
             Node::Persistent(_) => self.spend(256),
             Node::Object {
-                callable, args, then, ..
+                callable,
+                args,
+                then,
+                ..
             } => {
                 let args = pickle.as_plain_tuple(*args);
                 self.call(Item::Node(*callable), args)?;
@@ -167,7 +174,9 @@ impl Cost<'_> {
     fn length(&self, item: Item) -> u64 {
         let Item::Node(id) = item else {
             return match item {
-                Item::Str(span) | Item::Surrogates(span) | Item::Bytes(span) | Item::Long(span) => span.len.into(),
+                Item::Str(span) | Item::Surrogates(span) | Item::Bytes(span) | Item::Long(span) => {
+                    span.len.into()
+                }
                 _ => 8,
             };
         };
@@ -181,7 +190,8 @@ impl Cost<'_> {
         }
     }
 
-    /// Looks at a call of what torch allows everybody. What a user has allowed is the user's to judge.
+    /// Looks at a call of what torch allows everybody. What a user has allowed is the user's to
+    /// judge.
     fn call(&mut self, callable: Item, args: &[Item]) -> FaultResult<()> {
         let Some(name) = self.pickle.as_global(callable).map(full_name) else {
             return Ok(()); // torch calls nothing but globals
@@ -191,19 +201,31 @@ impl Cost<'_> {
                 Err(Fault::Unsupported(format!("it calls {name} with a length")))
             }
             "_codecs.encode" => match args {
-                [Item::Str(_), Item::Str(codec)] if self.pickle.str(*codec).starts_with("latin") => Ok(()),
-                _ => Err(Fault::Unsupported("it encodes text other than bytes".into())),
+                [Item::Str(_), Item::Str(codec)]
+                    if self.pickle.str(*codec).starts_with("latin") =>
+                {
+                    Ok(())
+                }
+                _ => Err(Fault::Unsupported(
+                    "it encodes text other than bytes".into(),
+                )),
             },
-            "builtins.set" | "builtins.frozenset" | "collections.OrderedDict" | "collections.Counter" => {
+            "builtins.set"
+            | "builtins.frozenset"
+            | "collections.OrderedDict"
+            | "collections.Counter" => {
                 self.plain(&name, args)?;
                 for arg in args {
-                    let items = self.pickle.as_list(*arg).or_else(|| self.pickle.as_tuple(*arg));
+                    let items = self
+                        .pickle
+                        .as_list(*arg)
+                        .or_else(|| self.pickle.as_tuple(*arg));
                     self.hash(items.unwrap_or_default().iter().copied())?;
                 }
                 Ok(())
             }
-            "builtins.bytes" | "builtins.bytearray" | "builtins.complex" | "torch.Size" | "torch.device"
-            | "_io.BytesIO" => self.plain(&name, args),
+            "builtins.bytes" | "builtins.bytearray" | "builtins.complex" | "torch.Size"
+            | "torch.device" | "_io.BytesIO" => self.plain(&name, args),
             "torch._utils._rebuild_tensor"
             | "torch._utils._rebuild_tensor_v2"
             | "torch._utils._rebuild_tensor_v3"
@@ -223,26 +245,36 @@ impl Cost<'_> {
                         ));
                     }
                     match self.pickle.node(*args) {
-                        Node::Tuple { .. } => self.call(*function, self.pickle.as_plain_tuple(*args)),
+                        Node::Tuple { .. } => {
+                            self.call(*function, self.pickle.as_plain_tuple(*args))
+                        }
                         _ => Err(Fault::corrupt(0, "a tensor of a class without arguments")),
                     }
                 }
                 _ => Err(Fault::corrupt(0, "a tensor of a class without arguments")),
             },
             // No pickle of `torch.save` makes memory for a tensor: it has storages.
-            _ if name.starts_with("torch.") && (name.ends_with("Tensor") || name.ends_with("Storage")) => {
+            _ if name.starts_with("torch.")
+                && (name.ends_with("Tensor") || name.ends_with("Storage")) =>
+            {
                 Err(Fault::Unsupported(format!("it makes a {name} on its own")))
             }
             _ => Ok(()),
         }
     }
 
-    /// Raises unless the arguments are data: Python asks others for their items, and a tensor can have any number.
+    /// Raises unless the arguments are data: Python asks others for their items, and a tensor can
+    /// have any number.
     fn plain(&self, name: &str, args: &[Item]) -> FaultResult<()> {
         for arg in args {
             if let Item::Node(id) = arg
                 && let Node::Object { callable, .. } = self.pickle.node(*id)
-                && self.pickle.as_global(Item::Node(*callable)).map(full_name).as_deref() != Some("_codecs.encode")
+                && self
+                    .pickle
+                    .as_global(Item::Node(*callable))
+                    .map(full_name)
+                    .as_deref()
+                    != Some("_codecs.encode")
             {
                 return Err(Fault::Unsupported(format!(
                     "it calls {name} with something other than plain values"
@@ -263,7 +295,10 @@ impl Cost<'_> {
             tensor_pickle::dims(self.pickle, *strides),
         );
         let is_sound = has_storage && matches!(offset, Item::Int(0..)) && strides.is_some();
-        match sizes.filter(|_| is_sound).map(|sizes| element_count(&sizes)) {
+        match sizes
+            .filter(|_| is_sound)
+            .map(|sizes| element_count(&sizes))
+        {
             Some(Some(count)) if count.saturating_mul(16) <= self.most => Ok(()),
             Some(_) => Err(too_much(self.most)),
             None => Err(Fault::corrupt(0, "a tensor without sizes and strides")),
@@ -294,7 +329,10 @@ impl Cost<'_> {
 }
 
 fn is_number(item: Item) -> bool {
-    matches!(item, Item::Bool(_) | Item::Int(_) | Item::Long(_) | Item::Float(_))
+    matches!(
+        item,
+        Item::Bool(_) | Item::Int(_) | Item::Long(_) | Item::Float(_)
+    )
 }
 
 /// The name of a global as torch compares it: in one piece, with the modules of Python 2 renamed.

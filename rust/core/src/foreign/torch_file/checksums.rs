@@ -22,12 +22,13 @@ pub(crate) struct Checked {
     pub expected: Option<u32>,
     /// Of what was read; where there was something to compare it with.
     pub got: Option<u32>,
-    /// Where it is damaged: the values that it is part of, without those that other damage was found in.
+    /// Where it is damaged: the values that it is part of, without those that other damage was
+    /// found in.
     pub values: Vec<String>,
 }
 
-/// Computes the checksum of each record that has one, and says whether the pickle has one too, which opening compares. `control` counts the
-/// bytes.
+/// Computes the checksum of each record that has one, and says whether the pickle has one too,
+/// which opening compares. `control` counts the bytes.
 pub(crate) fn check_records(
     files: Files<'_>,
     file: &FileRef,
@@ -51,7 +52,13 @@ pub(crate) fn check_records(
         sums[number as usize].store(crc32fast::hash(bytes), Ordering::Relaxed);
         Ok(())
     };
-    read::visit(std::slice::from_ref(file), &parts, threads, &visitor, control)?;
+    read::visit(
+        std::slice::from_ref(file),
+        &parts,
+        threads,
+        &visitor,
+        control,
+    )?;
     let mut rest = parts.iter().zip(&sums);
     let mut checksum = |size| {
         let mut hasher = crc32fast::Hasher::new();
@@ -83,7 +90,11 @@ pub(crate) fn check_records(
 }
 
 /// Enters the values that hold damaged storages, whose numbers are by key.
-fn name_values(torch: &TorchFile, damaged: &HashMap<&str, usize>, checked: &mut [Checked]) -> Result<()> {
+fn name_values(
+    torch: &TorchFile,
+    damaged: &HashMap<&str, usize>,
+    checked: &mut [Checked],
+) -> Result<()> {
     if damaged.is_empty() {
         return Ok(());
     }
@@ -98,7 +109,11 @@ fn name_values(torch: &TorchFile, damaged: &HashMap<&str, usize>, checked: &mut 
         let Ok((_, storages)) = pickle.write(leaf.item) else {
             continue;
         };
-        let damaged = |id: &Item| damaged.get(tensor_pickle::storage_key(pickle, *id)?).copied();
+        let damaged = |id: &Item| {
+            damaged
+                .get(tensor_pickle::storage_key(pickle, *id)?)
+                .copied()
+        };
         if let Some(record) = storages.iter().find_map(damaged) {
             checked[record].values.push(leaf.name);
         }

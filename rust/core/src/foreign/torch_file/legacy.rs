@@ -42,7 +42,12 @@ pub(super) fn look_at(window: &Window<'_>) -> FaultResult<Parts> {
         .filter_map(|id| tensor_pickle::storage_extent(&pickle, id))
         .collect();
     let mut storages = HashMap::new();
-    let bad = |at, what: &str| Fault::corrupt(at, format!("the storages of a file of torch before 1.6: {what}"));
+    let bad = |at, what: &str| {
+        Fault::corrupt(
+            at,
+            format!("the storages of a file of torch before 1.6: {what}"),
+        )
+    };
     for key in keys
         .as_list(keys.top())
         .ok_or_else(|| bad(cursor.at, "their keys are not a list"))?
@@ -50,15 +55,26 @@ pub(super) fn look_at(window: &Window<'_>) -> FaultResult<Parts> {
         let key = keys
             .as_str(*key)
             .ok_or_else(|| bad(cursor.at, "a key that is not text"))?;
-        let &size = lengths
-            .get(key)
-            .ok_or_else(|| Fault::Unsupported(format!("storage {key:?} has a type that cannot be read in place")))?;
+        let &size = lengths.get(key).ok_or_else(|| {
+            Fault::Unsupported(format!(
+                "storage {key:?} has a type that cannot be read in place"
+            ))
+        })?;
         let at = cursor.at + 8;
         match at.checked_add(size) {
             Some(end) if end <= window.len => cursor.at = end,
-            _ => return Err(bad(at, &format!("{size} bytes of {key:?} lead out of the file"))),
+            _ => {
+                return Err(bad(
+                    at,
+                    &format!("{size} bytes of {key:?} lead out of the file"),
+                ));
+            }
         }
-        let record = StorageRecord { at, size, crc: None };
+        let record = StorageRecord {
+            at,
+            size,
+            crc: None,
+        };
         if storages.insert(key.to_owned(), record).is_some() {
             return Err(bad(at, &format!("{key:?} is there twice")));
         }
@@ -79,7 +95,11 @@ struct Cursor<'a> {
 impl Cursor<'_> {
     /// The next pickle, of which only the content tells where it ends: more and more is read.
     fn pickle(&mut self) -> FaultResult<Pickle<'static>> {
-        let most = self.window.len.saturating_sub(self.at).min(self.window.max_piece);
+        let most = self
+            .window
+            .len
+            .saturating_sub(self.at)
+            .min(self.window.max_piece);
         let mut len = FIRST_READ.min(most);
         loop {
             let bytes = self.window.get(self.at, len)?.into_owned();
@@ -91,7 +111,9 @@ impl Cursor<'_> {
                 Err(Fault::Corrupt { at, reason }) if len == most => {
                     return Err(Fault::corrupt(self.at + at, reason));
                 }
-                Err(fault @ (Fault::Unsupported(_) | Fault::Forbidden(_) | Fault::Read(_))) => return Err(fault),
+                Err(fault @ (Fault::Unsupported(_) | Fault::Forbidden(_) | Fault::Read(_))) => {
+                    return Err(fault);
+                }
                 Err(Fault::Corrupt { .. }) => len = len.saturating_mul(8).min(most),
             }
         }

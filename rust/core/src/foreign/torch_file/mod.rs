@@ -1,8 +1,9 @@
 //! Files of `torch.save`, indexed where they lie.
 //!
-//! Such a file is a zip archive: a pickle (`data.pkl`) of whatever was saved, and a record for each storage that the tensors in it lie in.
-//! A tensor becomes a chunk of its storage's record, strided where the tensor is a view. Any other value becomes the part of the pickle that
-//! makes it: [`ValueReader`] writes that as a file of `torch.save` of its own when it is asked for.
+//! Such a file is a zip archive: a pickle (`data.pkl`) of whatever was saved, and a record for each
+//! storage that the tensors in it lie in. A tensor becomes a chunk of its storage's record, strided
+//! where the tensor is a view. Any other value becomes the part of the pickle that makes it:
+//! [`ValueReader`] writes that as a file of `torch.save` of its own when it is asked for.
 
 mod archive;
 mod check;
@@ -31,7 +32,8 @@ use crate::geometry::Dims;
 use crate::store::Files;
 use crate::{Error, Result};
 
-/// Takes bytes apart as such a file, down to every tensor and value, for [`crate::fuzzing`]. Whether it is one.
+/// Takes bytes apart as such a file, down to every tensor and value, for [`crate::fuzzing`].
+/// Whether it is one.
 #[cfg(any(test, fuzzing))]
 pub(super) fn take_apart(source: &SourceFile<'_>, fetched: &[Fetched]) -> bool {
     let Ok(parts) = archive::look_at(source, fetched, 1) else {
@@ -57,9 +59,14 @@ pub(super) fn take_apart(source: &SourceFile<'_>, fetched: &[Fetched]) -> bool {
     true
 }
 
-/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie there. `threads` may be 0: as many as there
-/// are cores.
-pub(crate) fn index_model(files: Files<'_>, dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>> {
+/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie
+/// there. `threads` may be 0: as many as there are cores.
+pub(crate) fn index_model(
+    files: Files<'_>,
+    dir: &Path,
+    model: &Model,
+    threads: usize,
+) -> Result<Vec<u8>> {
     let mut builder = IndexBuilder::new(SourceKind::Torch);
     builder.root = Value::Dict(Vec::new());
     let mut held_by: HashMap<String, &str> = HashMap::new();
@@ -77,7 +84,11 @@ pub(crate) fn index_model(files: Files<'_>, dir: &Path, model: &Model, threads: 
         let (leaves, nesting) = file.leaves()?;
         builder.merge_nesting(nesting);
         for (position, leaf) in (0..).zip(leaves) {
-            if model.weight_map.get(&leaf.name).is_some_and(|of| of != name) {
+            if model
+                .weight_map
+                .get(&leaf.name)
+                .is_some_and(|of| of != name)
+            {
                 continue; // a copy: the index names another file for it
             }
             if let Some(other) = held_by.insert(leaf.name.clone(), name) {
@@ -87,15 +98,25 @@ pub(crate) fn index_model(files: Files<'_>, dir: &Path, model: &Model, threads: 
             add(&mut builder, &file, number, leaf, position)?;
         }
     }
-    let missing = model.weight_map.iter().filter(|(name, _)| !held_by.contains_key(*name));
+    let missing = model
+        .weight_map
+        .iter()
+        .filter(|(name, _)| !held_by.contains_key(*name));
     if let Some((name, of)) = missing.min() {
-        let reason = "the index of the folder names the tensor for this file, which does not hold it";
+        let reason =
+            "the index of the folder names the tensor for this file, which does not hold it";
         return Err(Error::corrupt_data(&dir.join(of), name, 0, reason));
     }
     builder.build()
 }
 
-fn add(builder: &mut IndexBuilder, file: &TorchFile, number: u32, leaf: Leaf, position: u32) -> Result<()> {
+fn add(
+    builder: &mut IndexBuilder,
+    file: &TorchFile,
+    number: u32,
+    leaf: Leaf,
+    position: u32,
+) -> Result<()> {
     let (kind, dtype, shape, flags) = match &leaf.content {
         Content::Tensor(tensor) => (
             Kind::Tensor,
@@ -106,7 +127,9 @@ fn add(builder: &mut IndexBuilder, file: &TorchFile, number: u32, leaf: Leaf, po
         Content::Value => (Kind::Bytes, None, Dims::new(), 0),
     };
     let place = match &leaf.content {
-        Content::Tensor(tensor) => place_of(&file.parts, tensor).map_err(|fault| file.name_fault(fault, &leaf.name))?,
+        Content::Tensor(tensor) => {
+            place_of(&file.parts, tensor).map_err(|fault| file.name_fault(fault, &leaf.name))?
+        }
         Content::Value => Place {
             offset: file.parts.pickle_at + u64::from(leaf.place.at),
             length: leaf.place.len.into(),
@@ -149,7 +172,10 @@ fn place_of(file: &Parts, tensor: &StoredTensor) -> FaultResult<Place> {
     if record.size < tensor.storage_len {
         return Err(Fault::corrupt(
             record.at,
-            format!("its storage has {} bytes, expected {}", record.size, tensor.storage_len),
+            format!(
+                "its storage has {} bytes, expected {}",
+                record.size, tensor.storage_len
+            ),
         ));
     }
     Ok(Place {

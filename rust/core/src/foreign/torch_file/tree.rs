@@ -1,7 +1,8 @@
 //! The entries of what was saved, named as DCP's flattening names them.
 //!
-//! Mappings are entered always, lists only if they hold tensors or containers that do, tuples never (`torch.distributed.checkpoint._traverse`,
-//! torch 2.4 and later). A mapping with keys that are neither text nor numbers, `True`, `False` or `None` is one value.
+//! Mappings are entered always, lists only if they hold tensors or containers that do, tuples never
+//! (`torch.distributed.checkpoint._traverse`, torch 2.4 and later). A mapping with keys that are
+//! neither text nor numbers, `True`, `False` or `None` is one value.
 
 use std::collections::HashMap;
 
@@ -26,14 +27,17 @@ pub(super) struct Leaf {
 #[derive(Debug)]
 pub(super) enum Content {
     Tensor(Box<StoredTensor>),
-    /// Whatever is no tensor over a record of bytes: also tensors that are sparse, quantized, or of a class of their own.
+    /// Whatever is no tensor over a record of bytes: also tensors that are sparse, quantized, or of
+    /// a class of their own.
     Value,
 }
 
-/// All entries, in the order of the state dict, and the containers that their paths do not tell: section 5 of `docs/format.md`.
+/// All entries, in the order of the state dict, and the containers that their paths do not tell:
+/// section 5 of `docs/format.md`.
 ///
 /// # Errors
-/// Something else than a state dict; two entries of one name; tensors that contradict themselves; more than the pickle accounts for.
+/// Something else than a state dict; two entries of one name; tensors that contradict themselves;
+/// more than the pickle accounts for.
 pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
     let mut walk = Walk {
         pickle,
@@ -46,7 +50,9 @@ pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
     let top = pickle.top();
     if !walk.is_mapping(top) {
         return Err(match pickle.describe(top) {
-            Described::Plain(what) => Fault::Unsupported(format!("it holds {what}, not a state dict")),
+            Described::Plain(what) => {
+                Fault::Unsupported(format!("it holds {what}, not a state dict"))
+            }
             Described::Object(_) if tensor_pickle::is_tensor(pickle, top) => {
                 Fault::Unsupported("it holds a tensor, not a state dict".into())
             }
@@ -76,20 +82,29 @@ impl Walk<'_> {
                 self.budget = left;
                 Ok(())
             }
-            None => Err(Fault::Unsupported("it grows without bound as it repeats itself".into())),
+            None => Err(Fault::Unsupported(
+                "it grows without bound as it repeats itself".into(),
+            )),
         }
     }
 
     fn enter(&mut self, node: Item, prefix: &str, path: &[Value], depth: u32) -> FaultResult<()> {
         if depth > MAX_DEPTH {
-            let what = format!("its containers are nested more than {MAX_DEPTH} deep, or in themselves");
+            let what =
+                format!("its containers are nested more than {MAX_DEPTH} deep, or in themselves");
             return Err(Fault::Unsupported(what));
         }
         let pickle = self.pickle;
         let places = pickle.places(node);
         if let Some(items) = pickle.as_list(node) {
             for ((i, item), place) in (0_i64..).zip(items).zip(places) {
-                self.visit(*item, *place, (Value::Int(i), &i.to_string()), (prefix, path), depth)?;
+                self.visit(
+                    *item,
+                    *place,
+                    (Value::Int(i), &i.to_string()),
+                    (prefix, path),
+                    depth,
+                )?;
             }
             return Ok(());
         }
@@ -97,7 +112,8 @@ impl Walk<'_> {
         self.spend(32 * pairs.len())?;
         let kind = pickle.mapping_kind(node);
         if kind != "dict" || (pairs.is_empty() && !path.is_empty()) {
-            let position = i64::try_from(self.leaves.len()).expect("the length of something in memory");
+            let position =
+                i64::try_from(self.leaves.len()).expect("the length of something in memory");
             let fields = vec![
                 Value::Int(position),
                 Value::Tuple(path.to_vec()),
@@ -220,7 +236,9 @@ impl Walk<'_> {
 
 fn name_it(fault: Fault, name: &str, place: Span) -> Fault {
     match fault {
-        Fault::Corrupt { reason, .. } => Fault::corrupt(place.at.into(), format!("tensor {name:?}: {reason}")),
+        Fault::Corrupt { reason, .. } => {
+            Fault::corrupt(place.at.into(), format!("tensor {name:?}: {reason}"))
+        }
         other => other,
     }
 }

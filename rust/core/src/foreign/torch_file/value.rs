@@ -25,11 +25,19 @@ struct Known {
 }
 
 impl ValueReader {
-    /// What `torch.save` writes for the value that `chunk` names: bytes to be loaded as those that DCP's planners make.
+    /// What `torch.save` writes for the value that `chunk` names: bytes to be loaded as those that
+    /// DCP's planners make.
     ///
     /// # Errors
-    /// [`Error::CorruptData`]: the file is another one than was indexed. [`Error::Unsupported`]: a value that cannot be written by itself.
-    pub fn read(&self, index: &Index, chunk: u64, allow_external: bool, control: &Control) -> Result<Vec<u8>> {
+    /// [`Error::CorruptData`]: the file is another one than was indexed. [`Error::Unsupported`]: a
+    /// value that cannot be written by itself.
+    pub fn read(
+        &self,
+        index: &Index,
+        chunk: u64,
+        allow_external: bool,
+        control: &Control,
+    ) -> Result<Vec<u8>> {
         let view = index.chunk(chunk);
         let name = index.name(view.tensor);
         let opened = file_ref(index, view.file, allow_external)?;
@@ -37,7 +45,10 @@ impl ValueReader {
             // Raises where the file is another one, or a link that is not followed.
             opened.open(false)?;
         }
-        let there = There { file: &opened, control };
+        let there = There {
+            file: &opened,
+            control,
+        };
         let known = self.known(view.file, &there)?;
         let item = known.items.get(&view.offset).ok_or_else(|| {
             let reason = "no value begins here: the file is another one than was indexed";
@@ -99,7 +110,8 @@ fn archive_of(torch: &TorchFile, there: &There<'_>, item: Item) -> FaultResult<V
     let mut seen = HashSet::new();
     let (mut keys, mut ranges) = (Vec::new(), Vec::new());
     for id in persistent {
-        let Some(key) = tensor_pickle::storage_key(pickle, id).filter(|&key| seen.insert(key)) else {
+        let Some(key) = tensor_pickle::storage_key(pickle, id).filter(|&key| seen.insert(key))
+        else {
             continue; // torch has the words for what is no storage
         };
         let record = torch.parts.storage(key)?;
@@ -131,7 +143,8 @@ impl Writer {
         let name = format!("archive/{name}");
         let at = u32::try_from(self.out.len()).map_err(|_| too_large())?;
         let len = u32::try_from(bytes.len()).map_err(|_| too_large())?;
-        // Version, flags, method, time, date; CRC-32, both sizes; lengths of the name and of what follows it.
+        // Version, flags, method, time, date; CRC-32, both sizes; lengths of the name and of what
+        // follows it.
         let mut common = [0_u8; 26];
         common[10..14].copy_from_slice(&crc32fast::hash(bytes).to_le_bytes());
         common[14..18].copy_from_slice(&len.to_le_bytes());

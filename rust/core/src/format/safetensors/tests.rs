@@ -30,14 +30,22 @@ pub(crate) fn compare(bytes: &[u8]) -> Result<bool, String> {
             for tensor in &header.tensors {
                 let info = tensors[&tensor.name];
                 let same = info.dtype.to_string() == tensor.dtype.name()
-                    && info.shape.iter().map(|s| *s as u64).eq(tensor.shape.iter().copied())
+                    && info
+                        .shape
+                        .iter()
+                        .map(|s| *s as u64)
+                        .eq(tensor.shape.iter().copied())
                     && info.data_offsets == (usize_of(tensor.begin), usize_of(tensor.end));
                 if !same {
                     return Err(format!("different tensor {}", tensor.name));
                 }
             }
             let texts = theirs.metadata().clone().unwrap_or_default();
-            if !texts.into_iter().collect::<BTreeMap<_, _>>().eq(&header.metadata) {
+            if !texts
+                .into_iter()
+                .collect::<BTreeMap<_, _>>()
+                .eq(&header.metadata)
+            {
                 return Err("different texts".into());
             }
             Ok(true)
@@ -65,7 +73,11 @@ fn agrees_on_a_table_of_headers() {
         (t(f32x2), 7, false),
         (t(f32x2), 9, false),
         (t(r#"["F32",[2],[0,8]]"#), 8, true),
-        (t(r#"{"dtype":{"F32":null},"shape":[2],"data_offsets":[0,8]}"#), 8, true),
+        (
+            t(r#"{"dtype":{"F32":null},"shape":[2],"data_offsets":[0,8]}"#),
+            8,
+            true,
+        ),
         (
             t(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8],"more":[1,{}]}"#),
             8,
@@ -77,17 +89,61 @@ fn agrees_on_a_table_of_headers() {
             false,
         ),
         (t(r#"{"shape":[2],"data_offsets":[0,8]}"#), 8, false),
-        (t(r#"{"dtype":"f32","shape":[2],"data_offsets":[0,8]}"#), 8, false),
-        (t(r#"{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}"#), 8, false),
-        (t(r#"{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}"#), 8, false),
-        (t(r#"{"dtype":"F32","shape":null,"data_offsets":[0,8]}"#), 8, false),
-        (t(r#"{"dtype":"F32","shape":[],"data_offsets":[0,4]}"#), 4, true),
-        (t(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8,9]}"#), 8, false),
-        (t(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#), 8, false),
-        (t(r#"{"dtype":"F32","shape":[2],"data_offsets":[1,9]}"#), 9, false),
-        (t(r#"{"dtype":"F4","shape":[2],"data_offsets":[0,1]}"#), 1, true),
-        (t(r#"{"dtype":"F4","shape":[3],"data_offsets":[0,1]}"#), 1, false),
-        (t(r#"{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}"#), 3, true),
+        (
+            t(r#"{"dtype":"f32","shape":[2],"data_offsets":[0,8]}"#),
+            8,
+            false,
+        ),
+        (
+            t(r#"{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}"#),
+            8,
+            false,
+        ),
+        (
+            t(r#"{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}"#),
+            8,
+            false,
+        ),
+        (
+            t(r#"{"dtype":"F32","shape":null,"data_offsets":[0,8]}"#),
+            8,
+            false,
+        ),
+        (
+            t(r#"{"dtype":"F32","shape":[],"data_offsets":[0,4]}"#),
+            4,
+            true,
+        ),
+        (
+            t(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8,9]}"#),
+            8,
+            false,
+        ),
+        (
+            t(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#),
+            8,
+            false,
+        ),
+        (
+            t(r#"{"dtype":"F32","shape":[2],"data_offsets":[1,9]}"#),
+            9,
+            false,
+        ),
+        (
+            t(r#"{"dtype":"F4","shape":[2],"data_offsets":[0,1]}"#),
+            1,
+            true,
+        ),
+        (
+            t(r#"{"dtype":"F4","shape":[3],"data_offsets":[0,1]}"#),
+            1,
+            false,
+        ),
+        (
+            t(r#"{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}"#),
+            3,
+            true,
+        ),
         (
             t(r#"{"dtype":"U8","shape":[18446744073709551615],"data_offsets":[0,0]}"#),
             0,
@@ -152,10 +208,20 @@ fn agrees_on_lengths() {
 fn refuses_a_name_that_stands_twice_where_the_crate_keeps_the_last() {
     let info = r#"{"dtype":"U8","shape":[1],"data_offsets":[0,1]}"#;
     let bytes = file(&format!(r#"{{"a":{info},"a":{info}}}"#), 1);
-    assert!(ours(&bytes).unwrap_err().reason.contains("\"a\" is there twice"));
+    assert!(
+        ours(&bytes)
+            .unwrap_err()
+            .reason
+            .contains("\"a\" is there twice")
+    );
     assert!(SafeTensors::read_metadata(&bytes).is_ok());
     let bytes = file(r#"{"__metadata__":{"k":"1","k":"2"}}"#, 0);
-    assert!(ours(&bytes).unwrap_err().reason.contains("\"k\" is there twice"));
+    assert!(
+        ours(&bytes)
+            .unwrap_err()
+            .reason
+            .contains("\"k\" is there twice")
+    );
     assert!(SafeTensors::read_metadata(&bytes).is_ok());
 }
 

@@ -14,11 +14,15 @@ use rustix::process::{Resource, getrlimit};
 /// The flag of `open` for reads and writes past the page cache.
 pub const DIRECT: Option<i32> = Some(libc::O_DIRECT);
 
-/// Puts the bytes `[start, start + len)` of a file on the disk, without the promise that they are found there after a loss of power: a sync
-/// that follows has less to wait for. `None` where the file system does not do that.
+/// Puts the bytes `[start, start + len)` of a file on the disk, without the promise that they are
+/// found there after a loss of power: a sync that follows has less to wait for. `None` where the
+/// file system does not do that.
 pub fn write_back(file: &File, start: u64, len: u64) -> io::Result<Option<()>> {
-    let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
-    let (Ok(start), Ok(len)) = (libc::off64_t::try_from(start), libc::off64_t::try_from(len)) else {
+    let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
+        | libc::SYNC_FILE_RANGE_WRITE
+        | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    let (Ok(start), Ok(len)) = (libc::off64_t::try_from(start), libc::off64_t::try_from(len))
+    else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
     // SAFETY: the descriptor is open, and no memory is handed over.
@@ -41,10 +45,12 @@ const HUGE_PAGE: usize = 2 << 20;
 /// Of `statfs(2)`. Its files are those of another file system, in whose page cache they are.
 const OVERLAYFS: u32 = 0x794c_7630;
 
-/// Bytes of `[start, end)`, which is not empty, that are in the page cache, to the page. `None` where that cannot be known.
+/// Bytes of `[start, end)`, which is not empty, that are in the page cache, to the page. `None`
+/// where that cannot be known.
 ///
-/// Asks `cachestat` (Linux 6.5). Where that is missing or forbidden, samples pages with reads that must not wait. On an overlay the one sees
-/// nothing and the other is refused: there pages of a mapping are sampled, which is the real file's.
+/// Asks `cachestat` (Linux 6.5). Where that is missing or forbidden, samples pages with reads that
+/// must not wait. On an overlay the one sees nothing and the other is refused: there pages of a
+/// mapping are sampled, which is the real file's.
 pub fn resident_bytes(file: &File, start: u64, end: u64) -> Option<u64> {
     let page = rustix::param::page_size() as u64;
     match cached_pages(file, start, end) {
@@ -60,14 +66,27 @@ fn cached_pages(file: &File, start: u64, end: u64) -> Option<u64> {
     const SYS_CACHESTAT: libc::c_long = 451;
     let range = [start, end - start];
     let mut counts = [0u64; 5];
-    // SAFETY: the kernel reads two and writes five 64-bit integers (struct cachestat_range and struct cachestat), and
-    // both arrays live across the call; the descriptor is open.
-    let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0) };
+    // SAFETY: the kernel reads two and writes five 64-bit integers (struct cachestat_range and
+    // struct cachestat), and both arrays live across the call; the descriptor is open.
+    let result = unsafe {
+        libc::syscall(
+            SYS_CACHESTAT,
+            file.as_raw_fd(),
+            range.as_ptr(),
+            counts.as_mut_ptr(),
+            0,
+        )
+    };
     (result == 0).then_some(counts[0])
 }
 
 /// Bytes of `[start, end)` that are resident, to judge by some of its pages.
-fn sample(start: u64, end: u64, page: u64, is_resident: impl Fn(u64) -> Option<bool>) -> Option<u64> {
+fn sample(
+    start: u64,
+    end: u64,
+    page: u64,
+    is_resident: impl Fn(u64) -> Option<bool>,
+) -> Option<u64> {
     let pages = (end - start).div_ceil(page);
     let samples = pages.min(SAMPLES);
     let mut resident = 0;
@@ -83,30 +102,44 @@ fn sample(start: u64, end: u64, page: u64, is_resident: impl Fn(u64) -> Option<b
 /// Whether the byte at `at` can be read without waiting for a disk.
 fn answers_at_once(file: &File, at: u64) -> Option<bool> {
     let mut byte = [0u8];
-    match preadv2(file, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT) {
+    match preadv2(
+        file,
+        &mut [IoSliceMut::new(&mut byte)],
+        at,
+        ReadWriteFlags::NOWAIT,
+    ) {
         Ok(read) => Some(read == 1),
         Err(error) => (error == Errno::AGAIN).then_some(false),
     }
 }
 
-/// [`sample`] by `mincore`. It calls every page of a file resident that is another user's, and not to be written by this one: a guess that
-/// makes the page cache be asked first.
+/// [`sample`] by `mincore`. It calls every page of a file resident that is another user's, and not
+/// to be written by this one: a guess that makes the page cache be asked first.
 fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
     let first = start / page * page;
     let mut options = MmapOptions::new();
-    options.offset(first).len(usize::try_from(end - first).ok()?);
+    options
+        .offset(first)
+        .len(usize::try_from(end - first).ok()?);
     let map = options.map_raw_read_only(file).ok()?;
     sample(start, end, page, |at| {
         let within = usize::try_from((at - first) / page * page).ok()?;
         let mut answer = 0u8;
-        // SAFETY: the address is the first of a page of the mapping, which lives across the call; one page has one byte of an answer.
-        let result = unsafe { libc::mincore(map.as_mut_ptr().wrapping_add(within).cast(), 1, &raw mut answer) };
+        // SAFETY: the address is the first of a page of the mapping, which lives across the call;
+        // one page has one byte of an answer.
+        let result = unsafe {
+            libc::mincore(
+                map.as_mut_ptr().wrapping_add(within).cast(),
+                1,
+                &raw mut answer,
+            )
+        };
         (result == 0).then_some(answer & 1 == 1)
     })
 }
 
-/// Whether the file lies on a network or user-space file system: those can stall a page fault for as long as they like or fail
-/// it with a signal, so they are never mapped unasked.
+/// Whether the file lies on a network or user-space file system: those can stall a page fault for
+/// as long as they like or fail it with a signal, so they are never mapped unasked.
 #[must_use]
 pub fn is_remote(file: &File) -> bool {
     /// Magic numbers of `statfs(2)` and the kernel's `magic.h`.
@@ -136,7 +169,8 @@ fn kind(file: &File) -> Option<u32> {
     u32::try_from(i128::from(kind) & 0xffff_ffff).ok()
 }
 
-/// What offsets and lengths of direct reads of this file must be multiples of, or `None` where it takes none.
+/// What offsets and lengths of direct reads of this file must be multiples of, or `None` where it
+/// takes none.
 #[must_use]
 pub fn direct_align(file: &File) -> Option<u64> {
     // With an empty path it is about the descriptor.
@@ -153,15 +187,18 @@ pub fn direct_align(file: &File) -> Option<u64> {
 /// Whether [`populate`] can: without it, a disk that fails is a signal at the first touch.
 pub fn populates() -> bool {
     static POPULATES: OnceLock<bool> = OnceLock::new();
-    let try_it = || MmapMut::map_anon(1).is_ok_and(|page| page.advise(Advice::PopulateRead).is_ok());
+    let try_it =
+        || MmapMut::map_anon(1).is_ok_and(|page| page.advise(Advice::PopulateRead).is_ok());
     *POPULATES.get_or_init(try_it)
 }
 
-/// Maps a whole file: the mapping, how many bytes of it come before the file, and how many bytes the file has.
+/// Maps a whole file: the mapping, how many bytes of it come before the file, and how many bytes
+/// the file has.
 pub fn map(file: &File) -> io::Result<(MmapRaw, usize, usize)> {
     let raw = MmapOptions::new().map_raw_read_only(file)?;
     let len = raw.len();
-    // Pages of the cache are entered into the page table 2 MiB at a time where both lie alike. Most file systems see to that, overlayfs does not.
+    // Pages of the cache are entered into the page table 2 MiB at a time where both lie alike. Most
+    // file systems see to that, overlayfs does not.
     if len < HUGE_PAGE || raw.as_ptr().align_offset(HUGE_PAGE) == 0 || !has_huge_pages() {
         return Ok((raw, 0, len));
     }
@@ -170,7 +207,10 @@ pub fn map(file: &File) -> io::Result<(MmapRaw, usize, usize)> {
 
 /// [`map`], at a multiple of a huge page.
 pub fn map_aligned(file: &File, len: usize) -> io::Result<(MmapRaw, usize, usize)> {
-    let room = MmapOptions::new().len(len + HUGE_PAGE).no_reserve_swap().map_anon()?;
+    let room = MmapOptions::new()
+        .len(len + HUGE_PAGE)
+        .no_reserve_swap()
+        .map_anon()?;
     let room = MmapRaw::from(room);
     let skip = room.as_ptr().align_offset(HUGE_PAGE);
     let at = room.as_mut_ptr().wrapping_add(skip).cast();
@@ -203,7 +243,8 @@ pub fn ask_for_huge_pages(memory: &MmapMut, start: usize, len: usize) {
     let _ = memory.advise_range(Advice::HugePage, start, len);
 }
 
-/// Bytes that this process may map yet, where `RLIMIT_AS` bounds them; 0 where that cannot be known.
+/// Bytes that this process may map yet, where `RLIMIT_AS` bounds them; 0 where that cannot be
+/// known.
 pub fn spare_address_space() -> Option<u64> {
     let limit = getrlimit(Resource::As).current?;
     let taken = std::fs::read_to_string("/proc/self/statm")
@@ -261,6 +302,9 @@ mod tests {
             assert_eq!(sample(5, 3 << 20, page, |_| None), None);
         }
         assert_eq!(sample(7, 8, 4096, |at| Some(at == 7)), Some(1));
-        assert_eq!(sample(5, (3 << 20) + 1, 4096, |_| Some(true)), Some((3 << 20) - 4));
+        assert_eq!(
+            sample(5, (3 << 20) + 1, 4096, |_| Some(true)),
+            Some((3 << 20) - 4)
+        );
     }
 }

@@ -1,6 +1,8 @@
-//! What operating systems do each in their own way: asked for here, and told apart nowhere else in this crate.
+//! What operating systems do each in their own way: asked for here, and told apart nowhere else in
+//! this crate.
 //!
-//! `--cfg posix_only` takes what Linux alone has away from it: `make test-posix` runs the tests of this crate as on macOS.
+//! `--cfg posix_only` takes what Linux alone has away from it: `make test-posix` runs the tests of
+//! this crate as on macOS.
 
 #[cfg(all(target_os = "linux", not(posix_only)))]
 mod linux;

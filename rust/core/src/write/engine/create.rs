@@ -1,4 +1,5 @@
-//! How a save begins: its files are laid out, what a parent holds is linked, the rest is created with its space reserved.
+//! How a save begins: its files are laid out, what a parent holds is linked, the rest is created
+//! with its space reserved.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -20,19 +21,22 @@ use crate::write::to_files::ToFiles;
 use crate::write::to_store::{ToStore, in_flight};
 use crate::{Control, Error, Result};
 
-/// The most bytes of items in a file of a store that holds several: the next save may have it copied, and stores copy 5 GiB in one go.
+/// The most bytes of items in a file of a store that holds several: the next save may have it
+/// copied, and stores copy 5 GiB in one go.
 const MOST_COPIED: u64 = 4 << 30;
 
-/// Files that a store is asked to copy at a time: each has the time that it takes beside the others.
+/// Files that a store is asked to copy at a time: each has the time that it takes beside the
+/// others.
 const COPIES: usize = 8;
 
 impl Save {
-    /// Lays out the files, creates them in `dir` (which is created too) and reserves their space. What `reuse` found in a parent is linked, as far as
-    /// it is worth it: those items [are not written](Self::is_reused). Returns also why files of the parent could not be linked.
+    /// Lays out the files, creates them in `dir` (which is created too) and reserves their space.
+    /// What `reuse` found in a parent is linked, as far as it is worth it: those items [are not
+    /// written](Self::is_reused). Returns also why files of the parent could not be linked.
     ///
     /// # Errors
-    /// [`Error::Plan`] for items that cannot be saved, [`Error::Io`] where the disk refuses (it may be full). No
-    /// file is left then.
+    /// [`Error::Plan`] for items that cannot be saved, [`Error::Io`] where the disk refuses (it may
+    /// be full). No file is left then.
     pub fn create(
         dir: &Path,
         items: Vec<SaveItem>,
@@ -68,15 +72,21 @@ impl Save {
         Ok((save, links.problems))
     }
 
-    /// [`create`](Self::create) on a store; `dir` is a URL. `turns`, for each item: those of a lower one are written before those of a higher. Where
-    /// it is empty, all come at a time, or in their order.
+    /// [`create`](Self::create) on a store; `dir` is a URL. `turns`, for each item: those of a
+    /// lower one are written before those of a higher. Where it is empty, all come at a time, or in
+    /// their order.
     ///
-    /// Of what `reuse` found in a parent on that store, the store copies what is worth it: those items [are not written](Self::is_reused). Returns also why
-    /// files of the parent could not be copied.
+    /// Of what `reuse` found in a parent on that store, the store copies what is worth it: those
+    /// items [are not written](Self::is_reused). Returns also why files of the parent could not be
+    /// copied.
     ///
     /// # Errors
-    /// [`Error::Plan`] for items that cannot be saved, [`Error::Storage`] where the store refuses. Nothing is left then.
-    #[expect(clippy::too_many_arguments, reason = "as `create`, and what only a store asks")]
+    /// [`Error::Plan`] for items that cannot be saved, [`Error::Storage`] where the store refuses.
+    /// Nothing is left then.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "as `create`, and what only a store asks"
+    )]
     pub fn create_remote(
         remote: Arc<dyn Remote>,
         dir: &Path,
@@ -93,7 +103,13 @@ impl Save {
             note,
             problems,
         } = match &reuse {
-            Some(reuse) => copies.make(dir, &mut info, reuse, in_flight(options).min(COPIES), control)?,
+            Some(reuse) => copies.make(
+                dir,
+                &mut info,
+                reuse,
+                in_flight(options).min(COPIES),
+                control,
+            )?,
             None => Links::default(),
         };
         let beside = Beside {
@@ -124,11 +140,13 @@ impl Save {
         }
     }
 
-    /// Creates files of the caller's own layout: a header each, and a place for each value. They need not be of this
-    /// crate's format, so what [`finish`](Self::finish) returns is worth nothing; `sums` is what [`crc32s`](Self::crc32s) is told of.
+    /// Creates files of the caller's own layout: a header each, and a place for each value. They
+    /// need not be of this crate's format, so what [`finish`](Self::finish) returns is worth
+    /// nothing; `sums` is what [`crc32s`](Self::crc32s) is told of.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a place that is not within its file, [`Error::Io`] where the disk refuses.
+    /// [`Error::Plan`] for a place that is not within its file, [`Error::Io`] where the disk
+    /// refuses.
     pub fn create_files(
         dir: &Path,
         files: Vec<FilePlan>,
@@ -173,14 +191,16 @@ impl Save {
     }
 }
 
-/// Creates `dir`. Returns the folders to sync at the end only, as a sync may wait for all that others changed on the disk; and no files yet.
+/// Creates `dir`. Returns the folders to sync at the end only, as a sync may wait for all that
+/// others changed on the disk; and no files yet.
 fn begin(disk: &Disk, dir: &Path) -> Result<(Vec<PathBuf>, DataFiles)> {
     let mut folders = disk.create_folder(dir)?;
     folders.push(dir.to_owned());
     Ok((folders, DataFiles::new(disk.clone())))
 }
 
-/// Creates the files of a layout; `claimed`: for a save that others may take for one that was killed.
+/// Creates the files of a layout; `claimed`: for a save that others may take for one that was
+/// killed.
 #[expect(
     clippy::too_many_arguments,
     reason = "what the two ways to create files have in common"
@@ -212,7 +232,8 @@ fn beside(links: &[Link], note: Vec<u8>, reuse: Option<&Reuse>, items: usize) ->
     Ok(Beside {
         reused: reused(links, items),
         stays: reuse.map(Reuse::stays).unwrap_or_default(),
-        links: u32::try_from(links.len()).map_err(|_| Error::Plan("too many files to link".into()))?,
+        links: u32::try_from(links.len())
+            .map_err(|_| Error::Plan("too many files to link".into()))?,
         note,
         ..Beside::default()
     })
@@ -228,7 +249,10 @@ const OF_NOBODY: SaveInfo = SaveInfo {
 };
 
 /// The layout of files that a caller made, and its values as items.
-fn laid_out(files: Vec<FilePlan>, values: Vec<(String, Place, u64)>) -> Result<(Layout, Vec<SaveItem>)> {
+fn laid_out(
+    files: Vec<FilePlan>,
+    values: Vec<(String, Place, u64)>,
+) -> Result<(Layout, Vec<SaveItem>)> {
     let mut layout = Layout {
         files,
         places: Vec::with_capacity(values.len()),
@@ -240,7 +264,11 @@ fn laid_out(files: Vec<FilePlan>, values: Vec<(String, Place, u64)>) -> Result<(
             place.offset >= file.header.len() as u64 && end.is_some_and(|end| end <= file.size)
         });
         if !fits {
-            return Err(Error::tensor_plan(None, &name, "it does not lie in its file"));
+            return Err(Error::tensor_plan(
+                None,
+                &name,
+                "it does not lie in its file",
+            ));
         }
         layout.places.push(place);
         items.push(SaveItem {

@@ -33,7 +33,10 @@ impl Machine<'_, '_> {
     /// Makes a tuple of the stack from `from` up, which the input makes from `at` on.
     pub(super) fn tuple(&mut self, from: usize, at: usize) -> FaultResult<()> {
         let pool = &mut self.pickle.pool;
-        let (Ok(first), Ok(len)) = (u32::try_from(pool.len()), u32::try_from(self.stack.len() - from)) else {
+        let (Ok(first), Ok(len)) = (
+            u32::try_from(pool.len()),
+            u32::try_from(self.stack.len() - from),
+        ) else {
             return Err(self.fault("too many values"));
         };
         pool.extend(self.stack.drain(from..).map(|slot| slot.item));
@@ -51,7 +54,8 @@ impl Machine<'_, '_> {
         }
     }
 
-    /// The part of the input that makes what is on the stack at `i`, if it is kept: up to the next value there, or this opcode.
+    /// The part of the input that makes what is on the stack at `i`, if it is kept: up to the next
+    /// value there, or this opcode.
     fn place(&self, i: usize) -> Option<Span> {
         let at = self.stack[i].at;
         let end = self.stack.get(i + 1).map_or(self.op_at, |next| next.at);
@@ -61,7 +65,9 @@ impl Machine<'_, '_> {
     pub(super) fn append(&mut self, from: usize) -> FaultResult<()> {
         let id = self.container(from)?;
         let new: Vec<Item> = self.stack[from..].iter().map(|slot| slot.item).collect();
-        let at: Vec<Span> = (from..self.stack.len()).filter_map(|i| self.place(i)).collect();
+        let at: Vec<Span> = (from..self.stack.len())
+            .filter_map(|i| self.place(i))
+            .collect();
         self.stack.truncate(from);
         self.made += (size_of::<Item>() + size_of::<Span>()) * new.len() + size_of::<Then>();
         match &mut self.pickle.nodes[id as usize] {
@@ -81,7 +87,10 @@ impl Machine<'_, '_> {
     pub(super) fn add(&mut self, from: usize) -> FaultResult<()> {
         let id = self.container(from)?;
         match &mut self.pickle.nodes[id as usize] {
-            Node::Set { items, frozen: false } => {
+            Node::Set {
+                items,
+                frozen: false,
+            } => {
                 self.made += size_of::<Item>() * (self.stack.len() - from);
                 items.extend(self.stack.drain(from..).map(|slot| slot.item));
                 Ok(())
@@ -96,7 +105,10 @@ impl Machine<'_, '_> {
         if !slots.len().is_multiple_of(2) {
             return Err(self.fault("a pair for what is not a dict"));
         }
-        let new: Vec<(Item, Item)> = slots.chunks_exact(2).map(|pair| (pair[0].item, pair[1].item)).collect();
+        let new: Vec<(Item, Item)> = slots
+            .chunks_exact(2)
+            .map(|pair| (pair[0].item, pair[1].item))
+            .collect();
         let values = (from + 1..self.stack.len()).step_by(2);
         let at: Vec<Span> = values.filter_map(|i| self.place(i)).collect();
         self.stack.truncate(from);
@@ -141,8 +153,14 @@ impl Machine<'_, '_> {
         self.push_node(node, made_by.at)
     }
 
-    /// What an `OrderedDict` of these arguments is: of none, or called with a list of lists of two, as Python 2 has it.
-    fn dict_of_pairs(&mut self, how: Made, arguments: u32, count: u32) -> FaultResult<Option<Node>> {
+    /// What an `OrderedDict` of these arguments is: of none, or called with a list of lists of two,
+    /// as Python 2 has it.
+    fn dict_of_pairs(
+        &mut self,
+        how: Made,
+        arguments: u32,
+        count: u32,
+    ) -> FaultResult<Option<Node>> {
         let list = match self.pickle.tuple(Item::Node(arguments)) {
             _ if count == 0 => return Ok(Some(empty_dict(true))),
             Some([list]) if self.rules.keep && how == Made::Called => *list,
@@ -154,7 +172,9 @@ impl Machine<'_, '_> {
         // A list that is used again and again counts again and again.
         self.made += (2 * size_of::<Item>() + size_of::<Span>()) * lists.len();
         if self.made as u64 > most_bytes(self.pickle.input.len()) {
-            return Err(Fault::Unsupported("it grows without bound as it repeats itself".into()));
+            return Err(Fault::Unsupported(
+                "it grows without bound as it repeats itself".into(),
+            ));
         }
         let (mut pairs, mut places) = (Vec::new(), Vec::new());
         for list in lists {
