@@ -34,7 +34,6 @@ def pytest_configure() -> None:
     torch.set_num_threads(
         1
     )  # several processes share the cores, and torch's threads wait by spinning
-    os.environ.setdefault("DCP_RS_DEBUG", "1")  # all frames, of a test that fails
     start_server()  # for this process and for those that share the tests, which inherit its address
 
 

@@ -26,7 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"checkpoint"},
             {"transfer"},
             {"tensors"},
-            {"options", "_torch", "_tracebacks", "_warnings"},
+            {"options", "_torch", "_arguments", "_warnings"},
             {"_progress"},
             {"_log", "_shown"},
             {"_url"},

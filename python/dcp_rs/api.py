@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs._arguments import check_arguments
 from dcp_rs._log import log as _log
 from dcp_rs._progress import Progress
-from dcp_rs._tracebacks import check_arguments, short_traceback, shorten
 from dcp_rs._url import StorageOptions, location
 from dcp_rs.checkpoint.locate import warn_of_a_foreign_model
 from dcp_rs.checkpoint.names import Rename
@@ -52,7 +52,6 @@ from dcp_rs.transfer.stage import HostStager, Staging
 __all__ = ["async_save", "load", "load_state_dict", "save"]
 
 
-@short_traceback
 def load_state_dict(
     state_dict: dict[str, Any],
     storage_reader: StorageReader,
@@ -105,7 +104,6 @@ def load_state_dict(
     return storage_reader.report if isinstance(storage_reader, RsReader) else None
 
 
-@short_traceback
 def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -243,7 +241,6 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-@short_traceback
 def save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -375,7 +372,6 @@ def _without_stateful(state_dict: dict[str, Any], *, copy_buffers: bool = False)
     )
 
 
-@short_traceback
 def async_save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -548,7 +544,6 @@ def _save_copy(
             copied.exception()  # nothing writes to the memory any more
             staging.release()
     except BaseException as error:  # noqa: BLE001  # it is the future's
-        shorten(error)
         future.set_exception(error)
         # Its words alone: who keeps records of the log would keep what was staged, by the frames of
         # the error.

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from dcp_rs._tracebacks import short_traceback
+from dcp_rs._arguments import suggest_option
 from dcp_rs.api import save
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
@@ -56,7 +56,7 @@ Models = torch.nn.Module | Iterable[torch.nn.Module]
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
-@short_traceback
+@suggest_option
 def training_state(
     model: Models,
     optimizers: Optimizers = (),
@@ -125,7 +125,7 @@ def _training_state(
     return ranks.run(make)
 
 
-@short_traceback
+@suggest_option
 def save_training_state(
     path: str | os.PathLike[str],
     model: Models,
@@ -183,7 +183,7 @@ def save_training_state(
     )
 
 
-@short_traceback
+@suggest_option
 def load_training_state(
     path: str | os.PathLike[str],
     model: Models,
@@ -306,7 +306,7 @@ def _load_into(
     choice.tell(beside + [f"{EXTRA}.{name}" for name in per_rank])
 
 
-@short_traceback
+@suggest_option
 def load_optim_state_dict(
     path: str | os.PathLike[str],
     model: Models,

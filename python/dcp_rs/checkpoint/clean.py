@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dcp_rs import _core
+from dcp_rs._arguments import suggest_option
 from dcp_rs._shown import Report
-from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
@@ -101,7 +101,7 @@ def leftovers(
     return [_leftover(found, store) for found in find(where, _seconds(older_than))]
 
 
-@short_traceback
+@suggest_option
 def clean(
     path: str | os.PathLike[str],
     *,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from dcp_rs._tracebacks import short_traceback
+from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.views import Layout, LayoutView
@@ -54,7 +54,7 @@ def open(
     dequantize: bool | torch.dtype = False,
     views: LayoutView | Iterable[LayoutView] | None = None,
 ) -> NumpyCheckpoint: ...
-@short_traceback
+@suggest_option
 def open(
     path: str | os.PathLike[str],
     framework: Literal["pt", "np"] = "pt",

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
+from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import Report
-from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.folders import make_folder
@@ -186,7 +186,7 @@ class VerifyReport(Report):
         return self.ok is True
 
 
-@short_traceback
+@suggest_option
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -268,7 +268,7 @@ def _lost(index: _core.Index, problems: Sequence[_core.Damage]) -> list[str]:
     ]
 
 
-@short_traceback
+@suggest_option
 def index(
     path: str | os.PathLike[str],
     *,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import warnings
@@ -30,8 +29,6 @@ def main(arguments: list[str] | None = None) -> None:
     debug = "--debug" in arguments[:end]
     arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i > end]
     as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
-    if debug:
-        os.environ["DCP_RS_DEBUG"] = "1"
     signal.signal(signal.SIGTERM, _terminate)
     prepare_streams()
     try:

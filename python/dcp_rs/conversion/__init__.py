@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from dcp_rs import _core
+from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
-from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.names import Rename
 from dcp_rs.checkpoint.source import Source, open_source
@@ -61,7 +61,7 @@ _ENDINGS: dict[str, Target] = {
 }
 
 
-@short_traceback
+@suggest_option
 def convert(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],

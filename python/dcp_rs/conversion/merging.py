@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 import torch
 
+from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress
-from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import Rename
@@ -47,7 +47,7 @@ class MergeReport(ConvertReport):
     weights: list[float] = field(default_factory=list)
 
 
-@short_traceback
+@suggest_option
 def merge(
     inputs: Iterable[str | os.PathLike[str]],
     out: str | os.PathLike[str],

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dcp_rs import _torch
-from dcp_rs._tracebacks import shorten
 from dcp_rs.engine.destination import commit_outcome
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
@@ -329,7 +328,6 @@ class _Failure:
 
     @classmethod
     def of(cls, error: BaseException, handled: BaseException | None) -> _Failure:
-        shorten(error)
         text = traceback.format_exception_only(error)[-1].strip()
         trace = "".join(traceback.format_exception(error)) if error.__traceback__ else ""
         pickled = None

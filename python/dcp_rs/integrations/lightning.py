@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 
 from dcp_rs import _core
-from dcp_rs._tracebacks import check_arguments
+from dcp_rs._arguments import check_arguments
 from dcp_rs.api import async_save, save
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.locate import local_path

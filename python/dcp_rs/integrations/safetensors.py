@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from dcp_rs import _core
-from dcp_rs._tracebacks import short_traceback
+from dcp_rs._arguments import suggest_option
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.open import Checkpoint, read_whole
 from dcp_rs.conversion.place import new_place
@@ -25,7 +25,7 @@ __all__ = ["load_file", "save_file"]
 _BACKENDS: dict[str, Literal["mmap", "buffered"]] = {"mmap": "mmap", "pread": "buffered"}
 
 
-@short_traceback
+@suggest_option
 def load_file(
     filename: str | os.PathLike[str],
     device: torch.device | str | int = "cpu",
@@ -90,7 +90,7 @@ def load_file(
     return read_whole(index, range(index.tensor_count), device, options)
 
 
-@short_traceback
+@suggest_option
 def save_file(
     tensors: Mapping[str, torch.Tensor],
     filename: str | os.PathLike[str],

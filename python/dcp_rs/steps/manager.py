@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
-from dcp_rs._tracebacks import short_traceback
+from dcp_rs._arguments import suggest_option
 from dcp_rs._warnings import warn_caller
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
@@ -108,7 +108,7 @@ class CheckpointManager:
         ```
     """
 
-    @short_traceback
+    @suggest_option
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -247,7 +247,7 @@ class CheckpointManager:
     # --- saves
     # -----------------------------------------------------------------------------------------
 
-    @short_traceback
+    @suggest_option
     def should_save(self, step: int) -> bool:
         """Return whether to save this step: a multiple of ``save_every``, or a rank is to stop.
 
@@ -280,7 +280,7 @@ class CheckpointManager:
         due = self._save_every is not None and step % self._save_every == 0
         return step != self._done and (due or self.preempted)
 
-    @short_traceback
+    @suggest_option
     def save(
         self,
         step: int,
@@ -332,7 +332,7 @@ class CheckpointManager:
         self._warn()
         return metadata
 
-    @short_traceback
+    @suggest_option
     def async_save(
         self,
         step: int,
@@ -374,7 +374,7 @@ class CheckpointManager:
         committed = partial(self._keeper.committed, step, prepared.save_id)
         return self._team.save(state_dict, self.path(step), committed, **how)
 
-    @short_traceback
+    @suggest_option
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.
 
@@ -390,7 +390,7 @@ class CheckpointManager:
         """
         self._settle()
 
-    @short_traceback
+    @suggest_option
     def delete(self, step: int) -> None:
         """Remove a step, whatever the policies say.
 
@@ -415,7 +415,7 @@ class CheckpointManager:
     # --- loads
     # -----------------------------------------------------------------------------------------
 
-    @short_traceback
+    @suggest_option
     def load(
         self,
         state_dict: dict[str, Any],
@@ -468,7 +468,7 @@ class CheckpointManager:
         load = partial(api.load, state_dict, planner=planner, **options)
         return self._load(step, load, take_over=take_over, is_partial=is_partial)
 
-    @short_traceback
+    @suggest_option
     def load_training_state(
         self,
         model: torch.nn.Module | Iterable[torch.nn.Module],
@@ -567,7 +567,7 @@ class CheckpointManager:
     # --- the end
     # ---------------------------------------------------------------------------------------
 
-    @short_traceback
+    @suggest_option
     def close(self) -> None:
         """Wait for the save in the background, and put signal handlers back. A second call does nothing.
 
