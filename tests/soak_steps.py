@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import dcp_rs
 from dcp_rs import CheckpointManager
-from dcp_rs.steps.folder_root import FolderRoot
+from dcp_rs.steps.folder_store import FolderStepStore
 
 KEEP_LAST, KEEP_BEST = 2, 1
 #: In the stacks of a rank whose process group is being made.
@@ -192,7 +192,7 @@ class Run:
                 assert step == (newest or -1), f"resumed from {step}, {newest} was the newest"
             elif word == "saved":
                 self.durable.add(step)
-        listing = FolderRoot(self.root).look()
+        listing = FolderStepStore(self.root).look()
         # On NFS only the run that goes on knows that the save of an earlier one is over.
         assert all(passed.kind in ("unfinished", "unknown") for passed in listing.passed_over), (
             listing.passed_over

@@ -18,7 +18,7 @@ def run(tmp_path):
             manager.save(step, {"w": torch.ones(1000)}, metrics={"loss": loss, "lr": 0.1})
         manager.save(400, {"w": torch.ones(1000)})
         (manager.path(400) / "index.dcprs").unlink()
-        manager._root.begin(150, "0" * 32, {})  # killed at once
+        manager._store.begin(150, "0" * 32, {})  # killed at once
     return tmp_path / "run"
 
 

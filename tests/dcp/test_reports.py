@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp_rs
 from dcp_rs import CheckpointManager, LoadReport, RsLoadPlanner, RsReader, RsWriter, SaveReport
 from dcp_rs.checkpoint.compare import compare
-from dcp_rs.steps.folder_root import FolderRoot
+from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.retention import Policies, prune
 from support import run_ranks
 from support.both import save_rs, save_stock
@@ -240,7 +240,7 @@ def test_every_report_is_of_plain_types_and_tells_its_speed(ckpt, tmp_path):
     with CheckpointManager(tmp_path / "run", no_dist=True, fsync=False) as manager:
         for step in (1, 2):
             manager.save(step, STATE)
-    pruned = prune(FolderRoot(tmp_path / "run"), Policies(keep_last=1))
+    pruned = prune(FolderStepStore(tmp_path / "run"), Policies(keep_last=1))
     assert [step.number for step in pruned.removed] == [1]
     for report in (*timed, read, dcp_rs.clean(ckpt), pruned):
         told = json.loads(json.dumps(report.to_dict()))

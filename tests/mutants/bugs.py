@@ -34,18 +34,18 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "at-work-ignored",
-        "python/dcp_rs/steps/folder_root.py",
-        'if left is not None and left.kind == "unfinished":',
-        "if left is not None:",
-        ("tests/steps/test_steps_root.py",),
+        "python/dcp_rs/steps/folder_store.py",
+        'if left.kind == "unfinished":',
+        "if left:",
+        ("tests/steps/test_folder_steps.py",),
         "A save that begins between the look and the lock loses its folder.",
     ),
     Mutant(
         "lock-not-taken",
-        "python/dcp_rs/steps/folder_root.py",
+        "python/dcp_rs/steps/folder_store.py",
         "_lock = _core.FolderLock(os.fspath(path))",
         "_lock = None",
-        ("tests/steps/test_steps_root.py",),
+        ("tests/steps/test_folder_steps.py",),
         "A folder is removed while another process commits to it.",
     ),
     Mutant(

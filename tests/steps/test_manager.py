@@ -25,7 +25,8 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.optim import training_state
-from dcp_rs.steps import folder_root
+from dcp_rs.steps import folder_store
+from dcp_rs.steps.folder_store import FolderStepStore
 from support import programs
 from support.numbered import loaded, names_in, numbers
 
@@ -185,7 +186,7 @@ def test_arguments_that_make_no_sense_are_refused_at_once(run, wrong):
 
 def killed(manager, step):
     """What a save leaves that is killed before its commit."""
-    manager._root.begin(step, f"{step:032x}", {})
+    manager._store.begin(step, f"{step:032x}", {})
     dcp_rs.save(state_of(step), manager.path(step), save_id=f"{step:032x}", no_dist=True)
     (manager.path(step) / "index.dcprs").unlink()
 
@@ -515,16 +516,17 @@ def test_an_error_in_a_block_is_not_hidden_by_one_in_the_background(run):
 
 def failing(monkeypatch, error, times):
     """Looks at the data of step 2 fail so many times."""
-    looked, left = folder_root._data_files, [times]
+    looked, left = FolderStepStore._data_files, [times]
 
-    def fail(index):
+    def fail(store, index, files):
         if "step-2" in str(index.path) and left[0] > 0:
             left[0] -= 1
             raise error
-        return looked(index)
+        return looked(store, index, files)
 
-    monkeypatch.setattr(folder_root, "_data_files", fail)
-    monkeypatch.setattr(folder_root, "_AGAIN", (0.01, 0.01))
+    monkeypatch.setattr(FolderStepStore, "_data_files", fail)
+    monkeypatch.setattr(FolderStepStore, "_is_known", lambda *_: False)
+    monkeypatch.setattr(folder_store, "_WAITS", (0.01, 0.01))
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
@@ -699,8 +701,8 @@ def test_a_job_that_was_taken_over_removes_nothing(run):
         new.save(3, state_of(3))
         with pytest.raises(RunTakenOverError):
             old.delete(2)
-        old._keeper._prune(3)  # as after a save that committed right before
-        (problem,) = old._keeper.take_problems()
+        old._coordinator._prune(3)  # as after a save that committed right before
+        (problem,) = old._coordinator.take_problems()
         assert "was taken over" in problem
         assert numbers(new) == [2, 3]
 
@@ -720,7 +722,7 @@ def test_a_root_that_cannot_be_written_to_can_be_loaded_from(run, monkeypatch, n
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(folder_root.FolderRoot, "_write_run", refuse)
+    monkeypatch.setattr(FolderStepStore, "_put", refuse)
     with CheckpointManager(run) as manager:
         assert loaded(manager) == 1
         with pytest.raises(OSError, match=os.strerror(number)):
@@ -742,9 +744,9 @@ def test_who_saves_without_a_load_takes_over_too(run):
 
 def test_a_killed_save_stops_nobody_where_locks_tell_nothing(run, monkeypatch):
     """On NFS, Lustre, CephFS and FUSE a save that was killed made every restart fail at that step for 24 hours."""
-    told = folder_root.leftovers
+    told = folder_store.leftovers
     monkeypatch.setattr(
-        folder_root,
+        folder_store,
         "leftovers",
         lambda path: [replace(left, verdict="young") for left in told(path)],
     )
@@ -752,7 +754,7 @@ def test_a_killed_save_stops_nobody_where_locks_tell_nothing(run, monkeypatch):
         manager.save(1, state_of(1))
         for step in (0, 2, 3):
             killed(manager, step)
-        assert manager._root.look_at(2).kind == "unknown"
+        assert manager._store.look_at(2).kind == "unknown"
         manager.save(2, state_of(2))  # beside it
         assert len(list(manager.path(2).glob("g*"))) == 2
     with CheckpointManager(run, keep_last=2) as manager:
@@ -779,7 +781,7 @@ torch.distributed.checkpoint.save({"w": torch.ones(3)}, storage_writer=Paused(sy
             assert other.stdout.readline() == b"written\n"
             with pytest.raises(SaveInProgressError, match="a process is saving it"):
                 manager.save(4, state_of(4))
-            manager._root.begin(4, "0" * 32, {})  # as a manager does
+            manager._store.begin(4, "0" * 32, {})  # as a manager does
             who = rf"process {os.getpid()} on '.+' since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC is saving it"
             with pytest.raises(SaveInProgressError, match=who):
                 manager.save(4, state_of(4))
@@ -793,12 +795,15 @@ def test_a_job_that_wakes_up_is_told_that_the_run_has_gone_on(run):
 import sys, torch, dcp_rs
 from dcp_rs.errors import RunTakenOverError
 with dcp_rs.CheckpointManager(sys.argv[1], keep_last=1) as manager:
-    holding = manager._keeper.holding
+    begin, holding = manager._store.begin, manager._store.holding
     def wake_up():  # with all its data written, before its commit
         print("written", flush=True)
         sys.stdin.read()
         return holding()
-    manager._keeper.holding = wake_up
+    def begin_and_wait(*arguments):
+        begin(*arguments)
+        manager._store.holding = wake_up
+    manager._store.begin = begin_and_wait
     try:
         manager.save(2, {"w": torch.ones(3)})
     except RunTakenOverError as error:

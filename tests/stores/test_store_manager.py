@@ -26,8 +26,8 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.optim import training_state
+from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.retention import Policies, prune
-from dcp_rs.steps.store_root import root_at
 from support import programs, run_ranks
 from support.numbered import loaded, numbers
 from support.object_server import Fault
@@ -121,7 +121,7 @@ def test_a_step_that_is_there_is_not_replaced_unless_that_is_asked_for(make):
         manager.save(5, {"w": torch.ones(3)}, metrics={"loss": 3}, force=True)
         assert manager.steps()[0].metrics == {"loss": 3}
         with dcp_rs.open(
-            manager.path(5), storage_options=manager._root.access["storage_options"]
+            manager.path(5), storage_options=manager._store.access["storage_options"]
         ) as ckpt:
             assert ckpt["w"].tolist() == [1, 1, 1]
 
@@ -230,7 +230,7 @@ def test_no_secret_is_shown(make, server):
         server.faults.append(Fault(status=403, code="AccessDenied", times=None))
         with pytest.raises(StoragePermissionError) as caught:
             manager.save(2, state_of(2))
-        for shown in (manager, vars(manager), manager._root.access, caught.value):
+        for shown in (manager, vars(manager), manager._store.access, caught.value):
             assert secret not in repr(shown)
 
 
@@ -392,7 +392,7 @@ def test_another_manager_prunes_nothing_that_is_being_saved(make, server):
         saving = manager.async_save(5, state_of(5))
         while not any(key.endswith(".safetensors") for key in server.keys("run/step-5/")):
             time.sleep(0.01)
-        done = prune(root_at(server.url("run"), server.options()), Policies(keep_last=1))
+        done = prune(step_store_at(server.url("run"), server.options()), Policies(keep_last=1))
         assert done.removed == []
         saving.result(60)
         assert numbers(manager) == [4, 5]
@@ -407,7 +407,7 @@ def test_a_job_that_was_taken_over_commits_and_removes_nothing(make, server):
         assert loaded(new) == 2
         with pytest.raises(RunTakenOverError, match=r"was taken over by process \d+ on "):
             old.save(3, state_of(3))
-        old._keeper._prune(2)
+        old._coordinator._prune(2)
         with pytest.raises(RunTakenOverError):
             old.delete(2)
         assert steps_on(server) == [2]
@@ -503,7 +503,7 @@ def test_killed_at_any_moment_a_run_goes_on_from_the_newest(make, server):
         assert set(found) == kept
         assert steps_on(server) == found
         for step in manager.steps():
-            assert dcp_rs.verify(step.path, **manager._root.access).ok
+            assert dcp_rs.verify(step.path, **manager._store.access).ok
             # A step is its index, its data, and what is noted of it.
             assert len(server.keys(f"run/step-{step.number}/")) == 3
 

@@ -10,17 +10,17 @@ from typing import Any
 from dcp_rs.checkpoint.names import some
 from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, size, table
 from dcp_rs.errors import CheckpointNotFoundError, PlanError
+from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.retention import Policies, Pruned, unneeded, used
 from dcp_rs.steps.retention import prune as remove
-from dcp_rs.steps.root import Listing, Root, SkippedStep, Step, StepNames
-from dcp_rs.steps.store_root import root_at
+from dcp_rs.steps.step_store import Listing, SkippedStep, Step, StepNames, StepStore
 
 __all__ = ["prune", "steps"]
 
 
 def steps(path: Path, *, step_name: str = "step-{}", as_json: bool) -> None:
     """One line a step, and what is passed over."""
-    found = _look(root_at(path, names=StepNames(step_name)))
+    found = _look(step_store_at(path, names=StepNames(step_name)))
     if as_json:
         latest = found.steps[-1].number if found.steps else None
         print_json(
@@ -62,7 +62,7 @@ def prune(
     path: Path, policies: Policies, *, step_name: str, verify: bool, yes: bool, as_json: bool
 ) -> int:
     """Lists what is not kept, and removes it if that was asked for. 1 where that did not work."""
-    root = root_at(path, names=StepNames(step_name))
+    root = step_store_at(path, names=StepNames(step_name))
     found = _look(root)
     _check_metric(policies, found.steps)
     done = (
@@ -105,7 +105,7 @@ def prune(
     return 1 if done.problems else 0
 
 
-def _look(root: Root) -> Listing:
+def _look(root: StepStore) -> Listing:
     found = root.look()
     if not found.steps and not found.passed_over:
         name = root.folder(0).name.replace("0", "N")

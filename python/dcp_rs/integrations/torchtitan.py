@@ -17,8 +17,8 @@ from dcp_rs.conversion import convert
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.integrations._needs import framework
-from dcp_rs.steps.folder_root import FolderRoot
-from dcp_rs.steps.root import NOT_KNOWN, Step
+from dcp_rs.steps.folder_store import FolderStepStore
+from dcp_rs.steps.step_store import MAY_BE_WHOLE, Step
 from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["DcpRsCheckpointManager"]
@@ -66,7 +66,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
             return
         self._write_options: Any = {"threads": config.threads, "fsync": config.fsync}
         self._read_options: Any = {"threads": config.threads, "verify": config.verify}
-        self._root = FolderRoot(self.folder)
+        self._root = FolderStepStore(self.folder)
         self._saved_last = ""
         self.stager: Any
         if self.async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
@@ -176,13 +176,13 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
                 place.
             OSError: a newer step cannot be looked at, and may be whole.
         """
-        root = FolderRoot(folder) if folder else self._root
+        root = FolderStepStore(folder) if folder else self._root
         for found in root.newest():
             if max_step is not None and found.number > max_step:
                 continue
             if isinstance(found, Step) or _is_of_others(found.path):
                 return found.number
-            if found.kind in NOT_KNOWN and not _is_unfinished_of_others(found.path):
+            if found.kind in MAY_BE_WHOLE and not _is_unfinished_of_others(found.path):
                 msg = (
                     f"{root.path} cannot be resumed: {found}. Nothing tells whether {found.path.name} is whole. "
                     "To resume from another step, set checkpoint.load_step, or remove that folder"

@@ -1,1 +1,1 @@
-"""The steps of a training run: which there are, which stay, and a manager that saves and resumes them."""
+"""The steps of a training run: the manager, its stores of steps, and retention."""

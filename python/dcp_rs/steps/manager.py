@@ -1,4 +1,4 @@
-"""``CheckpointManager``: saves steps, keeps those that are wanted, and resumes from the newest that is whole."""
+"""The checkpoint manager: save steps, remove old ones, and resume from the newest whole step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from dcp_rs.engine.reports import LoadReport
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError, DcpRsError
 from dcp_rs.options import WriteOptions
-from dcp_rs.steps.keeper import ExtraFiles, Keeper, Prepared
+from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
+from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
+from dcp_rs.steps.ranks import ManagerRanks
 from dcp_rs.steps.retention import Policies, check_positive
-from dcp_rs.steps.root import SkippedStep, Step, StepNames
-from dcp_rs.steps.store_root import root_at
-from dcp_rs.steps.team import Team
+from dcp_rs.steps.step_store import SkippedStep, Step, StepNames
 
 __all__ = ["CheckpointManager"]
 
@@ -45,31 +45,31 @@ class CheckpointManager:
     on one rank is raised on every rank.
 
     The latest step is the newest that is committed and whole. No file points to it: the manager
-    looks. Steps that the policies do not keep are removed once a newer step is durable. It never
-    removes the latest step, the best, the one that the run resumed from, and one that is being
-    saved.
+    looks. It removes steps that the policies do not keep, after a newer step is durable. It never
+    removes the latest step, the best step, the step that the run resumed from, and a step that is
+    being saved.
 
     Args:
         root: the folder, which the first save creates; or its URL on a store, such as
             ``s3://bucket/run``.
         save_every: :meth:`should_save` is true for multiples of this.
-        keep_last: keep so many of the newest steps.
+        keep_last: keep this number of newest steps.
         keep_every: keep the first step at or after each multiple of this.
         keep_within: keep steps saved within this time (a ``timedelta``, or seconds) of the newest.
-        keep_best: keep so many of the best steps by ``metric``. A step is kept if any of the
+        keep_best: keep this number of best steps by ``metric``. A step is kept if any of the
             ``keep_*`` keeps it. If none is given, all steps are kept.
         max_bytes: bound on the size of all steps. The oldest are removed first, even if another
             policy keeps them, before a save that is as large as the latest step. Steps that are
             never removed may exceed it.
-        metric: the name of the metric that tells the best step.
-        mode: whether the lowest (``"min"``) or the highest (``"max"``) is best.
+        metric: the name of the metric of the best step.
+        mode: the best step has the lowest (``"min"``) or the highest (``"max"``) metric.
         preemption: a signal, whose handler is replaced until :meth:`close`; or a function without
-            arguments that tells whether this process is to stop. The ranks agree on it in
+            arguments that returns whether this process is to stop. The ranks agree on it in
             :meth:`should_save`.
-        verify_before_prune: remove nothing before a step that stays was read and matched its
-            digests. If none was, one is read.
+        verify_before_prune: remove nothing unless a step that stays was read and matched its
+            digests. If none was, the manager reads one.
         reuse: do not write again what the step before holds, bit for bit. Its files are linked, or
-            copied by the store, so that each step is whole when others are removed. ``True`` finds
+            copied by the store, so that each step is whole without the others. ``True`` finds
             unchanged entries by their digests. Pass a module, for its parameters without gradient,
             or globs over names, for tensors that do not change: of those that this manager saved
             before, and did not load since, only the first MiB of each is compared.
@@ -86,18 +86,19 @@ class CheckpointManager:
         passed_over: newer steps that the last :meth:`load` did not load, and why.
         resumed: the step that the last :meth:`load` loaded, or None.
         report: the :class:`dcp_rs.LoadReport` of the last :meth:`load` on this rank, or None.
-        preempted: whether the ranks agreed in the last :meth:`should_save` that some rank is to
-            stop.
+        preempted: whether a rank is to stop, as the ranks agreed in :meth:`should_save`.
 
     Raises:
         ValueError: an invalid argument.
-        TypeError: an unknown option. The message names the one that is meant.
+        TypeError: an unknown option.
         UnsupportedError: a URL of an unknown scheme; ``storage_options`` for a path of the file
             system.
 
     Example:
         ```python
-        with dcp_rs.CheckpointManager("run", save_every=500, keep_last=3, preemption=signal.SIGTERM) as manager:
+        with dcp_rs.CheckpointManager(
+            "run", save_every=500, keep_last=3, preemption=signal.SIGTERM
+        ) as manager:
             first = manager.load(state)
             for step in range((first or 0) + 1, steps + 1):
                 loss = train_one_step()
@@ -135,7 +136,7 @@ class CheckpointManager:
         max_inflight_bytes: int | None = None,
     ) -> None:
         check_positive("save_every", save_every)
-        self._root = root_at(root, storage_options, StepNames(step_name))
+        self._store = step_store_at(root, storage_options, StepNames(step_name))
         self._policies = Policies(
             keep_last=keep_last,
             keep_every=keep_every,
@@ -145,37 +146,36 @@ class CheckpointManager:
             metric=metric,
             mode=mode,
         )
-        self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
+        self._coordinator = Coordinator(self._store, self._policies, verify=verify_before_prune)
         self._write = WriteOptions(
             io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
         )
         self._reuse, self._verify_reuse = reuse is not False, verify_reuse
         self._frozen = None if isinstance(reuse, bool) else reuse
-        Frozen(self._frozen)  # what it cannot take is an error here, and not at the first save
-        self._saved_here: set[str] = set()  # ids of the saves that were begun here
+        Frozen(self._frozen)  # raise for an invalid argument now, and not at the first save
+        self._saved_here: set[str] = set()  # ids of the saves of this manager
         self._save_every = save_every
         self.resumed: int | None = None
         self.report: LoadReport | None = None
         self.preempted = False
         self.passed_over: list[SkippedStep] = []
         self._closed = False
-        self._done: int | None = None  # the step that was saved or loaded last
-        self._team = Team(process_group, no_dist=no_dist)
+        self._done: int | None = None  # the last step that was saved or loaded
+        self._ranks = ManagerRanks(process_group, no_dist=no_dist)
         self._preemption = Preemption(preemption)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({os.fspath(self.root)!r})"
 
     # --- what there is
-    # ---------------------------------------------------------------------------------
 
     @property
     def root(self) -> Path:
         """The folder of the run, or its URL."""
-        return self._root.path
+        return self._store.path
 
     def path(self, step: int) -> Path:
-        """Return the folder of a step, or its URL, whether it is there or not.
+        """Return the folder of a step, or its URL. It need not exist.
 
         Args:
             step: its number.
@@ -189,10 +189,10 @@ class CheckpointManager:
             assert manager.path(7) == manager.root / "step-7"
             ```
         """
-        return self._root.folder(step)
+        return self._store.folder(step)
 
     def steps(self) -> list[Step]:
-        """List the steps that are committed and whole, as this rank sees them now.
+        """Return the steps that are committed and whole, as this rank sees them now.
 
         Returns:
             The steps, oldest first.
@@ -206,10 +206,10 @@ class CheckpointManager:
                 print(step.number, step.nbytes, step.metrics)
             ```
         """
-        return self._root.look().steps
+        return self._store.look().steps
 
     def latest_step(self) -> int | None:
-        """Find the newest step that is committed and whole.
+        """Return the newest step that is committed and whole.
 
         Returns:
             Its number; None if there is none.
@@ -222,11 +222,11 @@ class CheckpointManager:
             assert dcp_rs.CheckpointManager("run").latest_step() == 2
             ```
         """
-        latest = self._root.latest()
+        latest = self._store.latest()
         return None if latest is None else latest.number
 
     def best_step(self) -> int | None:
-        """Find the best step by ``metric``.
+        """Return the best step by ``metric``.
 
         Returns:
             Its number; None if no step has the metric.
@@ -245,15 +245,14 @@ class CheckpointManager:
         return self._policies.best(self.steps())
 
     # --- saves
-    # -----------------------------------------------------------------------------------------
 
     @suggest_option
     def should_save(self, step: int) -> bool:
         """Return whether to save this step: a multiple of ``save_every``, or a rank is to stop.
 
-        A step that was just saved or loaded is not saved again. In one small message, the ranks
-        agree whether one of them is to stop (``preemption``), and whether the save in the
-        background failed.
+        It is false for a step that was just saved or loaded. In one small message, the ranks agree
+        whether one of them is to stop (``preemption``), and whether the save in the background
+        failed.
 
         Args:
             step: its number.
@@ -272,9 +271,9 @@ class CheckpointManager:
             ```
         """
         self._check_open()
-        if self._preemption.is_set_up or self._team.pending is not None:
-            told, failed = self._team.agree(self._preemption.noticed())
-            self.preempted = self.preempted or told
+        if self._preemption.is_set_up or self._ranks.pending is not None:
+            stops, failed = self._ranks.agree(self._preemption.noticed())
+            self.preempted = self.preempted or stops
             if failed:
                 self._settle()
         due = self._save_every is not None and step % self._save_every == 0
@@ -298,7 +297,7 @@ class CheckpointManager:
             state_dict: as for :func:`dcp_rs.save`.
             metrics: numbers to store with the step. Those of the first rank count.
             force: replace a whole checkpoint of this step, which stays until the new one is whole.
-                A damaged or unfinished one is replaced in any case.
+                A damaged or unfinished checkpoint is always replaced.
             planner: as for :func:`dcp_rs.save`.
             extra_files: files for the folder of the step, such as a tokenizer: bytes, or the path
                 of a file, by name. Those of the first rank count. They are removed with the step.
@@ -307,13 +306,13 @@ class CheckpointManager:
             The metadata of the checkpoint, as :func:`dcp_rs.save`.
 
         Raises:
-            CheckpointExistsError: there is a checkpoint of this step.
+            CheckpointExistsError: this step has a checkpoint.
             SaveInProgressError: another process is saving it.
             RunTakenOverError: another job resumed this run.
             PlanError: the ranks save different steps.
             ValueError: ``step`` is not a number from 0 on, metrics are not numbers, or names of
                 files are invalid.
-            Exception: as :func:`dcp_rs.save`, and as a save in the background that failed before.
+            Exception: as :func:`dcp_rs.save`; or the error of an earlier save in the background.
 
         Example:
             ```python
@@ -322,13 +321,13 @@ class CheckpointManager:
             ```
         """
         prepared = self._begin(step, metrics, extra_files, force=force)
-        with self._keeper.explaining():
+        with self._coordinator.explaining():
             metadata = api.save(
                 state_dict, self.path(step), planner=planner, **self._options(prepared)
             )
         self._done = step
-        if self._team.leads:
-            self._keeper.committed(step, prepared.save_id)
+        if self._ranks.is_coordinator:
+            self._coordinator.committed(step, prepared.save_id)
         self._warn()
         return metadata
 
@@ -354,12 +353,12 @@ class CheckpointManager:
             async_staging: as for :func:`dcp_rs.async_save`.
 
         Returns:
-            A future of what :meth:`save` returns. It is done once the step is durable and older
-            steps are removed. If it fails, the next call that saves, loads, waits or closes raises
-            that too, on every rank, and so does :meth:`should_save`.
+            A future of the result of :meth:`save`. It is done once the step is durable and older
+            steps are removed. If it fails, the next call on the manager raises its error on every
+            rank: a save, a load, :meth:`should_save`, :meth:`wait` or :meth:`close`.
 
         Raises:
-            Exception: as :meth:`save`, as far as it is known before the state is copied.
+            Exception: as :meth:`save`, for errors before the state is copied.
 
         Example:
             ```python
@@ -371,15 +370,15 @@ class CheckpointManager:
         prepared = self._begin(step, metrics, extra_files, force=force)
         self._done = step
         how = {"planner": planner, "async_staging": async_staging, **self._options(prepared)}
-        committed = partial(self._keeper.committed, step, prepared.save_id)
-        return self._team.save(state_dict, self.path(step), committed, **how)
+        committed = partial(self._coordinator.committed, step, prepared.save_id)
+        return self._ranks.save(state_dict, self.path(step), committed, **how)
 
     @suggest_option
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.
 
         Raises:
-            Exception: as the save, if it failed.
+            Exception: the error of the save.
 
         Example:
             ```python
@@ -410,10 +409,9 @@ class CheckpointManager:
             ```
         """
         self._settle()
-        self._team.decide(step, self._keeper.delete)
+        self._ranks.decide(step, self._coordinator.delete)
 
     # --- loads
-    # -----------------------------------------------------------------------------------------
 
     @suggest_option
     def load(
@@ -461,12 +459,9 @@ class CheckpointManager:
             first = manager.load(state)  # None in a new run
             ```
         """
-        options = {**self._root.access, **self._team.options, **read_options}
-        is_partial = bool(
-            read_options.get("allow_partial_load") or getattr(planner, "allow_partial_load", False)
-        )
-        load = partial(api.load, state_dict, planner=planner, **options)
-        return self._load(step, load, take_over=take_over, is_partial=is_partial)
+        options = {"planner": planner, **read_options}
+        load = partial(api.load, state_dict)
+        return self._load(step, load, options, take_over=take_over)
 
     @suggest_option
     def load_training_state(
@@ -498,46 +493,45 @@ class CheckpointManager:
             manager.load_training_state(model, optimizer)
             ```
         """
-        optimizers = (
-            (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-        )
-        options = {**self._root.access, **self._team.options, **options}
-        planner = options.get("planner")
-        is_partial = bool(
-            options.get("allow_partial_load") or getattr(planner, "allow_partial_load", False)
-        )
+        if not isinstance(optimizers, torch.optim.Optimizer):
+            optimizers = tuple(optimizers)  # each attempt iterates over them
 
-        def load(path: Path) -> LoadReport | None:
+        def load(path: Path, **options: Any) -> LoadReport | None:
             return optim.load_training_state(path, model, optimizers, extra, **options)
 
-        return self._load(step, load, take_over=take_over, is_partial=is_partial)
+        return self._load(step, load, options, take_over=take_over)
 
     def _load(
         self,
         step: int | None,
-        load: Callable[[Path], LoadReport | None],
+        load: Callable[..., LoadReport | None],
+        options: dict[str, Any],
         *,
         take_over: bool,
-        is_partial: bool,
     ) -> int | None:
-        """Load ``step``, or the newest step that is whole and does not turn out to be damaged."""
+        """Load ``step``; or the newest whole step that the load does not find damaged."""
         self._settle()
         if take_over:
-            self._team.decide(None, lambda _: self._keeper.take_over())
+            self._ranks.decide(None, lambda _: self._coordinator.take_over())
         self.report = None
-        # What was frozen when a step was saved may be something else from now on
+        # A parameter that was frozen in an earlier save may have other values after the load.
         self._saved_here.clear()
+        options = {**self._store.access, **self._ranks.options, **options}
+        is_partial = options.get("allow_partial_load") or getattr(
+            options.get("planner"), "allow_partial_load", False
+        )
 
         def attempt(number: int) -> str | None:
             try:
-                self.report = load(self.path(number))
+                self.report = load(self.path(number), **options)
             except _DAMAGED as error:
                 if step is not None:
                     raise
                 if is_partial and isinstance(error, CorruptDataError):
                     error.add_note(
-                        "No older step takes the place of this one: a partial load of it may leave in the state what was read "
-                        "of this one. Make the state anew, and name the step to load."
+                        "No older step takes the place of this one: a partial load of it may leave "
+                        "in the state what was read of this one. Make the state anew, and name the "
+                        "step to load."
                     )
                     raise
                 return str(error)
@@ -545,34 +539,34 @@ class CheckpointManager:
 
         damaged: dict[int, str] = {}
         while True:
-            number, self.passed_over = self._team.decide(
-                step, lambda step: self._keeper.choose(step, damaged)
+            number, self.passed_over = self._ranks.decide(
+                step, lambda step: self._coordinator.choose(step, damaged)
             )
             if number is None:
                 break
-            # What one rank finds damaged, none has.
-            reasons = [
-                why for why in self._team.all_gather(partial(attempt, number)) if why is not None
-            ]
+            # A step that one rank finds damaged, no rank takes.
+            results = self._ranks.all_gather(partial(attempt, number))
+            reasons = [why for why in results if why is not None]
             if not reasons:
                 break
             damaged[number] = reasons[0]
-        if self._team.leads:
-            for passed in self.passed_over:
-                warn_caller(f"not resumed from {passed}")
+        if self._ranks.is_coordinator:
+            for skipped in self.passed_over:
+                warn_caller(f"not resumed from {skipped}")
         self._warn()
-        self._keeper.resumed = self.resumed = self._done = number
+        self._coordinator.resumed = self.resumed = self._done = number
         return number
 
     # --- the end
-    # ---------------------------------------------------------------------------------------
 
     @suggest_option
     def close(self) -> None:
-        """Wait for the save in the background, and put signal handlers back. A second call does nothing.
+        """Wait for the save in the background, and restore signal handlers.
+
+        A second call does nothing.
 
         Raises:
-            Exception: as the save, if it failed.
+            Exception: the error of the save.
 
         Example:
             ```python
@@ -585,7 +579,7 @@ class CheckpointManager:
         try:
             self._settle()
         finally:
-            self._let_go()
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -599,26 +593,23 @@ class CheckpointManager:
         if error is None:
             self.close()
         elif not self._closed:
-            # The other ranks may not come here: nothing that they would have a part in.
-            if (
-                self._team.pending is not None
-                and (failure := self._team.pending.exception()) is not None
-            ):
+            # The other ranks may not come here, so there is no collective.
+            pending = self._ranks.pending
+            if pending is not None and (failure := pending.exception()) is not None:
                 error.add_note(f"besides, the save in the background failed: {failure}")
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._closed = True
         self._preemption.close()
-        self._team.let_go()
+        self._ranks.close()
 
     def _check_open(self) -> None:
         if self._closed:
             msg = f"the checkpoint manager of {self.root} is closed"
             raise DcpRsError(msg, path=self.root)
 
-    # --- in the background
-    # -----------------------------------------------------------------------------
+    # --- parts of a save
 
     def _begin(
         self,
@@ -628,27 +619,27 @@ class CheckpointManager:
         *,
         force: bool,
     ) -> Prepared:
-        """Waits for the save before, and makes the folder."""
+        """Wait for the save before, and create the folder of the step."""
         self._settle()
         metrics, files = metrics or {}, files or {}
-        with self._keeper.explaining():
-            return self._team.decide(
+        with self._coordinator.explaining():
+            return self._ranks.decide(
                 step,
-                lambda step: self._keeper.prepare(
+                lambda step: self._coordinator.prepare(
                     step, metrics, files, force=force, reuse=self._reuse
                 ),
             )
 
     def _options(self, prepared: Prepared) -> dict[str, Any]:
-        """How a step is saved."""
+        """Return the options of the save of a step."""
         one: dict[str, Any] = {
             "save_id": prepared.save_id,
             "overwrite": prepared.overwrite,
-            "guard": self._keeper.holding,
+            "guard": self._store.holding,
         }
         if self._reuse:
             parent = prepared.parent
-            # What another run froze may be something else.
+            # Another run may have frozen other values.
             trusted = parent is not None and parent.save_id in self._saved_here
             one["parent"] = None if parent is None else parent.path
             one |= {
@@ -656,19 +647,19 @@ class CheckpointManager:
                 "verify_reuse": self._verify_reuse,
             }
         self._saved_here.add(prepared.save_id)
-        return {**self._write.given(), **self._root.access, **self._team.options, **one}
+        return {**self._write.given(), **self._store.access, **self._ranks.options, **one}
 
     def _settle(self) -> None:
-        """Waits for the save in the background, and raises on every rank where it failed on one."""
+        """Wait for the save in the background. Raise on every rank if it failed on one."""
         self._check_open()
         try:
-            with self._keeper.explaining():
-                self._team.settle()
+            with self._coordinator.explaining():
+                self._ranks.settle()
         except BaseException:
             self._done = None
             raise
         self._warn()
 
     def _warn(self) -> None:
-        for problem in self._keeper.take_problems():
+        for problem in self._coordinator.take_problems():
             warn_caller(f"{self.root}: {problem}")

@@ -1,7 +1,6 @@
-"""Notes: who runs, what is being saved, and what was committed or verified.
+"""Notes beside the data of a save: its metrics, its process, and files of the user.
 
-A note of a save lies beside its data, and has its id. It is believed in nothing but what it says of
-that save, and need not be there.
+A note has the id of its save in its name, and counts for that save only. Notes may be missing.
 """
 
 from __future__ import annotations
@@ -21,39 +20,39 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import INDEX_NAME, is_data_file
 
 __all__ = [
-    "MOST",
+    "MAX_BYTES",
     "RUN_NAME",
     "Owner",
     "files_of",
     "id_of",
     "is_note",
     "is_own",
-    "of",
-    "of_run",
-    "of_save",
+    "note_of_run",
+    "note_of_save",
     "owner_of",
     "saved_name",
     "saving_name",
+    "time_and_metrics",
     "verified_name",
 ]
 
 #: The note of the run, in its root.
 RUN_NAME = ".dcprs-run.json"
-#: Bytes. A longer note is none.
-MOST = 1 << 20
+#: A longer file is not a note.
+MAX_BYTES = 1 << 20
 
 _NOTE = re.compile(r"(?:(?:saving|saved)-([0-9a-f]{32})\.json)|verified-([0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that began a run, or a save.
+    """Process that began a run, or a save.
 
     Attributes:
-        run: the id of its run; None of a save outside of any.
-        host: its machine.
-        pid: its number there.
-        since: when it began, in seconds since 1970.
+        run: the id of its run; None for a save outside of a run.
+        host: the machine.
+        pid: the process id on that machine.
+        since: the start, in seconds since 1970.
     """
 
     run: str | None
@@ -67,95 +66,94 @@ class Owner:
 
 
 def saving_name(save_id: str) -> str:
-    """The name of the note of a save that is under way."""
+    """Return the name of the note of a save that is under way."""
     return f"saving-{save_id}.json"
 
 
 def saved_name(save_id: str) -> str:
-    """The name that it has once the save is committed."""
+    """Return the name of the same note after the commit."""
     return f"saved-{save_id}.json"
 
 
 def verified_name(save_id: str) -> str:
-    """The name of what says that all of a save was read, and was as its digests say."""
+    """Return the name of the note that a whole save matched its digests."""
     return f"verified-{save_id}"
 
 
 def is_note(name: str) -> bool:
-    """Whether a file has the name of a note."""
+    """Return whether a file has the name of a note."""
     return _NOTE.fullmatch(name) is not None
 
 
 def is_own(name: str) -> bool:
-    """Return whether a file in the folder of a step is of a save of this package."""
+    """Return whether this package gives files in the folder of a step such a name."""
     return name == INDEX_NAME or is_data_file(name) or is_note(name)
 
 
 def id_of(name: str) -> str | None:
-    """The id of the save that a note is of; None of what is no note."""
+    """Return the id of the save of a note; None for another file."""
     found = _NOTE.fullmatch(name)
     return None if found is None else found[1] or found[2]
 
 
-def of_save(
+def note_of_save(
     number: int, metrics: Mapping[str, float], run: str | None, files: Iterable[str]
 ) -> bytes:
-    """Return the note of a save that begins now, with ``files`` of the user's beside its data."""
-    noted = {
-        "step": number,
-        "saved": time.time(),
-        "metrics": dict(metrics),
-        "run": run,
-        "files": sorted(files),
-    }
-    return json.dumps({**noted, "host": socket.gethostname(), "pid": os.getpid()}).encode()
+    """Return the note of a save that begins now, with the names of the user's files."""
+    content = {"step": number, "saved": time.time(), "metrics": dict(metrics), "run": run}
+    return _encode({**content, "files": sorted(files)})
 
 
-def of_run(run: str) -> bytes:
-    """The note of a run that begins now."""
-    return json.dumps(
-        {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
-    ).encode()
+def note_of_run(run: str) -> bytes:
+    """Return the note of a run that begins now."""
+    return _encode({"run": run, "since": time.time()})
 
 
-def of(path: Path, data: bytes) -> dict[str, Any]:
-    """Return ``saved``, in seconds since 1970, and ``metrics`` of a note. One that cannot be read counts as none, with a warning."""
-    noted = _parsed(data)
+def _encode(content: dict[str, Any]) -> bytes:
+    return json.dumps({**content, "host": socket.gethostname(), "pid": os.getpid()}).encode()
+
+
+def time_and_metrics(path: Path, data: bytes) -> dict[str, Any]:
+    """Return ``saved``, in seconds since 1970, and ``metrics`` of a note.
+
+    An invalid note gives an empty dict, with a warning.
+    """
+    note = _parse(data)
     try:
-        metrics = {str(name): float(value) for name, value in noted["metrics"].items()}
-        saved = float(noted["saved"])
+        metrics = {str(name): float(value) for name, value in note["metrics"].items()}
+        saved = float(note["saved"])
         if math.isfinite(saved):
             return {"saved": saved, "metrics": metrics}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         pass
     warn_caller(
-        f"{path} is no note of a save, so the step counts as one without metrics, and as old as its index"
+        f"{path} is no note of a save, so the step has no metrics, and is as old as its index"
     )
     return {}
 
 
 def files_of(data: bytes | None) -> list[str]:
-    """Return the names of the user's files that a note tells of."""
-    files = _parsed(data or b"").get("files")
+    """Return the names of the user's files in a note."""
+    files = _parse(data or b"").get("files")
     return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
 
 
 def owner_of(data: bytes | None) -> Owner | None:
-    """Return the writer of a note; None if the note does not name one."""
-    noted = _parsed(data or b"")
+    """Return the process that wrote a note; None if the note does not name one."""
+    note = _parse(data or b"")
     try:
-        run, host, pid = noted["run"], str(noted["host"])[:256], int(noted["pid"])
-        since = float(noted["since"] if "since" in noted else noted["saved"])
+        run, host, pid = note["run"], str(note["host"])[:256], int(note["pid"])
+        since = float(note["since"] if "since" in note else note["saved"])
         time.gmtime(since)
     except (ValueError, TypeError, KeyError, OverflowError, OSError):
         return None
     return Owner(run, host, pid, since) if run is None or isinstance(run, str) else None
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
-    """The object that a note is; an empty one of what is none."""
+def _parse(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in a note; an empty dict if there is none."""
     try:
-        noted = json.loads(data) if len(data) <= MOST else None
+        note = json.loads(data) if len(data) <= MAX_BYTES else None
     except (ValueError, RecursionError):
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return note if isinstance(note, dict) else {}

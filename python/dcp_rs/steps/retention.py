@@ -1,4 +1,4 @@
-"""Retention: which steps stay, and the removal of the others on one rank, once a newer step is durable."""
+"""Retention: the policies that keep steps, and the removal of the other steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dcp_rs._shown import Report
 from dcp_rs.errors import DcpRsError, RunTakenOverError, StorageError, StoragePreconditionError
-from dcp_rs.steps.root import Root, SkippedStep, Step
+from dcp_rs.steps.step_store import SkippedStep, Step, StepStore
 
 __all__ = [
     "Policies",
@@ -30,17 +30,17 @@ __all__ = [
     "used",
 ]
 
-#: Seconds. The clocks of two machines may differ by so much.
-_CLOCKS_DIFFER = 60.0
+#: Seconds by which the clocks of two machines may differ.
+_CLOCK_SKEW = 60.0
 
 
 def keep_last(steps: Iterable[Step], count: int) -> set[int]:
-    """The ``count`` newest."""
+    """Return the ``count`` newest steps."""
     return set(sorted(step.number for step in steps)[-count:])
 
 
 def keep_every(steps: Iterable[Step], interval: int) -> set[int]:
-    """The first at or after each multiple of ``interval``, from ``interval`` on: the multiples, where those are saved."""
+    """Return the first step at or after each multiple of ``interval``, from ``interval`` on."""
     firsts: dict[int, int] = {}
     for number in sorted(step.number for step in steps):
         firsts.setdefault(number // interval, number)
@@ -48,36 +48,42 @@ def keep_every(steps: Iterable[Step], interval: int) -> set[int]:
 
 
 def keep_within(steps: Iterable[Step], seconds: float, now: float = math.inf) -> set[int]:
-    """Those saved within ``seconds`` of the newest: a run that rested for a week has them all when it goes on.
+    """Return the steps saved within ``seconds`` of the newest.
 
-    A clock was wrong where a step is stamped later than ``now``. It stays, and no other step is
-    compared with it.
+    A pause of the run does not count. A step later than ``now`` comes from a wrong clock: it stays,
+    and no other step is compared with it.
     """
     steps = sorted(steps, key=lambda step: step.number)
-    past = [step.saved for step in steps if step.saved <= now + _CLOCKS_DIFFER]
+    past = [step.saved for step in steps if step.saved <= now + _CLOCK_SKEW]
     return {step.number for step in steps if not past or step.saved >= past[-1] - seconds}
 
 
 def keep_best(
     steps: Iterable[Step], count: int, metric: str, mode: Literal["min", "max"]
 ) -> set[int]:
-    """The ``count`` best by a metric; of equal ones the newer. Those that lack it, or have NaN, are not among them."""
+    """Return the ``count`` best steps by a metric; of equal steps the newer.
+
+    Steps without the metric, or with NaN, are not among them.
+    """
     sign = 1 if mode == "min" else -1
-    rated = [(sign * step.metrics[metric], -step.number) for step in steps if _has(step, metric)]
+    rated = [
+        (sign * step.metrics[metric], -step.number)
+        for step in steps
+        if not math.isnan(step.metrics.get(metric, math.nan))
+    ]
     return {-number for _, number in sorted(rated)[:count]}
 
 
 def best(steps: Iterable[Step], metric: str, mode: Literal["min", "max"]) -> int | None:
-    """The best of all by a metric, if any step has it."""
+    """Return the best step by a metric; None if no step has it."""
     return next(iter(keep_best(steps, 1, metric, mode)), None)
 
 
-def _has(step: Step, metric: str) -> bool:
-    return not math.isnan(step.metrics.get(metric, math.nan))
-
-
 def beyond(steps: Iterable[Step], max_bytes: int, protected: Collection[int]) -> set[int]:
-    """What has to go, the oldest first, until the rest has no more than ``max_bytes``, or is protected."""
+    """Return the oldest steps whose removal brings the others down to ``max_bytes``.
+
+    Protected steps are not among them.
+    """
     steps = sorted(steps, key=lambda step: step.number)
     rest, holders = used(steps), Counter(file for step in steps for file in step.files)
     gone = set()
@@ -92,7 +98,7 @@ def beyond(steps: Iterable[Step], max_bytes: int, protected: Collection[int]) ->
 
 
 def used(steps: Iterable[Step]) -> int:
-    """Bytes that steps take together: what several share counts once."""
+    """Return the bytes of all steps. A file that several share counts once."""
     steps = list(steps)
     shared: dict[Any, int] = {}
     for step in steps:
@@ -101,7 +107,7 @@ def used(steps: Iterable[Step]) -> int:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raises ``ValueError`` unless it is a positive integer, or None."""
+    """Raise a ``ValueError`` unless the value is a positive integer, or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
         msg = f"{name}={value!r}: must be a positive integer"
         raise ValueError(msg)
@@ -109,17 +115,19 @@ def check_positive(name: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """Which steps stay: each that one of the ``keep_*`` keeps, or all where none is set. What stays is bounded by ``max_bytes``.
+    """Retention policies of a run.
+
+    A step stays if any of the ``keep_*`` keeps it. If none is set, all steps stay. ``max_bytes``
+    bounds their size.
 
     Attributes:
-        keep_last: so many of the newest.
-        keep_every: the first at or after each multiple of this number of steps.
-        keep_within: those saved within this time, or this number of seconds, of the newest.
-        keep_best: so many of the best by ``metric``.
-        max_bytes: all of them together have no more; the oldest go first, whatever else would keep
-            them.
-        metric: the name of what ``keep_best`` goes by.
-        mode: whether the lowest (``"min"``) or the highest (``"max"``) of it is best.
+        keep_last: the number of newest steps.
+        keep_every: the first step at or after each multiple of this number.
+        keep_within: steps saved within this time (or seconds) of the newest.
+        keep_best: the number of best steps by ``metric``.
+        max_bytes: the bytes of all steps. The oldest go first, even if another policy keeps them.
+        metric: the name of the metric of ``keep_best``.
+        mode: the best step has the lowest (``"min"``) or the highest (``"max"``) metric.
 
     Raises:
         ValueError: a number that is not positive; ``keep_best`` without ``metric``; another mode.
@@ -152,7 +160,7 @@ class Policies:
         return within.total_seconds() if isinstance(within, timedelta) else float(within or 0)
 
     def kept(self, steps: Sequence[Step]) -> set[int]:
-        """What the ``keep_*`` keep of ``steps``."""
+        """Return the steps that the ``keep_*`` keep."""
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
             return {step.number for step in steps}
         kept: set[int] = set()
@@ -167,18 +175,17 @@ class Policies:
         return kept
 
     def best(self, steps: Iterable[Step]) -> int | None:
-        """The best of ``steps``, if there is a metric to tell by."""
+        """Return the best step; None without a metric."""
         return None if self.metric is None else best(steps, self.metric, self.mode)
 
     def unneeded(self, steps: Sequence[Step], protected: Collection[int]) -> set[int]:
-        """What may go: all that is neither kept nor protected, and what is beyond ``max_bytes`` of the rest."""
+        """Return the steps that are neither kept nor protected, and those beyond ``max_bytes``."""
         gone = {step.number for step in steps} - self.kept(steps) - set(protected)
-        return gone | self.too_much(
-            [step for step in steps if step.number not in gone], protected, room=0
-        )
+        rest = [step for step in steps if step.number not in gone]
+        return gone | self.too_much(rest, protected, room=0)
 
     def too_much(self, steps: Sequence[Step], protected: Collection[int], *, room: int) -> set[int]:
-        """What has to go so that there are ``room`` bytes left of ``max_bytes``."""
+        """Return the steps to remove so that ``room`` bytes of ``max_bytes`` are free."""
         return set() if self.max_bytes is None else beyond(steps, self.max_bytes - room, protected)
 
 
@@ -187,9 +194,9 @@ class Pruned(Report):
     """Report of a removal.
 
     Attributes:
-        removed: the steps that are gone.
-        swept: what killed saves had left, and is gone.
-        problems: what kept it from removing others, in words.
+        removed: the removed steps.
+        swept: the removed leftovers of killed saves.
+        problems: what could not be removed, and why.
     """
 
     removed: list[Step] = field(default_factory=list)
@@ -200,7 +207,7 @@ class Pruned(Report):
 def expendable(
     steps: Sequence[Step], policies: Policies, protected: Collection[int] = ()
 ) -> list[Step]:
-    """The steps that may be removed if need be: all but the latest, the best, and those that are protected."""
+    """Return all steps but the latest, the best, and the protected ones."""
     if not steps:
         return []
     fixed = {*protected, steps[-1].number, policies.best(steps)}
@@ -214,76 +221,73 @@ def unneeded(
     *,
     room: int | None = None,
 ) -> list[Step]:
-    """Those of the expendable steps that are not kept.
+    """Return the expendable steps that the policies do not keep.
 
     Args:
-        steps: what there is, the oldest first.
-        policies: what to keep.
+        steps: all steps, oldest first.
+        policies: the policies.
         protected: steps that stay in any case.
-        room: bytes that a save is about to take; then only what it takes to stay below
-            ``max_bytes`` goes.
+        room: the bytes of a save that is about to begin. If given, only ``max_bytes`` counts.
     """
-    fixed = {step.number for step in steps} - {
-        step.number for step in expendable(steps, policies, protected)
-    }
-    gone = (
-        policies.unneeded(steps, fixed)
-        if room is None
-        else policies.too_much(steps, fixed, room=room)
-    )
+    fixed = {step.number for step in steps}
+    fixed -= {step.number for step in expendable(steps, policies, protected)}
+    if room is None:
+        gone = policies.unneeded(steps, fixed)
+    else:
+        gone = policies.too_much(steps, fixed, room=room)
     return [step for step in steps if step.number in gone]
 
 
 def prune(
-    root: Root,
+    store: StepStore,
     policies: Policies,
     *,
     protected: Collection[int] = (),
     room: int | None = None,
     verify: bool = False,
 ) -> Pruned:
-    """Removes what :func:`unneeded` names, and what killed saves and removals left.
+    """Remove unneeded steps, and the leftovers of killed saves and removals.
 
     Args:
-        root: where.
-        policies, protected, room: as there.
-        verify: remove nothing unless a step that stays is verified; where none is, the newest that
-            stays is read for it, and the one before it if that is damaged.
+        store: the steps.
+        policies, protected, room: as for :func:`unneeded`.
+        verify: remove nothing unless a step that stays is verified. If none is, the newest is read,
+            and if that is damaged, the one before.
     """
     done = Pruned()
     try:
-        found = root.sweep()
+        found = store.sweep()
         done.swept.extend(found.left)
         done.problems.extend(found.problems)
     except RunTakenOverError:
         raise
     except (DcpRsError, OSError) as error:
         done.problems.append(f"what killed saves left is still there: {error}")
-        found = root.look()
-    steps = found.steps
-    gone = unneeded(steps, policies, protected, room=room)
-    stay = [step for step in steps if step not in gone]
-    if gone and verify and not _has_verified(root, stay, done.problems):
+        found = store.look()
+    gone = unneeded(found.steps, policies, protected, room=room)
+    stay = [step for step in found.steps if step not in gone]
+    if gone and verify and not _has_verified(store, stay, done.problems):
         done.problems.append("nothing was removed: no step that would stay is as its digests say")
         return done
     for step in gone:
         try:
-            root.remove(step.number)
+            store.remove(step.number)
         except OSError as error:
             done.problems.append(f"step {step.number} could not be removed: {error}")
             if isinstance(error, StorageError) and not isinstance(error, StoragePreconditionError):
-                break  # nor could the next: each would be waited for
+                break  # the next removal would fail too, after all its retries
         else:
             done.removed.append(step)
     return done
 
 
-def _has_verified(root: Root, steps: list[Step], problems: list[str]) -> bool:
+def _has_verified(store: StepStore, steps: list[Step], problems: list[str]) -> bool:
+    """Return whether a step is verified. If none is, read them, the newest first."""
     if any(step.verified for step in steps):
         return True
     for step in reversed(steps):
         try:
-            report = root.verify(step)
+            report = store.verify(step)
         except (DcpRsError, OSError) as error:
             problems.append(f"step {step.number} could not be verified: {error}")
             continue

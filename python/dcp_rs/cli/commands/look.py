@@ -21,9 +21,9 @@ def _is_run(path: Path) -> bool:
     where = location(path)
     if not isinstance(where, Url) and (where.is_file() or holds_index(where)):
         return False  # and most are: they need not wait for the import of what knows runs
-    from dcp_rs.steps.store_root import root_at
+    from dcp_rs.steps.object_store import step_store_at
 
-    return root_at(path).is_run()
+    return step_store_at(path).is_run()
 
 
 def _steps(path: Path, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a manager: what they agree on, and the save that they have in the background."""
+"""The ranks of a manager, and their save in the background."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from dcp_rs.engine.ranks import RankGroup, has_group
 from dcp_rs.errors import PlanError
 from dcp_rs.transfer.stage import HostStager
 
-__all__ = ["Team"]
+__all__ = ["ManagerRanks"]
 
 T = TypeVar("T")
 
 
-class Team:
-    """The ranks that make the same calls, and one save at most that they have in the background.
+class ManagerRanks:
+    """The ranks of a manager. They make the same calls, and have one save in the background.
 
-    A save in the background talks in a group of its own, while the ranks go on to talk in another.
+    The save has a process group of its own, so that its messages do not meet those of the manager.
 
     Args:
-        process_group: whose ranks they are; default: all. The groups are made here, of gloo.
+        process_group: the ranks. Default: all ranks. The manager makes gloo groups of them.
         no_dist: this process is alone.
 
     Attributes:
-        options: the arguments of a save or a load that say whose it is.
-        leads: whether this rank does what one does for all.
-        pending: the save in the background, until all ranks know how it went.
+        options: the arguments of a save or a load that name the ranks.
+        is_coordinator: whether this rank does what one rank does for all.
+        pending: the save in the background, until all ranks know its result.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool) -> None:
         is_alone = no_dist or not has_group()
-        self._groups = [] if is_alone else [_group_like(process_group), _group_like(process_group)]
-        self._talks_in = None if is_alone else self._groups[1]
+        self._groups = [] if is_alone else [_gloo_group(process_group) for _ in range(2)]
+        self._group = None if is_alone else self._groups[1]
         self.options: dict[str, Any] = {
             "process_group": None if is_alone else self._groups[0],
             "no_dist": is_alone,
         }
-        self._ranks = RankGroup(self._talks_in, no_dist=is_alone)
-        self.leads = self._ranks.is_coordinator
+        self._ranks = RankGroup(self._group, no_dist=is_alone)
+        self.is_coordinator = self._ranks.is_coordinator
         self.pending: SaveFuture | None = None
-        self._stager: HostStager | None = None  # the memory of each save is that of the one before
+        self._stager: HostStager | None = None  # keeps the host memory for the next save
 
     def all_gather(self, work: Callable[[], T]) -> list[T]:
-        """Every rank does its part: what all of them gave. An error of one is raised on all."""
+        """Call ``work`` on every rank. Return all results; raise an error of one on all."""
         return self._ranks.all_gather(work)
 
-    def decide(self, step: int | None, what: Callable[[Any], T]) -> T:
-        """What one rank decides of a step, which is the same on all. An error there is raised on all.
+    def decide(self, step: int | None, work: Callable[[Any], T]) -> T:
+        """Call ``work(step)`` on the coordinator. Return its result, or raise its error, on all.
 
         Raises:
             PlanError: the ranks give different steps.
         """
-        return self._ranks.all_reduce(lambda: step, lambda steps: what(_same(steps)))
+        return self._ranks.all_reduce(lambda: step, lambda steps: work(_same(steps)))
 
     def settle(self) -> None:
-        """Waits for the save in the background. Where it failed on one rank, it is raised on all."""
+        """Wait for the save in the background. Raise on all ranks if it failed on one."""
         pending = self.pending
         if pending is not None:
             try:
@@ -74,15 +74,17 @@ class Team:
     def save(
         self, state_dict: dict[str, Any], path: Path, committed: Callable[[], None], **options: Any
     ) -> SaveFuture:
-        """Begin a save in the background. The first rank calls ``committed`` once it is durable, and before the future is done."""
+        """Begin a save in the background.
+
+        The coordinator calls ``committed`` after the commit, before the future is done.
+        """
         if self._stager is None:
             self._stager = HostStager(cache=True)
         self.pending = done = SaveFuture()
         try:
             saving = api.async_save(state_dict, path, stager=self._stager, **options)
-        except (
-            BaseException
-        ) as error:  # it may be this rank's alone: the next call raises it on all
+        except BaseException as error:
+            # Other ranks may not have this error. The next call raises it on all.
             done.staged.set_result(None)
             done.set_exception(error)
             if not isinstance(error, Exception):
@@ -93,45 +95,45 @@ class Team:
         def finish(_: Future[Any]) -> None:
             try:
                 metadata = saving.result()
-                if self.leads:
+                if self.is_coordinator:
                     committed()
-            except BaseException as error:  # noqa: BLE001  # it is the future's
+            except BaseException as error:  # noqa: BLE001  # goes into the future
                 done.set_exception(error)
             else:
                 done.report = saving.report
                 done.set_result(metadata)
 
-        # In the thread that saves, before it turns to another save.
+        # Runs in the thread of the saves, before the next save.
         saving.add_done_callback(finish)
         return done
 
-    def agree(self, told: bool) -> tuple[bool, bool]:
-        """Whether any rank was told, and whether the save in the background failed on any, as far as it is over."""
+    def agree(self, is_stopping: bool) -> tuple[bool, bool]:
+        """Return whether any rank is to stop, and whether the save in the background failed."""
         failed = (
             self.pending is not None
             and self.pending.done()
             and self.pending.exception() is not None
         )
         if self._ranks.is_alone:
-            return told, failed
-        flags = torch.tensor([told, failed], dtype=torch.int32, device="cpu")
+            return is_stopping, failed
+        flags = torch.tensor([is_stopping, failed], dtype=torch.int32, device="cpu")
         with self._ranks.talking():
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._talks_in)
-        any_told, any_failed = flags.tolist()
-        return bool(any_told), bool(any_failed)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        any_stops, any_failed = flags.tolist()
+        return bool(any_stops), bool(any_failed)
 
-    def let_go(self) -> None:
-        """Give back the memory of saves, and the groups. That ends their connections: other ranks that wait in one of them are told."""
+    def close(self) -> None:
+        """Release host memory, and destroy the groups. A rank that waits in one gets an error."""
         stager, self._stager = self._stager, None
         if stager is not None:
             stager.release()
-        groups, self._groups, self._talks_in, self.options = self._groups, [], None, {}
+        groups, self._groups, self._group, self.options = self._groups, [], None, {}
         self._ranks = RankGroup(no_dist=True)
         while groups and dist.is_initialized():
             dist.destroy_process_group(groups.pop())
 
 
-def _group_like(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _gloo_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     group = dist.new_group(
         ranks,
@@ -144,9 +146,16 @@ def _group_like(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _same(steps: Sequence[T]) -> T:
-    """The step that all ranks gave."""
+    """Return the step that all ranks gave.
+
+    Raises:
+        PlanError: they gave different steps.
+    """
     for rank, step in enumerate(steps):
         if step != steps[0]:
-            msg = f"the ranks give different steps: rank 0 gives {steps[0]!r}, rank {rank} gives {step!r}"
+            msg = (
+                f"the ranks give different steps: rank 0 gives {steps[0]!r}, "
+                f"rank {rank} gives {step!r}"
+            )
             raise PlanError(msg)
     return steps[0]

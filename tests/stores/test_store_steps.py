@@ -15,9 +15,9 @@ from dcp_rs.errors import (
     StoragePermissionError,
     StoragePreconditionError,
 )
+from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.retention import Policies, prune
-from dcp_rs.steps.root import SkippedStep, Step
-from dcp_rs.steps.store_root import root_at
+from dcp_rs.steps.step_store import SkippedStep, Step
 from support.object_server import Fault
 
 DAY = 24 * 60 * 60
@@ -25,7 +25,7 @@ DAY = 24 * 60 * 60
 
 @pytest.fixture
 def root(server):
-    return root_at(server.url("run"), server.options(max_retries=2))
+    return step_store_at(server.url("run"), server.options(max_retries=2))
 
 
 def save(root, number, metrics=None, *, settle=True, save_id=None):
@@ -96,13 +96,13 @@ def test_steps_are_prefixes_with_an_index(root, server):
     assert str(step.path) == server.url("run/step-20")
     assert step.written == step.nbytes
     # Another who looks knows nothing from before, and finds the same.
-    assert root_at(server.url("run/"), server.options()).look() == root.look()
+    assert step_store_at(server.url("run/"), server.options()).look() == root.look()
 
 
 def test_the_latest_is_found_without_a_look_at_all_others(root, server):
     for number in range(1, 8):
         save(root, number)
-    fresh = root_at(server.url("run"), server.options())
+    fresh = step_store_at(server.url("run"), server.options())
     begin = len(server.requests)
     assert fresh.latest().number == 7
     assert {request.key for request in server.requests[begin:] if request.kind == "get"} == {
@@ -158,7 +158,7 @@ def test_what_was_whole_and_is_not_is_passed_over_and_never_removed(root, server
 
 def replacement(server):
     """A function that puts another save in place of step 10, as somebody else does between two requests."""
-    elsewhere = root_at(server.url("elsewhere"), server.options())
+    elsewhere = step_store_at(server.url("elsewhere"), server.options())
     state = {"w": torch.zeros(77)}
     dcp_rs.save(state, elsewhere.folder(10), save_id=f"{11:032x}", no_dist=True, **elsewhere.access)
 
@@ -181,7 +181,7 @@ def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_damaged(root, serv
         return False
 
     server.faults.append(Fault(matches=replaces))
-    step = root_at(server.url("run"), server.options()).look_at(10)
+    step = step_store_at(server.url("run"), server.options()).look_at(10)
     assert isinstance(step, Step)
     assert step.save_id == f"{11:032x}"
 
@@ -276,7 +276,7 @@ def test_a_store_that_does_not_answer_says_nothing_of_a_step(root, server):
         server.faults[:] = [
             Fault(status=503, times=None, matches=lambda request, kind=kind: request.kind == kind)
         ]
-        fresh = root_at(server.url("run"), server.options(max_retries=1))
+        fresh = step_store_at(server.url("run"), server.options(max_retries=1))
         for look in (fresh.look, fresh.latest):
             with pytest.raises(StorageError, match="503"):
                 look()
@@ -305,7 +305,7 @@ def test_a_note_that_is_too_long_is_not_fetched(root, server):
     server.put(note, b" " * (1 << 20) + b"{}")
     begin = len(server.requests)
     with pytest.warns(UserWarning, match="no note of a save"):
-        assert root_at(server.url("run"), server.options()).latest().metrics == {}
+        assert step_store_at(server.url("run"), server.options()).latest().metrics == {}
     assert note not in {request.key for request in server.requests[begin:] if request.kind == "get"}
 
 
@@ -394,7 +394,7 @@ def test_a_removal_that_is_cut_short_anywhere_leaves_a_step_or_none_and_is_finis
             break
         finally:
             server.faults.clear()
-        fresh = root_at(server.url("run"), server.options())
+        fresh = step_store_at(server.url("run"), server.options())
         found = fresh.look_at(10)
         was_step.append(isinstance(found, Step))
         if isinstance(found, Step):
@@ -534,6 +534,6 @@ def test_nothing_goes_before_what_stays_is_verified(root, server):
 
 
 def test_a_bucket_that_is_not_there(server):
-    root = root_at("s3://nowhere/run", server.options())
+    root = step_store_at("s3://nowhere/run", server.options())
     with pytest.raises((StorageError, CheckpointNotFoundError)):
         root.look()

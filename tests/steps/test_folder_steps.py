@@ -13,15 +13,15 @@ import torch.distributed.checkpoint as dcp
 import dcp_rs
 from dcp_rs import RsWriter, _core
 from dcp_rs.errors import UnsupportedError
-from dcp_rs.steps import folder_root
-from dcp_rs.steps.folder_root import FolderRoot
+from dcp_rs.steps import folder_store
+from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.retention import Policies, prune
-from dcp_rs.steps.root import SkippedStep, Step
+from dcp_rs.steps.step_store import SkippedStep, Step
 
 
 @pytest.fixture
 def root(tmp_path):
-    return FolderRoot(tmp_path / "run")
+    return FolderStepStore(tmp_path / "run")
 
 
 def save(root, number, metrics=None, *, settle=True):
@@ -200,11 +200,11 @@ def test_a_save_that_goes_on_is_left_alone(root):
     assert numbers(root) == [10, 20]
 
 
-class Looking(FolderRoot):
+class Looking(FolderStepStore):
     """Does something between a look and what follows from it."""
 
-    def _listing_of(self, found, names):
-        listing = super()._listing_of(found, names)
+    def look(self):
+        listing = super().look()
         self.meanwhile()
         return listing
 
@@ -255,14 +255,14 @@ def test_a_step_that_cannot_be_looked_at_is_left_alone(root, monkeypatch):
     """As on a file system over a network: nothing says that its index is not there."""
     save(root, 10)
     save(root, 20)
-    index, looked = root.folder(10) / "index.dcprs", Path.stat
+    index, looked = root.folder(10) / "index.dcprs", folder_store._file_at
 
-    def stat(path, **options):
-        if path == index:
+    def file_at(path):
+        if os.fspath(path) == str(index):
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return looked(path, **options)
+        return looked(path)
 
-    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(folder_store, "_file_at", file_at)
     (passed,) = root.sweep().passed_over
     monkeypatch.undo()
     assert passed.kind == "unreadable"
@@ -276,15 +276,15 @@ def test_a_step_whose_commit_comes_while_it_is_looked_at_is_left_alone(root, mon
     index = (folder / "index.dcprs").read_bytes()
     without_index(folder)
     (folder / f"saved-{10:032x}.json").rename(folder / f"saving-{10:032x}.json")
-    looked = FolderRoot._look_at_one
+    looked = FolderStepStore._judge
 
-    def look_before_the_commit(self, number):
-        found = looked(self, number)
+    def look_before_the_commit(self, number, files, data):
+        found = looked(self, number, files, data)
         if number == 10:
             (folder / "index.dcprs").write_bytes(index)
         return found
 
-    monkeypatch.setattr(FolderRoot, "_look_at_one", look_before_the_commit)
+    monkeypatch.setattr(FolderStepStore, "_judge", look_before_the_commit)
     assert [found.number for found in root.sweep().left] == [10]
     monkeypatch.undo()
     assert numbers(root) == [10, 20]
@@ -430,11 +430,11 @@ def test_pruning_keeps_the_latest_the_best_and_what_is_protected(root):
 def test_what_did_not_change_is_looked_at_once(root, monkeypatch):
     """Each save opened every index: with 1,500 steps, and nothing to remove, that took more than a second."""
     looked = []
-    look = FolderRoot._look_at_one
+    look = FolderStepStore._whole_step
     monkeypatch.setattr(
-        FolderRoot,
-        "_look_at_one",
-        lambda root, number, **how: looked.append(number) or look(root, number, **how),
+        FolderStepStore,
+        "_whole_step",
+        lambda root, number, *found: looked.append(number) or look(root, number, *found),
     )
     for number in (1, 2, 3):
         save(root, number)
@@ -499,14 +499,14 @@ def test_what_cannot_be_deleted_does_not_keep_the_rest(root, monkeypatch):
     stuck = root.set_aside(1)
     left = save(root, 0, settle=False)
     without_index(left)
-    removed = folder_root.shutil.rmtree
+    removed = folder_store.shutil.rmtree
 
     def rmtree(path):
         if path == stuck:
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
         removed(path)
 
-    monkeypatch.setattr(folder_root.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(folder_store.shutil, "rmtree", rmtree)
     done = prune(root, Policies(keep_last=1))
     assert [step.number for step in done.removed] == [2]
     assert [found.number for found in done.swept] == [0]
@@ -535,14 +535,14 @@ def test_what_cannot_be_removed_is_said(root, monkeypatch):
 
 def test_a_root_with_a_scheme_is_refused():
     with pytest.raises(UnsupportedError, match="s3://"):
-        FolderRoot("s3://bucket/run")
+        FolderStepStore("s3://bucket/run")
 
 
 def test_the_best_step_stays_where_its_note_cannot_be_read(root, monkeypatch):
     """One passing error at its note: it counted as a step without metrics, was not the best any more, and was removed."""
     for number, loss in ((10, 0.1), (20, 0.5), (30, 0.4)):
         save(root, number, {"loss": loss})
-    note, read = root.folder(10) / f"saved-{10:032x}.json", folder_root._read_note
+    note, read = root.folder(10) / f"saved-{10:032x}.json", folder_store._read_file
 
     def fail_once(path):
         if path == note:
@@ -550,7 +550,7 @@ def test_the_best_step_stays_where_its_note_cannot_be_read(root, monkeypatch):
             raise OSError(errno.EIO, "Input/output error", str(path))
         return read(path)
 
-    monkeypatch.setattr(folder_root, "_read_note", fail_once)
+    monkeypatch.setattr(folder_store, "_read_file", fail_once)
     policies = Policies(keep_best=1, keep_last=1, metric="loss")
     assert [step.number for step in prune(root, policies).removed] == [20]
     assert numbers(root) == [10, 30]
@@ -561,15 +561,15 @@ def test_the_best_step_stays_where_its_note_cannot_be_read(root, monkeypatch):
 def test_a_step_that_is_saved_again_while_it_is_looked_at_is_whole(root, monkeypatch):
     """Its index was read before, and its data looked for afterwards: the newest step counted as damaged, and was passed over."""
     save(root, 10)
-    folder, look = save(root, 20), folder_root._data_files
+    folder, read = save(root, 20), FolderStepStore._read
 
-    def save_again(index):
-        if folder == index.path.parent:
+    def save_again(root, paths):
+        if folder / "index.dcprs" in paths:
             monkeypatch.undo()
             dcp_rs.save({"w": torch.zeros(1000)}, folder, save_id=f"{21:032x}", no_dist=True)
-        return look(index)
+        return read(root, paths)
 
-    monkeypatch.setattr(folder_root, "_data_files", save_again)
+    monkeypatch.setattr(FolderStepStore, "_read", save_again)
     found = root.look_at(20)
     assert isinstance(found, Step)
     assert found.save_id == f"{21:032x}"

@@ -1,0 +1,351 @@
+"""The part of a manager that one rank does for all: make room, remove old steps, choose a step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dcp_rs.checkpoint.verify import index
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptDataError,
+    DcpRsError,
+    SaveInProgressError,
+    UnsupportedError,
+)
+from dcp_rs.steps.notes import is_own
+from dcp_rs.steps.retention import Policies, expendable, prune
+from dcp_rs.steps.step_store import MAY_BE_WHOLE, SkippedStep, Step, StepStore
+
+__all__ = ["Coordinator", "ExtraFiles", "Prepared"]
+
+#: The user's files for the folder of a step, by name: bytes, or a path.
+ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]]
+
+#: There never was a checkpoint.
+_NEVER_WHOLE = ("unfinished", "in use", "unknown")
+#: A save may replace it.
+_USELESS = ("unfinished", "damaged")
+#: The disk is full.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Arguments of a save that is about to begin.
+
+    Attributes:
+        save_id: its id.
+        parent: the step that it may reuse, if there is one.
+        overwrite: whether it may replace a checkpoint.
+    """
+
+    save_id: str
+    parent: Step | None
+    overwrite: bool
+
+
+class Coordinator:
+    """The coordinator's part of a manager.
+
+    Args:
+        store: the steps.
+        policies: the steps to keep.
+        verify: remove nothing unless a step that stays is verified.
+
+    Attributes:
+        resumed: the step that this run resumed from. It is never removed.
+    """
+
+    def __init__(self, store: StepStore, policies: Policies, *, verify: bool) -> None:
+        self.resumed: int | None = None
+        self._store = store
+        self._policies = policies
+        self._verify = verify
+        self._problems: list[str] = []
+        self._reported: set[str] = set()
+        self._begun: set[str] = set()  # ids of the saves of this run
+        self._damaged: set[str] = set()  # ids of the saves that could not be loaded
+
+    # --- saves
+
+    def prepare(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        files: ExtraFiles,
+        *,
+        force: bool,
+        reuse: bool,
+    ) -> Prepared:
+        """Create the folder of a step that is about to be saved, and make room for it.
+
+        Raises:
+            TypeError: a state dict in place of the step.
+            ValueError: an invalid step, metric or name of a file.
+            CheckpointExistsError, SaveInProgressError: the step exists, and ``force`` is not set.
+            RunTakenOverError: another run began here.
+            OSError: the folder cannot be created, or what is there cannot be read.
+        """
+        if isinstance(step, Mapping):
+            raise TypeError("the step comes first, then the state dict")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            msg = f"step {step!r}: an integer from 0 on"
+            raise ValueError(msg)
+        numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+        contents = _read_extra_files(files)
+        if self._store.run is None:
+            self._store.take_over()
+        with self._store.holding():
+            pass  # raise before anything is written
+        overwrite = self._make_way(step, force=force)
+        limited = self._policies.max_bytes is not None
+        latest = self._newest() if reuse or limited else None
+        if latest is not None and limited:
+            # The first save of a run may have other ranks, and reuse nothing.
+            is_alike = reuse and latest.save_id in self._begun
+            self._prune(step, room=latest.written if is_alike else latest.nbytes)
+        save_id = uuid.uuid4().hex
+        self._store.begin(step, save_id, numbers, contents)
+        self._begun.add(save_id)
+        return Prepared(save_id, self._newest() if reuse else None, overwrite)
+
+    def _newest(self) -> Step | None:
+        """Return the newest step that no load found damaged; None if one cannot be read."""
+        try:
+            for found in self._store.newest():
+                if isinstance(found, Step) and found.save_id not in self._damaged:
+                    return found
+        except OSError as error:
+            self._report(f"a step cannot be looked at, so nothing of it is reused: {error}")
+        return None
+
+    def _make_way(self, step: int, *, force: bool) -> bool:
+        """Remove what is in the way of a save. Return whether the save may replace a checkpoint.
+
+        A whole step stays until the save replaces it. Beside a save that may be under way, the new
+        save begins: the first of the two to commit wins, and a save of an earlier run cannot.
+        """
+        found = self._store.look_at(step)
+        if found is None:
+            return force
+        if isinstance(found, Step):
+            if not force and found.save_id not in self._damaged:
+                msg = (
+                    f"there is a step {step} in {self._store.path} already: force=True replaces it"
+                )
+                raise CheckpointExistsError(msg, path=found.path)
+            return True
+        if found.kind in _USELESS or force:
+            self._store.remove(step)
+            return force
+        is_ours = not found.runs or self._store.run in found.runs
+        if found.kind != "unknown" and (found.kind != "in use" or is_ours):
+            msg = (
+                f"step {step} cannot be saved to {found.path}: {found.why} "
+                "(force=True removes what is there)"
+            )
+            is_busy = found.kind == "in use"
+            raise (SaveInProgressError if is_busy else CheckpointExistsError)(msg, path=found.path)
+        return force
+
+    def committed(self, step: int, save_id: str) -> None:
+        """Remove unneeded steps after a commit. A failure becomes a problem, and no error."""
+        try:
+            self._store.settle(step, save_id)
+        except OSError as error:
+            self._report(f"what was noted of step {step} could not be renamed: {error}")
+        self._prune(step)
+
+    def _prune(self, step: int, room: int | None = None) -> None:
+        try:
+            done = prune(
+                self._store,
+                self._policies,
+                protected=self._protected(step),
+                room=room,
+                verify=self._verify,
+            )
+        except (DcpRsError, OSError) as error:
+            self._report(f"what the policies do not keep is still there: {error}")
+        else:
+            for problem in done.problems:
+                self._report(problem)
+
+    def _protected(self, *steps: int) -> set[int]:
+        return {*steps} if self.resumed is None else {*steps, self.resumed}
+
+    def _report(self, problem: str) -> None:
+        if problem not in self._reported:
+            self._reported.add(problem)
+            self._problems.append(problem)
+
+    def take_problems(self) -> list[str]:
+        """Return the problems since the last call. Each problem is returned once."""
+        problems, self._problems = self._problems, []
+        return problems
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Add the steps that could be removed to the error of a full disk."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL:
+                error.add_note(self._expendable())
+            raise
+
+    def _expendable(self) -> str:
+        path = self._store.path
+        try:
+            steps = expendable(self._store.look().steps, self._policies, self._protected())
+        except OSError as error:
+            return f"{path} cannot be looked at: {error}"
+        if not steps:
+            return f"{path} has no step that could be removed"
+        sizes = ", ".join(f"{step.number} ({step.nbytes:,} bytes)" for step in steps)
+        return f"of {path} these steps could be removed: {sizes}"
+
+    # --- loads
+
+    def take_over(self) -> None:
+        """Begin a run at the root, if it exists and can be written to."""
+        if not self._store.is_there():
+            return  # the first save takes over
+        try:
+            self._store.take_over()
+        except OSError as error:
+            # A reader without write access can load. The first save tries again.
+            if not isinstance(error, PermissionError) and error.errno not in (errno.EROFS, *_FULL):
+                raise
+        except UnsupportedError:  # a web server stores nothing
+            pass
+
+    def choose(
+        self, step: int | None, damaged: Mapping[int, str]
+    ) -> tuple[int | None, list[SkippedStep]]:
+        """Return the step to load, and the newer steps that were skipped for it.
+
+        Args:
+            step: default: the newest whole step. A step that only lost its index gets it back.
+            damaged: steps that a load found damaged, and why.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step; or all steps are damaged.
+            UnsupportedError: a newer step may be whole; or the newest checkpoint does not have the
+                name of a step.
+            OSError: a step cannot be read, and may be whole.
+        """
+        if step is not None:
+            found = self._store.look_at(step)
+            if not isinstance(found, Step):
+                raise self._not_found(step, found)
+            return step, []
+        skipped: list[SkippedStep] = []
+        for found in self._store.newest():
+            if isinstance(found, SkippedStep) and found.kind == "no index":
+                found = self._restore_index(found)  # noqa: PLW2901
+            if isinstance(found, Step) and found.number not in damaged:
+                self._refuse_misnamed(found.number)
+                return found.number, skipped
+            if isinstance(found, Step):
+                self._damaged.add(found.save_id)
+                found = _damaged_step(found, damaged[found.number])  # noqa: PLW2901
+            if found.kind in MAY_BE_WHOLE:
+                name = found.path.name
+                msg = (
+                    f"{self._store.path} cannot be resumed: {found}. Nothing tells whether {name} "
+                    "is whole, so no older step takes its place. To go on from step N, say "
+                    f"load(state, N); to give it up, say delete({found.number})"
+                )
+                raise UnsupportedError(msg, path=found.path)
+            skipped.append(found)
+        self._refuse_misnamed(-1)
+        lost = [found for found in skipped if found.kind not in _NEVER_WHOLE]
+        if lost:
+            why = "; ".join(map(str, lost))
+            msg = f"{self._store.path} has steps, and none can be resumed from: {why}"
+            raise CheckpointNotFoundError(msg, path=self._store.path)
+        return None, skipped
+
+    def _refuse_misnamed(self, chosen: int) -> None:
+        """Raise if a checkpoint newer than the chosen step has a name such as ``step-007``."""
+        newest = max(self._store.misnamed(), key=lambda step: step.number, default=None)
+        if newest is not None and newest.number > chosen:
+            right = self._store.folder(newest.number).name
+            msg = (
+                f"{self._store.path} cannot be resumed: {newest}. Rename {newest.path.name} to "
+                f"{right}, move it away, or make the manager with the step_name= of its folders"
+            )
+            raise UnsupportedError(msg, path=newest.path)
+
+    def _restore_index(self, found: SkippedStep) -> Step | SkippedStep:
+        """Write the index of a complete step again, if this process took over the run."""
+        if self._store.run is None:
+            return found
+        try:
+            with self._store.holding():
+                index(found.path)
+        except CheckpointExistsError:  # another process was faster
+            pass
+        except CorruptDataError as error:
+            return _damaged_step(found, str(error))
+        else:
+            self._report(f"{found.path.name} lost its index, which was made again from its data")
+        return self._store.look_at(found.number) or found
+
+    def delete(self, step: int) -> None:
+        """Remove a step.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step.
+        """
+        if self._store.look_at(step) is None:
+            raise self._not_found(step)
+        self._store.remove(step)
+
+    def _not_found(self, step: int, found: SkippedStep | None = None) -> CheckpointNotFoundError:
+        numbers = [str(each.number) for each in self._store.look().steps]
+        there = f"it has {', '.join(numbers)}" if numbers else "it has none"
+        why = "" if found is None else f" ({found.why})"
+        msg = f"there is no step {step} in {self._store.path}{why}: {there}"
+        return CheckpointNotFoundError(msg, path=self._store.folder(step))
+
+
+def _damaged_step(found: Step | SkippedStep, why: str) -> SkippedStep:
+    return SkippedStep(number=found.number, path=found.path, why=why, kind="damaged")
+
+
+def _read_extra_files(files: ExtraFiles) -> dict[str, bytes]:
+    """Return the bytes of the user's files for the folder of a step.
+
+    Raises:
+        ValueError: a name that is a path, hidden, or one of this package's own.
+        OSError: a file cannot be read.
+    """
+    for name in files:
+        if not name or name.startswith(".") or "/" in name or "\0" in name or is_own(name):
+            msg = (
+                f"extra_files has {name!r}: a plain name is needed, not hidden, "
+                "and none that a checkpoint has itself"
+            )
+            raise ValueError(msg)
+    return {
+        name: bytes(file) if isinstance(file, bytes) else Path(file).read_bytes()
+        for name, file in files.items()
+    }
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, str):
+        with suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    msg = f"metrics[{name!r}] is {value!r}: a number"
+    raise ValueError(msg)

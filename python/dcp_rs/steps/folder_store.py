@@ -1,0 +1,256 @@
+"""The steps of a run in a folder of the file system."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from dcp_rs import _core
+from dcp_rs.checkpoint.clean import leftovers
+from dcp_rs.checkpoint.folders import make_folder
+from dcp_rs.checkpoint.locate import INDEX_NAME, local_path
+from dcp_rs.errors import SaveInProgressError
+from dcp_rs.steps import notes
+from dcp_rs.steps.notes import saved_name, saving_name
+from dcp_rs.steps.step_store import File, Files, SkippedStep, Step, StepNames, StepStore
+
+__all__ = ["FolderStepStore"]
+
+T = TypeVar("T")
+
+#: A folder gets such a name before it is deleted, so that no half of a step has its name.
+_REMOVING = ".removing-"
+_ASIDE = re.compile(r"\.removing-step-\d+(\.[0-9a-f]{16})?")
+#: Seconds to wait before each retry.
+_WAITS = (0.1, 0.4, 1.5, 3.0)
+
+
+class FolderStepStore(StepStore):
+    """The folder of a run on the file system.
+
+    Args:
+        path: the folder, which need not exist yet.
+        names: the names of the folders of steps.
+
+    Raises:
+        UnsupportedError: a path with a scheme.
+    """
+
+    _shares_files = True
+
+    def __init__(self, path: str | os.PathLike[str], names: StepNames | None = None) -> None:
+        super().__init__(names)
+        # Path.resolve would follow links.
+        self.path = Path(os.path.abspath(local_path(path)))  # noqa: PTH100
+        self.access: Mapping[str, Any] = {}
+
+    # --- files
+
+    def _names(self) -> list[str]:
+        try:
+            return _retry(lambda: sorted(entry.name for entry in self.path.iterdir()))
+        except FileNotFoundError:
+            return []
+
+    def _list(self, folders: Sequence[Path]) -> list[Files | None]:
+        return [_files_in(folder) for folder in folders]
+
+    def _read(self, paths: Sequence[Path]) -> list[bytes | None]:
+        return [_read_file(path) for path in paths]
+
+    def _put(self, path: Path, data: bytes) -> None:
+        make_folder(path.parent)
+        _core.publish(os.fspath(path.parent), path.name, data, True)
+
+    def _remove_files(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    def _data_files(self, index: _core.Index, files: Files) -> list[File | None]:
+        return [
+            files.get(entry.name) or _file_at(path)
+            for entry, path in zip(index.files(), index.file_paths(), strict=True)
+        ]
+
+    # --- looking
+
+    def look_at(self, number: int) -> Step | SkippedStep | None:
+        """Look at one step. See :meth:`StepStore.look_at`."""
+        look = super().look_at
+        try:
+            return _retry(lambda: look(number))
+        except OSError as error:
+            error.add_note(
+                f"{self.folder(number)} may be whole, so no other step takes its place. "
+                "Remove it if you do not need it."
+            )
+            raise
+
+    def _look(self, numbers: Sequence[int]) -> dict[int, Step | SkippedStep | None]:
+        found: dict[int, Step | SkippedStep | None] = {}
+        for number in numbers:
+            try:
+                found |= super()._look([number])
+            except OSError as error:
+                path = self.folder(number)
+                found[number] = SkippedStep(
+                    number=number, path=path, why=str(error), kind="unreadable"
+                )
+        return found
+
+    def _kind_of_unfinished(
+        self, path: Path, files: Files, runs: frozenset[str], *, is_locked: bool
+    ) -> Literal["in use", "no index", "unknown", "unfinished"]:
+        # The lock of the folder claims an index without its final name, so it does not count here.
+        verdicts = {
+            left.verdict for left in leftovers(path) if left.kind == "data" or not is_locked
+        }
+        if "in use" in verdicts:
+            return "in use"
+        if "whole" in verdicts and not any(name.startswith("saving-") for name in files):
+            return "no index"
+        # An earlier run cannot commit any more.
+        is_over = bool(runs) and self.run is not None and self.run not in runs
+        return "unknown" if "young" in verdicts and not is_over else "unfinished"
+
+    # --- the run and its saves
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        make_folder(self.path)
+        lock = _core.FolderLock(os.fspath(self.path))
+        try:
+            yield
+        finally:
+            del lock
+
+    def settle(self, number: int, save_id: str) -> None:
+        """Note that a save is committed. See :meth:`StepStore.settle`."""
+        path = self.folder(number)
+        (path / saving_name(save_id)).rename(path / saved_name(save_id))
+        notes_of = {file: notes.id_of(file.name) for file in path.iterdir()}
+        self._remove_files([file for file, of in notes_of.items() if of not in (None, save_id)])
+
+    # --- removal
+
+    def remove(self, number: int) -> None:
+        """Remove a step. See :meth:`StepStore.remove`."""
+        doomed = self.set_aside(number)
+        if doomed is not None:
+            _delete(doomed)
+
+    def set_aside(self, number: int) -> Path | None:
+        """Rename the folder of a step, to be deleted. After that it is not a step any more.
+
+        Returns:
+            The new path; None if there is no such step.
+        """
+        with self.holding():
+            return self._rename(number)
+
+    def _rename(self, number: int) -> Path | None:
+        # The token avoids the name of an earlier removal that could not delete its folder.
+        doomed = self.path / f"{_REMOVING}step-{number}.{secrets.token_hex(8)}"
+        try:
+            self.folder(number).rename(doomed)
+        except FileNotFoundError:  # another process was faster
+            return None
+        _sync(self.path)  # a power failure must not undo the rename after files were deleted
+        return doomed
+
+    def set_aside_before(self) -> list[Path]:
+        """Return the folders that were set aside and still exist."""
+        return [self.path / name for name in self._names() if _ASIDE.fullmatch(name)]
+
+    def _sweep_removals(self, steps: Sequence[Step]) -> list[str]:
+        problems = []
+        for path in self.set_aside_before():
+            try:
+                _delete(path)
+            except OSError as error:  # on NFS, a file that another process has open
+                problems.append(f"{path}, which was removed, is still there: {error}")
+        return problems
+
+    def _remove_left(self, number: int) -> None:
+        path, doomed = self.folder(number), None
+        # The lock of the root comes before that of the step, as in a commit.
+        with self.holding(), suppress(FileNotFoundError, SaveInProgressError):
+            _lock = _core.FolderLock(os.fspath(path))  # while this is held, no save commits
+            files = _files_in(path) or {}
+            if INDEX_NAME in files:
+                return
+            data = self._read_contents({number: files}).get(number, {})
+            left = self._unfinished_step(number, files, data, is_locked=True)
+            if left.kind == "unfinished":
+                doomed = self._rename(number)
+        if doomed is not None:
+            _delete(doomed)
+
+
+def _retry(look: Callable[[], T]) -> T:
+    """Call ``look`` again after an error: on network file systems, errors may pass."""
+    for seconds in _WAITS:
+        try:
+            return look()
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError:
+            time.sleep(seconds)
+    return look()
+
+
+def _files_in(folder: Path) -> dict[str, File] | None:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: _file_at(entry) or _DANGLING for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+#: A link that leads nowhere, or a file that went after it was listed.
+_DANGLING = File(0, None, None, 0.0, is_file=False)
+
+
+def _file_at(path: Path | os.DirEntry[str]) -> File | None:
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return File(
+        found.st_size,
+        (found.st_dev, found.st_ino),
+        found.st_mtime_ns,
+        found.st_mtime,
+        stat.S_ISREG(found.st_mode),
+    )
+
+
+def _read_file(path: Path) -> bytes | None:
+    """Return the bytes of a file; nothing of a pipe, which would block."""
+    try:
+        return path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else b""
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
