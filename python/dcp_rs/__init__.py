@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dcp_rs.integrations.install import install, installed, uninstall
     from dcp_rs.integrations.safetensors import load_file, save_file
     from dcp_rs.steps.manager import CheckpointManager
-    from dcp_rs.transfer.blocks import release_pinned_memory
+    from dcp_rs.transfer.buffers import release_pinned_memory
     from dcp_rs.transfer.stage import HostStager
 
 # Not ``open``: `from dcp_rs import *` is not to hide Python's.
@@ -99,7 +99,7 @@ _MODULES = {
     "engine.reports": ("LoadReport", "SaveReport", "SavedMetadata"),
     "dcp.reader": ("RsReader",),
     "dcp.save_planner": ("RsSavePlanner",),
-    "transfer.blocks": ("release_pinned_memory",),
+    "transfer.buffers": ("release_pinned_memory",),
     "transfer.stage": ("HostStager",),
     "steps.manager": ("CheckpointManager",),
     "checkpoint.verify": ("VerifyReport", "index", "verify"),

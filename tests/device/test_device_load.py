@@ -12,7 +12,7 @@ import dcp_rs
 from dcp_rs import _core
 from dcp_rs.errors import CorruptDataError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
-from dcp_rs.transfer import copy_stream, load, slabs, upload
+from dcp_rs.transfer import buffers, copy_stream, load, upload
 from dcp_rs.transfer.target import Target
 from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits, threads
 from support.simulated import host, on
@@ -263,7 +263,7 @@ def test_scratch_memory_may_be_in_use_by_the_callers_stream(ckpt, sim, device):
     want = state()
     index = saved(ckpt, want)
     got = on(device, want)
-    scratch = slabs.slab_bytes(SMALL.inflight_bytes(accelerator=True))
+    scratch = buffers.slab_bytes(SMALL.inflight_bytes(accelerator=True))
     old = [torch.empty(scratch, dtype=torch.uint8, device=device) for _ in range(2)]
     other = torch.Stream(device=device)
     with sim.held_up(other):
@@ -303,7 +303,7 @@ def test_device_memory_is_bounded(ckpt, sim, device):
     torch.accelerator.memory.reset_peak_memory_stats(device)
     before = torch.accelerator.memory.memory_allocated(device)
     fill(index, got, ReadOptions())
-    assert torch.accelerator.memory.max_memory_allocated(device) - before <= 2 * slabs.SLAB_BYTES
+    assert torch.accelerator.memory.max_memory_allocated(device) - before <= 2 * buffers.SLAB_BYTES
     assert_state_equal(host(got), want)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
-from dcp_rs.transfer import slabs
+from dcp_rs.transfer import buffers
 from support import ALL_DTYPES, assert_state_equal, files_in, random_tensor, same_bits
 from support.slabs import state
 
@@ -169,7 +169,7 @@ def test_strided_tensors_take_no_more_memory_than_the_bound(ckpt, sim, device, s
     before = torch.accelerator.memory.memory_allocated(device)
     dcp_rs.save({"w": strided}, ckpt, max_inflight_bytes=32 * MIB)
     peak = torch.accelerator.memory.max_memory_allocated(device) - before
-    assert peak <= 2 * slabs.SLAB_BYTES
+    assert peak <= 2 * buffers.SLAB_BYTES
     assert torch.equal(loaded(ckpt)["w"], whole[:, :, 0].t())
 
 

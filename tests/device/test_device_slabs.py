@@ -7,7 +7,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.options import ReadOptions
-from dcp_rs.transfer import slabs
+from dcp_rs.transfer import buffers
 from support import assert_state_equal
 from support.simulated import host, on
 from support.slabs import fill, saved, state
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def cache(sim, device):  # pinned memory is the device's
-    return slabs._SlabCache()
+    return buffers.SlabPool()
 
 
 def places(taken):
@@ -39,7 +39,7 @@ def test_pinned_slabs_are_used_again(cache):
 
 
 def test_what_is_kept_is_bounded(cache, monkeypatch):
-    monkeypatch.setattr(slabs, "MAX_KEPT_BYTES", 10_000)
+    monkeypatch.setattr(buffers, "MAX_KEPT_BYTES", 10_000)
     cache.give(cache.take(4, 4096, pinned=True))
     assert cache.clear() == 8192
     assert cache.clear() == 0
@@ -49,10 +49,12 @@ def test_what_is_kept_is_bounded(cache, monkeypatch):
 
 
 def test_a_fork_has_no_slabs_of_its_parent(cache):
-    cache.give(cache.take(2, 4096, pinned=True))
+    taken = cache.take(2, 4096, pinned=True)
+    cache.give(taken)
     child = os.fork()
     if child == 0:
-        os._exit(0 if cache._kept == [] and len(cache._left_alone) == 2 else 1)
+        left = {id(buffer) for buffer in buffers._left_alone}
+        os._exit(0 if cache._idle == [] and {id(slab) for slab in taken} <= left else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert cache.clear() == 8192
 
@@ -111,4 +113,4 @@ def test_events_are_used_again(ckpt, sim, device, monkeypatch):
     got = on(device, want)
     fill(index, got, ReadOptions(max_inflight_bytes=1 << 20))
     assert_state_equal(host(got), want)
-    assert len(made) <= slabs.SPARE_SLABS + 1
+    assert len(made) <= buffers.SPARE_SLABS + 1

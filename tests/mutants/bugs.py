@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "staged-without-a-copy",
         "python/dcp_rs/transfer/stage.py",
-        "made[key] = _like(value, target)",
-        "made[key] = value",
+        "made[key] = _like(entry.tensor, target)",
+        "made[key] = entry.tensor",
         ("tests/transfer/test_host_stager.py",),
         "A save in the background writes what training has changed by then.",
     ),

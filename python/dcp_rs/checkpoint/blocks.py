@@ -1,4 +1,4 @@
-"""Tensors as a stream of blocks: read ahead in one thread, cast, and handed to whoever writes. Memory is bounded by three slabs."""
+"""Tensors as a stream of blocks of bytes, read ahead and cast, in the memory of three slabs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from dataclasses import dataclass
 import torch
 
 from dcp_rs.checkpoint.source import Item, Request, Source
-from dcp_rs.tensors.regions import Cut, cut, read_ahead, rectangles
+from dcp_rs.tensors.regions import BLOCK_BYTES, Cut, cut, read_ahead, unflatten
 
 __all__ = ["Block", "Region", "Slabs", "blocks"]
 
-#: Digests cover this many bytes, so all parts of a tensor but its last are multiples of it.
-BLOCK_BYTES = 1 << 20
-#: A block of the smallest type made of elements of the largest fits in, with room to spare.
-MIN_SLAB_BYTES = 16 * BLOCK_BYTES
+#: Room for a block of the smallest dtype, made of elements of the largest.
+_MIN_SLAB_BYTES = 16 * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """All of a tensor, or (``chunk``) of one chunk of it, to become elements of ``dtype``."""
+    """A tensor to read, or a chunk of it, and the dtype that its elements become.
+
+    Attributes:
+        item: the entry of the source.
+        chunk: the number of the chunk; None for the whole tensor.
+        dtype: the new dtype.
+    """
 
     item: Item
     chunk: int | None
@@ -29,7 +33,7 @@ class Region:
 
     @property
     def source_dtype(self) -> torch.dtype:
-        """The type that elements are read as."""
+        """The dtype of the elements that the source delivers."""
         dtype = self.item.read_as or self.item.dtype
         if dtype is None:
             raise TypeError(self.item.name)
@@ -37,23 +41,29 @@ class Region:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the rectangle."""
+        """The sizes of the region."""
         return self.item.shape if self.chunk is None else self.item.chunks[self.chunk].sizes
 
     @property
     def numel(self) -> int:
-        """Elements of the rectangle."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it becomes."""
+        """The number of bytes in the new dtype."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes of a region: those from byte ``at`` on. ``data`` is 1-d, of uint8, and valid until the next blocks are asked for."""
+    """Bytes of a region, valid until the next blocks are asked for.
+
+    Attributes:
+        region: the number of the region.
+        at: the first byte of the region.
+        data: the bytes, as a row of uint8.
+    """
 
     region: int
     at: int
@@ -61,16 +71,20 @@ class Block:
 
 
 class Slabs:
-    """Memory that is used again and again: two slabs to read into, one to cast into. No larger than what was needed so far."""
+    """Reusable memory: two slabs to read into, and one to cast into.
+
+    Args:
+        slab_bytes: the bound on each slab. Slabs grow as they are needed.
+    """
 
     def __init__(self, slab_bytes: int) -> None:
-        self.slab_bytes = max(slab_bytes, MIN_SLAB_BYTES)
+        self.slab_bytes = max(slab_bytes, _MIN_SLAB_BYTES)
         self._slabs = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 3
 
     def get(self, number: int, nbytes: int) -> torch.Tensor:
-        """A slab of at least that many bytes."""
+        """Return a slab of at least ``nbytes``."""
         if self._slabs[number].numel() < nbytes:
-            # Not a little more each time: what is let go would not come back to the system.
+            # Slabs that grew in small steps would fragment the heap.
             self._slabs[number] = torch.empty(
                 min(self.slab_bytes, 4 * nbytes), dtype=torch.uint8, device="cpu"
             )
@@ -81,7 +95,7 @@ _CAST = 2
 
 
 def blocks(source: Source, regions: Sequence[Region], slabs: Slabs) -> Iterator[list[Block]]:
-    """The bytes of all regions, in order. While the caller writes one slabful, the next one is being read."""
+    """Yield the blocks of all regions in order, while a thread reads the next slab."""
 
     def read(cuts: list[Cut], turn: int) -> torch.Tensor:
         last = cuts[-1]
@@ -89,22 +103,22 @@ def blocks(source: Source, regions: Sequence[Region], slabs: Slabs) -> Iterator[
         requests: list[Request] = []
         for part in cuts:
             region = regions[part.number]
-            dtype, at = region.source_dtype, 0
+            dtype = region.source_dtype
             memory = slab[part.at : part.at + part.count * dtype.itemsize].view(dtype)
-            for offsets, sizes in rectangles(region.sizes, part.begin, part.count):
-                into = memory[at : at + math.prod(sizes)].view(sizes)
-                at += into.numel()
-                requests.append(Request(region.item, region.chunk, offsets, into))
+            requests += (
+                Request(region.item, region.chunk, offsets, into)
+                for offsets, into in unflatten(region.sizes, part.begin, memory)
+            )
         source.read(requests)
         return slab
 
-    for cuts, slab in read_ahead(cut(map(_row, regions), slabs.slab_bytes), read):
+    for cuts, slab in read_ahead(cut(map(_to_cut, regions), slabs.slab_bytes), read):
         yield [_block(regions[part.number], part, slab, slabs) for part in cuts]
 
 
-def _row(region: Region) -> tuple[int, int, int]:
-    """What of a region is cut. What it is cast to takes as much room in a slab of its own; parts but the last become whole blocks."""
-    size = max(region.source_dtype.itemsize, region.dtype.itemsize)
+def _to_cut(region: Region) -> tuple[int, int, int]:
+    """Return elements, itemsize and step of a region for :func:`cut`, so that blocks are whole."""
+    size = max(region.source_dtype.itemsize, region.dtype.itemsize)  # a cast uses the same places
     return region.numel, size, BLOCK_BYTES // region.dtype.itemsize
 
 

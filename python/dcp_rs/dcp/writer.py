@@ -48,8 +48,8 @@ from dcp_rs.errors import PlanError, SaveInProgressError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
-from dcp_rs.tensors.memory import parts
-from dcp_rs.transfer.save import Entry, as_object, refuse_meta, why_not_raw
+from dcp_rs.tensors.memory import parts, why_not_raw
+from dcp_rs.transfer.save import Entry, as_object, refuse_meta
 from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["Resolved", "RsWriter", "writes_of"]

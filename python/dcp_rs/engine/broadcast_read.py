@@ -22,9 +22,9 @@ from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.memory import check_made, is_plain
-from dcp_rs.tensors.regions import Cut, cut, narrow, rectangles
-from dcp_rs.transfer import slabs
+from dcp_rs.tensors.memory import check_made, flat_bytes, is_plain
+from dcp_rs.tensors.regions import Cut, cut, narrow, unflatten
+from dcp_rs.transfer.buffers import slab_pool
 from dcp_rs.transfer.copy_stream import Transfer, copy_stream_for, is_accelerator
 from dcp_rs.transfer.target import Target, fills
 
@@ -233,7 +233,7 @@ class _Stages:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._stream = copy_stream_for(device)
-        self._slabs = slabs.kept.take(2, nbytes, pinned=True)
+        self._slabs = slab_pool.take(2, nbytes, pinned=True)
         self._tokens: list[Any] = [None, None]
         self._next = 0
 
@@ -256,7 +256,7 @@ class _Stages:
         for token in self._tokens:
             if token is not None:
                 self._stream.wait(token)
-        slabs.kept.give(self._slabs)
+        slab_pool.give(self._slabs)
         self._slabs = []
 
 
@@ -288,9 +288,8 @@ class _Piece:
         tensor = target.tensor
         if len(self.parts) != 1 or not is_plain(tensor, target.dtype) or not tensor.is_contiguous():
             return None
-        # Not view(-1): a tensor of one element may have any stride.
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-        return flat[part.begin : part.begin + part.count].view(torch.uint8)
+        begin = part.begin * target.dtype.itemsize
+        return flat_bytes(tensor.detach())[begin : begin + self.nbytes]
 
     def unpack(self, buffer: torch.Tensor) -> None:
         """Copies what arrived to where it belongs."""
@@ -299,11 +298,8 @@ class _Piece:
             return
         with torch.no_grad():
             for target, part, elements in self.elements(buffer):
-                at = 0
-                for offsets, sizes in rectangles(target.tensor.shape, part.begin, part.count):
-                    view = narrow(target.tensor, offsets, sizes)
-                    view.copy_(elements[at : at + view.numel()].view(sizes))
-                    at += view.numel()
+                for offsets, values in unflatten(target.tensor.shape, part.begin, elements):
+                    narrow(target.tensor, offsets, values.shape).copy_(values)
 
 
 def _pieces(targets: Sequence[Target], limit: int) -> Iterator[_Piece]:

@@ -17,9 +17,10 @@ from dcp_rs.checkpoint.names import selector, some
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES, REQUIRES_GRAD, can_require_grad, cast_to, is_counter
 from dcp_rs.tensors.flatten import Flat, flatten
+from dcp_rs.tensors.memory import why_not_raw
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining, storable
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
-from dcp_rs.transfer.save import Entry, dump, refuse_meta, why_not_raw
+from dcp_rs.transfer.save import Entry, dump, refuse_meta
 
 __all__ = [
     "LocalPlan",

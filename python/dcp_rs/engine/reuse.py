@@ -12,7 +12,6 @@ from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import location, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.blocks import BLOCK_BYTES
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.local_plan import Writes
@@ -21,6 +20,7 @@ from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.flatten import flatten
 from dcp_rs.tensors.memory import identity
+from dcp_rs.tensors.regions import BLOCK_BYTES
 from dcp_rs.transfer.save import write_entries
 
 __all__ = ["Frozen", "Parent"]

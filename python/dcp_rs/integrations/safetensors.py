@@ -18,7 +18,8 @@ from dcp_rs.conversion.place import new_place
 from dcp_rs.conversion.safetensors import header, why_not_of
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions, WriteOptions
-from dcp_rs.transfer.save import Entry, refuse_meta, why_not_raw, write_entries
+from dcp_rs.tensors.memory import why_not_raw
+from dcp_rs.transfer.save import Entry, refuse_meta, write_entries
 
 __all__ = ["load_file", "save_file"]
 

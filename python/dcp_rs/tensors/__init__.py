@@ -1,1 +1,1 @@
-"""What torch holds: dtypes, memory, shards, trees of a state dict, and values that are no tensors."""
+"""Tensors and values as torch has them: dtypes, memory, shards, nested state dicts, pickles."""

@@ -1,4 +1,4 @@
-"""torch's dtypes by the names that the format uses: torch's own."""
+"""The format's dtypes in torch, by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import torch
 
 from dcp_rs.tensors.elements import ITEMSIZES
 
-#: Every dtype of the format that this torch knows.
+__all__ = [
+    "BY_NAME",
+    "COPIED_IN_GROUPS",
+    "NAMES",
+    "REQUIRES_GRAD",
+    "as_integers",
+    "can_require_grad",
+    "cast_to",
+    "is_counter",
+]
+
+#: Every dtype of the format that this torch has.
 BY_NAME: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEMSIZES if hasattr(torch, name)
 }
@@ -17,66 +28,55 @@ BY_NAME: dict[str, torch.dtype] = {
 #: The reverse of ``BY_NAME``.
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
 
-#: The bit of a tensor's ``flags`` that says it requires grad (section 3.3 of the format).
+#: The bit of a tensor's ``flags`` for ``requires_grad`` (section 3.3 of the format).
 REQUIRES_GRAD = 1
 
-
-def can_require_grad(dtype: torch.dtype) -> bool:
-    """Whether torch lets tensors of it require a gradient."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
-#: Dtypes whose bytes are copied as integers: not every device has a copy for them.
-_YOUNG = (
-    *("uint16", "uint32", "uint64", "complex32", "bcomplex32"),
-    *(
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-        "float4_e2m1fn_x2",
-    ),
-)
-AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
-    BY_NAME[name]: {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        BY_NAME[name].itemsize
-    ]
-    for name in _YOUNG
-    if name in BY_NAME
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Integers of the same size for dtypes that some devices cannot copy.
+_COPIED_AS = {
+    dtype: _INTEGERS[dtype.itemsize]
+    for name, dtype in BY_NAME.items()
+    if name.startswith(("uint", "float8", "float4")) or name in ("complex32", "bcomplex32")
 }
 
+#: The dtypes that ``torch._foreach_copy_`` copies in one kernel since torch 2.8: the macros of
+#: ``foreach_tensor_copy_list_kernel_cuda_`` (ForeachBinaryOpList.cu). Later releases add four
+#: float8 dtypes, for which this one raises.
+COPIED_IN_GROUPS = frozenset(
+    BY_NAME[name]
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    )
+)
 
-#: What is below the state of an optimizer.
 _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.")
 
 
-def is_counter(name: str, shape: Sequence[int]) -> bool:
-    """Return whether an entry counts the steps of an optimizer: a tensor without dimensions in its state.
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view as integers if some devices cannot copy the dtype, else the tensor itself."""
+    dtype = _COPIED_AS.get(tensor.dtype)
+    return tensor if dtype is None else tensor.view(dtype)
 
-    No option casts it: in bfloat16, a ``step`` stands still at 256.
+
+def can_require_grad(dtype: torch.dtype) -> bool:
+    """Return whether tensors of the dtype may require a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def is_counter(name: str, shape: Sequence[int]) -> bool:
+    """Return whether an entry counts an optimizer's steps: a scalar tensor in its state.
+
+    No option casts such a tensor. In bfloat16, a ``step`` stands still at 256.
     """
     return len(shape) == 0 and _OPTIMIZER_STATE.search(name) is not None
 
 
-def cast_to(stored: torch.dtype, wish: torch.dtype | None) -> torch.dtype:
-    """What elements become where floating-point ones are to become ``wish``. Types of 8 bits and fewer stay: their scales are elsewhere."""
-    return stored if wish is None or not stored.is_floating_point or stored.itemsize < 2 else wish
+def cast_to(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor after a cast of floating-point tensors to ``dtype``.
 
-
-#: What ``torch._foreach_copy_`` takes on either side where a device has a kernel for it, from torch
-#: 2.8 on: the macros of ``foreach_tensor_copy_list_kernel_cuda_`` (ForeachBinaryOpList.cu). Four of
-#: float8 came later; on others it raises.
-COPIED_IN_GROUPS = frozenset(
-    {
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.complex64,
-            torch.complex128,
-        ),
-    }
-)
+    Dtypes of 8 bits and fewer stay, because their scales are other tensors.
+    """
+    if dtype is None or not stored.is_floating_point or stored.itemsize < 2:
+        return stored
+    return dtype

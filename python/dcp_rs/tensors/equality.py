@@ -1,4 +1,4 @@
-"""Whether two values are the same: of the same types and to the bit, all through. NaN payloads and negative zeros count."""
+"""Equality of values to the bit, with NaN payloads and negative zeros."""
 
 from __future__ import annotations
 
@@ -12,32 +12,26 @@ import torch
 
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.tensors import pickles
+from dcp_rs.tensors.memory import flat_bytes
 from dcp_rs.tensors.nesting import kind_of
 
 __all__ = ["raw_bytes", "same"]
 
-#: Types of which ``==`` tells all.
+#: Types whose ``==`` compares everything.
 _EXACT = (
-    type(None),
-    bool,
-    int,
-    str,
-    bytes,
-    bytearray,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+    *(type(None), bool, int, str, bytes, bytearray),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same. The order of a dict does not count, that of an ``OrderedDict`` does.
+    """Return whether two values have the same types and bits throughout.
 
-    What is of no known type is compared as ``torch.save`` writes it.
+    The order of a dict does not count; that of an ``OrderedDict`` does. Values of unknown types
+    are compared by their ``torch.save`` bytes.
 
     Raises:
-        Exception: of whatever type, they cannot be compared.
+        Exception: the values cannot be compared. The exception may be of any type.
     """
     if type(one) is not type(other):
         return False
@@ -59,17 +53,15 @@ def same(one: Any, other: Any) -> bool:
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in row-major order, as a flat CPU tensor of uint8. It is strided, and holds its values itself."""
+    """Return the elements in row-major order as a row of bytes in host memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     if plain.element_size() == 1:  # older torch cannot copy its youngest dtypes
         plain = plain.view(torch.uint8)
-    plain = plain.contiguous()
-    # Not reshape(-1), which leaves the stride of a tensor of one element as it is.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    return flat_bytes(plain.contiguous())
 
 
 def _exact(value: Hashable) -> Hashable:
-    """What is equal for the same keys, or members of a set, only: to Python 1, 1.0 and True are one key, 0.0 and -0.0, too."""
+    """Return a key that tells 1, 1.0 and True apart, and 0.0 from -0.0. Python does not."""
     kind = type(value)
     if isinstance(value, float):
         return kind, struct.pack("<d", value)
@@ -101,14 +93,8 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return pickles.dump(one) == pickles.dump(other)
 
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-        return (
-            tensor.dtype,
-            tensor.shape,
-            tensor.layout,
-            tensor.device,
-            tensor.requires_grad,
-            tensor.is_quantized,
-        )
+        placed = tensor.layout, tensor.device
+        return tensor.dtype, tensor.shape, *placed, tensor.requires_grad, tensor.is_quantized
 
     if kind(one) != kind(other) or not same(vars(one), vars(other)):
         return False
@@ -118,7 +104,7 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_quantized:
         return same(_quantizer(one), _quantizer(other)) and same(one.int_repr(), other.int_repr())
     if one.layout != torch.strided:
-        return same(_stored_in(one), _stored_in(other))
+        return same(_components(one), _components(other))
     return torch.equal(raw_bytes(one), raw_bytes(other))
 
 
@@ -130,10 +116,11 @@ def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
     return str(scheme), scales, zero_points, tensor.q_per_channel_axis()
 
 
-def _stored_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The indices and values of a sparse tensor, as they are: no two that are one element are added up."""
+def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the stored indices and values of a sparse tensor, without coalescing it."""
     if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()  # noqa: SLF001  # indices() refuses those that are not coalesced
+        # indices() refuses tensors that are not coalesced.
+        return tensor._indices(), tensor._values()  # noqa: SLF001
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

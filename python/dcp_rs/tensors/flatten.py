@@ -1,4 +1,4 @@
-"""State dicts as trees: flattening, exactly as DCP does it, but in one pass."""
+"""Flattening of nested state dicts, as DCP does it, in one pass."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Flat:
 
     Attributes:
         values: the leaves by FQN.
-        paths: where each of them is, with keys as they are.
-        containers: the mappings that the paths do not tell.
-        is_text: whether every key is text.
+        paths: the path of each leaf, with keys of their own types.
+        containers: the mappings that the paths do not describe.
+        is_text: whether every key is a string.
     """
 
     values: dict[str, Any]
@@ -44,20 +44,18 @@ class Flat:
     is_text: bool = True
 
     def text_paths(self) -> dict[str, TreePath]:
-        """The paths as DCP has them."""
-        return (
-            self.paths
-            if self.is_text
-            else {fqn: text_path(path) for fqn, path in self.paths.items()}
-        )
+        """Return the paths as DCP stores them."""
+        if self.is_text:
+            return self.paths
+        return {fqn: text_path(path) for fqn, path in self.paths.items()}
 
 
 def flatten(state_dict: Mapping[Any, Any]) -> Flat:
-    """The leaves of a nested state dict.
+    """Flatten a nested state dict.
 
-    Mappings are entered always, with their keys as text in the name; lists only if they hold
-    tensors or containers that do; tuples never (``torch.distributed.checkpoint._traverse``, torch
-    2.4 and later).
+    Mappings are always entered, and their keys become text in the names. Lists are entered if they
+    contain tensors or containers of tensors. Tuples are never entered. This is what
+    ``torch.distributed.checkpoint._traverse`` does since torch 2.4.
 
     Raises:
         PlanError: two leaves have the same FQN.
@@ -72,7 +70,7 @@ def flatten(state_dict: Mapping[Any, Any]) -> Flat:
 
 
 def holds_only_tensors(state_dict: Mapping[Any, Any]) -> bool:
-    """Whether every value is a tensor. Asked of the few types there are, and not of every value."""
+    """Return whether every value is a tensor. It checks each type once, not each value."""
     return all(issubclass(kind, torch.Tensor) for kind in set(map(type, state_dict.values())))
 
 
@@ -92,7 +90,10 @@ def _enter(node: Any, prefix: str, path: TreePath, flat: Flat) -> None:
             _enter(value, fqn, here, flat)
             continue
         if fqn in flat.values:
-            msg = f"two entries of the state dict flatten to {fqn!r}: {shown(flat.paths[fqn])} and {shown(here)}"
+            msg = (
+                f"two entries of the state dict flatten to {fqn!r}: {shown(flat.paths[fqn])} "
+                f"and {shown(here)}"
+            )
             raise PlanError(msg, tensor=fqn)
         flat.values[fqn] = value
         flat.paths[fqn] = here
@@ -106,31 +107,26 @@ def _is_inner(value: Any) -> bool:
     return any(isinstance(entry, torch.Tensor) or _is_inner(entry) for entry in value)
 
 
-def is_plain_state_dict(state_dict: Mapping[str, Any]) -> bool:
-    """Whether no ShardedTensor of torch's 2-D FSDP, one within another, is in it."""
-    kinds = set(map(type, state_dict.values()))
+def is_plain_state_dict(node: Mapping[Any, Any] | list[Any]) -> bool:
+    """Return whether a state dict is free of ShardedTensors, which 2-D FSDP nests."""
+    values = node.values() if isinstance(node, Mapping) else node
+    kinds = set(map(type, values))
     if any(issubclass(kind, ShardedTensor) for kind in kinds):
         return False
     inner = tuple(kind for kind in kinds if issubclass(kind, (Mapping, list)))
     return not inner or all(
-        is_plain_state_dict(_children(value))
-        for value in state_dict.values()
-        if isinstance(value, inner)
+        is_plain_state_dict(value) for value in values if isinstance(value, inner)
     )
 
 
-def _children(node: Mapping[str, Any] | list[Any]) -> Mapping[Any, Any]:
-    return node if isinstance(node, Mapping) else dict(enumerate(node))
-
-
 def is_stateful(value: Any) -> bool:
-    """Whether the value is one of DCP's ``Stateful``: it has ``state_dict`` and ``load_state_dict``."""
-    # torch asks a runtime protocol, at some 30 microseconds a value.
+    """Return whether a value is one of DCP's ``Stateful``."""
+    # The runtime protocol takes some 30 microseconds a value.
     return _may_be_stateful(type(value)) and isinstance(value, Stateful)
 
 
 def stateful_values(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The values that are ``Stateful``."""
+    """Return the ``Stateful`` values of a state dict."""
     if not any(map(_may_be_stateful, set(map(type, state_dict.values())))):
         return {}
     return {key: value for key, value in state_dict.items() if is_stateful(value)}
@@ -146,7 +142,10 @@ _NEVER_STATEFUL = {dict, list, tuple, str, bytes, int, float, bool, type(None), 
 
 
 def get_at(root: Any, path: TreePath, default: Any = None) -> Any:
-    """The entry of a nested state dict at ``path``, whose text may stand for other keys; ``default`` where there is none."""
+    """Return the entry of a nested state dict at ``path``, or ``default`` if there is none.
+
+    A text key in the path also finds a key of another type with that text.
+    """
     node = root
     for part in path:
         if isinstance(node, Mapping):
@@ -159,10 +158,10 @@ def get_at(root: Any, path: TreePath, default: Any = None) -> Any:
 
 
 def set_at(root: dict[Any, Any], path: TreePath, value: Any) -> None:
-    """Replaces the entry of a nested state dict at ``path``.
+    """Replace the entry of a nested state dict at ``path``.
 
     Raises:
-        PlanError: there is no container for it any more.
+        PlanError: the container of the entry is gone.
     """
     node = root if len(path) == 1 else get_at(root, path[:-1])
     if isinstance(node, MutableMapping):
@@ -181,11 +180,11 @@ def _key_in(node: Mapping[Any, Any], part: Any) -> Any:
 
 
 def number_parameters(node: Any) -> None:
-    """Gives the states of optimizers in a nested state dict their numbers as keys again, in place.
+    """Turn the text keys of optimizer states into parameter numbers again, in place.
 
-    DCP names entries by text, so that what ``optimizer.state_dict()["state"]`` has under 0 comes
-    back under ``"0"``. ``load_state_dict`` would take that without a word, for a parameter that it
-    does not know, and the optimizer would begin anew.
+    DCP's names are text, so the key 0 of ``optimizer.state_dict()["state"]`` comes back as "0".
+    ``load_state_dict`` accepts that silently, for a parameter it does not know, and the optimizer
+    would start anew.
     """
     if isinstance(node, dict):
         groups, state = node.get("param_groups"), node.get("state")

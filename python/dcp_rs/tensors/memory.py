@@ -1,4 +1,4 @@
-"""What memory a tensor is, and who else holds it: the one answer for loads, saves and staging."""
+"""The memory of tensors: its kind, its identity, and whether it can be read or filled as bytes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from torch.distributed.tensor import DTensor
 from dcp_rs import _torch
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.tensors.dtypes import NAMES
 
 __all__ = [
     "Part",
     "changes_seen",
     "check_fillable",
     "check_made",
+    "flat_bytes",
     "identity",
     "is_opaque",
     "is_plain",
     "parts",
     "space_of",
     "twins",
+    "why_not_raw",
 ]
 
 
@@ -33,8 +36,8 @@ class Part:
     """Memory of one device.
 
     Attributes:
-        space: of two parts of different spaces, none shares a byte.
-        tensor: where its elements lie.
+        space: the number of the device. Parts of different devices share no bytes.
+        tensor: a tensor over the memory.
     """
 
     space: int
@@ -42,7 +45,10 @@ class Part:
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether bytes of ``dtype`` in host memory are all there is to ``tensor``. The core asks the same of a whole state dict."""
+    """Return whether a tensor is a strided CPU tensor of ``dtype`` and nothing more.
+
+    The core asks the same of a whole state dict.
+    """
     return (
         tensor.dtype == dtype
         and tensor.device.type == "cpu"
@@ -53,34 +59,54 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
+def why_not_raw(tensor: torch.Tensor) -> str | None:
+    """Return why raw bytes cannot hold a tensor, or None if they can."""
+    if tensor.is_quantized:
+        return "it is quantized"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"its layout is {tensor.layout}"
+    if _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor):
+        kind = type(tensor)
+        return "its memory has been freed" if kind in PLAIN_TYPES else f"it is a {kind.__name__}"
+    if tensor.dtype not in NAMES:
+        return f"its dtype is {tensor.dtype}"
+    return None
+
+
 def is_opaque(tensor: torch.Tensor) -> bool:
-    """Whether only the tensor's own class knows where its values are, as that of a wrapper of other tensors does."""
+    """Return whether only the tensor's class can access its values, as for wrapper subclasses."""
     return type(tensor) not in PLAIN_TYPES and (
         _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor)
     )
 
 
 def parts(tensor: torch.Tensor) -> list[Part]:
-    """The memory of a tensor on any device; of an opaque one, that of the tensors in it, as far as they can be asked for."""
+    """Return the memory of a tensor; of an opaque one, that of the tensors it names as inner."""
     if is_opaque(tensor):
         return [part for inner in _torch.inner_tensors(tensor) for part in parts(inner)]
     return [Part(space_of(tensor.device), tensor)] if _torch.has_memory(tensor) else []
 
 
-#: Numbers of devices. 0 is host memory, of which every process has one.
+#: Numbers of devices in this process. Host memory is 0.
 _SPACES: dict[torch.device, int] = {torch.device("cpu"): 0}
 
 
 def space_of(device: torch.device) -> int:
-    """The number of a device in this process."""
+    """Return the number of a device in this process."""
     return _SPACES.setdefault(device, len(_SPACES))
 
 
-def identity(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same elements of the same memory, as tied weights are; both are held meanwhile.
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as a row of bytes."""
+    # view(-1) would keep the stride of a tensor of one element, which may be any.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
-    Tensors of a DTensor or ShardedTensor are the same where the whole is cut alike, and the shards
-    of this rank are the same.
+
+def identity(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for tensors of the same elements, as tied weights are.
+
+    Two DTensors or ShardedTensors are equal if they are sharded alike and this rank's shards are
+    the same memory. Keep the tensors alive while you compare their keys.
     """
     if isinstance(tensor, DTensor):
         with torch.no_grad():
@@ -101,7 +127,13 @@ def identity(tensor: torch.Tensor) -> Hashable:
 
 
 def twins(names: Iterable[str], others: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
-    """For those of ``names`` whose tensor is the same memory as one of ``others``: which."""
+    """Return which of ``names`` is the same tensor as one of ``others``, and which one.
+
+    Args:
+        names: the names to look up.
+        others: the names to look among.
+        values: the state dict.
+    """
     tensors = {name: values[name] for name in names if isinstance(values[name], torch.Tensor)}
     shapes = {tensor.shape for tensor in tensors.values() if 0 not in tensor.shape}
     known: dict[Hashable, str] = {}
@@ -118,11 +150,11 @@ def twins(names: Iterable[str], others: Iterable[str], values: Mapping[str, Any]
 
 
 def check_fillable(name: str, tensor: torch.Tensor) -> None:
-    """Raises for a tensor that copies cannot fill.
+    """Check that a copy can fill a tensor.
 
     Raises:
-        PlanError: it has no memory.
-        UnsupportedError: it is no strided tensor.
+        PlanError: the tensor has no memory.
+        UnsupportedError: the tensor is not strided.
     """
     if tensor.device.type == "meta":
         msg = f"tensor {name!r} is on the meta device, where there is nothing to fill"
@@ -136,17 +168,21 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_made(memory: torch.Tensor) -> torch.Tensor:
-    """Memory that torch just made, for the engine to read to or write from by its address.
+    """Return new memory that the engine will use by its address, if it is real.
 
     Raises:
-        UnsupportedError: it is none: a mode of the caller's makes something else.
+        UnsupportedError: a mode such as ``FakeTensorMode`` made something else.
     """
     if type(memory) is not torch.Tensor:
-        msg = f"there is no memory to copy through: torch makes a {type(memory).__name__} where it is asked for some, as under FakeTensorMode"
+        msg = (
+            f"there is no memory to copy through: torch makes a {type(memory).__name__} "
+            "where it is asked for some, as under FakeTensorMode"
+        )
         raise UnsupportedError(msg)
     return memory
 
 
 def changes_seen(tensor: torch.Tensor) -> int | None:
-    """How often torch has seen its memory change: autograd counts for its own sake. None: it does not count (tensors of inference)."""
-    return None if tensor.is_inference() else tensor._version  # noqa: SLF001  # torch's notes on autograd describe it
+    """Return autograd's version counter of a tensor, or None for tensors of inference mode."""
+    # torch's notes on autograd document the attribute.
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001

@@ -1,7 +1,7 @@
-"""The containers of a state dict: what DCP's names and paths lose of them, and how they are made again.
+"""Paths and containers of a nested state dict, and how they are written down and rebuilt.
 
-A path's parts are text (a key of a mapping), an integer (a place in a list), or a tuple of one (a
-key of a mapping that is no text).
+The parts of a path are strings (keys of a mapping), integers (positions in a list), or tuples of
+one key that is not a string.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "is_plain",
     "kind_of",
     "like",
+    "map_leaves",
     "name_of",
     "nest",
     "remaining",
@@ -35,16 +36,15 @@ __all__ = [
 
 TreePath = tuple[Any, ...]
 
-#: Tags a mapping without tensors that DCP's flattening would change: it makes every key text, and
-#: drops empty dicts. The mapping is saved whole, as the tuple ``(WHOLE, mapping)``, because DCP
-#: never enters tuples.
+#: The tag of a mapping without tensors that DCP's flattening would change, as it turns keys into
+#: text and drops empty dicts. The mapping is saved as the tuple ``(WHOLE, mapping)``, which DCP does
+#: not enter.
 WHOLE = "dcp_rs.whole"
 
 _FACTORIES = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)
 }
-#: How each kind of section 5 of the format is made. Whatever is none of them comes back as a
-#: ``dict``.
+#: The constructor of each kind in section 5 of the format. Other mappings come back as a ``dict``.
 _KINDS: dict[str, Callable[[], dict[Any, Any]]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
@@ -55,20 +55,19 @@ _KINDS: dict[str, Callable[[], dict[Any, Any]]] = {
         for name, factory in _FACTORIES.items()
     },
 }
-#: At most so many places of lists may be empty: what a checkpoint says must not take memory beyond
-#: its own size.
+#: The most empty positions in lists. A forged index must not take memory beyond its own size.
 _MAX_GAPS = 1 << 16
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A mapping that the paths of entries do not tell: it is empty, or no plain ``dict``.
+    """A mapping that the paths of entries do not describe: an empty one, or no plain ``dict``.
 
     Attributes:
-        position: how many entries of the state dict come before it.
-        path: where it is; empty for the state dict itself.
-        kind: section 5 of the format.
+        position: the number of entries before it in the state dict.
+        path: its path; empty for the state dict itself.
+        kind: its kind (section 5 of the format).
     """
 
     position: int
@@ -77,7 +76,7 @@ class Container:
 
 
 class StandIn(dict[Any, Any]):
-    """A dict that counts as another mapping, whose items it has."""
+    """A dict with the items of another mapping, and of its kind."""
 
     def __init__(self, stands_for: Mapping[Any, Any]) -> None:
         super().__init__(stands_for)
@@ -85,21 +84,19 @@ class StandIn(dict[Any, Any]):
 
 
 def kind_of(mapping: Mapping[Any, Any]) -> str:
-    """What is written down of a mapping's class."""
+    """Return the kind of a mapping, as an index stores it."""
     if isinstance(mapping, StandIn):
         return kind_of(mapping.stands_for)
     kind = type(mapping)
     if kind is defaultdict:
-        name = next(
-            (name for name, factory in _FACTORIES.items() if factory is mapping.default_factory),
-            None,
-        )  # type: ignore[attr-defined]
+        make = mapping.default_factory  # type: ignore[attr-defined]
+        name = next((name for name, factory in _FACTORIES.items() if factory is make), None)
         return "defaultdict" if name is None else f"defaultdict({name})"
     return kind.__name__ if kind in (OrderedDict, Counter) else "dict"
 
 
 def like(mapping: Mapping[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A mapping of the same kind with these items."""
+    """Return a mapping of the same kind with other items."""
     make = _KINDS[kind_of(mapping)]
     if make is dict:
         return dict(pairs)
@@ -109,23 +106,32 @@ def like(mapping: Mapping[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[A
     return made
 
 
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested mappings, lists and tuples, with ``change`` applied to each leaf."""
+    if isinstance(value, Mapping):
+        return like(value, ((key, map_leaves(entry, change)) for key, entry in value.items()))
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(entry, change) for entry in value)
+    return change(value)
+
+
 def text_path(path: TreePath) -> TreePath:
-    """The path as DCP has it: every key is text."""
+    """Return a path as DCP stores it, with text for every key."""
     return tuple(str(part[0]) if type(part) is tuple else part for part in path)
 
 
 def name_of(path: TreePath) -> str:
-    """The name that DCP gives to what is at a path."""
+    """Return the name that DCP gives to the entry at a path."""
     return ".".join(map(str, text_path(path)))
 
 
 def shown(path: TreePath) -> str:
-    """The path as Python has it: ``['optim']['state'][0]``."""
+    """Return a path in Python's notation: ``['optim']['state'][0]``."""
     return "".join(f"[{part[0]!r}]" if type(part) is tuple else f"[{part!r}]" for part in path)
 
 
 def storable(path: TreePath) -> tuple[TreePath, list[Any]]:
-    """The path with text in place of keys that the format cannot hold, and those keys."""
+    """Return a path with text for the keys that the format cannot hold, and those keys."""
     lost = [part[0] for part in path if type(part) is tuple and not _is_storable(part[0])]
     if not lost:
         return path, lost
@@ -146,7 +152,13 @@ def _is_storable(key: Any) -> bool:
 def remaining(
     containers: Sequence[Container], leaves: Iterable[TreePath], passes: Callable[[str], bool]
 ) -> list[Container]:
-    """The containers of a state dict of which only some leaves are left: those that hold one of them, and of the others those whose name ``passes``."""
+    """Return the containers that are left if only some leaves are.
+
+    Args:
+        containers: all containers of the state dict.
+        leaves: the paths of the leaves that are left. Their containers are left, too.
+        passes: whether a container without such leaves is left, by its name.
+    """
     if not containers:
         return []
     paths = {container.path for container in containers}
@@ -163,13 +175,15 @@ def remaining(
 def nest(
     leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container] = ()
 ) -> dict[Any, Any]:
-    """The state dict of these leaves (position, path, value) and containers.
+    """Build the state dict of some leaves and containers.
 
-    Entries stand in the order of their positions; those without one come last, in the order in
-    which they are given. Of a list that lacks entries, these are ``None``.
+    Args:
+        leaves: (position, path, value) of each. Leaves are sorted by position. Those without one
+            come last, in the given order. Missing entries of a list become ``None``.
+        containers: the mappings that the paths do not describe.
 
     Raises:
-        PlanError: paths contradict each other.
+        PlanError: two paths contradict each other.
     """
     tree = _Tree({container.path: container.kind for container in containers})
     entries: list[tuple[float, int, TreePath, Any]] = [
@@ -189,9 +203,9 @@ def nest(
 
 
 def unwrap(value: Any) -> Any:
-    """Return the mapping of ``(WHOLE, mapping)``; any other value as it is.
+    """Return the mapping of a tuple ``(WHOLE, mapping)``, and any other value unchanged.
 
-    Only what is not plain was ever wrapped: a user's ``(WHOLE, 3)`` is a value.
+    Only mappings that are not plain were wrapped: ``(WHOLE, 3)`` is a value of the user's.
     """
     is_whole = (
         isinstance(value, tuple)
@@ -203,11 +217,11 @@ def unwrap(value: Any) -> Any:
 
 
 def is_plain(tree: Any) -> bool:
-    """Return whether a tree without tensors comes back from DCP as it is."""
+    """Return whether a tree without tensors comes back from DCP unchanged."""
     if isinstance(tree, list):
         return all(map(is_plain, tree))
     if not isinstance(tree, Mapping):
-        return unwrap(tree) is tree  # a tuple that looks like a wrapped one would be unwrapped
+        return unwrap(tree) is tree  # not a tuple that looks wrapped
     return (
         type(tree) is dict
         and bool(tree)
@@ -216,10 +230,10 @@ def is_plain(tree: Any) -> bool:
 
 
 def unwrap_in(tree: Any) -> Any:
-    """Unwrap every value of a nested state dict, in place. Returns the state dict."""
+    """Unwrap every value of a nested state dict in place, and return the state dict."""
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
     if not any(issubclass(kind, dict | list | tuple) for kind in set(map(type, values))):
-        return tree  # mostly tensors: this spares one question for each of twenty thousand
+        return tree  # mostly tensors, and there may be 20,000 of them
     places = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in list(places):
         if isinstance(value, dict | list):
@@ -230,24 +244,24 @@ def unwrap_in(tree: Any) -> Any:
 
 
 class _Gap:
-    """The place of an entry of a list that was not there yet."""
+    """The mark of a list entry that is not there yet."""
 
 
 class _Tree:
-    """A state dict in the making."""
+    """A state dict under construction."""
 
     def __init__(self, kinds: Mapping[TreePath, str]) -> None:
         self._kinds = kinds
-        self._depths = {
-            len(path) for path in kinds
-        }  # hashing every start of a path would be quadratic in its length
+        # Hashing every prefix of a path would be quadratic in its length.
+        self._depths = {len(path) for path in kinds}
         self._root = self._mapping(())
-        self._own = {id(self._root)}  # containers; what else is a dict or a list is a value
+        #: Ids of the containers. Other dicts and lists are values.
+        self._own = {id(self._root)}
         self._lists: list[list[Any]] = []
         self._gaps = 0
 
     def enter(self, path: TreePath, depth: int) -> Any:
-        """The container at the first ``depth`` parts of a path, made where there is none yet."""
+        """Return the container at the first ``depth`` parts of a path. Make it if necessary."""
         at: Any = self._root
         for end in range(1, depth + 1):
             child = self._get(at, path[end - 1], path)
@@ -265,14 +279,14 @@ class _Tree:
         return at
 
     def put(self, path: TreePath, value: Any) -> None:
-        """Sets a leaf."""
+        """Set a leaf."""
         at = self.enter(path, len(path) - 1)
         if self._get(at, path[-1], path) is not _Gap:
             raise _contradiction(path)
         self._set(at, path[-1], value, path)
 
     def finished(self) -> dict[Any, Any]:
-        """The state dict."""
+        """Return the state dict."""
         if self._gaps:
             for entries in self._lists:
                 entries[:] = [None if entry is _Gap else entry for entry in entries]

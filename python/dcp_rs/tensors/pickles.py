@@ -1,4 +1,4 @@
-"""Non-tensor values: ``torch.save`` bytes, and whether they are safe to load."""
+"""Non-tensor values as ``torch.save`` bytes, and checks that they are safe to load."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 
 __all__ = [
+    "IMMUTABLE",
     "check_loadable",
     "dump",
     "dump_named",
@@ -27,29 +28,35 @@ __all__ = [
     "why_not_loadable",
 ]
 
-# torch allows bytearray, but not bytes, which is how pickle writes b"", nor io.BytesIO, which
-# torch's own examples save. Neither can run anything.
+# torch allows bytearray, but neither bytes, which is how pickle writes b"", nor io.BytesIO, which
+# torch's own examples save. Neither can run code.
 torch.serialization.add_safe_globals([bytes, io.BytesIO])
+
+#: Types that nobody can change in place, and that load under ``weights_only=True``.
+IMMUTABLE = (
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.Size),
+)
 
 
 def dump(value: Any) -> bytes:
-    """What DCP's planner makes of a value."""
+    """Return the ``torch.save`` bytes of a value, as DCP's planner stores them."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def dump_named(fqn: str, value: Any) -> bytes:
-    """The same, of the entry ``fqn``.
+    """Return the ``torch.save`` bytes of the entry ``fqn``.
 
     Raises:
-        UnsupportedError: it does not pickle.
+        UnsupportedError: the value does not pickle.
     """
     try:
         return dump(value)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # what a type's own __reduce__ raises
+    except Exception as error:  # a type's own __reduce__ may raise anything
         msg = f"value {fqn!r} ({_type_name(value)}) cannot be pickled: {error}"
         raise UnsupportedError(msg, tensor=fqn) from error
 
@@ -57,21 +64,24 @@ def dump_named(fqn: str, value: Any) -> bytes:
 def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
     """Unpickle the bytes of the entry ``fqn``.
 
-    With ``weights_only``, the bytes are checked before torch gets them: a small pickle could crash
-    torch, or fill the memory.
+    With ``weights_only``, the bytes are checked before torch reads them, because a small pickle
+    can crash torch or exhaust the memory.
 
     Raises:
-        UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows, or more
-            memory than its size accounts for.
-        UnsupportedError: without ``weights_only``, a class of it cannot be imported.
-        CorruptDataError: it is not what ``torch.save`` writes.
+        UnsafePickleError: the value needs more than ``torch.load(weights_only=True)`` allows, or
+            more memory than its size accounts for.
+        UnsupportedError: without ``weights_only``, a class of the value cannot be imported.
+        CorruptDataError: the bytes are not those of ``torch.save``.
     """
     if weights_only and (refusal := _core.refusal(data)) is not None:
         is_damaged, why = refusal
         if is_damaged:
             msg = f"value {fqn!r} is not what torch.save writes: {why}"
             raise CorruptDataError(msg, tensor=fqn)
-        msg = f"value {fqn!r} is not safe to load: {why}. Nothing was executed. Leave it out (exclude=), or pass weights_only=False if you trust whoever wrote it."
+        msg = (
+            f"value {fqn!r} is not safe to load: {why}. Nothing was executed. Leave it out "
+            "(exclude=), or pass weights_only=False if you trust whoever wrote it."
+        )
         raise UnsafePickleError(msg, tensor=fqn)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
@@ -79,8 +89,10 @@ def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
         if not weights_only:
             raise _cannot_be_unpickled(fqn, error) from error
         msg = (
-            f"value {fqn!r} does not load under torch.load(weights_only=True): {reason(error)}. Nothing was executed. Leave it out (exclude=), "
-            "allow its types with torch.serialization.add_safe_globals, or pass weights_only=False if you trust whoever wrote it."
+            f"value {fqn!r} does not load under torch.load(weights_only=True): {reason(error)}. "
+            "Nothing was executed. Leave it out (exclude=), allow its types with "
+            "torch.serialization.add_safe_globals, or pass weights_only=False if you trust whoever "
+            "wrote it."
         )
         raise UnsafePickleError(msg, tensor=fqn) from error
     except (ImportError, AttributeError) as error:
@@ -88,9 +100,9 @@ def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
             raise _cannot_be_unpickled(fqn, error) from error
         msg = f"value {fqn!r} cannot be unpickled here: {error}"
         raise UnsupportedError(msg, tensor=fqn) from error
-    except (MemoryError, OSError):  # neither says anything about the value
+    except (MemoryError, OSError):  # not a fault of the value
         raise
-    except Exception as error:  # whatever torch, or a class of the pickle, makes of damaged bytes
+    except Exception as error:  # damaged bytes may make torch, or a class, raise anything
         raise _cannot_be_unpickled(fqn, error) from error
 
 
@@ -101,74 +113,71 @@ def _cannot_be_unpickled(fqn: str, error: Exception) -> CorruptDataError:
 
 
 def check_loadable(fqn: str, data: bytes) -> None:
-    """Raises unless the bytes load under ``weights_only=True``."""
+    """Check that bytes load under ``weights_only=True``. Raise what :func:`load` raises."""
     load(fqn, data, weights_only=True)
 
 
 def warn_unless_loadable(fqn: str, value: Any, data: bytes, *, strict: bool = False) -> None:
-    """Warns where ``data``, which is ``value`` as it is saved, will not load under ``weights_only=True``.
+    """Warn if a saved value will not load under ``weights_only=True``.
 
-    Only what is more than plain types is tried.
+    Args:
+        fqn: the name of the entry.
+        value: the value. Plain types are not checked.
+        data: its ``torch.save`` bytes.
+        strict: raise in place of the warning.
 
     Raises:
-        UnsafePickleError: such a value, with ``strict``.
+        UnsafePickleError: the value will not load, and ``strict`` is set.
     """
-    why, error = _refused(fqn, value, data)
-    if why is None:
+    error = _load_error(fqn, value, data)
+    if error is None:
         return
     if strict:
-        msg = f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: {why} (strict_values=True)"
-        raise UnsafePickleError(msg, tensor=fqn) from error
+        raise UnsafePickleError(
+            f"{_would_not_load(fqn, value, error)} (strict_values=True)", tensor=fqn
+        ) from error
     warn_caller(
-        f"value {fqn!r} ({_type_name(value)}) is saved, but will not load under weights_only=True, the default: {why}. "
-        "Save plain types in its place (numbers, text, lists, dicts, tensors), or load it with weights_only=False"
+        f"value {fqn!r} ({_type_name(value)}) is saved, but will not load under weights_only=True, "
+        f"the default: {_why(error)}. Save plain types in its place (numbers, text, lists, dicts, "
+        "tensors), or load it with weights_only=False"
     )
 
 
 def why_not_loadable(fqn: str, value: Any) -> str | None:
-    """Return why a value would not load back under ``weights_only=True``; None where it does.
+    """Return why a value would not load under ``weights_only=True``, or None if it would.
 
     Raises:
-        UnsupportedError: it does not pickle.
+        UnsupportedError: the value does not pickle.
     """
     if _is_plain(value):
         return None
-    why, _ = _refused(fqn, value, dump_named(fqn, value))
+    error = _load_error(fqn, value, dump_named(fqn, value))
+    return None if error is None else _would_not_load(fqn, value, error)
+
+
+def _load_error(fqn: str, value: Any, data: bytes) -> Exception | None:
+    if not _is_plain(value):
+        try:
+            check_loadable(fqn, data)
+        except Exception as error:  # noqa: BLE001  # the value does not load, for any reason
+            return error
+    return None
+
+
+def _would_not_load(fqn: str, value: Any, error: Exception) -> str:
     return (
-        why
-        and f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: {why}"
+        f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: "
+        f"{_why(error)}"
     )
 
 
-def _refused(fqn: str, value: Any, data: bytes) -> tuple[str | None, Exception | None]:
-    if _is_plain(value):
-        return None, None
-    try:
-        check_loadable(fqn, data)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the value does not load
-        why = (
-            reason(error.__cause__)
-            if isinstance(error.__cause__, pickle.UnpicklingError)
-            else str(error)
-        )
-        return why, error
-    return None, None
+def _why(error: Exception) -> str:
+    cause = error.__cause__
+    return reason(cause) if isinstance(cause, pickle.UnpicklingError) else str(error)
 
 
-#: What is known to load without trying, by itself and in containers.
-_PLAIN = {
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    *PLAIN_TYPES,
-}
+#: Types that load for certain, alone and in containers.
+_PLAIN = {*IMMUTABLE, *PLAIN_TYPES}
 
 
 def _is_plain(value: Any) -> bool:
@@ -182,15 +191,12 @@ def _is_plain(value: Any) -> bool:
 
 def _type_name(value: Any) -> str:
     kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
 
 
 def reason(error: pickle.UnpicklingError) -> str:
-    """The one part of torch's message that says what is wrong."""
+    """Return the part of torch's message that names the problem."""
     found = re.search(
         r"(?:WeightsUnpickler error:\s*|(?=Trying to load ))(.*?)(\. Please use|\.?\n|\.?$)",
         str(error),
@@ -199,7 +205,10 @@ def reason(error: pickle.UnpicklingError) -> str:
 
 
 def plain_numbers(tree: Any) -> Any:
-    """The tree with Python's numbers in place of NumPy's, where it has any in dicts, lists and tuples; itself otherwise."""
+    """Replace the NumPy numbers in dicts, lists and tuples by Python's.
+
+    A tree without NumPy numbers is returned unchanged.
+    """
     numpy = sys.modules.get("numpy")
     return tree if numpy is None else _plain(tree, numpy.generic)
 

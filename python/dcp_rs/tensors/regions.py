@@ -1,4 +1,4 @@
-"""Rectangles of tensors: narrowing to one, what an index expression selects, and tensors cut into pieces of bounded size."""
+"""Rectangles of tensors: views, slices, and pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -11,17 +11,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT", "Cut", "cut", "narrow", "read_ahead", "rectangles", "selection"]
+__all__ = [
+    "ALIGNMENT",
+    "BLOCK_BYTES",
+    "Cut",
+    "cut",
+    "narrow",
+    "read_ahead",
+    "rectangles",
+    "selection",
+    "unflatten",
+]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: What shares a slab begins at multiples of this many bytes.
+#: Pieces that share a slab begin at multiples of this many bytes.
 ALIGNMENT = 64
+#: A digest covers a block of this many bytes. A tensor is written in parts of whole blocks.
+BLOCK_BYTES = 1 << 20
 
 
 def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The view of ``sizes`` at ``offsets``; the tensor itself where that is all of it."""
+    """Return the view of ``sizes`` elements at ``offsets``."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
@@ -31,7 +43,13 @@ def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
 def rectangles(
     sizes: Sequence[int], begin: int, count: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield ``count`` elements from element ``begin`` of a row-major array, as (offsets, sizes) in order: as few as can be."""
+    """Yield a run of elements of a row-major array as the fewest (offsets, sizes), in order.
+
+    Args:
+        sizes: the sizes of the array.
+        begin: the first element of the run.
+        count: the number of elements.
+    """
     if count <= 0:
         return
     if not sizes:
@@ -51,9 +69,33 @@ def rectangles(
         yield (row + rows, *offsets), (1, *extent)
 
 
+def unflatten(
+    sizes: Sequence[int], begin: int, flat: torch.Tensor
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield the rectangles of a run of elements as (offsets, view of ``flat``), in order.
+
+    Args:
+        sizes: the sizes of the array.
+        begin: the first element of the run.
+        flat: one-dimensional memory for the run.
+    """
+    at = 0
+    for offsets, extent in rectangles(sizes, begin, flat.numel()):
+        count = math.prod(extent)
+        yield offsets, flat[at : at + count].view(extent)
+        at += count
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``count`` elements from element ``begin`` of the row ``number``, and the byte of a slab that they begin at."""
+    """A run of elements of one tensor, and its place in a slab.
+
+    Attributes:
+        number: the number of the tensor.
+        begin: the first element.
+        count: the number of elements.
+        at: the byte of the slab where the run begins.
+    """
 
     number: int
     begin: int
@@ -61,18 +103,17 @@ class Cut:
     at: int
 
 
-def cut(rows: Iterable[tuple[int, int, int]], slab_bytes: int) -> Iterator[list[Cut]]:
-    """Cut rows of elements, in order, and pack them into slabs.
+def cut(tensors: Iterable[tuple[int, int, int]], slab_bytes: int) -> Iterator[list[Cut]]:
+    """Cut tensors into runs of elements, in order, and yield the runs of one slab after another.
 
     Args:
-        rows: for each its elements, the bytes of one, and the number of elements that it is cut at
-            multiples of.
-        slab_bytes: the size of a slab, of which the elements between two cuts fill no more than
-            one.
+        tensors: for each tensor the number of its elements, the bytes of an element, and a number
+            of elements. The tensor is cut at multiples of that number.
+        slab_bytes: the size of a slab. It has room for the elements between two cuts.
     """
     cuts: list[Cut] = []
     at = 0
-    for number, (elements, itemsize, step) in enumerate(rows):
+    for number, (elements, itemsize, step) in enumerate(tensors):
         begin = 0
         while begin < elements:
             left, room = elements - begin, (slab_bytes - at) // itemsize
@@ -89,11 +130,11 @@ def cut(rows: Iterable[tuple[int, int, int]], slab_bytes: int) -> Iterator[list[
 
 
 def read_ahead(pieces: Iterable[T], read: Callable[[T, int], R]) -> Iterator[tuple[T, R]]:
-    """Yield each piece and what ``read`` returns for it, which is called for the next one meanwhile, in a thread.
+    """Yield each piece with the result of ``read``, while a thread reads the next piece.
 
     Args:
-        pieces: what to read, one after another.
-        read: is given a piece, and which of two buffers is free: 0 or 1.
+        pieces: the pieces to read, in order.
+        read: a function of a piece and the number of the buffer that is free, 0 or 1.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="dcp-rs") as reader:
         before: tuple[T, Future[R]] | None = None
@@ -109,12 +150,19 @@ def read_ahead(pieces: Iterable[T], read: Callable[[T, int], R]) -> Iterator[tup
 def selection(
     key: Any, shape: Sequence[int]
 ) -> tuple[list[int], list[int], tuple[int | slice, ...]]:
-    """The bounding rectangle (offsets, sizes) of what ``key`` selects by integers, slices and ``...``, and the selection within it.
+    """Return the bounding rectangle of an index expression, and the index within the rectangle.
+
+    Args:
+        key: integers, slices and ``...``.
+        shape: the sizes of the tensor.
+
+    Returns:
+        Offsets and sizes of the rectangle, and the index to apply to it.
 
     Raises:
-        IndexError: out of range, or too many indices.
-        ValueError: a slice with a negative step.
-        TypeError: another kind of index.
+        IndexError: the index is out of range, or has too many dimensions.
+        ValueError: a slice has a negative step.
+        TypeError: the index is of another kind.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
     ellipses = [i for i, k in enumerate(keys) if k is Ellipsis]
@@ -124,9 +172,8 @@ def selection(
     if given > len(shape):
         msg = f"too many indices for a tensor of {len(shape)} dimensions: {given}"
         raise IndexError(msg)
-    fill = [slice(None)] * (len(shape) - given)
     at = ellipses[0] if ellipses else len(keys)
-    keys[at : at + 1] = fill
+    keys[at : at + 1] = [slice(None)] * (len(shape) - given)
     offsets: list[int] = []
     sizes: list[int] = []
     local: list[int | slice] = []

@@ -1,4 +1,4 @@
-"""What of a tensor is in this process: rectangles of the whole, and the memory they are in."""
+"""The local shards of a tensor: rectangles of the whole, and their memory."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from torch.distributed.tensor.placement_types import Placement
 from dcp_rs import _torch
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors.regions import narrow
 
 __all__ = ["Layouts", "Piece", "global_shape", "local_pieces"]
 
-
-#: For each dimension, the runs of consecutive indices that a shard holds: (first in the whole,
-#: first in the shard, how many).
+#: For each dimension, runs of consecutive indices in a shard: (first in the whole tensor, first in
+#: the shard, count).
 Runs = list[list[tuple[int, int, int]]]
-#: Offsets and runs of shards, to be kept for one plan: torch takes some 60 microseconds a tensor to
-#: compute them, and a model repeats a few. No offsets: this process is not part of the mesh. By
-#: (shape, the mesh's id, placements), as most tensors share meshes, with the mesh, whose id is no
-#: other's while it is held; and by (shape, mesh, place in it, placements), for meshes that are
-#: equal. Beyond a plan this process may be another rank.
+#: A cache for one plan of the offsets and runs of shards, because torch takes some 60 microseconds
+#: to compute them. Offsets are None if this process is not part of the mesh. The keys are (shape,
+#: id of the mesh, placements), as most tensors share a mesh, and (shape, mesh, coordinate,
+#: placements), as meshes may be equal. The values hold the mesh, so that its id stays its own. The
+#: rank of this process may change between two plans.
 Layouts = dict[Any, tuple[DeviceMesh, tuple[int, ...] | None, Runs]]
 
-#: They have no shape but their own, unless they are marked.
-_OF_ONE_SHAPE = (*PLAIN_TYPES, DTensor)
+_PLAIN_OR_DTENSOR = (*PLAIN_TYPES, DTensor)
 
 
 @dataclass(slots=True)
 class Piece:
-    """A rectangle of a tensor, in memory here.
+    """A rectangle of a tensor in local memory.
 
     Attributes:
-        offsets: where it begins in the whole tensor.
-        tensor: its memory; the shape is the rectangle's.
-        shard: the offsets of the shard that it is part of, as DCP's planners see it.
-        at: where it begins in that shard.
-        number: of the shard, among those here.
+        offsets: the offsets in the whole tensor.
+        tensor: the memory, in the shape of the rectangle.
+        shard: the offsets of the shard around it, as DCP's planners see it.
+        at: the offsets in that shard.
+        number: the number of the shard in this process.
     """
 
     offsets: tuple[int, ...]
@@ -54,8 +53,8 @@ class Piece:
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole, of which ``tensor`` may be a shard."""
-    if type(tensor) in _OF_ONE_SHAPE and "global_shape" not in tensor.__dict__:
+    """Return the shape of the whole tensor that ``tensor`` may be a shard of."""
+    if type(tensor) in _PLAIN_OR_DTENSOR and "global_shape" not in tensor.__dict__:
         return tensor.shape
     if isinstance(tensor, ShardedTensor):
         return tuple(tensor.size())
@@ -63,12 +62,15 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece]:
-    """The rectangles of ``tensor`` that this process holds; none where it is not part of the tensor's mesh.
+    """Return the rectangles of a tensor in this process; none if it is not part of the mesh.
 
     Args:
-        fqn: its name, for messages.
-        tensor: of any kind that DCP knows.
-        layouts: what the plan knows already; begin with an empty one.
+        fqn: the name of the tensor, for messages.
+        tensor: a tensor of any kind that DCP knows.
+        layouts: the cache of the plan. Begin with an empty one.
+
+    Raises:
+        PlanError: a DTensor has a ``Partial`` placement.
     """
     if type(tensor) in PLAIN_TYPES and "global_shape" not in tensor.__dict__:
         zeros = (0,) * tensor.dim()
@@ -76,9 +78,8 @@ def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece
     if isinstance(tensor, DTensor):
         local = _torch.wait_tensor(tensor.to_local())
         if type(local) in PLAIN_TYPES:
-            return _dtensor_pieces(
-                fqn, tensor, local.detach() if local.requires_grad else local, layouts
-            )
+            local = local.detach() if local.requires_grad else local
+            return _dtensor_pieces(fqn, tensor, local, layouts)
     if isinstance(tensor, ShardedTensor):
         return [
             _piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach(), i)
@@ -112,7 +113,7 @@ def _dtensor_pieces(
     if not runs:
         return [_piece(offsets, local)]
     return [
-        Piece(global_at, _narrow(local, local_at, sizes), offsets, local_at)
+        Piece(global_at, narrow(local, local_at, sizes), offsets, local_at)
         for global_at, local_at, sizes in _rectangles(runs)
     ]
 
@@ -120,7 +121,7 @@ def _dtensor_pieces(
 def _layout_on(
     mesh: DeviceMesh, fqn: str, tensor: DTensor, layouts: Layouts
 ) -> tuple[DeviceMesh, tuple[int, ...] | None, Runs]:
-    """That of a tensor on a mesh which is not known yet; an equal one may be."""
+    """Return the layout on a mesh, from that of an equal mesh if there is one."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return mesh, None, []
@@ -132,9 +133,12 @@ def _layout_on(
 
 
 def _layout(fqn: str, tensor: DTensor) -> tuple[tuple[int, ...], Runs]:
-    """The offsets of the shard; and its runs, where a strided placement interleaves it with others (else empty)."""
+    """Return the offsets of the shard, and its runs if ranks interleave in a dimension."""
     if any(placement.is_partial() for placement in tensor.placements):
-        msg = f"tensor {fqn!r} has pending reductions (placements {tensor.placements}), and no values yet"
+        msg = (
+            f"tensor {fqn!r} has pending reductions (placements {tensor.placements}), "
+            "and no values yet"
+        )
         raise PlanError(msg, tensor=fqn)
     offsets = _torch.dtensor_offsets(tensor)
     if not any(_torch.is_strided_shard(p) for p in tensor.placements):
@@ -146,19 +150,15 @@ def _layout(fqn: str, tensor: DTensor) -> tuple[tuple[int, ...], Runs]:
 
 
 def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
-    """Which indices along ``dim`` the shard holds: asked of torch itself, by sharding the indices in the same way."""
+    """Return the indices of the shard along ``dim``. torch shards the indices to find them."""
     placements: list[Placement] = [
         _torch.with_dim(p, 0) if getattr(p, "dim", None) == dim else Replicate()
         for p in tensor.placements
     ]
     indices = torch.arange(tensor.shape[dim], device=tensor.device_mesh.device_type)
-    held = (
-        distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)
-        .to_local()
-        .tolist()
-    )
+    sharded = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)
     runs: list[tuple[int, int, int]] = []
-    for at, index in enumerate(held):
+    for at, index in enumerate(sharded.to_local().tolist()):
         if runs and index == runs[-1][0] + runs[-1][2]:
             runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
         else:
@@ -167,15 +167,10 @@ def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
 
 
 def _rectangles(runs: Runs) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offsets in the whole tensor, offsets in the shard, sizes)."""
     if not runs:
         yield (), (), ()
         return
     for whole, shard, count in runs[0]:
         for wholes, shards, counts in _rectangles(runs[1:]):
             yield (whole, *wholes), (shard, *shards), (count, *counts)
-
-
-def _narrow(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor

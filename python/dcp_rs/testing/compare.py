@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_rs.tensors.equality import raw_bytes, same
-from dcp_rs.transfer.save import why_not_raw
+from dcp_rs.tensors.memory import why_not_raw
 
 __all__ = ["assert_state_equal", "raw_bytes", "same_bits", "state_differences"]
 

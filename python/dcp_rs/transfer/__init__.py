@@ -1,1 +1,1 @@
-"""Bytes between files and memory."""
+"""Transfers of bytes between files, host memory and devices."""

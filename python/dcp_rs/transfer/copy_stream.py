@@ -1,4 +1,4 @@
-"""Where copies between slabs of host memory and a device are queued: on streams of its own, with events and scratch memory there."""
+"""Copies between slabs of host memory and a device, on side streams of the device."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = [
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether memory of the device is not host memory."""
+    """Return whether a device has memory of its own."""
     return device.type != "cpu"
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what the current stream of a device holds, without spinning where the device can tell."""
+    """Wait for the current stream of a device, without spinning if the device has events."""
     if _is_current(device):
         stream = torch.accelerator.current_stream(device)
         try:
             event = _new_event(device)
             event.record(stream)
-        except RuntimeError:  # it has no events
+        except RuntimeError:  # the device has no events
             stream.synchronize()
         else:
             event.synchronize()
@@ -39,19 +39,21 @@ def synchronize(device: torch.device) -> None:
 
 
 def _is_current(device: torch.device) -> bool:
-    """Whether torch's generic streams are those of this kind of device."""
+    """Return whether the device is of the kind that ``torch.accelerator`` serves."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
 
 def _new_event(device: torch.device) -> Any:
-    """An event to wait for. What waits for it sleeps on CUDA, where it would otherwise spin on a core that readers want."""
+    """Return a new event. On CUDA, waiting for it leaves the core to the threads that read."""
     if device.type == "cuda":
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     return torch.Event(device=device, enable_timing=False)
 
 
-#: (destination, source), of one shape.
+#: The largest gap between two parts of a slab that is copied with them.
+_GAP_BYTES = 64 << 10
+#: (destination, source) of one shape.
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -60,12 +62,12 @@ class Transfer:
     """The copies between a slab and a device.
 
     Attributes:
-        direct: between the slab and tensors on the device.
-        runs: bytes (begin, end) that move between the slab and the same place of the scratch
-            memory.
-        grouped: between scratch memory and tensors, all on the device: lists of destinations and
-            sources that one call can copy.
-        single: the same, one at a time.
+        direct: copies between the slab and tensors on the device.
+        runs: bytes (begin, end) of the slab that move to or from the same place of the scratch
+            memory, which is on the device.
+        grouped: lists of destinations and sources for one call each. They are tensors and scratch
+            memory on the device.
+        single: the same copies, one at a time.
     """
 
     direct: list[Pair] = field(default_factory=list)
@@ -73,31 +75,38 @@ class Transfer:
     grouped: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
     single: list[Pair] = field(default_factory=list)
 
+    def add_run(self, begin: int, end: int) -> None:
+        """Add a run of bytes after the others. A small gap is copied with them."""
+        if self.runs and begin - self.runs[-1][1] <= _GAP_BYTES:
+            self.runs[-1] = (self.runs[-1][0], end)
+        else:
+            self.runs.append((begin, end))
+
 
 class CopyStream:
-    """The way of slabs to one device, or back. This one is to host memory, where a copy is done when it returns.
+    """Copies between slabs and a device. This class serves host memory, where they are synchronous.
 
-    :meth:`scratch` and the transfer that uses it take turns. The *caller's stream* is the one that
-    was current when the copy stream was made.
+    The *caller's stream* is the device's current stream at construction. Use :meth:`scratch` and
+    the transfer that needs it in turn.
     """
 
-    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # it never changes
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # immutable
         self._device = device
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """New memory of the device, which goes back to the caller's stream. The copies that fill it come after :meth:`order_after_caller`.
+        """Return new memory of the caller's stream, for copies after :meth:`order_after_caller`.
 
-        It is no tensor of inference, be that the mode: copies into it may come in another one.
+        It is an ordinary tensor even in inference mode, as copies may come in another mode.
         """
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=self._device)
 
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
-        """Memory of the device as large as ``slab``, for the next transfer. Of the host: the slab itself."""
+        """Return device memory of the slab's size for the next transfer; on the host the slab."""
         return slab
 
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
-        """Starts the copies out of ``slab``. What it returns is done when ``slab`` may be overwritten."""
+        """Start copies out of ``slab``. The token is done when ``slab`` may be overwritten."""
         with torch.no_grad():
             for destination, source in (*transfer.direct, *transfer.single):
                 destination.copy_(source)
@@ -105,37 +114,37 @@ class CopyStream:
                 torch._foreach_copy_(destinations, sources)
 
     def download(self, slab: torch.Tensor, transfer: Transfer) -> Any:
-        """Starts the copies into ``slab``. What it returns is done when ``slab`` may be read."""
+        """Start copies into ``slab``. The token is done when ``slab`` may be read."""
         self.upload(slab, transfer)
 
     def done(self, token: Any) -> bool:
-        """Whether the copies behind ``token`` are done. Once they are, nobody asks again."""
+        """Return whether the copies of a token are done. A token is used up once they are."""
         return True
 
     def wait(self, token: Any) -> None:
-        """Blocks until they are. Nobody asks again."""
+        """Block until the copies of a token are done. The token is used up then."""
 
     def drain(self) -> None:
-        """Blocks until no copy is under way. Raises what the copies raised."""
+        """Block until all copies are done, and raise their error if they failed."""
 
     def order_after_caller(self) -> None:
-        """Makes what is copied next wait for what the caller's stream holds now."""
+        """Make later copies wait for the present work of the caller's stream."""
 
     def order_before_caller(self) -> None:
-        """Makes what follows on the caller's stream wait for all copies so far."""
+        """Make later work of the caller's stream wait for all copies so far."""
 
     def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, whose memory is of the caller's stream and whose copies have begun, safe on the stream that is current now."""
+        """Return a tensor of :meth:`empty`, safe to use on the stream that is current now."""
         return tensor
 
 
 class PairedCopyStream(CopyStream):
-    """To an accelerator: copies go on two streams in turn, each with scratch memory of its own.
+    """Copies on two side streams in turn, each with its own scratch memory.
 
-    So what is scattered from one slab does not hold up the copy of the next.
+    So the scattering of one slab does not delay the copy of the next.
 
     Raises:
-        RuntimeError: the device has no such streams, or no events.
+        RuntimeError: the device has no side streams, or no events.
     """
 
     STREAMS = 2
@@ -145,18 +154,17 @@ class PairedCopyStream(CopyStream):
         if len(set(self._streams)) < self.STREAMS:
             msg = f"{device} has one stream for all"
             raise RuntimeError(msg)
-        # Kept: a consumer that takes tensors one by one may have another stream current each time,
-        # and memory has one home.
+        # A consumer of single tensors may have another stream current each time.
         self._caller = torch.accelerator.current_stream(device)
-        # By its number, where it was given as the current one: another may be that by and by.
+        # With its number: another device may be current later.
         self._device = self._caller.device
-        #: Events that nothing waits for any more.
+        #: Idle events.
         self._events = [_new_event(self._device)]
         self._scratch: list[torch.Tensor | None] = [None] * self.STREAMS
         self._turn = 0
-        #: How often these streams were asked for something, and after how much of it each other
-        #: stream comes.
-        self._asked = 0
+        #: The number of operations on the side streams, and how many of them each other stream is
+        #: ordered after.
+        self._issued = 0
         self._ordered: dict[torch.Stream, int] = {}
         self.order_after_caller()
 
@@ -169,8 +177,7 @@ class PairedCopyStream(CopyStream):
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
         scratch = self._scratch[self._turn]
         if scratch is None or scratch.numel() < slab.numel():
-            # Of the caller's stream, which waits for these streams in the end: the memory goes back
-            # to where it came from.
+            # The caller's stream owns it, and waits for the side streams in the end.
             scratch = self._scratch[self._turn] = self.empty((slab.numel(),), torch.uint8)
             self._streams[self._turn].wait_stream(self._caller)
         return scratch
@@ -182,20 +189,20 @@ class PairedCopyStream(CopyStream):
                 destination.copy_(source, non_blocking=True)
             scratch = self._scratch[self._turn]
             for begin, end in transfer.runs:
-                assert scratch is not None  # noqa: S101  # whoever made the runs asked for it
+                assert scratch is not None  # noqa: S101  # scratch() precedes a transfer with runs
                 scratch[begin:end].copy_(slab[begin:end], non_blocking=True)
             event = self._record()
-            self._within(transfer)
+            self._copy_on_device(transfer)
         self._next()
         return event
 
     @override
     def download(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         with torch.no_grad(), self._streams[self._turn]:
-            self._within(transfer)
+            self._copy_on_device(transfer)
             scratch = self._scratch[self._turn]
             for begin, end in transfer.runs:
-                assert scratch is not None  # noqa: S101  # as above
+                assert scratch is not None  # noqa: S101
                 slab[begin:end].copy_(scratch[begin:end], non_blocking=True)
             for destination, source in transfer.direct:
                 destination.copy_(source, non_blocking=True)
@@ -226,7 +233,7 @@ class PairedCopyStream(CopyStream):
     def order_after_caller(self) -> None:
         for stream in self._streams:
             stream.wait_stream(self._caller)
-        self._asked += 1
+        self._issued += 1
 
     @override
     def order_before_caller(self) -> None:
@@ -235,18 +242,17 @@ class PairedCopyStream(CopyStream):
     @override
     def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         taker = torch.accelerator.current_stream(self._device)
-        if self._ordered.get(taker) != self._asked:
+        if self._ordered.get(taker) != self._issued:
             self._order_before(taker)
         if taker != self._caller:
-            # Else its memory would be the next tensor's as soon as it is let go, with work of the
-            # taker's stream still to come.
+            # Otherwise its memory could go to another tensor before the taker's stream is done.
             tensor.record_stream(taker)
         return tensor
 
     def _order_before(self, stream: torch.Stream) -> None:
         for other in self._streams:
             stream.wait_stream(other)
-        self._ordered[stream] = self._asked
+        self._ordered[stream] = self._issued
 
     def _record(self) -> Any:
         event = self._events.pop() if self._events else _new_event(self._device)
@@ -255,9 +261,9 @@ class PairedCopyStream(CopyStream):
 
     def _next(self) -> None:
         self._turn = (self._turn + 1) % self.STREAMS
-        self._asked += 1
+        self._issued += 1
 
-    def _within(self, transfer: Transfer) -> None:
+    def _copy_on_device(self, transfer: Transfer) -> None:
         for destinations, sources in transfer.grouped:
             torch._foreach_copy_(destinations, sources, non_blocking=True)
         for destination, source in transfer.single:
@@ -265,20 +271,20 @@ class PairedCopyStream(CopyStream):
 
 
 class BlockingCopyStream(CopyStream):
-    """To a device that has one stream: every copy waits. Scratch memory would save nothing."""
+    """Synchronous copies to a device with one stream, where scratch memory would save nothing."""
 
     @override
     def order_after_caller(self) -> None:
-        synchronize(self._device)  # whichever thread copies
+        synchronize(self._device)
 
 
 def copy_stream_for(device: torch.device) -> CopyStream:
-    """Return the copy stream to a device. The current stream is its caller's."""
+    """Return a copy stream for a device. The current stream is its caller's stream."""
     if not is_accelerator(device):
         return CopyStream()
     if _is_current(device):
         try:
             return PairedCopyStream(device)
-        except RuntimeError:  # it has no streams
+        except RuntimeError:  # the device has no side streams
             pass
     return BlockingCopyStream(device)

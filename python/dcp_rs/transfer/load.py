@@ -1,4 +1,4 @@
-"""All destinations of a load: in place where the bytes fit as they are, through slabs otherwise."""
+"""Loads: bytes go in place where they fit unchanged, and through slabs otherwise."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from dcp_rs._progress import Counts
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import check_fillable, check_made, is_opaque, is_plain, parts, space_of
-from dcp_rs.transfer.target import Target
+from dcp_rs.transfer.target import Target, groups
 from dcp_rs.transfer.upload import upload
 
 __all__ = ["Load", "fill"]
 
 
 class Load:
-    """All destinations of one load, together.
+    """All targets of one load.
 
-    Those that share memory hold in the end what filling one after another would leave: file by
-    file, as the plan first comes to them, and of a file in the order of the plan. That is what
-    stock DCP's readers do.
+    CPU tensors of the stored dtype are filled in place, strided ones too. Other tensors are filled
+    by copies from slabs of host memory, which convert device and dtype.
 
-    In place are filled CPU tensors of the stored dtype, strided ones too. The others through slabs
-    of host memory of bounded size, by copies that convert device and dtype.
+    Targets that share memory end with the values that filling one after another leaves. The order
+    is that of stock DCP's readers: file by file as the plan first needs them, and within a file as
+    planned.
 
     Args:
-        index: where the data is.
+        index: the checkpoint.
         options: how to read.
-        batch: what is planned already.
-        counts: where the bytes are counted.
-        common: what is known of what other ranks want, of the same files.
+        batch: a batch with targets that are planned already.
+        counts: counters for the bytes.
+        common: the sections of the checkpoint that other ranks read, too.
     """
 
     def __init__(
@@ -49,15 +49,16 @@ class Load:
         self._index = index
         self._options = options
         self._batch = _core.Batch(index) if batch is None else batch
+        #: The targets that the engine does not fill in place.
         self._elsewhere: list[Target] = []
 
     def add(self, targets: Iterable[Target]) -> None:
-        """Adds targets.
+        """Add targets.
 
         Raises:
-            PlanError: no chunk holds some part of one, or a tensor cannot be filled: it has no
-                memory, or elements that share bytes.
-            UnsupportedError: a tensor that is not strided.
+            PlanError: no chunk holds a part of a region; or a tensor has no memory, or elements
+                that share bytes.
+            UnsupportedError: a tensor is not strided.
         """
         direct: list[Target] = []
         for target in targets:
@@ -77,22 +78,22 @@ class Load:
             self._batch.add_elsewhere(number, target, space_of(target.tensor.device), there=True)
 
     def arrange(self) -> int:
-        """Ends the adding; returns how many turns it takes."""
+        """Arrange the targets after the last one was added, and return the number of turns."""
         turns = self._batch.arrange()
         if self._common is not None:
             self._batch.divide(self._common)
         return turns
 
     def at_once(self) -> list[int]:
-        """The places of which nothing has to wait for others, nor is hidden."""
+        """Return the places of the targets that are all filled in the first turn."""
         return self._batch.at_once()
 
     def leave_out(self, places: Iterable[int]) -> None:
-        """What has these places is filled by others."""
+        """Leave out the targets of some places, because other ranks send them."""
         self._batch.leave_out(list(places))
 
     def run(self, turn: int) -> int:
-        """Fills what has this turn. Returns the bytes that were read for what is filled in place."""
+        """Fill the targets of a turn, and return the bytes read for those filled in place."""
         tell = None if self._counts.watch is None else self._counts.tell
         stats = self._batch.read(turn, progress=tell, **self._options.engine())
         self._counts.add(stats)
@@ -106,7 +107,7 @@ class Load:
         return stats.read
 
     def run_all(self) -> int:
-        """Fills everything, turn by turn."""
+        """Fill all targets, and return the bytes read for those filled in place."""
         return sum(self.run(turn) for turn in range(self.arrange()))
 
 
@@ -116,7 +117,7 @@ def fill(
     options: ReadOptions,
     counts: Counts | None = None,
 ) -> None:
-    """Fills every tensor from the chunks that hold its region. Raises as :meth:`Load.add`."""
+    """Fill targets from an index. It raises what :meth:`Load.add` raises."""
     load = Load(index, options, counts=counts)
     load.add(targets)
     load.run_all()
@@ -125,28 +126,26 @@ def fill(
 def _fill_opaque(
     index: _core.Index, targets: Sequence[Target], options: ReadOptions, counts: Counts
 ) -> None:
-    """By their own ``copy_``, from whole rectangles in host memory."""
-    limit = options.inflight_bytes(accelerator=False)
-    at = 0
-    while at < len(targets):
-        group: list[tuple[Target, torch.Tensor]] = []
-        nbytes = 0
-        while at < len(targets) and (not group or nbytes < limit):
-            target = targets[at]
-            group.append(
-                (
-                    target,
-                    check_made(torch.empty(target.tensor.shape, dtype=target.dtype, device="cpu")),
-                )
+    """Fill tensors that only their class can access, by ``copy_`` from host memory."""
+    for group in groups(targets, options.inflight_bytes(accelerator=False)):
+        stored = [
+            replace(
+                target,
+                tensor=check_made(
+                    torch.empty(target.tensor.shape, dtype=target.dtype, device="cpu")
+                ),
             )
-            nbytes += group[-1][1].nbytes
-            at += 1
-        fill(index, [replace(target, tensor=values) for target, values in group], options, counts)
-        for target, values in group:
+            for target in group
+        ]
+        fill(index, stored, options, counts)
+        for target, values in zip(group, stored, strict=True):
             try:
                 with torch.no_grad():
-                    target.tensor.copy_(values)
+                    target.tensor.copy_(values.tensor)
             except (RuntimeError, NotImplementedError, TypeError) as error:
                 kind = type(target.tensor).__name__
-                msg = f"tensor {target.name!r}: its copy_, which only its class {kind} has, does not take what is stored: {error}"
+                msg = (
+                    f"tensor {target.name!r}: its copy_, which only its class {kind} has, does not "
+                    f"take what is stored: {error}"
+                )
                 raise PlanError(msg, tensor=target.name) from error

@@ -1,9 +1,8 @@
-"""What a load wants: regions of stored tensors, and the tensors that they go to."""
+"""Targets of a load: regions of stored tensors, and the tensors to fill."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,23 +10,23 @@ import torch
 from dcp_rs import _core
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME
-from dcp_rs.tensors.regions import rectangles
+from dcp_rs.tensors.regions import unflatten
 
-__all__ = ["Target", "fills", "stored_dtype"]
+__all__ = ["Target", "fills", "groups", "stored_dtype"]
 
 
 @dataclass(slots=True)
 class Target:
-    """A region of a stored tensor, and the tensor it goes to.
+    """A region of a stored tensor, and the tensor to fill from it.
 
     Attributes:
-        index: which stored tensor, taken from whichever chunks hold it; or which chunk.
-        offsets: where the region begins in it.
-        tensor: what to fill; its shape is the region's.
-        name: FQN, for messages.
-        dtype: of the stored tensor.
-        place: in the plan, for the order in which shared memory is filled.
-        of_chunk: the region is of a chunk, as those who plan by chunks have it.
+        index: the number of the stored tensor, or of a chunk.
+        offsets: the offsets of the region in it.
+        tensor: the tensor to fill. Its shape is that of the region.
+        name: the FQN, for messages.
+        dtype: the stored dtype.
+        place: the position in the plan. Tensors that share memory are filled in this order.
+        of_chunk: whether ``index`` and ``offsets`` refer to a chunk.
     """
 
     index: int
@@ -38,38 +37,64 @@ class Target:
     place: int = 0
     of_chunk: bool = False
 
+    @classmethod
+    def whole(
+        cls, number: int, entry: _core.TensorEntry, device: torch.device | str | int
+    ) -> Target:
+        """Return a new tensor on ``device`` as the target of a whole stored tensor."""
+        dtype, shape = stored_dtype(entry.name, entry.dtype), entry.shape
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        return cls(number, [0] * len(shape), tensor, entry.name, dtype)
+
     @property
     def nbytes(self) -> int:
-        """Of the region, as it is stored."""
+        """The bytes of the region as it is stored."""
         return self.tensor.numel() * self.dtype.itemsize
+
+
+def groups(targets: Iterable[Target], max_bytes: int) -> Iterator[list[Target]]:
+    """Yield consecutive targets of up to ``max_bytes`` together, but at least one."""
+    group: list[Target] = []
+    nbytes = 0
+    for target in targets:
+        if group and nbytes + target.nbytes > max_bytes:
+            yield group
+            group, nbytes = [], 0
+        group.append(target)
+        nbytes += target.nbytes
+    if group:
+        yield group
 
 
 def fills(
     index: int, shape: Sequence[int], begin: int, flat: torch.Tensor, offsets: Sequence[int] = ()
 ) -> list[_core.Fill]:
-    """Return reads of the elements from ``begin`` on of a region, in row-major order.
+    """Return the reads of a run of elements of a region, in row-major order.
 
     Args:
-        index: which stored tensor, or which chunk.
-        shape: of the region.
-        begin: the first element.
-        flat: where they go: a row of host memory.
-        offsets: where the region begins in the stored tensor; default: at its first element.
+        index: the number of the stored tensor, or of a chunk.
+        shape: the sizes of the region.
+        begin: the first element of the run.
+        flat: host memory for the run.
+        offsets: the offsets of the region in the stored tensor; none for its beginning.
     """
-    found, at = [], 0
-    for first, sizes in rectangles(shape, begin, flat.numel()):
-        into = flat[at : at + math.prod(sizes)].view(sizes)
-        place = [a + b for a, b in zip(first, offsets, strict=True)] if offsets else first
-        found.append(_core.Fill(index, place, into.shape, into.data_ptr(), into.stride()))
-        at += into.numel()
-    return found
+    return [
+        _core.Fill(
+            index,
+            [a + b for a, b in zip(first, offsets, strict=True)] if offsets else first,
+            into.shape,
+            into.data_ptr(),
+            into.stride(),
+        )
+        for first, into in unflatten(shape, begin, flat)
+    ]
 
 
 def stored_dtype(name: str, dtype: str | None) -> torch.dtype:
-    """The torch dtype for a name of the format.
+    """Return the torch dtype of a stored tensor.
 
     Raises:
-        UnsupportedError: this torch has none of the name.
+        UnsupportedError: this torch does not have the dtype.
     """
     found = BY_NAME.get(dtype or "")
     if found is None:

@@ -1,9 +1,9 @@
-"""Loads through slabs: the engine fills them ahead, copies empty them, events say when one may be filled again."""
+"""Loads through slabs: threads fill slabs ahead, and copies move them to their tensors."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -12,32 +12,29 @@ import torch
 
 from dcp_rs import _core, _torch
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.dtypes import AS_INTEGERS, COPIED_IN_GROUPS
-from dcp_rs.tensors.memory import space_of
+from dcp_rs.tensors.dtypes import COPIED_IN_GROUPS, as_integers
+from dcp_rs.tensors.memory import flat_bytes, space_of
 from dcp_rs.tensors.regions import narrow
-from dcp_rs.transfer import slabs
+from dcp_rs.transfer.buffers import SPARE_SLABS, slab_bytes, slab_pool
 from dcp_rs.transfer.copy_stream import CopyStream, Transfer, copy_stream_for, is_accelerator
 from dcp_rs.transfer.target import Target
 
 __all__ = ["SlabLoad", "make_transfer", "upload"]
 
-#: From here on a part is worth a copy of its own; smaller ones go down together and are scattered
-#: on the device.
+#: A part of this size is worth a copy of its own. Smaller ones go to scratch memory together, and
+#: are scattered on the device.
 DIRECT_BYTES = 1 << 20
-#: What lies between two parts is copied with them up to this.
-GAP_BYTES = 64 << 10
 
 
 class _Goal:
-    """The tensor of a target, and what its copies have to know of it.
+    """The tensor of a target, and how to copy to it.
 
     Attributes:
-        tensor: where the elements go.
-        dtype: of the elements in the slab.
-        same: bytes can be copied as they are.
-        grouped: it can be copied together with others: its operations are torch's own, and its
-            dtypes those that a device copies in groups.
-        nbytes: bytes of the elements in the slab.
+        tensor: the tensor to fill.
+        dtype: the dtype of the elements in the slab.
+        same: whether the copy moves bytes unchanged.
+        grouped: whether one call may copy it together with other tensors.
+        nbytes: the bytes of the elements in the slab.
     """
 
     __slots__ = ("dtype", "grouped", "nbytes", "same", "tensor")
@@ -46,9 +43,9 @@ class _Goal:
         tensor, dtype = target.tensor, target.dtype
         plain = type(tensor) in _torch.PLAIN_TYPES and not tensor.is_neg() and not tensor.is_conj()
         self.same = plain and tensor.dtype == dtype
-        if self.same and dtype in AS_INTEGERS:
-            dtype = AS_INTEGERS[dtype]
-            tensor = tensor.view(dtype)
+        if self.same:
+            tensor = as_integers(tensor)
+            dtype = tensor.dtype
         self.tensor = tensor
         self.dtype = dtype
         self.grouped = plain and tensor.dtype in COPIED_IN_GROUPS and dtype in COPIED_IN_GROUPS
@@ -56,9 +53,19 @@ class _Goal:
 
 
 def make_transfer(
-    slab: torch.Tensor, stream: CopyStream, targets: Sequence[Target], copies: Sequence[_core.Copy]
+    slab: torch.Tensor,
+    stream: CopyStream,
+    targets: Sequence[Target] | Mapping[int, Target],
+    copies: Sequence[_core.Copy],
 ) -> Transfer:
-    """The copies out of ``slab``, in the order of their places, as the stream takes them."""
+    """Return the transfer of a filled slab to its targets.
+
+    Args:
+        slab: the slab.
+        stream: the stream that will run the transfer.
+        targets: the targets by their numbers in the batch.
+        copies: the parts of the slab, in order.
+    """
     transfer = Transfer()
     groups: dict[
         tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -73,12 +80,12 @@ def make_transfer(
             goal = goals[number] = _Goal(targets[number])
         tensor = goal.tensor if box is None else narrow(goal.tensor, *box)
         if goal.same and nbytes >= DIRECT_BYTES and (box is None or tensor.is_contiguous()):
-            flat = tensor.view(-1).view(torch.uint8)
-            transfer.direct.append((flat[begin : begin + nbytes], slab[at : at + nbytes]))
+            memory = flat_bytes(tensor)
+            transfer.direct.append((memory[begin : begin + nbytes], slab[at : at + nbytes]))
             continue
         if views is None:
             views = _Views(stream.scratch(slab))
-        _extend(transfer.runs, at, at + nbytes)
+        transfer.add_run(at, at + nbytes)
         if box is not None:
             source = views.tensor(goal.dtype, at, nbytes).view(box[1])
         elif nbytes == goal.nbytes:
@@ -97,16 +104,8 @@ def make_transfer(
     return transfer
 
 
-def _extend(runs: list[tuple[int, int]], begin: int, end: int) -> None:
-    """Adds bytes to runs that begin no later."""
-    if runs and begin - runs[-1][1] <= GAP_BYTES:
-        runs[-1] = (runs[-1][0], end)
-    else:
-        runs.append((begin, end))
-
-
 class _Views:
-    """Memory seen as tensors, with as few calls as can be."""
+    """Views of memory as tensors, with few calls of torch."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -120,28 +119,28 @@ class _Views:
         return found
 
     def tensor(self, dtype: torch.dtype, at: int, nbytes: int) -> torch.Tensor:
-        """Elements in one dimension."""
+        """Return a row of elements."""
         typed, _ = self._of(dtype)
         return typed.narrow(0, at // dtype.itemsize, nbytes // dtype.itemsize)
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype, at: int) -> torch.Tensor:
-        """Elements in the shape of a contiguous tensor."""
+        """Return elements in the shape of a contiguous tensor."""
         typed, begin = self._of(dtype)
         return typed.as_strided(tensor.shape, tensor.stride(), begin + at // dtype.itemsize)
 
 
 class SlabLoad:
-    """What is wanted, slab by slab. A context manager, to iterate over once.
+    """A load that fills slab after slab: a context manager to iterate over once.
 
-    It gives (number of the device, copies, slab). Whoever starts copies from the slab says so by
-    :meth:`sent`; the slab is filled again when they are done, or at once if there are none. On the
-    way out every copy has been waited for.
+    It yields (number of the device, copies, slab). Call :meth:`sent` after you start copies from
+    the slab; the slab is filled again when they are done. Without that call it is filled again at
+    once. The exit waits for all copies.
 
     Args:
-        batch: what is planned.
-        wants: which of it. What goes to different devices never shares a slab.
-        sort: in the order of the files, not that of ``wants``.
-        accelerator: slabs are pinned, and the options' bound is that for accelerators.
+        batch: the planned batch.
+        wants: the parts of the batch to load. Parts for different devices never share a slab.
+        sort: load in the order of the files, not in that of ``wants``.
+        accelerator: pin the slabs, and use the bound on memory for accelerators.
         options: how to read.
     """
 
@@ -155,7 +154,7 @@ class SlabLoad:
         options: ReadOptions,
     ) -> None:
         self._max_bytes = options.inflight_bytes(accelerator=accelerator)
-        self._slab_bytes = slabs.slab_bytes(self._max_bytes)
+        self._slab_bytes = slab_bytes(self._max_bytes)
         self._reader = _core.SlabReader.create(
             batch, wants, self._slab_bytes, sort=sort, **options.slabs()
         )
@@ -170,9 +169,9 @@ class SlabLoad:
         if not reader.batch_count:
             return self
         room = max(1, self._max_bytes // self._slab_bytes)
-        count = min(room, reader.workers + slabs.SPARE_SLABS, reader.batch_count)
-        self._spare = max(1, min(slabs.SPARE_SLABS, count // 2))
-        self._slabs = slabs.kept.take(count, self._slab_bytes, pinned=self._pinned)
+        count = min(room, reader.workers + SPARE_SLABS, reader.batch_count)
+        self._spare = max(1, min(SPARE_SLABS, count // 2))
+        self._slabs = slab_pool.take(count, self._slab_bytes, pinned=self._pinned)
         places = [(slab.data_ptr(), slab.nbytes) for slab in self._slabs]
         reader.start(places, self._slabs, max(1, count - self._spare))
         return self
@@ -192,7 +191,7 @@ class SlabLoad:
                 self._current = None
 
     def sent(self, stream: CopyStream, token: Any) -> None:
-        """Says that the copies behind ``token`` read the slab given last."""
+        """Register the token of copies that read the last slab."""
         if self._current is None:
             msg = "no slab was handed out for these copies"
             raise RuntimeError(msg)
@@ -200,11 +199,11 @@ class SlabLoad:
         self._current = None
 
     def stats(self) -> _core.ReadStats:
-        """What was read, once the load has ended."""
+        """Return the counts of a load that has ended."""
         return self._reader.stats()
 
     def _recycle(self) -> None:
-        """Gives back the slabs whose copies are done. No more than the spare ones stay: the threads need the others."""
+        """Release slabs whose copies are done. Wait if copies hold all spare slabs."""
         while self._pending:
             stream, token, slab = self._pending[0]
             if len(self._pending) >= self._spare:
@@ -221,12 +220,12 @@ class SlabLoad:
         trace: TracebackType | None,
     ) -> None:
         self._reader.close()
-        # Copies that cannot be waited for may still read their slabs: those are not used again.
+        # If waiting fails, the copies may still read their slabs, so the pool must not get them.
         while self._pending:
             stream, token, _ = self._pending[0]
             stream.wait(token)
             self._pending.popleft()
-        slabs.kept.give(self._slabs)
+        slab_pool.give(self._slabs)
         self._slabs = []
 
 
@@ -237,11 +236,17 @@ def upload(
     options: ReadOptions,
     tell: Callable[[int], None] | None = None,
 ) -> _core.ReadStats:
-    """Fills what goes through slabs: ``wants`` of a batch whose targets' numbers are those of ``targets``. ``tell`` hears of the bytes on their way.
+    """Fill targets through slabs.
 
-    When this returns, work that is queued on the caller's current stream of each device sees all of
-    it. After an error the targets may be partly filled, and that work still comes after whatever
-    copies were started.
+    Later work on the caller's current stream of each device sees the new values. After an error the
+    targets may be partly filled, and that work still comes after the copies that were started.
+
+    Args:
+        batch: the planned batch.
+        wants: the parts of the batch to load.
+        targets: the targets by their numbers in the batch.
+        options: how to read.
+        tell: called with the bytes on their way so far.
     """
     devices = {
         space_of(device): device for device in {target.tensor.device: None for target in targets}
