@@ -1,4 +1,4 @@
-"""Quantized weights and stacked experts: beside torch's own reader, and beside the same tensors stored as they are used."""
+"""Quantized weights and stacked experts, beside torch's reader and beside unquantized tensors."""
 
 import json
 from collections.abc import Callable
@@ -9,8 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import page_cache
 from harness.context import Context
+from harness.driven import worker
+from harness.memory import extra_anonymous_bytes
 from harness.pairs import Contender, measure
-from harness.rows import Row, versus
+from harness.rows import Row, figure, versus
 from harness.states import scramble, size_of
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
@@ -25,12 +27,12 @@ TORCHS = "QuantizedHuggingFaceStorageReader"
 TORCHS_KERNEL = "safetensors load_file, and the kernel of QuantizedHuggingFaceStorageReader"
 PLAIN = "dcp_rs.load of the same in bfloat16"
 ALONE = "dcp_rs.load of the same one by one"
-#: Of a checkpoint that is measured.
-MATRICES, EXPERTS = 4, 64
+#: Of a checkpoint whose load is timed, and of one whose load is watched for memory.
+MATRICES, EXPERTS, MANY_MATRICES = 4, 64, 32
 
 
 def run(context: Context) -> list[Row]:
-    return [*_fp8(context), *_mxfp4(context), *_stacked(context)]
+    return [*_fp8(context), *_mxfp4(context), *_stacked(context), *_memory(context)]
 
 
 def _save(path: Path, tensors: State) -> Path:
@@ -69,13 +71,14 @@ def _blank(expected: State) -> State:
     return state
 
 
-def _fp8(context: Context) -> list[Row]:
+def _fp8_and_plain(context: Context, matrices: int) -> tuple[Path, Path, State]:
+    """Write matrices as FP8 blocks and in bfloat16. Return both folders and the matrices."""
     dim = context.sizes.reshard_dim // 2
     grid = dim // 128
-    names = [f"layers.{number}.weight" for number in range(MATRICES)]
+    names = [f"layers.{number}.weight" for number in range(matrices)]
     stored = {name: torch.randn(dim, dim).to(torch.float8_e4m3fn) for name in names}
     stored |= {f"{name}_scale_inv": torch.rand(grid, grid) for name in names}
-    quantized = _save(context.folder / f"fp8-{dim}", stored)
+    quantized = _save(context.folder / f"fp8-{matrices}-{dim}", stored)
     stored = load_file(quantized / "model.safetensors")  # of an earlier run, perhaps
 
     def decoded(name: str) -> torch.Tensor:
@@ -83,7 +86,11 @@ def _fp8(context: Context) -> list[Row]:
         return (blocks * stored[f"{name}_scale_inv"][:, None, :, None]).view(dim, dim).bfloat16()
 
     expected = {name: decoded(name) for name in names}
-    plain = _save(context.folder / f"bf16-{dim}", expected)
+    return quantized, _save(context.folder / f"bf16-{matrices}-{dim}", expected), expected
+
+
+def _fp8(context: Context) -> list[Row]:
+    quantized, plain, expected = _fp8_and_plain(context, MATRICES)
     state = _blank(expected)
     reader = QuantizedHuggingFaceStorageReader(str(quantized), target_dtype=torch.bfloat16)
     times = measure(
@@ -104,7 +111,7 @@ def _fp8(context: Context) -> list[Row]:
         ],
         **context.pairs,
     )
-    what = f"{MATRICES} matrices, {size_of(MATRICES * dim * dim * 2)} of bf16"
+    what = f"{MATRICES} matrices, {size_of(sum(t.nbytes for t in expected.values()))} of bf16"
     return [
         versus(f"FP8 blocks, {what}", times, DEQUANTIZED, TORCHS, reach=10, stretch=30),
         versus(
@@ -114,7 +121,7 @@ def _fp8(context: Context) -> list[Row]:
 
 
 def _mxfp4(context: Context) -> list[Row]:
-    """Torch's reader fills only 1/32 of such a tensor, so that its kernel is called for all of it."""
+    """Compare with the kernel of torch's reader: the reader fills only 1/32 of such a tensor."""
     dim = context.sizes.reshard_dim // 4
     shape = (MATRICES, dim, dim)
     blocks = torch.randint(0, 256, (MATRICES, dim, dim // 32, 16), dtype=torch.uint8)
@@ -126,7 +133,7 @@ def _mxfp4(context: Context) -> list[Row]:
     request = SimpleNamespace(storage_offsets=(0, 0, 0), lengths=shape)
 
     def torchs(stored: State) -> torch.Tensor:
-        kernel = reader._dequantize_tensor_mxfp4  # noqa: SLF001  # nothing that torch documents calls it for all of a tensor
+        kernel = reader._dequantize_tensor_mxfp4  # noqa: SLF001  # there is no public one
         return kernel(stored["experts_blocks"], stored["experts_scales"], request, 0, 0)
 
     expected = {"experts": torchs(load_file(path / "model.safetensors"))}
@@ -175,3 +182,23 @@ def _stacked(context: Context) -> list[Row]:
     )
     what = f"{EXPERTS} experts, {size_of(joined['experts.w'].nbytes)}"
     return [versus(f"Stack, {what}", times, STACKED, ALONE, reach=0.9, stretch=0.95)]
+
+
+def _memory(context: Context) -> list[Row]:
+    """Measure anonymous memory beyond the destination, of the first load of a process."""
+    quantized, plain, expected = _fp8_and_plain(context, MANY_MATRICES)
+    amount = size_of(sum(tensor.nbytes for tensor in expected.values()))
+    del expected
+    rows = []
+    for warmth, prepare_files in (("warm", page_cache.warm), ("cold", page_cache.drop)):
+        for kind, name in (("quantized", DEQUANTIZED), ("plain", PLAIN)):
+            extra = []
+            for _ in range(context.pairs["rounds"]):
+                with worker("quantized_worker", quantized, plain) as process:
+                    process.ask("prepare", kind)
+                    prepare_files(quantized if kind == "quantized" else plain)
+                    extra.append(extra_anonymous_bytes(process, "load") / 1e6)
+                    process.ask("verify")
+            case = f"FP8 blocks, {warmth}, extra anonymous memory while loading {amount} of bf16"
+            rows.append(figure(case, name, "MB", extra, reach=100.0, stretch=64.0))
+    return rows

@@ -19,6 +19,7 @@ import dcp_rs
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.integrations.torchtitan import DcpRsCheckpointManager
 from frameworks.launch import launch
+from support import quantized
 
 pytestmark = pytest.mark.timeout(1800)  # each run is a start of Python on every rank
 
@@ -77,6 +78,34 @@ def test_a_run_of_torchtitans_own_goes_on(tmp_path, whole):
     launch(RUN, "rs", tmp_path, STEPS, ranks=2)
     check_end(tmp_path, whole, 2)
     assert (tmp_path / "checkpoint" / "step-8" / "index.dcprs").is_file()
+
+
+# --- quantized models
+# ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["deepseek", "gpt_oss"])
+def test_rs_reader_takes_the_place_of_torchs_quantized_reader(tmp_path, model):
+    """Under torchtitan's own adapters: names, shapes and slices of 2 ranks, bit for bit."""
+    from frameworks.torchtitan_quantized_run import MODELS
+
+    state, make_adapter = MODELS[model]()
+    stored: quantized.Tensors = {}
+    for seed, (name, tensor) in enumerate(make_adapter().to_hf(state).items()):
+        shape = tuple(tensor.shape)
+        if name.endswith("_blocks"):
+            parts, _ = quantized.mxfp4(name.removesuffix("_blocks"), *shape, seed=seed)
+            # Torch's reader overflows where a scale is beyond these.
+            stored |= {key: t if key == name else t % 64 + 96 for key, t in parts.items()}
+        elif model == "deepseek" and "_proj" in name:
+            parts, _ = quantized.fp8(name.removesuffix(".weight"), *shape, seed=seed)
+            parts[name] = parts[name].float().nan_to_num().to(torch.float8_e4m3fn)
+            stored |= parts
+        else:
+            stored[name] = torch.randn(shape).bfloat16()
+    method = {"deepseek": "fp8", "gpt_oss": "mxfp4"}[model]
+    quantized.write(tmp_path / "hf", stored, {"quant_method": method}, files=3)
+    assert launch(RUN.with_name("torchtitan_quantized_run.py"), model, tmp_path / "hf", ranks=2)
 
 
 # --- the manager
@@ -328,6 +357,29 @@ def test_weights_of_hugging_face_begin_a_run(make, tmp_path):
     )
     assert manager.load()
     assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+
+def test_quantized_weights_begin_a_run(make, tmp_path):
+    """The weights are decoded to float32, as by torchtitan's readers, with no step to bfloat16."""
+    how = {"initial_load_in_hf": True, "initial_load_in_hf_quantized": True}
+    manager, model = make(folder="run", initial_load_path=str(tmp_path / "hf"), **how)
+    made = {
+        "model.0": quantized.channel("model.0", 8, 8, seed=1, scale_shape=(8, 1)),
+        "model.1": quantized.fp8("model.1", 4, 8, seed=2),
+    }
+    for stored, _ in made.values():
+        weight = next(iter(stored))
+        stored[weight] = stored[weight].float().nan_to_num().to(torch.float8_e4m3fn)
+    plain = {"model.0.bias": torch.randn(8), "model.1.bias": torch.randn(4)}
+    parts = {name: part for stored, _ in made.values() for name, part in stored.items()}
+    quantized.write(tmp_path / "hf", parts | plain)
+    assert manager.load()
+    for name, (_, whole) in made.items():
+        loaded = model.state_dict()[f"{name.removeprefix('model.')}.weight"]
+        assert torch.equal(loaded, whole.nan_to_num())
+        assert not torch.equal(loaded, loaded.bfloat16().float())
+    for name, tensor in plain.items():
+        assert torch.equal(model.state_dict()[name.removeprefix("model.")], tensor)
 
 
 def test_a_manager_that_is_off_does_nothing_and_a_scheme_is_refused(make, tmp_path):

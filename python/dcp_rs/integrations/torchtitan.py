@@ -149,14 +149,11 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         Raises:
             Exception: as :func:`dcp_rs.load`.
         """
-        if from_quantized:  # its readers know how a model is quantized
-            super().dcp_load(
-                state_dict, checkpoint_id, from_hf=from_hf, from_quantized=from_quantized
-            )
-            return
         if from_hf:
             hf_state_dict = self.sd_adapter.to_hf(state_dict)
-            load(hf_state_dict, checkpoint_id, **self._read_options)
+            # torchtitan's readers of quantized weights decode to float32, too.
+            dequantize = torch.float32 if from_quantized else False
+            load(hf_state_dict, checkpoint_id, dequantize=dequantize, **self._read_options)
             self.states[_MODEL].load_state_dict(self.sd_adapter.from_hf(hf_state_dict))
             return
         load(state_dict, checkpoint_id, **self._read_options)
