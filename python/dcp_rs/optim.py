@@ -1,4 +1,4 @@
-"""The public functions for training state: models, optimizers and what rides along, saved and resumed. The work is in ``training/``."""
+"""Save and load training state: models, optimizers and extra entries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.training.choice import Choice
 from dcp_rs.training.extra import (
     EXTRA,
     PerRank,
@@ -37,9 +36,10 @@ from dcp_rs.training.extra import (
     state_of,
     with_buffers_copied,
 )
+from dcp_rs.training.load_optimizer import SavedOptimizers
 from dcp_rs.training.optimizers import is_fsdp1, optimizer_state
-from dcp_rs.training.saved import SavedOptimizers
-from dcp_rs.training.saved_state import branch_at, join, tree_of
+from dcp_rs.training.partial_load import PartialLoad
+from dcp_rs.training.saved_tree import build_tree, join, saved_tree
 
 __all__ = [
     "PerRank",
@@ -90,9 +90,8 @@ def training_state(
         dcp_rs.save(dcp_rs.optim.training_state(model, optimizer, extra={"step": 7}), "training")
         ```
     """
-    ranks = RankGroup(
-        process_group, no_dist=not dist.is_initialized()
-    )  # whether others are missing is for the save to say
+    # The save raises if other ranks are missing.
+    ranks = RankGroup(process_group, no_dist=not dist.is_initialized())
     models = _modules(model)
     state = _training_state(models, optimizers, extra, ranks, strict=strict_values)
     state[MODEL] = with_buffers_copied(state[MODEL], models)
@@ -110,7 +109,7 @@ def _training_state(
     def make() -> dict[str, Any]:
         state: dict[str, Any] = {MODEL: _merged(get_model_state_dict(model) for model in models)}
         several = _several(optimizers)
-        # Every rank takes the steps in it, whatever it has: others may have optimizers.
+        # A collective: other ranks may have optimizers.
         optim = optimizer_state(models, several, ranks)
         if several:
             state[OPTIM] = optim
@@ -146,13 +145,13 @@ def save_training_state(
         path: the folder.
         model: its parameters and persistent buffers are saved. Or several modules with different
             names, such as the stages of a pipeline on this rank.
-        optimizers: one, or several for different parameters. One that has not made a step is saved
-            as such. Ranks that train nothing have none.
-        extra: what else to restore, by name: objects with ``state_dict`` and ``load_state_dict``
-            (schedulers, gradient scalers, data loaders), tensors and plain values. Wrap values
-            that differ between ranks in :class:`PerRank`; use :class:`RngState` for random
-            numbers. NumPy numbers are saved as Python numbers, which load under
-            ``weights_only=True``.
+        optimizers: one, or several for different parameters. An optimizer that has not made a step
+            is saved as such. Ranks that train nothing have none.
+        extra: other entries to restore, by name: objects with ``state_dict`` and
+            ``load_state_dict`` (schedulers, gradient scalers, data loaders), tensors and plain
+            values. Wrap values that differ between ranks in :class:`PerRank`; use
+            :class:`RngState` for random numbers. NumPy numbers are saved as Python numbers, which
+            load under ``weights_only=True``.
         process_group, no_dist: as in ``dcp.save``.
         planner: as for :func:`dcp_rs.save`.
         write_options: arguments of :class:`dcp_rs.RsWriter`. For values in ``extra``,
@@ -205,12 +204,12 @@ def load_training_state(
         path: a checkpoint.
         model: filled in place.
         optimizers: as in the save, in any order: parameters are matched by name. Their state is
-            replaced. One without state makes it as under torch's ``get_state_dict``, by a step with
-            gradients and learning rates of zero.
+            replaced. An optimizer without state creates it as under torch's ``get_state_dict``, by
+            a step with gradients and learning rates of zero.
         extra: as in the save. Objects get their state, tensors are filled in place, and other
             values are replaced in ``extra``.
-        allow_partial_load: leave alone what the checkpoint lacks, and the state of parameters that
-            it has in another shape or not complete. By default that is an error.
+        allow_partial_load: leave alone what the checkpoint lacks, and state that is incomplete
+            there or has another shape. By default that is an error.
         process_group, no_dist: as in ``dcp.load``.
         planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``.
             Entries that it does not include stay as they are.
@@ -234,76 +233,16 @@ def load_training_state(
         assert extra["step"] == 7
         ```
     """
-    models, several, extra = _modules(model), _several(optimizers), {} if extra is None else extra
-    planner = RsLoadPlanner(allow_partial_load=allow_partial_load) if planner is None else planner
-    ranks = RankGroup(process_group, no_dist=no_dist)
-    partial = allow_partial_load or (
-        isinstance(planner, RsLoadPlanner) and planner.allow_partial_load
+    return _load(
+        path,
+        _modules(model),
+        _several(optimizers),
+        planner,
+        RankGroup(process_group, no_dist=no_dist),
+        read_options,
+        partial=allow_partial_load,
+        extra={} if extra is None else extra,
     )
-
-    def load() -> None:
-        _load_into(
-            path, models, several, planner, ranks, read_options, partial=partial, extra=extra
-        )
-
-    engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
-    return planner.report if isinstance(planner, RsLoadPlanner) else None
-
-
-def _load_into(
-    path: str | os.PathLike[str],
-    models: tuple[torch.nn.Module, ...],
-    optimizers: tuple[Optimizer, ...],
-    planner: LoadPlanner,
-    ranks: RankGroup,
-    read_options: dict[str, Any],
-    *,
-    partial: bool,
-    key: str = OPTIM,
-    extra: dict[str, Any] | None = None,
-) -> None:
-    """Load what the path holds when it begins, all of one save. Without ``extra``, it is the optimizers alone."""
-    reader, metadata = ranks.run(lambda: _opened(path, read_options))
-    state: dict[str, Any] = {}
-    parts: list[dict[str, Any]] = []
-    extras: list[SavedExtra] = []
-
-    def begin() -> tuple[Choice, SavedOptimizers | None]:
-        choice = Choice(metadata, planner, partial=partial)
-        if extra is not None:
-            parts.extend(get_model_state_dict(model) for model in models)
-            state[MODEL] = _merged(parts)
-        saved = (
-            _saved_optimizers(reader, metadata, key, choice, needed=extra is None)
-            if optimizers
-            else None
-        )
-        if saved is not None:
-            state.update(saved.template(models, optimizers))
-        extras.extend(
-            SavedExtra(metadata, name, value, choice) for name, value in (extra or {}).items()
-        )
-        for one in extras:
-            state.update(one.template)
-        return choice, saved
-
-    def end() -> None:
-        if saved is not None:
-            saved.fill(state)
-            saved.apply(models)
-        for model, part in zip(models, parts, strict=False):
-            loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
-            set_model_state_dict(model, loaded, options=StateDictOptions(strict=not partial))
-        if extra is not None:
-            for one in extras:
-                one.put(extra, state)
-
-    choice, saved = ranks.run(begin)
-    _load(ranks, state, reader, metadata, planner)
-    ranks.run(end)
-    beside = [join(key, "param_groups")] if saved is not None else []
-    per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
-    choice.tell(beside + [f"{EXTRA}.{name}" for name in per_rank])
 
 
 @suggest_option
@@ -351,16 +290,94 @@ def load_optim_state_dict(
         dcp_rs.optim.load_optim_state_dict("optimizer", model, optimizer)
         ```
     """
-    models, ranks = _modules(model), RankGroup(process_group, no_dist=no_dist)
-    own_planner = RsLoadPlanner() if planner is None else planner
-    partial = allow_partial_load or bool(getattr(own_planner, "allow_partial_load", False))
+    _load(
+        path,
+        _modules(model),
+        (optimizer,),
+        planner,
+        RankGroup(process_group, no_dist=no_dist),
+        read_options,
+        partial=allow_partial_load,
+        key=key,
+    )
+
+
+def _load(
+    path: str | os.PathLike[str],
+    models: tuple[torch.nn.Module, ...],
+    optimizers: tuple[Optimizer, ...],
+    planner: LoadPlanner | None,
+    ranks: RankGroup,
+    read_options: dict[str, Any],
+    *,
+    partial: bool,
+    key: str = OPTIM,
+    extra: dict[str, Any] | None = None,
+) -> LoadReport | None:
+    """Load training state; without ``extra``, the optimizers alone.
+
+    A whole load that a save overtakes begins again with the new checkpoint.
+    """
+    if planner is None:
+        planner = RsLoadPlanner(allow_partial_load=partial)
+    partial = partial or bool(getattr(planner, "allow_partial_load", False))
 
     def load() -> None:
-        _load_into(
-            path, models, (optimizer,), own_planner, ranks, read_options, partial=partial, key=key
-        )
+        """Load everything from the one save that the path holds now."""
+        reader, metadata = ranks.run(lambda: _opened(path, read_options))
+        state: dict[str, Any] = {}
+        parts: list[dict[str, Any]] = []
+        extras: list[SavedExtra] = []
+
+        def begin() -> tuple[PartialLoad, SavedOptimizers | None]:
+            partial_load = PartialLoad(metadata, planner, partial=partial)
+            if extra is not None:
+                parts.extend(get_model_state_dict(model) for model in models)
+                state[MODEL] = _merged(parts)
+            saved = None
+            if optimizers:
+                saved = _saved_optimizers(reader, metadata, key, partial_load, needed=extra is None)
+            if saved is not None:
+                state.update(saved.template(models, optimizers))
+            for name, value in (extra or {}).items():
+                extras.append(SavedExtra(metadata, name, value, partial_load))
+                state.update(extras[-1].template)
+            return partial_load, saved
+
+        def end() -> None:
+            if saved is not None:
+                saved.fill(state)
+                saved.apply(models)
+            for model, part in zip(models, parts, strict=False):
+                loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
+                set_model_state_dict(model, loaded, options=StateDictOptions(strict=not partial))
+            for one in extras:
+                one.put(extra or {}, state)
+
+        partial_load, saved = ranks.run(begin)
+        _read(ranks, state, reader, metadata, planner)
+        ranks.run(end)
+        before = [] if saved is None else [join(key, "param_groups")]
+        per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
+        partial_load.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
 
     engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
+    return planner.report if isinstance(planner, RsLoadPlanner) else None
+
+
+def _read(
+    ranks: RankGroup,
+    state: dict[str, Any],
+    reader: RsReader,
+    metadata: Metadata,
+    planner: LoadPlanner,
+) -> None:
+    """Fill ``state`` from the save that the reader opened."""
+    if not is_plain(planner):
+        protocol.load(ranks, state, reader, planner, metadata=metadata)
+        return
+    report = engine.load(state, reader._source, planner._options(), ranks, index=index_of(metadata))
+    planner._end_load(report, reader.path)
 
 
 def _opened(
@@ -370,28 +387,16 @@ def _opened(
     return reader, reader.read_metadata()
 
 
-def _load(
-    ranks: RankGroup,
-    state: dict[str, Any],
-    reader: RsReader,
-    metadata: Metadata,
-    planner: LoadPlanner,
-) -> None:
-    """Load from the save that was opened before: what was read of it then goes with what is read now."""
-    if not is_plain(planner):
-        protocol.load(ranks, state, reader, planner, metadata=metadata)
-        return
-    report = engine.load(state, reader._source, planner._options(), ranks, index=index_of(metadata))
-    planner._end_load(report, reader.path)
-
-
 def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
     models = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
     if not models or not all(isinstance(one, torch.nn.Module) for one in models):
         msg = f"model is {model!r}: a module, or several"
         raise TypeError(msg)
     if models[1:] and any(map(is_fsdp1, models)):
-        msg = "several modules, of which one is of FSDP1 (FullyShardedDataParallel): wrap them in one, or use fully_shard"
+        msg = (
+            "several modules, of which one is of FSDP1 (FullyShardedDataParallel): "
+            "wrap them in one, or use fully_shard"
+        )
         raise UnsupportedError(msg)
     return models
 
@@ -417,51 +422,44 @@ def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 
 def _saved_optimizers(
-    reader: RsReader, metadata: Metadata, key: str, choice: Choice, *, needed: bool = False
+    reader: RsReader, metadata: Metadata, key: str, partial_load: PartialLoad, *, needed: bool
 ) -> SavedOptimizers | None:
-    """The optimizer state under a key; None where there is none, or the load leaves out all of it.
+    """Return the optimizer state under a key; None if there is none, or the load excludes it.
 
     Raises:
-        PlanError: there is none, and that is an error: with ``needed`` in a partial load, too.
+        PlanError: there is none, and that is an error; with ``needed``, in a partial load too.
     """
-    start = f"{key}." if key else ""
+    start, base = f"{key}." if key else "", join(key, "param_groups")
     names = [name for name in metadata.state_dict_metadata if name.startswith(start)]
-    if not any(map(choice.wants, names or [join(key, "param_groups")])):
-        choice.left_out(names)
+    if not any(map(partial_load.includes, names or [base])):
+        partial_load.exclude(names)
         return None
-    groups = _saved_groups(reader, metadata, key)
-    if groups is None:
-        if choice.is_partial and not needed:
-            choice.report.missing.append(key)
-            return None
-        msg = f"the checkpoint has no optimizer state under {key!r}: there is no {join(key, 'param_groups')!r}"
-        dotted = (f".{name}" for name in metadata.state_dict_metadata)
-        groups_of = (
-            name.split(".param_groups")[0].removeprefix(".")
-            for name in dotted
-            if ".param_groups" in name
-        )
-        if (other := next(groups_of, None)) is not None:
-            msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
-        raise PlanError(msg, tensor=join(key, "param_groups"))
-    return SavedOptimizers(metadata, key, groups, choice)
+    groups = _saved_groups(reader, metadata, base)
+    if groups is not None:
+        return SavedOptimizers(metadata, key, groups, partial_load)
+    if partial_load.is_partial and not needed:
+        partial_load.report.missing.append(key)
+        return None
+    msg = f"the checkpoint has no optimizer state under {key!r}: there is no {base!r}"
+    above = (f".{name}".partition(".param_groups") for name in metadata.state_dict_metadata)
+    other = next((before.removeprefix(".") for before, found, _ in above if found), None)
+    if other is not None:
+        msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
+    raise PlanError(msg, tensor=base)
 
 
-def _saved_groups(reader: RsReader, metadata: Metadata, key: str) -> list[dict[str, Any]] | None:
-    """The parameter groups in the checkpoint: one value, or, where they hold tensors, a list that was flattened."""
-    name = join(key, "param_groups")
+def _saved_groups(reader: RsReader, metadata: Metadata, name: str) -> list[dict[str, Any]] | None:
+    """Return the saved parameter groups: one value, or a list that was flattened."""
     if name in metadata.state_dict_metadata:
         groups: list[dict[str, Any]] = reader._read_value(name)
         return groups
-    branch = branch_at(metadata, tuple(name.split(".")))
-    if not branch.paths:
+    tree = saved_tree(metadata, tuple(name.split(".")))
+    if not tree.paths:
         return None
     leaves = [
-        (branch.positions[leaf], path, reader._read_value(leaf))
-        for leaf, path in branch.paths.items()
+        (tree.positions[leaf], path, reader._read_value(leaf)) for leaf, path in tree.paths.items()
     ]
-    groups = tree_of(leaves, branch.containers)
-    if isinstance(groups, Mapping):
-        # By parameter, as `flatten_optimizer_state_dict` has it.
+    groups = build_tree(leaves, tree.containers)
+    if isinstance(groups, Mapping):  # by parameter, from `flatten_optimizer_state_dict`
         return [{**settings, "params": [fqn]} for fqn, settings in groups.items()]
     return groups

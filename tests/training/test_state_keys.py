@@ -5,8 +5,6 @@ what was saved under "0" and "1", as if it was new to it, and left empty dicts o
 native checkpoints, which know better, too.
 """
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,9 +127,7 @@ def resumes(path, make, name, *, has_state):
     other, resumed = make(1)
     if has_state:
         step(other, resumed)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*keys as text.*")
-        load_training_state(path, other, resumed)
+    load_training_state(path, other, resumed)
     assert_state_equal(resumed.state_dict(), optimizer.state_dict())
     for _ in range(2):
         step(model, optimizer)
@@ -239,31 +235,3 @@ def test_what_rides_along_saved_as_it_is(ckpt):
     loaded = {"ema": {}, "nothing": {}}
     load_training_state(ckpt, model, (), loaded)
     assert_state_equal(loaded, extra)
-
-
-class Secretive(Factored):
-    """It tells nothing of its state before it has seen gradients."""
-
-    def step(self, closure=None):
-        if any(p.grad.any() for group in self.param_groups for p in group["params"]):
-            super().step(closure)
-
-
-def test_text_that_nothing_tells_about_is_warned_of(ckpt):
-    model, _ = small()
-    optimizer = Secretive(model.parameters())
-    step(model, optimizer)
-    with quiet():
-        stock(ckpt, model, optimizer)
-    other, _ = small(1)
-    with pytest.warns(
-        UserWarning,
-        match=r"optimizer state 'optim.state.0.weight.* the checkpoint has all keys as text",
-    ):
-        load_training_state(ckpt, other, Secretive(other.parameters()))
-    resumed = Secretive(other.parameters())
-    step(other, resumed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_training_state(ckpt, other, resumed)
-    assert_state_equal(resumed.state_dict(), optimizer.state_dict())

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
-from dcp_rs.training.saved import SavedOptimizers
+from dcp_rs.training.load_optimizer import SavedOptimizers
 from support import run_ranks
 
 ALWAYS = 1000

@@ -1,1 +1,1 @@
-"""The state of a training run: models, optimizers, and what rides along."""
+"""Training state: optimizers and extra entries, saved and loaded."""

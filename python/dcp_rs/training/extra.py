@@ -1,4 +1,4 @@
-"""What is saved beside a model: schedulers, positions of data loaders, random number generators, as a state dict that loses nothing."""
+"""Extra entries of a training checkpoint: schedulers, data loaders, random number generators."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dcp_rs.tensors import pickles
 from dcp_rs.tensors.flatten import flatten, is_stateful
 from dcp_rs.tensors.nesting import WHOLE, TreePath, is_plain, remaining, text_path, unwrap
 from dcp_rs.tensors.pickles import plain_numbers
-from dcp_rs.training.choice import Choice
-from dcp_rs.training.saved_state import branch_at, join, tree_of
+from dcp_rs.training.partial_load import PartialLoad
+from dcp_rs.training.saved_tree import build_tree, join, saved_tree
 
 __all__ = [
     "EXTRA",
@@ -33,11 +33,11 @@ __all__ = [
     "with_buffers_copied",
 ]
 
-#: Where these entries are in the checkpoint.
+#: The key of these entries in the checkpoint.
 EXTRA = "extra"
-#: The keys of a mapping that holds tensors, where some are not text.
+#: The entry with the keys of a mapping that holds tensors, if some keys are not text.
 _KEYS = "dcp_rs.keys"
-#: The prefix of keys of :class:`PerRank`.
+#: Prefixes of the keys of :class:`PerRank`.
 _KEY, _RANK = "key", "rank"
 
 
@@ -49,9 +49,9 @@ class PerRank:
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``.
-        key: whose value it is; for a data loader, the data-parallel rank. Ranks with the same key
-            have the same value, and one of them saves it. Default: the global rank, which only
-            fits a restart on the same ranks.
+        key: names the owner of the value; for a data loader, the data-parallel rank. Ranks with
+            the same key have the same value, and one of them saves it. Default: the global rank,
+            which only fits a restart on the same ranks.
 
     Example:
         ```python
@@ -74,7 +74,7 @@ class PerRank:
         """Return the state of this rank's value.
 
         Returns:
-            What its ``state_dict()`` returns.
+            The result of its ``state_dict()``.
         """
         state: dict[str, Any] = self.value.state_dict()
         return state
@@ -131,26 +131,26 @@ class RngState(PerRank):
         if "numpy" in state:
             import numpy as np
 
-            np.random.set_state(state["numpy"])  # noqa: NPY002  # the state of the global generator is what is restored
+            np.random.set_state(state["numpy"])  # noqa: NPY002  # restores the global generator
 
 
 def state_of(value: Any) -> Any:
-    """What is saved for an entry of ``extra``."""
+    """Return the state to save for an entry of ``extra``."""
     if isinstance(value, PerRank):
         return {value._saved_key: pack(plain_numbers(value.state_dict()))}
     return pack(plain_numbers(value.state_dict() if is_stateful(value) else value))
 
 
 def check_values(name: str, tree: Any) -> None:
-    """Raise where a value of a state would not load back under ``weights_only=True``.
+    """Raise if a value of a state would not load under ``weights_only=True``.
 
     Args:
-        name: of what is above it.
+        name: the name of the state.
         tree: the state, as it is saved.
 
     Raises:
-        UnsafePickleError: such a value.
-        UnsupportedError: a value that does not pickle.
+        UnsafePickleError: a value would not load.
+        UnsupportedError: a value cannot be pickled.
     """
     for fqn, value in flatten({name: tree}).values.items():
         if isinstance(value, torch.Tensor):
@@ -158,18 +158,17 @@ def check_values(name: str, tree: Any) -> None:
         why = pickles.why_not_loadable(fqn, value)
         if why is not None:
             msg = (
-                f"{why}. Save plain types in its place (numbers, text, lists, dicts, tensors): this is the state that a restart needs. "
-                "Or pass strict_values=False, and weights_only=False to the load"
+                f"{why}. Save plain types in its place (numbers, text, lists, dicts, tensors): "
+                "this is the state that a restart needs. Or pass strict_values=False, and "
+                "weights_only=False to the load"
             )
             raise UnsafePickleError(msg, tensor=fqn)
 
 
 def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]) -> dict[str, Any]:
-    """Return a state dict of models with copies of their buffers: a forward pass may write to those.
+    """Return a state dict of ``models`` with copies of their buffers.
 
-    Args:
-        state: as torch's ``get_model_state_dict`` gives it.
-        models: whose it is.
+    A forward pass may write to buffers while the state dict is saved.
     """
     names = {
         name
@@ -181,32 +180,8 @@ def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]
         return {key: value.clone() if key in names else value for key, value in state.items()}
 
 
-def why_not_found(name: str, value: PerRank, saved: Iterable[str]) -> str | None:
-    """Return why a value of which each rank has its own does not go on where it was; None where it does.
-
-    Args:
-        name: of the entry of ``extra``.
-        value: that of this rank.
-        saved: the keys that it was saved under, by all ranks.
-    """
-    keys = set(saved)
-    ranks = [int(key.removeprefix(_RANK)) for key in keys if key.removeprefix(_RANK).isdecimal()]
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if value._saved_key in keys and (value.key is not None or all(rank < size for rank in ranks)):
-        return None
-    there = (
-        f"it was saved under {', '.join(sorted(keys)[:8])}" if keys else "the checkpoint has none"
-    )
-    if value.key is not None:
-        return f"{name!r} has no state for key={value.key!r}: {there}"
-    return (
-        f"{name!r} was saved by other ranks than load it: {there}, and this is rank {dist.get_rank() if size > 1 else 0} of {size}. "
-        "Give it the key that tells whose it is, PerRank(value, key=data_parallel_rank), when you save and when you load"
-    )
-
-
 def pack(tree: Any) -> Any:
-    """The tree, so that DCP's flattening loses none of it.
+    """Wrap the parts of a tree that DCP's flattening would lose.
 
     Raises:
         PlanError: two keys of a mapping with tensors are the same as text.
@@ -219,9 +194,8 @@ def pack(tree: Any) -> Any:
         return [pack(entry) for entry in tree]
     packed = {str(key): pack(value) for key, value in tree.items()}
     if len(packed) != len(tree):
-        msg = (
-            f"a mapping with tensors has keys that are the same as text: {sorted(map(repr, tree))}"
-        )
+        keys = sorted(map(repr, tree))
+        msg = f"a mapping with tensors has keys that are the same as text: {keys}"
         raise PlanError(msg)
     if not all(type(key) is str for key in tree):
         packed[_KEYS] = (_KEYS, list(tree))
@@ -229,7 +203,7 @@ def pack(tree: Any) -> Any:
 
 
 def unpack(tree: Any) -> Any:
-    """What :func:`pack` was given, but for the types of mappings that hold tensors."""
+    """Return the tree that :func:`pack` took. Mappings with tensors become dicts."""
     if isinstance(tree, tuple):
         return unwrap(tree)
     if isinstance(tree, list):
@@ -241,7 +215,7 @@ def unpack(tree: Any) -> Any:
 
 
 def merge(old: Any, new: Any) -> Any:
-    """``new``, but nested dicts of ``old`` are kept and updated, as a load does it."""
+    """Return ``new``. Nested dicts of ``old`` are updated in place, as in a load."""
     if type(old) is dict and isinstance(new, Mapping):
         for key, value in new.items():
             old[key] = merge(old.get(key), value)
@@ -258,124 +232,134 @@ def _has_tensors(tree: Any) -> bool:
 
 
 class SavedExtra:
-    """The state of one entry of ``extra``, and where it goes.
+    """One saved entry of ``extra``, and its way into the caller's.
 
     Args:
-        metadata: of the checkpoint.
-        name: of the entry.
-        value: what is there now.
-        choice: what of it is loaded.
+        metadata: the metadata of the checkpoint.
+        name: the name of the entry.
+        value: the caller's value.
+        partial_load: what is left alone.
 
     Attributes:
-        template: memory for it, by name in the checkpoint.
+        template: memory for the entry, by name in the checkpoint.
 
     Raises:
-        PlanError: the checkpoint lacks it, and that is an error.
+        PlanError: the checkpoint lacks the entry, and that is an error.
     """
 
-    def __init__(self, metadata: Metadata, name: str, value: Any, choice: Choice) -> None:
+    def __init__(
+        self, metadata: Metadata, name: str, value: Any, partial_load: PartialLoad
+    ) -> None:
         self._name = name
-        self.template: dict[str, Any] = {}
+        self._partial = partial_load
+        self._is_per_rank = isinstance(value, PerRank)
         prefix = (EXTRA, name, value._saved_key) if isinstance(value, PerRank) else (EXTRA, name)
         whole = ".".join(prefix)
-        # The names of its leaves in the checkpoint, and where in it they belong.
-        branch = branch_at(metadata, prefix)
-        self._paths, self._positions, self._containers = (
-            branch.paths,
-            branch.positions,
-            branch.containers,
-        )
-        if whole in metadata.state_dict_metadata:
-            self._paths = {whole: ()}
-        #: Whether it gets a state: else it is left alone.
-        is_empty = not isinstance(value, PerRank) and state_of(value) in ({}, [])
-        self._is_loaded = (
-            bool(self._paths) or (bool(self._containers) and choice.wants(whole)) or is_empty
-        )
-        self._kept: dict[TreePath, Any] = {}  # leaves that stay as they are
-        if isinstance(value, PerRank) and choice.wants(whole):
-            _check_ranks(metadata, name, value, choice)
-        if not self._is_loaded and choice.wants(whole):
-            if not isinstance(value, PerRank) and not choice.is_partial:
+        tree = saved_tree(metadata, prefix)
+        self._positions = tree.positions
+        self._paths = {whole: ()} if whole in metadata.state_dict_metadata else tree.paths
+        self._kept: dict[TreePath, Any] = {}  # leaves that stay
+        own = value.state_dict() if is_stateful(value) else value
+        is_included = partial_load.includes(whole)
+        is_empty = not self._is_per_rank and state_of(value) in ({}, [])
+        self._is_loaded = bool(self._paths or (tree.containers and is_included) or is_empty)
+        if is_included and isinstance(value, PerRank):
+            _check_ranks(metadata, name, value, partial_load)
+        if is_included and not self._is_loaded:
+            if not self._is_per_rank and not partial_load.is_partial:
                 msg = f"the checkpoint has no {EXTRA}.{name}"
                 raise PlanError(msg, tensor=f"{EXTRA}.{name}")
-            choice.report.missing.append(whole)
-        left = choice.left_out(self._paths)
-        left |= choice.held_in_part(key for key in self._paths if key not in left)
+            partial_load.report.missing.append(whole)
+        left = partial_load.exclude(self._paths)
+        left |= partial_load.incomplete(key for key in self._paths if key not in left)
         if left:
-            self._keep(value, left, choice)
-        leaves = self._paths.values()
+            self._keep(own, left)
         self._containers = remaining(
-            self._containers, leaves, lambda name: choice.wants(join(whole, name))
+            tree.containers,
+            self._paths.values(),
+            lambda name: partial_load.includes(join(whole, name)),
         )
-        own = _leaves(value.state_dict() if is_stateful(value) else value)
-        for key, path in self._paths.items():
-            entry = metadata.state_dict_metadata[key]
-            if isinstance(entry, TensorStorageMetadata):
-                mine = own.get(_text(path))
-                self.template[key] = (
-                    mine
-                    if mine is not None
-                    else torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-                )
-            else:
-                self.template[key] = None
+        tensors = _leaves(own)
+        self.template = {
+            key: _memory(metadata.state_dict_metadata[key], tensors.get(_text(path)))
+            for key, path in self._paths.items()
+        }
 
     def put(self, extra: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-        """Puts what was loaded, by name in the checkpoint, into the entry."""
+        """Put the loaded values, by name in the checkpoint, into the entry of ``extra``."""
         if not self._is_loaded:
             return
-        kept = [(None, path, leaf) for path, leaf in self._kept.items()]
-        leaves = [
+        leaves = [(None, path, leaf) for path, leaf in self._kept.items()] + [
             (self._positions.get(key), path, loaded[key]) for key, path in self._paths.items()
         ]
-        state = unpack(tree_of(kept + leaves, self._containers))
+        state = unpack(build_tree(leaves, self._containers))
         value = extra[self._name]
         if is_stateful(value):
             value.load_state_dict(state)
         else:
             extra[self._name] = merge(value, state)
 
-    def _keep(self, value: Any, left: set[str], choice: Choice) -> None:
-        """Leaves these names alone. What they stand for stays as it is: in the state that an object gets, too."""
-        packed = pack(value.state_dict() if is_stateful(value) else value)
-        # One level down, as what is packed need not be a mapping.
-        flat = flatten({"": packed})
-        own = {_text(path[1:]): flat.values[name] for name, path in flat.text_paths().items()}
-        gone = {path: own.get(_text(path), own) for key, path in self._paths.items() if key in left}
+    def _keep(self, own: Any, left: set[str]) -> None:
+        """Do not load these names. The leaves that the entry has there stay."""
+        # One level down: the entry itself may be a leaf.
+        flat = flatten({"": pack(own)})
+        leaves = {_text(path[1:]): flat.values[name] for name, path in flat.text_paths().items()}
+        gone = [path for key, path in self._paths.items() if key in left]
         self._paths = {key: path for key, path in self._paths.items() if key not in left}
-        self._kept = {path: leaf for path, leaf in gone.items() if leaf is not own}
-        in_list = any(
-            leaf is own and any(type(key) is int for key in path) for path, leaf in gone.items()
-        )
-        if in_list:  # there is no list without one of its entries
-            choice.report.excluded += self._paths
+        self._kept = {path: leaves[_text(path)] for path in gone if _text(path) in leaves}
+        # A list cannot lack one of its entries.
+        if any(type(key) is int for path in gone if path not in self._kept for key in path):
+            self._partial.report.excluded += self._paths
             self._paths = {}
         self._is_loaded = bool(self._paths)
 
 
-def _check_ranks(metadata: Metadata, name: str, value: PerRank, choice: Choice) -> None:
-    """Warn or raise where the value of this rank would not go on where it was.
+def _check_ranks(metadata: Metadata, name: str, value: PerRank, partial_load: PartialLoad) -> None:
+    """Raise if this rank would not go on with its own state. Warn if it is a random state.
 
     Raises:
-        PlanError: there is none for it, or the value of a rank that is no more would be left
-            behind.
+        PlanError: there is no state for the key; or without a key, there were more ranks.
     """
-    above = branch_at(metadata, (EXTRA, name))
-    saved = {
-        str(path[0])
-        for path in [*above.paths.values(), *(c.path for c in above.containers)]
-        if path
-    }
-    why = why_not_found(f"{EXTRA}.{name}", value, saved)
-    if why is None or choice.is_partial:
+    tree = saved_tree(metadata, (EXTRA, name))
+    paths = [*tree.paths.values(), *(container.path for container in tree.containers)]
+    keys = {str(path[0]) for path in paths if path}
+    why = _why_not_found(f"{EXTRA}.{name}", value, keys)
+    if why is None or partial_load.is_partial:
         return
     if not isinstance(value, RngState):
         raise PlanError(why, tensor=f"{EXTRA}.{name}")
-    if value._saved_key not in saved:
+    if value._saved_key not in keys:
         warn_caller(
-            f"{EXTRA}.{name}: this rank keeps the random number generators that it has: the checkpoint has none of it"
+            f"{EXTRA}.{name}: this rank keeps the random number generators that it has: "
+            "the checkpoint has none of it"
         )
+
+
+def _why_not_found(name: str, value: PerRank, keys: set[str]) -> str | None:
+    """Return why this rank does not find its own state among the saved keys; None if it does."""
+    ranks = [int(key.removeprefix(_RANK)) for key in keys if key.removeprefix(_RANK).isdecimal()]
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if value._saved_key in keys and (value.key is not None or all(rank < size for rank in ranks)):
+        return None
+    found = ", ".join(sorted(keys)[:8])
+    there = f"it was saved under {found}" if keys else "the checkpoint has none"
+    if value.key is not None:
+        return f"{name!r} has no state for key={value.key!r}: {there}"
+    rank = dist.get_rank() if size > 1 else 0
+    return (
+        f"{name!r} was saved by other ranks than load it: {there}, and this is rank {rank} of "
+        f"{size}. Give it the key that tells whose it is, PerRank(value, key=data_parallel_rank), "
+        "when you save and when you load"
+    )
+
+
+def _memory(entry: Any, own: torch.Tensor | None) -> torch.Tensor | None:
+    """Return memory for an entry: the caller's own tensor, if there is one; None for a value."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    if own is not None:
+        return own
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
 
 
 def _text(path: TreePath) -> tuple[str, ...]:
@@ -383,16 +367,13 @@ def _text(path: TreePath) -> tuple[str, ...]:
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:
-    """The tensors of a tree by path."""
+    """Return the tensors of a tree by path."""
     if isinstance(tree, torch.Tensor):
         return {path: tree}
-    pairs = (
-        tree.items()
-        if isinstance(tree, Mapping)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    )
+    if isinstance(tree, Mapping):
+        pairs: Iterable[tuple[Any, Any]] = tree.items()
+    else:
+        pairs = enumerate(tree) if isinstance(tree, list) else ()
     return {
         leaf: tensor
         for key, value in pairs

@@ -1,4 +1,4 @@
-"""Optimizers of plain, DDP, FSDP1 and FSDP2 modules: what their parameters are called, and their state by those names."""
+"""Optimizers of plain, DDP, FSDP1 and FSDP2 modules: names of parameters, and state by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dcp_rs.errors import PlanError
 from dcp_rs.tensors.pickles import plain_numbers
 
 __all__ = [
-    "WHO",
+    "PARAMETER_KEYS",
     "compiler_names",
     "fsdp1_group",
     "fsdp1_state",
@@ -35,22 +35,26 @@ __all__ = [
     "names_by_key",
     "optimizer_state",
     "parameter_names",
+    "settings_of",
     "sharded_state_dicts",
-    "text_of",
+    "to_bytes",
 ]
 
-#: Keys of a parameter group that say which parameters it has, and not how they are trained.
-WHO = ("params", "param_names")
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001  # as torch names it
+#: The keys of a parameter group that name its parameters. The others are settings.
+PARAMETER_KEYS = ("params", "param_names")
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001
 
 
 def optimizer_state(
     models: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer], ranks: RankGroup
 ) -> dict[str, Any]:
-    """``{"state": {fqn: {name: value}}, "param_groups": [...]}``, as ``get_optimizer_state_dict`` has it, of all optimizers together.
+    """Return the state dict of all optimizers together, as ``get_optimizer_state_dict`` does.
 
-    Unlike that, it takes no step: an optimizer that has no state is saved without state. (torch
-    steps it with gradients of zero, which counts as a step and, with weight decay, leaves traces.)
+    Unlike that, an optimizer without state makes no step: it is saved without state. A step with
+    gradients of zero counts as a step and, with weight decay, changes parameters.
+
+    Returns:
+        ``{"state": {fqn: {name: value}}, "param_groups": [...]}``.
 
     Raises:
         PlanError: an optimizer has a parameter that is not in the model, or two optimizers have
@@ -88,7 +92,7 @@ def _named_state(
 
 
 def fsdp1_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The same of one optimizer of an FSDP1 model. Its ranks talk to each other."""
+    """Return the state dict of an optimizer of an FSDP1 model. This is a collective."""
     with sharded_state_dicts(model):
         osd = FullyShardedDataParallel.optim_state_dict(
             model, optimizer, optimizer.state_dict(), group=fsdp1_group(model)
@@ -104,23 +108,30 @@ def fsdp1_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 # --- ranks
-# ---------------------------------------------------------------------------------------------
 
 
 def _of_all_ranks(groups: list[dict[str, Any]], ranks: RankGroup) -> list[dict[str, Any]]:
-    """The parameter groups of all ranks. DCP keeps one rank's value of a name, which with pipelines would lose the others'."""
-    digests = ranks.all_gather(lambda: hashlib.blake2b(text_of(groups), digest_size=16).digest())
+    """Return the parameter groups of all ranks, which differ between the stages of a pipeline.
+
+    DCP would keep those of one rank.
+    """
+    digests = ranks.all_gather(lambda: hashlib.blake2b(to_bytes(groups), digest_size=16).digest())
     if len(set(digests)) == 1:
         return groups
     gathered = ranks.all_gather(lambda: groups)
     union: dict[bytes, dict[str, Any]] = {}
     for group in itertools.chain.from_iterable(gathered):
-        union.setdefault(text_of(group), group)
+        union.setdefault(to_bytes(group), group)
     return list(union.values())
 
 
-def text_of(value: Any) -> bytes:
-    """Equal values give equal bytes, which tensors do not under ``==``."""
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group, such as the learning rate."""
+    return {key: value for key, value in group.items() if key not in PARAMETER_KEYS}
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return bytes that are equal for equal values, which may hold tensors."""
     return pickle.dumps(_plain(value))
 
 
@@ -135,16 +146,15 @@ def _plain(value: Any) -> Any:
 
 
 # --- parameters
-# ----------------------------------------------------------------------------------------
 
 
 def is_fsdp1(model: torch.nn.Module) -> bool:
-    """Whether any module of the model is one of FSDP1."""
+    """Return whether any module of the model is an FSDP1 module."""
     return bool(FullyShardedDataParallel.fsdp_modules(model))
 
 
 def fsdp1_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
-    """The group that the optimizer state is sharded over, as torch's ``get_state_dict`` chooses it."""
+    """Return the group over which torch's ``get_state_dict`` shards the optimizer state."""
     module = FullyShardedDataParallel.fsdp_modules(model)[0]
     group = None if module.sharding_strategy in _HYBRID else module.process_group
     return None if isinstance(group, tuple) else group
@@ -152,7 +162,7 @@ def fsdp1_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
 
 @contextmanager
 def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
-    """State dicts of FSDP1 modules hold shards, whatever the caller has set."""
+    """Make state dicts of FSDP1 modules hold shards, whatever the caller has set."""
     with (
         _torch.without_fsdp1_warnings(),
         FullyShardedDataParallel.state_dict_type(
@@ -168,7 +178,7 @@ def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
 def parameter_names(
     models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int
 ) -> list[tuple[torch.Tensor, list[str]]]:
-    """The parameters of an optimizer, and the FQNs of each: one, but for a flat parameter of FSDP1."""
+    """Return the parameters of an optimizer with their FQNs. A flat parameter has several FQNs."""
     fqns_of: dict[int, list[str]] = {}
     for model in models:
         for key, param in model.named_parameters():
@@ -192,31 +202,34 @@ def parameter_names(
 def names_by_key(
     models: Sequence[torch.nn.Module], optimizer: Optimizer, osd: dict[str, Any], number: int
 ) -> dict[Any, str]:
-    """The keys of an optimizer's own state dict, and the FQNs of the parameters they stand for."""
+    """Return the FQNs of the parameters in an optimizer's own state dict, by key."""
     keys = list(itertools.chain.from_iterable(group["params"] for group in osd["param_groups"]))
     names = parameter_names(models, optimizer, number)
     if is_named(osd):
         known = {fqn for _, fqns in names for fqn in fqns}
         stranger = next((key for key in keys if key not in known), None)
         if stranger is not None:
-            msg = f"optimizer {number} calls a parameter {stranger!r}, which no parameter of the model is called"
+            msg = (
+                f"optimizer {number} calls a parameter {stranger!r}, "
+                "which no parameter of the model is called"
+            )
             raise PlanError(msg, tensor=stranger)
         return {key: key for key in keys}
     return {key: fqns[0] for key, (_, fqns) in zip(keys, names, strict=True)}
 
 
 def is_named(osd: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's own state dict goes by name (torch's ``_NamedOptimizer``, TorchRec's ``KeyedOptimizer``)."""
+    """Return whether an optimizer's state dict has names, as of TorchRec's ``KeyedOptimizer``."""
     return any(isinstance(param, str) for group in osd["param_groups"] for param in group["params"])
 
 
 def without_compiler(fqn: str) -> str:
-    """The name without what a compiled module puts into it."""
+    """Return the name without the prefixes of compiled modules."""
     return fqn.replace("_orig_mod.", "")
 
 
 def compiler_names(model: torch.nn.Module) -> dict[str, str]:
-    """Where a compiled module is inside, FSDP1's own names have its prefix."""
+    """Return the names with the prefixes of compiled modules, as FSDP1 has them, by FQN."""
     names = {}
     for key, _ in model.named_parameters():
         for fqn in _torch.fqns(model, key, skip_compiler_prefix=False):

@@ -1,0 +1,129 @@
+"""The entries that a load of training state leaves alone. They are known before data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from dcp_rs.dcp.load_planner import RsLoadPlanner
+from dcp_rs.engine.arguments import check_planner
+from dcp_rs.engine.metadata import index_of
+from dcp_rs.engine.reports import LoadReport, Mismatch
+from dcp_rs.errors import PlanError
+
+__all__ = ["PartialLoad"]
+
+
+class PartialLoad:
+    """The entries that one load leaves alone. The planner does not get them.
+
+    Args:
+        metadata: the metadata of the checkpoint.
+        planner: the planner of the load. Entries that an :class:`RsLoadPlanner` excludes are left
+            alone.
+        partial: leave alone what the checkpoint lacks.
+
+    Attributes:
+        is_partial: as given.
+        is_lenient: leave alone what is incomplete in the checkpoint, or has another shape there.
+            Otherwise that is an error.
+        report: what is left alone.
+    """
+
+    def __init__(self, metadata: Metadata, planner: LoadPlanner, *, partial: bool) -> None:
+        check_planner("load", planner)
+        own = planner if isinstance(planner, RsLoadPlanner) else None
+        names = None if own is None else own.names
+        self.is_partial = partial
+        self.is_lenient = partial or bool(getattr(planner, "allow_partial_load", False))
+        self.report = LoadReport()
+        self._metadata = metadata
+        self._planner = own
+        self._names = names if names is not None and names.is_selective else None
+        # An RsLoadPlanner raises for incomplete tensors itself.
+        self._checks_completeness = self.is_lenient or own is None
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the load may leave entries alone."""
+        return self.is_lenient or self._names is not None
+
+    def includes(self, name: str) -> bool:
+        """Return whether the planner includes an entry of this name."""
+        return self._names is None or self._names.wants(name)
+
+    def exclude(self, names: Iterable[str]) -> set[str]:
+        """Return the names that the planner does not include, and report them."""
+        excluded = [name for name in names if not self.includes(name)]
+        self.report.excluded += excluded
+        return set(excluded)
+
+    def incomplete(self, names: Iterable[str]) -> set[str]:
+        """Return the names of tensors that lack elements in the checkpoint, and report them.
+
+        Raises:
+            PlanError: there are some, and that is an error.
+        """
+        if not self._checks_completeness:
+            return set()
+        index = index_of(self._metadata)
+        assert index is not None  # noqa: S101  # an RsReader read it
+        numbers = [(number, name) for name in names if (number := index.find(name)) is not None]
+        tensors = [
+            (number, index.tensor(number).shape, name)
+            for number, name in numbers
+            if not index.tensor(number).is_bytes
+        ]
+        holes = index.check_regions(
+            [(number, (0,) * len(shape), shape) for number, shape, _ in tensors], []
+        )
+        if holes and not self.is_lenient:
+            at, offsets, sizes = holes[0]
+            name = tensors[at][2]
+            msg = (
+                f"tensor {name!r}: the checkpoint does not hold {list(sizes)} elements at "
+                f"{list(offsets)}"
+            )
+            raise PlanError(msg, tensor=name)
+        found = list(dict.fromkeys(tensors[at][2] for at, _, _ in holes))
+        self.report.partly_filled += found
+        return set(found)
+
+    def refuse_shape(self, name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
+        """Report that a tensor has another shape in the checkpoint.
+
+        Raises:
+            PlanError: that is an error.
+        """
+        if not self.is_lenient:
+            msg = (
+                f"tensor {name!r} has shape {tuple(expected)} in the optimizer, and {tuple(got)} "
+                "in the checkpoint"
+            )
+            raise PlanError(msg, tensor=name)
+        self.report.shape_mismatched.append(Mismatch(name, tuple(expected), tuple(got)))
+
+    def complete_report(self, read_before: Iterable[str]) -> None:
+        """Add what was left alone to the report of the planner, if it has one.
+
+        Args:
+            read_before: prefixes of names that no plan has: they were read before it, or are
+                entries of other ranks.
+        """
+        if self._planner is None:
+            return
+        report, own = self._planner.report, self.report
+        report.missing += own.missing
+        report.excluded += own.excluded
+        report.partly_filled += own.partly_filled
+        report.shape_mismatched += own.shape_mismatched
+        known = {*own.excluded, *own.partly_filled, *(found.name for found in own.shape_mismatched)}
+        prefixes = tuple(read_before)
+        report.unexpected = [
+            name
+            for name in report.unexpected
+            if name not in known
+            and not any(name == p or name.startswith(f"{p}.") for p in prefixes)
+        ]

@@ -1,0 +1,107 @@
+"""Trees in a checkpoint: the entries below a path, as they were nested in the state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_rs.checkpoint.open import containers_of
+from dcp_rs.engine.metadata import index_of
+from dcp_rs.errors import UnsupportedError
+from dcp_rs.tensors.nesting import Container, TreePath, nest, text_path
+
+__all__ = ["SavedTree", "build_tree", "join", "saved_tree"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTree:
+    """The entries of a checkpoint below a path.
+
+    Attributes:
+        paths: the paths of the leaves from there, by name.
+        positions: the positions of the leaves in the saved state dict, if they are known.
+        containers: the containers that the paths do not tell, with paths from there.
+        is_exact: whether keys are what they were. DCP stores them as text.
+    """
+
+    paths: dict[str, TreePath]
+    positions: dict[str, int | None]
+    containers: list[Container]
+    is_exact: bool
+
+
+def saved_tree(
+    metadata: Metadata, prefix: tuple[str, ...], parameters: Collection[str] = ()
+) -> SavedTree:
+    """Return the entries below a path.
+
+    Args:
+        metadata: the metadata of the checkpoint.
+        prefix: the path, as text.
+        parameters: names with dots that are one key below the path.
+
+    Raises:
+        UnsupportedError: the metadata is not of a reader of this package.
+    """
+    index = index_of(metadata)
+    if index is None:
+        raise UnsupportedError("the metadata of a training load has to come from RsReader")
+    start, depth = "".join(f"{key}." for key in prefix), len(prefix)
+    planner_data, places, containers = (
+        metadata.planner_data,
+        index.positions(),
+        containers_of(index),
+    )
+    stored = planner_data if isinstance(planner_data, Mapping) else {}
+    paths: dict[str, TreePath] = {}
+    positions: dict[str, int | None] = {}
+    is_exact = containers is not None
+    for number, name in enumerate(index.names()):
+        if not name.startswith(start):
+            continue
+        path = index.planner_path(number) or stored.get(name)
+        if path is None or len(path) <= depth or not _is_below(path, prefix):
+            # The state dict was flat (`flatten_optimizer_state_dict`, or another planner).
+            path, is_exact = (*prefix, *_split(name[len(start) :], parameters)), False
+        paths[name], positions[name] = tuple(path[depth:]), places[number]
+    below = [
+        Container(c.position, c.path[depth:], c.kind)
+        for c in containers or ()
+        if _is_below(c.path, prefix)
+    ]
+    return SavedTree(paths, positions, below, is_exact)
+
+
+def build_tree(
+    leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container] = ()
+) -> Any:
+    """Return the tree of these leaves (position, path, value) and containers.
+
+    It may be a list or one leaf. Without leaves it is an empty dict.
+
+    Raises:
+        PlanError: paths contradict each other.
+    """
+    # One level down, since a state dict is always a mapping.
+    lower = [Container(c.position, ("", *c.path), c.kind) for c in containers]
+    nested = nest(((position, ("", *path), value) for position, path, value in leaves), lower)
+    return nested.get("", {})
+
+
+def join(key: str, name: str) -> str:
+    """Return a name below a key, which may be empty."""
+    return f"{key}.{name}" if key else name
+
+
+def _split(name: str, parameters: Collection[str]) -> list[str]:
+    """Return the path of a name that begins with the name of a parameter, which has dots."""
+    ends = [at for at, letter in enumerate(name) if letter == "."]
+    known = next((end for end in reversed(ends) if name[:end] in parameters), None)
+    return name.rsplit(".", 1) if known is None else [name[:known], *name[known + 1 :].split(".")]
+
+
+def _is_below(path: TreePath, prefix: tuple[str, ...]) -> bool:
+    return tuple(map(str, text_path(path[: len(prefix)]))) == prefix
