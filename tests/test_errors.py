@@ -103,7 +103,7 @@ def in_progress(path):
 
 def change_what_is_copied(path):
     go = threading.Event()
-    background.copying.submit(go.wait, 60)
+    background.staging_thread.submit(go.wait, 60)
     state = {"w": torch.ones(1)}
     future = dcp_rs.async_save(state, path, no_dist=True, async_staging=True)
     state["w"].add_(1)

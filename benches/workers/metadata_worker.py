@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_rs
 from dcp_rs.engine import load as engine
-from dcp_rs.engine.matching import LoadOptions
 
 PATH, FQNS, RANKS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -99,11 +98,12 @@ def regions(plan: LoadPlan) -> list[tuple[str, list[int], list[int]]]:
 def plan_of_ours() -> tuple[engine.Plan, float, float]:
     """The plan of `dcp_rs.load`; and the seconds for the metadata, and for the plan."""
     state = state_dict()
-    own = engine.plan_rank(
-        state, dcp_rs.RsReader(PATH)._source, LoadOptions(), rank=RANKS // 3, ranks=RANKS
-    )
+    request = engine.LoadRequest(state, dcp_rs.RsReader(PATH)._source)
+    own = engine.plan_rank(request, rank=RANKS // 3, ranks=RANKS)
     own.clock.end("plan")
-    return own, own.clock.seconds("metadata"), own.clock.seconds("plan")
+    own.clock.report(own.reads.report)
+    phases = own.reads.report.phases
+    return own, phases["metadata"], phases["plan"]
 
 
 def plan_ours() -> Answer:
@@ -122,11 +122,11 @@ def coordinate_ours() -> Answer:
     """As `coordinate`, if machines have eight ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = "8"
     own, opening, planning = plan_of_ours()
-    sent = pickle.dumps(own.note)
+    sent = pickle.dumps(own.summary)
     start = time.perf_counter()
     answers = [
         pickle.dumps(answer)
-        for answer in engine.compare([pickle.loads(sent) for _ in range(RANKS)], PATH)
+        for answer in engine.compare([pickle.loads(sent) for _ in range(RANKS)])
     ]
     return coordinated(opening, planning, sent, answers, start)
 

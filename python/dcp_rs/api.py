@@ -1,20 +1,20 @@
-"""``load``, ``save`` and their relatives: DCP's protocol with this package's storage."""
+"""Public functions that load and save."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Never, NoReturn
+from typing import Any, Literal, Never
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.optim import Optimizer
 
 from dcp_rs import _torch
 from dcp_rs._arguments import check_arguments
@@ -25,18 +25,14 @@ from dcp_rs.checkpoint.locate import warn_of_a_foreign_model
 from dcp_rs.checkpoint.names import Rename
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp import protocol
-from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
+from dcp_rs.dcp.load_planner import RsLoadPlanner
+from dcp_rs.dcp.load_planner import is_plain as is_plain_load_planner
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.save_planner import is_plain as is_plain_save
+from dcp_rs.dcp.save_planner import is_plain as is_plain_save_planner
 from dcp_rs.engine import background
 from dcp_rs.engine import load as engine
-from dcp_rs.engine.arguments import (
-    check_planner,
-    check_reader,
-    check_stager,
-    check_state_dict,
-)
 from dcp_rs.engine.background import SaveFuture
+from dcp_rs.engine.load import LoadRequest
 from dcp_rs.engine.local_plan import PlanOptions
 from dcp_rs.engine.matching import LoadOptions
 from dcp_rs.engine.ranks import RankGroup
@@ -44,8 +40,8 @@ from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
-from dcp_rs.options import ReadOptions, checks_pickles
-from dcp_rs.tensors.flatten import stateful_values
+from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.flatten import is_stateful, stateful_values
 from dcp_rs.tensors.nesting import like
 from dcp_rs.transfer.stage import HostStager, Staging
 
@@ -86,22 +82,32 @@ def load_state_dict(
         ```
     """
     ranks = RankGroup(process_group, no_dist=no_dist, coordinator=coordinator_rank)
-    with _failing_on_all(ranks):
-        check_state_dict(state_dict)
-        check_reader(storage_reader)
-        check_planner("load", planner)
+    if planner is None:
+        planner = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
+
+    def check() -> None:
+        if not isinstance(state_dict, Mapping):
+            raise _wrong_state_dict(state_dict)
+        protocol.check_reader(storage_reader)
+        protocol.check_planner("load", planner)
         storage_reader.reset()
-        if planner is None:
-            planner = (
-                RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
-            )
-    if type(storage_reader) is RsReader and is_plain(planner):
-        report = engine.load(state_dict, storage_reader._source, planner._options(), ranks)
-        storage_reader.report = report
-        planner._end_load(report, storage_reader.path)
-    else:
-        protocol.load(ranks, state_dict, storage_reader, planner)
-    return storage_reader.report if isinstance(storage_reader, RsReader) else None
+
+    if type(storage_reader) is RsReader and is_plain_load_planner(planner):
+        own = planner
+
+        def make_request() -> LoadRequest:
+            check()
+            return LoadRequest(state_dict, storage_reader._source, own._options())
+
+        storage_reader.report = report = engine.load(ranks, make_request)
+        own._end_load(report, storage_reader.path)
+        return report
+
+    def make_arguments() -> protocol.LoadArguments:
+        check()
+        return state_dict, storage_reader, planner
+
+    return protocol.load(ranks, make_arguments)
 
 
 def load(
@@ -182,12 +188,14 @@ def load(
         ```
     """
     ranks = RankGroup(process_group, no_dist=no_dist)
-    with _failing_on_all(ranks):
-        check_state_dict(state_dict, path)
+    own = planner if planner is not None and is_plain_load_planner(planner) else None
+
+    def make_request() -> LoadRequest:
+        if not isinstance(state_dict, Mapping):
+            raise _wrong_state_dict(state_dict, path)
         if unknown:
             check_arguments(load, unknown)
-        check_planner("load", planner)
-        given = LoadOptions(
+        options = LoadOptions(
             rename=rename,
             include=include,
             exclude=exclude,
@@ -196,9 +204,16 @@ def load(
             device=device,
             dtype_policy=dtype_policy,
         )
-        if planner is not None and given != LoadOptions():
-            msg = "give the planner the options of the load, or no planner: RsLoadPlanner takes the same ones"
-            raise TypeError(msg)
+        if planner is not None:
+            protocol.check_planner("load", planner)
+            if options != LoadOptions():
+                msg = (
+                    "give the planner the options of the load, or no planner: "
+                    "RsLoadPlanner takes the same ones"
+                )
+                raise TypeError(msg)
+            if own is not None:
+                options = own._options()
         read = ReadOptions(
             io=io,
             threads=threads,
@@ -206,39 +221,29 @@ def load(
             shared=shared,
             max_inflight_bytes=max_inflight_bytes,
         )
+        has_views = dequantize is not False or views is not None
         source = engine.Source(
             path=location(path),
             read=read,
-            weights_only=checks_pickles(weights_only),
+            weights_only=weights_only is None or bool(weights_only),
             allow_external=allow_external,
             replicas=replicas,
-            storage_options=StorageOptions.of(storage_options),
-            layout=Layout.of(dequantize, views) if dequantize or views is not None else None,
+            storage_options=StorageOptions.of(storage_options) if storage_options else None,
+            layout=Layout.of(dequantize, views) if has_views else None,
             progress=progress,
         )
-    if planner is None:
-        return engine.load(state_dict, source, given, ranks, stateful=True)
-    if is_plain(planner):
-        report = engine.load(state_dict, source, planner._options(), ranks, stateful=True)
-        planner._end_load(report, source.path)
+        return LoadRequest(state_dict, source, options)
+
+    if planner is None or own is not None:
+        report = engine.load(ranks, make_request, stateful=True)
+        if own is not None:
+            own._end_load(report, location(path))
         return report
-    reader = RsReader._of(source)
-    protocol.load(ranks, state_dict, reader, planner, stateful=True)
-    return reader.report or LoadReport()
 
+    def make_arguments() -> protocol.LoadArguments:
+        return state_dict, RsReader._of(make_request().source), planner
 
-@contextmanager
-def _failing_on_all(ranks: RankGroup) -> Iterator[None]:
-    """Around what comes before the first step of a load: what fails here fails on all ranks, in that step."""
-    try:
-        yield
-    except BaseException as error:
-        ranks.reduce_scatter(partial(_raise, error), list)
-        raise
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
+    return protocol.load(ranks, make_arguments, stateful=True) or LoadReport()
 
 
 def save(
@@ -307,11 +312,14 @@ def save(
     """
     ranks = RankGroup(process_group, no_dist=no_dist)
 
-    def ask() -> SaveRequest:
-        check_state_dict(state_dict, path)
-        background.check_free(path)
-        check_arguments(save, unknown)
-        check_planner("save", planner)
+    def make_request() -> SaveRequest:
+        if not isinstance(state_dict, Mapping):
+            raise _wrong_state_dict(state_dict, path)
+        background.check_no_save(path)
+        if unknown:
+            check_arguments(save, unknown)
+        if planner is not None:
+            protocol.check_planner("save", planner)
         options = SaveOptions(
             overwrite=overwrite,
             strict_values=strict_values,
@@ -330,46 +338,44 @@ def save(
         where = location(path)
         if ranks.is_coordinator:
             warn_of_a_foreign_model(where)
-        return SaveRequest(state_dict=_without_stateful(state_dict), path=where, options=options)
+        return SaveRequest(state_dict=_call_state_dicts(state_dict), path=where, options=options)
 
-    return _save(ranks, planner, ask)
+    return _save(ranks, planner, make_request)
 
 
 def _save(
-    ranks: RankGroup, planner: SavePlanner | None, ask: Callable[[], SaveRequest]
+    ranks: RankGroup, planner: SavePlanner | None, make_request: Callable[[], SaveRequest]
 ) -> SavedMetadata:
-    """Save as the options of the planner say; or by torch's protocol, where the planner is the caller's own and has to be called."""
+    """Save with the options of the planner, or by torch's protocol with a planner of the user's."""
     if planner is None:
-        return engine_save(ranks, PlanOptions(), ask)
-    if is_plain_save(planner):
-        return engine_save(ranks, planner._options(), ask)
-    return protocol.save(ranks, planner, ask)
+        return engine_save(ranks, PlanOptions(), make_request)
+    if is_plain_save_planner(planner):
+        return engine_save(ranks, planner._options(), make_request)
+    return protocol.save(ranks, planner, make_request)
 
 
-def _without_stateful(state_dict: dict[str, Any], *, copy_buffers: bool = False) -> dict[str, Any]:
-    """Return the state dict with their states in place of ``Stateful`` objects."""
+def _call_state_dicts(state_dict: dict[str, Any], *, copy_buffers: bool = False) -> dict[str, Any]:
+    """Replace ``Stateful`` objects by their states, in a copy.
+
+    Args:
+        state_dict: The state dict of the caller.
+        copy_buffers: Copy buffers of modules, which the next forward pass may write to.
+    """
     stateful = stateful_values(state_dict)
-    if not stateful:
-        return like(state_dict, state_dict.items())
 
     def state_of(holder: Any) -> Any:
         state = holder.state_dict()
-        if copy_buffers and isinstance(holder, torch.nn.Module):
-            # The next forward pass may write to them while the rest is still being copied.
-            buffers = {name for name, _ in holder.named_buffers(remove_duplicate=False)}
-            state = like(
-                state,
-                ((key, value.clone() if key in buffers else value) for key, value in state.items()),
-            )
-        return state
+        if not (copy_buffers and isinstance(holder, torch.nn.Module)):
+            return state
+        buffers = {name for name, _ in holder.named_buffers(remove_duplicate=False)}
+        copied = ((key, value.clone() if key in buffers else value) for key, value in state.items())
+        return like(state, copied)
 
-    return like(
-        state_dict,
-        (
-            (key, state_of(stateful[key]) if key in stateful else value)
-            for key, value in state_dict.items()
-        ),
+    entries = (
+        (key, state_of(stateful[key]) if key in stateful else value)
+        for key, value in state_dict.items()
     )
+    return like(state_dict, entries if stateful else state_dict.items())
 
 
 def async_save(
@@ -457,16 +463,17 @@ def async_save(
         _torch.require_cpu_backend(process_group)
     ranks = RankGroup(process_group, no_dist=no_dist)
     future = SaveFuture()
-    give_room = background.no_room
+    release_copy: Callable[[], None] | None = None
     staging: Staging | None = None
     copied: Future[None]
     try:
-        check_state_dict(state_dict, path)
-        background.enter(path, future)
-        give_room = background.take_room()
+        if not isinstance(state_dict, Mapping):
+            raise _wrong_state_dict(state_dict, path)  # noqa: TRY301  # as the errors below
+        background.add_save(path, future)
+        release_copy = background.acquire_copy()
         check_arguments(async_save, unknown)
-        check_planner("save", planner)
-        check_stager(stager)
+        protocol.check_planner("save", planner)
+        _check_stager(stager)
         options = SaveOptions(
             overwrite=overwrite,
             strict_values=strict_values,
@@ -485,41 +492,35 @@ def async_save(
         where = location(path)
         if ranks.is_coordinator:
             warn_of_a_foreign_model(where)
-        state = _without_stateful(state_dict, copy_buffers=async_staging)
+        state = _call_state_dicts(state_dict, copy_buffers=async_staging)
         if options.parent is not None:
-            options.parent = options.parent.looked_up(state)
-        # In a callback of a save, what it would wait for may come after it.
-        may_wait = not background.saving.is_current
+            options.parent = options.parent.resolve(state)
+        # A callback of a save cannot wait for the saves after it.
+        may_wait = not background.save_thread.is_current
         staging = (stager or HostStager())._begin(state, watched=async_staging, wait=may_wait)
         if async_staging:
-            copied = background.copying.submit(staging.finish)
+            copied = background.staging_thread.submit(staging.finish)
             copied.add_done_callback(lambda _: future.staged.set_result(None))
         else:
             staging.finish()
             copied = Future()
             copied.set_result(None)
             future.staged.set_result(None)
-        background.saving.submit(
+        background.save_thread.submit(
             _save_copy, future, ranks, planner, staging, copied, where, options
         )
     except BaseException as error:
-        give_room()
-        background.leave(future)
+        if release_copy is not None:
+            release_copy()
+        background.remove_save(future)
         if staging is not None:
             staging.release()
         if not ranks.is_alone:
-            # The others save: there they are told. Meanwhile nothing else of this rank may use the
-            # group.
-            told = background.saving.submit(_save, ranks, planner, _raising(error))
-            if (
-                not background.saving.is_current
-            ):  # in a callback of a save: what it would wait for comes after it
-                told.exception()
+            _fail_save(ranks, planner, error)
         raise
-    else:
-        future.add_done_callback(lambda _: give_room())
-        future.add_done_callback(lambda _: background.leave(future))
-        return future
+    future.add_done_callback(lambda _: release_copy())
+    future.add_done_callback(lambda _: background.remove_save(future))
+    return future
 
 
 def _save_copy(
@@ -528,33 +529,67 @@ def _save_copy(
     planner: SavePlanner | None,
     staging: Staging,
     copied: Future[None],
-    where: Path,
+    path: Path,
     options: SaveOptions,
 ) -> None:
-    """Save a copy once it is made, in the thread that saves. Give its memory back, and the future what comes of it."""
+    """Save a copy once it is complete. Free its memory, and set the result of the future."""
 
-    def ask() -> SaveRequest:
+    def make_request() -> SaveRequest:
         copied.result()
-        return SaveRequest(state_dict=staging.state_dict, path=where, options=options)
+        return SaveRequest(state_dict=staging.state_dict, path=path, options=options)
 
     try:
         try:
-            saved = _save(ranks, planner, ask)
+            saved = _save(ranks, planner, make_request)
         finally:
-            copied.exception()  # nothing writes to the memory any more
+            copied.exception()  # waits until nothing writes to the memory
             staging.release()
-    except BaseException as error:  # noqa: BLE001  # it is the future's
+    except BaseException as error:  # noqa: BLE001  # the future raises it
         future.set_exception(error)
-        # Its words alone: who keeps records of the log would keep what was staged, by the frames of
-        # the error.
-        _log.error("the save in the background to %s failed: %s", os.fspath(where), str(error))
+        # Not the error itself: a log that keeps it would keep the copy, which its frames hold.
+        _log.error("the save in the background to %s failed: %s", os.fspath(path), str(error))
     else:
         future.report = saved.report
         future.set_result(saved)
 
 
-def _raising(error: BaseException) -> Callable[[], SaveRequest]:
-    def ask() -> SaveRequest:
+def _fail_save(ranks: RankGroup, planner: SavePlanner | None, error: BaseException) -> None:
+    """Raise the error of this rank on the other ranks, in the first step of their saves."""
+
+    def make_request() -> SaveRequest:
         raise error
 
-    return ask
+    failed = background.save_thread.submit(_save, ranks, planner, make_request)
+    if not background.save_thread.is_current:  # a callback of a save cannot wait for it
+        failed.exception()
+
+
+def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
+    """Return an error with advice for an argument that is no state dict.
+
+    Args:
+        state_dict: The argument.
+        path: The other argument. The caller may have swapped them.
+    """
+    kind = type(state_dict).__name__
+    if isinstance(state_dict, str | os.PathLike):
+        msg = "the state dict comes first, then the path"
+        if not isinstance(path, Mapping):
+            msg += f"; {state_dict!r} is no state dict"
+    elif is_stateful(state_dict):
+        name = "optim" if isinstance(state_dict, Optimizer) else "model"
+        msg = f"{kind} is not a state dict: pass {{{name!r}: {name}}}, or {name}.state_dict()"
+    else:
+        msg = (
+            f"{kind} is not a state dict: pass a dict of names to tensors, to values, "
+            "or to objects with state_dict() and load_state_dict()"
+        )
+    return TypeError(msg)
+
+
+def _check_stager(stager: Any) -> None:
+    """Raise a ``TypeError`` with advice unless this is a stager or None."""
+    if stager is not None and not isinstance(stager, HostStager):
+        kind = f"the class {stager.__name__}" if isinstance(stager, type) else type(stager).__name__
+        msg = f"stager= takes an instance such as HostStager(cache=True), not {kind}"
+        raise TypeError(msg)

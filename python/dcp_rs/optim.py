@@ -361,7 +361,7 @@ def _load(
         per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
         partial_load.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
 
-    engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
+    engine.retry_if_replaced(ranks, load, lambda: not partial)
     return planner.report if isinstance(planner, RsLoadPlanner) else None
 
 
@@ -374,9 +374,10 @@ def _read(
 ) -> None:
     """Fill ``state`` from the save that the reader opened."""
     if not is_plain(planner):
-        protocol.load(ranks, state, reader, planner, metadata=metadata)
+        protocol.load(ranks, lambda: (state, reader, planner), metadata=metadata)
         return
-    report = engine.load(state, reader._source, planner._options(), ranks, index=index_of(metadata))
+    request = engine.LoadRequest(state, reader._source, planner._options())
+    report = engine.load(ranks, lambda: request, index=index_of(metadata))
     planner._end_load(report, reader.path)
 
 

@@ -1,4 +1,4 @@
-"""How to read and write: plain data with documented defaults. There are no environment variables."""
+"""Options of reads and writes, as plain data with documented defaults."""
 
 from __future__ import annotations
 
@@ -28,40 +28,35 @@ __all__ = [
 MIB = 1 << 20
 
 
-def default_shared() -> bool:
-    """Whether there are other ranks on this machine; where nobody says, as many as the process group has."""
-    return _has_others(local_ranks())
-
-
-def _has_others(ranks: int | None) -> bool:
-    if ranks is None:
-        dist = sys.modules.get(
-            "torch.distributed"
-        )  # where nobody imported it, there is no process group
-        return (
-            dist is not None
-            and dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        )
-    return ranks > 1
-
-
 def local_ranks() -> int | None:
-    """How many ranks this machine has: ``LOCAL_WORLD_SIZE``, as torchrun sets it; None where nobody says."""
+    """Return the number of ranks on this machine, as torchrun sets ``LOCAL_WORLD_SIZE``.
+
+    None if it is not set.
+    """
     try:
         return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
     except (KeyError, ValueError):
         return None
 
 
+def has_local_peers() -> bool:
+    """Return true if other ranks run on this machine, as far as that is known."""
+    ranks = local_ranks()
+    if ranks is not None:
+        return ranks > 1
+    dist = sys.modules.get("torch.distributed")  # without it, there is no process group
+    if dist is None or not (dist.is_available() and dist.is_initialized()):
+        return False
+    return bool(dist.get_world_size() > 1)
+
+
 def uuid_of(save_id: str) -> uuid.UUID:
-    """The id of a save, in one of the forms that :class:`uuid.UUID` takes.
+    """Parse the id of a save.
 
     Raises:
-        ValueError: it has none of them.
+        ValueError: It is no UUID.
     """
-    import uuid  # which commands that look need not wait for
+    import uuid  # slow to import, and few commands need it
 
     try:
         return uuid.UUID(save_id)
@@ -71,24 +66,31 @@ def uuid_of(save_id: str) -> uuid.UUID:
 
 
 def checks_pickles(weights_only: bool | None) -> bool:
-    """What ``weights_only`` means: None is True, as it is to ``torch.load``."""
+    """Return ``weights_only`` as a bool. None means True, as in ``torch.load``."""
     return weights_only is None or bool(weights_only)
 
 
-def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        msg = f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}"
-        raise ValueError(msg)
+def _check_values(options: ReadOptions | WriteOptions, **allowed: tuple[Any, ...]) -> None:
+    """Raise a ``ValueError`` for an option of an invalid value.
 
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
-        msg = f"{name}={value!r}: must be a positive integer"
-        raise ValueError(msg)
+    Args:
+        options: The options.
+        allowed: The valid values, by option.
+    """
+    for name, values in allowed.items():
+        if (value := getattr(options, name)) not in values:
+            msg = f"{name}={value!r}: must be one of {', '.join(map(repr, values))}"
+            raise ValueError(msg)
+    for name in ("threads", "max_inflight_bytes"):
+        value = getattr(options, name)
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_number and value > 0):
+            msg = f"{name}={value!r}: must be a positive integer"
+            raise ValueError(msg)
 
 
 class ReadArguments(TypedDict, total=False):
-    """The keyword arguments that :class:`ReadOptions` describes, for signatures."""
+    """Keyword arguments of :class:`ReadOptions`, for signatures."""
 
     io: Literal["auto", "mmap", "direct", "buffered"]
     threads: int | None
@@ -98,7 +100,7 @@ class ReadArguments(TypedDict, total=False):
 
 
 class WriteArguments(TypedDict, total=False):
-    """The keyword arguments that :class:`WriteOptions` describes, for signatures."""
+    """Keyword arguments of :class:`WriteOptions`, for signatures."""
 
     io: Literal["auto", "direct", "buffered"]
     threads: int | None
@@ -107,7 +109,7 @@ class WriteArguments(TypedDict, total=False):
 
 
 class WriterArguments(WriteArguments, total=False):
-    """The keyword arguments of ``dcp_rs.save`` that say how."""
+    """Keyword arguments of ``dcp_rs.save`` that integrations pass on."""
 
     overwrite: bool
     strict_values: bool
@@ -122,24 +124,24 @@ class WriterArguments(WriteArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How bytes are read: keyword arguments of ``RsReader``, ``load``, ``open`` and other readers.
+    """Options of reads: keyword arguments of ``RsReader``, ``load``, ``open`` and other readers.
 
     Attributes:
         io: ``"mmap"`` copies from a mapping, ``"direct"`` reads past the page cache,
             ``"buffered"`` reads through it. ``"auto"`` decides for each file, by what is in the
             page cache and by the file system.
-        threads: threads that read. Default: the cores of this process (its affinity and its
+        threads: Threads that read. Default: the cores of this process (its affinity and its
             cgroup's CPU quota), divided by ``LOCAL_WORLD_SIZE``.
         verify: ``True`` checks the digest of every block that is read. ``"auto"`` checks whole
             blocks (1 MiB) that come from a disk or a store, and none that are in the page cache. A
             block is hashed while it is copied, so a destination may hold a damaged block when the
             error is raised.
-        shared: whether other processes of this machine load the same checkpoint at the same time.
+        shared: Other processes of this machine load the same checkpoint at the same time.
             ``io="auto"`` then reads through the page cache what they need too, so that the disk
             delivers it once. Default: true if ``LOCAL_WORLD_SIZE`` or, if that is not set, the
             process group has more than one rank. In a load of all ranks the ranks tell each other
             what they need. Otherwise it is guessed from the shapes.
-        max_inflight_bytes: bound on memory beyond the destinations, in bytes. Default: 64 MiB; for
+        max_inflight_bytes: Bound on memory beyond the destinations, in bytes. Default: 64 MiB; for
             an accelerator 256 MiB of pinned memory.
     """
 
@@ -150,54 +152,59 @@ class ReadOptions:
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check("io", self.io, ("auto", "mmap", "direct", "buffered"))
-        _check("verify", self.verify, ("auto", True, False))
-        _check("shared", self.shared, (True, False, None))
-        _check_positive("threads", self.threads)
-        _check_positive("max_inflight_bytes", self.max_inflight_bytes)
+        _check_values(
+            self,
+            io=("auto", "mmap", "direct", "buffered"),
+            verify=("auto", True, False),
+            shared=(True, False, None),
+        )
 
     def given(self) -> dict[str, Any]:
-        """The options that are not as they are by default."""
+        """Return the options that differ from their defaults."""
         return _given(self)
 
     def inflight_bytes(self, *, accelerator: bool) -> int:
-        """The bound for destinations on the CPU or on an accelerator."""
+        """Return the bound for destinations on the CPU or on an accelerator."""
         return self.max_inflight_bytes or (256 * MIB if accelerator else 64 * MIB)
 
     def engine(self) -> dict[str, Any]:
-        """The keyword arguments of the engine's calls."""
-        return {**self.slabs(), "max_inflight_bytes": self.max_inflight_bytes or 64 * MIB}
-
-    def asks_what_others_want(self) -> bool:
-        """Whether what other ranks of this machine want makes a difference, and nobody has said what to make of them."""
-        return self.shared is None and self.io == "auto" and default_shared()
-
-    def alone(self) -> ReadOptions:
-        """The same, for what no other rank reads."""
-        return replace(self, shared=False) if self.shared is None else self
-
-    def slabs(self) -> dict[str, Any]:
-        """Those of a load through slabs."""
-        ranks = local_ranks()
+        """Return keyword arguments for the engine."""
+        threads = self.threads or max(1, _core.available_cores() // (local_ranks() or 1))
         return {
             "io": self.io,
-            "threads": self.threads or max(1, _core.available_cores() // (ranks or 1)),
+            "threads": threads,
             "verify": None if self.verify == "auto" else self.verify,
-            "shared": _has_others(ranks) if self.shared is None else self.shared,
+            "shared": has_local_peers() if self.shared is None else self.shared,
+            "max_inflight_bytes": self.max_inflight_bytes or 64 * MIB,
         }
+
+    def slabs(self) -> dict[str, Any]:
+        """Return keyword arguments for a load through slabs, which has a bound of its own."""
+        arguments = self.engine()
+        del arguments["max_inflight_bytes"]
+        return arguments
+
+    @property
+    def shares_page_cache(self) -> bool:
+        """True if reads of other ranks of this machine change how this one reads."""
+        return self.shared is None and self.io == "auto" and has_local_peers()
+
+    def alone(self) -> ReadOptions:
+        """Return the options for reads that no other rank makes."""
+        return replace(self, shared=False) if self.shared is None else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """How bytes are written: keyword arguments of ``RsWriter``, ``save`` and other writers.
+    """Options of writes: keyword arguments of ``RsWriter``, ``save`` and other writers.
 
     Attributes:
         io: ``"direct"`` writes past the page cache, ``"buffered"`` through it. ``"auto"`` takes
             the faster way for the file system.
-        threads: writes in flight. Default: as many as keep the disk busy, divided by
+        threads: Writes in flight. Default: as many as keep the disk busy, divided by
             ``LOCAL_WORLD_SIZE``.
-        fsync: make files and folder durable before the save counts as done.
-        max_inflight_bytes: bound on memory for copies that wait to be written, in bytes. Default:
+        fsync: Make files and folder durable before the save counts as done.
+        max_inflight_bytes: Bound on memory for copies that wait to be written, in bytes. Default:
             64 MiB; for an object store 256 MiB; for an accelerator 256 MiB of pinned memory.
     """
 
@@ -207,27 +214,24 @@ class WriteOptions:
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check("io", self.io, ("auto", "direct", "buffered"))
-        _check("fsync", self.fsync, (True, False))
-        _check_positive("threads", self.threads)
-        _check_positive("max_inflight_bytes", self.max_inflight_bytes)
+        _check_values(self, io=("auto", "direct", "buffered"), fsync=(True, False))
 
     def given(self) -> dict[str, Any]:
-        """The options that are not as they are by default."""
+        """Return the options that differ from their defaults."""
         return _given(self)
 
     def inflight_bytes(self, *, accelerator: bool) -> int:
-        """The bound for tensors on the CPU or on an accelerator."""
+        """Return the bound for tensors on the CPU or on an accelerator."""
         return self.max_inflight_bytes or (256 * MIB if accelerator else 64 * MIB)
 
     def engine(self, *, remote: bool = False) -> dict[str, Any]:
-        """Return the keyword arguments of the engine's calls; ``remote``: for an object store."""
+        """Return keyword arguments for the engine; ``remote`` for an object store."""
         return {
             "io": self.io,
-            "threads": self.threads or 0,  # the engine knows how many writes keep a disk busy
+            "threads": self.threads or 0,  # the engine chooses
             "local_ranks": local_ranks() or 1,
             "fsync": self.fsync,
-            # A store answers slowly, so many parts are on their way at a time, each in a buffer.
+            # A store has a high latency, so more parts are in flight.
             "max_inflight_bytes": self.max_inflight_bytes or (256 * MIB if remote else 64 * MIB),
         }
 

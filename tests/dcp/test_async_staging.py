@@ -24,7 +24,7 @@ from support.faults import Slow
 def copies_held_up():
     """No copy is made within."""
     go = threading.Event()
-    background.copying.submit(go.wait, 60)
+    background.staging_thread.submit(go.wait, 60)
     try:
         yield go
     finally:
@@ -135,7 +135,7 @@ class NotCopied:
 
 
 def test_saves_that_fail_take_no_room(tmp_path):
-    for number in range(2 * background.STAGED_AT_ONCE):
+    for number in range(2 * background.MAX_COPIES):
         with pytest.raises(UnsupportedError, match="no copy of this"):
             dcp_rs.async_save({"v": NotCopied()}, tmp_path / str(number), async_staging=True)
         failed = dcp_rs.async_save(
@@ -329,7 +329,7 @@ import dcp_rs
 from dcp_rs.engine import background
 
 go = threading.Event()
-background.copying.submit(go.wait, 60)
+background.staging_thread.submit(go.wait, 60)
 threading.Timer(0.5, go.set).start()
 dcp_rs.async_save({f"w{i}": torch.full((1000, 1000), float(i)) for i in range(8)}, sys.argv[1], async_staging=True)
 """

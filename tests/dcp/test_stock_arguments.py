@@ -23,7 +23,7 @@ STATE = {"w": torch.arange(12.0).reshape(3, 4), "step": 3}
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(stock_arguments, "_said", set())
+    monkeypatch.setattr(stock_arguments, "_warned", set())
 
 
 class Secret(StreamTransformExtension):

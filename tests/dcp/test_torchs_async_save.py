@@ -1,6 +1,5 @@
 """torch's async_save with our writer."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_rs
-from dcp_rs import RsSavePlanner, RsWriter
+from dcp_rs import RsWriter
 from dcp_rs.errors import PlanError
 from support import assert_state_equal, run_ranks
 from support.faults import FailingSavePlanner, Slow
@@ -39,31 +38,6 @@ def test_of_two_saves_to_a_path_the_last_commit_wins(ckpt):
     with dcp_rs.open(ckpt, verify=True) as saved:
         assert saved["w"].eq(1).all()
     assert len(data_files(ckpt)) == 1
-
-
-def test_a_writer_that_still_saves_is_not_sent_elsewhere(tmp_path):
-    """W7: torch named the next path to the writer in the midst of a save, and its staged memory was written over.
-
-    The save was then found at the path of the next, in silence. Now it fails, and the next is
-    whole.
-    """
-    planner = Slow()
-    writer = RsWriter(tmp_path, cache_staged_state_dict=True)
-    state = {"w": torch.ones(1000)}
-    first = dcp.async_save(
-        state, checkpoint_id=tmp_path / "first", storage_writer=writer, planner=planner
-    )
-    assert planner.begun.wait(60)
-    state["w"].fill_(2)
-    second = dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer)
-    second.result(60)
-    planner.go.set()
-    with pytest.raises(CheckpointException, match="another thread began a save with this writer"):
-        first.result(60)
-    assert not (tmp_path / "first").exists()
-    assert dcp_rs.open(tmp_path / "second", verify=True)["w"].eq(2).all()
-    dcp.async_save(state, checkpoint_id=tmp_path / "first", storage_writer=writer).result(60)
-    assert dcp_rs.open(tmp_path / "first")["w"].eq(2).all()
 
 
 def save_when_the_group_is_gone(path):
@@ -110,48 +84,6 @@ def send_to_torchs_process(path):
 def test_torchs_checkpoint_process_gets_what_is_staged(ckpt):
     """E5: it ended with SIGSEGV as soon as two DTensors lay in one block. E4: the next save was refused while the thread of the last one ended."""
     assert run_ranks(2, send_to_torchs_process, ckpt, fresh=True, timeout=200) == [True, True]
-
-
-class Late(RsSavePlanner):
-    """Waits for a word once the writer has begun, or once it is to write."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.step, self.begun, self.go = step, threading.Event(), threading.Event()
-
-    def _pass(self, step):
-        if step == self.step:
-            self.begun.set()
-            self.go.wait(60)
-
-    def create_local_plan(self):
-        self._pass("plan")
-        return super().create_local_plan()
-
-    def finish_plan(self, new_plan):
-        self._pass("write")
-        return super().finish_plan(new_plan)
-
-
-@pytest.mark.parametrize("step", ["plan", "write"])
-def test_a_save_of_another_thread_fails_where_its_writer_is_taken(tmp_path, step):
-    """The writer once took it along to the path of the next, in silence."""
-    planner, writer = Late(step), RsWriter(tmp_path)
-    with ThreadPoolExecutor(1) as pool:
-        how = {"storage_writer": writer, "no_dist": True}
-        first = pool.submit(
-            dcp.save, {"w": torch.ones(2)}, checkpoint_id=tmp_path / "first", planner=planner, **how
-        )
-        assert planner.begun.wait(60)
-        dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "second", **how)
-        planner.go.set()
-        with pytest.raises(
-            CheckpointException, match="another thread began a save with this writer"
-        ):
-            first.result(60)
-    assert not (tmp_path / "first" / "index.dcprs").exists()
-    assert dcp_rs.open(tmp_path / "second", verify=True)["w"].eq(0).all()
-    assert len(data_files(tmp_path / "second")) == 1
 
 
 METHODS = [

@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "error-swallowed",
         "python/dcp_rs/engine/ranks.py",
-        "        if not isinstance(said, dict) or not said:\n            return\n",
-        "        if not isinstance(said, dict) or not said or mine.error is None:\n            return\n",
+        "        if not failures:\n            return\n",
+        "        if not failures or self._error is None:\n            return\n",
         ("tests/dcp/test_together.py",),
         "The ranks that did not fail go on as if all were well.",
     ),

@@ -17,11 +17,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter, _core
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.engine.cache_sharing import demand_of, sample_of
+from dcp_rs.engine.cache_sharing import sample_of
+from dcp_rs.engine.cache_sharing import share as prepare
 from dcp_rs.engine.load import plan_reads
 from dcp_rs.engine.matching import LoadOptions
 from dcp_rs.errors import PlanError
-from dcp_rs.options import ReadOptions, default_shared
+from dcp_rs.options import ReadOptions, has_local_peers
 from support import assert_state_equal, run_ranks
 from support.both import HAS_RANK_LOCAL
 
@@ -276,7 +277,7 @@ def planned(path, state):
     index = open_index(path, rank=None, allow_external=False)
     reads = plan_reads(state, index, LoadOptions())
     sample = sample_of(index, reads.batch, reads.targets, ReadOptions())
-    return pickle.dumps(sample and demand_of(sample))
+    return pickle.dumps(prepare(sample))
 
 
 def test_machines_are_compared_apart(tmp_path):
@@ -304,7 +305,7 @@ def test_who_does_not_share_reads_alone(saved):
 
 def test_ranks_of_a_machine_share_by_default(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert not default_shared()
+    assert not has_local_peers()
     for ranks, shared in (("1", False), ("8", True), ("many", False)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert ReadOptions().engine()["shared"] is shared
@@ -316,7 +317,7 @@ def test_ranks_of_a_machine_share_by_default(monkeypatch):
 
 def _shared_without_a_word():
     del os.environ["LOCAL_WORLD_SIZE"]
-    return default_shared()
+    return has_local_peers()
 
 
 def test_without_a_word_all_ranks_are_taken_to_be_here():

@@ -38,7 +38,7 @@ from dcp_rs.conversion.place import (
     place_before_store,
     place_on_store,
 )
-from dcp_rs.options import ReadOptions, WriteOptions, checks_pickles
+from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.tensors import pickles
 
 __all__ = ["ConvertReport", "Target", "Wish", "convert", "stores_of", "write_result"]
@@ -181,7 +181,7 @@ def convert(
         verify=verify,
         fsync=fsync,
         max_inflight_bytes=max_inflight_bytes,
-        weights_only=checks_pickles(weights_only),
+        weights_only=weights_only is None or bool(weights_only),
         storage_options=of_out,
     )
     source = open_source(

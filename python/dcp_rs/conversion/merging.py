@@ -24,7 +24,6 @@ from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import ConvertReport, Target, Wish, stores_of, write_result
 from dcp_rs.conversion.job import parse_dtype
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
-from dcp_rs.options import checks_pickles
 
 __all__ = ["MergeReport", "merge"]
 
@@ -157,7 +156,7 @@ def merge(
         verify=verify,
         fsync=fsync,
         max_inflight_bytes=max_inflight_bytes,
-        weights_only=checks_pickles(weights_only),
+        weights_only=weights_only is None or bool(weights_only),
         storage_options=of_out,
     )
     layout = Layout.of(dequantize, views)

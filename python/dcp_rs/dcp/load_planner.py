@@ -1,4 +1,4 @@
-"""``RsLoadPlanner``: torch's planner with options."""
+"""``RsLoadPlanner``: torch's load planner with options."""
 
 from __future__ import annotations
 
@@ -31,62 +31,7 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.flatten import Flat, flatten, is_plain_state_dict, set_at
 from dcp_rs.tensors.shards import Layouts, Piece, local_pieces
 
-__all__ = ["RsLoadPlanner", "is_plain", "items_of"]
-
-
-def items_of(reads: Reads, metadata: Metadata) -> list[ReadItem]:
-    """Return items for all that is read, as torch's planner makes them."""
-    layouts: Layouts = {}
-    items: list[ReadItem] = []
-    not_plain = set(reads.not_plain)
-    for place, (fqn, stored) in enumerate(zip(reads.names, reads.stored, strict=True)):
-        entry = reads.found.get(fqn)
-        if (entry is None and place in not_plain) or (
-            fqn in reads.new.old and fqn not in reads.new.new
-        ):
-            continue  # the checkpoint lacks it
-        if entry is not None and entry.dtype is None:
-            items.append(_bytes_item(fqn, stored))
-        else:
-            pieces = local_pieces(fqn, reads.flat.values[fqn], layouts)
-            items += _tensor_items(fqn, stored, metadata.state_dict_metadata[stored], pieces)
-    return items
-
-
-def _bytes_item(fqn: str, stored: str) -> ReadItem:
-    """The item of a non-tensor value."""
-    zero = torch.Size((0,))
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
-        dest_index=MetadataIndex(fqn),
-        dest_offsets=zero,
-        storage_index=MetadataIndex(stored),
-        storage_offsets=zero,
-        lengths=zero,
-    )
-
-
-def _tensor_items(fqn: str, stored: str, entry: Any, pieces: Sequence[Piece]) -> list[ReadItem]:
-    """The items of what this process holds of a tensor, which the checkpoint has under the name ``stored``."""
-    chunks = [
-        ChunkStorageMetadata(offsets=torch.Size(p.offsets), sizes=torch.Size(p.tensor.shape))
-        for p in pieces
-    ]
-    items: list[ReadItem] = create_read_items_for_chunk_list(stored, entry, chunks)
-    if stored == fqn and all(piece.offsets == piece.shard for piece in pieces):
-        return items
-    return [_of_shard(fqn, item, pieces[item.dest_index.index or 0]) for item in items]
-
-
-def _of_shard(fqn: str, item: ReadItem, piece: Piece) -> ReadItem:
-    return ReadItem(
-        type=item.type,
-        dest_index=MetadataIndex(fqn, torch.Size(piece.shard), piece.number),
-        dest_offsets=torch.Size(a + b for a, b in zip(piece.at, item.dest_offsets, strict=True)),
-        storage_index=item.storage_index,
-        storage_offsets=item.storage_offsets,
-        lengths=item.lengths,
-    )
+__all__ = ["RsLoadPlanner", "is_plain", "make_items"]
 
 
 class RsLoadPlanner(DefaultLoadPlanner):
@@ -94,8 +39,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
 
     :func:`dcp_rs.load` and :func:`dcp_rs.load_state_dict` take its options and plan in Rust. Under
     torch's own ``dcp.load``, and if a subclass overrides a method, it plans item by item as torch
-    does. With a reader of others, and with ``flatten_state_dict=False``, it is torch's planner, and
-    options that torch's has not are refused.
+    does. With another reader, and with ``flatten_state_dict=False``, it is torch's planner, and
+    refuses options that torch's planner lacks.
 
     Args:
         checkpoint: the checkpoint that :meth:`resolve_tensor` reads by name before a load has set
@@ -149,24 +94,28 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.metadata: Metadata | None = None
         self._rename, self._include, self._exclude = rename, include, exclude
         self.names = LoadNames(rename, include, exclude)
-        self._options()  # a policy that is none is an error here
+        self._options()  # checks the policy
         self._checkpoint_path = checkpoint
         self._index: _core.Index | None = None
         self._flat = Flat({}, {}, [])
         self._reads: Reads | None = None
 
     def __repr__(self) -> str:
-        given: dict[str, Any] = {
+        partial = self.allow_partial_load or None
+        return call(type(self).__name__, {**self._given(), "allow_partial_load": partial})
+
+    def _given(self) -> dict[str, Any]:
+        """Return the options that torch's planner lacks."""
+        return {
             "dtype": self.dtype,
             "device": self.device,
             "rename": self._rename,
             "include": self._include,
+            "exclude": self._exclude,
         }
-        given |= {"exclude": self._exclude, "allow_partial_load": self.allow_partial_load or None}
-        return call(type(self).__name__, given)
 
     def _options(self) -> LoadOptions:
-        """Return the options of a load that this planner stands for."""
+        """Return the options of a load without a planner."""
         return LoadOptions(
             rename=self._rename,
             include=self._include,
@@ -177,8 +126,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             dtype_policy=self.dtype_policy,
         )
 
-    # --- the protocol
-    # ---------------------------------------------------------------------------------
+    # --- DCP's protocol ---------------------------------------------------------------------------
 
     def set_up_planner(
         self,
@@ -189,25 +137,15 @@ class RsLoadPlanner(DefaultLoadPlanner):
         """Flatten the state dict. Nothing in it is replaced before every rank has planned.
 
         Raises:
-            PlanError: options that torch's planner has not, with a reader of others or
-                ``flatten_state_dict=False``.
+            PlanError: An option needs an :class:`RsReader` or ``flatten_state_dict=True``.
         """
         self.report, self._reads, self._flat = LoadReport(), None, Flat({}, {}, [])
         self._index = index_of(metadata) if self.flatten_state_dict else None
         if self._index is None:
-            given = {
-                "dtype": self.dtype,
-                "device": self.device,
-                "rename": self._rename,
-                "include": self._include,
-            }
-            given |= {
-                "exclude": self._exclude,
-                "dtype_policy": "error" if self.dtype_policy == "error" else None,
-            }
+            given = {**self._given(), "dtype_policy": self.dtype_policy == "error" or None}
             if names := [f"{name}=" for name, value in given.items() if value is not None]:
-                which = "an RsReader" if self.flatten_state_dict else "flatten_state_dict=True"
-                raise PlanError(f"{' and '.join(names)} of RsLoadPlanner need {which}")
+                needed = "an RsReader" if self.flatten_state_dict else "flatten_state_dict=True"
+                raise PlanError(f"{' and '.join(names)} of RsLoadPlanner need {needed}")
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
         self.original_state_dict = state_dict
@@ -215,10 +153,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
         if self.flatten_sharded_tensors and not is_plain_state_dict(state_dict):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
-        self._take(flatten(state_dict))
+        self._set_flat(flatten(state_dict))
 
     def create_local_plan(self) -> LoadPlan:
-        """Check everything that can be known before the first byte is read."""
+        """Plan the reads, and check all that can be checked before the first of them."""
         if self.metadata is None:
             raise PlanError("the planner was not set up with metadata")
         if self._index is None:
@@ -231,16 +169,17 @@ class RsLoadPlanner(DefaultLoadPlanner):
             self.original_state_dict, self._index, self._options(), flat
         )
         self.report = reads.report
-        self._take(reads.flat)
+        self._set_flat(reads.flat)
         return LoadPlan(
-            items_of(reads, self.metadata), planner_data=(not self.state_dict, reads.why_nothing)
+            make_items(reads, self.metadata),
+            planner_data=(not self.state_dict, reads.nothing_to_load),
         )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return torch's plan: that of each rank as it is.
+        """Return the plan of each rank as it is.
 
         Raises:
-            PlanError: there is nothing to load on any rank, and something was asked for.
+            PlanError: No rank has anything to load, though there are entries.
         """
         told = [plan.planner_data for plan in global_plan]
         notes = [
@@ -253,7 +192,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         return plans
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Put new tensors into the caller's state dict: by now every rank has checked its plan."""
+        """Put new tensors into the caller's state dict, as every rank has checked its plan."""
         if self._reads is not None:
             for fqn, tensor in self._reads.new.new.items():
                 self._set_value(fqn, tensor)
@@ -261,14 +200,14 @@ class RsLoadPlanner(DefaultLoadPlanner):
         return finished
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value as torch does, for keys that are no text, too."""
+        """Load a value as torch does, under keys that are no text, too."""
         if self._index is None and self.flatten_state_dict:
             super().load_bytes(read_item, value)
         else:
             self._set_value(read_item.dest_index.fqn, torch.load(value, weights_only=False))
 
     def _set_value(self, fqn: str, value: Any) -> None:
-        """Put a value, or a tensor in place of another, into the caller's state dict."""
+        """Put a value or a new tensor into the caller's state dict."""
         set_at(self.original_state_dict, self._flat.paths.get(fqn, (fqn,)), value)
 
     def resolve_tensor(  # torch's signature, and a second use by name
@@ -280,13 +219,15 @@ class RsLoadPlanner(DefaultLoadPlanner):
     ) -> torch.Tensor:
         """Return the tensor that ``read_item`` fills, narrowed to its lengths.
 
-        With a name of the state dict in place of an item: read that tensor now from this planner's
-        checkpoint, whole, onto ``device`` and as ``dtype`` (defaults: the planner's, else the CPU
-        and the stored dtype).
+        Args:
+            read_item: An item; or a name of the state dict, to read that whole tensor now from the
+                checkpoint of this planner.
+            device: With a name: where the tensor goes. Default: the planner's device, else the CPU.
+            dtype: With a name: its dtype. Default: the planner's dtype, else the stored one.
 
         Raises:
-            KeyError: the checkpoint has no such name.
-            PlanError: the planner has no checkpoint yet, or what is stored cannot be cast.
+            KeyError: The checkpoint has no such name.
+            PlanError: The planner has no checkpoint yet, or the stored tensor cannot be cast.
         """
         if not isinstance(read_item, str):
             tensor: torch.Tensor = super().resolve_tensor(read_item)
@@ -301,42 +242,107 @@ class RsLoadPlanner(DefaultLoadPlanner):
             if wanted is not None and wanted != value.dtype:
                 check_cast(read_item, wanted, value.dtype)
                 return value.to(wanted)
-            # Never a view of the file: the caller owns what it gets.
+            # A copy: the caller owns it, and may write to it.
             return value.clone() if device.type == "cpu" else value
 
     def _end_load(self, report: LoadReport, path: os.PathLike[str]) -> None:
-        """Take the report of a load that this planner's options were for, and the checkpoint that :meth:`resolve_tensor` reads."""
+        """Take the report and the path of a load with the options of this planner."""
         self.report, self._checkpoint_path = report, path
 
-    # --- what is read
-    # ---------------------------------------------------------------------------------
+    # --- reads by name ----------------------------------------------------------------------------
 
     def _open(self, device: torch.device) -> Checkpoint:
         index = index_of(self.metadata)
         if index is not None:
             return Checkpoint(index, device=device, options=ReadOptions())
         if self._checkpoint_path is None:
-            msg = "this planner has no checkpoint: pass RsLoadPlanner(checkpoint=path), or load with it first"
+            msg = (
+                "this planner has no checkpoint: "
+                "pass RsLoadPlanner(checkpoint=path), or load with it first"
+            )
             raise PlanError(msg)
         return open_checkpoint(self._checkpoint_path, device=device)
 
-    def _take(self, flat: Flat) -> None:
+    def _set_flat(self, flat: Flat) -> None:
         self._flat, self.state_dict, self.mappings = flat, flat.values, flat.text_paths()
 
     def _stored_name(self, checkpoint: Checkpoint, fqn: str) -> str:
         renamed = None if self._rename is None else Renamed(self._rename, checkpoint)
         name = fqn if renamed is None else renamed.stored_name(fqn)
         if name is None:
-            msg = f"there is no entry {fqn!r} in {checkpoint.path}{'' if renamed is None else renamed.explain(fqn)}"
+            hint = "" if renamed is None else renamed.explain(fqn)
+            msg = f"there is no entry {fqn!r} in {checkpoint.path}{hint}"
             raise EntryNotFoundError(msg, path=checkpoint.path, tensor=fqn)
         return name
 
 
 def is_plain(planner: LoadPlanner) -> TypeGuard[RsLoadPlanner]:
-    """Return whether a planner is its options and nothing else: an ``RsLoadPlanner`` of which nothing is overridden."""
+    """Return true if no method of an ``RsLoadPlanner`` is overridden: its options say all."""
     return (
         type(planner) is RsLoadPlanner
         and planner.flatten_state_dict
         and planner.flatten_sharded_tensors
         and vars(planner).keys().isdisjoint(dir(DefaultLoadPlanner))
+    )
+
+
+# --- items ----------------------------------------------------------------------------------------
+
+
+def make_items(reads: Reads, metadata: Metadata) -> list[ReadItem]:
+    """Return a read item for each tensor and value, as torch's planner makes them."""
+    layouts: Layouts = {}
+    items: list[ReadItem] = []
+    plain = set(reads.plain)
+    for place, (fqn, stored) in enumerate(zip(reads.names, reads.stored, strict=True)):
+        if fqn in reads.values:
+            items.append(_value_item(fqn, stored))
+            continue
+        is_given_up = fqn in reads.new.old and fqn not in reads.new.new
+        if not is_given_up and (fqn in reads.found or place in plain):
+            pieces = local_pieces(fqn, reads.flat.values[fqn], layouts)
+            items += _tensor_items(fqn, stored, metadata.state_dict_metadata[stored], pieces)
+    return items
+
+
+def _value_item(fqn: str, stored: str) -> ReadItem:
+    zero = torch.Size((0,))
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=MetadataIndex(fqn),
+        dest_offsets=zero,
+        storage_index=MetadataIndex(stored),
+        storage_offsets=zero,
+        lengths=zero,
+    )
+
+
+def _tensor_items(fqn: str, stored: str, entry: Any, pieces: Sequence[Piece]) -> list[ReadItem]:
+    """Return read items for the pieces of a tensor that this rank holds.
+
+    Args:
+        fqn: The name in the state dict.
+        stored: The name in the checkpoint.
+        entry: The stored metadata of the tensor.
+        pieces: The rectangles of this rank.
+    """
+    chunks = [
+        ChunkStorageMetadata(offsets=torch.Size(p.offsets), sizes=torch.Size(p.tensor.shape))
+        for p in pieces
+    ]
+    items: list[ReadItem] = create_read_items_for_chunk_list(stored, entry, chunks)
+    if stored == fqn and all(piece.offsets == piece.shard for piece in pieces):
+        return items
+    return [_item_of_shard(fqn, item, pieces[item.dest_index.index or 0]) for item in items]
+
+
+def _item_of_shard(fqn: str, item: ReadItem, piece: Piece) -> ReadItem:
+    """Return the item with its destination in the shard that the piece is a part of."""
+    return ReadItem(
+        type=item.type,
+        dest_index=MetadataIndex(fqn, torch.Size(piece.shard), piece.number),
+        dest_offsets=torch.Size(a + b for a, b in zip(piece.at, item.dest_offsets, strict=True)),
+        storage_index=item.storage_index,
+        storage_offsets=item.storage_offsets,
+        lengths=item.lengths,
     )

@@ -1,11 +1,11 @@
-"""DCP's protocol: what torch's own ``dcp.load`` and ``dcp.save`` call of planner and storage, in that order, in steps in which errors meet."""
+"""Load and save as ``dcp.load`` and ``dcp.save`` do it, with errors that reach all ranks."""
 
 from __future__ import annotations
 
 import inspect
-import sys
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -14,187 +14,205 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from dcp_rs.checkpoint.locate import is_rank_local
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
-from dcp_rs.engine.destination import commit_outcome
-from dcp_rs.engine.load import MIXED, again_where_replaced, hand_back, take_states
+from dcp_rs.engine import load as engine_load
+from dcp_rs.engine import save as engine_save
+from dcp_rs.engine.load import call_state_dicts, load_stateful, retry_if_replaced
 from dcp_rs.engine.ranks import RankGroup
-from dcp_rs.engine.reports import SavedMetadata
-from dcp_rs.engine.save import MIXED as MIXED_SAVE
+from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.save import SaveRequest
 from dcp_rs.errors import CheckpointNotFoundError, PlanError
 
-__all__ = ["load", "save"]
+__all__ = ["LoadArguments", "check_planner", "check_reader", "load", "save"]
 
-StateDict = dict[str, Any]
+#: State dict, reader and planner of a load.
+LoadArguments = tuple[dict[str, Any], StorageReader, Any]
 
 
 def load(
     ranks: RankGroup,
-    state_dict: StateDict,
-    reader: StorageReader,
-    planner: LoadPlanner,
+    make_arguments: Callable[[], LoadArguments],
     *,
     stateful: bool = False,
     metadata: Metadata | None = None,
-) -> None:
-    """Load on all ranks with a reader or a planner of a user's own, called as torch calls them.
+) -> LoadReport | None:
+    """Load on all ranks with a reader and a planner, which are called as torch calls them.
 
-    A load that a save overtakes begins again with the new checkpoint, unless it is partial or
-    ``metadata`` is given.
+    If another save replaces the checkpoint, the load starts again. A partial load, and one with
+    ``metadata``, raises instead.
 
     Args:
-        ranks: who loads.
-        state_dict: what to fill.
-        reader, planner: those of the load.
-        stateful: call the ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
-        metadata: of the checkpoint, where it was read already.
+        ranks: The ranks that load.
+        make_arguments: Returns the state dict, the reader and the planner of this rank. It is
+            called in the first step, so that its error is raised on all ranks.
+        stateful: Call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
+        metadata: The metadata of the checkpoint, if the reader has read it.
+
+    Returns:
+        The report of an :class:`RsReader`; None for other readers.
 
     Raises:
-        Exception: what a rank raised, on all ranks.
+        Exception: The error of any rank, on all ranks.
     """
-    is_final = metadata is not None or getattr(planner, "allow_partial_load", False)
-    again_where_replaced(
-        ranks,
-        lambda: _load(ranks, state_dict, reader, planner, stateful, metadata),
-        **({"tries": 1} if is_final else {}),
-    )
-
-
-def _load(
-    ranks: RankGroup,
-    state_dict: StateDict,
-    reader: StorageReader,
-    planner: LoadPlanner,
-    stateful: bool,
-    metadata: Metadata | None,
-) -> None:
-    values = state_dict
-    holders: dict[str, Any] = {}
+    given: dict[str, Any]
+    state_dict: dict[str, Any]
+    stateful_objects: dict[str, Any] = {}
+    reader: StorageReader
+    planner: LoadPlanner
+    is_partial = False
 
     def plan_own() -> LoadPlan:
-        nonlocal values, holders, metadata
+        nonlocal given, state_dict, stateful_objects, reader, planner, is_partial
+        given, reader, planner = make_arguments()
+        is_partial = getattr(planner, "allow_partial_load", False)
+        state_dict = given
         if stateful:
-            values, holders = take_states(state_dict)
-        of_all_ranks = True
-        if metadata is None:
-            if isinstance(reader, RsReader):
-                reader.reset()
-            metadata, of_all_ranks = _metadata(reader, ranks.rank)
-        planner.set_up_planner(values, metadata, ranks.is_coordinator)
-        _set_up(
-            reader.set_up_storage_reader,
-            metadata,
-            ranks.is_coordinator,
-            rank=ranks.rank,
-            use_collectives=of_all_ranks,
-        )
+            state_dict, stateful_objects = call_state_dicts(given)
+        found, is_of_all = (metadata, True)
+        if found is None:
+            found, is_of_all = _read_metadata(reader, ranks.rank)
+        planner.set_up_planner(state_dict, found, ranks.is_coordinator)
+        more = {"rank": ranks.rank, "use_collectives": is_of_all}
+        set_up = reader.set_up_storage_reader
+        set_up(found, ranks.is_coordinator, **(more if _takes_kwargs(set_up) else {}))
         return reader.prepare_local_plan(planner.create_local_plan())
 
     def plan_all(plans: list[LoadPlan]) -> list[LoadPlan]:
         if not all(isinstance(plan, LoadPlan) for plan in plans):
-            raise PlanError(MIXED, path=_path(reader))
+            raise PlanError(engine_load.MIXED_PLANNERS)
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
-    def read() -> None:
-        reader.read_data(planner.finish_plan(plan), planner).wait()
-
     def hand_over() -> None:
-        hand_back(
-            state_dict,
-            values,
-            holders,
-            source=reader.source if isinstance(reader, RsReader) else "",
-        )
+        source = reader.source if isinstance(reader, RsReader) else ""
+        load_stateful(given, state_dict, stateful_objects, source)
 
-    plan = ranks.reduce_scatter(plan_own, plan_all)
-    ranks.run(read)
-    if stateful:
-        ranks.run(hand_over)
+    def attempt() -> None:
+        plan = ranks.reduce_scatter(plan_own, plan_all)
+        ranks.run(lambda: reader.read_data(planner.finish_plan(plan), planner).wait())
+        if stateful:
+            ranks.run(hand_over)
+
+    retry_if_replaced(ranks, attempt, lambda: metadata is None and not is_partial)
+    return reader.report if isinstance(reader, RsReader) else None
 
 
-def save(ranks: RankGroup, planner: SavePlanner, ask: Callable[[], SaveRequest]) -> SavedMetadata:
-    """Save from all ranks with a planner of the user's, called as torch's own ``dcp.save`` calls it.
+def save(
+    ranks: RankGroup, planner: SavePlanner, make_request: Callable[[], SaveRequest]
+) -> SavedMetadata:
+    """Save on all ranks with a planner of the user's, which is called as torch calls it.
 
     Args:
-        ranks: who saves.
-        planner: plans, and resolves what is written.
-        ask: as for :func:`dcp_rs.engine.save.save`.
+        ranks: The ranks that save.
+        planner: The planner of this rank.
+        make_request: As for :func:`dcp_rs.engine.save.save`.
     """
-    handled = sys.exception()
-    made: list[RsWriter] = []
+    writer: RsWriter | None = None
     metadata: Metadata
 
     def plan_own() -> SavePlan:
-        request = ask()
-        made.append(writer := RsWriter._of(request.path, request.options))
+        nonlocal writer
+        request = make_request()
+        writer = RsWriter._of(request.path, request.options)
         planner.set_up_planner(request.state_dict, writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
     def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
+        assert writer is not None  # noqa: S101  # of the step before
         if not all(isinstance(plan, SavePlan) for plan in plans):
-            raise PlanError(MIXED_SAVE, path=made[0].path)
+            raise PlanError(engine_save.MIXED_PLANNERS, path=writer.path)
         plans, metadata = planner.create_global_plan(plans)
-        return made[0].prepare_global_plan(plans)
+        return writer.prepare_global_plan(plans)
 
     def write() -> list[WriteResult]:
-        written = made[0].write_data(planner.finish_plan(plan), planner)
+        assert writer is not None  # noqa: S101  # as above
+        written = writer.write_data(planner.finish_plan(plan), planner)
         written.wait()
         return written.value()
 
     def commit(results: list[list[WriteResult]]) -> Metadata:
-        made[0].finish(metadata, results)
+        assert writer is not None  # noqa: S101  # as above
+        writer.finish(metadata, results)
         return metadata
 
     try:
         plan = ranks.reduce_scatter(plan_own, plan_all)
         saved = ranks.all_reduce(write, commit)
     except BaseException:
-        if ranks.failures and not any(
-            commit_outcome(error, handled) for error in ranks.failures.values()
-        ):
-            for writer in made:
-                writer._discard()  # all ranks know that it failed, so nobody commits
+        # Without failures that all ranks know of, another rank may still commit.
+        if writer is not None and ranks.failures and not ranks.may_be_committed:
+            writer._discard()
         raise
     finally:
-        for writer in made:
+        if writer is not None:
             writer.close()
-    return SavedMetadata._of(saved, made[0].report)
+    return SavedMetadata._of(saved, None if writer is None else writer.report)
 
 
-def _path(reader: StorageReader) -> Any:
-    """Where a reader reads, for a message."""
-    return (
-        reader.path
-        if isinstance(reader, RsReader)
-        else getattr(reader, "checkpoint_id", type(reader).__name__)
-    )
+def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """Read the metadata of the checkpoint, or of the rank-local save of this rank.
 
-
-def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    """The metadata of the checkpoint, and whether they are of all ranks: a rank may have saved its own alone.
-
-    Of a reader of this package only that there is none of all ranks leads to those. Others say that
-    in whatever way.
+    Returns:
+        The metadata, and true if it is of all ranks.
     """
     try:
         return reader.read_metadata(), True
     except Exception as error:
-        is_absent = isinstance(error, CheckpointNotFoundError) or not isinstance(reader, RsReader)
-        if not is_absent or not _takes_more(reader.read_metadata):
+        # Readers of others may raise anything if there is no checkpoint of all ranks.
+        is_missing = isinstance(error, CheckpointNotFoundError) or not isinstance(reader, RsReader)
+        if not is_missing or not _takes_kwargs(reader.read_metadata):
             raise
         try:
             return reader.read_metadata(rank=rank), False
         except Exception as own:  # noqa: BLE001  # one of the two is raised
-            raise (
-                own if isinstance(reader, RsReader) and is_rank_local(reader.path) else error
-            ) from None
+            is_own = isinstance(reader, RsReader) and is_rank_local(reader.path)
+            raise (own if is_own else error) from None
 
 
-def _set_up(method: Callable[..., None], *arguments: Any, **more: Any) -> None:
-    """Calls it, with what newer torch tells those who take it."""
-    method(*arguments, **(more if _takes_more(method) else {}))
-
-
-def _takes_more(method: Callable[..., Any]) -> bool:
+def _takes_kwargs(method: Callable[..., Any]) -> bool:
+    """Return true if torch would pass ``rank`` and ``use_collectives`` to a method."""
     return "kwargs" in inspect.signature(method).parameters
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def check_planner(called: Literal["load", "save"], planner: Any) -> None:
+    """Raise a ``TypeError`` with advice unless this is None or a planner for ``called``."""
+    takes: type
+    takes, example, resolve = (
+        (LoadPlanner, "RsLoadPlanner", "resolve_tensor")
+        if called == "load"
+        else (SavePlanner, "RsSavePlanner", "resolve_data")
+    )
+    if planner is None or isinstance(planner, takes):
+        return
+    # torch accepts a wrapper of any class that forwards every method.
+    needed = ("set_up_planner", "create_local_plan", resolve)
+    if not isinstance(planner, type) and all(hasattr(planner, name) for name in needed):
+        return
+    why = ""
+    if isinstance(planner, LoadPlanner | SavePlanner):
+        why = f", which plans a {'save' if called == 'load' else 'load'}"
+    msg = (
+        f"planner= of a {called} takes a planner such as {example}(...), not {_kind(planner)}{why}"
+    )
+    raise TypeError(msg)
+
+
+def check_reader(reader: Any) -> None:
+    """Raise a ``TypeError`` with advice unless this is a storage reader."""
+    if isinstance(reader, StorageReader):
+        return
+    if isinstance(reader, str | os.PathLike):
+        msg = (
+            f"storage_reader= is a path: pass RsReader({os.fspath(reader)!r}), "
+            "or call dcp_rs.load(state_dict, path)"
+        )
+    else:
+        msg = f"storage_reader= takes a reader such as RsReader(path), not {_kind(reader)}"
+    raise TypeError(msg)
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -85,7 +85,7 @@ class RsSavePlanner(DefaultSavePlanner):
         return call(type(self).__name__, self._given)
 
     def _options(self) -> PlanOptions:
-        """Return its options, for a save that plans in Rust."""
+        """Return the options of a save without a planner."""
         return PlanOptions(
             flatten=self.flatten_state_dict,
             flatten_sharded=self.flatten_sharded_tensors,
@@ -101,25 +101,29 @@ class RsSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten the state dict, and leave out what is not to be saved."""
+        """Flatten the state dict, and apply ``include`` and ``exclude``."""
         self._selected = select(state_dict, self._options())
         self.state_dict, self.mappings = self._selected.values, self._selected.paths
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return torch's plan, with the dtypes that tensors are cast to."""
+        """Return torch's plan, with the dtypes that tensors are stored in."""
         self.plan = self._with_dtype(super().create_local_plan())
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return torch's plan. Raise a ``PlanError`` where ``include`` and ``exclude`` leave nothing to save."""
+        """Return torch's plan.
+
+        Raises:
+            PlanError: ``include`` and ``exclude`` leave nothing to save.
+        """
         plans, metadata = super().create_global_plan(all_plans)
-        if self._selected is not None:
-            self._selected.refuse_nothing(len(metadata.state_dict_metadata))
+        if self._selected is not None and not metadata.state_dict_metadata:
+            self._selected.check_not_empty()
         return plans, metadata
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
-        """Return what torch's planner makes of it, cast to ``dtype``. An error about a value names it."""
+        """Transform as torch does, and cast to ``dtype``. An error about a value names it."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(pickles.dump_named(write_item.index.fqn, object))
         made = super().transform_object(write_item, object)
@@ -128,7 +132,7 @@ class RsSavePlanner(DefaultSavePlanner):
         return made.to(cast_to(made.dtype, self.dtype))
 
     def _nesting(self, paths: Any) -> Nesting | None:
-        """Return the nesting of the state dict, if ``paths`` are still those that this planner gave it."""
+        """Return the nesting of the state dict, unless the caller changed ``paths``."""
         return (
             self._selected.nesting
             if self._selected is not None and paths == self.mappings
@@ -152,7 +156,7 @@ class RsSavePlanner(DefaultSavePlanner):
         return dataclasses.replace(plan, items=items)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        # For a save in another process: what this one has set up stays here.
+        # A save in another process sets the planner up again.
         return {
             **self.__dict__,
             "_selected": None,
@@ -163,7 +167,7 @@ class RsSavePlanner(DefaultSavePlanner):
 
 
 def is_plain(planner: SavePlanner) -> TypeGuard[RsSavePlanner]:
-    """Return whether a planner is its options and nothing else: an ``RsSavePlanner`` of which nothing is overridden."""
+    """Return true if no method of an ``RsSavePlanner`` is overridden: its options say all."""
     return type(planner) is RsSavePlanner and vars(planner).keys().isdisjoint(
         dir(DefaultSavePlanner)
     )

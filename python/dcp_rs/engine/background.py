@@ -1,4 +1,4 @@
-"""Saves in the background: their futures, the threads that copy and save, and how many copies there are at a time."""
+"""Background saves: futures, threads, and a bound on the copies that exist."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from dcp_rs.engine.reports import SaveReport
 from dcp_rs.errors import SaveInProgressError
 
 __all__ = [
-    "STAGED_AT_ONCE",
+    "MAX_COPIES",
     "SaveFuture",
     "Worker",
-    "check_free",
-    "copying",
-    "enter",
-    "leave",
-    "no_room",
-    "saving",
-    "take_room",
+    "acquire_copy",
+    "add_save",
+    "check_no_save",
+    "remove_save",
+    "save_thread",
+    "staging_thread",
 ]
 
-#: Copies of state dicts that are being made or written: one to write, and one to make meanwhile.
-STAGED_AT_ONCE = 2
+#: Copies of state dicts at a time: one that is written, and one that is made meanwhile.
+MAX_COPIES = 2
 
 
 class SaveFuture(Future[Metadata]):
@@ -37,12 +36,12 @@ class SaveFuture(Future[Metadata]):
     It cannot be cancelled, as the other ranks take part in the save.
 
     Attributes:
-        staged: a future of None, which is done when this rank has copied the state dict: training
+        staged: A future of None, which is done when this rank has copied the state dict: training
             may change it then. With ``async_staging=True`` wait for it
             (``future.staged.result()``) before ``optimizer.step()``. Otherwise it is done from the
             beginning. It raises nothing: if a copy fails on one rank, the futures of all ranks
             raise that.
-        report: the :class:`dcp_rs.SaveReport` of this rank, once the future is done; None if the
+        report: The :class:`dcp_rs.SaveReport` of this rank, once the future is done; None if the
             save failed.
     """
 
@@ -54,7 +53,7 @@ class SaveFuture(Future[Metadata]):
         self.report: SaveReport | None = None
 
     def cancel(self) -> bool:
-        """Do nothing: a save that has begun goes on, as the other ranks take part in it.
+        """Do nothing: the other ranks take part in the save.
 
         Returns:
             False.
@@ -63,94 +62,87 @@ class SaveFuture(Future[Metadata]):
 
 
 class Worker:
-    """A thread that does one thing after another. What it was given is finished before the interpreter ends."""
+    """Thread that runs calls one after another. The interpreter waits for them at its end."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
-        self._make()
-        os.register_at_fork(after_in_child=self._make)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Does it after what was submitted before."""
+        """Call ``work`` after all calls that were submitted before."""
         return self._executor.submit(work, *arguments)
 
     @property
     def is_current(self) -> bool:
-        """Whether this is its thread."""
+        """True in this worker's thread."""
         return self._thread is threading.current_thread()
 
-    def _begin(self) -> None:
+    def _set_thread(self) -> None:
         self._thread = threading.current_thread()
 
-    def _make(self) -> None:
+    def _reset(self) -> None:
         self._thread = None
-        self._executor = ThreadPoolExecutor(
-            1, self._name, initializer=self._begin
-        )  # which starts none yet
+        self._executor = ThreadPoolExecutor(1, self._name, initializer=self._set_thread)
 
 
-#: Saves follow each other, so that their collectives do not mix. Copies have a thread of their own:
-#: one is made while another is being written.
-saving = Worker("dcp_rs.async_save")
-copying = Worker("dcp_rs.staging")
+#: Runs saves one after another, so that their collectives do not mix.
+save_thread = Worker("dcp_rs.async_save")
+#: Copies a state dict while another one is written.
+staging_thread = Worker("dcp_rs.staging")
 
-
-class _Room:
-    """For so many copies."""
-
-    def __init__(self) -> None:
-        self._make()
-        os.register_at_fork(after_in_child=self._make)  # a child has no saves
-
-    def _make(self) -> None:
-        self._free = threading.Semaphore(STAGED_AT_ONCE)
-
-    def take(self) -> Callable[[], None]:
-        """Waits until there is room for one more. Returns what gives it back, to be called once."""
-        if saving.is_current:  # in a callback of a save: what it would wait for comes after it
-            return no_room
-        free = self._free
-        free.acquire()
-        return free.release
-
-
-def no_room() -> None:
-    """Gives nothing back, of a copy that is not counted."""
-
-
-take_room = _Room().take
-
-
-#: The last save in the background to each path.
+_copies = threading.Semaphore(MAX_COPIES)
+#: The last background save to each path.
 _saves: dict[str, SaveFuture] = {}
-os.register_at_fork(after_in_child=_saves.clear)
 
 
-def enter(path: str | os.PathLike[str], future: SaveFuture) -> None:
-    """Note that a save in the background to ``path`` begins.
+def _reset() -> None:
+    """Forget the saves of the parent process, after a fork."""
+    global _copies  # noqa: PLW0603
+    _copies = threading.Semaphore(MAX_COPIES)
+    _saves.clear()
+
+
+os.register_at_fork(after_in_child=_reset)
+
+
+def acquire_copy() -> Callable[[], None]:
+    """Wait until one more copy may be made. Return a function that releases it, to call once."""
+    if save_thread.is_current:  # a callback of a save cannot wait for saves after it
+        return lambda: None
+    copies = _copies
+    copies.acquire()
+    return copies.release
+
+
+def add_save(path: str | os.PathLike[str], future: SaveFuture) -> None:
+    """Register a background save to ``path``.
 
     Raises:
-        SaveInProgressError: another save to ``path`` is not over.
+        SaveInProgressError: Another save to ``path`` is not over.
     """
-    other = _saves.setdefault(_key(path), future)
-    if other is not future:
-        check_free(path)
-        _saves[_key(path)] = future
+    key = _key(path)
+    if _saves.setdefault(key, future) is not future:
+        check_no_save(path)
+        _saves[key] = future
 
 
-def leave(future: SaveFuture) -> None:
-    """Forget a save that is over, or did not begin."""
+def remove_save(future: SaveFuture) -> None:
+    """Remove a save that is over, or did not begin."""
     for key, known in list(_saves.items()):
         if known is future:
             _saves.pop(key, None)
 
 
-def check_free(path: str | os.PathLike[str]) -> None:
-    """Raise a ``SaveInProgressError`` where a save in the background to ``path`` is not over."""
-    other = _saves.get(_key(path))
+def check_no_save(path: str | os.PathLike[str]) -> None:
+    """Raise a ``SaveInProgressError`` if a background save to ``path`` is not over."""
+    other = _saves.get(_key(path)) if _saves else None
     if other is not None and not other.done():
-        msg = f"a save to {path} is still under way in this process: wait for its future before saving there again"
+        msg = (
+            f"a save to {path} is still under way in this process: "
+            "wait for its future before saving there again"
+        )
         raise SaveInProgressError(msg, path=path)
 
 

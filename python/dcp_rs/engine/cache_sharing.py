@@ -1,4 +1,4 @@
-"""Ranks of one machine share its page cache: each says what it reads, and hears what the others read too."""
+"""Sharing of the page cache: ranks of one machine tell each other which bytes they read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from dcp_rs import _core
 from dcp_rs.options import ReadOptions, local_ranks
 from dcp_rs.transfer.target import Target
 
-__all__ = ["Answer", "Demand", "answers_to", "demand_of", "in_common", "sample_of"]
+__all__ = ["CommonReads", "ReadSample", "common_reads", "compare_samples", "sample_of", "share"]
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What a rank tells the coordinator.
+class ReadSample:
+    """Sample of the reads of a rank. Its size does not depend on the model.
 
     Attributes:
-        machine: whose page cache it reads through.
-        sample: what it reads of each section of the checkpoint. Its size does not grow with the
-            model.
+        machine: Identifies the page cache.
+        sample: What the rank reads of each section of the checkpoint.
     """
 
     machine: bytes
@@ -33,12 +32,12 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the coordinator answers.
+class CommonReads:
+    """Coordinator's reply to a rank.
 
     Attributes:
-        ranks: how many ranks of the machine told their demand.
-        bits: which sections the rank shares with others of the machine.
+        ranks: The number of ranks of the machine that sent a sample.
+        bits: The sections that several ranks of the machine read.
     """
 
     ranks: int
@@ -48,8 +47,8 @@ class Answer:
 def sample_of(
     index: _core.Index, batch: _core.Batch, targets: Sequence[Target], options: ReadOptions
 ) -> _core.Wanted | None:
-    """Return what this rank reads of each section of the checkpoint; None where it makes no difference what other ranks read."""
-    if index.is_remote or not options.asks_what_others_want():
+    """Sample the reads of this rank; None if reads of other ranks make no difference."""
+    if index.is_remote or not options.shares_page_cache:
         return None
     sample = _core.Wanted(index)
     sample.add_batch(batch)
@@ -57,38 +56,38 @@ def sample_of(
     return sample
 
 
-def demand_of(sample: _core.Wanted) -> Demand:
-    """Return what this rank tells the coordinator."""
-    return Demand(_machine(), sample.told())
+def share(sample: _core.Wanted | None) -> ReadSample | None:
+    """Prepare the sample for the coordinator."""
+    return None if sample is None else ReadSample(_machine(), sample.told())
 
 
-def answers_to(demands: Sequence[Demand | None]) -> list[Answer | None]:
-    """Return the coordinator's answer for each rank.
-
-    Raises:
-        PlanError: a rank sent something else.
-    """
-    told = [(demand.machine, demand.sample) for demand in demands if demand is not None]
-    answers = iter(_core.compare_wanted(told))
-    return [None if demand is None else Answer(*next(answers)) for demand in demands]
+def compare_samples(samples: Sequence[ReadSample | None]) -> list[CommonReads | None]:
+    """Compare the samples of all ranks, on the coordinator. Return the reply for each rank."""
+    told = [(each.machine, each.sample) for each in samples if each is not None]
+    replies = iter(_core.compare_wanted(told))
+    return [None if each is None else CommonReads(*next(replies)) for each in samples]
 
 
-def in_common(sample: _core.Wanted, answer: Answer, ranks: int) -> _core.Common | None:
-    """Return what other ranks of this machine read too; None where some of them did not tell.
+def common_reads(
+    sample: _core.Wanted | None, reply: CommonReads | None, ranks: int
+) -> _core.Common | None:
+    """Return what other ranks of this machine read too; None if some of them sent no sample.
 
     Args:
-        sample: of this rank.
-        answer: of the coordinator.
-        ranks: how many ranks the load has.
+        sample: The sample of this rank.
+        reply: The coordinator's reply.
+        ranks: The number of ranks of the load.
     """
+    if sample is None or reply is None:
+        return None
     here = local_ranks()
-    is_known = ranks >= dist.get_world_size() if here is None else answer.ranks >= here
-    return sample.judged(answer.bits) if is_known else None
+    is_known = ranks >= dist.get_world_size() if here is None else reply.ranks >= here
+    return sample.judged(reply.bits) if is_known else None
 
 
 @functools.cache
 def _machine() -> bytes:
-    """Return the same for all processes that share a page cache: the id of the running kernel, else the machine's name."""
+    """Return a digest of the running kernel's id, or else of the name of the machine."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where one save goes: a folder of the file system, or one on a store."""
+"""Destination of one save: a folder of the file system or of a store."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def commit_outcome(
     """Return the ``StorageUnclearError`` in the chain of an error, if there is one.
 
     Args:
-        error: what was raised. A second Ctrl-C, say, comes while the first error is dealt with, and
-            is what the caller sees.
-        handled: what the caller was handling when the save began (``sys.exception()``): Python puts
-            it into the chain, and it is of another save.
+        error: The error. A second Ctrl-C while the first error is handled is raised in its place,
+            and has it as context.
+        handled: The error that the caller handled when the save began. Python puts it into the
+            chain, though it is of another save.
     """
     waiting, seen = [error], {id(handled)}
     while waiting:
@@ -47,35 +47,34 @@ def commit_outcome(
 
 
 class Destination:
-    """Where one save goes. What it replaces is what it found there when it began.
+    """Folder that one save goes to. It remembers what was there when the save began.
 
     Args:
-        path: the folder.
-        options: how to reach the store, for a URL.
+        path: The folder.
+        options: How to reach the store, for a URL.
 
     Attributes:
-        folder: the folder, for the engine.
-        store: of a URL.
-        options: how to reach it.
+        folder: The folder, for the engine.
+        store: The store of a URL; None for a folder of the file system.
 
     Raises:
-        UnsupportedError: options that are not known, or for a folder of the file system.
+        UnsupportedError: Unknown options, or options for a folder of the file system.
     """
 
     def __init__(self, path: Path, options: StorageOptions | None) -> None:
         self.path = path
         self.options = options
         self.store: _core.Store | None = None
+        # Secrets get no name here: tools show the variables of a traceback.
         if isinstance(path, Url):
             self.folder = os.fspath(path)
-            # What is secret gets no name here: tools show the variables of a traceback.
             self.store = _core.Store(self.folder, options_for(path, options) or {})
         else:
             options_for(path, options)
             self.folder = os.path.abspath(path)  # noqa: PTH100  # Path.resolve would follow links
 
-    def why_apart_from(self, other: Path) -> str | None:
-        """Why no file of a folder can be one of this as well: by a link, or by the store's copy. None where that may be."""
+    def why_no_shared_files(self, other: Path) -> str | None:
+        """Return why no file of another folder can be linked or copied here; None if it can."""
         if isinstance(other, Url) != (self.store is not None):
             return "a store and a file system have no files in common"
         if isinstance(other, Url) and _bucket(other) != _bucket(self.path):
@@ -83,40 +82,33 @@ class Destination:
         return None
 
     def prepare(self, rank: int | None, *, overwrite: bool) -> None:
-        """Creates the folder, and looks at what is in it; ``rank``: whose rank-local save it is.
+        """Create the folder, and check that it may be saved to.
+
+        Args:
+            rank: The rank of a rank-local save.
+            overwrite: Replace a checkpoint that is there.
 
         Raises:
-            CheckpointExistsError: what is there may not, or cannot, be replaced: a checkpoint, or
-                something that is no folder.
-            NotADirectoryError: something that is no folder is where one above it is to be.
+            CheckpointExistsError: A checkpoint is there that may not be replaced, or a file.
+            NotADirectoryError: A file is in the place of a folder above it.
         """
         if self.store is None:
             make_folder(self.folder)
         if not overwrite and self._has_index(rank):
             raise self._exists()
         if rank is not None and self._has_index(None):
-            # Readers would go on to find the old one: no rank may replace it for all.
-            msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
+            # Readers would go on to find the old checkpoint.
+            msg = (
+                f"{self.path} holds a checkpoint of all ranks, which a rank-local save "
+                "(use_collectives=False) cannot replace"
+            )
             raise CheckpointExistsError(msg, path=self.path)
 
-    def _exists(self) -> CheckpointExistsError:
-        return CheckpointExistsError(
-            f"Checkpoint already exists at {self.path}, and overwrite=False: pass overwrite=True, or another path",
-            path=self.path,
-        )
-
-    def _has_index(self, rank: int | None) -> bool:
-        if self.store is not None:
-            return self.store.has_index(self.folder, rank)
-        return (
-            Path(self.folder) / (INDEX_NAME if rank is None else rank_index_name(rank))
-        ).exists()
-
     def begin(self, rank: int | None, *, overwrite: bool) -> int:
-        """The number of the save. What it replaces is what is there now. Warns of a store that does not look what it replaces.
+        """Return the generation of a save that begins now. It replaces what is there now.
 
         Raises:
-            CheckpointExistsError: on a store, what is there may not be replaced.
+            CheckpointExistsError: On a store, a checkpoint is there that may not be replaced.
         """
         if self.store is None:
             return _core.next_generation(self.folder)
@@ -125,20 +117,22 @@ class Destination:
             raise self._exists()
         if not self.store.keeps_conditions:
             warn_caller(
-                f"the store of {self.path} ignores conditions, or gives its index no strong tag: of two saves that replace it at the same time "
-                "the last one wins, and the other may not hear of it"
+                f"the store of {self.path} ignores conditions, or gives its index no strong tag: "
+                "of two saves that replace it at the same time the last one wins, "
+                "and the other may not hear of it"
             )
         return generation
 
     def commit(self, rank: int | None, indexes: Sequence[bytes], **how: Any) -> _core.Index:
-        """Merge the indexes of all ranks and commit them. Warn of files of the checkpoint before that are still there.
+        """Merge the indexes of all ranks, and commit the result.
 
-        Arguments as for ``_core.commit_indexes``.
+        It warns if files of the checkpoint before are left. Arguments are those of
+        ``_core.commit_indexes``.
 
         Raises:
-            CheckpointExistsError: in a folder, another save was committed meanwhile, and this one
+            CheckpointExistsError: In a folder, another save was committed meanwhile, and this one
                 may not replace it.
-            StoragePreconditionError: the same on a store.
+            StoragePreconditionError: The same on a store.
         """
         index, left = _core.commit_indexes(self.folder, rank, indexes, store=self.store, **how)
         for reason in left:
@@ -154,16 +148,25 @@ class Destination:
         error: BaseException,
         handled: BaseException | None = None,
     ) -> None:
-        """After a commit that failed with ``error``: removes what the ranks wrote, all of them, since some may never hear of it.
+        """Remove the files of all ranks after a commit that failed.
 
-        Not where the save may yet be found committed, since a store did not answer: ``error`` says
-        that. ``handled`` as for :func:`commit_outcome`.
+        They stay if a store did not say how the commit ended.
+
+        Args:
+            rank: The rank of a rank-local save.
+            indexes: The indexes of all ranks.
+            error: The error of the commit.
+            handled: As for :func:`commit_outcome`.
         """
         if self.store is None or not commit_outcome(error, handled):
             self.remove(rank, indexes)
 
     def remove(self, rank: int | None, indexes: Sequence[bytes]) -> None:
-        """Removes the files that indexes name, of a save that failed. What was committed all the same (its last sync failed) stays."""
+        """Remove the files that indexes of a failed save name.
+
+        Files that the index at the destination names stay. The save may have been committed before
+        it failed, by the last sync.
+        """
         removals: list[Callable[[], None]]
         if self.store is not None:
             removals = [partial(self.store.discard, self.folder, rank, indexes)]
@@ -174,12 +177,24 @@ class Destination:
                 remove()
             except (OSError, DcpRsError) as error:
                 warn_caller(
-                    f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}"
+                    "files of a save that failed are still there, for dcp_rs.clean to remove: "
+                    f"{error}"
                 )
-                if isinstance(
-                    error, SaveInProgressError
-                ):  # the folder is locked, for the next as well
+                if isinstance(error, SaveInProgressError):  # the folder is locked
                     break
+
+    def _exists(self) -> CheckpointExistsError:
+        return CheckpointExistsError(
+            f"Checkpoint already exists at {self.path}, and overwrite=False: "
+            "pass overwrite=True, or another path",
+            path=self.path,
+        )
+
+    def _has_index(self, rank: int | None) -> bool:
+        if self.store is not None:
+            return self.store.has_index(self.folder, rank)
+        name = INDEX_NAME if rank is None else rank_index_name(rank)
+        return (Path(self.folder) / name).exists()
 
 
 def _bucket(url: Path) -> list[str]:

@@ -1,9 +1,9 @@
-"""Load a checkpoint into a state dict, on all ranks of a process group together."""
+"""Load of a checkpoint into a state dict, by all ranks of a process group."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -37,31 +37,106 @@ from dcp_rs.transfer.load import Load
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = [
-    "MIXED",
-    "TRIES",
+    "MIXED_PLANNERS",
+    "LoadRequest",
     "Plan",
     "Reads",
     "Source",
-    "again_where_replaced",
+    "call_state_dicts",
     "compare",
-    "hand_back",
     "load",
+    "load_stateful",
     "plan_rank",
     "plan_reads",
-    "take_states",
+    "retry_if_replaced",
 ]
 
 T = TypeVar("T")
 
-#: A load begins again so often where another save replaces the checkpoint that it reads.
-TRIES = 10
-#: What to say where some ranks plan here, and others as torch does.
-MIXED = "some ranks load with a planner or a reader of their own class, and others without: give all ranks the same kind"
+#: Attempts of a load whose checkpoint is replaced by another save while it reads.
+_TRIES = 10
+#: Message for ranks of which some plan here, and others as torch does.
+MIXED_PLANNERS = (
+    "some ranks load with a planner or a reader of their own class, and others without: "
+    "give all ranks the same kind"
+)
+
+
+def load(
+    ranks: RankGroup,
+    make_request: Callable[[], LoadRequest],
+    *,
+    stateful: bool = False,
+    index: _core.Index | None = None,
+) -> LoadReport:
+    """Fill a state dict from a checkpoint. Every rank calls it.
+
+    It takes three steps, and each ends on all ranks alike:
+
+    1. Every rank plans (:func:`plan_rank`): it looks its entries up in the index, and cuts sharded
+       tensors into the rectangles that it holds. The coordinator compares the plans
+       (:func:`compare`) and replies to each rank: a reduce_scatter.
+    2. Every rank reads. Tensors that stay are filled in place, and that is the first write to the
+       caller's memory. An all_gather of errors ends the step.
+    3. New tensors and values go into the state dict, and ``Stateful`` objects are loaded. An
+       all_gather of errors ends this step, too.
+
+    If a rank fails in a step, the other ranks finish their part of it, and all ranks raise when
+    the step ends. After an error in step 2, tensors of the caller may hold new values, but no
+    entry of the state dict was replaced.
+
+    If another save replaces the checkpoint, the load starts again. A partial load, and one with
+    ``index``, raises instead.
+
+    Args:
+        ranks: The ranks that load.
+        make_request: Returns the request of this rank. It is called in step 1, so that its error
+            is raised on all ranks.
+        stateful: Call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
+        index: The index of the checkpoint, if it is open.
+
+    Returns:
+        The report of this rank.
+
+    Raises:
+        Exception: The error of any rank, on all ranks.
+    """
+    plan: Plan
+    is_partial = False
+
+    def plan_own() -> _PlanSummary:
+        nonlocal plan, is_partial
+        request = make_request()
+        is_partial = request.options.allow_partial_load
+        plan = plan_rank(request, rank=ranks.rank, ranks=ranks.size, stateful=stateful, index=index)
+        return plan.summary
+
+    def hand_over() -> None:
+        for fqn, value in (plan.values | plan.reads.new.new).items():
+            set_at(plan.state_dict, plan.reads.flat.paths[fqn], value)
+        if stateful:
+            load_stateful(
+                plan.request.state_dict, plan.state_dict, plan.stateful, plan.index.source
+            )
+
+    tries = 1 if index is not None else _TRIES
+    while True:
+        try:
+            reply = ranks.reduce_scatter(plan_own, compare)
+            plan.clock.end("plan")
+            ranks.run(partial(_read, plan, ranks, reply))
+            ranks.run(hand_over)
+        except BaseException:
+            tries -= 1
+            if tries == 0 or is_partial or not _is_replaced(ranks):
+                raise
+        else:
+            return plan.reads.report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a load reads from, and how. :class:`dcp_rs.RsReader` says what each means."""
+    """Source of a load, and how to read it. :class:`dcp_rs.RsReader` describes the attributes."""
 
     path: os.PathLike[str]
     read: ReadOptions = field(default_factory=ReadOptions)
@@ -78,7 +153,7 @@ class Source:
             raise ValueError(msg)
 
     def open(self, rank: int | None = None) -> _core.Index:
-        """Open the index of all ranks; with ``rank``, the one that this rank wrote in a rank-local save."""
+        """Open the index of all ranks; with ``rank``, the index of that rank's rank-local save."""
         return open_index(
             self.path,
             rank=rank,
@@ -89,96 +164,148 @@ class Source:
         )
 
 
-def load(
-    state_dict: dict[str, Any],
-    source: Source,
-    options: LoadOptions,
-    ranks: RankGroup,
+@dataclass(frozen=True)
+class LoadRequest:
+    """Request of one rank.
+
+    Attributes:
+        state_dict: The state dict to fill.
+        source: The checkpoint.
+        options: Which entries to load, and into which dtype and device.
+    """
+
+    state_dict: dict[str, Any]
+    source: Source
+    options: LoadOptions = field(default_factory=LoadOptions)
+
+
+# --- step 1: plan ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _PlanSummary:
+    """Summary of a rank's plan for the coordinator. Its size does not depend on the model.
+
+    Attributes:
+        path: The checkpoint, for messages.
+        save_id: The save that the rank opened; None for a rank-local save.
+        is_of_all: It is a save of all ranks.
+        replicas: The option of the load.
+        is_empty: The state dict has no entries.
+        nothing_to_load: A message, if the rank has nothing to load though it has entries.
+        sample: A sample of the rank's reads, for the other ranks of the machine.
+    """
+
+    path: str
+    save_id: str | None
+    is_of_all: bool
+    replicas: str
+    is_empty: bool
+    nothing_to_load: str | None
+    sample: cache_sharing.ReadSample | None
+
+
+@dataclass
+class Plan:
+    """Plan of one rank.
+
+    Attributes:
+        request: The request of this rank.
+        index: The index of the checkpoint.
+        state_dict: The state dict to fill, with the states of ``Stateful`` objects.
+        stateful: These objects.
+        reads: What this rank reads.
+        sample: A sample of that, for the other ranks of the machine.
+        summary: What the coordinator gets.
+        clock: Measures the phases of the load.
+        values: Values that are no tensors. Step 2 reads them.
+    """
+
+    request: LoadRequest
+    index: _core.Index
+    state_dict: dict[str, Any]
+    stateful: dict[str, Any]
+    reads: Reads
+    sample: _core.Wanted | None
+    summary: _PlanSummary
+    clock: Phases
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def plan_rank(
+    request: LoadRequest,
     *,
+    rank: int,
+    ranks: int,
     stateful: bool = False,
     index: _core.Index | None = None,
-) -> LoadReport:
-    """Fill a state dict from a checkpoint. Every rank calls it.
-
-    It takes three steps, and each ends on all ranks alike:
-
-    1. Every rank plans (:func:`plan_rank`): it finds its entries in the index, and cuts sharded
-       tensors into the rectangles that it holds. The plans meet on the coordinator, which compares
-       them (:func:`compare`) and answers each rank: a reduce_scatter.
-    2. Every rank reads. Tensors that stay as they are get their bytes in place, and that is the
-       first write to memory of the caller's. An all_gather of errors ends the step.
-    3. New tensors and values go into the state dict, and ``Stateful`` objects are loaded. An
-       all_gather of errors ends this step, too.
-
-    Where one rank fails in a step, the others finish theirs, hear of it in the collective that ends
-    the step, and raise the same error. After an error in the second step, tensors of the caller's
-    may hold new values, but no entry of the state dict was replaced.
-
-    A load that a save overtakes begins again with the new checkpoint, unless it is partial or
-    ``index`` is given.
-
-    Args:
-        state_dict: what to fill.
-        source: where to read.
-        options: which entries, and what they become.
-        ranks: who loads.
-        stateful: call the ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
-        index: of the checkpoint, where it is open already.
-
-    Raises:
-        Exception: what a rank raised, on all ranks.
-    """
-    plan: Plan
-
-    def plan_own() -> _Note:
-        nonlocal plan
-        plan = plan_rank(
-            state_dict,
-            source,
-            options,
-            rank=ranks.rank,
-            stateful=stateful,
-            index=index,
-            ranks=ranks.size,
-        )
-        return plan.note
-
-    tries = 1 if options.allow_partial_load or index is not None else TRIES
-    while True:
+) -> Plan:
+    """Open the checkpoint, and plan the reads of this rank. Nothing is written."""
+    source, state_dict, holders = request.source, request.state_dict, dict[str, Any]()
+    if stateful:
+        state_dict, holders = call_state_dicts(state_dict)
+    clock, is_of_all = Phases(), True
+    if index is None:
         try:
-            answer = ranks.reduce_scatter(plan_own, partial(compare, path=source.path))
-            plan.clock.end("plan")
-            ranks.run(partial(_read, plan, source, ranks, answer))
-            ranks.run(partial(_hand_over, plan, state_dict if stateful else None))
-        except BaseException:
-            tries -= 1
-            if tries == 0 or not _is_replaced(ranks):
-                raise
-        else:
-            return plan.reads.report
+            index = source.open()
+        except CheckpointNotFoundError as missing:
+            index, is_of_all = _open_rank_local(source, rank, missing), False
+    clock.end("metadata")
+    reads = plan_reads(state_dict, index, request.options)
+    if reads.values:
+        names = [entry.name for entry in reads.values.values()]
+        matching.warn_of_left_out_state(index, names, reads.stored)
+    sample = None
+    if is_of_all and ranks > 1:
+        sample = cache_sharing.sample_of(index, reads.batch, reads.targets, source.read)
+    summary = _PlanSummary(
+        path=os.fspath(source.path),
+        save_id=index.save_id if is_of_all else None,
+        is_of_all=is_of_all,
+        replicas=source.replicas,
+        is_empty=not reads.flat.values,
+        nothing_to_load=reads.nothing_to_load,
+        sample=cache_sharing.share(sample) if sample is not None else None,
+    )
+    return Plan(request, index, state_dict, holders, reads, sample, summary, clock)
 
 
-# --- step 1: plan
-# -------------------------------------------------------------------------------------
+def call_state_dicts(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Replace ``Stateful`` objects by their states, in a copy. Return it, and the objects."""
+    # In the same order on all ranks: a state_dict() may contain collectives.
+    states = {key: state_dict[key] for key in sorted(state_dict, key=str)}
+    stateful = stateful_values(states)
+    states.update({key: holder.state_dict() for key, holder in stateful.items()})
+    return states, stateful
+
+
+def _open_rank_local(source: Source, rank: int, missing: CheckpointNotFoundError) -> _core.Index:
+    """Open the rank-local save of this rank, as there is no checkpoint of all ranks."""
+    if is_of_all_ranks(source.path):  # a broken link, say
+        raise missing
+    try:
+        return source.open(rank)
+    except Exception as own:  # noqa: BLE001  # one of the two is raised
+        raise (own if is_rank_local(source.path) else missing) from None
 
 
 @dataclass
 class Reads:
-    """What one rank reads.
+    """Reads of one rank.
 
     Attributes:
-        flat: the entries of the state dict by name, with new tensors in the place of those that are
-            replaced; and where they are.
-        report: what was found.
-        batch: whole tensors that are filled in place, by ``stored`` name.
-        names, stored, tensors: the names in the state dict, the stored names, and the tensors that
-            the batch was made from.
-        not_plain: the places among them that are not in the batch.
-        found: what the checkpoint has for those of them that are read.
-        new: tensors that replace others.
-        targets: regions for all other tensors.
-        why_nothing: where there is nothing to load on this rank, and something was asked for, what
-            to say.
+        flat: The flattened state dict, with new tensors in the place of those that are replaced.
+        report: The report of the load, as far as it is known.
+        batch: Whole tensors that are filled in place. Their numbers are places in ``stored``.
+        names: The entries to load, by their names in the state dict.
+        stored: Their names in the checkpoint.
+        tensors: Their values in the state dict.
+        plain: The places in these lists of the tensors in ``batch``.
+        found: The stored entries of the other names.
+        values: Those of them that are no tensors.
+        new: Tensors that replace tensors of the state dict.
+        targets: Regions of the other tensors.
+        nothing_to_load: A message, if there is nothing to load though there are entries.
     """
 
     flat: Flat
@@ -187,364 +314,262 @@ class Reads:
     names: list[str]
     stored: list[str]
     tensors: list[torch.Tensor]
-    not_plain: list[int]
+    plain: Sequence[int]
     found: dict[str, EntryInfo]
+    values: dict[str, EntryInfo]
     new: NewTensors
-    targets: list[Target] = field(default_factory=list)
-    why_nothing: str | None = None
-
-    @property
-    def blobs(self) -> dict[str, EntryInfo]:
-        """Values that are no tensors, by name."""
-        return {fqn: entry for fqn, entry in self.found.items() if entry.dtype is None}
-
-    def plain_places(self) -> list[int]:
-        """Return the places of what is in the batch."""
-        left_out = set(self.not_plain)
-        return [place for place in range(len(self.names)) if place not in left_out]
-
-    def filled(self) -> list[torch.Tensor]:
-        """Return all tensors that are written to."""
-        plain = (
-            [self.tensors[place] for place in self.plain_places()]
-            if self.not_plain
-            else self.tensors
-        )
-        return [*plain, *(target.tensor for target in self.targets)]
+    targets: list[Target]
+    nothing_to_load: str | None
 
     def nbytes(self) -> int:
-        """Return the size of all tensors, as they are stored."""
-        plain = sum(self.tensors[place].nbytes for place in self.plain_places())
+        """Return the bytes of all tensors, as they are stored."""
+        plain = sum(self.tensors[place].nbytes for place in self.plain)
         return plain + sum(target.nbytes for target in self.targets)
 
     def whole_targets(self, index: _core.Index) -> list[Target]:
-        """Return all that is filled, as targets."""
-        places = self.plain_places()
-        described = index.describe([self.stored[place] for place in places])
+        """Return targets for all tensors, those in the batch too."""
         whole = []
-        for place, found in zip(places, described, strict=True):
+        described = index.describe([self.stored[place] for place in self.plain])
+        for place, found in zip(self.plain, described, strict=True):
             assert found is not None  # noqa: S101  # it was planned
             name, tensor = self.stored[place], self.tensors[place].detach()
-            whole.append(
-                Target(
-                    found[0], (0,) * tensor.dim(), tensor, name, stored_dtype(name, found[1]), place
-                )
-            )
+            dtype = stored_dtype(name, found[1])
+            whole.append(Target(found[0], (0,) * tensor.dim(), tensor, name, dtype, place))
         return [*self.targets, *whole]
 
 
-@dataclass(frozen=True)
-class _Note:
-    """What a rank tells the coordinator of its plan. It does not grow with the model."""
-
-    save_id: str | None
-    is_of_all: bool
-    replicas: str
-    is_empty: bool
-    why_nothing: str | None
-    demand: cache_sharing.Demand | None
-
-
-@dataclass
-class Plan:
-    """What one rank is about to read.
-
-    Attributes:
-        index: of the checkpoint.
-        values: the state dict to fill, with the states of ``Stateful`` objects in their place.
-        holders: those objects.
-        reads: what is read.
-        sample: what is read of each section, for the other ranks of the machine.
-        note: what the coordinator has to know.
-        clock: since the index was opened.
-        loaded: values that are no tensors, once they are read.
-    """
-
-    index: _core.Index
-    values: dict[str, Any]
-    holders: dict[str, Any]
-    reads: Reads
-    sample: _core.Wanted | None
-    note: _Note
-    clock: Phases
-    loaded: dict[str, Any] = field(default_factory=dict)
-
-
-def plan_rank(
-    state_dict: dict[str, Any],
-    source: Source,
-    options: LoadOptions,
-    *,
-    rank: int,
-    ranks: int,
-    stateful: bool = False,
-    index: _core.Index | None = None,
-) -> Plan:
-    """Step 1, on every rank: open the checkpoint, and find in it what the state dict wants. Nothing is written."""
-    values, holders = take_states(state_dict) if stateful else (state_dict, {})
-    clock, is_of_all = Phases(), True
-    if index is None:
-        try:
-            index = source.open()
-        except CheckpointNotFoundError as missing:
-            index, is_of_all = _open_own(source, rank, missing), False
-    clock.end("metadata")
-    reads = plan_reads(values, index, options)
-    if blobs := reads.blobs:
-        matching.warn_of_left_out_state(
-            index, [entry.name for entry in blobs.values()], reads.stored
-        )
-    # Ranks of one machine share its page cache: each tells the others what it reads.
-    sample = (
-        cache_sharing.sample_of(index, reads.batch, reads.targets, source.read)
-        if is_of_all and ranks > 1
-        else None
-    )
-    note = _Note(
-        save_id=index.save_id if is_of_all else None,
-        is_of_all=is_of_all,
-        replicas=source.replicas,
-        is_empty=not reads.flat.values,
-        why_nothing=reads.why_nothing,
-        demand=None if sample is None else cache_sharing.demand_of(sample),
-    )
-    return Plan(index, values, holders, reads, sample, note, clock)
-
-
-def take_states(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the entries of a state dict with the states of ``Stateful`` objects in their place, and those objects."""
-    # In one order on all ranks: what is stateful may talk to the others.
-    values = {key: state_dict[key] for key in sorted(state_dict, key=str)}
-    holders = stateful_values(values)
-    values.update({key: holder.state_dict() for key, holder in holders.items()})
-    return values, holders
-
-
-def _open_own(source: Source, rank: int, missing: CheckpointNotFoundError) -> _core.Index:
-    """Open what this rank saved alone, where there is no checkpoint of all ranks."""
-    if is_of_all_ranks(source.path):  # a link that leads nowhere is one all the same
-        raise missing
-    try:
-        return source.open(rank)
-    except Exception as own:  # noqa: BLE001  # one of the two is raised
-        raise (own if is_rank_local(source.path) else missing) from None
-
-
-@torch.no_grad()  # without it, the local tensor of a DTensor costs an autograd node
+@torch.no_grad()  # otherwise each local tensor of a DTensor costs an autograd node
 def plan_reads(
     state_dict: dict[str, Any], index: _core.Index, options: LoadOptions, flat: Flat | None = None
 ) -> Reads:
-    """Find what the checkpoint has for each entry of a state dict. Nothing is written, and nothing is read but the index.
+    """Look the entries of a state dict up in a checkpoint. Nothing is written.
 
     Args:
-        state_dict: what to fill.
-        index: of the checkpoint.
-        options: which entries, and what they become.
-        flat: the state dict, where it is flattened already.
+        state_dict: The state dict to fill.
+        index: The index of the checkpoint.
+        options: Which entries to load, and into which dtype and device.
+        flat: The flattened state dict, if the caller has it.
 
     Raises:
-        PlanError: an entry is missing, does not fit, needs a cast that is refused, or the
+        PlanError: An entry is missing, does not fit, needs a cast that is refused, or the
             checkpoint lacks some of its elements.
-        UnsupportedError: a tensor has a dtype that this torch lacks.
+        UnsupportedError: This torch lacks the dtype of a tensor.
     """
     names = LoadNames(options.rename, options.include, options.exclude, index)
     new = NewTensors(options.dtype, options.device)
     if flat is None:
-        flat = flatten(
-            state_dict
-            if is_plain_state_dict(state_dict)
-            else _torch.flatten_sharded_tensors(state_dict)
-        )
+        is_plain = is_plain_state_dict(state_dict)
+        flat = flatten(state_dict if is_plain else _torch.flatten_sharded_tensors(state_dict))
     if flat.containers:
         matching.add_hollow(state_dict, flat, index, names)
     match = Matching(state_dict, flat, index, names, options, new)
     report = match.report
     wanted, report.excluded = names.choose(flat.values)
 
-    # Most tensors are plain: in host memory, of the stored shape and dtype. One call plans them
-    # all.
+    # Most tensors are plain: in host memory, of the stored shape and dtype. One call plans them.
     found: dict[str, EntryInfo] | None = None
     stored, tensors = list(wanted.values()), [flat.values[fqn] for fqn in wanted]
     batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
-    if new.apply_to_any(
-        wanted, tensors if new.reaches_plain else [tensors[place] for place in others]
-    ):
+    # Without `dtype` and `device`, only tensors on `meta` are replaced, and they are not plain.
+    keeps_plain = options.dtype is None and options.device is None
+    may_replace = [tensors[place] for place in others] if keeps_plain else tensors
+    if may_replace and new.apply_to_any(wanted, may_replace):
         found = match.match(wanted)
         flat = match.flat
         filled = [fqn for fqn, entry in found.items() if entry.dtype is not None]
-        flat.values.update(
-            new.make_all(state_dict, flat.values, flat.paths, [*filled, *report.tied])
-        )
+        replaced = new.make_all(state_dict, flat.values, flat.paths, [*filled, *report.tied])
+        flat.values.update(replaced)
         wanted = {fqn: entry.name for fqn, entry in found.items()}
         stored, tensors = list(wanted.values()), [flat.values[fqn] for fqn in wanted]
         batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
     fqns = list(wanted)
     places = {fqns[place]: place for place in others}
-    found = (
-        match.match({fqn: wanted[fqn] for fqn in places})
-        if found is None
-        else {f: found[f] for f in places}
-    )
+    if found is None:
+        found = match.match({fqn: wanted[fqn] for fqn in places})
+    else:
+        found = {fqn: found[fqn] for fqn in places}
     flat = match.flat
     if report.dtype_mismatched:
         match.warn_of_casts()
 
-    # The others become targets: of a sharded tensor, one for each rectangle that this rank holds.
-    layouts: Layouts = {}
-    asked: list[tuple[str, Target]] = []
-    for fqn, entry in found.items():
-        if entry.dtype is not None:
-            asked += [
-                (
-                    fqn,
-                    Target(
-                        entry.index,
-                        p.offsets,
-                        p.tensor,
-                        entry.name,
-                        entry.dtype,
-                        places.get(fqn, len(fqns)),
-                    ),
-                )
-                for p in local_pieces(fqn, flat.values[fqn], layouts)
-            ]
-    reads = Reads(flat, report, batch, fqns, stored, tensors, others, found, new)
-    regions = [(target.index, target.offsets, target.tensor.shape) for _, target in asked]
-    # This looks at the data files, too: whether they are there, and of the right size.
-    holes = index.check_regions(
-        regions, [entry.index for entry in found.values() if entry.dtype is None]
-    )
-    left_on_meta = match.note_holes(
-        [(asked[at][0], offsets, sizes) for at, offsets, sizes in holes]
-    )
-    in_part = {at for at, _, _ in holes}
-    for at, (fqn, target) in enumerate(asked):
-        if fqn not in left_on_meta:
-            reads.targets += _held_of(index, target) if at in in_part else [target]
-
+    values = {fqn: entry for fqn, entry in found.items() if entry.dtype is None}
+    targets, left_on_meta = _cut_targets(match, index, found, places, len(fqns))
     report.entries = len(flat.values)
     report.entries_loaded = (
         len(fqns) - len(others) + len(found) - len(left_on_meta) + len(report.tied)
     )
-    reads.why_nothing = match.why_nothing()
-    return reads
+    plain: Sequence[int] = range(len(fqns))
+    if others:
+        plain = sorted(set(plain).difference(others))
+    return Reads(
+        *(flat, report, batch, fqns, stored, tensors, plain, found, values, new, targets),
+        nothing_to_load=match.explain_nothing() if report.missing or report.excluded else None,
+    )
 
 
-def _held_of(index: _core.Index, target: Target) -> list[Target]:
-    """Return targets for what chunks hold of a region."""
+def _cut_targets(
+    match: Matching,
+    index: _core.Index,
+    found: dict[str, EntryInfo],
+    places: dict[str, int],
+    last: int,
+) -> tuple[list[Target], set[str]]:
+    """Make targets of tensors that are not plain: one for each rectangle of a sharded tensor.
+
+    Args:
+        match: The comparison with the checkpoint.
+        index: The index of the checkpoint.
+        found: The stored entries.
+        places: The places of the entries in the load.
+        last: The place of an entry that has none.
+
+    Returns:
+        The targets, and the names of tensors that stay on ``meta``.
+    """
+    layouts: Layouts = {}
+    regions: list[tuple[str, Target]] = []
+    values: list[int] = []
+    for fqn, entry in found.items():
+        if entry.dtype is None:
+            values.append(entry.index)
+            continue
+        at = entry.name, entry.dtype, places.get(fqn, last)
+        regions += [
+            (fqn, Target(entry.index, piece.offsets, piece.tensor, *at))
+            for piece in local_pieces(fqn, match.flat.values[fqn], layouts)
+        ]
+    # This checks the data files, too: that they exist and have the right size.
+    holes = index.check_regions(
+        [(target.index, target.offsets, target.tensor.shape) for _, target in regions], values
+    )
+    if not holes:
+        return [target for _, target in regions], set()
+    left_on_meta = match.note_holes(
+        [(regions[number][0], offsets, sizes) for number, offsets, sizes in holes]
+    )
+    in_part = {number for number, _, _ in holes}
+    targets: list[Target] = []
+    for number, (fqn, target) in enumerate(regions):
+        if fqn not in left_on_meta:
+            targets += _stored_parts(index, target) if number in in_part else [target]
+    return targets, left_on_meta
+
+
+def _stored_parts(index: _core.Index, target: Target) -> list[Target]:
+    """Return targets for the parts of a region that chunks hold."""
     return [
         Target(
-            held.chunk,
-            held.chunk_offsets,
-            narrow(target.tensor, held.region_offsets, held.sizes),
+            part.chunk,
+            part.chunk_offsets,
+            narrow(target.tensor, part.region_offsets, part.sizes),
             target.name,
             target.dtype,
             target.place,
             of_chunk=True,
         )
-        for held in index.touching(target.index, target.offsets, target.tensor.shape)
+        for part in index.touching(target.index, target.offsets, target.tensor.shape)
     ]
 
 
-def compare(notes: list[_Note], path: str | os.PathLike[str]) -> list[cache_sharing.Answer | None]:
-    """Compare the plans of all ranks, on the coordinator. Return an answer for each rank.
+def compare(summaries: list[_PlanSummary]) -> list[cache_sharing.CommonReads | None]:
+    """Compare the plans of all ranks, on the coordinator. Return the reply for each rank.
 
     Raises:
-        CheckpointReplacedError: two ranks opened different saves.
-        PlanError: the ranks do not load in one way; or there is nothing to load on any rank, and
-            something was asked for.
+        CheckpointReplacedError: Two ranks opened different saves.
+        PlanError: The ranks do not load in the same way; or no rank has anything to load, though
+            there are entries.
     """
-    if not all(isinstance(note, _Note) for note in notes):
-        raise PlanError(MIXED, path=path)
-    if len({note.replicas for note in notes}) > 1:
-        msg = f"the ranks give replicas= different values: {sorted({note.replicas for note in notes})}"
+    if not all(isinstance(summary, _PlanSummary) for summary in summaries):
+        raise PlanError(MIXED_PLANNERS)
+    path = summaries[0].path
+    if len(replicas := {summary.replicas for summary in summaries}) > 1:
+        msg = f"the ranks give replicas= different values: {sorted(replicas)}"
         raise PlanError(msg, path=path)
-    if len({note.is_of_all for note in notes}) > 1:
-        msg = f"a save of all ranks replaced those of single ranks while the ranks were opening it: {path}"
+    if len({summary.is_of_all for summary in summaries}) > 1:
+        msg = (
+            "a save of all ranks replaced those of single ranks while the ranks were opening it: "
+            f"{path}"
+        )
         raise CheckpointReplacedError(msg, path=path)
-    if len({note.save_id for note in notes}) > 1:
+    if len({summary.save_id for summary in summaries}) > 1:
         msg = f"the checkpoint was replaced by another save while the ranks were opening it: {path}"
         raise CheckpointReplacedError(msg, path=path)
-    reasons = [note.why_nothing for note in notes if note.why_nothing is not None]
-    if reasons and all(note.is_empty or note.why_nothing is not None for note in notes):
+    reasons = [each.nothing_to_load for each in summaries if each.nothing_to_load is not None]
+    if reasons and all(each.is_empty or each.nothing_to_load is not None for each in summaries):
         raise PlanError(reasons[0])
-    return cache_sharing.answers_to([note.demand for note in notes]) if notes[1:] else [None]
+    if len(summaries) == 1:
+        return [None]
+    return cache_sharing.compare_samples([summary.sample for summary in summaries])
 
 
-# --- step 2: read
-# -------------------------------------------------------------------------------------
+# --- step 2: read ---------------------------------------------------------------------------------
 
 
-def _read(
-    plan: Plan, source: Source, ranks: RankGroup, answer: cache_sharing.Answer | None
-) -> None:
-    """Step 2, on every rank: read into the tensors, first what other ranks read too, where they share the work."""
-    index, reads = plan.index, plan.reads
-    how = source.read if plan.note.is_of_all else source.read.alone()
+def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None) -> None:
+    """Read into the tensors. With ``replicas``, ranks first read together what several need."""
+    source, reads, is_of_all = plan.request.source, plan.reads, plan.summary.is_of_all
     with watching(source.progress, "loading") as watch:
         counts = Counts(watch=watch)
-        sample = plan.sample
-        common = (
-            None
-            if sample is None or answer is None
-            else cache_sharing.in_common(sample, answer, ranks.size)
-        )
-        job = Load(index, how, reads.batch, counts, common)
-        prepare = partial(_prepare, plan, source, job, counts)
+        common = None
+        if reply is not None:
+            common = cache_sharing.common_reads(plan.sample, reply, ranks.size)
+        options = source.read if is_of_all else source.read.alone()
+        job = Load(plan.index, options, reads.batch, counts, common)
         try:
-            if plan.note.is_of_all and source.replicas != "each" and ranks.size > 1:
-                turns = _read_together(reads, index, source, ranks, job, prepare, counts)
+            if is_of_all and source.replicas != "each" and ranks.size > 1:
+                turns = _read_together(plan, job, counts, ranks)
             else:
-                turns = prepare()
+                turns = _prepare(plan, job, counts)
             for turn in range(turns):  # tensors that share memory take turns
                 job.run(turn)
-        # What failed may have filled some, and autograd refuses gradients that need the old values
         finally:
-            torch.autograd.graph.increment_version(reads.filled())
-        if (
-            watch is not None and counts.expected
-        ):  # of what lies under other tensors nothing was read
-            watch(counts.expected, counts.expected)
+            # A failed read may have filled some. Autograd refuses gradients of changed tensors.
+            plain = [reads.tensors[place] for place in reads.plain]
+            other = [target.tensor for target in reads.targets]
+            torch.autograd.graph.increment_version(plain + other)
+        if watch is not None and counts.expected:
+            watch(counts.expected, counts.expected)  # hidden tensors were not read
     plan.clock.end("read")
-    reads.report.path = os.fspath(source.path)
-    reads.report._take(counts, io=source.read.io)
-    plan.clock.tell(reads.report)
+    reads.report._finish(os.fspath(source.path), source.read.io, counts, plan.clock)
 
 
-def _prepare(plan: Plan, source: Source, job: Load, counts: Counts) -> int:
-    """Do what can fail before the first tensor is written to. Return how many turns the reading takes."""
-    index, reads = plan.index, plan.reads
-    blobs = reads.blobs
-    chunks = [index.first_chunk(entry.index) for entry in blobs.values()]
-    stored = index.read_bytes(chunks, **source.read.engine()) if chunks else []
-    nbytes = sum(map(len, stored))
+def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
+    """Read the values, and arrange the reads of tensors. No tensor is written to.
+
+    Returns:
+        The number of turns that the reads take.
+    """
+    index, reads, source = plan.index, plan.reads, plan.request.source
     if counts.watch is not None:
-        counts.expected = reads.nbytes() + nbytes
-    counts.add(Counts(nbytes, nbytes))
-    plan.loaded = {
-        fqn: pickles.load(fqn, data, weights_only=source.weights_only)
-        for fqn, data in zip(blobs, stored, strict=True)
-    }
-    job.add(reads.targets)
+        counts.expected = reads.nbytes()
+    if reads.values:
+        chunks = [index.first_chunk(entry.index) for entry in reads.values.values()]
+        stored = index.read_bytes(chunks, **source.read.engine())
+        nbytes = sum(map(len, stored))
+        counts.expected += nbytes
+        counts.add(Counts(nbytes, nbytes))
+        plan.values = {
+            fqn: pickles.load(fqn, data, weights_only=source.weights_only)
+            for fqn, data in zip(reads.values, stored, strict=True)
+        }
+    if reads.targets:
+        job.add(reads.targets)
     turns = job.arrange()
     at_once = job.at_once()
-    if len(at_once) < len(reads.names) - len(reads.not_plain) + len(
-        {target.place for target in reads.targets}
-    ):
-        _warn_of_ties(plan, source, at_once)
+    if len(at_once) < len(reads.plain) + len({target.place for target in reads.targets}):
+        _warn_of_ties(plan, at_once)
     return turns
 
 
-def _warn_of_ties(plan: Plan, source: Source, first: Collection[int]) -> None:
-    """Warn of names that are one tensor in the state dict, and two that differ in the checkpoint. The one that is filled last wins.
+def _warn_of_ties(plan: Plan, first: Collection[int]) -> None:
+    """Warn of two names that are one tensor in the state dict, and differ in the checkpoint.
 
     Args:
-        plan: of this rank.
-        source: of the load.
-        first: the places that are filled first and that no later one hides.
+        plan: The plan of this rank.
+        first: The places that are filled in the first turn, and that no later one overwrites.
     """
-    reads = plan.reads
-    planned = {*reads.plain_places(), *(target.place for target in reads.targets)}
+    reads, source = plan.reads, plan.request.source
+    planned = {*reads.plain, *(target.place for target in reads.targets)}
     late = [
         reads.names[place]
         for place in sorted(planned.difference(first))
@@ -555,43 +580,36 @@ def _warn_of_ties(plan: Plan, source: Source, first: Collection[int]) -> None:
     for fqn, other in twins(late, early, reads.flat.values).items():
         if not matching.begin_alike(plan.index, stored[fqn], stored[other], source.read.alone()):
             warn_caller(
-                f"{fqn!r} and {other!r} are one tensor in the state dict, and two that differ in {source.path}: the tensor gets the values "
-                f"of {other!r}. Leave the other out with exclude={fqn!r}, or load into a model that does not tie them"
+                f"{fqn!r} and {other!r} are one tensor in the state dict, and two that differ in "
+                f"{source.path}: the tensor gets the values of {other!r}. Leave the other out with "
+                f"exclude={fqn!r}, or load into a model that does not tie them"
             )
 
 
-def _read_together(
-    reads: Reads,
-    index: _core.Index,
-    source: Source,
-    ranks: RankGroup,
-    job: Load,
-    prepare: Callable[[], int],
-    counts: Counts,
-) -> int:
-    """Prepare on all ranks, then fill what several ranks need: each reads a part, and sends it to the others.
+def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> int:
+    """Prepare on all ranks. Then read together what several ranks need, a part on each rank.
 
-    Return how many turns are left for this rank alone: none where another rank failed, which ends
-    the step.
+    Returns:
+        The number of turns that are left for this rank; 0 if another rank failed.
     """
+    index, source = plan.index, plan.request.source
     turns, own = 0, Offer()
 
-    def begin() -> tuple[int, list[bytes]]:
+    def prepare() -> tuple[int, list[bytes]]:
         nonlocal turns, own
-        turns = prepare()
+        turns = _prepare(plan, job, counts)
         at_once = set(job.at_once())
         targets = [
             target
-            for target in reads.whole_targets(index)
+            for target in plan.reads.whole_targets(index)
             if target.place in at_once and not target.of_chunk and not is_opaque(target.tensor)
         ]
         shapes = [index.tensor(target.index).shape for target in targets]
-        own = offer(
-            targets, shapes, "node" if source.replicas == "node" else "all", ranks.process_group
-        )
-        return own.told()
+        scope: Literal["node", "all"] = "node" if source.replicas == "node" else "all"
+        own = offer(targets, shapes, scope, ranks.process_group)
+        return own.node, own.digests
 
-    offers = ranks.all_gather(begin)
+    offers = ranks.all_gather(prepare)
     if not is_shared(offers):
         return turns
     shared = share(own, offers, ranks.process_group)
@@ -601,54 +619,45 @@ def _read_together(
     return turns if is_whole else 0
 
 
-# --- step 3: hand over
-# --------------------------------------------------------------------------------
+# --- step 3: hand over ----------------------------------------------------------------------------
 
 
-def _hand_over(plan: Plan, state_dict: dict[str, Any] | None) -> None:
-    """Step 3, once every rank has read all: put values and new tensors into the state dict, and load ``Stateful`` objects.
-
-    Args:
-        plan: of this rank.
-        state_dict: the caller's, where ``plan.values`` is a copy.
-    """
-    for fqn, value in (plan.loaded | plan.reads.new.new).items():
-        set_at(plan.values, plan.reads.flat.paths[fqn], value)
-    if state_dict is not None:
-        hand_back(state_dict, plan.values, plan.holders, source=plan.index.source)
-
-
-def hand_back(
-    state_dict: dict[str, Any], values: dict[str, Any], holders: dict[str, Any], *, source: str
+def load_stateful(
+    state_dict: dict[str, Any], loaded: dict[str, Any], stateful: dict[str, Any], source: str
 ) -> None:
-    """Load the objects from what was read, and put all other entries into the state dict.
+    """Call ``load_state_dict`` of ``Stateful`` objects, and update the caller's state dict.
 
     Args:
-        state_dict: the caller's.
-        values, holders: what :func:`take_states` returned, ``values`` filled.
-        source: of the index. This package marks mappings that it saved whole.
+        state_dict: The state dict of the caller.
+        loaded, stateful: The results of :func:`call_state_dicts`, filled.
+        source: The format of the checkpoint. This package marks mappings that it stored whole.
     """
-    loaded = unwrap_in(values) if source == "dcp-rs" else values
-    for key, holder in holders.items():
-        holder.load_state_dict(loaded.pop(key))
-    state_dict.update(loaded)
+    values = unwrap_in(loaded) if source == "dcp-rs" else loaded
+    for key, holder in stateful.items():
+        holder.load_state_dict(values.pop(key))
+    state_dict.update(values)
 
 
-# --- overtaken by a save
-# ------------------------------------------------------------------------------
+# --- retries --------------------------------------------------------------------------------------
 
 
-def again_where_replaced(ranks: RankGroup, work: Callable[[], T], *, tries: int = TRIES) -> T:
-    """Return what the work gives. Begin again, on all ranks, where another save replaced the checkpoint that one of them was reading."""
-    for _ in range(tries - 1):
+def retry_if_replaced(ranks: RankGroup, work: Callable[[], T], may_retry: Callable[[], bool]) -> T:
+    """Call ``work`` again, on all ranks, if another save replaced the checkpoint of one of them.
+
+    Args:
+        ranks: The ranks that load.
+        work: The load.
+        may_retry: Returns false if the load has to raise. It is called after a failure.
+    """
+    for _ in range(_TRIES - 1):
         try:
             return work()
         except BaseException:
-            if not _is_replaced(ranks):
+            if not (_is_replaced(ranks) and may_retry()):
                 raise
     return work()
 
 
 def _is_replaced(ranks: RankGroup) -> bool:
-    """Return whether the checkpoint was replaced. Every rank knows the same failures, so all begin again, or none."""
+    """Return true if a rank's checkpoint was replaced. All ranks return the same."""
     return any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values())

@@ -1,4 +1,4 @@
-"""What one rank holds for a save: its state dict, flattened, and an item for each tensor, piece of one, or value."""
+"""Plan of one rank for a save: its flattened state dict, and an item for each tensor and value."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """How a state dict becomes the items of a save.
+    """Options for the plan of a save.
 
     Attributes:
-        flatten, flatten_sharded, lowest_rank: as in torch's ``DefaultSavePlanner``.
-        dtype: what floating-point tensors of 16 bits and more are stored as; None: as they are.
-        include, exclude: globs over names.
+        flatten, flatten_sharded, lowest_rank: As in torch's ``DefaultSavePlanner``.
+        dtype: Dtype to store floating-point tensors of 16 bits and more in; None keeps theirs.
+        include, exclude: Globs over names.
     """
 
     flatten: bool = True
@@ -52,216 +52,20 @@ class PlanOptions:
     exclude: Any = None
 
 
-@dataclass
-class Nesting:
-    """How a state dict was nested.
-
-    Attributes:
-        paths: of its leaves, by FQN, in its order, with keys as they are.
-        containers: those that the paths do not tell.
-        lost: keys that the format cannot hold, by the name of what they lead to. They are text
-            here.
-    """
-
-    paths: dict[str, TreePath]
-    containers: list[Container]
-    lost: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, flat: Flat) -> Nesting:
-        """Return the nesting of a flattened state dict."""
-        if flat.is_text:
-            return cls(flat.paths, flat.containers)
-        lost: dict[str, Any] = {}
-
-        def kept(path: TreePath) -> TreePath:
-            path, keys = storable(path)
-            if keys:
-                lost[name_of(path)] = keys[0]
-            return path
-
-        paths = {fqn: kept(path) for fqn, path in flat.paths.items()}
-        return cls(
-            paths, [Container(c.position, kept(c.path), c.kind) for c in flat.containers], lost
-        )
-
-    def judge(self, *, strict: bool) -> None:
-        """Warn of keys that come back as text.
-
-        Raises:
-            UnsupportedError: there are some, with ``strict``; or a number of more than 64 bits,
-                infinity, or a tuple with such.
-        """
-        for name, key in self.lost.items():
-            keys = "keys are text, numbers, None, and tuples of such"
-            if isinstance(key, int | float | tuple):  # its text could not be told from a text
-                msg = f"{name!r}: the key {key!r} cannot be kept: {keys}, and integers have 64 bits"
-                raise UnsupportedError(msg, tensor=name)
-            msg = f"{name!r}: the key {key!r} ({type(key).__name__}) is kept as text, {str(key)!r}: {keys}"
-            if strict:
-                raise UnsupportedError(f"{msg} (strict_values=True)", tensor=name)
-            warn_caller(msg)
-
-    @cached_property
-    def positions(self) -> dict[str, int]:
-        """The places of the leaves."""
-        return {fqn: position for position, fqn in enumerate(self.paths)}
-
-    def places(self, names: list[str]) -> tuple[list[TreePath | None], list[int | None]]:
-        """Return the path and the position of each leaf; None for what is no leaf."""
-        if list(self.paths) == names:  # nothing was added, taken or moved
-            return list(self.paths.values()), list(range(len(names)))
-        return [self.paths.get(name) for name in names], [
-            self.positions.get(name) for name in names
-        ]
-
-    def only(self, names: Iterable[str], passes: Callable[[str], bool]) -> Nesting:
-        """Return that of a state dict of which only the leaves ``names`` are left, and other containers that pass."""
-        leaves = [self.paths[name] for name in names]
-        lost = {name: key for name, key in self.lost.items() if passes(name)}
-        return Nesting(self.paths, remaining(self.containers, leaves, passes), lost)
-
-
-@dataclass
-class Selected:
-    """The entries of a flattened state dict that a save takes.
-
-    Attributes:
-        values: the entries by name.
-        paths: where they are in the state dict, with text for keys, as torch has it.
-        nesting: the same with keys as they are; None: the state dict was not flattened.
-        options: how they were chosen.
-        names: of all entries, where some may be left out.
-    """
-
-    values: dict[str, Any]
-    paths: dict[str, TreePath]
-    nesting: Nesting | None
-    options: PlanOptions
-    names: list[str]
-
-    def refuse_nothing(self, items: int) -> None:
-        """Raise a ``PlanError`` where ``include`` and ``exclude`` leave nothing to save on any rank."""
-        if items == 0 and self.names and not self.values:
-            msg = (
-                f"there is nothing to save: no name passes include={self.options.include!r}, "
-                f"exclude={self.options.exclude!r}; there are {some(self.names)}"
-            )
-            raise PlanError(msg)
-
-
-def select(state_dict: Mapping[Any, Any], options: PlanOptions) -> Selected:
-    """Flatten a state dict, and leave out what is not to be saved."""
-    values: dict[str, Any] = dict(state_dict)
-    paths: dict[str, TreePath] = {}
-    nesting: Nesting | None = None
-    if options.flatten:
-        flat = flatten(state_dict)
-        values, paths, nesting = flat.values, flat.text_paths(), Nesting.of(flat)
-    if options.flatten_sharded and any(
-        issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))
-    ):
-        values = _torch.flatten_sharded_tensors(values)
-    passes = selector(options.include, options.exclude)
-    if passes is None:
-        return Selected(values, paths, nesting, options, [])
-    names = list(values)
-    values = {name: value for name, value in values.items() if passes(name)}
-    if nesting is not None:
-        nesting = nesting.only(values.keys() & paths.keys(), passes)
-    paths = {name: path for name, path in paths.items() if passes(name)}
-    return Selected(values, paths, nesting, options, names)
-
-
-@dataclass(slots=True)
-class Value:
-    """A value, or a tensor that raw bytes cannot hold. The rank that writes it pickles it."""
-
-    fqn: str
-    value: Any
-    path: tuple[Any, ...] | None
-    position: int | None
-
-    def item(self) -> _core.SaveItem:
-        """Return what the coordinator and the engine get to know of it."""
-        return _core.SaveItem(self.fqn, 0, path=self.path, position=self.position)
-
-
-@dataclass
-class Writes:
-    """What one rank writes.
-
-    Attributes:
-        plan: its items.
-        keep: which of them it writes, a bit for each; None: all.
-        tensors: the list that the plan's plain tensors are places in.
-        entries: the other items that it writes.
-        nesting: of the state dict, where the planner is one that knows.
-    """
-
-    plan: _core.SavePlan
-    keep: bytes | None
-    tensors: list[Any]
-    entries: list[Entry]
-    nesting: Nesting | None = None
-
-
-@dataclass
-class LocalPlan:
-    """The items that a rank holds.
-
-    Attributes:
-        selected: the entries of the state dict.
-        items: what the coordinator and the engine know of them: plain tensors first, then
-            ``others``.
-        tensors: the list in which the plain tensors have their places.
-        others: pieces of sharded tensors, tensors that are no plain memory, and values.
-    """
-
-    selected: Selected
-    items: _core.SavePlan
-    tensors: list[Any]
-    others: list[Entry | Value]
-
-    def writes(self, keep: bytes | None, *, strict: bool) -> Writes:
-        """Return what the rank writes of its items. Pickle the values among them.
-
-        Args:
-            keep: a bit for each item; None: all of them.
-            strict: refuse keys and values that would not load back as they are; without it, warn.
-
-        Raises:
-            UnsupportedError: with ``strict``, a key that comes back as text; a value that cannot be
-                stored.
-            UnsafePickleError: with ``strict``, a value that would not load under
-                ``weights_only=True``.
-        """
-        kept = (self.others[i] for i in self.items.kept_others(keep))
-        entries = [
-            Entry(e.fqn, dump(e.fqn, e.value, strict=strict)) if isinstance(e, Value) else e
-            for e in kept
-        ]
-        nesting = self.selected.nesting
-        if nesting is not None and nesting.lost:
-            nesting.judge(strict=strict)
-        return Writes(self.items, keep, self.tensors, entries, nesting)
-
-
 def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPlan:
-    """Describe what this rank holds.
+    """Describe the entries of this rank.
 
     Raises:
-        PlanError: a tensor whose shards torch cannot tell, or two entries of one name.
-        UnsupportedError: a tensor that the format cannot hold.
+        PlanError: A tensor's shards cannot be found, or two entries have one name.
+        UnsupportedError: The format cannot hold a tensor.
     """
     selected = select(state_dict, options)
     names = list(selected.values)
     uncast: set[str] = set()
     if options.dtype is not None:
-        entries = selected.values.items()
         uncast = {
             name
-            for name, value in entries
+            for name, value in selected.values.items()
             if isinstance(value, torch.Tensor) and is_counter(name, value.shape)
         }
         names.sort(key=uncast.__contains__)  # they come last: Rust casts the others in one call
@@ -282,9 +86,8 @@ def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPl
     others: list[Entry | Value] = []
     for i in (*not_plain, *range(end, len(names))):
         path, position = paths[i] if paths else None, positions[i] if positions else None
-        others += _items_of(
-            names[i], values[i], path, position, layouts, options.dtype if i < end else None
-        )
+        dtype = options.dtype if i < end else None
+        others += _items_of(names[i], values[i], path, position, layouts, dtype)
     items.add([other.item() for other in others])
     return LocalPlan(selected, items, values, others)
 
@@ -297,58 +100,253 @@ def _items_of(
     layouts: Layouts,
     dtype: torch.dtype | None,
 ) -> list[Entry | Value]:
-    """Return the items of an entry of a state dict that is no plain tensor: one for each piece that this rank holds.
+    """Return the items of an entry that is no plain tensor: one for each shard of this rank.
 
     Args:
-        fqn, value: its name, and what it is.
-        path, position: of the entry in the state dict, where that is known.
-        layouts: what is known of the layouts of other tensors.
-        dtype: what floating-point tensors are stored as; None: as they are.
+        fqn: The name of the entry.
+        value: The tensor or value.
+        path, position: Place of the entry in the state dict, if it is known.
+        layouts: Known layouts of other tensors.
+        dtype: Dtype to store floating-point tensors in; None keeps theirs.
 
     Raises:
-        PlanError: a tensor whose pieces torch cannot tell, or that is on ``meta``.
-        UnsupportedError: a shard that the format cannot hold.
+        PlanError: The shards of the tensor cannot be found.
+        UnsupportedError: The format cannot hold a shard, or the tensor is on ``meta``.
     """
     if not isinstance(value, torch.Tensor):
         return [Value(fqn, value, path, position)]
-    is_sharded = isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "global_shape")
-    if not is_sharded:
-        value = _torch.wait_tensor(value)
-        refuse_meta(fqn, value)
-        if why_not_raw(value) is not None:
-            return [Value(fqn, value, path, position)]
-    try:
-        pieces = local_pieces(fqn, value, layouts)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        msg = f"tensor {fqn!r} cannot be saved: {error}"
-        raise PlanError(msg, tensor=fqn) from error
-    shape = tuple(global_shape(value))
-    items: list[Entry | Value] = []
-    for piece in pieces:
-        tensor = piece.tensor
-        if is_sharded:
-            tensor = _torch.wait_tensor(tensor)
+    shape = tuple(value.shape)
+    shards: list[tuple[tuple[int, ...], torch.Tensor]]
+    if isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "global_shape"):
+        try:
+            pieces = local_pieces(fqn, value, layouts)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            msg = f"tensor {fqn!r} cannot be saved: {error}"
+            raise PlanError(msg, tensor=fqn) from error
+        shape = tuple(global_shape(value))
+        shards = [(tuple(piece.offsets), _torch.wait_tensor(piece.tensor)) for piece in pieces]
+        for _, tensor in shards:
             refuse_meta(fqn, tensor)
             if (refusal := why_not_raw(tensor)) is not None:
                 msg = f"tensor {fqn!r}: a shard of it cannot be saved: {refusal}"
                 raise UnsupportedError(msg, tensor=fqn)
-        stored = tensor.dtype if dtype is None else cast_to(tensor.dtype, dtype)
+    else:
+        value = _torch.wait_tensor(value)
+        refuse_meta(fqn, value)
+        if why_not_raw(value) is not None:
+            return [Value(fqn, value, path, position)]
+        shards = [((0,) * value.dim(), value)]
+    items: list[Entry | Value] = []
+    for offsets, tensor in shards:
         requires_grad = tensor.requires_grad or (
             value.requires_grad and can_require_grad(tensor.dtype)
         )
-        flags = REQUIRES_GRAD if requires_grad else 0
-        sizes = tuple(tensor.shape)
-        items.append(
-            Entry(
-                fqn,
-                tensor.detach(),
-                shape,
-                tuple(piece.offsets),
-                sizes,
-                flags,
-                path,
-                position,
-                dtype=stored,
-            )
+        entry = Entry(
+            fqn,
+            tensor.detach(),
+            shape,
+            offsets,
+            tuple(tensor.shape),
+            REQUIRES_GRAD if requires_grad else 0,
+            path,
+            position,
+            dtype=tensor.dtype if dtype is None else cast_to(tensor.dtype, dtype),
         )
+        items.append(entry)
     return items
+
+
+@dataclass
+class LocalPlan:
+    """Items of one rank.
+
+    Attributes:
+        selected: The entries of the state dict.
+        items: The items: plain tensors first, then ``others``.
+        tensors: The values that the plain tensors are numbered in.
+        others: Shards of tensors, tensors that are no plain memory, and values.
+    """
+
+    selected: Selected
+    items: _core.SavePlan
+    tensors: list[Any]
+    others: list[Entry | Value]
+
+    def writes(self, keep: bytes | None, *, strict: bool) -> Writes:
+        """Return what this rank writes. Pickle the values among it.
+
+        Args:
+            keep: A bit for each item that this rank writes; None for all items.
+            strict: Refuse keys and values that would not load back as they are. By default, warn.
+
+        Raises:
+            UnsupportedError: A value cannot be stored; or (``strict``) a key loads as text.
+            UnsafePickleError: With ``strict``, a value would not load under
+                ``weights_only=True``.
+        """
+        kept = (self.others[i] for i in self.items.kept_others(keep))
+        entries = [
+            Entry(e.fqn, dump(e.fqn, e.value, strict=strict)) if isinstance(e, Value) else e
+            for e in kept
+        ]
+        nesting = self.selected.nesting
+        if nesting is not None and nesting.text_keys:
+            nesting.check_keys(strict=strict)
+        return Writes(self.items, keep, self.tensors, entries, nesting)
+
+
+@dataclass(slots=True)
+class Value:
+    """Value, or a tensor that raw bytes cannot hold. The rank that writes it pickles it."""
+
+    fqn: str
+    value: Any
+    path: tuple[Any, ...] | None
+    position: int | None
+
+    def item(self) -> _core.SaveItem:
+        """Return the item for the coordinator and the engine."""
+        return _core.SaveItem(self.fqn, 0, path=self.path, position=self.position)
+
+
+@dataclass
+class Writes:
+    """Writes of one rank.
+
+    Attributes:
+        plan: The items of the rank.
+        keep: A bit for each item that it writes; None for all items.
+        tensors: The values that the plain tensors are numbered in.
+        entries: The other items that it writes.
+        nesting: The nesting of the state dict, if the planner knows it.
+    """
+
+    plan: _core.SavePlan
+    keep: bytes | None
+    tensors: list[Any]
+    entries: list[Entry]
+    nesting: Nesting | None = None
+
+
+@dataclass
+class Selected:
+    """Entries of a flattened state dict that a save stores.
+
+    Attributes:
+        values: The entries by name.
+        paths: Their places in the state dict, with text for keys, as in torch.
+        nesting: The same with keys as they are; None if the state dict was not flattened.
+        options: The options of the plan.
+        names: The names of all entries, if some may be left out.
+    """
+
+    values: dict[str, Any]
+    paths: dict[str, TreePath]
+    nesting: Nesting | None
+    options: PlanOptions
+    names: list[str]
+
+    def check_not_empty(self) -> None:
+        """Raise a ``PlanError`` if ``include`` and ``exclude`` leave nothing of this rank."""
+        if self.names and not self.values:
+            msg = (
+                f"there is nothing to save: no name passes include={self.options.include!r}, "
+                f"exclude={self.options.exclude!r}; there are {some(self.names)}"
+            )
+            raise PlanError(msg)
+
+
+def select(state_dict: Mapping[Any, Any], options: PlanOptions) -> Selected:
+    """Flatten a state dict, and apply ``include`` and ``exclude``."""
+    values: dict[str, Any] = dict(state_dict)
+    paths: dict[str, TreePath] = {}
+    nesting: Nesting | None = None
+    if options.flatten:
+        flat = flatten(state_dict)
+        values, paths, nesting = flat.values, flat.text_paths(), Nesting.of(flat)
+    if options.flatten_sharded and any(
+        issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))
+    ):
+        values = _torch.flatten_sharded_tensors(values)
+    if options.include is None and options.exclude is None:
+        return Selected(values, paths, nesting, options, [])
+    passes = selector(options.include, options.exclude)
+    assert passes is not None  # noqa: S101  # there are globs
+    names = list(values)
+    values = {name: value for name, value in values.items() if passes(name)}
+    if nesting is not None:
+        nesting = nesting.select(values.keys() & paths.keys(), passes)
+    paths = {name: path for name, path in paths.items() if passes(name)}
+    return Selected(values, paths, nesting, options, names)
+
+
+@dataclass
+class Nesting:
+    """Nesting of a state dict.
+
+    Attributes:
+        paths: Paths of the leaves by name, in the order of the state dict, with keys as they are.
+        containers: Containers that the paths do not describe.
+        text_keys: Keys that the format stores as text, by the name of what they lead to.
+    """
+
+    paths: dict[str, TreePath]
+    containers: list[Container]
+    text_keys: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, flat: Flat) -> Nesting:
+        """Return the nesting of a flattened state dict."""
+        if flat.is_text:
+            return cls(flat.paths, flat.containers)
+        text_keys: dict[str, Any] = {}
+
+        def stored(path: TreePath) -> TreePath:
+            path, keys = storable(path)
+            if keys:
+                text_keys[name_of(path)] = keys[0]
+            return path
+
+        paths = {fqn: stored(path) for fqn, path in flat.paths.items()}
+        containers = [Container(c.position, stored(c.path), c.kind) for c in flat.containers]
+        return cls(paths, containers, text_keys)
+
+    def check_keys(self, *, strict: bool) -> None:
+        """Warn of keys that load as text.
+
+        Raises:
+            UnsupportedError: With ``strict``, there is such a key. Or a key is a number of more
+                than 64 bits, infinity, or a tuple with such numbers.
+        """
+        for name, key in self.text_keys.items():
+            keys = "keys are text, numbers, None, and tuples of such"
+            if isinstance(key, int | float | tuple):  # its text could be another key
+                msg = f"{name!r}: the key {key!r} cannot be kept: {keys}, and integers have 64 bits"
+                raise UnsupportedError(msg, tensor=name)
+            msg = (
+                f"{name!r}: the key {key!r} ({type(key).__name__}) is kept as text, "
+                f"{str(key)!r}: {keys}"
+            )
+            if strict:
+                raise UnsupportedError(f"{msg} (strict_values=True)", tensor=name)
+            warn_caller(msg)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The number of each leaf, by name."""
+        return {fqn: position for position, fqn in enumerate(self.paths)}
+
+    def places(self, names: list[str]) -> tuple[list[TreePath | None], list[int | None]]:
+        """Return the path and the number of each name; None for names that are no leaves."""
+        if list(self.paths) == names:  # the usual case, and the fast one
+            return list(self.paths.values()), list(range(len(names)))
+        return (
+            [self.paths.get(name) for name in names],
+            [self.positions.get(name) for name in names],
+        )
+
+    def select(self, names: Iterable[str], passes: Callable[[str], bool]) -> Nesting:
+        """Return the nesting of the leaves ``names``, and of other containers that pass."""
+        leaves = [self.paths[name] for name in names]
+        text_keys = {name: key for name, key in self.text_keys.items() if passes(name)}
+        return Nesting(self.paths, remaining(self.containers, leaves, passes), text_keys)

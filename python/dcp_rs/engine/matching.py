@@ -1,4 +1,4 @@
-"""A state dict against a checkpoint: names, shapes, dtypes, tied tensors."""
+"""Comparison of a state dict with a checkpoint: names, shapes, dtypes and tied tensors."""
 
 from __future__ import annotations
 
@@ -30,16 +30,22 @@ __all__ = [
     "Matching",
     "add_hollow",
     "begin_alike",
-    "can_copy",
+    "can_cast",
     "check_cast",
-    "describe",
+    "find_entries",
     "warn_of_left_out_state",
 ]
+
+#: Number of misfits that a message names.
+_NAMED = 10
+#: Number of bytes that are compared of two entries that are one tensor in the state dict.
+_HEAD_BYTES = 1 << 20
+_GROUPS = re.compile(r"(?:^|(?<=\.))param_groups(?:\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Which entries a load fills, and what tensors become. :func:`dcp_rs.load` says what each means."""
+    """Which entries a load fills, and how. :func:`dcp_rs.load` describes the attributes."""
 
     rename: Rename = None
     include: str | Iterable[str] | None = None
@@ -57,13 +63,13 @@ class LoadOptions:
 
 @dataclass(slots=True)
 class EntryInfo:
-    """An entry of a checkpoint.
+    """Entry of a checkpoint.
 
     Attributes:
-        name: the stored name.
-        dtype: of a tensor; None for a value that is not a tensor.
-        shape: of the whole tensor.
-        index: its number in the index.
+        name: The stored name.
+        dtype: The dtype of a tensor; None for a value that is no tensor.
+        shape: The shape of the whole tensor.
+        index: The number of the entry in the index.
     """
 
     name: str
@@ -72,11 +78,18 @@ class EntryInfo:
     index: int
 
 
-def describe(index: _core.Index, wanted: Mapping[str, str]) -> dict[str, EntryInfo | None]:
-    """Return what an index has under stored names, by names of the state dict.
+def find_entries(index: _core.Index, wanted: Mapping[str, str]) -> dict[str, EntryInfo | None]:
+    """Look stored names up in an index.
+
+    Args:
+        index: The index.
+        wanted: Stored names by names of the state dict.
+
+    Returns:
+        The entries by names of the state dict; None for names that the index lacks.
 
     Raises:
-        UnsupportedError: a tensor has a dtype that this torch lacks.
+        UnsupportedError: This torch lacks the dtype of a tensor.
     """
     found: dict[str, EntryInfo | None] = {}
     for (fqn, name), row in zip(wanted.items(), index.describe(list(wanted.values())), strict=True):
@@ -89,81 +102,68 @@ def describe(index: _core.Index, wanted: Mapping[str, str]) -> dict[str, EntryIn
     return found
 
 
-_COPIES: dict[tuple[torch.dtype, torch.dtype], bool] = {}
+_CASTS: dict[tuple[torch.dtype, torch.dtype], bool] = {}
 
 
-def can_copy(source: torch.dtype, destination: torch.dtype) -> bool:
-    """Whether torch converts the one into the other without losing what kind of number it is."""
-    known = _COPIES.get((source, destination))
+def can_cast(source: torch.dtype, destination: torch.dtype) -> bool:
+    """Return true if torch casts between the dtypes, and keeps imaginary parts."""
+    known = _CASTS.get((source, destination))
     if known is None:
-        known = not (
-            source.is_complex and not destination.is_complex
-        )  # torch drops the imaginary part
+        known = destination.is_complex or not source.is_complex
         try:
             if known:
-                torch.zeros(1, dtype=torch.uint8, device="cpu").expand(16).clone().view(source)[
-                    :1
-                ].to(destination)
+                zeros = torch.zeros(1, dtype=torch.uint8, device="cpu").expand(16).clone()
+                zeros.view(source)[:1].to(destination)
         except (RuntimeError, NotImplementedError, TypeError):
             known = False
-        _COPIES[source, destination] = known
+        _CASTS[source, destination] = known
     return known
 
 
 def check_cast(fqn: str, wanted: torch.dtype, stored: torch.dtype | None) -> None:
-    """Raises unless a tensor can be cast.
-
-    Raises:
-        PlanError: it cannot be.
-    """
-    if stored is None or not can_copy(stored, wanted):
+    """Raise a ``PlanError`` unless a stored tensor can be cast."""
+    if stored is None or not can_cast(stored, wanted):
         msg = f"tensor {fqn!r} is stored as {stored}, which cannot be cast to {wanted}"
         raise PlanError(msg, tensor=fqn)
-
-
-#: A message names so many entries that do not fit.
-_NAMED = 10
 
 
 def add_hollow(
     state_dict: Mapping[str, Any], flat: Flat, index: _core.Index, names: LoadNames
 ) -> None:
-    """Add containers without entries that the checkpoint holds as a value: it was not flattened, or torch before 2.4 wrote it.
+    """Add containers without tensors that the checkpoint stores as one value.
+
+    That is the case if the saved state dict was not flattened, or by torch before 2.4.
 
     Args:
-        state_dict: the state dict to load into.
-        flat: the same, flattened. What is added goes here.
-        index: of the checkpoint.
-        names: what the checkpoint calls the entries.
+        state_dict: The state dict to fill.
+        flat: The same, flattened. The containers are added to it.
+        index: The index of the checkpoint.
+        names: The names of the load.
     """
     paths = {c.path[:depth]: None for c in flat.containers for depth in range(1, len(c.path) + 1)}
     hollow = {name_of(path): path for path in paths}
-    for fqn, found in describe(index, names.named(hollow)).items():
+    for fqn, found in find_entries(index, names.named(hollow)).items():
         path = hollow[fqn]
-        if (
-            found is None
-            or fqn in flat.values
-            or any(p[: len(path)] == path for p in flat.paths.values())
-        ):
-            continue
-        flat.values[fqn], flat.paths[fqn] = get_at(state_dict, path), path
+        is_entered = any(p[: len(path)] == path for p in flat.paths.values())
+        if found is not None and fqn not in flat.values and not is_entered:
+            flat.values[fqn], flat.paths[fqn] = get_at(state_dict, path), path
 
 
 class Matching:
-    """Compare a state dict with a checkpoint, for one load.
+    """Comparison of a state dict with a checkpoint, for one load.
 
     Args:
-        state_dict: the state dict to load into.
-        flat: the same, flattened.
-        index: of the checkpoint.
-        names: which names are loaded, and what the checkpoint calls them.
-        options: of the load.
-        new: what tensors become before they are filled.
+        state_dict: The state dict to fill.
+        flat: The same, flattened.
+        index: The index of the checkpoint.
+        names: The names of the load.
+        options: The options of the load.
+        new: New tensors for those that are replaced before they are filled.
 
     Attributes:
-        flat: as given; flattened as torch before 2.4 did, where the checkpoint has the names of
-            that.
-        report: what is found.
+        flat: The flattened state dict. If the checkpoint has the names that torch before 2.4
+            gives, it is flattened in that way.
+        report: The report of the load.
     """
 
     def __init__(
@@ -185,16 +185,16 @@ class Matching:
         self._misfits: list[tuple[Mismatch, str]] = []
 
     def match(self, wanted: Mapping[str, str]) -> dict[str, EntryInfo]:
-        """Return what the checkpoint has for each name that the load fills.
+        """Return the stored entries that fit, by names of the state dict.
 
         Args:
-            wanted: stored names by names of the state dict.
+            wanted: Stored names by names of the state dict.
 
         Raises:
-            PlanError: an entry is missing, has another shape or kind, or needs a cast that is
+            PlanError: An entry is missing, has another shape or kind, or needs a cast that is
                 refused.
         """
-        found = describe(self._index, wanted)
+        found = find_entries(self._index, wanted)
         missing = [fqn for fqn, entry in found.items() if entry is None] + self._names.unnamed
         if missing:
             values, paths = _torch.flatten_as_2_3(self._state_dict)
@@ -202,9 +202,8 @@ class Matching:
             extra = {fqn: name for fqn, name in extra.items() if self._index.find(name) is not None}
             if extra:
                 self.flat = Flat(values, paths, [])
-                found = describe(
-                    self._index, {fqn: n for fqn, n in {**wanted, **extra}.items() if fqn in values}
-                )
+                known = {fqn: name for fqn, name in {**wanted, **extra}.items() if fqn in values}
+                found = find_entries(self._index, known)
                 missing = [fqn for fqn, entry in found.items() if entry is None]
                 missing += [fqn for fqn in self._names.unnamed if fqn in values]
         if missing or self._options.allow_partial_load:
@@ -213,23 +212,30 @@ class Matching:
         fitting = {
             fqn: entry
             for fqn, entry in found.items()
-            if entry is not None and self._fits(fqn, values[fqn], entry)
+            if entry is not None
+            and (entry.dtype is None or self._fits(fqn, values[fqn], entry, entry.dtype))
         }
         if self._misfits:
-            self._leave_or_refuse()
+            self._skip_or_refuse_misfits()
         return fitting
 
     def note_holes(self, holes: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> set[str]:
-        """Note elements that the checkpoint lacks: names, offsets and sizes. Return the names of tensors that stay on ``meta`` for that.
+        """Note regions that the checkpoint lacks: names, offsets and sizes.
+
+        Returns:
+            The names of tensors that stay on ``meta`` therefore.
 
         Raises:
-            PlanError: the load is not partial.
+            PlanError: The load is not partial.
         """
         report, new = self.report, self._new
         left_on_meta: set[str] = set()
         for fqn, offsets, sizes in holes:
             if not self._options.allow_partial_load:
-                msg = f"tensor {fqn!r}: the checkpoint does not hold {list(sizes)} elements at {list(offsets)}"
+                msg = (
+                    f"tensor {fqn!r}: the checkpoint does not hold {list(sizes)} elements "
+                    f"at {list(offsets)}"
+                )
                 raise PlanError(msg, tensor=fqn)
             if fqn in report.partly_filled:
                 continue
@@ -239,7 +245,7 @@ class Matching:
             for name in tied:
                 del report.tied[name]
             if fqn in new.new and new.old[fqn].is_meta:
-                # There are no values for the elements that the checkpoint lacks.
+                # The missing elements would be uninitialized memory.
                 self.flat.values.update({name: new.give_up(name) for name in [fqn, *tied]})
                 left_on_meta.add(fqn)
             elif fqn in new.new:
@@ -247,34 +253,37 @@ class Matching:
         return left_on_meta
 
     def warn_of_casts(self) -> None:
-        """Say what is cast without having been asked for."""
+        """Warn of casts, unless the options ask for them."""
         cast = self.report.dtype_mismatched
         if self._options.dtype_policy == "warn":
             first = cast[0]
             others = f" and {len(cast) - 1} other tensors" if cast[1:] else ""
             warn_caller(
-                f"{first.name!r}{others} are cast on loading ({first.got} in the checkpoint, {first.expected} in the state dict); "
+                f"{first.name!r}{others} are cast on loading ({first.got} in the checkpoint, "
+                f"{first.expected} in the state dict); "
                 "say dtype_policy='cast', or dtype=..., if that is meant"
             )
 
-    def why_nothing(self) -> str | None:
-        """Return what to say if no rank has anything to load; None where this one has, or was not asked for anything."""
+    def explain_nothing(self) -> str | None:
+        """Return a message if all entries are missing or excluded; None otherwise."""
         report, values, names = self.report, self.flat.values, self._names
-        if (
-            not values
-            or len(values) != len(report.missing) + len(report.excluded)
-            or not self._index.tensor_count
-        ):
+        if not values or len(values) != len(report.missing) + len(report.excluded):
+            return None
+        if not self._index.tensor_count:
             return None
         if not report.missing:
             given = {"include": self._options.include, "exclude": self._options.exclude}
             passed = ", ".join(
                 f"{name}={value!r}" for name, value in given.items() if value is not None
             )
-            return f"there is nothing to load: no name of the state dict passes {passed}; it has {some(values)}"
+            return (
+                f"there is nothing to load: no name of the state dict passes {passed}; "
+                f"it has {some(values)}"
+            )
         stored = list(self._index.names())
         return (
-            f"there is nothing to load: the checkpoint has none of the names that are wanted ({some(report.missing)}); "
+            "there is nothing to load: the checkpoint has none of the names that are wanted "
+            f"({some(report.missing)}); "
             f"it has {some(stored)}{names.explain(report.missing, report.missing, stored)}"
         )
 
@@ -286,74 +295,79 @@ class Matching:
             known = {self._names.stored_name(fqn) for fqn in self.flat.values}
             report.unexpected = [name for name in stored if name not in known]
         elif missing:
-            more = (
-                f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:6]))})"
-                if missing[1:]
-                else ""
-            )
-            msg = f"the checkpoint has no {missing[0]!r}{more}{self._names.explain(missing, found, list(stored))}"
-            raise PlanError(msg, tensor=missing[0])
+            more = ""
+            if missing[1:]:
+                named = ", ".join(map(repr, missing[1:6]))
+                more = f" (and {len(missing) - 1} more: {named})"
+            hint = self._names.explain(missing, found, list(stored))
+            raise PlanError(f"the checkpoint has no {missing[0]!r}{more}{hint}", tensor=missing[0])
 
     def _find_tied(self, missing: list[str]) -> dict[str, str]:
-        """Return the names whose tensor is the memory of another one, which the checkpoint has."""
+        """Return missing names that share the memory of a stored entry, with its name."""
         values, lacking = self.flat.values, set(missing)
         others = [fqn for fqn in values if fqn not in lacking and self._names.wants(fqn)]
         tied = twins(missing, others, values)
-        held = {
+        stored = {
             other
-            for other, entry in describe(self._index, self._names.named(tied.values())).items()
+            for other, entry in find_entries(self._index, self._names.named(tied.values())).items()
             if entry is not None
             and entry.dtype is not None
             and entry.shape == global_shape(values[other])
         }
-        return {fqn: other for fqn, other in tied.items() if other in held}
+        return {fqn: other for fqn, other in tied.items() if other in stored}
 
-    def _fits(self, fqn: str, value: Any, entry: EntryInfo) -> bool:
-        if entry.dtype is None:
-            return True
+    def _fits(self, fqn: str, value: Any, entry: EntryInfo, stored: torch.dtype) -> bool:
+        """Return true if a tensor can be loaded into a value of the state dict.
+
+        Raises:
+            PlanError: It needs a cast that is refused.
+        """
         if not isinstance(value, torch.Tensor):
-            msg = f"{fqn!r} is a tensor in the checkpoint, and of type {type(value).__name__} in the state dict"
-            self._misfits.append((Mismatch(fqn, type(value).__name__, entry.shape), msg))
+            kind = type(value).__name__
+            msg = f"{fqn!r} is a tensor in the checkpoint, and of type {kind} in the state dict"
+            self._misfits.append((Mismatch(fqn, kind, entry.shape), msg))
             return False
         shape = global_shape(value)
         if shape != entry.shape:
-            msg = f"tensor {fqn!r} has shape {tuple(shape)} in the state dict, and {entry.shape} in the checkpoint"
+            msg = (
+                f"tensor {fqn!r} has shape {tuple(shape)} in the state dict, "
+                f"and {entry.shape} in the checkpoint"
+            )
             self._misfits.append((Mismatch(fqn, tuple(shape), entry.shape), msg))
             return False
         dtype = self._new.dtype_of(fqn, value)
-        if dtype != entry.dtype:
-            check_cast(fqn, dtype, entry.dtype)
-            if dtype != self._options.dtype:  # it was not asked for
+        if dtype != stored:
+            check_cast(fqn, dtype, stored)
+            if dtype != self._options.dtype:  # the caller did not ask for it
                 if self._options.dtype_policy == "error":
-                    msg = f"tensor {fqn!r} is {dtype} in the state dict, and {entry.dtype} in the checkpoint (dtype_policy='error')"
+                    msg = (
+                        f"tensor {fqn!r} is {dtype} in the state dict, "
+                        f"and {stored} in the checkpoint (dtype_policy='error')"
+                    )
                     raise PlanError(msg, tensor=fqn)
-                self.report.dtype_mismatched.append(Mismatch(fqn, dtype, entry.dtype))
+                self.report.dtype_mismatched.append(Mismatch(fqn, dtype, stored))
         return True
 
-    def _leave_or_refuse(self) -> None:
-        """Leave alone what does not fit, or name all of it at once."""
+    def _skip_or_refuse_misfits(self) -> None:
+        """Report entries that do not fit, or raise an error that names them."""
         if self._options.allow_partial_load:
             self.report.shape_mismatched += [mismatch for mismatch, _ in self._misfits]
             return
         more = len(self._misfits) - _NAMED
-        said = [msg for _, msg in self._misfits[:_NAMED]] + (
-            [f"and {more:,} more"] if more > 0 else []
-        )
-        raise PlanError("; ".join(said), tensor=self._misfits[0][0].name)
-
-
-#: Entries that are one tensor in the state dict are compared by so many bytes.
-_HEAD_BYTES = 1 << 20
-_GROUPS = re.compile(r"(?:^|(?<=\.))param_groups(?:\.|$)")
+        messages = [msg for _, msg in self._misfits[:_NAMED]]
+        if more > 0:
+            messages.append(f"and {more:,} more")
+        raise PlanError("; ".join(messages), tensor=self._misfits[0][0].name)
 
 
 def warn_of_left_out_state(
     index: _core.Index, values: Iterable[str], tensors: Iterable[str]
 ) -> None:
-    """Warn where ``param_groups`` are loaded without the ``state`` beside them that the checkpoint has.
+    """Warn if ``param_groups`` are loaded without the ``state`` that is stored beside them.
 
     Args:
-        values, tensors: stored names of what is loaded.
+        index: The index of the checkpoint.
+        values, tensors: Stored names of what is loaded.
     """
     found = {name[: group.start()] for name in values if (group := _GROUPS.search(name))}
     missed = {f"{prefix}state." for prefix in found}
@@ -367,18 +381,15 @@ def warn_of_left_out_state(
     for prefix in sorted(missed):
         if any(name.startswith(prefix) for name in index.names()):
             warn_caller(
-                f"the checkpoint has the state of an optimizer, {prefix}*, and the state dict has no place for it, as an optimizer has none before its"
-                " first step: it goes on from nothing. torch.distributed.checkpoint.state_dict.get_state_dict and set_state_dict make room, as does"
-                " dcp_rs.optim.load_training_state"
+                f"the checkpoint has the state of an optimizer, {prefix}*, and the state dict has "
+                "no place for it, as an optimizer has none before its first step: it goes on from "
+                "nothing. torch.distributed.checkpoint.state_dict.get_state_dict and "
+                "set_state_dict make room, as does dcp_rs.optim.load_training_state"
             )
 
 
-#: Entries that are one tensor in the state dict are compared by so many bytes.
-_HEAD_BYTES = 1 << 20
-
-
 def begin_alike(index: _core.Index, one: str, other: str, options: ReadOptions) -> bool:
-    """Return whether two stored tensors begin with the same elements."""
+    """Return true if two stored tensors begin with the same elements."""
     if one == other:
         return True
     heads = []
@@ -386,10 +397,9 @@ def begin_alike(index: _core.Index, one: str, other: str, options: ReadOptions) 
         assert found is not None  # noqa: S101  # it was planned
         number, name, shape = found
         dtype = stored_dtype(one, name)
-        flat = torch.empty(
-            min(math.prod(shape), _HEAD_BYTES // dtype.itemsize), dtype=dtype, device="cpu"
-        )
-        index.read_regions(fills(number, shape, 0, flat), **options.engine())
-        heads.append(flat)
+        count = min(math.prod(shape), _HEAD_BYTES // dtype.itemsize)
+        head = torch.empty(count, dtype=dtype, device="cpu")
+        index.read_regions(fills(number, shape, 0, head), **options.engine())
+        heads.append(head)
     a, b = heads
     return a.dtype != b.dtype or torch.equal(a.view(torch.uint8), b.view(torch.uint8))

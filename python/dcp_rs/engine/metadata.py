@@ -1,4 +1,4 @@
-"""DCP's ``Metadata``, as views of an index: an entry becomes Python objects when it is asked for."""
+"""DCP's ``Metadata`` as lazy views of an index."""
 
 from __future__ import annotations
 
@@ -30,22 +30,63 @@ __all__ = [
     "PlannerPaths",
     "StorageInfo",
     "StorageInfos",
-    "describe_saved",
     "index_of",
     "make_metadata",
     "tensor_flags",
     "tensor_properties",
 ]
 
-#: What torch writes into ``Metadata.version`` (``filesystem.py``, CURRENT_DCP_VERSION).
-DCP_VERSION = "1.0.0"
-
+#: ``Metadata.version`` as torch writes it (``filesystem.py``, CURRENT_DCP_VERSION).
+_DCP_VERSION = "1.0.0"
+#: Bits of ``flags``, section 3.3 of the format.
 _PIN_MEMORY, _MEMORY_FORMAT_SHIFT = 2, 2
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
+def make_metadata(
+    index: _core.Index,
+    *,
+    rank: int | None,
+    checkpoint_id: str | os.PathLike[str],
+    load_id: str | None = None,
+    storage_options: StorageOptions | None = None,
+    layout: Layout | None = None,
+) -> Metadata:
+    """Return DCP's ``Metadata`` of an index. It costs the same for any number of entries.
+
+    Args:
+        index: The index.
+        rank: The rank that the index belongs to, in a rank-local save.
+        checkpoint_id, load_id: For ``storage_meta``.
+        storage_options, layout: For another process, which opens the index again.
+    """
+    is_flat = index.source == "safetensors"  # its names are paths of one key
+    planner_data = index.planner_root()
+    if planner_data is None and is_flat:
+        planner_data = {}
+    handle = _Handle(index, rank, storage_options, layout or Layout())
+    if isinstance(planner_data, dict):
+        planner_data = PlannerPaths(handle, planner_data, is_flat=is_flat)
+    metadata = Metadata(
+        state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # planners need a mapping
+        planner_data=planner_data,
+        storage_data=StorageInfos(handle),
+        storage_meta=StorageMeta(
+            checkpoint_id=checkpoint_id, save_id=index.save_id, load_id=load_id
+        ),
+    )
+    if any(field.name == "version" for field in fields(Metadata)):  # torch 2.8 has none
+        metadata.version = _DCP_VERSION
+    return metadata
+
+
+def index_of(metadata: Metadata | None) -> _core.Index | None:
+    """Return the index behind the metadata; None for metadata of another storage."""
+    return None if metadata is None else getattr(metadata.state_dict_metadata, "index", None)
+
+
 def tensor_flags(properties: TensorProperties) -> int:
-    """The ``flags`` of section 3.3 of the format for DCP's tensor properties."""
+    """Return the ``flags`` of section 3.3 of the format for DCP's tensor properties."""
     memory_format = properties.memory_format
     code = _MEMORY_FORMATS.index(memory_format) if memory_format in _MEMORY_FORMATS else 0
     return (
@@ -56,21 +97,19 @@ def tensor_flags(properties: TensorProperties) -> int:
 
 
 def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
-    """DCP's tensor properties for the ``flags`` of section 3.3 of the format."""
-    code = flags >> _MEMORY_FORMAT_SHIFT & 3
+    """Return DCP's tensor properties for the ``flags`` of section 3.3 of the format."""
     return TensorProperties(
         dtype=dtype,
         requires_grad=bool(flags & REQUIRES_GRAD),
-        memory_format=_MEMORY_FORMATS[code],
+        memory_format=_MEMORY_FORMATS[flags >> _MEMORY_FORMAT_SHIFT & 3],
         pin_memory=bool(flags & _PIN_MEMORY),
     )
 
 
 class _Handle:
-    """An index, or where to open it: what is pickled is the path alone, however much the index holds.
+    """Index that pickles as the path to open it at, whatever its size.
 
-    Options of a store go with it, without their secrets. With ``rank`` it is what that rank wrote
-    for itself.
+    Options of a store are pickled too, without their secrets.
     """
 
     def __init__(
@@ -82,7 +121,7 @@ class _Handle:
     ) -> None:
         self._index: _core.Index | None = index
         path = os.fspath(index.path)
-        self._path = path if index.is_in_memory else os.path.dirname(path)  # noqa: PTH120  # a URL is no Path
+        self._path = path if index.is_in_memory else os.path.dirname(path)  # noqa: PTH120  # a URL?
         self._rank = rank
         self._save_id = index.save_id
         self._storage_options = storage_options
@@ -103,25 +142,19 @@ class _Handle:
             self._index = self._layout.apply(index)
         return self._index
 
-    def __getstate__(self) -> tuple[str, int | None, str | None, StorageOptions | None, Layout]:
-        return self._path, self._rank, self._save_id, self._storage_options, self._layout
-
-    def __setstate__(
-        self, state: tuple[str, int | None, str | None, StorageOptions | None, Layout]
-    ) -> None:
-        self._path, self._rank, self._save_id, self._storage_options, self._layout = state
-        self._index = None
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_index": None}
 
 
 class Entries(Mapping[str, Any]):
-    """``state_dict_metadata``: FQN to ``TensorStorageMetadata`` or ``BytesStorageMetadata``."""
+    """``state_dict_metadata``: a mapping of names to tensors' and values' metadata."""
 
     def __init__(self, handle: _Handle) -> None:
         self._handle = handle
 
     @property
     def index(self) -> _core.Index:
-        """The index; opened anew in a process that this came to from another."""
+        """The index. In another process, it is opened again."""
         return self._handle.index
 
     def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -132,7 +165,10 @@ class Entries(Mapping[str, Any]):
         if entry.is_bytes:
             return BytesStorageMetadata()
         if entry.dtype not in BY_NAME:
-            msg = f"tensor {entry.name!r} is of dtype {entry.dtype}, which torch {torch.__version__} does not have"
+            msg = (
+                f"tensor {entry.name!r} is of dtype {entry.dtype}, "
+                f"which torch {torch.__version__} does not have"
+            )
             raise UnsupportedError(msg, path=self.index.path, tensor=entry.name)
         return TensorStorageMetadata(
             properties=tensor_properties(BY_NAME[entry.dtype], entry.flags),
@@ -154,25 +190,29 @@ class Entries(Mapping[str, Any]):
 
 
 class PlannerPaths(Mapping[str, Any]):
-    """``planner_data`` of DCP's default planner: FQN to its path in the state dict that was saved."""
+    """``planner_data`` of torch's planner: a mapping of names to paths in the saved state dict.
 
-    def __init__(self, handle: _Handle, rest: dict[str, Any], *, flat: bool = False) -> None:
+    Args:
+        handle: The index.
+        other: Paths that belong to no entry.
+        is_flat: Entries without a path are at their names.
+    """
+
+    def __init__(self, handle: _Handle, other: dict[str, Any], *, is_flat: bool) -> None:
         self._handle = handle
-        self._rest = rest  # paths that belong to no entry
-        self._flat = flat  # what has no path is at its name
+        self._other = other
+        self._is_flat = is_flat
 
     def __getitem__(self, fqn: str) -> Any:
-        path = self._own(fqn)
-        return self._rest[fqn] if path is None else path
+        path = self._path(fqn)
+        return self._other[fqn] if path is None else path
 
     def __iter__(self) -> Iterator[str]:
         index = self._handle.index
-        yield from (
-            name
-            for i, name in enumerate(index.names())
-            if self._flat or index.planner_path(i) is not None
-        )
-        yield from (key for key in self._rest if self._own(key) is None)
+        for number, name in enumerate(index.names()):
+            if self._is_flat or index.planner_path(number) is not None:
+                yield name
+        yield from (key for key in self._other if self._path(key) is None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -180,18 +220,19 @@ class PlannerPaths(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"<paths in {self._handle.index.path}>"
 
-    def _own(self, fqn: Any) -> tuple[Any, ...] | None:
-        """The path that stands with an entry itself: it comes before one of the root."""
+    def _path(self, fqn: str) -> tuple[Any, ...] | None:
         tensor = self._handle.index.find(fqn) if isinstance(fqn, str) else None
-        path = None if tensor is None else self._handle.index.planner_path(tensor)
+        if tensor is None:
+            return None
+        path = self._handle.index.planner_path(tensor)
         if path is None:
-            return (fqn,) if tensor is not None and self._flat else None
+            return (fqn,) if self._is_flat else None
         return text_path(path)
 
 
 @dataclass(frozen=True)
 class StorageInfo:
-    """Where a chunk is: ``length`` bytes from byte ``offset`` of the file ``relative_path``."""
+    """Place of a chunk: ``length`` bytes from byte ``offset`` of the file ``relative_path``."""
 
     relative_path: str
     offset: int
@@ -199,93 +240,31 @@ class StorageInfo:
 
 
 class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
-    """``storage_data``: where each chunk is."""
+    """``storage_data``: a mapping of chunks to their places."""
 
     def __init__(self, handle: _Handle) -> None:
         self._handle = handle
 
     def __getitem__(self, key: MetadataIndex) -> StorageInfo:
-        tensor = self._handle.index.find(key.fqn)
-        for chunk in [] if tensor is None else self._handle.index.chunks(tensor):
+        index = self._handle.index
+        tensor = index.find(key.fqn)
+        for chunk in [] if tensor is None else index.chunks(tensor):
             if key.offset is None or tuple(key.offset) == chunk.offsets:
-                return StorageInfo(
-                    self._handle.index.files()[chunk.file].name, chunk.offset, chunk.length
-                )
+                file = index.files()[chunk.file].name
+                return StorageInfo(file, chunk.offset, chunk.length)
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        for tensor, name in enumerate(self._handle.index.names()):
-            is_bytes = self._handle.index.tensor(tensor).is_bytes
-            for i, chunk in enumerate(self._handle.index.chunks(tensor)):
-                yield (
-                    MetadataIndex(name)
-                    if is_bytes
-                    else MetadataIndex(name, torch.Size(chunk.offsets), i)
-                )
+        index = self._handle.index
+        for tensor, name in enumerate(index.names()):
+            if index.tensor(tensor).is_bytes:
+                yield MetadataIndex(name)
+                continue
+            for number, chunk in enumerate(index.chunks(tensor)):
+                yield MetadataIndex(name, torch.Size(chunk.offsets), number)
 
     def __len__(self) -> int:
         return self._handle.index.chunk_count
 
     def __repr__(self) -> str:
         return f"<{len(self):,} chunks of {self._handle.index.path}>"
-
-
-def index_of(metadata: Metadata | None) -> _core.Index | None:
-    """Return the index that the metadata is a view of, if it is one of this package."""
-    return None if metadata is None else getattr(metadata.state_dict_metadata, "index", None)
-
-
-def describe_saved(
-    metadata: Metadata,
-    index: _core.Index,
-    meta: StorageMeta,
-    *,
-    rank: int | None,
-    storage_options: StorageOptions | None,
-) -> None:
-    """Makes ``metadata`` that of the checkpoint that was committed as ``index``, with ``rank`` its own. It pickles to a few bytes."""
-    lazy = make_metadata(
-        index, rank=rank, checkpoint_id="", load_id="", storage_options=storage_options
-    )
-    metadata.state_dict_metadata = lazy.state_dict_metadata
-    metadata.planner_data = lazy.planner_data
-    metadata.storage_data = lazy.storage_data
-    metadata.storage_meta = meta
-    if hasattr(metadata, "version"):  # torch 2.8 has none
-        metadata.version = DCP_VERSION
-
-
-def make_metadata(
-    index: _core.Index,
-    *,
-    rank: int | None,
-    checkpoint_id: str,
-    load_id: str,
-    storage_options: StorageOptions | None = None,
-    layout: Layout | None = None,
-) -> Metadata:
-    """DCP's ``Metadata`` over ``index``. Costs the same whatever the index holds."""
-    root = index.planner_root()
-    if (
-        root is None and index.source == "safetensors"
-    ):  # as a checkpoint of DCP of the same names has it
-        root = {}
-    handle = _Handle(index, rank, storage_options, layout or Layout())
-    metadata = Metadata(
-        state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # a mapping is all that planners use
-        planner_data=PlannerPaths(handle, root, flat=index.source == "safetensors")
-        if isinstance(root, dict)
-        else root,
-        storage_data=StorageInfos(handle),
-        storage_meta=StorageMeta(
-            checkpoint_id=checkpoint_id, save_id=index.save_id, load_id=load_id
-        ),
-    )
-    if any(field.name == "version" for field in fields(Metadata)):  # torch 2.8 has none
-        metadata.version = DCP_VERSION
-    return metadata
-
-
-def plain_data(planner_data: Any) -> Any:
-    """Planner data as an exact dict, where it is a mapping."""
-    return dict(planner_data) if isinstance(planner_data, dict) else planner_data

@@ -1,4 +1,4 @@
-"""The ranks of one call: what one of them cannot do, all of them raise, and nobody waits for one that has failed."""
+"""Collective steps of one process group, which raise the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,89 +20,71 @@ from dcp_rs import _torch
 from dcp_rs.engine.destination import commit_outcome
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
-__all__ = ["RankGroup", "failures_among", "has_group"]
+__all__ = ["RankGroup", "has_group"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Of a receive that nobody answers: it ends the connections.
+#: Tag of a receive that no rank answers. Its timeout closes the connections of a gloo group.
 _TAG = 0xDC9
-#: As many ranks are named in a message.
+#: Number of ranks that a message names.
 _NAMED = 8
 
 
 def has_group() -> bool:
-    """Return whether there is a process group.
+    """Return true if there is a process group.
 
     Raises:
-        PlanError: there is none, and ``WORLD_SIZE`` in the environment is more than 1. Each rank
-            would save a checkpoint of its own to the one path.
+        PlanError: There is none, and ``WORLD_SIZE`` in the environment is more than 1. Each rank
+            would save a checkpoint of its own to the same path.
     """
     if dist.is_available() and dist.is_initialized():
         return True
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         msg = (
-            f"the environment says WORLD_SIZE={size}, and this process has no process group, so no rank knows of the others: "
-            "call torch.distributed.init_process_group() before you save or load, or pass no_dist=True if this process does so alone"
+            f"the environment says WORLD_SIZE={size}, and this process has no process group, "
+            "so no rank knows of the others: call torch.distributed.init_process_group() before "
+            "you save or load, or pass no_dist=True if this process does so alone"
         )
         raise PlanError(msg)
     return False
 
 
-def _check_group(group: Any) -> None:
-    """Raise a TypeError that says what to pass, unless this may be a process group."""
-    # A rank that is not in a group has a mark in place of it, which is refused later, on all ranks.
-    if (
-        group is None
-        or isinstance(group, dist.ProcessGroup)
-        or group is dist.GroupMember.NON_GROUP_MEMBER
-    ):
-        return
-    instead = (
-        ": pass mesh.get_group(), the group of one dimension"
-        if isinstance(group, DeviceMesh)
-        else ""
-    )
-    msg = f"process_group= takes a group, as torch.distributed.new_group() returns, not {type(group).__name__}{instead}"
-    raise TypeError(msg)
-
-
 class RankGroup:
-    """The ranks of a process group, in step.
+    """Ranks of a process group that save or load together.
 
-    Each method is a *step*, which every rank takes, with work of its own. A step ends on all ranks
-    in the same way: where the work of some ranks failed, a rank of these raises its own error, and
-    every other one that of the first of them. Notes say which ranks raised it. What does not pickle
-    comes to the others as a :class:`DcpRsError` with its text; what says, or follows an error that
-    says, that a save may be committed, as that.
+    Each of the methods :meth:`run`, :meth:`all_gather`, :meth:`broadcast`, :meth:`reduce_scatter`
+    and :meth:`all_reduce` is a *step*. Every rank calls it, with work of its own, and one
+    collective ends it. If the work fails on some ranks, the step raises on all of them: a failed
+    rank raises its own error, and the others raise the error of the first failed rank. A note
+    names the failed ranks.
 
-    A rank may also take part in a step of the others by failing, without knowing which one they are
-    at: an error between two steps, raised in the next :meth:`run` or :meth:`all_gather`, meets the
-    others there. Steps within the work of a step are steps of all ranks, too.
+    A rank that fails between two steps raises its error in the next step, whichever that is. The
+    work of a step may contain further steps of all ranks.
+
+    An exception that cannot be pickled reaches the other ranks as a :class:`DcpRsError` with the
+    same text. If a save may be committed, the other ranks get the ``StorageUnclearError``.
 
     Args:
-        process_group: default: all ranks. What ranks tell each other goes as objects over its
-            backend, as torch's own do.
-        no_dist: this rank is alone, whatever groups there are.
-        coordinator: the rank in the group that decides for all.
+        process_group: The group. Default: all ranks. Objects travel over its backend, as in torch.
+        no_dist: Ignore process groups: this rank is alone.
+        coordinator: The rank in the group that decides for all.
 
     Attributes:
-        rank: of this process, in the group.
-        size: how many ranks there are.
-        is_alone: whether there is one.
-        is_coordinator: whether this is the one.
-        failures: the errors of the step that failed, by rank in the group; the same ranks are in it
-            everywhere. Empty while all is well.
-
-    Raises (from every step):
-        RankLostError: a rank is gone. The connections of a gloo group are ended then: its other
-            ranks would wait for each other in vain.
-        ValueError: this process is not in the group.
+        rank: The rank of this process in the group.
+        size: The number of ranks.
+        is_alone: There is one rank.
+        is_coordinator: This rank is the coordinator.
+        failures: The errors of the failed step, by rank in the group. All ranks have the same keys.
+        may_be_committed: The failed step was a commit, and a store did not say how it ended.
 
     Raises:
-        PlanError: the environment says that there are other ranks, and there is no process group to
-            reach them.
+        PlanError: The environment names other ranks, and there is no process group.
+        TypeError: ``process_group`` is no process group.
+        ValueError: This process is not in the group.
+        RankLostError: From each step: a collective failed. The connections of a gloo group are
+            closed then, so that no rank waits for another.
     """
 
     def __init__(
@@ -113,165 +94,191 @@ class RankGroup:
         no_dist: bool = False,
         coordinator: int = 0,
     ) -> None:
-        _check_group(process_group)
-        together = not no_dist and has_group()
+        if process_group is not None:
+            _check_group(process_group)
         self.process_group = process_group
-        self.rank = dist.get_rank(process_group) if together else 0
-        self.size = dist.get_world_size(process_group) if together else 1
+        self._has_group = not no_dist and has_group()
+        self.rank = dist.get_rank(process_group) if self._has_group else 0
+        self.size = dist.get_world_size(process_group) if self._has_group else 1
         if self.rank < 0:
             msg = "this process is not in the process group that it was called with"
             raise ValueError(msg)
         self.is_alone = self.size == 1
-        self.is_coordinator = self.rank == coordinator or not together
+        self.is_coordinator = self.rank == coordinator or not self._has_group
         self.failures: dict[int, BaseException] = {}
-        self.handled = (
-            sys.exception()
-        )  # by the caller: Python puts it into the chain of each error here
-        self._coordinator = self.global_rank(coordinator) if together else 0
-        self._is_single = not together
-        #: What this rank raised, and all know of: an outer step raises it, and says nothing.
-        self.met: BaseException | None = None
+        self.may_be_committed = False
+        self._coordinator = self.global_rank(coordinator) if self._has_group else 0
+        self._error: BaseException | None = None  # of this rank, in the present step
+        self._raised: BaseException | None = None  # by a step, so all ranks know of it
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; None where there is none, or no need of it."""
-        return None if self._is_single else self.process_group or dist.group.WORLD
+        """The process group; None if this rank needs none."""
+        return (self.process_group or dist.group.WORLD) if self._has_group else None
 
     def global_rank(self, rank: int) -> int:
-        """What a rank of the group is called among all."""
+        """Convert a rank in the group to a rank among all."""
         return (
             rank if self.process_group is None else dist.get_global_rank(self.process_group, rank)
         )
 
-    # --- steps
-    # ----------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def run(self, work: Callable[[], T]) -> T:
-        """Every rank does its part. Returns what this one's gave."""
-        with _Part[T](self) as mine:
-            mine.value = work()
+        """Call ``work`` on every rank. Return the result of this rank."""
+        value: T
+        with self._attempt() as mine:
+            value = work()
         if not self.is_alone:
-            self._meet(failures_among(self._all_gather(mine.failure)), mine)
-        return mine.value
+            self._raise_failures(_failures(self._all_gather(mine.reply)))
+        return value
 
     def all_gather(self, work: Callable[[], T]) -> list[T]:
-        """Every rank does its part. Returns what all of them gave, by rank."""
-        with _Part[T](self) as mine:
-            mine.value = work()
-        if self.is_alone:
-            return [mine.value]
-        said = self._all_gather(mine.told())
-        self._meet(failures_among(said), mine)
-        return [pickle.loads(value) for value in said]  # noqa: S301  # of a rank of this job
+        """Call ``work`` on every rank. Return the results of all ranks, by rank."""
+        with self._attempt() as mine:
+            if self.is_alone:
+                return [work()]
+            mine.reply = _dumps(work())
+        replies = self._all_gather(mine.reply)
+        self._raise_failures(_failures(replies))
+        return [pickle.loads(reply) for reply in replies]  # noqa: S301  # sent by this job
 
     def broadcast(self, work: Callable[[], T]) -> T:
-        """The coordinator does it. Returns on all ranks what it gave."""
+        """Call ``work`` on the coordinator. Return its result on all ranks."""
         return self.all_reduce(lambda: None, lambda _: work())
 
     def reduce_scatter(self, work: Callable[[], T], divide: Callable[[list[T]], Sequence[R]]) -> R:
-        """Every rank does its part, and the coordinator makes something for each of them out of what all gave. Returns this one's."""
-        with _Part[T](self) as mine:
-            mine.value = work()
+        """Call ``work`` on every rank, and ``divide`` on the coordinator with all results.
+
+        Returns:
+            The element for this rank of what ``divide`` returned.
+        """
+        with self._attempt() as mine:
             if self.is_alone:
-                return divide([mine.value])[0]
-        said, parts = self._gather(mine.told()), None
-        if said is not None:
-            whole = self._conclude(
-                said, mine, lambda values: [pickle.dumps(part) for part in divide(values)]
-            )
-            parts = [whole] * self.size if isinstance(whole, dict) else whole
-        part: R = self._take(self._scatter(parts), mine)
+                return divide([work()])[0]
+            mine.reply = _dumps(work())
+        replies = self._gather(mine.reply)
+        parts = None
+        if replies is not None:
+            made = self._combine(replies, lambda values: [_dumps(part) for part in divide(values)])
+            parts = [made] * self.size if isinstance(made, dict) else made
+        part: R = self._loads(self._scatter(parts))
         return part
 
     def all_reduce(self, work: Callable[[], T], join: Callable[[list[T]], R]) -> R:
-        """Every rank does its part, and the coordinator makes one thing out of what all gave. Returns that on all ranks."""
-        with _Part[T](self) as mine:
-            mine.value = work()
+        """Call ``work`` on every rank, and ``join`` on the coordinator with all results.
+
+        Returns:
+            What ``join`` returned, on all ranks.
+        """
+        with self._attempt() as mine:
             if self.is_alone:
-                return join([mine.value])
-        said = self._gather(mine.told())
-        if said is None:
-            told: R = self._take(self._broadcast(None), mine)
-            return told
-        made: list[R] = []
+                return join([work()])
+            mine.reply = _dumps(work())
+        replies = self._gather(mine.reply)
+        if replies is None:
+            reply: R = self._loads(self._broadcast(None))
+            return reply
+        joined: R
 
         def make(values: list[T]) -> bytes:
-            made.append(join(values))
-            return pickle.dumps(made[0])
+            nonlocal joined
+            joined = join(values)
+            return _dumps(joined)
 
-        self._meet(self._broadcast(self._conclude(said, mine, make)), mine)
-        return made[0]
+        made = self._broadcast(self._combine(replies, make))
+        self._raise_failures(made if isinstance(made, dict) else {})
+        return joined
 
     @contextmanager
     def talking(self) -> Iterator[None]:
-        """Wrap what sends and receives over the group. What fails within it, Ctrl-C too, ends the connections, so that no rank waits.
+        """Send and receive over the group within this context.
+
+        An error in it, Ctrl-C too, closes the connections of a gloo group, so that no rank waits.
 
         Raises:
-            RankLostError: in place of any other error.
+            RankLostError: In place of any ``Exception``.
         """
-        if isinstance(self.met, RankLostError):
-            raise self.met
+        if isinstance(self._raised, RankLostError):
+            raise self._raised
         try:
             yield
+        except Exception as error:
+            self._raised = self._close_connections(error)
+            raise self._raised from error
         except BaseException as error:
-            lost = self._give_up(error)
-            self.met = lost if isinstance(error, Exception) else error
-            if self.met is error:
+            self._close_connections(error)
+            self._raised = error
+            raise
+
+    # --- results and errors -----------------------------------------------------------------------
+
+    @contextmanager
+    def _attempt(self) -> Iterator[_Attempt]:
+        """Do the work of a step within this context. Among several ranks, an error is kept."""
+        handled = sys.exception()  # by the caller: Python puts it into the context of each error
+        self._error = None
+        mine = _Attempt()
+        try:
+            yield mine
+        except BaseException as error:
+            if error is self._raised:  # by a step within the work, on all ranks
                 raise
-            raise lost from error
+            outcome = commit_outcome(error, handled)
+            self.may_be_committed = outcome is not None
+            if self.is_alone:
+                self.failures = {self.rank: error}
+                raise
+            self._error = error
+            mine.reply = _Failure.of(error, outcome or error)
 
-    # --- what a step is made of
-    # -----------------------------------------------------------------------
+    def _combine(
+        self, replies: list[Any], work: Callable[[list[Any]], T]
+    ) -> T | dict[int, _Failure]:
+        """Call ``work`` with the results of all ranks. Return the failures if there are any."""
+        if failures := _failures(replies):
+            return failures
+        with self._attempt() as mine:
+            mine.reply = work([pickle.loads(reply) for reply in replies])  # noqa: S301  # as above
+        made: T | _Failure = mine.reply
+        return {self.rank: made} if isinstance(made, _Failure) else made
 
-    def _meet(self, said: Any, mine: _Part[Any]) -> None:
-        """Raises if there are failures, on every rank: each knows the same."""
-        if not isinstance(said, dict) or not said:
+    def _loads(self, reply: bytes | dict[int, _Failure]) -> Any:
+        """Unpickle the coordinator's reply, or raise the failures in it."""
+        if not isinstance(reply, dict):
+            return pickle.loads(reply)  # noqa: S301  # as above
+        return self._raise_failures(reply)
+
+    def _raise_failures(self, failures: dict[int, _Failure]) -> None:
+        """Raise if there are failures. Every rank has the same ones."""
+        if not failures:
             return
-        errors = {rank: failure.error() for rank, failure in said.items()}
-        if mine.error is not None:
-            errors[self.rank] = mine.error
+        errors = {rank: failure.error() for rank, failure in failures.items()}
+        if self._error is not None:
+            errors[self.rank] = self._error
         for rank, error in errors.items():
-            if rank != self.rank and not isinstance(error, DcpRsError) and said[rank].trace:
-                error.add_note(f"there:\n{said[rank].trace}")
-        self.raise_failures(errors)
+            if commit_outcome(error) is error:
+                self.may_be_committed = True
+            if rank != self.rank and not isinstance(error, DcpRsError) and failures[rank].trace:
+                error.add_note(f"there:\n{failures[rank].trace}")
+        self._raise(errors)
 
-    def raise_failures(self, errors: dict[int, BaseException]) -> NoReturn:
-        """Raises what some ranks raised, of which all of them know."""
+    def _raise(self, errors: dict[int, BaseException]) -> NoReturn:
         self.failures = errors
         rank = self.rank if self.rank in errors else min(errors)
-        self.met = errors[rank]
-        self.met.add_note(self._note(sorted(errors), rank))
-        raise self.met
+        named = [str(self.global_rank(r)) for r in sorted(errors)]
+        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        note = f"raised on rank {named[0]}"
+        if len(named) > 1:
+            note = (
+                f"raised on ranks {', '.join(named[:_NAMED])}{more}; "
+                f"this is rank {self.global_rank(rank)}'s"
+            )
+        self._raised = errors[rank]
+        self._raised.add_note(note)
+        raise self._raised
 
-    def _note(self, ranks: list[int], rank: int) -> str:
-        named = [str(self.global_rank(r)) for r in ranks]
-        if len(named) == 1:
-            return f"raised on rank {named[0]}"
-        which = ", ".join(named[:_NAMED]) + (
-            f" and {len(named) - _NAMED} more" if named[_NAMED:] else ""
-        )
-        return f"raised on ranks {which}; this is rank {self.global_rank(rank)}'s"
-
-    def _conclude(
-        self, said: list[Any], mine: _Part[Any], work: Callable[[list[Any]], T]
-    ) -> T | dict[int, _Failure]:
-        """What the coordinator makes of what all gave, or who failed, itself among them."""
-        failures = failures_among(said)
-        if not failures:
-            with _Part[T](self) as whole:
-                whole.value = work([pickle.loads(value) for value in said])  # noqa: S301  # of a rank of this job
-            if whole.error is None:
-                return whole.value
-            mine.error = whole.error
-            failures = {self.rank: _Failure.of(whole.error, self.handled)}
-        return failures
-
-    def _take(self, said: Any, mine: _Part[Any]) -> Any:
-        self._meet(said, mine)
-        return pickle.loads(said)  # noqa: S301  # of the coordinator
-
-    # --- the group
-    # ------------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
 
     def _all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -297,11 +304,10 @@ class RankGroup:
             dist.broadcast_object_list(values, src=self._coordinator, group=self.process_group)
         return values[0]
 
-    def _give_up(self, error: BaseException) -> RankLostError:
-        """End the connections of this rank, so that no other waits for it. Return the error to raise."""
+    def _close_connections(self, error: BaseException) -> RankLostError:
+        """Close the connections of a gloo group. Return the error that says that a rank is lost."""
         if _torch.is_gloo(self.process_group):
-            # gloo closes all connections of a group in which a receive waited too long. One that is
-            # closed raises at once.
+            # gloo closes all connections of a group if one receive waits too long.
             for rank in range(self.size):
                 if rank != self.rank:
                     with suppress(Exception):
@@ -309,30 +315,48 @@ class RankGroup:
                         work = dist.irecv(
                             message, self.global_rank(rank), self.process_group, tag=_TAG
                         )
-                        work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]  # this process is in the group
+                        work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
         reason = str(error).partition("\n")[0]
         msg = (
-            f"a rank is lost, and the process group does not say which: it was killed or stopped, or cannot be reached; "
-            f"see which process ended without an error of its own ({reason})"
+            "a rank is lost, and the process group does not say which: it was killed or stopped, "
+            "or cannot be reached; see which process ended without an error of its own "
+            f"({reason})"
         )
         return RankLostError(msg)
 
 
+@dataclass
+class _Attempt:
+    """Work of one rank in a step.
+
+    Attributes:
+        reply: The pickled result for the other ranks, or the failure.
+    """
+
+    reply: Any = None
+
+
 @dataclass(frozen=True)
 class _Failure:
-    """An error on its way to other ranks."""
+    """An error that travels to other ranks.
+
+    Attributes:
+        text: The error in one line.
+        trace: Its traceback.
+        pickled: The error, if it pickles.
+    """
 
     text: str
     trace: str
     pickled: bytes | None
 
     @classmethod
-    def of(cls, error: BaseException, handled: BaseException | None) -> _Failure:
+    def of(cls, error: BaseException, sent: BaseException) -> _Failure:
+        """Describe ``error`` for other ranks, which raise ``sent``."""
         text = traceback.format_exception_only(error)[-1].strip()
         trace = "".join(traceback.format_exception(error)) if error.__traceback__ else ""
         pickled = None
-        sent = commit_outcome(error, handled) or error
-        if isinstance(sent, Exception):  # not an exit, nor Ctrl-C: those are this process's
+        if isinstance(sent, Exception):  # Ctrl-C and exits concern this process alone
             with suppress(Exception):
                 pickled = pickle.dumps(sent)
                 if type(pickle.loads(pickled)) is not type(sent):  # noqa: S301  # pickled above
@@ -340,57 +364,44 @@ class _Failure:
         return cls(text, trace, pickled)
 
     def error(self) -> BaseException:
+        """Return the error to raise on another rank."""
         if self.pickled is not None:
             with suppress(Exception):
-                error: BaseException = pickle.loads(self.pickled)  # noqa: S301  # of a rank of this job
+                error: BaseException = pickle.loads(self.pickled)  # noqa: S301  # as above
                 return error
         return DcpRsError(self.text)
 
 
-class _Part(Generic[T]):
-    """One rank's part of a step, done within ``with``. An error in it is kept, to be raised on all ranks; a rank that is alone raises it."""
-
-    value: T
-
-    def __init__(self, ranks: RankGroup) -> None:
-        self.error: BaseException | None = None
-        self._ranks = ranks
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if error is None:
-            return False
-        if self._ranks.is_alone:
-            self._ranks.failures = {self._ranks.rank: error}
-        elif error is not self._ranks.met:
-            self.error = error
-            return True
-        return False
-
-    @property
-    def failure(self) -> _Failure | None:
-        """The error, for the others."""
-        return None if self.error is None else _Failure.of(self.error, self._ranks.handled)
-
-    def told(self) -> bytes | _Failure:
-        """The value or the error, for the others."""
-        if self.error is None:
-            try:
-                return pickle.dumps(self.value)
-            except Exception as reason:  # noqa: BLE001  # whatever it is that does not pickle
-                self.error = UnsupportedError(
-                    f"what the ranks tell each other does not pickle: {reason}"
-                )
-        return _Failure.of(self.error, self._ranks.handled)
+def _check_group(group: Any) -> None:
+    """Raise a ``TypeError`` unless ``group`` may be a process group."""
+    # torch gives a marker to ranks outside of a new group. It is refused later, on all ranks.
+    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    hint = (
+        ": pass mesh.get_group(), the group of one dimension"
+        if isinstance(group, DeviceMesh)
+        else ""
+    )
+    msg = (
+        "process_group= takes a group, as torch.distributed.new_group() returns, "
+        f"not {type(group).__name__}{hint}"
+    )
+    raise TypeError(msg)
 
 
-def failures_among(said: list[Any]) -> dict[int, _Failure]:
-    """The errors in what ranks told each other, by rank."""
-    return {rank: value for rank, value in enumerate(said) if isinstance(value, _Failure)}
+def _failures(replies: list[Any]) -> dict[int, _Failure]:
+    """Return the failures among the replies of all ranks, by rank."""
+    return {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, _Failure)}
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickle a value for other ranks.
+
+    Raises:
+        UnsupportedError: It does not pickle.
+    """
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        msg = f"what the ranks tell each other does not pickle: {error}"
+        raise UnsupportedError(msg) from error

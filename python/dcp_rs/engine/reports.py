@@ -1,4 +1,4 @@
-"""What a load, and a save, did: what was found, bytes, seconds; for people and for logs."""
+"""Reports of loads and saves: counts, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_rs._log import log as _log
@@ -19,7 +19,13 @@ __all__ = ["LoadReport", "Mismatch", "Phases", "SaveReport", "SavedMetadata"]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A name where state dict and checkpoint differ: ``expected`` in the state dict, ``got`` in the checkpoint."""
+    """Difference between a state dict and a checkpoint.
+
+    Attributes:
+        name: The entry.
+        expected: Its dtype or shape in the state dict.
+        got: The same in the checkpoint.
+    """
 
     name: str
     expected: Any
@@ -28,7 +34,7 @@ class Mismatch:
 
 @dataclass(repr=False)
 class _Timed(Report):
-    """Attributes that all reports have."""
+    """Attributes of every report."""
 
     path: str = ""
     seconds: float = 0.0
@@ -46,29 +52,29 @@ class LoadReport(_Timed):
     """Report of a load on this rank. Names are those of the state dict, except in ``unexpected``.
 
     Attributes:
-        path: the checkpoint.
-        entries: entries of the state dict; 0 if torch's planner planned the load.
-        entries_loaded: entries that the load filled.
-        missing: entries that the checkpoint lacks.
-        tied: entries that the checkpoint lacks and that were filled, since they share the memory
+        path: The checkpoint.
+        entries: Entries of the state dict; 0 if torch's planner planned the load.
+        entries_loaded: Entries that the load filled.
+        missing: Entries that the checkpoint lacks.
+        tied: Entries that the checkpoint lacks and that were filled, since they share the memory
             of another entry, whose name follows.
-        unexpected: entries of the checkpoint that the state dict lacks; only with
+        unexpected: Entries of the checkpoint that the state dict lacks; only with
             ``allow_partial_load=True``.
-        dtype_mismatched: tensors that were cast.
-        shape_mismatched: tensors of another shape, which were left alone.
-        partly_filled: tensors of which the checkpoint holds only a part. One on ``meta`` was left
+        dtype_mismatched: Tensors that were cast.
+        shape_mismatched: Tensors of another shape, which were left alone.
+        partly_filled: Tensors of which the checkpoint holds only a part. One on ``meta`` was left
             there.
-        excluded: entries that ``include`` and ``exclude`` leave out.
-        bytes_wanted: bytes of the tensors and values that this rank filled.
-        bytes_read: bytes of files that this rank read: more if it read through gaps, less if ranks
+        excluded: Entries that ``include`` and ``exclude`` leave out.
+        bytes_wanted: Bytes of the tensors and values that this rank filled.
+        bytes_read: Bytes of files that this rank read: more if it read through gaps, less if ranks
             read together (``replicas``).
-        bytes_direct: of these, bytes read past the page cache.
-        bytes_mapped: of these, bytes copied from mappings, which ``io="auto"`` takes for files in
+        bytes_direct: Of these, bytes read past the page cache.
+        bytes_mapped: Of these, bytes copied from mappings, which ``io="auto"`` takes for files in
             the page cache.
-        bytes_verified: bytes of tensors that were hashed and compared with digests.
-        requests: contiguous reads of files; for a store, requests.
-        seconds: from the opening of the index to the last byte.
-        phases: seconds by phase: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
+        bytes_verified: Bytes of tensors that were hashed and compared with digests.
+        requests: Contiguous reads of files; for a store, requests.
+        seconds: From the opening of the index to the last byte.
+        phases: Seconds by phase: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
 
     _timed = "bytes_wanted"
@@ -89,20 +95,18 @@ class LoadReport(_Timed):
     bytes_verified: int = 0
     requests: int = 0
 
-    def _take(self, counts: Counts, *, io: str) -> None:
-        """Puts into it what was read, and how into the log."""
+    def _finish(self, path: str, io: str, counts: Counts, clock: Phases) -> None:
+        """Take the counts and times of a load that is over, and log them."""
+        self.path = path
         self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
-        self.bytes_direct, self.bytes_mapped, self.requests = (
-            counts.direct,
-            counts.mapped,
-            counts.requests,
-        )
-        self.bytes_verified = counts.verified
+        self.bytes_direct, self.bytes_mapped = counts.direct, counts.mapped
+        self.bytes_verified, self.requests = counts.verified, counts.requests
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug(
                 "io=%r: of %s, %s from mappings, %s past the page cache, in %d requests",
                 *(io, size(counts.read), size(counts.mapped), size(counts.direct), counts.requests),
             )
+        clock.report(self)
 
     def __str__(self) -> str:
         found = {
@@ -111,15 +115,12 @@ class LoadReport(_Timed):
             "of another shape": len(self.shape_mismatched),
         }
         odd = "".join(f", {number:,} {what}" for what, number in found.items() if number)
-        speed = self._speed(self.bytes_wanted)
-        part = (
-            ""
-            if self.entries_loaded == self.entries
-            else f"{self.entries_loaded:,} of {self.entries:,} entries, "
-        )
+        part = ""
+        if self.entries_loaded != self.entries:
+            part = f"{self.entries_loaded:,} of {self.entries:,} entries, "
         return (
-            f"loaded {part}{size(self.bytes_wanted)} from {self.path} in {self.seconds:.3f} s{speed}{odd} "
-            f"({self._phases()})"
+            f"loaded {part}{size(self.bytes_wanted)} from {self.path} in {self.seconds:.3f} s"
+            f"{self._speed(self.bytes_wanted)}{odd} ({self._phases()})"
         )
 
 
@@ -128,16 +129,16 @@ class SaveReport(_Timed):
     """Report of a save on this rank.
 
     Attributes:
-        path: the folder.
-        bytes_written: bytes of tensors and values that this rank wrote.
-        bytes_reused: bytes of tensors and values of this rank that were taken from the parent.
-        requests: requests to a store: parts sent, and files of the parent that it copied, without
+        path: The folder.
+        bytes_written: Bytes of tensors and values that this rank wrote.
+        bytes_reused: Bytes of tensors and values of this rank that were taken from the parent.
+        requests: Requests to a store: parts sent, and files of the parent that it copied, without
             retries. 0 on a disk.
-        entries: entries of the checkpoint, on the rank that committed it; 0 on others.
-        seconds: from the plan to the commit, or on other ranks to the last byte.
-        phases: seconds by phase: ``plan`` (with the ranks' agreement), ``compare`` (with a
+        entries: Entries of the checkpoint, on the rank that committed it; 0 on other ranks.
+        seconds: From the plan to the commit, or on other ranks to the last byte.
+        phases: Seconds by phase: ``plan`` (with the ranks' agreement), ``compare`` (with a
             parent), ``write``, and on the rank that commits ``commit`` (with the wait for the
-            others).
+            other ranks).
     """
 
     _timed = "bytes_written"
@@ -148,58 +149,49 @@ class SaveReport(_Timed):
     entries: int = 0
 
     def __str__(self) -> str:
-        speed = self._speed(self.bytes_written)
         reused = f", reused {size(self.bytes_reused)}" if self.bytes_reused else ""
-        return f"saved {size(self.bytes_written)} to {self.path} in {self.seconds:.3f} s{speed}{reused} ({self._phases()})"
+        return (
+            f"saved {size(self.bytes_written)} to {self.path} in {self.seconds:.3f} s"
+            f"{self._speed(self.bytes_written)}{reused} ({self._phases()})"
+        )
 
 
 @dataclass
 class SavedMetadata(Metadata):
-    """Metadata of a save, as ``dcp.save`` returns it, with a report. Its text is that of the report.
+    """Metadata of a save, as ``dcp.save`` returns it, with a report. Its text is the report's.
 
     Attributes:
-        report: the :class:`SaveReport` of this rank.
+        report: The :class:`SaveReport` of this rank.
     """
 
     report: SaveReport | None = None
 
     @classmethod
     def _of(cls, metadata: Metadata, report: SaveReport | None) -> SavedMetadata:
-        """The same, with the report."""
-        return cls(
-            **{known.name: getattr(metadata, known.name) for known in fields(metadata)},
-            report=report,
-        )
+        """Add a report to metadata."""
+        given = {known.name: getattr(metadata, known.name) for known in fields(metadata)}
+        return cls(**given, report=report)
 
     def __str__(self) -> str:
         return repr(self) if self.report is None else str(self.report)
 
 
-def is_first() -> bool:
-    """Whether this is the rank that speaks for all, in logs."""
-    dist = torch.distributed
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
 class Phases:
-    """A clock: what was between two of its readings has a name."""
+    """Clock that measures one phase after another."""
 
     def __init__(self) -> None:
         self._begin = self._last = time.perf_counter()
         self._phases: dict[str, float] = {}
 
     def end(self, name: str) -> None:
-        """Ends the phase ``name``: all since the last one."""
+        """End the phase that began with the clock, or with the end of the phase before."""
         now = time.perf_counter()
         self._phases[name] = self._phases.get(name, 0.0) + now - self._last
         self._last = now
         _log.debug("%s took %.6f s", name, self._phases[name])
 
-    def seconds(self, name: str) -> float:
-        """Return how long the phase took that ended under this name."""
-        return self._phases[name]
-
-    def tell(self, report: LoadReport | SaveReport) -> None:
-        """Puts the times into the report, and that into the log: a line for all ranks, and one of each for those who debug."""
+    def report(self, report: LoadReport | SaveReport) -> None:
+        """Write the times into a report. Log the report as a line, on rank 0 at level INFO."""
         report.seconds, report.phases = self._last - self._begin, dict(self._phases)
-        _log.log(logging.INFO if is_first() else logging.DEBUG, "%s", report)
+        is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        _log.log(logging.INFO if is_first else logging.DEBUG, "%s", report)

@@ -1,4 +1,4 @@
-"""What a save takes over from another checkpoint, its parent, and need not write again."""
+"""Reuse of entries that the parent of a checkpoint holds already."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ __all__ = ["Frozen", "Parent"]
 
 
 class Frozen:
-    """What the caller says does not change from save to save.
+    """Tensors that do not change from save to save.
 
     Args:
-        reuse: globs over names; or a module: its parameters that need no gradient are frozen,
-            wherever they stand in the state dict, as long as they stand there themselves and not as
-            copies. None: nothing is.
-        trusted: it did not change since the parent was saved, either. Of what was frozen there,
-            too, only the first MiB is compared then.
-        names: of a module's parameters, where they were looked up before.
+        reuse: Globs over names; or a module, for its parameters without gradient. The state dict
+            has to hold these parameters themselves, and not copies. None: no tensors.
+        trusted: The tensors did not change since the parent was saved, either. If they were frozen
+            in the parent too, only the first MiB of each is compared.
+        names: Names of a module's parameters, if they are known.
 
     Raises:
-        TypeError: something else.
+        TypeError: ``reuse`` is something else.
     """
 
     def __init__(
@@ -62,18 +61,15 @@ class Frozen:
     def __bool__(self) -> bool:
         return self._module is not None or self._names is not None or self._globs is not None
 
-    def __getstate__(self) -> dict[str, Any]:
-        # For a save in another process: what its names are was looked up here.
-        return {**self.__dict__, "_module": None}
-
-    def looked_up(self, state_dict: Mapping[str, Any]) -> Frozen:
-        """Return the same for a copy of ``state_dict``: the module's parameters are not in that, so their names are looked up here."""
+    def resolve(self, state_dict: Mapping[str, Any]) -> Frozen:
+        """Find the names of the module's parameters, for a save of a copy of ``state_dict``."""
         if self._module is None:
             return self
-        return Frozen(None, trusted=self.trusted, names=self.names_in(flatten(state_dict).values))
+        names = self.find_names(flatten(state_dict).values)
+        return Frozen(None, trusted=self.trusted, names=names)
 
-    def names_in(self, values: Mapping[str, Any]) -> frozenset[str]:
-        """Return the names of the module's frozen parameters in a flattened state dict that holds them."""
+    def find_names(self, values: Mapping[str, Any]) -> frozenset[str]:
+        """Return the names of the module's frozen parameters in a flattened state dict."""
         if self._module is None:
             return self._names or frozenset()
         memory: dict[bool, set[Any]] = {True: set(), False: set()}
@@ -87,18 +83,18 @@ class Frozen:
             )
             return frozenset(name for name, value in tensors if identity(value.detach()) in frozen)
 
-    def has(self, name: str) -> bool:
-        """Whether a glob is for the name."""
+    def matches(self, name: str) -> bool:
+        """Return true if a glob matches the name."""
         return self._globs is not None and self._globs.match(name) is not None
 
 
 class Parent:
-    """The checkpoint that a save may reuse, and what the caller says of it.
+    """Earlier checkpoint whose data files a save may reuse.
 
     Args:
-        path: where it is, if there is one: a folder, or a URL.
-        reuse: what does not change: as for :class:`Frozen`, or that.
-        verify: read what would be reused, and reuse only what is as its digests say.
+        path: The folder or URL of the checkpoint, if there is one.
+        reuse: Tensors that do not change, as for :class:`Frozen`.
+        verify: Read what would be reused, and reuse only what matches its digests.
     """
 
     def __init__(
@@ -115,9 +111,9 @@ class Parent:
     def __bool__(self) -> bool:
         return self.path is not None or bool(self._frozen)
 
-    def looked_up(self, state_dict: Mapping[str, Any]) -> Parent:
-        """Return the same for a save of a copy of ``state_dict``."""
-        return Parent(self.path, self._frozen.looked_up(state_dict), verify=self._verify)
+    def resolve(self, state_dict: Mapping[str, Any]) -> Parent:
+        """Return the parent for a save of a copy of ``state_dict``."""
+        return Parent(self.path, self._frozen.resolve(state_dict), verify=self._verify)
 
     def find_reuse(
         self,
@@ -128,28 +124,27 @@ class Parent:
         rank: int | None,
         options: WriteOptions,
     ) -> _core.Reuse:
-        """Return what of a rank's writes is held by the parent, or known not to change.
-
-        Warns of what could be reused and cannot.
+        """Compare a rank's writes with the parent. Warn if the parent cannot be reused.
 
         Args:
-            writes, options: of the save.
-            to: where it goes.
-            values: the flattened state dict that is saved.
-            rank: whose index of the parent, in a rank-local save.
+            writes: What the rank writes.
+            to: The destination of the save.
+            values: The flattened state dict.
+            rank: The rank whose index of the parent to open, in a rank-local save.
+            options: How to read and write.
         """
-        names = self._frozen.names_in(values)
+        names = self._frozen.find_names(values)
         index = self._open(to, rank)
         kept = writes.plan.kept_names(writes.keep)
         lengths = [entry.nbytes for entry in writes.entries]
-        told = [name in names or self._frozen.has(name) for name in kept]
-        reuse = writes.plan.reuse(writes.keep, lengths, index, told, self._frozen.trusted)
+        frozen = [name in names or self._frozen.matches(name) for name in kept]
+        reuse = writes.plan.reuse(writes.keep, lengths, index, frozen, self._frozen.trusted)
         self.warn(to, reuse.problems())
         reuse.write_plain(writes.tensors, PLAIN_TYPES, NAMES)
         first, probed = len(kept) - len(lengths), reuse.probed()
         entries = [
-            entry.head(BLOCK_BYTES) if probed[i] else entry
-            for i, entry in enumerate(writes.entries, first)
+            entry.head(BLOCK_BYTES) if probed[number] else entry
+            for number, entry in enumerate(writes.entries, first)
         ]
         write_entries(reuse, entries, options, first, only=reuse.wanted())
         if self._verify:
@@ -157,13 +152,13 @@ class Parent:
                 self.warn(to, reuse.verify(options.threads or 0))
             except (DcpRsError, OSError) as error:
                 self.warn(to, [str(error)])
-                return writes.plan.reuse(writes.keep, lengths, None, told, self._frozen.trusted)
+                return writes.plan.reuse(writes.keep, lengths, None, frozen, self._frozen.trusted)
         return reuse
 
     def _open(self, to: Destination, rank: int | None) -> _core.Index | None:
         if self.path is None:
             return None
-        if (reason := to.why_apart_from(self.path)) is not None:
+        if (reason := to.why_no_shared_files(self.path)) is not None:
             self.warn(to, [reason])
             return None
         try:
@@ -179,6 +174,6 @@ class Parent:
         return index
 
     def warn(self, to: Destination, problems: Iterable[str]) -> None:
-        """Warns of what is written though it could be reused."""
+        """Warn that data is written, though the parent holds it."""
         for problem in problems:
             warn_caller(f"what could be reused of {self.path} is written to {to.folder}: {problem}")

@@ -1,10 +1,9 @@
-"""Save a state dict: every rank describes what it holds, the coordinator assigns it, every rank writes, the coordinator commits."""
+"""Save of a state dict by all ranks of a process group."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import sys
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -14,14 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
-from dcp_rs.engine.destination import Destination, commit_outcome
+from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.local_plan import LocalPlan, PlanOptions, Writes, plan_locally
 from dcp_rs.engine.metadata import make_metadata
 from dcp_rs.engine.ranks import RankGroup
@@ -33,88 +32,104 @@ from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import turns, write_entries
 
 __all__ = [
-    "MIXED",
-    "Place",
+    "MIXED_PLANNERS",
     "SaveOptions",
+    "SavePlace",
     "SaveRequest",
-    "Written",
-    "packed",
+    "WrittenFiles",
+    "compress_index",
+    "decompress_index",
     "save",
-    "unpacked",
     "write_files",
 ]
 
-#: What to say where some ranks plan here, and others as torch does.
-MIXED = "some ranks save with a planner of their own class, and others without: give all ranks the same kind"
+#: Message for ranks of which some plan here, and others as torch does.
+MIXED_PLANNERS = (
+    "some ranks save with a planner of their own class, and others without: "
+    "give all ranks the same kind"
+)
 
 
-def save(ranks: RankGroup, plan: PlanOptions, ask: Callable[[], SaveRequest]) -> SavedMetadata:  # noqa: PLR0915  # in one place, in its order
-    """Save from all ranks. Return what the committed checkpoint holds, and what this rank's part took.
+def save(  # noqa: PLR0915  # one function to read from top to bottom
+    ranks: RankGroup, plan: PlanOptions, make_request: Callable[[], SaveRequest]
+) -> SavedMetadata:
+    """Save a state dict. Every rank calls it.
 
-    The checkpoint that was there is whole until the commit, which is one rename. An error on any
-    rank is raised on all of them. Then each rank removes what it wrote, unless a store did not say
-    whether it committed, or a rank was lost.
+    It takes two steps, and each ends on all ranks alike:
+
+    1. Every rank describes its entries (``describe``). The coordinator gives each entry to one
+       rank (``assign``), and chooses the id and the generation of the save: a reduce_scatter.
+    2. Every rank writes its data files (``write``). The coordinator merges the indexes of all
+       ranks, and commits by one rename (``commit``): an all_reduce.
+
+    The checkpoint that was there is whole until the rename. If a rank fails, all ranks raise, and
+    each removes its files. The files stay if a rank is lost, or if a store did not say how the
+    commit ended.
 
     Args:
-        ranks: who saves.
-        plan: which of the state dict is saved, and as what; the same on all ranks.
-        ask: gives this rank's request. It is called in the first step, so that what it raises is
-            raised on all ranks.
+        ranks: The ranks that save.
+        plan: Which entries to save, and in which dtype. The same on all ranks.
+        make_request: Returns the request of this rank. It is called in the first step, so that
+            its error is raised on all ranks.
+
+    Returns:
+        The metadata of the checkpoint, with the report of this rank.
     """
-    handled = (
-        sys.exception()
-    )  # is in the context of every error raised here, and is of something else
     clock = Phases()
     request: SaveRequest
     to: Destination
     local: LocalPlan
-    report: SaveReport
+    keep: bytes
+    place: SavePlace
     items = 0  # of all ranks; the coordinator knows it
-    written: Written | None = None
+    written: WrittenFiles | None = None
 
     def describe() -> bytes:
         nonlocal request, to, local
-        request = ask()
+        request = make_request()
         to = Destination(request.path, request.options.storage_options)
         local = plan_locally(request.state_dict, plan)
         to.prepare(None, overwrite=request.options.overwrite)
         return local.items.request()
 
-    def assign(held: list[bytes]) -> list[tuple[bytes, Place]]:  # on the coordinator
+    def assign(requests: list[bytes]) -> list[tuple[bytes, SavePlace]]:
         nonlocal items
-        if not all(isinstance(one, bytes) for one in held):
-            raise PlanError(MIXED, path=to.path)
-        keeps, items, _ = _core.assign_saves(held, lowest_rank=plan.lowest_rank)
-        local.selected.refuse_nothing(items)
-        chosen = request.options.save_id.bytes, to.begin(None, overwrite=request.options.overwrite)
-        return [(keep, Place(rank, len(held), *chosen)) for rank, keep in enumerate(keeps)]
+        if not all(isinstance(each, bytes) for each in requests):
+            raise PlanError(MIXED_PLANNERS, path=to.path)
+        keeps, items, _ = _core.assign_saves(requests, lowest_rank=plan.lowest_rank)
+        if items == 0:
+            local.selected.check_not_empty()
+        save_id = request.options.save_id.bytes
+        generation = to.begin(None, overwrite=request.options.overwrite)
+        size = len(requests)
+        return [
+            (keep, SavePlace(rank, size, save_id, generation)) for rank, keep in enumerate(keeps)
+        ]
 
     def write() -> bytes:
-        nonlocal written, report
+        nonlocal written
         clock.end("plan")
         options = request.options
         writes = local.writes(keep, strict=options.strict_values)
         reuse = None
         if options.parent is not None:
-            reuse = options.parent.find_reuse(
-                writes, to, local.selected.values, rank=None, options=options.write
-            )
+            values = local.selected.values
+            reuse = options.parent.find_reuse(writes, to, values, rank=None, options=options.write)
             clock.end("compare")
         written = write_files(
             writes, to, place, options.write, reuse=reuse, progress=options.progress
         )
-        report = written.report
         if options.parent is not None:
             options.parent.warn(to, written.save.problems)
         clock.end("write")
-        return packed(written.index, ranks.size)
+        return compress_index(written.index, ranks.size)
 
-    def commit(indexes: list[bytes]) -> Metadata:  # on the coordinator
+    def commit(indexes: list[bytes]) -> Metadata:
         options = request.options
         with options.guard():
             index = to.commit(
                 None,
-                [unpacked(index) for index in indexes],
+                [decompress_index(index) for index in indexes],
                 save_id=place.save_id,
                 generation=place.generation,
                 planner_data={} if plan.flatten else None,
@@ -124,48 +139,43 @@ def save(ranks: RankGroup, plan: PlanOptions, ask: Callable[[], SaveRequest]) ->
                 overwrite=options.overwrite,
             )
         clock.end("commit")
-        report.entries = index.tensor_count
-        metadata = make_metadata(
-            index, rank=None, checkpoint_id="", load_id="", storage_options=options.storage_options
+        assert written is not None  # noqa: S101  # the coordinator writes, too
+        written.report.entries = index.tensor_count
+        return make_metadata(
+            index, rank=None, checkpoint_id=to.path, storage_options=options.storage_options
         )
-        metadata.storage_meta = StorageMeta(
-            checkpoint_id=to.path, save_id=str(uuid.UUID(bytes=place.save_id))
-        )
-        return metadata
 
     try:
         keep, place = ranks.reduce_scatter(describe, assign)
         metadata = ranks.all_reduce(write, commit)
     except BaseException:
-        if (
-            written is not None
-            and ranks.failures
-            and not any(commit_outcome(e, handled) for e in ranks.failures.values())
-        ):
+        # Without failures that all ranks know of, another rank may still commit.
+        if written is not None and ranks.failures and not ranks.may_be_committed:
             written.discard()
         raise
     finally:
         if written is not None:
-            written.let_go()
-    clock.tell(report)
-    return SavedMetadata._of(metadata, report)
+            written.release()
+    assert written is not None  # noqa: S101  # step 2 is over
+    clock.report(written.report)
+    return SavedMetadata._of(metadata, written.report)
 
 
 class SaveOptions:
-    """What the caller of a save may choose, checked.
+    """Options of one save, checked.
 
     Args:
-        io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
-        overwrite: replace a checkpoint that is there.
-        strict_values: refuse what would not load back as it is.
-        progress: who hears of the bytes that are written.
-        parent, reuse, verify_reuse: see :class:`dcp_rs.engine.reuse.Parent`.
-        storage_options: how to reach a store.
-        save_id: the UUID of the save; the coordinator's counts. Default: a random one.
-        guard: the coordinator commits within what it returns.
+        io, threads, fsync, max_inflight_bytes: See :class:`dcp_rs.options.WriteOptions`.
+        overwrite: Replace a checkpoint that is there.
+        strict_values: Refuse values and keys that would not load back as they are.
+        progress: Callable or bar for the bytes that are written.
+        parent, reuse, verify_reuse: See :class:`dcp_rs.engine.reuse.Parent`.
+        storage_options: How to reach a store.
+        save_id: UUID of the save; the coordinator's counts. Default: a random one.
+        guard: Returns the context manager that the coordinator commits in.
 
     Raises:
-        ValueError: an option that does not make sense.
+        ValueError: An option has an invalid value.
         TypeError: ``reuse`` is neither globs nor a module.
     """
 
@@ -195,19 +205,21 @@ class SaveOptions:
         self.parent: Parent | None = None
         if parent is not None or reuse is not None:
             self.parent = Parent(parent, reuse, verify=verify_reuse) or None
-        self.storage_options = StorageOptions.of(storage_options)
+        self.storage_options = (
+            None if storage_options is None else StorageOptions.of(storage_options)
+        )
         self.save_id = uuid.uuid4() if save_id is None else uuid_of(save_id)
         self.guard = guard or nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """What one rank asks of a save.
+    """Request of one rank.
 
     Attributes:
-        state_dict: what to save, without ``Stateful`` objects.
-        path: a folder, or the URL of one on a store.
-        options: how.
+        state_dict: The state dict, without ``Stateful`` objects.
+        path: A folder, or the URL of one on a store.
+        options: How to save.
     """
 
     state_dict: dict[Any, Any]
@@ -216,14 +228,14 @@ class SaveRequest:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which part of which save a rank writes. The coordinator chooses the save.
+class SavePlace:
+    """Place of a rank in a save that the coordinator chose.
 
     Attributes:
-        rank: the number of this rank.
-        world_size: the number of ranks; 0 in a rank-local save.
-        save_id: the id of the save, the same on all ranks.
-        generation: section 1.1 of the format.
+        rank: This rank.
+        world_size: The number of ranks; 0 in a rank-local save.
+        save_id: The id of the save, the same on all ranks.
+        generation: Section 1.1 of the format.
     """
 
     rank: int
@@ -233,37 +245,37 @@ class Place:
 
     @property
     def own_rank(self) -> int | None:
-        """The rank whose index it becomes, in a rank-local save; None: all ranks share one."""
+        """The rank whose index it becomes in a rank-local save; None if all ranks share one."""
         return self.rank if self.world_size == 0 else None
 
 
 @dataclass(frozen=True)
-class Written:
-    """The complete files of one rank, and the claim on them.
+class WrittenFiles:
+    """Complete data files of one rank that no committed index names yet.
 
     Attributes:
-        to: where the files are.
-        place: which save it is.
-        index: names the files.
-        save: claims the files, so that ``dcp_rs.clean`` in another process leaves them alone.
-        report: how much this rank wrote.
-        process: the process that wrote.
+        to: The destination.
+        place: The save.
+        index: Bytes of the index of the files.
+        save: The engine's save. It locks the files against ``dcp_rs.clean`` of other processes.
+        report: How much this rank wrote.
+        process: The process that wrote. A fork of it changes nothing.
     """
 
     to: Destination
-    place: Place
+    place: SavePlace
     index: bytes
     save: _core.Save
     report: SaveReport
     process: int
 
-    def let_go(self) -> None:
-        """End the claim: an index names the files, or nobody needs them."""
-        if self.process == os.getpid():  # in a fork, the parent decides
+    def release(self) -> None:
+        """Unlock the files: an index names them, or nobody needs them."""
+        if self.process == os.getpid():
             self.save.let_go()
 
     def discard(self) -> None:
-        """Remove the files, unless the index of this save is there."""
+        """Remove the files, unless the index of this save is there. Unlock them."""
         if self.process == os.getpid():
             self.to.remove(self.place.own_rank, [self.index])
             self.save.let_go()
@@ -272,21 +284,21 @@ class Written:
 def write_files(
     writes: Writes,
     to: Destination,
-    place: Place,
+    place: SavePlace,
     options: WriteOptions,
     *,
     reuse: _core.Reuse | None,
     progress: Progress,
-) -> Written:
+) -> WrittenFiles:
     """Write the data files of one rank. If that fails, remove them.
 
     Args:
-        writes: what the rank writes.
-        to: where it goes.
-        place: which save it is.
-        options: how bytes are written.
-        reuse: what of it a parent holds.
-        progress: who hears of the bytes.
+        writes: What this rank writes.
+        to: The destination.
+        place: The save.
+        options: How to write.
+        reuse: What the parent holds of it.
+        progress: Callable or bar for the bytes.
     """
     save = writes.plan.create(
         to.folder,
@@ -302,17 +314,17 @@ def write_files(
         store=to.store,
         **options.engine(remote=to.store is not None),
     )
-    nesting = writes.nesting
+    containers = None
+    if writes.nesting is not None:
+        containers = [(c.position, c.path, c.kind) for c in writes.nesting.containers]
     try:
         with watching(progress, "saving") as watch:
             if watch is not None:
                 save.watch(lambda done: watch(done, save.bytes))
             save.write_plain(writes.tensors, PLAIN_TYPES, NAMES)
-            to_write = [not reused for reused in save.reused()]
-            write_entries(save, writes.entries, options, save.plain_count, only=to_write)
-        index = save.finish(
-            None if nesting is None else [(c.position, c.path, c.kind) for c in nesting.containers]
-        )
+            is_new = [not reused for reused in save.reused()]
+            write_entries(save, writes.entries, options, save.plain_count, only=is_new)
+        index = save.finish(containers)
     except BaseException:
         for reason in save.abort():
             warn_caller(f"the failed save left something on the store: {reason}")
@@ -323,18 +335,18 @@ def write_files(
         bytes_reused=save.bytes_reused,
         requests=save.requests,
     )
-    return Written(to, place, index, save, report, os.getpid())
+    return WrittenFiles(to, place, index, save, report, os.getpid())
 
 
-#: What every index begins with (section 3.1 of the format).
+#: First bytes of every index (section 3.1 of the format).
 _INDEX_MAGIC = b"\x89DCPRS"
 
 
-def packed(index: bytes, ranks: int) -> bytes:
-    """Return an index as it travels to the coordinator: it repeats itself, and is a sixth of its size then."""
+def compress_index(index: bytes, ranks: int) -> bytes:
+    """Compress an index for the coordinator, to a sixth of its size; not for a single rank."""
     return index if ranks <= 1 else zlib.compress(index, 1)
 
 
-def unpacked(data: bytes) -> bytes:
+def decompress_index(data: bytes) -> bytes:
     """Return the index that a rank sent."""
     return data if data.startswith(_INDEX_MAGIC) else zlib.decompress(data)

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_rs.dcp.load_planner import RsLoadPlanner
-from dcp_rs.engine.arguments import check_planner
+from dcp_rs.dcp.protocol import check_planner
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
