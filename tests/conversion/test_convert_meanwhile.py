@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dcp_rs
-import dcp_rs.conversion.place
+import dcp_rs.conversion.output
 from dcp_rs.errors import CheckpointExistsError
 from support.formats import judge, leftovers, make
 
@@ -142,7 +142,7 @@ def test_the_old_one_outlives_a_replacement_that_fails(
         Path(to).rename(aside)
         raise OSError(errno.EIO, "failed", to, None, aside)
 
-    monkeypatch.setattr(dcp_rs.conversion.place._core, "put_in_place", put_in_place)
+    monkeypatch.setattr(dcp_rs.conversion.output._core, "put_in_place", put_in_place)
     with pytest.raises(OSError, match="failed") as raised:
         dcp_rs.convert(src, dst, overwrite=True)
     judge("dcp-rs", Path(raised.value.filename2) if displaced else dst, {"w": torch.zeros(2)})

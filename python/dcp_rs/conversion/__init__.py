@@ -1,4 +1,4 @@
-"""``dcp_rs.convert``: from any kind of checkpoint to any other."""
+"""Conversion of any kind of checkpoint to any other."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from dcp_rs.conversion.job import (
     select,
     select_containers,
 )
-from dcp_rs.conversion.place import (
-    Place,
+from dcp_rs.conversion.output import (
+    Output,
     check_apart,
-    check_place,
-    new_place,
-    place_before_store,
-    place_on_store,
+    check_output,
+    new_output,
+    output_on_store,
+    uploaded_output,
 )
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.tensors import pickles
 
-__all__ = ["ConvertReport", "Target", "Wish", "convert", "stores_of", "write_result"]
+__all__ = ["ConvertReport", "Target", "WriteRequest", "convert", "stores_of", "write_result"]
 
 Target = Literal["dcp-rs", "dcp", "safetensors", "torch"]
 
-_WRITERS: dict[str, Callable[[Job, Place], None]] = {
+_WRITERS: dict[str, Callable[[Job, Output], None]] = {
     "dcp-rs": native.write,
     "dcp": stock.write,
     "safetensors": safetensors.write,
     "torch": torch_file.write,
 }
 
-#: What files are, by what their names end in.
+#: The format of a file, by the ending of its name.
 _ENDINGS: dict[str, Target] = {
     ".pt": "torch",
     ".pth": "torch",
@@ -90,11 +90,11 @@ def convert(
     """Write a checkpoint in another format, in bounded memory.
 
     The result appears at ``out`` in one step, when it is complete. After an error or Ctrl-C there
-    is nothing. If files of the source change meanwhile, that is an error, and there is no result.
-    Files are mapped: if one is cut short while it is being copied, the process may end.
+    is nothing. It is an error if files of the source change meanwhile. Files are mapped: if a file
+    is cut short while it is copied, the process may end.
 
     ``"dcp-rs"`` and ``"torch"`` keep the nesting of a state dict. ``"dcp"`` has text for keys, so
-    it cannot hold other keys, empty dicts and Counters; numbers in an optimizer's
+    it cannot hold other keys, empty dicts and Counters. The numbers in an optimizer's
     ``state_dict()["state"]`` are an exception, which dcp-rs restores. There an ``OrderedDict`` or
     ``defaultdict`` becomes a ``dict``. ``"safetensors"`` has names, and no nesting.
 
@@ -103,7 +103,7 @@ def convert(
             ``torch.save``, or the URL of one of the first four on a store.
         out: a folder. It is a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in
             ``.safetensors``. Or the URL of one on a store. Except for ``to="dcp-rs"``, the result
-            is then made in a temporary folder of this machine (``TMPDIR``), and sent from there.
+            is then written to a temporary folder of this machine (``TMPDIR``), and uploaded.
         to: the format. Default: by the ending of ``out``: ``"torch"`` for ``.pt``, ``.pth`` and
             ``.bin``, ``"safetensors"`` for ``.safetensors``, else ``"dcp-rs"``. ``"dcp-rs"`` and
             ``"dcp"`` hold everything, and keep the pieces in which tensors are stored.
@@ -121,14 +121,14 @@ def convert(
             keep their names in it.
         name: the name of files in a folder of ``to="safetensors"``: ``"model"`` for transformers,
             ``"diffusion_pytorch_model"``, ``"adapter_model"``.
-        skip_unsupported: leave out what ``out`` cannot hold. By default that is an error.
-        overwrite: replace the checkpoint that is at ``out`` when this begins: a file, or a folder
-            that holds one checkpoint, which may be damaged, and nothing else.
+        skip_unsupported: leave out what the format cannot hold. By default that is an error.
+        overwrite: replace the checkpoint at ``out``: a file, or a folder that holds one checkpoint,
+            which may be damaged, and nothing else.
         progress: ``True`` draws a bar, on a terminal and in notebooks. A callable is called with
             the bytes written so far and the bytes to write.
         threads: see :class:`dcp_rs.options.ReadOptions`.
-        verify: check the digests of the source, where it has some. The result gets digests of its
-            own, which would hide damage.
+        verify: check the digests of the source, if it has any. The result gets digests of its own,
+            which would hide damage.
         fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
         weights_only: refuse values of a file of ``torch.save``, or on their way into one, that
             ``torch.load(weights_only=True)`` would refuse. Other values are copied without
@@ -147,7 +147,7 @@ def convert(
         CheckpointExistsError: ``out`` exists, and ``overwrite`` is not set; or it holds more than
             one checkpoint; or it was created meanwhile; or it is a folder on a store, and the
             format is not ``"dcp-rs"``.
-        UnsupportedError: ``out`` cannot hold an entry, which the message names.
+        UnsupportedError: the format cannot hold an entry, which the message names.
         StoragePreconditionError: something was stored at ``out`` meanwhile. It is still there.
         StorageUnclearError: a store did not answer. The result may be there, now or in a moment.
         StorageError: a store fails; see :mod:`dcp_rs.errors`.
@@ -158,14 +158,16 @@ def convert(
 
     Example:
         ```python
-        dcp_rs.convert("ckpt", "exported", to="safetensors", include="model.*", rename={"model": ""})
+        dcp_rs.convert(
+            "ckpt", "exported", to="safetensors", include="model.*", rename={"model": ""}
+        )
         dcp_rs.convert("ckpt", "ckpt.pt", dtype=torch.bfloat16)
         ```
     """
     begin = time.perf_counter()
     source_path = location(path)
     of_source, of_out = stores_of(source_path, location(out), storage_options, out_storage_options)
-    wish = Wish(
+    request = WriteRequest(
         out=location(out),
         to=to,
         dtype=parse_dtype(dtype),
@@ -186,25 +188,24 @@ def convert(
     )
     source = open_source(
         source_path,
-        options=wish.read_options,
+        options=request.read_options,
         allow_external=allow_external,
         storage_options=of_source,
         layout=Layout.of(dequantize, views),
     )
     report = ConvertReport()
-    write_result(
-        source, wish, report, paths=[source_path, source.path, *source.files], verb="converting"
-    )
+    paths = [source_path, source.path, *source.files]
+    write_result(source, request, report, paths=paths, verb="converting")
     report.seconds = time.perf_counter() - begin
     return report
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
-    """The result that a caller wants. The fields are arguments of :func:`convert`.
+class WriteRequest:
+    """The result to write. The fields are arguments of :func:`convert`.
 
     Attributes:
-        storage_options: those of the store of ``out``, if it is on one.
+        storage_options: the options of the store of ``out``, if it is on one.
     """
 
     out: Path
@@ -233,20 +234,20 @@ class Wish:
 
     @property
     def target(self) -> Target:
-        """The format, by the ending of ``out`` where it is not said."""
+        """The format. Default: by the ending of ``out``."""
         return _ENDINGS.get(self.out.suffix, "dcp-rs") if self.to is None else self.to
 
     @property
     def as_file(self) -> bool:
-        """Whether ``out`` is a file, and no folder."""
+        """Whether ``out`` is a file."""
         return self.target == "torch" or (
             self.target == "safetensors" and self.out.suffix == ".safetensors"
         )
 
     @property
     def write_options(self) -> WriteOptions:
-        """How the result is written."""
-        # What is sent to a store from a temporary folder need not outlive the power.
+        """The options to write with."""
+        # A temporary folder for an upload need not survive a power failure.
         fsync = self.fsync and not isinstance(self.out, Url)
         return WriteOptions(
             threads=self.threads, fsync=fsync, max_inflight_bytes=self.max_inflight_bytes
@@ -254,7 +255,7 @@ class Wish:
 
     @property
     def read_options(self) -> ReadOptions:
-        """How a source is read: in a part of the memory that all may take."""
+        """The options to read with. Reads get a quarter of the bound on memory."""
         inflight = self.write_options.inflight_bytes(accelerator=False)
         return ReadOptions(
             threads=self.threads, verify=self.verify, max_inflight_bytes=max(1 << 20, inflight // 4)
@@ -263,79 +264,69 @@ class Wish:
 
 def write_result(
     source: Source,
-    wish: Wish,
+    request: WriteRequest,
     report: ConvertReport,
     *,
     paths: Sequence[Path],
     verb: str,
     merged_from: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write what is wanted of a source.
+    """Write the result.
 
     Args:
-        source: where the entries come from.
-        wish: what becomes of them.
-        report: to be filled in, but for the seconds.
-        paths: all that the source is made of, which the result must not replace.
-        verb: for the progress bar.
-        merged_from: the inputs of a merge, to be kept with the result.
+        source: the checkpoint to read.
+        request: the result to write.
+        report: to fill in, except for the seconds.
+        paths: the files and folders of the source, which the result must not replace.
+        verb: the verb for the progress bar.
+        merged_from: the inputs of a merge, to store with the result.
     """
-    target, to, shards = wish.out, wish.target, wish.shards
-    if not isinstance(target, Url):
-        target = Path(os.path.abspath(target))  # noqa: PTH100  # Path.resolve would follow the last link
-    if isinstance(target, Url):
-        check_apart(paths, target)
-        before = None
+    out, to, before = request.out, request.target, None
+    if isinstance(out, Url):
+        check_apart(paths, out)
     else:
-        before = check_place(paths, target, overwrite=wish.overwrite)
+        # Path.resolve would follow the last link.
+        out = Path(os.path.abspath(out))  # noqa: PTH100
+        before = check_output(paths, out, overwrite=request.overwrite)
     tasks = select(
-        source, dtype=wish.dtype, include=wish.include, exclude=wish.exclude, rename=wish.rename
+        source,
+        dtype=request.dtype,
+        include=request.include,
+        exclude=request.exclude,
+        rename=request.rename,
     )
     containers = select_containers(
-        source, tasks, include=wish.include, exclude=wish.exclude, rename=wish.rename
+        source, tasks, include=request.include, exclude=request.exclude, rename=request.rename
     )
     if to != "safetensors":
         check_renamed(source, tasks, containers)
-    if source.kind == "torch" and wish.weights_only:
+    if source.kind == "torch" and request.weights_only:
         for task in tasks:
             if task.dtype is None:
                 pickles.check_loadable(task.item.name, source.value(task.item))
+    skipped = report if request.skip_unsupported else None
     if to == "safetensors":
-        tasks = refuse_unsupported(
-            tasks, safetensors.why_not, to, report if wish.skip_unsupported else None
-        )
+        tasks = refuse_unsupported(tasks, safetensors.why_not, to, skipped)
         tasks = _without_tied(source.tied([task.item for task in tasks]), tasks, report)
-        if wish.as_file:
-            shards = 1
     if to == "dcp":
-        stock.check_nesting(tasks, containers, report if wish.skip_unsupported else None)
+        stock.check_nesting(tasks, containers, skipped)
     source.check([task.item for task in tasks])
     job = Job(
         source,
         tasks,
-        shards,
-        wish.write_options,
+        1 if request.as_file else request.shards,
+        request.write_options,
         report,
         containers,
-        name=wish.name,
-        weights_only=wish.weights_only,
-        renamed=any(task.name != task.item.name for task in tasks),
-        filtered=len(tasks) < len(source.items),
+        name=request.name,
+        weights_only=request.weights_only,
         merged_from=list(merged_from),
     )
     with (
-        _place(
-            job,
-            target,
-            wish.storage_options,
-            before,
-            to=to,
-            as_file=wish.as_file,
-            overwrite=wish.overwrite,
-        ) as place,
-        watching(wish.progress, verb) as job.progress,
+        _output(job, request, out, before) as output,
+        watching(request.progress, verb) as job.progress,
     ):
-        _WRITERS[to](job, place)
+        _WRITERS[to](job, output)
     report.written = [task.name for task in tasks]
     report.bytes = job.total
 
@@ -357,7 +348,7 @@ def _check(to: str, shards: int | None, name: str) -> None:
 def stores_of(
     path: Path, target: Path, given: Any, for_target: Any
 ) -> tuple[StorageOptions | None, StorageOptions | None]:
-    """Options of the store of the source, and of that of the result, where they are on one."""
+    """Return the storage options of the source and of the result. None: not on a store."""
     of_source, of_target = StorageOptions.of(given), StorageOptions.of(for_target)
     if not isinstance(target, Url):
         options_for(target, of_target)
@@ -368,31 +359,29 @@ def stores_of(
 
 
 @contextmanager
-def _place(
-    job: Job,
-    target: Path,
-    options: StorageOptions | None,
-    before: _core.Fingerprint | None,
-    *,
-    to: Target,
-    as_file: bool,
-    overwrite: bool,
-) -> Iterator[Place]:
-    """Where the result is made. It stays only if the source is still what it was: a save to a store looks before it commits."""
-    if isinstance(target, Url) and to == "dcp-rs":
-        yield place_on_store(target, options, overwrite=overwrite)
+def _output(
+    job: Job, request: WriteRequest, out: Path, before: _core.Fingerprint | None
+) -> Iterator[Output]:
+    """Make the output. It gets its name only if the source did not change meanwhile."""
+    options, overwrite, as_file = request.storage_options, request.overwrite, request.as_file
+    if isinstance(out, Url) and request.target == "dcp-rs":
+        # Its commit is the last step, so the writer checks the source before it.
+        yield output_on_store(out, options, overwrite=overwrite)
         return
-    if isinstance(target, Url):
-        new = place_before_store(target, options, job.options, as_file=as_file, overwrite=overwrite)
+    if isinstance(out, Url):
+        new = uploaded_output(out, options, job.options, as_file=as_file, overwrite=overwrite)
     else:
-        new = new_place(target, before, as_file=as_file)
-    with new as place:
-        yield place
+        new = new_output(out, before, as_file=as_file)
+    with new as output:
+        yield output
         job.source.check_again()
 
 
 def _without_tied(tied: dict[str, str], tasks: list[Task], report: ConvertReport) -> list[Task]:
-    """One of the tensors that are the same, but for those under whose name nothing can be noted: ``transformers`` and ``safetensors.torch.load_model`` tie them again."""
+    """Return the tasks without second names of tensors. The metadata of the files has those names.
+
+    ``transformers`` and ``safetensors.torch.load_model`` tie the tensors again.
+    """
     names = {task.item.name: task.name for task in tasks}
     noted = {name: kept for name, kept in tied.items() if names[name] not in safetensors.RESERVED}
     report.tied = {names[name]: names[kept] for name, kept in noted.items()}

@@ -1,4 +1,4 @@
-"""A conversion: what is written under which name, and what was left out."""
+"""A conversion under way: the entries to write, with their new names and dtypes."""
 
 from __future__ import annotations
 
@@ -47,17 +47,16 @@ _ALIASES = {
 
 @dataclass(repr=False)
 class ConvertReport(Report):
-    """What :func:`dcp_rs.convert` did.
+    """Report of :func:`dcp_rs.convert`.
 
     Attributes:
         written: the names in the new checkpoint.
-        skipped: names in the source that the target cannot hold, and why
+        skipped: names in the source that the new format cannot hold, and why
             (``skip_unsupported=True``).
-        tied: names that are another tensor under a second name, and were left out for it
-            (``to="safetensors"``).
-        bytes: of payload, written.
-        files: data files written.
-        seconds: it took.
+        tied: left-out second names of tensors, with the first name (``to="safetensors"``).
+        bytes: the bytes of payload.
+        files: the number of data files.
+        seconds: the time.
     """
 
     _timed = "bytes"
@@ -72,7 +71,14 @@ class ConvertReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An entry to write: ``item`` under ``name``, with elements of ``dtype`` (None: a value), at ``path`` in the state dict."""
+    """An entry to write.
+
+    Attributes:
+        item: the entry of the source.
+        name: the new name.
+        dtype: the new dtype; None for a value.
+        path: the new path in the state dict.
+    """
 
     item: Item
     name: str
@@ -81,13 +87,13 @@ class Task:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of payload to write."""
+        """The bytes of payload."""
         if self.dtype is None or self.item.dtype is None:
             return self.item.nbytes
         return self.item.nbytes // self.item.dtype.itemsize * self.dtype.itemsize
 
     def region(self, chunk: int | None = None) -> Region:
-        """All of the tensor, or one chunk."""
+        """Return the whole tensor, or one chunk."""
         if self.dtype is None:
             raise TypeError(self.name)
         return Region(self.item, chunk, self.dtype)
@@ -98,7 +104,17 @@ class Job:
     """A conversion under way.
 
     Attributes:
+        source: the checkpoint to read.
+        tasks: the entries to write.
+        shards: the number of files or ranks; None for the default of the format.
+        options: the limits of the writes.
+        report: to fill in.
+        containers: the containers of the new state dict; None if they are not known.
+        progress: is called with the bytes written, and all bytes.
+        name: the name of files of safetensors.
+        weights_only: refuse values that ``torch.load(weights_only=True)`` refuses.
         merged_from: the inputs of a merge; empty for a conversion.
+        done: the bytes written.
     """
 
     source: Source
@@ -110,38 +126,46 @@ class Job:
     progress: Watch | None = None
     name: str = "model"
     weights_only: bool = True
-    renamed: bool = False
-    filtered: bool = False
     merged_from: list[Mapping[str, Any]] = field(default_factory=list)
     done: int = 0
 
     @cached_property
+    def renamed(self) -> bool:
+        """Whether an entry has a new name."""
+        return any(task.name != task.item.name for task in self.tasks)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether entries are left out."""
+        return len(self.tasks) < len(self.source.items)
+
+    @cached_property
     def total(self) -> int:
-        """Bytes to write."""
+        """The bytes to write."""
         return sum(task.nbytes for task in self.tasks)
 
     @property
     def slab_bytes(self) -> int:
-        """A share of the bound on memory: there are three slabs, and the buffers of those that read and write."""
+        """The bytes of a slab. Three slabs and the buffers of reads and writes share the bound."""
         return self.options.inflight_bytes(accelerator=False) // 4 >> 20 << 20
 
     @cached_property
     def slabs(self) -> Slabs:
-        """The memory that all passes through."""
+        """The memory for all blocks."""
         return Slabs(self.slab_bytes)
 
     def advance(self, nbytes: int) -> None:
-        """Counts bytes as written."""
+        """Count bytes as written."""
         self.done += nbytes
         if self.progress is not None:
             self.progress(self.done, self.total)
 
     def engine(self) -> dict[str, Any]:
-        """The options of a save."""
+        """Return the options of a save."""
         return self.options.engine() | {"max_inflight_bytes": max(self.slab_bytes, 1 << 20)}
 
     def write(self, save: Any, regions: Sequence[Region], items: Sequence[int]) -> None:
-        """Streams regions into items of a save."""
+        """Read regions, and write them as these items of a save."""
         for batch in blocks(self.source, regions, self.slabs):
             save.write(
                 [
@@ -155,10 +179,10 @@ class Job:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype by torch's name or a usual short one (``bf16``, ``fp32`` …).
+    """Return a dtype by torch's name, or by a short one such as ``bf16``.
 
     Raises:
-        ValueError: there is no such dtype, or it is not a floating-point one.
+        ValueError: it is not a floating-point dtype.
     """
     if dtype is None:
         return None
@@ -168,7 +192,10 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     else:
         found = dtype
     if found is None or not found.is_floating_point or found not in BY_NAME.values():
-        msg = f"dtype={dtype!r}: must be one of float64, float32, float16, bfloat16, or of the float8 types"
+        msg = (
+            f"dtype={dtype!r}: must be one of float64, float32, float16, bfloat16, "
+            "or of the float8 types"
+        )
         raise ValueError(msg)
     if str(found) == "torch.float4_e2m1fn_x2":
         msg = f"dtype={dtype!r}: torch has no conversion to it"
@@ -184,10 +211,10 @@ def select(
     exclude: str | Iterable[str] | None,
     rename: Rename,
 ) -> list[Task]:
-    """The entries that are wanted, under their new names.
+    """Return the included entries, with their new names.
 
     Raises:
-        PlanError: nothing is wanted, or two entries would have one name.
+        PlanError: nothing is included, or two entries would have one name.
     """
     wanted, unwanted = globs(include), globs(exclude)
     new_name = renamer(rename)
@@ -208,7 +235,10 @@ def select(
             Task(item, name, None if item.dtype is None else cast_to(item.dtype, dtype), path)
         )
     if source.items and not tasks:
-        msg = f"none of the {len(source.items)} entries is wanted by include={include!r}, exclude={exclude!r}"
+        msg = (
+            f"none of the {len(source.items)} entries is wanted by include={include!r}, "
+            f"exclude={exclude!r}"
+        )
         raise PlanError(msg)
     depth = len(_front(tasks))
     return (
@@ -219,7 +249,10 @@ def select(
 
 
 def _front(tasks: Sequence[Task]) -> TreePath:
-    """The path of the one container that all entries are in, if they are named as in it: what is below keeps its nesting then. Else nothing."""
+    """Return the path of the one container of all entries, if their new names are those in it.
+
+    The entries then keep their nesting below it. Otherwise return an empty path.
+    """
     first = tasks[0] if tasks else None
     if first is None or not first.item.path or first.name == first.item.name:
         return ()
@@ -245,7 +278,10 @@ def select_containers(
     exclude: str | Iterable[str] | None,
     rename: Rename,
 ) -> list[Container] | None:
-    """The containers that are left of the source's. An empty one has a name, as entries have; what holds renamed entries does not any more."""
+    """Return the containers of the new state dict; None if those of the source are not known.
+
+    An empty container has a name, as entries have. A container of renamed entries goes.
+    """
     if source.containers is None:
         return None
     leaves = [task.item.path for task in tasks if task.item.path is not None]
@@ -271,10 +307,10 @@ def select_containers(
 def check_renamed(
     source: Source, tasks: Sequence[Task], containers: Sequence[Container] | None
 ) -> None:
-    """Checks that what was renamed can be nested beside the rest. What contradicts itself in the source may go on to do so.
+    """Check that renamed entries can be nested beside the others.
 
     Raises:
-        PlanError: it cannot.
+        PlanError: they cannot, and the source has no such contradiction itself.
     """
     has_paths = source.root is None or isinstance(source.root, dict)
     if not has_paths or all(task.name == task.item.name for task in tasks):
@@ -296,20 +332,23 @@ def refuse_unsupported(
     to: str,
     report: ConvertReport | None,
 ) -> list[Task]:
-    """The tasks that the target can hold.
+    """Return the tasks that the new format can hold.
 
     Args:
-        tasks: what is wanted.
-        why_not: why the target cannot hold an entry, if it cannot.
-        to: the target, for the message.
-        report: to note the others in; None: they are an error.
+        tasks: the entries.
+        why_not: returns why the format cannot hold an entry; None if it can.
+        to: the format, for the message.
+        report: the report for the other entries. If it is None, they are an error.
     """
     reasons = [(task, why_not(task)) for task in tasks]
     refused = [(task, reason) for task, reason in reasons if reason is not None]
     if refused and report is None:
         named = "; ".join(f"{task.item.name!r} {reason}" for task, reason in refused[:5])
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
-        msg = f"{to} cannot hold {len(refused)} of {len(tasks)} entries (skip_unsupported=True leaves them out): {named}{more}"
+        msg = (
+            f"{to} cannot hold {len(refused)} of {len(tasks)} entries "
+            f"(skip_unsupported=True leaves them out): {named}{more}"
+        )
         raise UnsupportedError(msg, tensor=refused[0][0].item.name)
     if report is not None:
         report.skipped.update((task.item.name, reason) for task, reason in refused)
@@ -317,7 +356,10 @@ def refuse_unsupported(
 
 
 def split(tasks: Sequence[Task], count: int) -> list[list[Task]]:
-    """The tasks in order, in ``count`` runs of about as many bytes each; none empty, where there are enough tasks."""
+    """Split the tasks, in order, into ``count`` runs of about the same number of bytes.
+
+    No run is empty if there are enough tasks.
+    """
     count = max(1, min(count, len(tasks)))
     runs: list[list[Task]] = []
     left = sum(task.nbytes for task in tasks)

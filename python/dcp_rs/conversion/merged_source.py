@@ -1,4 +1,4 @@
-"""Several checkpoints as one source: the weighted sums of their tensors."""
+"""The source of a merge: the weighted sums of the tensors of several checkpoints."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ __all__ = ["Conflicts", "Input", "MergedSource"]
 
 Conflicts = Literal["error", "first", "last", "drop"]
 
-#: The types that are summed. Complex numbers and two numbers in a byte are not: they have to be
-#: equal.
+#: The dtypes that are summed. Tensors of other dtypes have to be equal.
 _SUMMED = frozenset(
     BY_NAME[name]
     for name in (
@@ -32,43 +31,43 @@ _SUMMED = frozenset(
     )
     if name in BY_NAME
 )
-#: What the state of optimizers is called in a state dict.
+#: The keys of optimizer state in a state dict.
 _OPTIMIZERS = frozenset({"optim", "optimizer", "optimizers", "optimizer_states"})
-#: What the names of quantized tensors end in, and those of their scales.
+#: The endings of the names of quantized tensors, and of their scales.
 _PACKED = ("", "_packed", "_blocks")
 _SCALES = ("_scale_inv", "_scale", "_scales", "_global_scale", "_scale_2")
-#: Names that a message lists.
+#: The number of names in a message.
 _SOME = 5
 
 
 @dataclass(frozen=True)
 class Input:
-    """A checkpoint to be merged: its path as the caller gave it, its entries and its weight."""
+    """An input of a merge: its path as the caller gave it, its entries and its weight."""
 
     path: Path
     source: IndexSource
     weight: float
 
     def describe(self) -> dict[str, Any]:
-        """Return what is kept of it with the result."""
+        """Return the description of the input that is stored with the result."""
         return {"path": str(self.path), "save_id": self.source.index.save_id, "weight": self.weight}
 
 
 class MergedSource:
-    """The weighted sums of floating-point tensors, and what else the inputs have in common.
+    """Weighted sums of floating-point tensors, and the other entries of the inputs.
 
-    Order and nesting of the entries, and the pieces of their tensors, are those of the first input.
+    Entries have the order, the nesting and the chunks of the first input.
 
     Args:
-        inputs: at least one.
+        inputs: at least one input.
         include, exclude: globs over names.
-        conflicts: what becomes of entries that are not summed and differ.
-        dtype: the type of floating-point tensors in the result; None: that of the first input.
-        options: how to read.
+        conflicts: as for :func:`dcp_rs.merge`.
+        dtype: the dtype of floating-point tensors in the result; None: as in the first input.
+        options: the options to read with.
 
     Raises:
-        PlanError: the inputs do not fit together; the message names the entry and both inputs.
-        UnsupportedError: tensors are quantized, so that a sum of what is stored means nothing.
+        PlanError: an entry differs between inputs; the message names the entry and both inputs.
+        UnsupportedError: tensors are quantized, so their stored values cannot be summed.
     """
 
     def __init__(
@@ -99,47 +98,47 @@ class MergedSource:
         self.items = [item for name in names[0] for item in self._items(name)]
         if first.items and not self.items:
             msg = (
-                f"nothing is left of the {len(first.items)} entries of {inputs[0].path} by include={include!r}, "
-                f"exclude={exclude!r}, conflicts={conflicts!r}"
+                f"nothing is left of the {len(first.items)} entries of {inputs[0].path} by "
+                f"include={include!r}, exclude={exclude!r}, conflicts={conflicts!r}"
             )
             raise PlanError(msg)
 
     def _items(self, name: str) -> list[Item]:
-        """What the result has under a name of the first input: nothing where it was dropped."""
+        """Return the entry of this name in the result; nothing if it was dropped."""
         if name in self._sums:
             item = self._sums[name][0]
-            # The engine rounds to bfloat16 itself, while the sums are in a cache.
+            # The engine rounds to bfloat16 itself, while the sums are in the CPU's cache.
             rounds = item.dtype is not None and cast_to(item.dtype, self._dtype) == torch.bfloat16
             narrow = torch.bfloat16 if rounds else torch.float32
             return [replace(item, read_as=torch.float64 if self._is_double(name) else narrow)]
         return [self._copies[name][0]] if name in self._copies else []
 
     def _is_double(self, name: str) -> bool:
-        """Whether a tensor is summed in float64."""
+        """Return whether a tensor is summed in float64."""
         return any(item.dtype == torch.float64 for item in self._sums[name])
 
     def check(self, items: Sequence[Item]) -> None:
-        """Raise unless all of the items is there, in every input that it comes from."""
+        """Raise unless the items are complete in every input that they come from."""
         for number, one in enumerate(self.inputs):
             copied = [item for item in items if self._origin(item) is one.source]
             one.source.check(self._summands(items, number) + copied)
 
     def _summands(self, items: Sequence[Item], number: int) -> list[Item]:
-        """What an input has of those items that are summed."""
+        """Return the entries of one input for the items that are summed."""
         return [self._sums[item.name][number] for item in items if item.name in self._sums]
 
     def _origin(self, item: Item) -> IndexSource | None:
-        """The input that an entry is copied from."""
+        """Return the input that an entry is copied from; None if it is summed."""
         found = self._copies.get(item.name)
         return None if found is None else found[1]
 
     def check_again(self) -> None:
-        """Look at every file of every input."""
+        """Raise if a file of an input changed."""
         for one in self.inputs:
             one.source.check_again()
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Sum up, or copy, in the order of the inputs."""
+        """Fill the destinations with sums, or with copies."""
         for double in (False, True):
             sums = [
                 request
@@ -168,15 +167,15 @@ class MergedSource:
         )
 
     def value(self, item: Item) -> bytes:
-        """A value, as the input has it that it comes from."""
+        """Return the bytes of a value."""
         return self._copies[item.name][1].value(item)
 
     def metadata(self) -> dict[str, str]:
-        """What the files of the first input say of themselves."""
+        """Return the metadata of the files of the first input."""
         return self.inputs[0].source.metadata()
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
-        """Names that are another tensor under a second name, in every input."""
+        """Return second names of tensors, with the first name, that are tied in every input."""
         first, *others = (
             one.source.tied(self._summands(items, n)) for n, one in enumerate(self.inputs)
         )
@@ -188,7 +187,7 @@ class MergedSource:
 
 
 def _offsets(request: Request) -> list[int]:
-    """Where a rectangle begins in the whole tensor."""
+    """Return the offsets of a request in the whole tensor."""
     if request.chunk is None:
         return list(request.offsets)
     chunk = request.item.chunks[request.chunk]
@@ -222,8 +221,9 @@ def _check_names(inputs: Sequence[Input], names: Sequence[dict[str, Item]]) -> N
             missing = [name for name in has if name not in lacks]
             if missing:
                 msg = (
-                    f"{_listed(missing)}: in {path}, but not in {without}; a merge needs every entry in all inputs: "
-                    "leave it out with exclude=, or say with include= what is to be merged"
+                    f"{_listed(missing)}: in {path}, but not in {without}; a merge needs every "
+                    "entry in all inputs: leave it out with exclude=, or say with include= what is "
+                    "to be merged"
                 )
                 raise PlanError(msg, tensor=missing[0])
 
@@ -236,11 +236,11 @@ def _listed(names: Sequence[str]) -> str:
 def _sort(
     inputs: Sequence[Input], names: Sequence[dict[str, Item]], conflicts: Conflicts
 ) -> tuple[dict[str, tuple[Item, ...]], dict[str, tuple[Item, IndexSource]], list[str]]:
-    """Decide what becomes of each entry.
+    """Decide which entries are summed, and which are copied.
 
     Returns:
-        By name, the entries that are summed, of all inputs; the others, with the input that each is
-        copied from; and the names of entries that are not summed and differ.
+        The summed entries of all inputs, by name; the copied entries with their inputs, by name;
+        and the names of entries that are not summed and differ.
     """
     sums: dict[str, tuple[Item, ...]] = {}
     copies: dict[str, tuple[Item, IndexSource]] = {}
@@ -278,9 +278,9 @@ def _conflict(first: Path, found: Sequence[tuple[Difference, Path]]) -> PlanErro
         else ""
     )
     msg = (
-        f"{unlike.name!r} is not the same in {first} and in {path}{what}. Only floating-point tensors are summed.{more} "
-        "conflicts='first' or 'last' takes what that input has, conflicts='drop' leaves such entries out, "
-        "and exclude= leaves out what it names"
+        f"{unlike.name!r} is not the same in {first} and in {path}{what}. Only floating-point "
+        f"tensors are summed.{more} conflicts='first' or 'last' takes what that input has, "
+        "conflicts='drop' leaves such entries out, and exclude= leaves out what it names"
     )
     return PlanError(msg, tensor=unlike.name)
 
@@ -289,14 +289,15 @@ def _check_shapes(inputs: Sequence[Input], items: Sequence[Item]) -> None:
     for one, item in zip(inputs[1:], items[1:], strict=True):
         if item.shape != items[0].shape:
             msg = (
-                f"{item.name!r} has shape {list(items[0].shape)} in {inputs[0].path}, and {list(item.shape)} in {one.path}: "
-                "leave it out with exclude=, or merge checkpoints of one model"
+                f"{item.name!r} has shape {list(items[0].shape)} in {inputs[0].path}, and "
+                f"{list(item.shape)} in {one.path}: leave it out with exclude=, or merge "
+                "checkpoints of one model"
             )
             raise PlanError(msg, tensor=item.name)
 
 
 def _check_not_quantized(name: str, item: Item, names: dict[str, Item]) -> None:
-    """Raise for a scale and for weights that have one: the sum of products is not the product of sums."""
+    """Raise for quantized weights and their scales: they cannot be summed apart."""
     if item.dtype is not None and item.dtype.itemsize == 1:
         scale = next((name + end for end in _SCALES if name + end in names), None)
         if scale is not None:
@@ -313,7 +314,8 @@ def _check_not_quantized(name: str, item: Item, names: dict[str, Item]) -> None:
 
 def _quantized(name: str, scale: str) -> UnsupportedError:
     msg = (
-        f"{name!r} is quantized, with its scales in {scale!r}: weights and scales cannot be summed apart; "
-        "give dequantize=True (--dequantize), or merge the checkpoints that it was quantized from"
+        f"{name!r} is quantized, with its scales in {scale!r}: weights and scales cannot be summed "
+        "apart; give dequantize=True (--dequantize), or merge the checkpoints that it was "
+        "quantized from"
     )
     return UnsupportedError(msg, tensor=name)

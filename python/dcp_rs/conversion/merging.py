@@ -1,4 +1,4 @@
-"""``dcp_rs.merge``: the weighted sum of several checkpoints."""
+"""Merging of checkpoints: the weighted sum of several."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import Rename
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.views import Layout, LayoutView
-from dcp_rs.conversion import ConvertReport, Target, Wish, stores_of, write_result
+from dcp_rs.conversion import ConvertReport, Target, WriteRequest, stores_of, write_result
 from dcp_rs.conversion.job import parse_dtype
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
 
@@ -74,24 +74,24 @@ def merge(
     dequantize: bool | torch.dtype = False,
     views: LayoutView | Iterable[LayoutView] | None = None,
 ) -> MergeReport:
-    """Write the weighted sum of checkpoints: by default their mean. Memory stays bounded, whatever their size.
+    """Write the weighted sum of checkpoints, by default their mean, in bounded memory.
 
     The result appears at ``out`` in one step, when it is complete. After an error or Ctrl-C there
     is nothing.
 
     Floating-point tensors are summed in float32, and in float64 where an input stores float64. The
     sum begins with zero and takes one input after another, in the order of ``inputs``: ``sum =
-    weight * element + sum`` by a fused multiply-add. At the end it is rounded once to the type of
-    the result. That is bit for bit what ``sum.add_(tensor.float(), alpha=weight)`` gives, on a CPU
-    with that instruction.
+    weight * element + sum`` by a fused multiply-add. At the end it is rounded once to the dtype of
+    the result. On a CPU with that instruction, ``sum.add_(tensor.float(), alpha=weight)`` gives the
+    same bits.
 
     Integers, booleans, complex numbers and non-tensor values have to be the same in all inputs.
 
     The state of optimizers (``optim``, ``optimizer``, ``optimizers`` and ``optimizer_states`` at
-    the top) is left out, unless ``include`` is given and names it.
+    the top) is left out, unless ``include`` names it.
 
-    The inputs (path, save id and weight) are noted in results of ``"dcp-rs"`` and
-    ``"safetensors"``; ``dcp-rs inspect`` shows them.
+    Results of ``"dcp-rs"`` and ``"safetensors"`` name their inputs (path, save id and weight);
+    ``dcp-rs inspect`` shows them.
 
     Args:
         inputs: checkpoints of any format, by paths or URLs. They may be sharded differently.
@@ -101,19 +101,18 @@ def merge(
         include, exclude: one glob or several, over names in the inputs.
         conflicts: what to do with an entry that is not summed and differs between inputs:
             ``"error"``, take it from the ``"first"`` or the ``"last"`` input, or ``"drop"`` it.
-        dtype: the type of floating-point tensors of 16 bits and more in the result. Default: that
-            of the first input.
+        dtype: the dtype of floating-point tensors of 16 bits and more in the result. Default: as
+            in the first input.
         to, shards, rename, name, skip_unsupported, overwrite, threads, fsync, max_inflight_bytes:
             as for :func:`dcp_rs.convert`.
-        progress: called now and then with the bytes written, and all that are to be written;
-            ``True`` draws a bar.
-        verify: check the digests of the inputs while reading, where they have some.
+        progress: as for :func:`dcp_rs.convert`.
+        verify: check the digests of the inputs, if they have any.
         weights_only: as for :func:`dcp_rs.convert`.
         allow_external: read data files outside the folders of the inputs, if their indexes name
             any.
         storage_options: for inputs that are URLs, see :class:`dcp_rs.RsReader`.
-        out_storage_options: for that of ``out``; default: those of the inputs.
-        dequantize, views: how the tensors of all inputs are seen, see :class:`dcp_rs.RsReader`.
+        out_storage_options: those of ``out``. Default: ``storage_options``.
+        dequantize, views: for all inputs, see :class:`dcp_rs.RsReader`.
 
     Returns:
         A :class:`MergeReport`.
@@ -121,9 +120,9 @@ def merge(
     Raises:
         PlanError: an input lacks an entry, or has it in another shape; an entry that is not summed
             differs; or as for :func:`dcp_rs.convert`.
-        UnsupportedError: the inputs are quantized, and ``dequantize`` is not given; or ``out``
-            cannot hold something.
-        ValueError: ``inputs``, ``weights``, or as for :func:`dcp_rs.convert`.
+        UnsupportedError: the inputs are quantized, and ``dequantize`` is not given; or the format
+            cannot hold an entry.
+        ValueError: invalid ``inputs`` or ``weights``; or as for :func:`dcp_rs.convert`.
         DcpRsError, OSError: as for :func:`dcp_rs.convert`.
 
     Example:
@@ -140,12 +139,12 @@ def merge(
         raise ValueError(msg)
     remote = next((path for path in paths if isinstance(path, Url)), paths[0])
     of_inputs, of_out = stores_of(remote, location(out), storage_options, out_storage_options)
-    wish = Wish(
+    request = WriteRequest(
         out=location(out),
         to=to,
         dtype=parse_dtype(dtype),
         shards=shards,
-        include=None,  # the source has only what is wanted
+        include=None,  # the source has only included entries
         exclude=None,
         rename=rename,
         name=name,
@@ -161,7 +160,7 @@ def merge(
     )
     layout = Layout.of(dequantize, views)
     opened = [
-        _open(path, factor, wish, allow_external, of_inputs, layout)
+        _open(path, factor, request, allow_external, of_inputs, layout)
         for path, factor in zip(paths, factors, strict=True)
     ]
     source = MergedSource(
@@ -169,8 +168,8 @@ def merge(
         include=include,
         exclude=exclude,
         conflicts=conflicts,
-        dtype=wish.dtype,
-        options=wish.read_options,
+        dtype=request.dtype,
+        options=request.read_options,
     )
     report = MergeReport(
         summed=source.summed,
@@ -180,7 +179,7 @@ def merge(
     )
     write_result(
         source,
-        wish,
+        request,
         report,
         paths=[*paths, *(one.source.path for one in opened), *source.files],
         verb="merging",
@@ -228,7 +227,7 @@ def _is_finite(factor: numbers.Real) -> bool:
 def _open(
     path: Path,
     weight: float,
-    wish: Wish,
+    request: WriteRequest,
     allow_external: bool,
     storage_options: StorageOptions | None,
     layout: Layout,
@@ -237,4 +236,4 @@ def _open(
     index = open_index(
         path, rank=None, allow_external=allow_external, storage_options=options, layout=layout
     )
-    return Input(path, IndexSource(index, wish.read_options), weight)
+    return Input(path, IndexSource(index, request.read_options), weight)

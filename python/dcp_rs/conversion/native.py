@@ -1,4 +1,4 @@
-"""Into the format of this package. Stored chunks stay chunks."""
+"""Conversion to the format of this package. Stored chunks stay chunks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from dcp_rs import _core
 from dcp_rs.checkpoint.blocks import Region
 from dcp_rs.checkpoint.merged_from import KEY
 from dcp_rs.conversion.job import Job, Task, split
-from dcp_rs.conversion.place import Place
+from dcp_rs.conversion.output import Output
 from dcp_rs.tensors.dtypes import NAMES
 
 __all__ = ["write"]
 
 
-def write(job: Job, place: Place) -> None:
-    """One rank a shard."""
+def write(job: Job, output: Output) -> None:
+    """Write one rank for each shard."""
     runs = split(job.tasks, job.shards or 1)
     root = job.source.root
     if isinstance(root, dict) and (job.renamed or job.filtered):
         root = {}
-    if job.merged_from and (
-        root is None or isinstance(root, dict)
-    ):  # a planner's own data is left as it is
+    has_paths = root is None or isinstance(root, dict)  # else it is of a custom planner
+    if job.merged_from and has_paths:
         root = {**(root or {}), KEY: [dict(one) for one in job.merged_from]}
     nesting = (
         None if job.containers is None else [(c.position, c.path, c.kind) for c in job.containers]
@@ -35,22 +34,22 @@ def write(job: Job, place: Place) -> None:
     indexes: list[bytes] = []
     try:
         for rank, run in enumerate(runs):
-            indexes.append(_write_rank(job, run, save_id, nesting, rank, len(runs), place))
-        if place.to.store is not None:
-            job.source.check_again()  # on a store nothing can be taken back after the commit
-        index = place.to.commit(
+            indexes.append(_write_rank(job, run, save_id, nesting, rank, len(runs), output))
+        if output.to.store is not None:
+            job.source.check_again()  # on a store, nothing can be undone after the commit
+        index = output.to.commit(
             None,
             indexes,
             save_id=save_id,
-            generation=place.generation,
+            generation=output.generation,
             planner_data=root,
             items=None,
             names=(),
             fsync=job.options.fsync,
         )
     except BaseException as error:
-        if place.to.store is not None:
-            place.to.give_up(None, indexes, error)
+        if output.to.store is not None:
+            output.to.give_up(None, indexes, error)
         raise
     job.report.files = len(index.files())
 
@@ -62,13 +61,13 @@ def _write_rank(
     nesting: list[Any] | None,
     rank: int,
     world_size: int,
-    place: Place,
+    output: Output,
 ) -> bytes:
     items: list[_core.SaveItem] = []
     regions: list[Region] = []
     numbers: list[int] = []
     values: list[tuple[int, Task]] = []
-    # A custom planner's data takes the place of all paths.
+    # The data of a custom planner replaces all paths.
     with_paths = isinstance(job.source.root, dict) or job.source.root is None
     for task in tasks:
         path = task.path if with_paths else None
@@ -97,14 +96,14 @@ def _write_rank(
                 )
             )
     save = _core.Save.create(
-        place.to.folder,
+        output.to.folder,
         items,
         save_id=save_id,
-        generation=place.generation,
+        generation=output.generation,
         token=secrets.randbits(64),
         rank=rank,
         world_size=world_size,
-        store=place.to.store,
+        store=output.to.store,
         **job.engine(),
     )
     try:
@@ -118,7 +117,7 @@ def _write_rank(
 
 
 def write_value(job: Job, save: _core.Save, number: int, task: Task) -> None:
-    """A value is in memory whole, one at a time."""
+    """Write a value, which is in memory as a whole."""
     data = job.source.value(task.item)
     if data:
         memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)

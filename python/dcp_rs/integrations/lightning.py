@@ -17,7 +17,7 @@ from dcp_rs._arguments import check_arguments
 from dcp_rs.api import async_save, save
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.locate import local_path
-from dcp_rs.conversion.place import new_place
+from dcp_rs.conversion.output import new_output
 from dcp_rs.integrations._needs import framework
 from dcp_rs.integrations.install import installed
 from dcp_rs.options import WriterArguments
@@ -84,7 +84,7 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
         self.wait()
         target = local_path(path)
         if target.is_file() or target.is_symlink():
-            with new_place(target, _core.fingerprint(os.fspath(target)), as_file=False) as place:
+            with new_output(target, _core.fingerprint(os.fspath(target)), as_file=False) as place:
                 save(checkpoint, place.result, no_dist=True, **self._options)
         elif self._asynchronous:
             self._saving = async_save(checkpoint, target, no_dist=True, **self._options)

@@ -14,7 +14,7 @@ from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.open import Checkpoint, read_whole
-from dcp_rs.conversion.place import new_place
+from dcp_rs.conversion.output import new_output
 from dcp_rs.conversion.safetensors import header, why_not_of
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions, WriteOptions
@@ -144,7 +144,7 @@ def save_file(
     for entry in entries:
         values.append(_core.PlacedValue(entry.fqn, 0, at, entry.nbytes))
         at += entry.nbytes
-    with new_place(target, "anything", as_file=True) as place:
+    with new_output(target, "anything", as_file=True) as place:
         save = _core.Save.create_files(
             os.fspath(place.folder), [(place.result.name, head, at)], values, **options.engine()
         )

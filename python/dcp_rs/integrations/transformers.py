@@ -19,7 +19,7 @@ from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, selector
 from dcp_rs.conversion import ConvertReport, convert
-from dcp_rs.conversion.place import check_place, new_place
+from dcp_rs.conversion.output import check_output, new_output
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations._experts import single_experts
 from dcp_rs.integrations._needs import framework
@@ -363,7 +363,7 @@ def save_pretrained(
         msg = f"{target} is no folder, and is not replaced"
         raise CheckpointExistsError(msg, path=target)
     paths = [location(path), index.path, *index.file_paths(), source, *beside.values()]
-    before = check_place(paths, target, overwrite=overwrite, is_part=_is_of_a_model)
+    before = check_output(paths, target, overwrite=overwrite, is_part=_is_of_a_model)
     chosen, new_name = selector(include, exclude), renamer(rename)
     names = {name: new_name(name) for name in index.names() if chosen is None or chosen(name)}
     views = single_experts(names, source) if kind == "config.json" else []
@@ -371,7 +371,7 @@ def save_pretrained(
     if tied:
         left_out = [exclude] if isinstance(exclude, str) else list(exclude or ())
         exclude = [*left_out, *map(escape, tied)]
-    with new_place(target, before, as_file=False) as place:
+    with new_output(target, before, as_file=False) as place:
         report = convert(
             path,
             place.result,

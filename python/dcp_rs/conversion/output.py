@@ -1,0 +1,392 @@
+"""The output of a conversion: what it may replace, and how it gets its name in one step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dcp_rs import _core
+from dcp_rs._url import StorageOptions, Url, options_for
+from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.folders import make_folder
+from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file
+from dcp_rs.engine.destination import Destination
+from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
+from dcp_rs.options import WriteOptions
+
+__all__ = [
+    "Output",
+    "check_apart",
+    "check_output",
+    "new_output",
+    "output_on_store",
+    "uploaded_output",
+]
+
+#: Files of one rank: its data under torch, and what it publishes alone.
+_OF_A_RANK = re.compile(rf"__\d+(_\d+\.distcp|\.{re.escape(INDEX_NAME)}|\.metadata)")
+#: Other programs use these endings too, so the checkpoint is opened to see whether a file is its.
+_MODELS = (".safetensors", ".safetensors.index.json", ".distcp")
+#: Linux follows this number of links.
+_LINKS = 40
+#: Bytes of a name. File systems allow 255, and a temporary folder adds a dot, a token and `.tmp`.
+_NAME_BYTES = 255 - len(".") - len(".0123456789abcdef.tmp")
+
+
+def check_output(
+    paths: Iterable[Path],
+    out: Path,
+    *,
+    overwrite: bool,
+    is_part: Callable[[Path], bool] | None = None,
+) -> _core.Fingerprint | None:
+    """Check that ``out`` can be written. Return what is there, for :func:`new_output`.
+
+    Args:
+        paths: the path of the source, its index and its files.
+        out: the file or folder to write.
+        overwrite: replace a checkpoint.
+        is_part: returns whether a file or folder may be in a folder that is replaced. Default: a
+            file that may be of a checkpoint.
+
+    Raises:
+        ValueError: writing ``out`` would change the source.
+        CheckpointExistsError: ``out`` exists and ``overwrite`` is not set, or it holds more than
+            one checkpoint.
+    """
+    check_apart(paths, out)
+    before = _core.fingerprint(os.fspath(out))
+    is_folder = out.is_dir() and not out.is_symlink()
+    if before is None or (
+        is_folder and all(entry.name == _core.LOCK_NAME for entry in out.iterdir())
+    ):
+        return before
+    if not overwrite:
+        msg = f"{out} exists; overwrite=True replaces it"
+        raise CheckpointExistsError(msg, path=out)
+    if out.is_symlink() or not (is_folder or out.is_file()):
+        msg = f"{out} is neither a folder nor a file, and is not replaced"
+        raise CheckpointExistsError(msg, path=out)
+    if is_folder:
+        _check_folder(out, is_part or _may_be_of_a_checkpoint)
+    return before
+
+
+def check_apart(paths: Iterable[Path], out: Path) -> None:
+    """Check that no file of a source is at ``out``, or in it.
+
+    Args:
+        paths: the path of the source, its index and its files.
+        out: the path to replace, on the file system or on a store.
+
+    Raises:
+        ValueError: a file of the source is there.
+    """
+    lost: Path | None
+    if isinstance(out, Url):  # folders below it are not touched
+        lost = next((p for p in paths if isinstance(p, Url) and out in (p, p.parent)), None)
+    else:
+        lost = _lost_with(out, (path for path in paths if not isinstance(path, Url)))
+    if lost is not None:
+        msg = (
+            f"the destination {out} is the source, contains it, or lies in it: {lost} would be lost"
+        )
+        raise ValueError(msg)
+
+
+def _lost_with(out: Path, paths: Iterable[Path]) -> Path | None:
+    """Return a path that would be lost if ``out`` was replaced."""
+    target = out.resolve()
+    here = _identity(target) if target.is_dir() else None
+    seen: set[Path] = set()
+    for path in paths:
+        for place in _places(path):
+            if place == target:
+                return path
+            folders = [folder for folder in (place, *place.parents) if folder not in seen]
+            seen.update(folders)
+            # One folder has several paths if a file system is mounted twice.
+            if target in folders or (
+                here is not None and any(_identity(folder) == here for folder in folders)
+            ):
+                return path
+            if (
+                place.name == target.name
+                and _identity(place.parent) == _identity(target.parent) is not None
+            ):
+                return path
+    return None
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Yield a path, and the targets of its links, one after the other."""
+    for _ in range(_LINKS):
+        path = path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()
+        yield path
+        if not path.is_symlink():
+            return
+        path = path.parent / path.readlink()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
+    """Raise unless the folder holds one checkpoint, and nothing else.
+
+    A damaged checkpoint need not open, if the names tell that each file is one of its files.
+    """
+    entries = {entry.name: entry for entry in sorted(folder.iterdir())}
+    for name, entry in entries.items():
+        if not is_part(entry):
+            raise _holds_more(folder, name)
+    models = [name for name in entries if name.endswith(_MODELS) and not _is_own_name(name)]
+    is_two = INDEX_NAME in entries and STOCK_NAME in entries
+    if not models and not is_two:
+        return
+    try:
+        index = _open(folder)
+    except (DcpRsError, OSError) as error:
+        if models:
+            msg = (
+                f"{folder} does not open as one checkpoint, and is not replaced ({error}); "
+                "remove what is there, or choose another place"
+            )
+            raise CheckpointExistsError(msg, path=folder) from error
+        if any(map(is_data_file, entries)):  # files of two checkpoints, and a damaged index
+            raise _holds_more(folder, STOCK_NAME) from error
+        return
+    if is_two and index.source == "dcp-rs":
+        raise _holds_more(folder, STOCK_NAME)
+    own = _file_names(index)
+    for name in models:
+        if name not in own and not (name.endswith(".json") and _indexes(entries[name], own)):
+            raise _holds_more(folder, name)
+
+
+def _holds_more(folder: Path, name: str) -> CheckpointExistsError:
+    msg = (
+        f"{folder} also holds {name!r}, which is no part of a checkpoint, or not of the one there: "
+        "it is not replaced; move what is to stay, or choose another place"
+    )
+    return CheckpointExistsError(msg, path=folder)
+
+
+def _open(path: Path) -> _core.Index:
+    return _core.Index.open(os.fspath(path), None, True, None)
+
+
+def _file_names(index: _core.Index) -> set[str]:
+    return {path.name for path in index.file_paths()}
+
+
+def _indexes(path: Path, files: set[str]) -> bool:
+    """Return whether a Hugging Face index names only these files."""
+    try:
+        return _file_names(_open(path)) <= files
+    except (DcpRsError, OSError):
+        return False
+
+
+def _may_be_of_a_checkpoint(entry: Path) -> bool:
+    return not entry.is_dir() and (_is_own_name(entry.name) or entry.name.endswith(_MODELS))
+
+
+def _is_own_name(name: str) -> bool:
+    """Return whether only this package, or torch, gives files such a name."""
+    return (
+        name in (INDEX_NAME, STOCK_NAME, _core.LOCK_NAME)
+        or is_data_file(name)
+        or _OF_A_RANK.fullmatch(name) is not None
+    )
+
+
+@dataclass(frozen=True)
+class Output:
+    """A temporary folder beside the destination. On a store, the destination itself.
+
+    Attributes:
+        folder: the folder to write to.
+        result: the folder, or a file in it, that becomes the destination.
+        to: the folder, for a save.
+        generation: the number of such a save.
+    """
+
+    folder: Path
+    result: Path
+    to: Destination
+    generation: int = 1
+
+
+def output_on_store(out: Url, options: StorageOptions | None, *, overwrite: bool) -> Output:
+    """Return a destination on a store. The commit replaces only what is there now.
+
+    Raises:
+        CheckpointExistsError: there is a checkpoint, and ``overwrite`` is not set.
+        StorageError: see :mod:`dcp_rs.errors`.
+    """
+    to = Destination(out, options)
+    to.prepare(None, overwrite=overwrite)
+    return Output(out, out, to, to.begin(None, overwrite=overwrite))
+
+
+@contextmanager
+def uploaded_output(
+    out: Url,
+    options: StorageOptions | None,
+    write: WriteOptions,
+    *,
+    as_file: bool,
+    overwrite: bool,
+) -> Iterator[Output]:
+    """Make a temporary folder on this machine, and upload it when it is complete.
+
+    Other formats are not written from beginning to end, as an upload must be. The file that names
+    the other files is the last one.
+
+    Raises:
+        CheckpointExistsError: ``out`` exists, and ``overwrite`` is not set; or it is a folder,
+            which a store cannot replace in one step.
+        StorageUnclearError: the store did not answer. Nothing of the result is removed.
+        StorageError: see :mod:`dcp_rs.errors`.
+    """
+    store = _core.Store(os.fspath(out), options_for(out, options) or {})
+    inflight = write.inflight_bytes(accelerator=False)
+    limits = {"threads": write.threads or 0, "max_inflight_bytes": inflight}
+    with tempfile.TemporaryDirectory(prefix="dcp-rs-convert-") as scratch:
+        folder = Path(scratch, "made")
+        folder.mkdir()
+        to = Destination(folder, None)
+        if as_file:
+            _check_new(store, out, overwrite=overwrite)
+            yield Output(folder, folder / out.name, to)
+            store.upload_file(folder / out.name, out, overwrite=overwrite, **limits)
+            return
+        with _claimed_folder(store, out) as claim:
+            yield Output(folder, folder, to)
+            files = sorted(folder.iterdir())
+            last = next((p for p in files if p.name.endswith((".metadata", ".index.json"))), None)
+            store.upload_folder(
+                [(path, out / path.name) for path in files if path != last],
+                None if last is None else (last, out / last.name),
+                claim=claim,
+                **limits,
+            )
+
+
+def _check_new(store: _core.Store, out: Url, *, overwrite: bool) -> None:
+    """Raise if the file exists, before any work. The upload checks it again."""
+    ((files, _),) = store.list([out.parent])
+    if not overwrite and any(name == out.name for name, *_ in files):
+        msg = f"{out} exists; overwrite=True replaces it"
+        raise CheckpointExistsError(msg, path=out)
+
+
+@contextmanager
+def _claimed_folder(store: _core.Store, out: Url) -> Iterator[tuple[Path, bytes]]:
+    """Claim a new folder by an object with random bytes.
+
+    Two conversions that write files of the same names there would mix their data.
+    """
+    if not store.asks_conditions(out):
+        warn_caller(
+            f"the store of {out} ignores conditions: two conversions to this place that begin "
+            "at the same moment may mix their files"
+        )
+    claim, token = out / ".dcp-rs-converting", secrets.token_hex(16).encode()
+    try:
+        try:
+            store.put_new(claim, token)
+        except StoragePreconditionError:
+            msg = (
+                f"another conversion to {out} is under way, or was killed: "
+                "then remove what is there"
+            )
+            raise CheckpointExistsError(msg, path=out) from None
+        ((files, folders),) = store.list([out])
+        if folders or any(name != claim.name for name, *_ in files):
+            msg = (
+                f"{out} exists, and a store cannot replace a folder of this format in one step: "
+                "remove it, or convert to another one"
+            )
+            raise CheckpointExistsError(msg, path=out)
+        yield claim, token
+    finally:
+        with suppress(StorageError):  # the result is whole, or another error is raised
+            if store.has(claim, token):
+                store.remove_seen(claim)
+
+
+@contextmanager
+def new_output(
+    out: Path, before: _core.Fingerprint | Literal["anything"] | None, *, as_file: bool
+) -> Iterator[Output]:
+    """Make a temporary folder beside ``out``. It gets its name at the end, in one step.
+
+    After an error or Ctrl-C it is removed. Meanwhile its folder is locked, so that
+    ``dcp_rs.clean`` leaves it alone.
+
+    Args:
+        out: the file or folder to write.
+        before: what is there now, and is replaced. A file can replace "anything".
+        as_file: ``out`` is a file.
+
+    Raises:
+        CheckpointExistsError: ``out`` changed meanwhile.
+        OSError: with a ``filename2``, the earlier checkpoint is at that path, and could not be put
+            back.
+    """
+    make_folder(out.parent)
+    name = out.name[:200]  # `dcp_rs.clean` finds the folder by these characters
+    while len(os.fsencode(name)) > _NAME_BYTES:
+        name = name[:-1]
+    beside = out.parent / f".{name}.{secrets.token_hex(8)}.tmp"
+    beside.mkdir()
+    is_ours = True
+    try:
+        _lock = _core.FolderLock(os.fspath(beside))
+        result = beside / name
+        if not as_file:
+            result.mkdir()
+        folder = beside if as_file else result
+        yield Output(folder, result, Destination(folder, None))
+        if before == "anything":
+            _replace_file(result, out)
+            return
+        is_ours = False  # the earlier checkpoint passes through this folder
+        try:
+            _core.put_in_place(os.fspath(result), os.fspath(out), before)
+        except (OSError, DcpRsError) as error:
+            is_ours = getattr(error, "filename2", None) is None
+            raise
+        is_ours = True
+    finally:
+        if is_ours:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _replace_file(result: Path, out: Path) -> None:
+    result.replace(out)
+    folder = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        # Some network file systems cannot sync a folder, and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(folder)
