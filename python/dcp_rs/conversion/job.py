@@ -131,12 +131,12 @@ class Job:
 
     @cached_property
     def renamed(self) -> bool:
-        """Whether an entry has a new name."""
+        """True if an entry has a new name."""
         return any(task.name != task.item.name for task in self.tasks)
 
     @property
     def filtered(self) -> bool:
-        """Whether entries are left out."""
+        """True if entries are left out."""
         return len(self.tasks) < len(self.source.items)
 
     @cached_property

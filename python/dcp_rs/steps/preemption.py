@@ -64,7 +64,7 @@ class Preemption:
 
     @property
     def is_set_up(self) -> bool:
-        """Whether there is a signal or a function."""
+        """True if there is a signal or a function."""
         return self._ask is not None or self._signal is not None
 
     def noticed(self) -> bool:

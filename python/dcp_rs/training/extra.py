@@ -232,7 +232,7 @@ def _has_tensors(tree: Any) -> bool:
 
 
 class SavedExtra:
-    """One saved entry of ``extra``, and its way into the caller's.
+    """Saved state of one entry of ``extra``.
 
     Args:
         metadata: the metadata of the checkpoint.

@@ -47,7 +47,7 @@ class PartialLoad:
 
     @property
     def may_leave(self) -> bool:
-        """Whether the load may leave entries alone."""
+        """True if the load may leave entries alone."""
         return self.is_lenient or self._names is not None
 
     def includes(self, name: str) -> bool:
