@@ -119,14 +119,7 @@ def test_a_repr_of_many_names_is_short():
     assert repr(planner) == "RsSavePlanner(exclude=<list of 5,000: 'a0', 'a1', ...>)"
 
 
-def test_notebooks_get_tables_and_completions(ckpt):
-    save_rs({f"w{i}": torch.ones(2) for i in range(150)} | {"<script>": 1}, ckpt)
+def test_notebooks_get_completions(ckpt):
+    save_rs({"w": torch.ones(2), "step": 1}, ckpt)
     for opened in (dcp_rs.open(ckpt), dcp_rs.open(ckpt, framework="np")):
-        page = opened._repr_html_()
-        assert page.count("<tr>") == 101
-        assert "and 51 more" in page
-        assert "<script>" not in page
-        assert "&lt;script&gt;" in page
         assert opened._ipython_key_completions_() == list(opened)
-    assert "<td" in dcp_rs.LoadReport(missing=["<b>"])._repr_html_()
-    assert "<b>" not in dcp_rs.LoadReport(missing=["<b>"])._repr_html_()

@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"tensors"},
             {"options", "_torch", "_arguments", "_warnings"},
             {"_progress"},
-            {"_log", "_shown"},
+            {"_log", "_reports"},
             {"_url"},
             {"errors"},
             {"_core"},

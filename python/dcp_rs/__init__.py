@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dcp_rs.api import async_save, load, load_state_dict, save
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
-    from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # the name that users of safetensors expect
+    from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # as in safetensors
     from dcp_rs.checkpoint.fused_experts import views_for
     from dcp_rs.checkpoint.mapping import ReadReport
     from dcp_rs.checkpoint.open import Checkpoint

@@ -1,4 +1,4 @@
-"""The log of this package. Each line says which rank wrote it."""
+"""Log of this package, ``dcp_rs``. Each line names the rank that wrote it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ __all__ = ["log"]
 log = logging.getLogger("dcp_rs")
 
 
-def _with_rank(record: logging.LogRecord) -> bool:
-    """Put the rank in front of a line, and into ``record.rank``. Without a process group there is none."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
-    record.rank = rank
-    if rank is not None:
-        record.msg = f"rank {rank}: {record.msg}"
+def _add_rank(record: logging.LogRecord) -> bool:
+    """Add the rank to a record, as ``record.rank`` and in front of the message."""
+    record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+    if record.rank is not None:
+        record.msg = f"rank {record.rank}: {record.msg}"
     return True
 
 
-log.addFilter(_with_rank)
+log.addFilter(_add_rank)

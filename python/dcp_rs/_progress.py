@@ -1,4 +1,4 @@
-"""Progress: a callable hears of it, or a bar shows it where somebody watches: on a terminal, in a notebook, on the first rank. Without torch."""
+"""Progress of loads and saves: a callable, or a bar on a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -10,38 +10,56 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_rs import _core
-from dcp_rs._shown import size
+from dcp_rs._reports import size
 
 __all__ = ["Counts", "Progress", "Watch", "watching"]
 
-#: Called with the bytes done, and all of them: None where that is not known.
+#: Callable for the bytes that are done, and for all bytes, or None if that is unknown.
 Watch = Callable[[int, int | None], Any]
-#: What a caller asks for: to be told, a bar (``True``), or nothing.
+#: Argument of a load or save: a callable, True for a bar, or nothing.
 Progress = bool | Watch | None
 
-#: A bar is drawn no more often, in seconds.
+#: Seconds between two drawings of a bar.
 _PERIOD = 0.1
 _WIDTH = 24
 
 
 @contextmanager
 def watching(progress: Progress, what: str, *, total: int | None = None) -> Iterator[Watch | None]:
-    """Who is to hear of the progress of ``what``, while it goes on; None where nobody is. ``total``: of a work that does not tell."""
+    """Yield the callable to call with the progress of a work; None if there is none.
+
+    Args:
+        progress: the argument of the caller.
+        what: a word for the work.
+        total: the bytes of the work, if it does not tell itself.
+    """
     if not isinstance(progress, bool):
         yield progress
         return
-    bar = _Bar.where_it_is_seen(what, total) if progress else None
+    bar = _make_bar(what, total) if progress else None
     if bar is None:
         yield None
         return
     try:
-        yield bar.show
+        yield bar.update
     finally:
         bar.end()
 
 
+def _make_bar(what: str, total: int | None) -> _Bar | None:
+    """Return a bar on rank 0, if there is a terminal or a notebook to draw on."""
+    dist = sys.modules.get("torch.distributed")  # without it, there is no process group
+    if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        return None
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if hasattr(shell, "kernel"):
+        return _NotebookBar(what, total)
+    stream = sys.stderr
+    return _TerminalBar(what, total) if stream is not None and stream.isatty() else None
+
+
 class _Bar:
-    """``what``, how much of it, how fast, and what is left, in a line that is drawn over."""
+    """Progress bar with bytes, speed and the time that is left."""
 
     def __init__(self, what: str, total: int | None) -> None:
         self._what = what
@@ -51,67 +69,46 @@ class _Bar:
         self._drawn = float("-inf")
         self.draw()
 
-    @staticmethod
-    def where_it_is_seen(what: str, total: int | None) -> _Bar | None:
-        """A bar for whoever watches this process; None where nobody does, or another rank has it."""
-        dist = sys.modules.get(
-            "torch.distributed"
-        )  # where nobody imported it, there is no process group
-        if (
-            dist is not None
-            and dist.is_available()
-            and dist.is_initialized()
-            and dist.get_rank() != 0
-        ):
-            return None
-        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-        if hasattr(shell, "kernel"):
-            return _NotebookBar(what, total)
-        stream = sys.stderr
-        return _TerminalBar(what, total) if stream is not None and stream.isatty() else None
-
-    def show(self, done: int, total: int | None = None) -> None:
-        """So many bytes are done."""
+    def update(self, done: int, total: int | None = None) -> None:
+        """Set the bytes that are done. Draw the bar if it is time."""
         self._done = done
         self._total = self._total if total is None else total
         if time.monotonic() - self._drawn >= _PERIOD:
             self.draw()
 
     def end(self) -> None:
-        """The work is over, well or not."""
+        """End the bar: the work is over, or failed."""
 
     def draw(self) -> None:
-        """Shows what is known now."""
+        """Draw the present state."""
         self._drawn = time.monotonic()
 
     def text(self) -> str:
-        """Bytes, speed, seconds that are left."""
+        """Return bytes, speed and the seconds that are left."""
         seconds = time.monotonic() - self._begin
         speed = self._done / seconds if seconds > 0 else 0.0
-        amount = (
-            size(self._done) if not self._total else f"{size(self._done)} of {size(self._total)}"
-        )
-        left = (
-            f", {max(0.0, (self._total - self._done) / speed):.0f} s left"
-            if self._total and speed
-            else ""
-        )
-        return f"{amount}, {size(speed)}/s{left}"
+        amount = size(self._done)
+        if not self._total:
+            return f"{amount}, {size(speed)}/s"
+        left = ""
+        if speed:
+            left = f", {max(0.0, (self._total - self._done) / speed):.0f} s left"
+        return f"{amount} of {size(self._total)}, {size(speed)}/s{left}"
 
     def share(self) -> float:
-        """How much of it is done, from 0 to 1."""
+        """Return the part that is done, from 0 to 1."""
         return min(1.0, self._done / self._total) if self._total else 0.0
 
 
 class _TerminalBar(_Bar):
-    """On stderr, which is a terminal. It leaves nothing behind."""
+    """Bar in a line of stderr, which disappears at the end."""
 
     def draw(self) -> None:
         super().draw()
         full, empty = ("█", "·") if "utf" in (sys.stderr.encoding or "").lower() else ("#", ".")
         filled = round(self.share() * _WIDTH)
         line = f"{self._what} {full * filled}{empty * (_WIDTH - filled)} {self.text()}"
-        import shutil  # with all that it can compress
+        import shutil  # slow to import
 
         columns = shutil.get_terminal_size().columns
         sys.stderr.write("\r" + line[: columns - 1] + "\x1b[K")
@@ -123,7 +120,7 @@ class _TerminalBar(_Bar):
 
 
 class _NotebookBar(_Bar):
-    """In the output of a cell, where the last state stays."""
+    """Bar in the output of a notebook's cell, which stays."""
 
     def __init__(self, what: str, total: int | None) -> None:
         self._handle: Any = None
@@ -145,11 +142,17 @@ class _NotebookBar(_Bar):
 
 @dataclass
 class Counts:
-    """Bytes of loads so far: that were asked for, that were read for it, of those past the page cache, and from mappings; and the pieces of files that were read.
+    """Counts of one load.
 
     Attributes:
-        expected: what is going to be asked for in all, if anybody watches.
-        watch: hears of what is there, and of what is expected.
+        wanted: bytes of tensors and values that were loaded.
+        read: bytes of files that were read for them.
+        direct: of these, bytes read past the page cache.
+        mapped: of these, bytes copied from mappings.
+        verified: bytes that were compared with digests.
+        requests: contiguous reads of files.
+        expected: bytes that the whole load wants, if there is a ``watch``.
+        watch: callable for the progress.
     """
 
     wanted: int = 0
@@ -162,7 +165,7 @@ class Counts:
     watch: Watch | None = None
 
     def add(self, part: _core.ReadStats | Counts) -> None:
-        """Adds a part of a load."""
+        """Add the counts of a part of the load."""
         self.wanted += part.wanted
         self.read += part.read
         self.direct += part.direct
@@ -173,6 +176,6 @@ class Counts:
             self.tell(0)
 
     def tell(self, more: int) -> None:
-        """Says how far the load is: so many bytes further than what was added."""
+        """Report the progress: ``more`` bytes beyond those that were added."""
         if self.watch is not None and self.wanted + more:
             self.watch(self.wanted + more, self.expected)

@@ -1,4 +1,4 @@
-"""The private names of torch that this package touches, all of them here, with the versions they were seen in."""
+"""Private names of torch that this package uses, with the versions that have them."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ __all__ = [
     "PLAIN_TYPES",
     "async_executors",
     "background_group",
+    "cached_plans",
     "chunk_list",
     "copy_place_in_whole",
     "default_device",
@@ -57,15 +58,14 @@ __all__ = [
     "has_memory",
     "host_copy_of_sharded",
     "inner_tensors",
+    "is_cached_metadata",
     "is_gloo",
-    "is_remembered",
     "is_strided_shard",
     "is_wrapper_subclass",
     "modules_that_name",
     "place_in_whole",
-    "put_back_remembered",
-    "remembered_plans",
     "require_cpu_backend",
+    "restore_cached_plan",
     "spec_of",
     "storage_id",
     "storage_writer_for",
@@ -75,48 +75,49 @@ __all__ = [
     "without_checksums",
     "without_fsdp1_warnings",
 ]
-#: Tensors whose operations are torch's own.
+#: Classes of tensors without operations of their own.
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, once the collective that makes it is done."""
+    """Wait for the collective that makes a tensor. Return the tensor."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Whether the values are somewhere else than in the tensor's own memory."""
+    """Return true if a tensor wraps other tensors, which hold its values."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the values of a wrapper subclass; none where its class does not tell."""
+    """Return the tensors that a wrapper subclass declares; none if it declares none."""
     if not is_wrapper_subclass(tensor):
         return []
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # 2.15 names the mesh of a DTensor, too
+    # 2.15 names the mesh of a DTensor, too.
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return [inner for name in names if isinstance(inner := getattr(tensor, name), torch.Tensor)]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Which storage it is, of those that are alive, on the meta device too."""
+    """Return the identity of a tensor's storage, on any device, while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
-#: No storage lies below it; what a freed one leaves of the address of a view is the offset.
+#: Lower bound of addresses. A view of a freed storage has its offset as address.
 _LOWEST = 1 << 32
-#: The name of the process group for saves in the background.
+#: Name of the process group for background saves.
 _BACKGROUND = "dcp_rs.async_save"
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether there is anything behind the tensor's address: not so for some subclasses, nor after ``storage.resize_(0)``."""
+    """Return false for a freed storage, and for subclasses without memory of their own."""
     if tensor.numel() == 0 or (address := tensor.data_ptr()) >= _LOWEST:
         return True
     return address != 0 and tensor.untyped_storage().data_ptr() != 0
 
 
 def is_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether a process group sends host memory by gloo, and is not one that torch wraps for debugging."""
+    """Return true if a process group sends host memory by gloo, unwrapped."""
     group = group or _get_default_group()
     if torch.device("cpu") not in group._device_types:
         return False
@@ -126,17 +127,16 @@ def is_gloo(group: dist.ProcessGroup | None) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """How long the ranks of a group wait for each other."""
+    """Return the timeout of a process group."""
     group = group or _get_default_group()
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 
 
 def background_group() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks in which only saves in the background talk. Every rank calls it.
+    """Return the gloo group of all ranks for background saves. Every rank calls it.
 
-    It is made once for a default group, and found again among torch's groups, which forget it with
-    the default group.
+    It is created once for a default group. torch removes it with the default group.
     """
     for group in _world.pg_map:
         if group.group_desc == _BACKGROUND:
@@ -147,30 +147,31 @@ def background_group() -> dist.ProcessGroup:
 
 
 def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
-    """Raises where the group cannot carry what a save in the background sends."""
+    """Raise a ``ValueError`` if a group cannot send host memory."""
     if torch.device("cpu") not in (group or _get_default_group())._device_types:
         raise ValueError(
-            "a save in the background needs a process group with a CPU backend, as in init_process_group('cpu:gloo,cuda:nccl')"
+            "a save in the background needs a process group with a CPU backend, "
+            "as in init_process_group('cpu:gloo,cuda:nccl')"
         )
 
 
-def remembered_plans() -> dict[str, SavePlan]:
-    """Return the final plans that torch's planners remember in this process (``enable_plan_caching``; 2.8, 2.11, 2.15)."""
+def cached_plans() -> dict[str, SavePlan]:
+    """Return the final plans in the cache of torch's planners (2.8, 2.11, 2.15)."""
     return dict(SavePlanner._cached_final_save_plan)
 
 
-def put_back_remembered(
+def restore_cached_plan(
     plan: SavePlan, before: dict[str, SavePlan], *, storage_data: Any
 ) -> SavePlan | None:
-    """Have a planner remember what it did before a save, in place of a plan without items.
+    """Replace a plan without items in the cache of torch's planners by the plan of the save before.
 
     Args:
-        plan: the plan without items, which the planner remembers now.
-        before: what :func:`remembered_plans` gave when the save began.
-        storage_data: of the plan that is put back.
+        plan: the plan without items.
+        before: what :func:`cached_plans` returned when the save began.
+        storage_data: the new ``storage_data`` of the plan.
 
     Returns:
-        The plan with its items; None where nothing is known of it.
+        The plan with its items; None if the cache had none.
     """
     known = SavePlanner._cached_final_save_plan
     for key, now in known.items():
@@ -181,18 +182,18 @@ def put_back_remembered(
     return None
 
 
-def is_remembered(metadata: Metadata) -> bool:
-    """Return whether a planner of torch's remembers this metadata for its next save (2.8, 2.11, 2.15)."""
+def is_cached_metadata(metadata: Metadata) -> bool:
+    """Return true if the cache of torch's planners holds this metadata (2.8, 2.11, 2.15)."""
     return any(metadata is known for known in SavePlanner._cached_metadata.values())
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer make its state as torch's ``get_optimizer_state_dict`` does, unless it has some, or gradients."""
+    """Initialize the state of an optimizer as torch does, unless it has state or gradients."""
     _init_optim_state(optimizer)
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Joins ShardedTensors that lie within others."""
+    """Join ShardedTensors that are shards of other ones."""
     return _flatten_sharded_tensors(state_dict)
 
 
@@ -205,36 +206,36 @@ _PLACE = (
 
 
 def place_in_whole(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that make a plain tensor a shard of a larger one."""
+    """Return the attributes that make a plain tensor a shard of a larger one."""
     return {
         name: getattr(tensor, name) for name in _PLACE if name in getattr(tensor, "__dict__", {})
     }
 
 
 def copy_place_in_whole(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Makes ``other`` the same shard that ``tensor`` is, if it is one."""
+    """Make ``other`` the same shard as ``tensor``, if that is one."""
     if getattr(tensor, "__dict__", None):
         for name, value in place_in_whole(tensor).items():
             setattr(other, name, value)
 
 
 def spec_of(tensor: DTensor) -> Any:
-    """Mesh, placements, shape and dtype of the whole."""
+    """Return the mesh, placements, shape and dtype of a DTensor."""
     return tensor._spec
 
 
 def dtensor_of(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> DTensor:
-    """A DTensor whose local part is ``local``, on whichever device that is."""
+    """Return a DTensor over a local tensor, on any device."""
     return DTensor(local, spec, requires_grad=requires_grad)
 
 
 def host_copy_of_sharded(tensor: ShardedTensor) -> ShardedTensor:
-    """A copy of a ShardedTensor in host memory."""
+    """Copy a ShardedTensor to host memory."""
     return tensor.to("cpu", copy=True)
 
 
 def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A state dict flattened as torch did before 2.4: containers without tensors stay whole."""
+    """Flatten a state dict as torch before 2.4: containers without tensors stay whole."""
     _version._derived_version = "2_3"
     try:
         flat, paths = flatten_state_dict(state_dict)
@@ -244,17 +245,17 @@ def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
-    """The local chunks of a tensor of any kind that DCP knows."""
+    """Return the local chunks of a tensor of any kind that DCP knows."""
     return list(_create_chunk_list(tensor))
 
 
 def find_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
-    """The memory of one local chunk."""
+    """Return the tensor of a local chunk."""
     return find_tensor_shard(tensor, index)
 
 
 def dtensor_offsets(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's shard begins in the whole."""
+    """Return the offsets of this rank's shard in the whole tensor."""
     return tuple(
         compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[
             1
@@ -263,12 +264,12 @@ def dtensor_offsets(tensor: DTensor) -> tuple[int, ...]:
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """Whether the placement may interleave ranks (FSDP2 over TP)."""
+    """Return true if a placement may interleave ranks (FSDP2 over TP)."""
     return isinstance(placement, _StridedShard)
 
 
 def empty_host_cache() -> None:
-    """Gives pinned memory that nothing uses back to the system."""
+    """Free pinned memory that is not used."""
     release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
         torch._C, "_host_emptyCache", None
     )
@@ -277,19 +278,19 @@ def empty_host_cache() -> None:
 
 
 def with_dim(placement: Placement, dim: int) -> Placement:
-    """The same sharding of another dimension."""
+    """Return the same placement for another dimension."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return type(placement)(dim)  # type: ignore[call-arg]  # Shard
 
 
 def group_devices(group: dist.ProcessGroup | None) -> list[torch.device]:
-    """The kinds of devices whose memory a process group can send."""
+    """Return the types of devices whose memory a process group can send."""
     return list((group or _get_default_group())._device_types)
 
 
 def default_device() -> torch.device:
-    """Where a tensor without a device goes: the process group's device, else the CPU (as DCP decides it)."""
+    """Return the device of the process group, or the CPU: DCP's default for new tensors."""
     if not dist.is_initialized():
         return torch.device("cpu")
     kind = dist.distributed_c10d._get_pg_default_device().type
@@ -299,7 +300,7 @@ def default_device() -> torch.device:
 
 
 def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """New memory of the same shape and sharding, elsewhere or of another dtype."""
+    """Allocate a tensor of the same shape and sharding."""
     if isinstance(tensor, ShardedTensor):
         return _empty_sharded(tensor, dtype=dtype, device=device)
     if not isinstance(tensor, DTensor):
@@ -358,20 +359,23 @@ def _empty_sharded(
 
 
 def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True) -> list[str]:
-    """What a parameter is called without wrappers (DDP, FSDP, compiled): several names for a flat parameter of FSDP1."""
+    """Return the names of a parameter without wrappers such as DDP, FSDP and ``torch.compile``.
+
+    A flat parameter of FSDP1 has several.
+    """
     return sorted(_get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
 
 
 @contextmanager
 def without_checksums() -> Iterator[None]:
-    """``torch.save`` leaves out the CRC-32 of its records: in this thread, or in the whole process where torch's settings are not by thread."""
-    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made when it is imported
+    """Let ``torch.save`` leave out the CRC-32 of its records within this context."""
+    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         yield
 
 
 @contextmanager
 def without_fsdp1_warnings() -> Iterator[None]:
-    """FSDP1 says of each of its functions that it will go away."""
+    """Silence the deprecation warnings of FSDP1 within this context."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
         warnings.filterwarnings(
@@ -380,12 +384,11 @@ def without_fsdp1_warnings() -> Iterator[None]:
         yield
 
 
-# --- where torch names its own storage
-# --------------------------------------------------------------------
+# --- names of torch's own storage ---------------------------------------------------------------
 
 
 def file_system_classes() -> dict[str, type]:
-    """Stock's reader and writer of files, by their names."""
+    """Return torch's reader and writer of files, by their names."""
     return {
         "FileSystemReader": filesystem.FileSystemReader,
         "FileSystemWriter": filesystem.FileSystemWriter,
@@ -393,8 +396,12 @@ def file_system_classes() -> dict[str, type]:
 
 
 def modules_that_name(stock: type) -> list[Any]:
-    """Modules of torch's DCP in which the name of a class is that class, but for those that derive others from it."""
-    from torch.distributed.checkpoint import format_utils  # noqa: F401  # it would keep what it finds when it is imported
+    """Return modules of torch's DCP that refer to a class by its name.
+
+    Modules that derive classes from it are left out.
+    """
+    # Imported now, it is found; later, it would import the class that is there then.
+    from torch.distributed.checkpoint import format_utils  # noqa: F401
 
     found = []
     for name, module in sorted(sys.modules.items()):
@@ -413,7 +420,7 @@ def modules_that_name(stock: type) -> list[Any]:
 
 
 def async_executors() -> list[Any]:
-    """The classes whose ``execute_save`` carries out an ``async_save``."""
+    """Return the classes whose ``execute_save`` runs an ``async_save``."""
     from torch.distributed.checkpoint._async_process_executor import (
         _ProcessBasedAsyncCheckpointExecutor,
     )
@@ -425,7 +432,7 @@ def async_executors() -> list[Any]:
 
 
 def storage_writer_for(checkpoint_id: Any) -> Any:
-    """What torch writes with to an id, where it is given no writer."""
+    """Return the writer that torch chooses for a checkpoint id."""
     from torch.distributed.checkpoint._storage_utils import _storage_setup
 
     return _storage_setup(None, checkpoint_id, reader=False)

@@ -1,4 +1,4 @@
-"""URLs of checkpoints: paths on stores, and what is needed to read there."""
+"""Paths and URLs of checkpoints, and the options of stores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dcp_rs.errors import UnsupportedError
 __all__ = ["StorageOptions", "Url", "location", "options_for", "use_storage_options"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-#: What is left of a URL that went through :class:`~pathlib.Path`.
+#: A URL that went through :class:`~pathlib.Path`, which removes a slash.
 _MANGLED = re.compile(r"(s3|gs|az|https?):/[^/]")
-#: Stores that the engine speaks to.
+#: Schemes of stores that the engine reads.
 _STORES = ("s3", "gs", "az", "http", "https")
-#: What of an option's name says that its value is no secret.
+#: Ends of the names of options that are no secrets.
 _PLAIN = (
     "region",
     "bucket",
@@ -35,7 +35,7 @@ _PLAIN = (
 
 
 class Url(PosixPath):
-    """A path on a store, with the two slashes that a :class:`~pathlib.Path` takes for one. Nothing of it is on the file system."""
+    """Path on a store. It keeps the two slashes of a URL, and nothing of it is a file."""
 
     def __str__(self) -> str:
         return re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*):/(?!/)", r"\1://", super().__str__())
@@ -44,26 +44,26 @@ class Url(PosixPath):
         return str(self)
 
     def exists(self, **_: Any) -> bool:
-        """False: not on the file system."""
+        """Return false: nothing is on the file system."""
         return False
 
     def is_dir(self, **_: Any) -> bool:
-        """False: not on the file system."""
+        """Return false: nothing is on the file system."""
         return False
 
     def is_file(self, **_: Any) -> bool:
-        """False: not on the file system."""
+        """Return false: nothing is on the file system."""
         return False
 
 
 def location(path: str | bytes | os.PathLike[str]) -> Path:
-    """The path, or the :class:`Url` where it is one of a store; ``file://`` leads to the file system.
+    """Return a path of the file system, or a :class:`Url`. ``file://`` names the file system.
 
     Raises:
-        UnsupportedError: a scheme that no store is known for, a URL with credentials or an empty
-            part in it, or one that was made a :class:`~pathlib.Path`, which lost a slash of it.
-        TypeError: a path as bytes, or something that is no path.
-        ValueError: an empty path.
+        UnsupportedError: a URL has an unknown scheme, credentials, or an empty part; or it went
+            through :class:`~pathlib.Path` and lost a slash.
+        TypeError: the path is bytes, or no path.
+        ValueError: the path is empty.
     """
     if isinstance(path, Path):
         if not isinstance(path, Url) and _MANGLED.match(str(path)):
@@ -71,18 +71,35 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
             raise UnsupportedError(msg, path=path)
         return path
     if not isinstance(path, str | bytes | os.PathLike):  # callers without a type checker
-        raise TypeError(_no_path(path))
+        raise TypeError(_explain_no_path(path))
     text = os.fspath(path)
     if isinstance(text, bytes):
-        msg = f"a path is a str or a pathlib.Path, and this one is bytes, {text!r}: pass os.fsdecode(path)"
+        msg = (
+            f"a path is a str or a pathlib.Path, and this one is bytes, {text!r}: "
+            "pass os.fsdecode(path)"
+        )
         raise TypeError(msg)
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return _of_file_system(text)
+        if not text:
+            raise ValueError("the path is empty: for the current folder, pass '.'")
+        if _MANGLED.match(text):
+            url = text.replace(":/", "://", 1)
+            msg = f"{text}: a URL has two slashes after the colon: {url}"
+            raise UnsupportedError(msg, path=text)
+        return Path(text)
+    return _parse_url(text, scheme)
+
+
+def _parse_url(text: str, scheme: re.Match[str]) -> Path:
+    """Return the path or the URL after a scheme."""
     name = scheme[1].lower()
     host, _, rest = text[scheme.end() :].partition("/")
-    if "@" in host or "?" in text or "#" in text:  # before anything is said of the rest
-        msg = f"a {name}:// URL with a user, a query or a fragment: pass credentials in storage_options= or the environment"
+    if "@" in host or "?" in text or "#" in text:  # the other messages show the URL
+        msg = (
+            f"a {name}:// URL with a user, a query or a fragment: "
+            "pass credentials in storage_options= or the environment"
+        )
         raise UnsupportedError(msg)
     if name == "file":
         parts = urlsplit(text)
@@ -91,7 +108,10 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
             raise UnsupportedError(msg, path=text)
         return Path(unquote(parts.path))
     if name not in _STORES:
-        msg = f"{text}: {scheme[0]} is not supported: use a path of the file system, file://, s3://, gs://, az://, http:// or https://"
+        msg = (
+            f"{text}: {scheme[0]} is not supported: use a path of the file system, file://, "
+            "s3://, gs://, az://, http:// or https://"
+        )
         raise UnsupportedError(msg, path=text)
     if "//" in f"/{rest}":
         msg = f"{text}: two slashes with nothing between them: such a name cannot be read"
@@ -99,30 +119,21 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
     return Url(f"{name}://{host}/{rest}")
 
 
-def _of_file_system(text: str) -> Path:
-    if not text:
-        raise ValueError("the path is empty: for the current folder, pass '.'")
-    if _MANGLED.match(text):
-        msg = f"{text}: a URL has two slashes after the colon: {text.replace(':/', '://', 1)}"
-        raise UnsupportedError(msg, path=text)
-    return Path(text)
-
-
-def _no_path(value: Any) -> str:
+def _explain_no_path(value: Any) -> str:
     """Return the message for an argument that is no path."""
+    wanted = "a path is a str or a pathlib.Path, not "
     if value is None or isinstance(value, type):
-        return f"a path is a str or a pathlib.Path, not {'None' if value is None else f'the class {value.__name__}'}"
+        return wanted + ("None" if value is None else f"the class {value.__name__}")
     own = getattr(value, "checkpoint_id", None) or getattr(value, "path", None)
-    instead = (
-        f": pass {os.fspath(own)!r}, its own path" if isinstance(own, str | os.PathLike) else ""
-    )
-    return f"a path is a str or a pathlib.Path, not {type(value).__name__}{instead}"
+    is_path = isinstance(own, str | os.PathLike)
+    hint = f": pass {os.fspath(own)!r}, its own path" if is_path else ""
+    return f"{wanted}{type(value).__name__}{hint}"
 
 
 class StorageOptions(Mapping[str, str]):
-    """Options of a store, of which secrets are shown to nobody and do not pickle: in another process they come from the environment there.
+    """Options of a store. Secrets are not shown, and not pickled.
 
-    One whose value is None is not given.
+    Another process takes them from its environment. An option of None is left out.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -132,10 +143,10 @@ class StorageOptions(Mapping[str, str]):
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Any | None) -> StorageOptions | None:
-        """From what a caller gave: a mapping, or a store of ``obstore``, which has its own options in ``config`` and ``client_options``.
+        """Convert the argument of a caller: a mapping, or a store of ``obstore``.
 
         Raises:
-            TypeError: neither.
+            TypeError: it is something else.
         """
         if options is None or isinstance(options, StorageOptions):
             return options
@@ -145,11 +156,15 @@ class StorageOptions(Mapping[str, str]):
         if isinstance(config, Mapping):
             if getattr(options, "credential_provider", None) is not None:
                 raise TypeError(
-                    "storage_options: a store of obstore with a credential provider cannot be taken: give its credentials as options"
+                    "storage_options: a store of obstore with a credential provider cannot be "
+                    "taken: give its credentials as options"
                 )
             client = getattr(options, "client_options", None)
             return cls({**(client if isinstance(client, Mapping) else {}), **config})
-        msg = f"storage_options is a {type(options).__name__}: a mapping of names to values, or a store of obstore"
+        msg = (
+            f"storage_options is a {type(options).__name__}: "
+            "a mapping of names to values, or a store of obstore"
+        )
         raise TypeError(msg)
 
     def __getitem__(self, key: str) -> str:
@@ -175,7 +190,7 @@ class StorageOptions(Mapping[str, str]):
 
 
 def _is_plain(key: str, value: str) -> bool:
-    return key.lower().endswith(_PLAIN) and "@" not in value  # of an endpoint: who logs in there
+    return key.lower().endswith(_PLAIN) and "@" not in value  # an endpoint may name a user
 
 
 def _text(value: Any) -> str:
@@ -186,12 +201,16 @@ _of_command_line: Mapping[str, StorageOptions] = {}
 
 
 def use_storage_options(options: Mapping[str, StorageOptions]) -> None:
-    """What the command line was given, by the URL of what it is for; ``""`` for all else. It holds where the process opens a URL without options."""
+    """Set the options of the command line, for URLs that are opened without options.
+
+    Args:
+        options: options by URL; ``""`` for all other URLs.
+    """
     global _of_command_line  # noqa: PLW0603
     _of_command_line = options
 
 
-def _given_for(url: str) -> StorageOptions | None:
+def _command_line_options(url: str) -> StorageOptions | None:
     own = [
         begin
         for begin in _of_command_line
@@ -201,13 +220,13 @@ def _given_for(url: str) -> StorageOptions | None:
 
 
 def options_for(path: Path, options: StorageOptions | None) -> dict[str, str] | None:
-    """What the engine is told; None for a path of the file system.
+    """Return the options of a URL for the engine; None for a path of the file system.
 
     Raises:
-        UnsupportedError: options for such a path.
+        UnsupportedError: there are options for a path of the file system.
     """
     if isinstance(path, Url):
-        return dict((_given_for(str(path)) if options is None else options) or {})
+        return dict((_command_line_options(str(path)) if options is None else options) or {})
     if options:
         msg = f"{path} is on the file system, which has no storage_options"
         raise UnsupportedError(msg, path=path)

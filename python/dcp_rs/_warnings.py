@@ -1,4 +1,4 @@
-"""Warnings that point at the caller's line, not at one of this package or of torch."""
+"""Warnings that name the caller's line, and no line of this package or torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import warnings
 
 __all__ = ["warn_caller"]
 
-#: Frames of these are passed over: what a caller called, and what that is made with.
-_PACKAGES = ("dcp_rs", "torch", "contextlib", "functools")
+#: Packages whose frames are skipped.
+_SKIPPED = ("dcp_rs", "torch", "contextlib", "functools")
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning at the nearest line outside of this package and torch."""
+    """Warn at the nearest line outside of this package and torch."""
     level, frame = 1, sys._getframe(0)  # noqa: SLF001  # the documented way to walk up
     while (
         frame.f_back is not None
-        and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES
+        and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED
     ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

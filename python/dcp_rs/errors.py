@@ -1,4 +1,4 @@
-"""What dcp-rs raises. Every class pickles, so that an error crosses from one rank to the others."""
+"""Exceptions of dcp-rs. All of them pickle, so that they travel from rank to rank."""
 
 from __future__ import annotations
 
@@ -95,11 +95,14 @@ class CorruptDataError(DcpRsError):
 
 
 class UnsupportedError(DcpRsError):
-    """The input is valid, but this release cannot do what was asked. The message says what."""
+    """The input is valid, but this release does not support it. The message says what."""
 
 
 class QuantizationError(UnsupportedError):
-    """Quantized weights of a format that this release cannot read, or a part of one that is missing or does not fit. The message names the tensor."""
+    """Quantized weights have an unknown format, or a part of them is missing or does not fit.
+
+    The message names the tensor.
+    """
 
 
 class UnsafePickleError(DcpRsError):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
-from dcp_rs._shown import Report
+from dcp_rs._reports import Report
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError

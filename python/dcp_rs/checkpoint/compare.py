@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from dcp_rs._shown import Report
+from dcp_rs._reports import Report
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.names import globs, selector, some
 from dcp_rs.checkpoint.source import Item, Request, Source, open_source

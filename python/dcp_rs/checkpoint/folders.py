@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from dcp_rs import _core
-from dcp_rs._shown import size
+from dcp_rs._reports import size
 from dcp_rs.errors import CheckpointExistsError
 
 __all__ = ["make_folder"]

@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts
-from dcp_rs._shown import Report, size, table
+from dcp_rs._reports import Report, size
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import (
     CheckpointReplacedError,
@@ -396,19 +396,6 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
     def _facts(self) -> str:
         closed = ", closed" if self._closed else ""
         return f"{self.path!r}, {len(self):,} {'entry' if len(self) == 1 else 'entries'}{closed}"
-
-    def _repr_html_(self) -> str:
-        index = self._index
-
-        def row(number: int) -> list[str]:
-            entry = index.tensor(number)
-            nbytes = sum(chunk.length for chunk in index.chunks(number))
-            kind = "value" if entry.is_bytes else f"{entry.dtype} {list(entry.shape)}"
-            return [entry.name, kind, size(nbytes), f"{entry.chunk_count:,}"]
-
-        return table(
-            ["name", "what", "size", "chunks"], map(row, range(len(self))), total=len(self)
-        )
 
     def _ipython_key_completions_(self) -> list[str]:
         return self._index.names()

@@ -13,7 +13,7 @@ from typing import Any
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
-from dcp_rs._shown import Report
+from dcp_rs._reports import Report
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.folders import make_folder

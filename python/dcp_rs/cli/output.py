@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from dcp_rs._shown import size
+from dcp_rs._reports import size
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -11,7 +11,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._progress import Watch
-from dcp_rs._shown import Report
+from dcp_rs._reports import Report
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
 from dcp_rs.checkpoint.names import Rename, globs, renamer, selector
 from dcp_rs.checkpoint.source import Item, Source

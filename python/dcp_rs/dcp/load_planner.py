@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_rs import _core, _torch
-from dcp_rs._shown import call
+from dcp_rs._reports import call
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed
 from dcp_rs.checkpoint.open import Checkpoint

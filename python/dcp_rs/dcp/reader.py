@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts, Progress, watching
-from dcp_rs._shown import call
+from dcp_rs._reports import call
 from dcp_rs._url import StorageOptions, location
 from dcp_rs.checkpoint.locate import is_of_all_ranks
 from dcp_rs.checkpoint.open import Checkpoint

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_rs._shown import call
+from dcp_rs._reports import call
 from dcp_rs.engine.local_plan import Nesting, PlanOptions, Selected, select
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES, cast_to, is_counter
@@ -122,7 +122,7 @@ class RsSavePlanner(DefaultSavePlanner):
             self._selected.check_not_empty()
         return plans, metadata
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
         """Transform as torch does, and cast to ``dtype``. An error about a value names it."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(pickles.dump_named(write_item.index.fqn, object))

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from dcp_rs import _core, _torch
 from dcp_rs._progress import Progress
-from dcp_rs._shown import call
+from dcp_rs._reports import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import rank_index_name, warn_of_a_foreign_model
@@ -294,7 +294,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         # A save that failed may have left an answer without items in torch's cache.
         self._cached_plans = {
             key: plan
-            for key, plan in _torch.remembered_plans().items()
+            for key, plan in _torch.cached_plans().items()
             if not (isinstance(plan.storage_data, _Answer) and plan.storage_data.is_cached)
         }
         return plan
@@ -395,7 +395,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             storage_options=self._options.storage_options,
         )
         metadata.storage_meta = lazy.storage_meta
-        if not _torch.is_remembered(metadata):  # torch's planner would use it for the next save
+        # Cached metadata is the metadata of the next save as well.
+        if not _torch.is_cached_metadata(metadata):
             vars(metadata).update(vars(lazy))
 
     def close(self) -> None:
@@ -429,7 +430,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """
         answer = plan.storage_data
         if isinstance(answer, _Answer) and answer.is_cached:
-            cached = _torch.put_back_remembered(
+            cached = _torch.restore_cached_plan(
                 plan, self._cached_plans, storage_data=_Answer(answer.place)
             )
             if cached is not None:

@@ -1,9 +1,8 @@
-"""Ranks that share the reading of something: each reads a part, and broadcasts it to the others.
+"""Reads that several ranks share: each rank reads a part, and sends it to the other ranks.
 
-Nobody waits for a rank that has failed. What can fail by itself is done before anything is sent,
-and all ranks say that they are ready; an error there is that of all. From then on ranks send each
-other pieces in rounds, and with each piece whether its owner has failed meanwhile, so that those
-who share end in the same round, and go on to the next ones that share.
+No rank waits for one that failed. All that can fail on one rank alone is done before the first
+send, and one step ends it on all ranks. Then the ranks send pieces in rounds. With each piece goes
+a flag, which says that its owner failed. So all ranks that share end in the same round.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from dcp_rs.transfer.target import Target, fills
 
 __all__ = ["Offer", "SharedReads", "is_shared", "offer", "read_shared", "share"]
 
-#: Large tensors are cut at multiples of it.
+#: Large tensors are cut at multiples of this many bytes.
 _PAGE = 4096
 _MAX_PIECE_BYTES = 16 << 20
 _MIN_PIECE_BYTES = 64 << 10
@@ -38,13 +37,12 @@ _MIN_PIECE_BYTES = 64 << 10
 
 @dataclass
 class SharedReads:
-    """What several ranks read together.
+    """Reads that several ranks share.
 
     Attributes:
-        ranks: those, in the process group.
-        way: where the memory is that they send: on the host, or on the devices that have the
-            targets.
-        targets: what all of them have, in the same order on each.
+        ranks: the ranks, in the process group.
+        way: the device whose memory is sent: the CPU, or the device of the targets.
+        targets: the targets that all of them have, in the same order on each rank.
     """
 
     ranks: tuple[int, ...]
@@ -53,21 +51,22 @@ class SharedReads:
 
     @property
     def nbytes(self) -> int:
-        """Of the targets, as they are stored."""
+        """Bytes of the targets, as they are stored."""
         return sum(target.nbytes for target in self.targets)
 
 
 def read_shared(
     index: _core.Index, shared: Sequence[SharedReads], options: ReadOptions, ranks: RankGroup
 ) -> tuple[Counts, bool]:
-    """Fills what this rank shares with others: each reads a part of the pieces and sends them to the others. A step of all ranks.
+    """Fill the targets that ranks share. Every rank of the load calls it.
 
-    Returns what this rank wanted and read, and whether all is there: not where another rank failed,
-    which the step in which this is done will raise on all.
+    Returns:
+        The counts of this rank, and true if all targets are filled. It is false if another rank
+        failed, and the step that this is a part of raises that.
 
     Raises:
-        Exception: what made reading fail on this rank, but only when nobody waits for it any more.
-        RankLostError: a rank is gone.
+        Exception: the error of this rank, once no rank waits for it.
+        RankLostError: a collective failed.
     """
 
     def prepare() -> tuple[list[_Exchange], dict[torch.device, _Room]]:
@@ -100,13 +99,13 @@ def read_shared(
 
 
 class _Exchange:
-    """One rank's side of reading in turns. What it needs is there before it begins.
+    """Exchange of pieces between ranks that share reads. It allocates before it begins.
 
     Attributes:
-        error: what made this rank fail.
-        halted: a rank has failed, here or in an exchange before. Then nothing more is read, and the
-            next piece says so.
-        counts: what was read from storage.
+        error: the error of this rank.
+        halted: a rank failed, here or in an exchange before. Nothing more is read, and the flag of
+            the next piece says so.
+        counts: counts of reads from storage.
     """
 
     def __init__(
@@ -127,36 +126,36 @@ class _Exchange:
         pieces = list(_pieces(reads.targets, max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, limit))))
         self._rounds = [pieces[at : at + count] for at in range(0, len(pieces), count)]
         self._flags = torch.zeros(count, dtype=torch.uint8, device=reads.way)
-        #: The pieces of a round, and this rank's next one; and what one of them may need.
+        #: Buffers for the pieces of a round and this rank's next piece, and the size of each.
         self.slots = count + 1
         in_place = self._on_host and all(piece.memory() is not None for piece in pieces)
         self.nbytes = 0 if in_place else max(piece.nbytes for piece in pieces)
 
     def run(self, room: _Room) -> None:
-        """Send and receive, round by round, until all is there or one rank has failed."""
+        """Send and receive, round by round, until all pieces are there or a rank failed."""
         ready = self._read(0, room)
         for number, pieces in enumerate(self._rounds):
             buffers, works = self._start(pieces, ready, room)
-            # The next piece is read while this one is on its way.
+            # The next piece is read while this one is sent.
             ready = self._read(number + 1, room)
             for work in works:
                 work.wait()
-            if self._flags.any():  # of those who share, all see the same
+            if self._flags.any():  # the same on all ranks that share
                 self.halted = True
                 return
             self._unpack(pieces, buffers)
 
     def _read(self, number: int, room: _Room) -> torch.Tensor | None:
-        """Reads this rank's piece of a round, if it has one."""
+        """Read this rank's piece of a round, if it has one."""
         if number >= len(self._rounds) or self._me >= len(self._rounds[number]):
             return None
         piece = self._rounds[number][self._me]
-        # Of the round before the other of the two is on its way.
+        # Two buffers take turns: the other one is being sent.
         buffer = self._buffer(piece, room.slots[self._me if number % 2 else len(self._ranks)])
         if not self.halted:
             try:
                 self._fill(piece, buffer, room.stages)
-            except BaseException as error:  # noqa: BLE001  # raised when nobody waits for this rank any more
+            except BaseException as error:  # noqa: BLE001  # raised when no rank waits
                 self._fail(error)
         return buffer
 
@@ -172,7 +171,7 @@ class _Exchange:
     def _start(
         self, pieces: Sequence[_Piece], mine: torch.Tensor | None, room: _Room
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        """Begins to send this rank's piece of a round, and to receive the others'."""
+        """Begin to send this rank's piece of a round, and to receive the other pieces."""
         buffers: list[torch.Tensor] = []
         operations: list[dist.P2POp] = []
         self._flags.zero_()
@@ -212,7 +211,12 @@ class _Exchange:
 
 
 class _Room:
-    """Memory that exchanges of one way take turns in: ``slots`` on the way, and what is read from the storage on its way there."""
+    """Memory that the exchanges of one device use in turn.
+
+    Attributes:
+        slots: buffers for pieces.
+        stages: pinned memory for reads from storage; None for the CPU.
+    """
 
     def __init__(self, way: torch.device, exchanges: Sequence[_Exchange]) -> None:
         nbytes = max(exchange.nbytes for exchange in exchanges)
@@ -223,13 +227,13 @@ class _Room:
         self.stages = _Stages(way, nbytes) if is_accelerator(way) else None
 
     def close(self) -> None:
-        """Gives back what is kept for the next load."""
+        """Return pinned memory to its pool."""
         if self.stages is not None:
             self.stages.close()
 
 
 class _Stages:
-    """Two slabs of pinned memory on the way from the storage to a device: one is read into while the other one is copied."""
+    """Two slabs of pinned memory: one is read into while the other is copied to a device."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._stream = copy_stream_for(device)
@@ -238,21 +242,21 @@ class _Stages:
         self._next = 0
 
     def take(self) -> torch.Tensor:
-        """The one that is free sooner, once it is."""
+        """Wait for the slab that is free first. Return it."""
         token, self._tokens[self._next] = self._tokens[self._next], None
         if token is not None:
             self._stream.wait(token)
         return self._slabs[self._next]
 
     def send(self, memory: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copies what was read into the slab that was taken last. The current stream sees it there."""
+        """Copy the slab that was taken last to the device, before work of the current stream."""
         self._stream.order_after_caller()
         self._tokens[self._next] = self._stream.upload(memory, Transfer(direct=[(buffer, memory)]))
         self._stream.order_before_caller()
         self._next = 1 - self._next
 
     def close(self) -> None:
-        """Gives the slabs back."""
+        """Return the slabs to their pool."""
         for token in self._tokens:
             if token is not None:
                 self._stream.wait(token)
@@ -262,7 +266,7 @@ class _Stages:
 
 @dataclass(slots=True)
 class _Piece:
-    """Elements of targets that are sent together."""
+    """Elements of targets that are sent as one message."""
 
     targets: Sequence[Target]
     parts: list[Cut]
@@ -283,7 +287,7 @@ class _Piece:
             )
 
     def memory(self) -> torch.Tensor | None:
-        """The piece's own place, where it is one run of bytes of a tensor that holds what is stored."""
+        """Return the bytes of the piece in its tensor, if they are contiguous and plain."""
         part, target = self.parts[0], self.targets[self.parts[0].number]
         tensor = target.tensor
         if len(self.parts) != 1 or not is_plain(tensor, target.dtype) or not tensor.is_contiguous():
@@ -292,7 +296,7 @@ class _Piece:
         return flat_bytes(tensor.detach())[begin : begin + self.nbytes]
 
     def unpack(self, buffer: torch.Tensor) -> None:
-        """Copies what arrived to where it belongs."""
+        """Copy a received piece to its targets."""
         own = self.memory()
         if own is not None and own.data_ptr() == buffer.data_ptr():
             return
@@ -303,7 +307,7 @@ class _Piece:
 
 
 def _pieces(targets: Sequence[Target], limit: int) -> Iterator[_Piece]:
-    """Cuts and packs the targets into pieces of at most ``limit`` bytes, the same on every rank that has the same targets."""
+    """Cut and pack targets into pieces of at most ``limit`` bytes, alike on all ranks."""
     rows = (
         (target.tensor.numel(), target.dtype.itemsize, _PAGE // target.dtype.itemsize)
         for target in targets
@@ -312,28 +316,23 @@ def _pieces(targets: Sequence[Target], limit: int) -> Iterator[_Piece]:
         yield _Piece(targets, parts)
 
 
-#: What ranks agree on is found for each way that tensors are cut. Models have a few; more than this
-#: many are not shared.
+#: Number of classes of targets that a rank offers. Models have a few.
 _MAX_CLASSES = 64
 
 
 @dataclass
 class Offer:
-    """What one rank needs.
+    """Reads that one rank may share.
 
     Attributes:
-        node: which ranks it may share with.
-        digests: of its classes of targets. Ranks that have one in common share it.
+        node: a number of the node. Ranks of one number share.
+        digests: digests of classes of targets. Ranks share a class if their digests are equal.
         members: the targets of each class.
     """
 
     node: int = 0
     digests: list[bytes] = field(default_factory=list)
     members: dict[bytes, list[Target]] = field(default_factory=dict)
-
-    def told(self) -> tuple[int, list[bytes]]:
-        """What the others have to know of it. It does not grow with the model."""
-        return self.node, self.digests
 
 
 def offer(
@@ -342,17 +341,17 @@ def offer(
     scope: Literal["node", "all"],
     process_group: dist.ProcessGroup | None,
 ) -> Offer:
-    """Sorts targets into classes by how they are cut from their tensors, and by the way that they can be sent.
+    """Sort targets into classes, by the sharding of their tensors and the device to send from.
 
-    Ranks whose class is the same in all of its regions share it: that finds the replicas of DDP,
-    those of HSDP, and under tensor parallelism those of what is not split.
+    Ranks share a class if all of its regions are equal: replicas of DDP and HSDP, and tensors that
+    tensor parallelism does not shard.
 
     Args:
-        targets: of this rank.
-        shapes: of the whole tensors.
+        targets: the targets of this rank.
+        shapes: the shapes of the whole tensors.
         scope: share among the ranks of a node (``LOCAL_WORLD_SIZE`` consecutive ones), or among
-            all.
-        process_group: of the load.
+            all ranks.
+        process_group: the group of the load.
     """
     kinds = [device.type for device in _torch.group_devices(process_group)]
     classes: dict[Any, list[Target]] = {}
@@ -378,7 +377,7 @@ def offer(
 
 
 def _way(target: Target, kinds: Sequence[str]) -> str:
-    """The kind of memory to send a target from: its own, where the process group can send that."""
+    """Return the type of device to send a target from: its own, if the group can send that."""
     kind = target.tensor.device.type
     return kind if kind in kinds else "cpu" if "cpu" in kinds else kinds[0]
 
@@ -386,10 +385,10 @@ def _way(target: Target, kinds: Sequence[str]) -> str:
 def share(
     own: Offer, everyone: Sequence[tuple[int, list[bytes]]], process_group: dist.ProcessGroup | None
 ) -> list[SharedReads]:
-    """Who reads what together, of what this rank needs: in an order in which no two ranks wait for each other."""
+    """Return the reads that this rank shares, in an order in which no ranks deadlock."""
     kinds = [device.type for device in _torch.group_devices(process_group)]
     by_ranks: dict[tuple[tuple[int, ...], str], list[Target]] = {}
-    for digest in sorted(own.digests):  # an order that all who share have
+    for digest in sorted(own.digests):  # the same order on all ranks that share
         ranks = tuple(
             rank
             for rank, (node, digests) in enumerate(everyone)
@@ -404,7 +403,7 @@ def share(
 
 
 def is_shared(everyone: Sequence[tuple[int, list[bytes]]]) -> bool:
-    """Whether any ranks share anything. All ranks know the same."""
+    """Return true if any ranks share reads. All ranks return the same."""
     seen: set[tuple[int, bytes]] = set()
     for node, digests in everyone:
         if not seen.isdisjoint((node, digest) for digest in digests):
@@ -429,7 +428,7 @@ def _local_world_size() -> int:
 
 
 def _device(kind: str) -> torch.device:
-    """This rank's device of a kind."""
+    """Return this rank's device of a type."""
     return (
         torch.device(kind)
         if kind == "cpu"

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_rs._log import log as _log
 from dcp_rs._progress import Counts
-from dcp_rs._shown import Report, size
+from dcp_rs._reports import Report, size
 
 __all__ = ["LoadReport", "Mismatch", "Phases", "SaveReport", "SavedMetadata"]
 

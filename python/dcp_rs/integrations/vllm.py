@@ -12,7 +12,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts
-from dcp_rs._shown import size
+from dcp_rs._reports import size
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import explain_missing, selector
 from dcp_rs.checkpoint.stream import stream

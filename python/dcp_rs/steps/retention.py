@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from dcp_rs._shown import Report
+from dcp_rs._reports import Report
 from dcp_rs.errors import DcpRsError, RunTakenOverError, StorageError, StoragePreconditionError
 from dcp_rs.steps.step_store import SkippedStep, Step, StepStore
 

@@ -1,23 +1,23 @@
-"""How objects of this package show themselves: a line as text, a table in a notebook."""
+"""Base of all reports, and short texts for sizes and options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-__all__ = ["Report", "call", "size", "table"]
+__all__ = ["Report", "call", "size"]
 
-#: Names, and rows, that stand for all of a longer list.
-_NAMED, _ROWS = 2, 100
+#: Number of names that a report or an option shows of a long list.
+_NAMED = 2
 #: Entries of an option that are all shown.
 _LISTED = 8
 
 
 class Report:
-    """Base of all reports, which are dataclasses. Lists of names are shown by their lengths and first names."""
+    """Base of all reports, which are dataclasses. A list of names is shown by its first names."""
 
-    #: The field that counts the bytes of which ``seconds`` tells the time.
+    #: The field with the bytes that took ``seconds``.
     _timed = ""
 
     @property
@@ -44,20 +44,15 @@ class Report:
         return found if speed is None else found | {"gb_per_second": speed}
 
     def __repr__(self) -> str:
-        parts = [f"{name}={text}" for name, text in _facts(self)]
-        return f"{type(self).__name__}({', '.join(parts)})"
-
-    def _repr_html_(self) -> str:
-        return table([type(self).__name__, ""], _facts(self))
-
-
-def _facts(report: Any) -> list[tuple[str, str]]:
-    """What is in the fields that are not empty."""
-    found = [(known.name, getattr(report, known.name)) for known in fields(report)]
-    found.append(("gb_per_second", report.gb_per_second))
-    return [
-        (name, _short(name, value)) for name, value in found if value not in (None, 0, "", [], {})
-    ]
+        names = [known.name for known in fields(self)]  # type: ignore[arg-type]
+        values = {name: getattr(self, name) for name in names}
+        values["gb_per_second"] = self.gb_per_second
+        shown = [
+            f"{name}={_short(name, value)}"
+            for name, value in values.items()
+            if value not in (None, 0, "", [], {})
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def _plain(value: Any) -> Any:
@@ -85,26 +80,23 @@ def _short(name: str, value: Any) -> str:
 
 
 def call(name: str, given: Mapping[str, Any]) -> str:
-    """As it was made: ``name(option=value, ...)``, without what is None."""
+    """Return a constructor call as text, ``name(option=value, ...)``, without options of None."""
     parts = [f"{option}={_brief(value)}" for option, value in given.items() if value is not None]
     return f"{name}({', '.join(parts)})"
 
 
 def _brief(value: Any) -> str:
-    """Return the value's text; of a long mapping or collection its first entries and how many more there are."""
     if not isinstance(value, Mapping | list | tuple | set | frozenset) or len(value) <= _LISTED:
         return repr(value)
     first = list(value)[:_NAMED]
-    shown = (
-        [f"{one!r}: {value[one]!r}" for one in first]
-        if isinstance(value, Mapping)
-        else map(repr, first)
-    )
+    shown = map(repr, first)
+    if isinstance(value, Mapping):
+        shown = map("{0[0]!r}: {0[1]!r}".format, [(key, value[key]) for key in first])
     return f"<{type(value).__name__} of {len(value):,}: {', '.join(shown)}, ...>"
 
 
 def size(nbytes: float) -> str:
-    """Bytes, to three digits (powers of 1000)."""
+    """Return a number of bytes as text, to three digits (powers of 1000)."""
     if nbytes < 1000:
         return f"{nbytes:.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):
@@ -113,27 +105,3 @@ def size(nbytes: float) -> str:
             break
     digits = 2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0
     return f"{nbytes:.{digits}f} {unit}"
-
-
-def table(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], *, total: int | None = None
-) -> str:
-    """HTML; of many rows the first, and how many more there are of ``total``."""
-    import html  # a list of all entities comes with it
-
-    shown = [row for _, row in zip(range(_ROWS), rows, strict=False)]
-    head = "".join(
-        f"<th style='text-align:left'>{html.escape(heading)}</th>" for heading in headings
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for row in shown
-    )
-    rest = (
-        f"<p>and {total - len(shown):,} more</p>"
-        if total is not None and total > len(shown)
-        else ""
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
