@@ -13,9 +13,10 @@ log = logging.getLogger("dcp_rs")
 
 def _add_rank(record: logging.LogRecord) -> bool:
     """Add the rank to a record, as ``record.rank`` and in front of the message."""
-    record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
-    if record.rank is not None:
-        record.msg = f"rank {record.rank}: {record.msg}"
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+    record.rank = rank
+    if rank is not None:
+        record.msg = f"rank {rank}: {record.msg}"
     return True
 
 

@@ -125,8 +125,9 @@ def _explain_no_path(value: Any) -> str:
     if value is None or isinstance(value, type):
         return wanted + ("None" if value is None else f"the class {value.__name__}")
     own = getattr(value, "checkpoint_id", None) or getattr(value, "path", None)
-    is_path = isinstance(own, str | os.PathLike)
-    hint = f": pass {os.fspath(own)!r}, its own path" if is_path else ""
+    hint = ""
+    if isinstance(own, str | os.PathLike):
+        hint = f": pass {os.fspath(own)!r}, its own path"
     return f"{wanted}{type(value).__name__}{hint}"
 
 
