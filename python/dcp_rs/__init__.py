@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from dcp_rs import optim as optim
     from dcp_rs import testing as testing
     from dcp_rs.api import async_save, load, load_state_dict, save
-    from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
-    from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # as in safetensors
     from dcp_rs.checkpoint.fused_experts import views_for
+    from dcp_rs.checkpoint.index import index
     from dcp_rs.checkpoint.mapping import ReadReport
-    from dcp_rs.checkpoint.open import Checkpoint
-    from dcp_rs.checkpoint.verify import VerifyReport, index, verify
+    from dcp_rs.checkpoint.numpy_checkpoint import NumpyCheckpoint
+    from dcp_rs.checkpoint.open import open as open  # noqa: A004  # as in safetensors
+    from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
+    from dcp_rs.checkpoint.verify import VerifyReport, verify
     from dcp_rs.checkpoint.views import Concat, Split, Stack, Transpose, Unstack
     from dcp_rs.conversion import ConvertReport, convert
     from dcp_rs.conversion.merging import MergeReport, merge
@@ -83,10 +84,10 @@ __all__ = [
 _MODULES = {
     "api": ("async_save", "load", "load_state_dict", "save"),
     "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
-    "checkpoint.arrays": ("NumpyCheckpoint",),
-    "checkpoint.frameworks": ("open",),
+    "checkpoint.numpy_checkpoint": ("NumpyCheckpoint",),
+    "checkpoint.open": ("open",),
     "checkpoint.fused_experts": ("views_for",),
-    "checkpoint.open": ("Checkpoint",),
+    "checkpoint.torch_checkpoint": ("Checkpoint",),
     "checkpoint.mapping": ("ReadReport",),
     "checkpoint.views": ("Concat", "Split", "Stack", "Transpose", "Unstack"),
     "conversion": ("ConvertReport", "convert"),
@@ -102,7 +103,8 @@ _MODULES = {
     "transfer.buffers": ("release_pinned_memory",),
     "transfer.stage": ("HostStager",),
     "steps.manager": ("CheckpointManager",),
-    "checkpoint.verify": ("VerifyReport", "index", "verify"),
+    "checkpoint.index": ("index",),
+    "checkpoint.verify": ("VerifyReport", "verify"),
     "dcp.writer": ("RsWriter",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

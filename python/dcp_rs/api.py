@@ -21,7 +21,7 @@ from dcp_rs._arguments import check_arguments
 from dcp_rs._log import log as _log
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, location
-from dcp_rs.checkpoint.locate import warn_of_a_foreign_model
+from dcp_rs.checkpoint.folders import warn_of_foreign_model
 from dcp_rs.checkpoint.names import Rename
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp import protocol
@@ -337,7 +337,7 @@ def save(
         )
         where = location(path)
         if ranks.is_coordinator:
-            warn_of_a_foreign_model(where)
+            warn_of_foreign_model(where)
         return SaveRequest(state_dict=_call_state_dicts(state_dict), path=where, options=options)
 
     return _save(ranks, planner, make_request)
@@ -491,7 +491,7 @@ def async_save(
         )
         where = location(path)
         if ranks.is_coordinator:
-            warn_of_a_foreign_model(where)
+            warn_of_foreign_model(where)
         state = _call_state_dicts(state_dict, copy_buffers=async_staging)
         if options.parent is not None:
             options.parent = options.parent.resolve(state)

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dcp_rs
-from dcp_rs.checkpoint.source import Chunk, Item
+from dcp_rs.checkpoint.source import Item
 from support import assert_state_equal, blank
 from support.both import load_rs, load_stock, save_rs, save_stock
 
@@ -73,4 +74,11 @@ def leftovers(folder: Path) -> list[str]:
 
 def item(name: str, numel: int, dtype: torch.dtype) -> Item:
     """Return an item of a source of tensors, as a conversion plans with them."""
-    return Item(name, 0, dtype, (numel,), (Chunk((0,), (numel,)),), numel * dtype.itemsize)
+    return Item(
+        name,
+        0,
+        dtype,
+        (numel,),
+        (SimpleNamespace(offsets=(0,), sizes=(numel,), file=0),),
+        numel * dtype.itemsize,
+    )

@@ -1,4 +1,4 @@
-"""``dcp_rs.clean``: what killed saves and conversions left behind."""
+"""``dcp_rs.clean``: the removal of files that killed saves and conversions left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Verdict = Literal["left", "in use", "young", "whole"]
 
 _WHY_KEPT = {
     "in use": "a process is at work on it",
-    "young": "it was written to not long ago, and here nothing else says whether a process is at work on it",
+    "young": (
+        "it was written to not long ago, and here nothing else says whether a process is at work "
+        "on it"
+    ),
     "whole": "it is complete and only lacks its index, which dcp_rs.index(path) makes",
 }
 _WHY_ASIDE = "the checkpoint that was being replaced is in it, and there is no other: rename that"
@@ -29,16 +32,16 @@ _WHY_ASIDE = "the checkpoint that was being replaced is in it, and there is no o
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file that no checkpoint needs, or the folder of a conversion that did not finish.
+    """A file that no checkpoint needs, or the folder of an unfinished conversion.
 
     Attributes:
-        path: where it is.
-        nbytes: its length; for a folder, the length of all files in it.
-        kind: ``"data"`` (a data file that no index names), ``"temporary index"``, ``"rank index"``
-            (of a rank-local save that a save of all ranks replaced), or ``"conversion"``.
-        verdict: ``"left"``: nothing needs it. ``"in use"``: a process is writing it. ``"young"``:
-            it changed a short time ago, and nothing tells whether a process is writing it.
-            ``"whole"``: it is a checkpoint that lacks its index, or its name.
+        path: its path.
+        nbytes: its length; for a folder, that of all files in it.
+        kind: ``"data"`` for a data file that no index names, ``"temporary index"``, ``"rank
+            index"`` for that of a replaced rank-local save, or ``"conversion"``.
+        verdict: ``"left"`` if nothing needs it, ``"in use"`` if a process writes it, ``"young"`` if
+            it changed recently and no lock tells whether a process writes it, or ``"whole"`` if it
+            is a checkpoint that lacks only its index or its name.
     """
 
     path: str
@@ -48,7 +51,7 @@ class Leftover:
 
     @property
     def why_kept(self) -> str | None:
-        """Why :func:`clean` does not remove it, if it does not."""
+        """The reason why :func:`clean` keeps it, or None if it removes it."""
         if self.verdict == "whole" and self.kind == "conversion":
             return _WHY_ASIDE
         return _WHY_KEPT.get(self.verdict)
@@ -60,13 +63,13 @@ class Leftover:
 
 @dataclass(frozen=True, repr=False)
 class CleanReport(Report):
-    """What :func:`clean` found.
+    """Report of :func:`clean`.
 
     Attributes:
-        found: what can be removed; without ``yes``, it is all still there.
-        removed: what is gone.
-        kept: what was left alone; see :attr:`Leftover.why_kept`.
-        failed: what could not be removed, and why.
+        found: the files that can be removed. Without ``yes`` they still exist.
+        removed: the files that were removed.
+        kept: the files that must stay; see :attr:`Leftover.why_kept`.
+        failed: the files that could not be removed, with the errors.
     """
 
     found: list[Leftover] = field(default_factory=list)
@@ -76,7 +79,7 @@ class CleanReport(Report):
 
     @property
     def nbytes(self) -> int:
-        """Of all that can be removed, or was."""
+        """The bytes of all files that can be removed, or were."""
         return sum(leftover.nbytes for leftover in self.found)
 
 
@@ -86,15 +89,15 @@ def leftovers(
     older_than: float | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
 ) -> list[Leftover]:
-    """What killed saves left in the folder at ``path``, and killed conversions to ``path`` beside it. Changes nothing.
+    """List the files of killed saves in a folder, and of killed conversions beside it.
 
     Args:
-        path: the folder of a checkpoint, or its URL; or the file that was converted to.
+        path: the folder of a checkpoint, or its URL; or the output file of a conversion.
         older_than, storage_options: see :func:`clean`.
 
     Raises:
-        CheckpointNotFoundError: there is nothing.
-        CorruptIndexError: an index there cannot be read, so that nobody knows which files it needs.
+        CheckpointNotFoundError: there is nothing at ``path``.
+        CorruptIndexError: an index cannot be read, so its files are not known.
     """
     where, store = _where(path, storage_options)
     find = _core.leftovers if store is None else store.leftovers
@@ -109,35 +112,34 @@ def clean(
     older_than: float | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
 ) -> CleanReport:
-    """List what killed saves and conversions left at ``path``. With ``yes``, remove it.
+    """List the files that killed saves and conversions left at ``path``. With ``yes``, remove them.
 
-    That is files in the folder, and folders of conversions beside it.
+    These are files in the folder, and folders of conversions beside it. Files that an index names,
+    files of a save or conversion in progress, and a whole save that lost its index always stay. No
+    save to the folder commits while files are removed. A warning names files that could not be
+    removed.
 
-    It never removes files that an index names, files of a save or conversion that is under way,
-    and a whole save that lost its index. While files are removed, no save to the folder commits. A
-    warning names what could not be removed.
-
-    On a store only the age of an object protects a save that is under way: by default a day. Parts
-    of uploads that did not finish are not listed. The store's own rule removes them
-    (``AbortIncompleteMultipartUpload``).
+    On a store only the age of an object protects a save in progress: by default a day. Parts of
+    unfinished uploads are not listed. The store's own rule (``AbortIncompleteMultipartUpload``)
+    removes them.
 
     Args:
         path: the folder of a checkpoint, or its URL; or the output of a conversion.
-        yes: remove what was found.
-        older_than: keep files that changed in the last so many seconds. Default: 0; a day on
-            stores, and on file systems that do not know locks of other machines.
+        yes: remove the files.
+        older_than: keep files that changed in the last so many seconds. Default: 0, but a day on
+            stores, and on file systems without locks between machines.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
 
     Returns:
-        A :class:`CleanReport`: what was found, removed and kept, and what could not be removed.
+        A :class:`CleanReport`.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path``.
         CorruptIndexError: an index cannot be read, so its files are not known. Nothing was
             removed.
         SaveInProgressError: another process keeps the folder locked.
-        OSError: the folder cannot be read, or not be written to.
-        StorageError: of a store; see :mod:`dcp_rs.errors`.
+        OSError: the folder cannot be read or written to.
+        StorageError: see :mod:`dcp_rs.errors`.
 
     Example:
         ```python
@@ -167,7 +169,7 @@ def clean(
 
 
 def seen_beside(path: str | os.PathLike[str]) -> list[Leftover]:
-    """:func:`leftovers`, to be mentioned beside other findings: none where they cannot be told, or only a store could tell them."""
+    """Return :func:`leftovers` for other reports: none on a store, and none after an error."""
     if isinstance(location(path), Url):
         return []
     try:
@@ -180,7 +182,7 @@ def _where(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | Any | None
 ) -> tuple[str, _core.Store | None]:
     where = location(path)
-    # What is secret gets no name here: tools show the variables of a traceback.
+    # Secrets get no variable here, as tools show the variables of a traceback.
     reach = options_for(where, StorageOptions.of(storage_options))
     if isinstance(where, Url):
         return os.fspath(where), _core.Store(os.fspath(where), reach or {})

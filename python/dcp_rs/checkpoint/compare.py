@@ -1,4 +1,4 @@
-"""Two checkpoints, compared a bounded piece at a time."""
+"""Comparison of two checkpoints, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from dcp_rs._reports import Report
 from dcp_rs._url import StorageOptions, Url, location
-from dcp_rs.checkpoint.names import globs, selector, some
+from dcp_rs.checkpoint.names import selector, some
 from dcp_rs.checkpoint.source import Item, Request, Source, open_source
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import PlanError
@@ -21,27 +21,27 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.equality import same
 from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
-from dcp_rs.tensors.regions import rectangles
+from dcp_rs.tensors.regions import unflatten
 
 __all__ = ["Comparison", "Difference", "compare", "difference"]
 
-#: Bytes of each checkpoint that are in memory at a time.
+#: Bytes of each checkpoint in memory at a time.
 _PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An entry, or a container, that is not the same in both.
+    """An entry or container that differs between two checkpoints.
 
     Attributes:
-        name: FQN.
-        kind: what differs; ``"path"``: keys that look the same are of other types, as 0 and "0".
-        a, b: what it is in each: a shape, a dtype, a path; empty for values of elements.
-        elements: how many elements differ in at least one bit; None where they were not compared.
-        max_abs: the largest absolute difference of two elements, of integers an exact ``int``; NaN
-            where one is and the other is not.
-        container: it is no entry but a container that entries do not tell of: an empty one, or one
-            of another kind than ``dict``.
+        name: its FQN.
+        kind: the kind of difference. ``"path"`` is for keys with the same text but other types, as
+            0 and "0".
+        a, b: a shape, dtype or path in each checkpoint; empty if elements differ.
+        elements: the number of elements with different bits; None if they were not compared.
+        max_abs: the largest absolute difference of two elements, an exact ``int`` for integers; NaN
+            if only one of them is NaN.
+        container: whether it is a container: an empty one, or one of another kind than ``dict``.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Comparison(Report):
     """Report of :func:`compare`.
 
     Attributes:
-        differences: what is not the same.
-        entries: tensors and values that are in either.
-        bytes: that were read of one of them.
-        seconds: it took.
+        differences: the differences, by name.
+        entries: the number of tensors and values in either checkpoint.
+        bytes: the bytes that were read of one checkpoint.
+        seconds: the time it took.
     """
 
     _timed = "bytes"
@@ -86,17 +86,17 @@ def compare(
     layout: Layout | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Comparison:
-    """Compares two checkpoints of any kind. How tensors are cut and stored makes no difference; every bit does.
+    """Compare two checkpoints of any kind, to the bit. Chunks and files make no difference.
 
     Args:
-        a, b: paths, or URLs.
+        a, b: paths or URLs.
         include, exclude: globs over names.
-        tolerance: elements whose absolute difference is at most that count as equal.
-        threads: that read; default: the cores of this process.
-        allow_external: read data files outside of the checkpoints' folders, if an index names any.
+        tolerance: the absolute difference up to which elements count as equal.
+        threads: the number of threads that read; default: the cores of this process.
+        allow_external: read data files outside of the checkpoints' folders.
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
-        b_storage_options: for that of ``b``; default: those of ``a``.
-        layout: how the tensors of both are seen.
+        b_storage_options: those for ``b``; default: those for ``a``.
+        layout: the views to apply to both.
         progress: called with the bytes of ``a`` compared so far, and all of them.
 
     Raises:
@@ -116,29 +116,25 @@ def compare(
         )
         for path, given in ((a, stores), (b, stores if of_b is None else of_b))
     )
-    wanted, unwanted = globs(include), globs(exclude)
-
-    def chosen(source: Source) -> dict[str, Item]:
-        return {
-            item.name: item
-            for item in source.items
-            if (wanted is None or wanted.match(item.name))
-            and not (unwanted and unwanted.match(item.name))
-        }
-
-    in_a, in_b = chosen(left), chosen(right)
+    passes = selector(include, exclude) or (lambda _: True)
+    in_a, in_b = (
+        {item.name: item for item in source.items if passes(item.name)} for source in (left, right)
+    )
     there = [item.name for item in (*left.items, *right.items)]
     if there and not in_a and not in_b:
-        msg = f"there is nothing to compare: no name passes include={include!r}, exclude={exclude!r}; there are {some(there)}"
+        msg = (
+            f"there is nothing to compare: no name passes include={include!r}, "
+            f"exclude={exclude!r}; there are {some(there)}"
+        )
         raise PlanError(msg)
     pairs = [(item, in_b[name]) for name, item in in_a.items() if name in in_b]
     differences = [
-        Difference(name, "only in a", _what(item))
+        Difference(name, "only in a", _describe(item))
         for name, item in in_a.items()
         if name not in in_b
     ]
     differences += [
-        Difference(name, "only in b", b=_what(item))
+        Difference(name, "only in b", b=_describe(item))
         for name, item in in_b.items()
         if name not in in_a
     ]
@@ -152,17 +148,14 @@ def compare(
         done += one.nbytes
         if progress is not None:
             progress(done, total)
-    mappings_a, mappings_b = (
-        _mappings(left, in_a, selector(include, exclude)),
-        _mappings(right, in_b, selector(include, exclude)),
-    )
+    mappings_a, mappings_b = _mappings(left, in_a, passes), _mappings(right, in_b, passes)
     if mappings_a is not None and mappings_b is not None:
         differences += [
             Difference(one.name, "path", shown(one.path or ()), shown(other.path or ()))
             for one, other in pairs
             if not same(one.path, other.path)
         ]
-        differences += _unlike(mappings_a, mappings_b)
+        differences += _container_differences(mappings_a, mappings_b)
     seconds = time.perf_counter() - begin
     return Comparison(
         sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done, seconds
@@ -170,13 +163,13 @@ def compare(
 
 
 def _mappings(
-    source: Source, chosen: dict[str, Item], passes: Callable[[str], bool] | None
+    source: Source, chosen: dict[str, Item], passes: Callable[[str], bool]
 ) -> dict[str, tuple[TreePath, str]] | None:
-    """The mappings that entries do not tell, by name: path and kind. None where the checkpoint does not know, as those of stock DCP."""
+    """Return path and kind of each container that is listed, or None if the format lists none."""
     if source.containers is None:
         return None
     leaves = [item.path for item in chosen.values() if item.path is not None]
-    kept = remaining(source.containers, leaves, passes or (lambda _: True))
+    kept = remaining(source.containers, leaves, passes)
     holding = {path[:depth] for path in leaves for depth in range(len(path))}
     return {
         name_of(c.path): (c.path, c.kind if c.path in holding else f"empty {c.kind}")
@@ -185,7 +178,7 @@ def _mappings(
     }
 
 
-def _unlike(
+def _container_differences(
     a: dict[str, tuple[TreePath, str]], b: dict[str, tuple[TreePath, str]]
 ) -> Iterator[Difference]:
     for name in {**a, **b}:
@@ -204,40 +197,42 @@ def _unlike(
             )
 
 
-def _what(item: Item) -> str:
-    return "value" if item.dtype is None else f"{_dtype(item)} {list(item.shape)}"
+def _describe(item: Item) -> str:
+    return "value" if item.dtype is None else f"{_dtype_name(item)} {list(item.shape)}"
 
 
-def _dtype(item: Item) -> str:
+def _dtype_name(item: Item) -> str:
     return str(item.dtype).removeprefix("torch.")
 
 
 def difference(
     left: Source, one: Item, right: Source, other: Item, tolerance: float = 0.0
 ) -> Difference | None:
-    """Return what differs between an entry of one checkpoint and an entry of another, if anything does."""
+    """Compare an entry of ``left`` with one of ``right``, and return their difference, if any."""
     if (one.dtype is None) != (other.dtype is None):
-        return Difference(one.name, "kind", _what(one), _what(other))
+        return Difference(one.name, "kind", _describe(one), _describe(other))
     if one.dtype is None or other.dtype is None:
-        return _value_differs(one.name, left.value(one), right.value(other))
+        return _value_difference(one.name, left.value(one), right.value(other))
     if one.shape != other.shape:
         return Difference(one.name, "shape", str(list(one.shape)), str(list(other.shape)))
-    elements, largest = _elements(left, one, right, other)
+    elements, largest = _compare_elements(left, one, right, other)
     if one.dtype != other.dtype:
-        return Difference(one.name, "dtype", _dtype(one), _dtype(other), elements, largest)
+        return Difference(
+            one.name, "dtype", _dtype_name(one), _dtype_name(other), elements, largest
+        )
     if elements and not (largest is not None and largest <= tolerance and tolerance > 0):
         return Difference(one.name, "elements", elements=elements, max_abs=largest)
     return None
 
 
-def _value_differs(name: str, one: bytes, other: bytes) -> Difference | None:
+def _value_difference(name: str, one: bytes, other: bytes) -> Difference | None:
     if one == other:
         return None
     try:
-        # One value has many pickles.
+        # One value may have many pickles.
         a, b = (pickles.load(name, data, weights_only=True) for data in (one, other))
         return None if same(a, b) else Difference(name, "value", _short(a), _short(b))
-    except Exception:  # noqa: BLE001  # of classes that the caller allowed, whatever: what cannot be compared, or shown, counts as different
+    except Exception:  # noqa: BLE001  # classes that the caller allowed may raise anything
         return Difference(name, "value", f"{len(one)} bytes", f"{len(other)} bytes")
 
 
@@ -246,8 +241,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def _elements(left: Source, one: Item, right: Source, other: Item) -> tuple[int, float | None]:
-    """How many elements differ, and by how much at most (None where that cannot be told, as of complex32)."""
+def _compare_elements(
+    left: Source, one: Item, right: Source, other: Item
+) -> tuple[int, float | None]:
+    """Return the number of elements that differ, and the largest difference.
+
+    The difference is None for dtypes that torch cannot compute with, as complex32.
+    """
     if one.dtype is None or other.dtype is None:
         raise TypeError(one.name)
     count = math.prod(one.shape)
@@ -255,9 +255,14 @@ def _elements(left: Source, one: Item, right: Source, other: Item) -> tuple[int,
     differing, largest = 0, 0.0
     comparable = True
     for begin in range(0, count, step):
-        length = min(step, count - begin)
         a, b = (
-            _read(source, item, begin, length) for source, item in ((left, one), (right, other))
+            _read(
+                source,
+                item,
+                begin,
+                torch.empty(min(step, count - begin), dtype=item.dtype, device="cpu"),
+            )
+            for source, item in ((left, one), (right, other))
         )
         if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             continue
@@ -269,16 +274,10 @@ def _elements(left: Source, one: Item, right: Source, other: Item) -> tuple[int,
     return differing, largest if comparable else None
 
 
-def _read(source: Source, item: Item, begin: int, count: int) -> torch.Tensor:
-    if item.dtype is None:
-        raise TypeError(item.name)
-    flat = torch.empty(count, dtype=item.dtype, device="cpu")
-    requests, at = [], 0
-    for offsets, sizes in rectangles(item.shape, begin, count):
-        length = math.prod(sizes)
-        requests.append(Request(item, None, offsets, flat[at : at + length].view(sizes)))
-        at += length
-    source.read(requests)
+def _read(source: Source, item: Item, begin: int, flat: torch.Tensor) -> torch.Tensor:
+    source.read(
+        [Request(item, None, offsets, into) for offsets, into in unflatten(item.shape, begin, flat)]
+    )
     return flat
 
 
@@ -288,10 +287,8 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float | None]:
         size = a.dtype.itemsize
         bits, bits_b = (tensor.view(torch.uint8).view(-1, size) for tensor in (a, b))
         same_bits = (bits == bits_b).all(1)
-        if not (a.dtype.is_floating_point or a.dtype.is_complex) or bool(
-            (~same_bits).sum() * 8 < a.numel()
-        ):
-            # Most are the same. Older torch picks no elements of unsigned types.
+        if _is_integral(a) or bool((~same_bits).sum() * 8 < a.numel()):
+            # Few differ. Older torch cannot index tensors of unsigned dtypes, so index the bytes.
             a, b = (some[~same_bits].view(a.dtype).view(-1) for some in (bits, bits_b))
     try:
         number, largest = _exactly(a, b) if _is_integral(a) and _is_integral(b) else _nearly(a, b)
@@ -304,38 +301,25 @@ def _is_integral(tensor: torch.Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
+_INT64_MIN = torch.iinfo(torch.int64).min
+
+
 def _exactly(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int]:
-    """How many integers differ, and by how much at most: beyond 2**53 floating point would lose that."""
-    (high, low), (high_b, low_b) = _halves(a), _halves(b)
-    high, low = high - high_b, low - low_b
-    high, low = high + (low >> 32), low & _LOW  # low is no negative number now
-    negative = high < 0
-    high[negative], low[negative] = (
-        -high[negative] - (low[negative] > 0).long(),
-        -low[negative] & _LOW,
-    )
-    number = int(((high != 0) | (low != 0)).sum())
-    if not number:
-        return 0, 0
-    most = int(high.max())
-    return number, (most << 32) + int(low[high == most].max())
-
-
-#: The lower half of 64 bits.
-_LOW = (1 << 32) - 1
-
-
-def _halves(integers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``high * 2**32 + low``, with ``low`` from 0 to 2**32 - 1."""
-    if integers.dtype == torch.uint64:
-        bits = integers.view(torch.int64)
-        return bits >> 32 & _LOW, bits & _LOW
-    wide = integers.to(torch.int64)
-    return wide >> 32, wide & _LOW
+    """Compare integers, without the rounding of float64."""
+    if a.dtype != b.dtype and torch.uint64 in (a.dtype, b.dtype):
+        apart = [abs(x - y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+        return sum(map(bool, apart)), max(apart, default=0)
+    if a.dtype == torch.uint64:  # in the same order as signed numbers
+        a, b = (tensor.view(torch.int64) ^ _INT64_MIN for tensor in (a, b))
+    a, b = a.to(torch.int64), b.to(torch.int64)
+    # The difference may overflow: its bits are those of an unsigned number.
+    by = torch.maximum(a, b) - torch.minimum(a, b)
+    largest = int((by ^ _INT64_MIN).max()) - _INT64_MIN if by.numel() else 0
+    return int((by != 0).sum()), largest
 
 
 def _nearly(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
-    """The same in double precision, part by part of complex numbers."""
+    """Compare numbers in float64, and complex numbers part by part."""
     if a.dtype.is_complex or b.dtype.is_complex:
         x, y = (torch.view_as_real(tensor.to(torch.complex128)) for tensor in (a, b))
     else:

@@ -1,23 +1,73 @@
-"""Folders that checkpoints are written to."""
+"""Folders of checkpoints: the names of their files, and how they are created."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from dcp_rs import _core
 from dcp_rs._reports import size
-from dcp_rs.errors import CheckpointExistsError
+from dcp_rs._url import Url, location
+from dcp_rs._warnings import warn_caller
+from dcp_rs.errors import CheckpointExistsError, UnsupportedError
 
-__all__ = ["make_folder"]
+__all__ = [
+    "INDEX_NAME",
+    "STOCK_NAME",
+    "holds_index",
+    "is_data_file",
+    "is_of_all_ranks",
+    "is_rank_local",
+    "local_path",
+    "make_folder",
+    "rank_index_name",
+    "warn_of_foreign_model",
+]
+
+INDEX_NAME = "index.dcprs"
+#: The file that makes a folder a checkpoint of torch.
+STOCK_NAME = ".metadata"
+
+#: Names of data files (section 1.1 of the format).
+_DATA_FILE = re.compile(r"g\d{8,}-[0-9a-f]{16}-r\d{5,}-f\d{5,}\.safetensors")
+#: Names of the indexes of rank-local saves, by this package and by torch.
+_RANK_LOCAL = (f"__*.{INDEX_NAME}", "__*.metadata")
+
+
+def rank_index_name(rank: int) -> str:
+    """Return the name of a rank's index in a rank-local save."""
+    return f"__{rank}.{INDEX_NAME}"
+
+
+def is_data_file(name: str) -> bool:
+    """Return whether a file name is that of a data file of this package."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path of the file system, which may be given as ``file://``.
+
+    Raises:
+        UnsupportedError: it is a URL of another scheme, as in ``s3://bucket/ckpt``.
+    """
+    found = location(path)
+    if isinstance(found, Url):
+        msg = (
+            f"{found}: here paths of the file system are supported, a store is not; stores are "
+            "saved to by save, async_save, RsWriter and CheckpointManager, and read by load, open, "
+            "RsReader, verify, diff and the commands that look"
+        )
+        raise UnsupportedError(msg, path=found)
+    return found
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Makes a folder, and those above it, durably. One that is there is right as it is.
+    """Create a folder and its parents durably, unless it exists.
 
     Raises:
-        CheckpointExistsError: something that is no folder is there. The message says what.
-        NotADirectoryError: so it is where a folder above it is to be.
+        CheckpointExistsError: the path is a file or a broken link.
+        NotADirectoryError: a parent is one.
         OSError: the system refuses.
     """
     try:
@@ -27,15 +77,79 @@ def make_folder(path: str | os.PathLike[str]) -> None:
         there = next(
             (above for above in (folder, *folder.parents) if os.path.lexists(above)), folder
         )
-        msg = f"a checkpoint is a folder, but {there} is {_what(there)}: pass another path, or move that away"
+        msg = (
+            f"a checkpoint is a folder, but {there} is {_kind(there)}: pass another path, or move "
+            "that away"
+        )
         if isinstance(error, FileExistsError):
             raise CheckpointExistsError(msg, path=there) from error
         raise NotADirectoryError(error.errno, msg, os.fspath(there)) from error
 
 
-def _what(path: Path) -> str:
+def _kind(path: Path) -> str:
     if path.is_file():
         return f"a file ({size(path.stat().st_size)})"
     if path.is_symlink():
         return f"a link to {path.readlink()}, which is not there"
     return "none"
+
+
+def holds_index(folder: Path) -> bool:
+    """Return whether a folder holds an index of all ranks, by this package or torch.
+
+    A broken link counts as an index.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return any(_exists(folder / name) for name in (INDEX_NAME, STOCK_NAME))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_of_all_ranks(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a folder with an index of all ranks. It is False for a store.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    folder = location(path)
+    return not isinstance(folder, Url) and holds_index(folder)
+
+
+def is_rank_local(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder holds a rank-local save, and no index of all ranks."""
+    folder = location(path)
+    if isinstance(folder, Url) or holds_index(folder):
+        return False
+    return any(next(folder.glob(pattern), None) is not None for pattern in _RANK_LOCAL)
+
+
+def warn_of_foreign_model(folder: Path) -> None:
+    """Warn if a save goes to a folder with a model of another library, which tools would open."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+    except OSError:  # the folder is new, or the save will raise
+        return
+    foreign = [name for name in names if _is_foreign(name)]
+    if foreign:
+        rest = "" if len(foreign) == 1 else f" and {len(foreign) - 1} more"
+        warn_caller(
+            f"{folder} holds a model that dcp-rs did not write ({foreign[0]}{rest}), and the "
+            "checkpoint is saved beside it: other tools go on to read that model, dcp-rs reads the "
+            "checkpoint. Save it to a folder of its own"
+        )
+
+
+def _is_foreign(name: str) -> bool:
+    if name.endswith(".safetensors"):
+        return not is_data_file(name)
+    if name.startswith(("pytorch_model", "adapter_model")):
+        return name.endswith((".bin", ".bin.index.json"))
+    return name == STOCK_NAME or name.endswith(".safetensors.index.json")

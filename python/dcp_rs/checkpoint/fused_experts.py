@@ -1,4 +1,4 @@
-"""Views between the experts of a mixture as folders of Hugging Face have them, one by one, and as transformers fuses them since version 5."""
+"""Views between single experts, as in Hugging Face's files, and the fused ones of transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dcp_rs.errors import UnsupportedError
 
 __all__ = ["views_for"]
 
-#: Where experts are in a layer, in files and in the model, and what the gate, up and down
-#: projections are called in files (transformers' ``conversion_mapping.py``).
+#: The module of the experts in files and in the model, and the names of the gate, up and down
+#: projections in files (transformers' ``conversion_mapping.py``).
 _QWEN = ("mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
 _MIXTRAL = ("block_sparse_moe", "mlp", ("w1", "w3", "w2"))
 _TYPES = {
@@ -28,28 +28,28 @@ _TYPES = {
     "lfm2_moe": ("feed_forward", "feed_forward", ("w1", "w3", "w2")),
     "jamba": ("feed_forward", "feed_forward", ("gate_proj", "up_proj", "down_proj")),
 }
-#: These are fused in files, too.
+#: Models whose files have fused experts, too.
 _FUSED = {"gpt_oss", "granitemoe", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"}
-#: How configurations call the number of experts.
+#: The names of the number of experts in configurations.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def views_for(
     config: Mapping[str, Any] | str | os.PathLike[str] | Any, *, fuse: bool = True, prefix: str = ""
 ) -> list[LayoutView]:
-    """Return the views from the names of experts in folders of Hugging Face to the fused names of transformers 5.
+    """Return the views that fuse single experts in Hugging Face's files, as transformers 5 does.
 
     Args:
         config: a configuration of transformers, its dict, or a folder with a ``config.json``.
-        fuse: ``False`` gives the views the other way, from fused names to those of single experts.
-        prefix: what all names of the model begin with in the checkpoint: ``"model."`` in a state
-            dict of model and optimizer.
+        fuse: ``False`` returns the inverse views, from fused experts to single ones.
+        prefix: the prefix of the model's names in the checkpoint: ``"model."`` in a state dict of
+            model and optimizer.
 
     Returns:
-        Views for ``views=``, none for a model that has no experts, or whose files have them fused.
+        Views for ``views=``; none for a model without experts, or with fused experts in its files.
 
     Raises:
-        UnsupportedError: a mixture of experts of a type that is not known.
+        UnsupportedError: the model has experts, and its type is not known.
 
     Example:
         ```python
@@ -65,7 +65,10 @@ def views_for(
         inner = known.get("text_config")
         places = [known, inner] if isinstance(inner, Mapping) else [known]
         if kind not in _FUSED and any(place.get(name) for place in places for name in _COUNTS):
-            msg = f"model type {kind!r} has experts, and no views are known for it: give Stack and Concat of your own"
+            msg = (
+                f"model type {kind!r} has experts, and no views are known for it: give Stack and "
+                "Concat of your own"
+            )
             raise UnsupportedError(msg)
         return []
     stored, fused, (gate, up, down) = _TYPES[kind]

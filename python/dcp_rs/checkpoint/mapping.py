@@ -1,20 +1,19 @@
-"""What an open checkpoint is, whatever its tensors become: a mapping of names, and what is stored under them."""
+"""The base of open checkpoints: a mapping of names to tensors and values of some framework."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs._reports import Report, size
+from dcp_rs.checkpoint.metadata import safetensors_metadata
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import (
     CheckpointReplacedError,
@@ -28,20 +27,22 @@ from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
 from dcp_rs.tensors.nesting import unwrap
 from dcp_rs.tensors.regions import selection
 
-__all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "StoredSlice", "TensorInfo"]
+__all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "StoredSlice", "TensorInfo", "check_held"]
 
 
 @dataclass(frozen=True, repr=False)
 class ReadReport(Report):
-    """What was read of an open checkpoint since it was opened. What is used where it lies in a mapping of its file is not read, and not counted.
+    """Report of the reads from a checkpoint since it was opened.
+
+    Tensors that are views of a mapped file are not read, and not counted.
 
     Attributes:
         path: the checkpoint.
-        bytes_wanted: of the tensors, slices and values that were asked for.
-        bytes_read: of files, or of a store: more where gaps were read through.
-        bytes_direct: of those, past the page cache.
-        bytes_mapped: of those, copied from mappings.
-        requests: pieces of files that were read, each in one go; from a store, a request for each.
+        bytes_wanted: the bytes of the tensors, slices and values that were asked for.
+        bytes_read: the bytes read from files or a store, with gaps that were read through.
+        bytes_direct: those of them that were read by direct I/O.
+        bytes_mapped: those of them that were copied from mappings.
+        requests: the number of reads; for a store, of requests.
     """
 
     path: str = ""
@@ -52,7 +53,10 @@ class ReadReport(Report):
     requests: int = 0
 
     def __str__(self) -> str:
-        return f"read {size(self.bytes_read)} of {self.path} for {size(self.bytes_wanted)}, in {self.requests:,} requests"
+        return (
+            f"read {size(self.bytes_read)} of {self.path} for {size(self.bytes_wanted)}, "
+            f"in {self.requests:,} requests"
+        )
 
 
 Slice = TypeVar("Slice")
@@ -60,14 +64,14 @@ Slice = TypeVar("Slice")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is stored under a name.
+    """Description of an entry.
 
     Attributes:
-        name: FQN.
-        dtype: element type, of torch or (``framework="np"``) of NumPy; None for a non-tensor value.
-        shape: sizes of the whole tensor; empty for a non-tensor value.
-        chunks: how many pieces it is stored in.
-        nbytes: bytes of all pieces.
+        name: its FQN.
+        dtype: its dtype in torch, or in NumPy with ``framework="np"``; None for a value.
+        shape: the shape of the whole tensor; empty for a value.
+        chunks: the number of its chunks.
+        nbytes: the bytes of all chunks.
     """
 
     name: str
@@ -79,7 +83,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """A stored piece of a tensor: ``sizes`` elements from ``offsets``, at ``nbytes`` bytes from byte ``offset`` of ``file``."""
+    """Description of a stored chunk of a tensor.
+
+    Attributes:
+        offsets, sizes: its rectangle in the tensor.
+        file: its data file.
+        offset, nbytes: its bytes in that file.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -91,12 +101,11 @@ class ChunkInfo:
 class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
     """A checkpoint that is open for reading, as :func:`dcp_rs.open` returns it.
 
-    It pickles to the way it was opened: a copy, in a worker of a ``DataLoader`` for one, opens it
-    anew there. Where another save has replaced the checkpoint meanwhile, that raises
-    ``CheckpointReplacedError``.
+    A copy by pickle, as in a worker of a ``DataLoader``, opens the checkpoint again. It raises
+    ``CheckpointReplacedError`` if another save has replaced the checkpoint meanwhile.
     """
 
-    #: Opens it again, in whichever process; None where it was not :func:`dcp_rs.open` that did.
+    #: A function that opens it again in any process; None without :func:`dcp_rs.open`.
     _open_again: Callable[[], OpenCheckpoint[Any]] | None = None
 
     def __init__(self, index: _core.Index, options: ReadOptions) -> None:
@@ -108,12 +117,12 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
 
     @property
     def path(self) -> str:
-        """The file that the index came from."""
+        """The file of the index."""
         return os.fspath(self._index.path)
 
     @property
     def report(self) -> ReadReport:
-        """What was read of it so far."""
+        """A report of what was read so far."""
         counts = self._counts
         return ReadReport(
             self.path, counts.wanted, counts.read, counts.direct, counts.mapped, counts.requests
@@ -121,70 +130,110 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
 
     @property
     def source(self) -> str:
-        """What the data files are: ``dcp-rs``, ``safetensors`` or ``dcp``."""
+        """The kind of the data files: ``dcp-rs``, ``safetensors``, ``dcp`` or ``torch``."""
         return self._index.source
 
     @property
     def save_id(self) -> str | None:
-        """The UUID of the save, where it has one: checkpoints of Hugging Face have none."""
+        """The UUID of the save; None for checkpoints that have none, as those of Hugging Face."""
         return self._index.save_id
 
     def __getitem__(self, fqn: str) -> Any:
-        """The tensor, or the value, with this name.
+        """Return the tensor or value with this name.
 
         Raises:
-            EntryNotFoundError: there is none.
+            EntryNotFoundError: there is no such entry.
             CorruptDataError: a data file is missing or damaged.
-            UnsafePickleError: a value that needs more than ``weights_only=True`` allows.
+            UnsafePickleError: a value needs more than ``weights_only=True`` allows.
         """
-        tensor = self._find(fqn)
-        entry = self._index.tensor(tensor)
+        number = self._find(fqn)
+        entry = self._index.tensor(number)
         if not entry.is_bytes:
-            return self._tensor(tensor, entry)
+            return self._tensor(number, entry)
         (data,) = self._index.read_bytes(
-            [self._index.first_chunk(tensor)], **self._options.engine()
+            [self._index.first_chunk(number)], **self._options.engine()
         )
         self._counts.add(Counts(len(data), len(data)))
         value = self._value(fqn, data)
-        return (
-            unwrap(value) if self.source == "dcp-rs" else value
-        )  # who else has the mark has it as a value
+        # Elsewhere a tuple that looks wrapped is a value.
+        return unwrap(value) if self.source == "dcp-rs" else value
 
-    @abstractmethod
-    def _tensor(self, tensor: int, entry: _core.TensorEntry) -> Any:
-        """All of a tensor, as the framework has it."""
+    def _tensor(self, number: int, entry: _core.TensorEntry) -> Any:
+        """Return a whole tensor: a view of its file if possible."""
+        dtype = self._element_dtype(entry.name, entry.dtype)
+        view = self._view(number, entry.shape, dtype)
+        if view is not None:
+            return view
+        return self._read(number, entry.name, dtype, [0] * len(entry.shape), entry.shape)
+
+    def _view(self, number: int, shape: Sequence[int], dtype: Any) -> Any:
+        """Return a tensor over the mapped file that holds it; None if it must be read."""
+        index = self._index
+        if not self._can_view or index.tensor(number).chunk_count != 1:
+            return None
+        chunk, first = index.chunks(number)[0], index.first_chunk(number)
+        if (
+            chunk.sizes != tuple(shape)
+            or chunk.length == 0
+            or chunk.offset % dtype.itemsize  # foreign files need not align tensors
+            or not index.is_in_place(first)
+        ):
+            return None
+        if self._options.verify is True:
+            if index.is_view:  # a read verifies the blocks that it needs, and no others
+                return None
+            index.verify_chunks([first], **self._options.engine())
+        mapping = self._files.get(chunk.file)
+        if mapping is None:
+            # Of two threads that get here at once, both must see the same memory.
+            mapping = self._files.setdefault(chunk.file, index.map_file(chunk.file))
+        return self._over(mapping, chunk, dtype, index.chunk_strides(first))
 
     @property
-    def _is_in_place(self) -> bool:
-        """Whether a tensor that is stored in one piece is used where it lies in its file."""
+    def _can_view(self) -> bool:
+        """Whether tensors may be views of their files."""
         return not self._index.is_remote
 
     @abstractmethod
-    def _value(self, name: str, data: bytes) -> Any:
-        """What ``torch.save`` wrote."""
-
-    @abstractmethod
-    def _slice(self, tensor: int) -> Slice:
-        """What is indexed like a tensor."""
+    def _over(
+        self,
+        mapping: _core.FileMapping,
+        chunk: _core.ChunkEntry,
+        dtype: Any,
+        strides: tuple[int, ...] | None,
+    ) -> Any:
+        """Return a tensor over a mapped chunk. Strides count elements; None: it is contiguous."""
 
     @abstractmethod
     def _read(
-        self, tensor: int, name: str, dtype: Any, offsets: list[int], sizes: tuple[int, ...]
+        self, number: int, name: str, dtype: Any, offsets: Sequence[int], sizes: Sequence[int]
     ) -> Any:
-        """A region of a tensor, in new memory."""
+        """Read a region of a tensor into new memory."""
+
+    @abstractmethod
+    def _element_dtype(self, name: str, dtype: str | None) -> Any:
+        """Return the framework's dtype of a tensor."""
+
+    @abstractmethod
+    def _value(self, name: str, data: bytes) -> Any:
+        """Unpickle ``torch.save`` bytes."""
+
+    @abstractmethod
+    def _slice(self, number: int) -> Slice:
+        """Return an object to index like the tensor."""
 
     def get_slice(self, fqn: str) -> Slice:
         """Open the tensor ``fqn`` to read parts of it.
 
         Args:
-            fqn: the name of a tensor.
+            fqn: the name of the tensor.
 
         Returns:
             An object to index like the tensor. Each indexing reads only what it returns.
 
         Raises:
-            EntryNotFoundError: there is none.
-            TypeError: it is a value.
+            EntryNotFoundError: there is no such entry.
+            TypeError: the entry is a value.
 
         Example:
             ```python
@@ -199,7 +248,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return self._slice(tensor)
 
     def info(self, fqn: str) -> TensorInfo:
-        """Describe what is stored under ``fqn``, without reading it.
+        """Describe the entry ``fqn`` without reading it.
 
         Args:
             fqn: the name of a tensor or a value.
@@ -208,7 +257,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             Name, dtype, shape, number of chunks and bytes.
 
         Raises:
-            EntryNotFoundError: there is none.
+            EntryNotFoundError: there is no such entry.
 
         Example:
             ```python
@@ -222,19 +271,19 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
 
     @abstractmethod
     def _info(self, entry: _core.TensorEntry, nbytes: int) -> TensorInfo:
-        """In terms of the framework."""
+        """Describe an entry in the framework's terms."""
 
     def chunks(self, fqn: str) -> list[ChunkInfo]:
-        """List the pieces that ``fqn`` is stored in.
+        """List the chunks that ``fqn`` is stored in.
 
         Args:
             fqn: the name of a tensor or a value.
 
         Returns:
-            The pieces, in order of their offsets.
+            The chunks, in the order of their offsets.
 
         Raises:
-            EntryNotFoundError: there is none.
+            EntryNotFoundError: there is no such entry.
 
         Example:
             ```python
@@ -251,17 +300,17 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         ]
 
     def get(self, fqn: str, default: Any = None) -> Any:
-        """Return the tensor, or the value, with this name; ``default`` if there is none.
+        """Return the tensor or value with this name, or ``default`` if there is none.
 
         Args:
             fqn: the name.
-            default: what to return if there is no such entry.
+            default: the result if there is no such entry.
 
         Returns:
             A tensor, a value, or ``default``.
 
         Raises:
-            Exception: as for ``checkpoint[fqn]``, if there is an entry that cannot be read.
+            Exception: the entry cannot be read; see ``checkpoint[fqn]``.
 
         Example:
             ```python
@@ -273,16 +322,16 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return self[fqn]
 
     def get_tensor(self, fqn: str) -> Any:
-        """Return ``checkpoint[fqn]``, as ``safetensors.safe_open`` calls it.
+        """Return ``checkpoint[fqn]``, under the name of ``safetensors.safe_open``.
 
         Args:
             fqn: the name of a tensor or a value.
 
         Returns:
-            The tensor, or the value.
+            The tensor or value.
 
         Raises:
-            EntryNotFoundError: there is none.
+            EntryNotFoundError: there is no such entry.
 
         Example:
             ```python
@@ -292,13 +341,13 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return self[fqn]
 
     def get_tensors(self) -> dict[str, Any]:
-        """Return everything by name, as ``safetensors.safe_open`` calls it.
+        """Return all entries by name, as ``safetensors.safe_open`` does.
 
         Returns:
             A new dict from names to tensors and values.
 
         Raises:
-            Exception: as for ``checkpoint[fqn]``.
+            Exception: an entry cannot be read; see ``checkpoint[fqn]``.
 
         Example:
             ```python
@@ -308,7 +357,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return {name: self[name] for name in self}
 
     def offset_keys(self) -> list[str]:
-        """List the names in the order of the files, as ``safetensors.safe_open`` calls it.
+        """List the names in the order of the files, as ``safetensors.safe_open`` does.
 
         Returns:
             The names.
@@ -322,12 +371,12 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return [self._index.name(number) for number in self._index.file_order()]
 
     def metadata(self) -> dict[str, str] | None:
-        """Return what the headers of safetensors files hold under ``__metadata__``. The first file's word counts.
+        """Return ``__metadata__`` of safetensors files. Of several values, the first file's counts.
 
-        Checkpoints of torch and of this package have nothing there: their values are entries.
+        Checkpoints of torch and of this package have none: their values are entries.
 
         Returns:
-            The metadata; None if there is none.
+            The metadata, or None if there is none.
 
         Raises:
             UnsupportedError: the checkpoint is on a store.
@@ -341,12 +390,15 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         if self.source != "safetensors":
             return None
         if self._index.is_remote:
-            msg = f"{self.path}: what the headers of files say of themselves is read on the file system"
+            msg = (
+                f"{self.path}: what the headers of files say of themselves is read on the file "
+                "system"
+            )
             raise UnsupportedError(msg, path=self.path)
         return safetensors_metadata(self._index.file_paths()) or None
 
     def close(self) -> None:
-        """Close the files. Tensors that were handed out stay valid.
+        """Close the files. Tensors that you got stay valid.
 
         Example:
             ```python
@@ -388,9 +440,10 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return _reopen, (self._open_again, self._identity())
 
     def _identity(self) -> str:
-        """What tells this checkpoint from another one at its path: of others' the whole index, which names lengths and places."""
+        """Return an id that changes when another checkpoint takes the path."""
         if self.source == "dcp-rs" and self.save_id is not None:
             return self.save_id
+        # A foreign index names the places and lengths of all data.
         return hashlib.blake2b(self._index.to_bytes(), digest_size=16).hexdigest()
 
     def _facts(self) -> str:
@@ -413,35 +466,28 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             raise EntryNotFoundError(msg, path=self.path, tensor=fqn)
         return tensor
 
-    def _check_held(
-        self, tensor: int, name: str, offsets: list[int], sizes: tuple[int, ...]
-    ) -> None:
-        """Raises unless all of a region is there. Before there is memory for it: a shape may be of any size, what chunks hold is bounded by their files."""
-        for _, at, lacking in self._index.check_regions([(tensor, offsets, sizes)], []):
-            msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
-            raise PlanError(msg, path=self.path, tensor=name)
 
-    def _mapped(self, file: int) -> _core.FileMapping:
-        mapping = self._files.get(file)
-        if mapping is None:
-            # Of two threads that get here at once, both must see one memory.
-            mapping = self._files.setdefault(file, self._index.map_file(file))
-        return mapping
+def check_held(
+    index: _core.Index, regions: Sequence[tuple[int, Sequence[int], Sequence[int]]]
+) -> None:
+    """Check that a checkpoint holds all of some regions (tensor, offsets, sizes).
 
+    Call it before you allocate memory: a forged shape may be huge, but the files bound the chunks.
 
-def safetensors_metadata(paths: Iterable[Path]) -> dict[str, str]:
-    """``__metadata__`` of the headers of safetensors files, the first one's word first."""
-    said: dict[str, str] = {}
-    for path in paths:
-        with path.open("rb") as file:
-            text = file.read(int.from_bytes(file.read(8), "little"))
-        said = (json.loads(text).get("__metadata__") or {}) | said
-    return said
+    Raises:
+        PlanError: the checkpoint lacks elements.
+    """
+    for region, at, lacking in index.check_regions(regions, []):
+        name = index.name(regions[region][0])
+        msg = (
+            f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
+        )
+        raise PlanError(msg, path=index.path, tensor=name)
 
 
 def _reopen(open_again: Callable[[], OpenCheckpoint[Any]], identity: str) -> OpenCheckpoint[Any]:
     checkpoint = open_again()
-    if checkpoint._identity() != identity:  # of this module
+    if checkpoint._identity() != identity:
         msg = (
             f"the checkpoint at {checkpoint.path} was replaced by another save since it was opened"
         )
@@ -456,48 +502,41 @@ class StoredSlice(Generic[T]):
     """A tensor of an open checkpoint, to be indexed.
 
     Attributes:
-        dtype: of the framework that reads.
-        shape: sizes of the whole.
+        dtype: the framework's dtype.
+        shape: the shape of the whole tensor.
     """
 
     dtype: Any
 
-    def __init__(self, checkpoint: OpenCheckpoint[Any], tensor: int) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint[Any], number: int) -> None:
         self._checkpoint = checkpoint
-        self._tensor = tensor
-        entry = checkpoint._index.tensor(tensor)
-        self._name, self._stored, self._chunks = entry.name, entry.dtype, entry.chunk_count
-        self.shape = entry.shape
+        self._number = number
+        entry = checkpoint._index.tensor(number)
+        self._name, self._stored, self.shape = entry.name, entry.dtype, entry.shape
 
     def get_shape(self) -> list[int]:
-        """The sizes, as ``safetensors`` slices give them: of float4 the last one counts values, where ``shape`` counts torch's pairs."""
+        """Return the shape as safetensors gives it. It counts float4 values, not torch's pairs."""
         return safetensors_shape(self._stored or "", self.shape)
 
     def get_dtype(self) -> str:
-        """What a header of safetensors calls the dtype, as its slices give it; torch's name of one that it lacks."""
+        """Return the dtype as safetensors gives it, or torch's name if it has none."""
         return safetensors_name(self._stored or "")
 
     def __getitem__(self, key: Any) -> T:
-        """The elements that ``key`` selects.
+        """Return the elements that ``key`` selects.
 
         Raises:
-            IndexError: out of range, or too many indices.
-            ValueError: a slice with a negative step.
-            TypeError: another kind of index.
+            IndexError: the index is out of range, or has too many dimensions.
+            ValueError: a slice has a negative step.
+            TypeError: the index is of another kind.
         """
         offsets, sizes, local = selection(key, self.shape)
         checkpoint = self._checkpoint
-        checkpoint._find(self._name)
-        index = checkpoint._index
-        if (
-            self._chunks == 1
-            and checkpoint._is_in_place
-            and index.is_in_place(index.first_chunk(self._tensor))
-        ):
-            part = checkpoint[self._name][
-                tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-            ]
+        number = checkpoint._find(self._name)
+        part = checkpoint._view(number, self.shape, self.dtype)
+        if part is None:
+            part = checkpoint._read(number, self._name, self.dtype, offsets, sizes)
         else:
-            part = checkpoint._read(self._tensor, self._name, self.dtype, offsets, tuple(sizes))
+            part = part[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
         found: T = part[local]
         return found

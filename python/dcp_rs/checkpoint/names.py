@@ -1,4 +1,4 @@
-"""Names of entries: choosing some, renaming them (``rename=``), and finding the one that was meant."""
+"""Names of entries: globs, ``rename=``, and suggestions for names that do not exist."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = [
     "some",
 ]
 
-#: Names that are compared letter by letter: more would take seconds.
+#: The most names to compare letter by letter. More would take seconds.
 _COMPARED = 5_000
-#: So many names are shown where none is the one that was meant.
+#: The most names in a message.
 _SHOWN = 5
-#: Modules that a prefix consists of, at most.
+#: The most modules in a prefix.
 _PREFIX_PARTS = 3
 _NUMBER = re.compile(r"\d+")
 
 
 def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
-    """One pattern that matches what any of the globs does; None for None."""
+    """Return one pattern for several globs, or None for None."""
     if patterns is None:
         return None
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
@@ -44,7 +44,10 @@ def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
 def selector(
     include: str | Iterable[str] | None, exclude: str | Iterable[str] | None
 ) -> Callable[[str], bool] | None:
-    """Whether a name matches a glob of ``include`` (None: every name does) and none of ``exclude``; None where all names pass."""
+    """Return a test of names against globs, or None if all names pass.
+
+    A name passes if it matches a glob of ``include`` (or that is None), and none of ``exclude``.
+    """
     wanted, unwanted = globs(include), globs(exclude)
     if wanted is None and unwanted is None:
         return None
@@ -58,14 +61,14 @@ def selector(
 
 
 def some(names: Collection[str]) -> str:
-    """Return the first names, for a message, and how many there are besides."""
+    """Return the first names and the number of the others, for a message."""
     more = len(names) - _SHOWN
     shown = ", ".join(map(repr, itertools.islice(names, _SHOWN)))
     return (shown or "no entries") + (f" and {more:,} more" if more > 0 else "")
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
-    """What ``name`` most likely is among ``names``: the same under another prefix, else what is spelled much like it."""
+    """Return the name that was probably meant: one with another prefix, or of similar spelling."""
     first, dot, rest = name.partition(".")
     if dot and rest in names:
         return rest
@@ -84,9 +87,9 @@ def nearest(name: str, names: Collection[str]) -> str | None:
             for known in compared
             if known.startswith(first + dot) or known.endswith(name[-4:])
         ]
-    import difflib  # a tenth of what the package takes to import, and only mistakes need it
+    import difflib  # a tenth of the package's import time, for mistakes only
 
-    # People mistype letters. The number of a layer is copied, or counted.
+    # People mistype letters more often than the number of a layer.
     for among in (of_same_numbers, compared):
         if close := difflib.get_close_matches(name, among[:_COMPARED], n=1):
             return close[0]
@@ -94,7 +97,7 @@ def nearest(name: str, names: Collection[str]) -> str | None:
 
 
 def hint(name: str, names: Collection[str]) -> str:
-    """The end of a message that says that there is no ``name``: what there is in its place, if that can be guessed."""
+    """Return the end of a message about a missing name: a suggestion, if there is one."""
     inner = [known for known in names if known.startswith(f"{name}.")]
     if inner:
         number = "one entry," if len(inner) == 1 else f"{len(inner):,} entries, such as"
@@ -108,7 +111,7 @@ def hint(name: str, names: Collection[str]) -> str:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A key to sort by as a person counts: ``mod2`` before ``mod10``."""
+    """Return a key that sorts numbers by value: ``mod2`` before ``mod10``."""
     parts = re.split(r"(\d+)", name)
     return [
         (1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part)
@@ -119,11 +122,11 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 def explain_missing(
     missing: Sequence[str], wanted: Collection[str], stored: Collection[str]
 ) -> str:
-    """The end of a message of a load: why names are missing, where a prefix is what differs, and what would mend it; else the nearest name.
+    """Return the end of a message about missing names: the ``rename=`` to pass, or a suggestion.
 
     Args:
-        missing: names of the state dict that the checkpoint lacks.
-        wanted: all names of the state dict that are loaded.
+        missing: the names of the state dict that the checkpoint lacks.
+        wanted: all names of the state dict to load.
         stored: all names of the checkpoint.
     """
     stored = stored if isinstance(stored, set | frozenset | dict) else set(stored)
@@ -137,7 +140,7 @@ def explain_missing(
     before, after = new.removesuffix("."), old.removesuffix(".")
     if number == len(wanted) or (new and not any(name.startswith(new) for name in wanted)):
         mend = f"{{{before!r}: {after!r}}}"
-    else:  # names that are as they should be begin so, too
+    else:  # a mapping of the prefix would rename correct names, too
         first = next(
             name
             for name in missing
@@ -149,7 +152,7 @@ def explain_missing(
 
 
 def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[str, str, int]:
-    """(what names begin with, what the checkpoint has in its place, how many names that finds)."""
+    """Return the prefix of missing names, that of the checkpoint, and how many names it finds."""
     parts = missing[0].split(".")
     found: tuple[str, str, int] = ("", "", 0)
     for cut in range(min(len(parts), _PREFIX_PARTS + 1)):
@@ -165,20 +168,17 @@ def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[st
                 found = (old, new, number)
         if found[2] == len(missing):
             break
-    # One name that ends as many others do is no prefix.
-    return (
-        found
-        if found[2] > 1 or (found[2] == len(missing) == 1 and (not found[0] or not found[1]))
-        else ("", "", 0)
-    )
+    # A single name may end like another one by chance.
+    is_prefix = found[2] > 1 or (found[2] == len(missing) == 1 and not (found[0] and found[1]))
+    return found if is_prefix else ("", "", 0)
 
 
-#: A mapping of names, or of what names begin with up to a dot; or a function of a name.
+#: A mapping of names, or of prefixes up to a dot; or a function of a name.
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:
-    """From a stored name to the wanted one."""
+    """Return the function from stored names to names of the state dict."""
     if rename is None:
         return lambda name: name
     if not isinstance(rename, Mapping):
@@ -198,10 +198,10 @@ def renamer(rename: Rename) -> Callable[[str], str]:
 
 
 class Renamed:
-    """The names of a checkpoint after ``rename``, and the stored name of each.
+    """The names of a checkpoint after ``rename``.
 
     Args:
-        rename: as for :func:`renamer`.
+        rename: a mapping or function, as for :func:`renamer`.
         stored: all names of the checkpoint.
     """
 
@@ -216,28 +216,34 @@ class Renamed:
                 self._twice[new_name(name)] = name
 
     def stored_name(self, name: str) -> str | None:
-        """Return the stored name of the entry that ``rename`` calls ``name``, or None.
+        """Return the stored name of the entry with the new name ``name``, or None.
 
         Raises:
-            PlanError: two entries would have that name.
+            PlanError: two entries have that new name.
         """
         if name in self._twice:
-            msg = f"{self._stored[name]!r} and {self._twice[name]!r} of the checkpoint would both be named {name!r}, by rename="
+            msg = (
+                f"{self._stored[name]!r} and {self._twice[name]!r} of the checkpoint would both be "
+                f"named {name!r}, by rename="
+            )
             raise PlanError(msg, tensor=name)
         return self._stored.get(name)
 
     def explain(self, name: str) -> str:
-        """The end of a message that says that there is no ``name``."""
+        """Return the end of a message about a missing name."""
         return f" (rename= gives this name to no entry{hint(name, self._stored)})"
 
 
 class LoadNames:
-    """The names of a load.
+    """The names of a load: those of the state dict, and their stored names.
 
     Args:
-        rename: from stored names to those of the state dict.
+        rename: the renaming from stored names to those of the state dict.
         include, exclude: globs over names of the state dict.
-        index: of the checkpoint. Without one, nothing is renamed.
+        index: the checkpoint. Without one, nothing is renamed.
+
+    Attributes:
+        unnamed: names to load that no stored name is renamed to, after :meth:`choose`.
     """
 
     def __init__(
@@ -247,24 +253,25 @@ class LoadNames:
         exclude: str | Iterable[str] | None,
         index: _core.Index | None = None,
     ) -> None:
-        self._passes = None if include is None and exclude is None else selector(include, exclude)
+        self._passes = selector(include, exclude)
         self._renamed = None if rename is None or index is None else Renamed(rename, index.names())
-        #: Names that are to be loaded, and that nothing is renamed to.
         self.unnamed: list[str] = []
 
     @property
     def is_selective(self) -> bool:
-        """Whether there is an ``include`` or an ``exclude``."""
+        """Whether there is an ``include`` or ``exclude``."""
         return self._passes is not None
 
     def wants(self, fqn: str) -> bool:
-        """Return whether an entry of the state dict is to be loaded."""
+        """Return whether to load an entry of the state dict."""
         return self._passes is None or self._passes(fqn)
 
     def choose(self, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-        """Return the names of a state dict that are to be loaded, with what the checkpoint calls them; and those that are excluded.
+        """Split the names of a state dict into those to load and those that are excluded.
 
-        Names that no stored name is renamed to are in neither, but in ``unnamed``.
+        Returns:
+            The names to load with their stored names, and the excluded names. Names that no stored
+            name is renamed to are only in ``unnamed``.
         """
         wanted, excluded = list(names), []
         if self._passes is not None:
@@ -277,15 +284,15 @@ class LoadNames:
         return named, excluded
 
     def stored_name(self, fqn: str) -> str | None:
-        """Return what the checkpoint calls an entry of the state dict; None where nothing is renamed to that."""
+        """Return the stored name of an entry, or None if no stored name is renamed to it."""
         return fqn if self._renamed is None else self._renamed.stored_name(fqn)
 
     def named(self, names: Iterable[str]) -> dict[str, str]:
-        """Return what the checkpoint calls names of the state dict, without those that nothing is renamed to."""
+        """Return the stored names of those entries that have one."""
         return {fqn: name for fqn in names if (name := self.stored_name(fqn)) is not None}
 
     def explain(self, missing: list[str], wanted: Collection[str], stored: Collection[str]) -> str:
-        """Return why names may be missing, for the end of a message."""
+        """Return the end of a message about missing names."""
         return (
             explain_missing(missing, wanted, stored)
             if self._renamed is None

@@ -1,4 +1,4 @@
-"""What is converted: the entries of a checkpoint of any kind, and their bytes."""
+"""Sources of conversions and comparisons: the entries of a checkpoint of any kind."""
 
 from __future__ import annotations
 
@@ -16,26 +16,15 @@ import torch
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.mapping import safetensors_metadata
-from dcp_rs.checkpoint.open import containers_of
+from dcp_rs.checkpoint.metadata import safetensors_metadata
+from dcp_rs.checkpoint.torch_checkpoint import containers_of
 from dcp_rs.checkpoint.views import Layout
-from dcp_rs.errors import (
-    CorruptDataError,
-)
+from dcp_rs.errors import CorruptDataError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import Container, TreePath
 from dcp_rs.transfer.target import stored_dtype
 
-__all__ = ["Chunk", "IndexSource", "Item", "Request", "Source", "open_source"]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A stored piece of a tensor: ``sizes`` elements from ``offsets``; ``file`` is the number of its data file."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: int = 0
+__all__ = ["IndexSource", "Item", "Request", "Source", "open_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +32,21 @@ class Item:
     """An entry of a source.
 
     Attributes:
-        name: FQN.
-        number: of the entry, in its source.
-        dtype, shape: None and empty for a value.
-        chunks: at least one, but for a tensor that is stored nowhere (an empty one may be).
-        nbytes: of the tensor, or of the value as ``torch.save`` writes it.
-        flags: section 3.3 of the format.
-        path, position: in the state dict, where they are known.
-        read_as: the type of the elements that the source delivers; None: ``dtype``.
+        name: its FQN.
+        number: its number in the source.
+        dtype, shape: those of a tensor; None and empty for a value.
+        chunks: its chunks. An empty tensor may have none.
+        nbytes: the bytes of the tensor, or of the value as ``torch.save`` writes it.
+        flags: its flags (section 3.3 of the format).
+        path, position: its place in the state dict, if it is known.
+        read_as: the dtype of the elements that the source delivers, if it is not ``dtype``.
     """
 
     name: str
     number: int
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[_core.ChunkEntry, ...]
     nbytes: int
     flags: int = 0
     path: TreePath | None = None
@@ -67,7 +56,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A rectangle of a tensor (or, where ``chunk`` is given, of that chunk of it), and the contiguous memory it goes to."""
+    """A read of a rectangle of a tensor.
+
+    Attributes:
+        item: the tensor.
+        chunk: the chunk that the rectangle is part of; None for the whole tensor.
+        offsets: the offsets of the rectangle.
+        into: the memory for it.
+    """
 
     item: Item
     chunk: int | None
@@ -76,37 +72,41 @@ class Request:
 
 
 class Source(Protocol):
-    """A checkpoint to convert from."""
+    """A checkpoint to read entries from.
+
+    Attributes:
+        kind: the kind of its data files.
+        root: planner data that belongs to no entry.
+        containers: the containers that paths do not describe; None if the format lists none.
+        items: the entries, in the order in which they are best read.
+        path: its path: that of an index, of a folder without one, or of a file.
+        files: its data files.
+    """
 
     kind: str
-    #: Planner data that belongs to no entry.
     root: Any
-    #: The containers that paths do not tell; None where it is not known which there were.
     containers: list[Container] | None
-    #: The entries, in the order in which they are best read.
     items: list[Item]
-    #: What it was opened from: an index, a folder without one, or a file.
     path: Path
-    #: The files that hold the entries.
     files: list[Path]
 
     def check(self, items: Sequence[Item]) -> None:
-        """Raises, before anything is read, unless all of the items is there."""
+        """Raise if files are missing, or hold less than all of the items. Nothing is read."""
 
     def check_again(self) -> None:
-        """Raises unless the files are as they were."""
+        """Raise if a file has changed since the source was opened."""
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Fills every destination. Runs in any thread."""
+        """Read all requests. Any thread may call it."""
 
     def value(self, item: Item) -> bytes:
-        """A value, as ``torch.save`` writes it."""
+        """Return the ``torch.save`` bytes of a value."""
 
     def metadata(self) -> dict[str, str]:
-        """What files of safetensors say of themselves, where they are on the file system; nothing of others."""
+        """Return the metadata of local safetensors files; nothing for other kinds."""
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
-        """Names of tensors that are another one under a second name, and that other name."""
+        """Return the names of tied tensors, each with the name that keeps the data."""
 
 
 def open_source(
@@ -117,7 +117,15 @@ def open_source(
     storage_options: StorageOptions | None = None,
     layout: Layout | None = None,
 ) -> Source:
-    """Opens a checkpoint of any kind, by its path or its URL. With ``layout``, its items are logical tensors."""
+    """Open a checkpoint of any kind.
+
+    Args:
+        path: a path or URL.
+        options: how to read.
+        allow_external: open data files outside of the folder.
+        storage_options: for a URL.
+        layout: the views to apply.
+    """
     index = open_index(
         path,
         rank=None,
@@ -129,7 +137,7 @@ def open_source(
 
 
 class IndexSource:
-    """Everything that has an index, or is given one when it is opened."""
+    """A source over an index. Foreign checkpoints get an index when they are opened."""
 
     def __init__(self, index: _core.Index, options: ReadOptions) -> None:
         self.kind = index.source
@@ -144,29 +152,17 @@ class IndexSource:
     def _item(self, number: int) -> Item:
         entry, stored = self.index.tensor(number), self.index.chunks(number)
         name, path = entry.name, self.index.planner_path(number)
+        position, chunks = self._positions[number], tuple(stored)
         if entry.is_bytes:
-            # Of a file of torch.save a value is a part of the pickle: how long it is by itself is
-            # known once it was written.
+            # In a file of torch.save a value is a part of the pickle, and has no length of its own.
             nbytes = len(self._bytes(number)) if self.kind == "torch" else stored[0].length
-            chunk = Chunk((), (), stored[0].file)
-            return Item(name, number, None, (), (chunk,), nbytes, 0, path, self._positions[number])
+            return Item(name, number, None, (), chunks[:1], nbytes, 0, path, position)
         dtype = stored_dtype(name, entry.dtype)
         nbytes = dtype.itemsize * math.prod(entry.shape)
-        chunks = tuple(Chunk(chunk.offsets, chunk.sizes, chunk.file) for chunk in stored)
-        return Item(
-            name,
-            number,
-            dtype,
-            entry.shape,
-            chunks,
-            nbytes,
-            entry.flags,
-            path,
-            self._positions[number],
-        )
+        return Item(name, number, dtype, entry.shape, chunks, nbytes, entry.flags, path, position)
 
     def check(self, items: Sequence[Item]) -> None:
-        """Raises unless the files are there and as long as they should be, and the chunks of every tensor hold all of it."""
+        """Raise if files are missing or of another length, or hold less than all of the items."""
         tensors = [item for item in items if item.dtype is not None]
         holes = self.index.check_regions(
             [(item.number, [0] * len(item.shape), item.shape) for item in tensors],
@@ -174,7 +170,10 @@ class IndexSource:
         )
         for region, offsets, sizes in holes:
             name = tensors[region].name
-            msg = f"tensor {name!r} is not all there: nothing holds {list(sizes)} elements at {list(offsets)}"
+            msg = (
+                f"tensor {name!r} is not all there: nothing holds {list(sizes)} elements at "
+                f"{list(offsets)}"
+            )
             raise CorruptDataError(msg, path=self.index.path, tensor=name)
 
     @cached_property
@@ -186,11 +185,11 @@ class IndexSource:
         return list(chunks.values())
 
     def check_again(self) -> None:
-        """Looks at every file."""
+        """Raise if a file has changed since the source was opened."""
         self.index.check_files(self._one_of_each_file)
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Reads in one batch, whatever the requests are."""
+        """Read all requests in one batch for chunks, and one for whole tensors."""
         chunks: list[_core.Fill] = []
         regions: list[_core.Fill] = []
         for request in requests:
@@ -207,22 +206,22 @@ class IndexSource:
             self.index.read_regions(regions, **self._options.engine())
 
     def value(self, item: Item) -> bytes:
-        """The stored bytes, as they are; of a file of ``torch.save``, what that writes for the value alone."""
+        """Return the ``torch.save`` bytes of a value."""
         return self._bytes(item.number)
 
     def _bytes(self, number: int) -> bytes:
         return self.index.read_bytes([self.index.first_chunk(number)], **self._options.engine())[0]
 
     def metadata(self) -> dict[str, str]:
-        """The first file's word first."""
+        """Return the metadata of local safetensors files; nothing for other kinds."""
         has_some = self.kind == "safetensors" and not self.index.is_remote
         return safetensors_metadata(self.files) if has_some else {}
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
-        """Tensors that are the same bytes of a file. The first name in the order of the state dict stays, which is that of the modules, but none of a head.
+        """Return the tensors that share their bytes in a file, each with the name that stays.
 
-        It is the name that ``transformers`` keeps: the weights of an output layer are those of an
-        embedding there, not the other way round.
+        The first name in the order of the state dict stays, but not that of a head: transformers
+        keeps the name of the embedding that an output layer is tied to.
         """
         first: dict[Hashable, str] = {}
         tied: dict[str, str] = {}
@@ -230,16 +229,14 @@ class IndexSource:
             if item.dtype is None or item.nbytes == 0 or len(item.chunks) != 1:
                 continue
             if self.index.coded_from(item.number) is not None:
-                # What is decoded has no place of its own: parts of one tensor say that they are
-                # where it begins.
-                continue
+                continue  # decoded tensors have no places of their own
             kept = first.setdefault(self._place(item), item.name)
             if kept != item.name:
                 tied[item.name] = kept
         return tied
 
     def _place(self, item: Item) -> Hashable:
-        chunk, stored = self.index.first_chunk(item.number), self.index.chunks(item.number)[0]
+        chunk, stored = self.index.first_chunk(item.number), item.chunks[0]
         return (
             stored.file,
             stored.offset,
@@ -250,13 +247,12 @@ class IndexSource:
         )
 
 
-#: What ``transformers`` calls output layers that are tied to an embedding, where a state dict is
-#: not in the order of its modules.
+#: The names of output layers in transformers, which are tied to embeddings. A state dict need not
+#: be in the order of the modules.
 _HEAD = re.compile(r"(?:^|\.)lm_head(?:\.|$)")
 
 
 def _precedence(item: Item) -> tuple[bool, int]:
-    """Which of several names of one tensor stays: the first in the order of the state dict, and no head."""
-    return _HEAD.search(
-        item.name
-    ) is not None, item.number if item.position is None else item.position
+    """Return a key to sort the names of one tensor by: the first one stays."""
+    position = item.number if item.position is None else item.position
+    return _HEAD.search(item.name) is not None, position

@@ -1,4 +1,4 @@
-"""Statistics of tensors, a bounded piece at a time, read while torch counts those before."""
+"""Statistics of tensors, in pieces of bounded size that are read ahead."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["TensorStats", "stats"]
 _INTEGERS = frozenset(
     ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
 )
-#: Bytes that are read at once, while those before are counted.
+#: Bytes that are read at once.
 _SLAB_BYTES = 32 << 20
-#: Bytes that are counted at once, in several passes: as float64 they stay in the cache. A multiple
-#: of every element's size.
+#: Bytes that several passes count at once, a multiple of all itemsizes. As float64 they stay in the
+#: cache.
 _COUNTED_BYTES = 256 << 10
-#: The values of the 4-bit floats of ``float4_e2m1fn_x2``, two of which are in a byte.
+#: The values of the 4-bit floats of ``float4_e2m1fn_x2``. A byte has two of them.
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Complex numbers are counted by their parts, and booleans as numbers.
 _COUNTED_AS = {
@@ -42,17 +42,16 @@ _OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """What the elements of a tensor are. Of complex tensors, of the real and the imaginary parts as one.
+    """Statistics of a tensor; of a complex one, of its real and imaginary parts together.
 
     Attributes:
-        name: FQN.
-        dtype: by the format's name.
-        shape: of the whole tensor.
-        min, max: of the finite elements; None where there are none.
-        mean, std: of the finite elements, counted in float64; the standard deviation is that of the
-            population.
-        nan, inf, zeros: how many elements are that.
-        elements: how many there are.
+        name: its FQN.
+        dtype: the format's name of its dtype.
+        shape: its shape.
+        min, max: the extremes of the finite elements; None if there are none.
+        mean, std: their mean and population standard deviation in float64; None likewise.
+        nan, inf, zeros: the numbers of such elements.
+        elements: the number of all elements.
     """
 
     name: str
@@ -70,7 +69,7 @@ class TensorStats:
 
 @dataclass(slots=True)
 class _Sums:
-    """Statistics of some elements: the mean, deviation and extremes are of the finite ones."""
+    """Statistics of some elements. Mean, deviation and extremes are those of the finite ones."""
 
     finite: int = 0
     mean: float = 0.0
@@ -82,7 +81,7 @@ class _Sums:
     zeros: int = 0
 
     def add(self, other: _Sums) -> None:
-        """Add those of other elements (Chan, Golub, LeVeque 1979). Nothing is squared that could overflow."""
+        """Add other elements (Chan, Golub, LeVeque 1979), without squares that could overflow."""
         self.nan, self.infinite = self.nan + other.nan, self.infinite + other.infinite
         self.zeros += other.zeros
         if other.finite == 0:
@@ -101,8 +100,8 @@ class _Sums:
 
 
 def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
-    """The statistics of a piece of elements as they are stored, given as bytes."""
-    import torch  # here and below: commands that count nothing need not wait for it
+    """Return the statistics of the elements in some bytes."""
+    import torch  # here and below, as most commands do not need it
 
     stored = piece.view(getattr(torch, _COUNTED_AS.get(dtype, dtype)))
     if dtype == "float4_e2m1fn_x2":
@@ -123,15 +122,14 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
         return sums
     least, greatest = (float(extreme) for extreme in numbers.aminmax())
     sums.finite, sums.least, sums.greatest = count, least, greatest
-    # The sum of large elements, or of their squares, would overflow: they are counted in units of
-    # the largest.
+    # Sums of large elements would overflow, so they are counted in units of the largest.
     largest = max(-least, greatest)
     unit = largest if largest > 1e100 else 1.0
     deviation, mean = torch.std_mean(numbers / unit if unit != 1.0 else numbers, correction=0)
     sums.mean, sums.deviation = float(mean) * unit, float(deviation) * unit
     if dtype == "int64":
         sums.least, sums.greatest = (int(extreme) for extreme in stored.aminmax())
-    elif dtype == "uint64":  # torch compares them as signed ones only
+    elif dtype == "uint64":  # torch cannot compare them
         signed = stored.view(torch.int64) ^ torch.iinfo(torch.int64).min
         sums.least, sums.greatest = (int(extreme) + (1 << 63) for extreme in signed.aminmax())
     return sums
@@ -144,16 +142,17 @@ def stats(
     threads: int | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Iterator[TensorStats]:
-    """The statistics of tensors of an index, each when the last of its elements was read.
+    """Yield the statistics of tensors, each after its last element was read.
 
     Args:
-        tensors: their numbers.
-        threads: that read; default: the cores of this process. Torch counts with its own.
+        index: the checkpoint.
+        tensors: the numbers of the tensors.
+        threads: the number of threads that read; default: the cores of this process.
         progress: called with the bytes counted so far, and all of them.
 
     Raises:
-        CorruptDataError, PlanError: a data file is not as the index says, or no file holds some of
-            the elements.
+        CorruptDataError: a data file is missing or damaged.
+        PlanError: no chunk holds some of the elements.
     """
     import torch
 
@@ -173,7 +172,7 @@ def stats(
         slab = slabs[turn]
         requests = []
         for part in cuts:
-            # As other elements of the size: this torch may lack the dtype.
+            # This torch may lack the dtype, so the elements are read as another one of its size.
             elements = memory_of(part, slab).view(getattr(torch, _OF_SIZE[sizes[part.number][1]]))
             requests += fills(tensors[part.number], known[part.number].shape, part.begin, elements)
         index.read_regions(requests, **options)

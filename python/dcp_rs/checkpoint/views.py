@@ -1,4 +1,4 @@
-"""Views: the tensors of a checkpoint as a model uses them, over those that are stored."""
+"""Views: logical tensors, as a model uses them, over the stored ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.names import hint
@@ -22,10 +22,10 @@ __all__ = ["Concat", "Layout", "LayoutView", "Split", "Stack", "Transpose", "Uns
 _FIELD = re.compile(r"\{(\w+)\}")
 _TARGETS = ("bfloat16", "float16", "float32")
 
-#: A rectangle of a tensor (its number, offsets, sizes), for each dimension of the view that of the
-#: tensor or None, and where it goes.
+#: (number, offsets, sizes, dims, place): a rectangle of a stored tensor, for each dimension of the
+#: view that of the stored tensor or None, and the offsets in the view.
 Rectangle: TypeAlias = tuple[int, list[int], list[int], list[int | None], list[int]]
-#: Name, shape, and what it is made of.
+#: (name, shape, rectangles) of a logical tensor.
 Tensor: TypeAlias = tuple[str, list[int], list[Rectangle]]
 
 
@@ -34,12 +34,12 @@ def _fields(pattern: str) -> list[str]:
 
 
 def _filled(pattern: str, fields: Mapping[str, object]) -> str:
-    """Return a name: the pattern with what its fields stand for."""
+    """Return the name of a pattern with values for its fields."""
     return _FIELD.sub(lambda field: str(fields[field[1]]), pattern)
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    """Return what matches the names of a pattern, with a group for each field. A field that comes again has the same text."""
+    """Return a regex with a group for each field. A repeated field matches the same text."""
     parts, seen = [], set()
     for i, part in enumerate(_FIELD.split(pattern)):
         if i % 2 == 0:
@@ -53,15 +53,58 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 class LayoutView(ABC):
-    """A view that joins, cuts or turns stored tensors."""
+    """A view that joins, cuts or transposes stored tensors."""
 
     @abstractmethod
-    def _tensors(self, found: _Names) -> Iterator[Tensor]:
-        """Yield the tensors that the view makes. What they are made of is no entry any more."""
+    def _tensors(self, names: _Names) -> Iterator[Tensor]:
+        """Yield the logical tensors. The stored tensors they consist of are no entries any more."""
+
+
+class _Stored(NamedTuple):
+    """A stored tensor that a pattern matches.
+
+    Attributes:
+        fields: the values of the pattern's fields.
+        name, number, shape: the tensor.
+    """
+
+    fields: dict[str, str]
+    name: str
+    number: int
+    shape: list[int]
+
+    def part(
+        self,
+        *,
+        begin: int = 0,
+        size: int | None = None,
+        dim: int = 0,
+        dims: list[int | None] | None = None,
+        to: tuple[int, int] = (0, 0),
+    ) -> Rectangle:
+        """Return a rectangle of the tensor.
+
+        Args:
+            begin, size, dim: the indices along one dimension; default: all.
+            dims: for each dimension of the view that of the tensor or None; default: the same.
+            to: the dimension of the view along which the rectangle is moved, and by how much.
+        """
+        sizes = self.shape if size is None else _replaced(self.shape, dim, size)
+        offsets = _replaced([0] * len(sizes), dim, begin)
+        dims = [*range(len(sizes))] if dims is None else dims
+        return self.number, offsets, sizes, dims, _replaced([0] * len(dims), *to)
+
+
+def _replaced(values: Sequence[int], place: int, value: int) -> list[int]:
+    return [value if i == place else known for i, known in enumerate(values)]
 
 
 class _Names:
-    """The tensors of an index, as patterns find them; and which were found."""
+    """The tensors of an index, to be found by patterns.
+
+    Attributes:
+        used: the numbers of the tensors that were found.
+    """
 
     def __init__(self, index: _core.Index) -> None:
         self._index = index
@@ -69,31 +112,30 @@ class _Names:
         self._names = index.names()
 
     def fail(self, reason: str, tensor: str | None = None) -> PlanError:
+        """Return an error about the checkpoint."""
         return PlanError(f"{self._index.path}: {reason}", path=self._index.path, tensor=tensor)
 
-    def match(self, pattern: str) -> list[tuple[dict[str, str], str, int, tuple[int, ...]]]:
-        """Return (fields, name, number, shape) of the tensors that match, in the order of names.
+    def match(self, pattern: str) -> list[_Stored]:
+        """Return the tensors that match a pattern, in the order of their names.
 
         Raises:
-            PlanError: there are none.
+            PlanError: no tensor matches.
         """
         regex, found = _regex(pattern), []
         for number, name in enumerate(self._names):
             match = regex.fullmatch(name)
             if match is not None and not (entry := self._index.tensor(number)).is_bytes:
-                found.append((match.groupdict(), name, number, entry.shape))
+                found.append(_Stored(match.groupdict(), name, number, list(entry.shape)))
         if not found:
             if pattern in self._names:
                 raise self.fail(f"{pattern!r} is a value, not a tensor")
             raise self.fail(f"no tensor matches {pattern!r}{hint(pattern, self._names)}")
-        self.used.update(number for _, _, number, _ in found)
+        self.used.update(stored.number for stored in found)
         return found
 
-    def groups(
-        self, patterns: Sequence[str], into: str
-    ) -> dict[str, list[tuple[str, int, tuple[int, ...]]]]:
-        """Return for each name of ``into`` the (name, number, shape) of what is joined there, in order."""
-        groups: dict[str, dict[tuple[int, int], tuple[str, int, tuple[int, ...]]]] = {}
+    def groups(self, patterns: Sequence[str], into: str) -> dict[str, list[_Stored]]:
+        """Return the tensors to join under each name of ``into``, in order."""
+        groups: dict[str, dict[tuple[int, int], _Stored]] = {}
         for place, pattern in enumerate(patterns):
             joined = [field for field in _fields(pattern) if field not in _fields(into)]
             unknown = [field for field in _fields(into) if field not in _fields(pattern)]
@@ -104,27 +146,27 @@ class _Names:
                     else f"{joined} are more than one field to join over"
                 )
                 raise self.fail(f"{pattern!r} does not go into {into!r}: {what}")
-            for fields, tensor, number, shape in self.match(pattern):
-                at = fields[joined[0]] if joined else "0"
+            for stored in self.match(pattern):
+                at = stored.fields[joined[0]] if joined else "0"
                 if not at.isdecimal():
                     raise self.fail(
-                        f"tensor {tensor!r}: {at!r} is no number, and {{{joined[0]}}} is joined over",
-                        tensor,
+                        f"tensor {stored.name!r}: {at!r} is no number, and {{{joined[0]}}} is "
+                        "joined over",
+                        stored.name,
                     )
-                group = groups.setdefault(_filled(into, fields), {})
-                if (place, int(at)) in group:
+                group = groups.setdefault(_filled(into, stored.fields), {})
+                if group.setdefault((place, int(at)), stored) is not stored:
                     raise self.fail(
-                        f"tensor {tensor!r} and another one have the same number", tensor
+                        f"tensor {stored.name!r} and another one have the same number", stored.name
                     )
-                group[place, int(at)] = tensor, number, shape
         for name, group in groups.items():
-            numbers = sorted(group)
-            for place in range(len(patterns)):
-                own = [number for of, number in numbers if of == place]
-                if own != list(range(len(own))) or not own:
-                    gap = next(n for n in range(len(own) + 1) if n not in own)
+            for place, pattern in enumerate(patterns):
+                numbers = sorted(number for of, number in group if of == place)
+                if numbers != list(range(len(numbers))) or not numbers:
+                    gap = next(n for n in range(len(numbers) + 1) if n not in numbers)
                     raise self.fail(
-                        f"{name!r} lacks a part: {patterns[place]!r} has numbers {own[:8]}, and no {gap}",
+                        f"{name!r} lacks a part: {pattern!r} has numbers {numbers[:8]}, and no "
+                        f"{gap}",
                         name,
                     )
         return {name: [group[at] for at in sorted(group)] for name, group in groups.items()}
@@ -136,27 +178,20 @@ class _Names:
         return dim % ndim
 
 
-def _moved(zero: Sequence[int], dim: int, by: int) -> list[int]:
-    return [by if d == dim else 0 for d in range(len(zero))]
-
-
-def _sized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    return [size if d == dim else n for d, n in enumerate(shape)]
-
-
 @dataclass(frozen=True)
 class Stack(LayoutView):
     """Join tensors of one shape along a new dimension, as ``torch.stack`` does.
 
     Attributes:
-        pattern: names of stored tensors. ``{field}`` matches one component of a name.
-        into: the name of what they become. The field that it lacks is the one joined over, in
-            numeric order from 0.
-        dim: where the new dimension goes.
+        pattern: the names of stored tensors. ``{field}`` matches one component of a name.
+        into: the name of the stack. Tensors are joined over the field that it lacks, in numeric
+            order from 0.
+        dim: the new dimension.
 
     Example:
         ```python
-        views = [dcp_rs.Unstack("weight", into="rows.{row}"), dcp_rs.Stack("rows.{row}", into="weight", dim=1)]
+        rows = dcp_rs.Unstack("weight", into="rows.{row}")
+        views = [rows, dcp_rs.Stack("rows.{row}", into="weight", dim=1)]
         assert dcp_rs.open("hf_model", views=views)["weight"].shape == (2, 3)
         ```
     """
@@ -165,43 +200,37 @@ class Stack(LayoutView):
     into: str
     dim: int = 0
 
-    def _tensors(self, found: _Names) -> Iterator[Tensor]:
-        """Yield one tensor for each name of ``into``."""
-        for name, parts in found.groups([self.pattern], self.into).items():
-            shape = parts[0][2]
-            dim = found.dim(self.dim, len(shape) + 1, name)
+    def _tensors(self, names: _Names) -> Iterator[Tensor]:
+        for name, parts in names.groups([self.pattern], self.into).items():
+            shape = parts[0].shape
+            dim = names.dim(self.dim, len(shape) + 1, name)
             dims: list[int | None] = [*range(len(shape))]
             dims.insert(dim, None)
-            zero = [0] * len(shape)
-            for part, _, other in parts:
-                if other != shape:
-                    raise found.fail(
-                        f"{parts[0][0]!r} is {list(shape)} and {part!r} is {list(other)}: they cannot be stacked",
+            for part in parts:
+                if part.shape != shape:
+                    raise names.fail(
+                        f"{parts[0].name!r} is {shape} and {part.name!r} is {part.shape}: they "
+                        "cannot be stacked",
                         name,
                     )
-            yield (
-                name,
-                [*shape[:dim], len(parts), *shape[dim:]],
-                [
-                    (number, zero, list(shape), dims, _moved(dims, dim, i))
-                    for i, (_, number, _) in enumerate(parts)
-                ],  # type: ignore[arg-type]
-            )
+            rectangles = [part.part(dims=dims, to=(dim, i)) for i, part in enumerate(parts)]
+            yield name, [*shape[:dim], len(parts), *shape[dim:]], rectangles
 
 
 @dataclass(frozen=True)
 class Concat(LayoutView):
-    """Join tensors along a dimension that they have, as ``torch.cat`` does.
+    """Join tensors along an existing dimension, as ``torch.cat`` does.
 
     Attributes:
-        names: one pattern, joined over the field that ``into`` lacks, in numeric order from 0; or
-            several, joined in their order.
-        into: the name of what they become.
+        names: a pattern, joined over the field that ``into`` lacks, in numeric order from 0; or
+            several patterns, joined in their order.
+        into: the name of the joined tensor.
         dim: the dimension.
 
     Example:
         ```python
-        views = [dcp_rs.Unstack("weight", into="rows.{row}"), dcp_rs.Concat(["rows.0", "rows.2"], into="outer")]
+        rows = dcp_rs.Unstack("weight", into="rows.{row}")
+        views = [rows, dcp_rs.Concat(["rows.0", "rows.2"], into="outer")]
         assert dcp_rs.open("hf_model", views=views)["outer"].shape == (4,)
         ```
     """
@@ -210,42 +239,34 @@ class Concat(LayoutView):
     into: str
     dim: int = 0
 
-    def _tensors(self, found: _Names) -> Iterator[Tensor]:
-        """Yield one tensor for each name of ``into``."""
+    def _tensors(self, names: _Names) -> Iterator[Tensor]:
         patterns = [self.names] if isinstance(self.names, str) else list(self.names)
         if not patterns:
-            raise found.fail(f"Concat into {self.into!r} has no names to join")
-        for name, parts in found.groups(patterns, self.into).items():
-            first = parts[0][2]
-            dim, at, made = found.dim(self.dim, len(first), name), 0, []
-            for part, number, shape in parts:
-                if len(shape) != len(first) or _sized(shape, dim, 0) != _sized(first, dim, 0):
-                    raise found.fail(
-                        f"{parts[0][0]!r} is {list(first)} and {part!r} is {list(shape)}: they differ beside dim {dim}",
+            raise names.fail(f"Concat into {self.into!r} has no names to join")
+        for name, parts in names.groups(patterns, self.into).items():
+            first = parts[0]
+            dim, at = names.dim(self.dim, len(first.shape), name), 0
+            rectangles: list[Rectangle] = []
+            for part in parts:
+                if _replaced(part.shape, dim, 0) != _replaced(first.shape, dim, 0):
+                    raise names.fail(
+                        f"{first.name!r} is {first.shape} and {part.name!r} is {part.shape}: they "
+                        f"differ beside dim {dim}",
                         name,
                     )
-                made.append(
-                    (
-                        number,
-                        [0] * len(shape),
-                        list(shape),
-                        [*range(len(shape))],
-                        _moved(shape, dim, at),
-                    )
-                )
-                at += shape[dim]
-            yield name, _sized(first, dim, at), made
+                rectangles.append(part.part(to=(dim, at)))
+                at += part.shape[dim]
+            yield name, _replaced(first.shape, dim, at), rectangles
 
 
 @dataclass(frozen=True)
 class Unstack(LayoutView):
-    """Cut a tensor into those that were stacked, as ``torch.unbind`` does.
+    """Cut a tensor along a dimension and remove the dimension, as ``torch.unbind`` does.
 
     Attributes:
-        pattern: names of stored tensors.
-        into: names of what they become. The field that ``pattern`` lacks is the number along the
-            dimension.
-        dim: the dimension, which is gone then.
+        pattern: the names of stored tensors.
+        into: the names of the parts. The field that ``pattern`` lacks is the number of the part.
+        dim: the dimension.
 
     Example:
         ```python
@@ -258,20 +279,20 @@ class Unstack(LayoutView):
     into: str
     dim: int = 0
 
-    def _tensors(self, found: _Names) -> Iterator[Tensor]:
-        """Yield a tensor for each step along the dimension of each stored one."""
+    def _tensors(self, names: _Names) -> Iterator[Tensor]:
         new = [field for field in _fields(self.into) if field not in _fields(self.pattern)]
         if len(new) != 1:
-            raise found.fail(
-                f"{self.pattern!r} does not go into {self.into!r}, which needs one field more, for the numbers"
+            raise names.fail(
+                f"{self.pattern!r} does not go into {self.into!r}, which needs one field more, for "
+                "the numbers"
             )
-        for fields, name, number, shape in found.match(self.pattern):
-            dim = found.dim(self.dim, len(shape), name)
-            dims: list[int | None] = [d for d in range(len(shape)) if d != dim]
-            rest = [shape[d] for d in range(len(shape)) if d != dim]
-            for i in range(shape[dim]):
-                part = (number, _moved(shape, dim, i), _sized(shape, dim, 1), dims, [0] * len(rest))
-                yield _filled(self.into, {**fields, new[0]: i}), rest, [part]
+        for stored in names.match(self.pattern):
+            dim = names.dim(self.dim, len(stored.shape), stored.name)
+            dims: list[int | None] = [d for d in range(len(stored.shape)) if d != dim]
+            rest = [size for d, size in enumerate(stored.shape) if d != dim]
+            for i in range(stored.shape[dim]):
+                part = stored.part(begin=i, size=1, dim=dim, dims=dims)
+                yield _filled(self.into, {**stored.fields, new[0]: i}), rest, [part]
 
 
 @dataclass(frozen=True)
@@ -279,10 +300,10 @@ class Split(LayoutView):
     """Cut a tensor into several along a dimension, as ``torch.split`` does.
 
     Attributes:
-        pattern: names of stored tensors.
-        into: names of the parts, in their order.
+        pattern: the names of stored tensors.
+        into: the names of the parts, in order.
         dim: the dimension.
-        sizes: of the parts along it; default: all the same.
+        sizes: the sizes of the parts along it; default: equal ones.
 
     Example:
         ```python
@@ -296,33 +317,27 @@ class Split(LayoutView):
     dim: int = 0
     sizes: Sequence[int] | None = None
 
-    def _tensors(self, found: _Names) -> Iterator[Tensor]:
-        """Yield the parts of each stored tensor."""
+    def _tensors(self, names: _Names) -> Iterator[Tensor]:
         if isinstance(self.into, str) or not self.into:
-            raise found.fail(f"Split of {self.pattern!r}: into={self.into!r} is no list of names")
-        for fields, name, number, shape in found.match(self.pattern):
-            dim, at = found.dim(self.dim, len(shape), name), 0
-            sizes = (
-                [shape[dim] // len(self.into)] * len(self.into)
-                if self.sizes is None
-                else list(self.sizes)
-            )
-            if len(sizes) != len(self.into) or sum(sizes) != shape[dim] or min(sizes) < 0:
-                msg = f"tensor {name!r} is {list(shape)}: {sizes} are no sizes of {len(self.into)} parts along dim {dim}"
-                raise found.fail(msg, name)
+            raise names.fail(f"Split of {self.pattern!r}: into={self.into!r} is no list of names")
+        count = len(self.into)
+        for stored in names.match(self.pattern):
+            dim, at = names.dim(self.dim, len(stored.shape), stored.name), 0
+            whole = stored.shape[dim]
+            sizes = [whole // count] * count if self.sizes is None else list(self.sizes)
+            if len(sizes) != count or sum(sizes) != whole or min(sizes) < 0:
+                msg = (
+                    f"tensor {stored.name!r} is {stored.shape}: {sizes} are no sizes of {count} "
+                    f"parts along dim {dim}"
+                )
+                raise names.fail(msg, stored.name)
             for into, size in zip(self.into, sizes, strict=True):
-                if unknown := [field for field in _fields(into) if field not in fields]:
-                    raise found.fail(
+                if unknown := [field for field in _fields(into) if field not in stored.fields]:
+                    raise names.fail(
                         f"{self.pattern!r} does not go into {into!r}: {unknown} are in no name"
                     )
-                part = (
-                    number,
-                    _moved(shape, dim, at),
-                    _sized(shape, dim, size),
-                    [*range(len(shape))],
-                    [0] * len(shape),
-                )
-                yield _filled(into, fields), _sized(shape, dim, size), [part]
+                part = stored.part(begin=at, size=size, dim=dim)
+                yield _filled(into, stored.fields), _replaced(stored.shape, dim, size), [part]
                 at += size
 
 
@@ -331,7 +346,7 @@ class Transpose(LayoutView):
     """Change the order of dimensions, as ``torch.permute`` does. Names stay.
 
     Attributes:
-        pattern: names of stored tensors.
+        pattern: the names of stored tensors.
         dims: for each new dimension the stored one; a permutation.
 
     Example:
@@ -344,31 +359,26 @@ class Transpose(LayoutView):
     pattern: str
     dims: Sequence[int]
 
-    def _tensors(self, found: _Names) -> Iterator[Tensor]:
-        """Yield each stored tensor, turned."""
-        for _, name, number, shape in found.match(self.pattern):
-            dims: list[int | None] = [found.dim(dim, len(shape), name) for dim in self.dims]
-            if sorted(d for d in dims if d is not None) != [*range(len(shape))]:
-                raise found.fail(
-                    f"tensor {name!r} is {list(shape)}: {tuple(self.dims)} is no permutation of its dimensions",
-                    name,
+    def _tensors(self, names: _Names) -> Iterator[Tensor]:
+        for stored in names.match(self.pattern):
+            shape = stored.shape
+            dims = [names.dim(dim, len(shape), stored.name) for dim in self.dims]
+            if sorted(dims) != [*range(len(shape))]:
+                raise names.fail(
+                    f"tensor {stored.name!r} is {shape}: {tuple(self.dims)} is no permutation of "
+                    "its dimensions",
+                    stored.name,
                 )
-            zero = [0] * len(shape)
-            yield (
-                name,
-                [shape[d] for d in dims if d is not None],
-                [(number, zero, list(shape), dims, zero)],
-            )
+            yield stored.name, [shape[d] for d in dims], [stored.part(dims=[*dims])]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the stored tensors of a checkpoint are seen.
+    """The views of a checkpoint.
 
     Attributes:
-        dequantize: the name of the dtype that quantized weights become; None: they stay as they
-            are.
-        views: are applied after that, one after another.
+        dequantize: the name of the dtype to dequantize weights to; None keeps them as stored.
+        views: the views to apply after that, in order.
     """
 
     dequantize: str | None = None
@@ -380,17 +390,18 @@ class Layout:
         dequantize: bool | torch.dtype | str | None,
         views: LayoutView | Iterable[LayoutView] | None,
     ) -> Layout:
-        """Return the layout for the arguments that users give.
+        """Return the layout for a user's arguments.
 
         Raises:
-            ValueError: a dtype that weights cannot become.
-            TypeError: something else than a view.
+            ValueError: weights cannot be dequantized to the dtype.
+            TypeError: an object is not a view.
         """
         target = None
         if dequantize is not None and dequantize is not False:
             target = "bfloat16" if dequantize is True else str(dequantize).removeprefix("torch.")
             if target not in _TARGETS:
-                msg = f"dequantize={dequantize!r}: True, or one of {', '.join(f'torch.{name}' for name in _TARGETS)}"
+                known = ", ".join(f"torch.{name}" for name in _TARGETS)
+                msg = f"dequantize={dequantize!r}: True, or one of {known}"
                 raise ValueError(msg)
         given: tuple[Any, ...] = ()
         if isinstance(views, Iterable):
@@ -404,10 +415,10 @@ class Layout:
         return cls(target, given)
 
     def apply(self, index: _core.Index, options: ReadOptions | None = None) -> _core.Index:
-        """Return the index of what is seen; the same one where nothing is to be done.
+        """Return the index of the logical tensors, or the same index if it needs no views.
 
         Raises:
-            QuantizationError: a format that is not known, or a part of a weight that is missing or
+            QuantizationError: the quantization is not known, or a part of a weight is missing or
                 does not fit.
             PlanError: a view does not fit the tensors, or makes a second tensor of one name.
         """
@@ -416,43 +427,40 @@ class Layout:
             index = index.dequantize(self.dequantize, **how) or index
         for view in self.views:
             names = _Names(index)
-            tensors = list(view._tensors(names))  # noqa: SLF001  # of this module
+            tensors = list(view._tensors(names))  # noqa: SLF001
             index = index.derive(sorted(names.used), tensors)
         return index
 
 
 def views_in(path: str | os.PathLike[str]) -> tuple[LayoutView, ...]:
-    """Return the views that a JSON file lists: ``[{"stack": "a.{n}.b", "into": "a.b"}, ...]``.
+    """Return the views in a JSON file: ``[{"stack": "a.{n}.b", "into": "a.b"}, ...]``.
 
     Raises:
-        PlanError: it is no such file.
+        PlanError: the file is not such a list.
     """
     import json
     from pathlib import Path
 
     kinds = {kind.__name__.lower(): kind for kind in (Stack, Concat, Unstack, Split, Transpose)}
 
+    def fail(reason: object) -> PlanError:
+        return PlanError(f"{path}: {reason}", path=path)
+
     def view(item: Any) -> LayoutView:
-        kind = (
-            next((kind for kind in kinds if kind in item), None) if isinstance(item, dict) else None
-        )
+        kind = next((one for one in kinds if isinstance(item, dict) and one in item), None)
         if kind is None:
-            msg = f"{path}: {item!r} is none of {', '.join(kinds)}"
-            raise PlanError(msg, path=path)
-        rest = {name: value for name, value in item.items() if name != kind}
+            raise fail(f"{item!r} is none of {', '.join(kinds)}")
+        rest = dict(item)
         try:
-            made: LayoutView = kinds[kind](item[kind], **rest)
+            made: LayoutView = kinds[kind](rest.pop(kind), **rest)
         except TypeError as error:
-            msg = f"{path}: {item!r}: {error}"
-            raise PlanError(msg, path=path) from None
+            raise fail(f"{item!r}: {error}") from None
         return made
 
     try:
         listed = json.loads(Path(path).read_text())
     except ValueError as error:
-        msg = f"{path}: {error}"
-        raise PlanError(msg, path=path) from None
+        raise fail(error) from None
     if not isinstance(listed, list):
-        msg = f"{path}: a list of views is wanted"
-        raise PlanError(msg, path=path)
-    return tuple(view(item) for item in listed)
+        raise fail("a list of views is wanted")
+    return tuple(map(view, listed))

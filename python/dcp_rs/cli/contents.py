@@ -10,7 +10,7 @@ from typing import Any
 
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.merged_from import merged_from
+from dcp_rs.checkpoint.metadata import merged_from
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.output import for_command_line, printable
 from dcp_rs.errors import DcpRsError, UnsupportedError

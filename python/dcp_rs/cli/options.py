@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dcp_rs._url import StorageOptions, location, use_storage_options
-from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.checkpoint.views import Layout, views_in
 from dcp_rs.cli.output import text_argument

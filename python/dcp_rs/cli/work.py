@@ -35,7 +35,7 @@ def verify(
     path: Path, *, allow_external: bool, allow_unverified: bool, threads: int | None, as_json: bool
 ) -> int:
     """1 where something is damaged, or nothing could be verified."""
-    from dcp_rs.checkpoint.locate import INDEX_NAME
+    from dcp_rs.checkpoint.folders import INDEX_NAME
     from dcp_rs.checkpoint.verify import verify as check
 
     begin = time.perf_counter()
@@ -111,8 +111,8 @@ def index(
     as_json: bool,
 ) -> None:
     """Writes an index over data that is there."""
+    from dcp_rs.checkpoint.index import index as write_index
     from dcp_rs.checkpoint.locate import open_index
-    from dcp_rs.checkpoint.verify import index as write_index
 
     begin = time.perf_counter()
     made = write_index(

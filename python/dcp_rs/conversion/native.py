@@ -10,7 +10,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.blocks import Region
-from dcp_rs.checkpoint.merged_from import KEY
+from dcp_rs.checkpoint.metadata import MERGED_FROM
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.output import Output
 from dcp_rs.tensors.dtypes import NAMES
@@ -26,7 +26,7 @@ def write(job: Job, output: Output) -> None:
         root = {}
     has_paths = root is None or isinstance(root, dict)  # else it is of a custom planner
     if job.merged_from and has_paths:
-        root = {**(root or {}), KEY: [dict(one) for one in job.merged_from]}
+        root = {**(root or {}), MERGED_FROM: [dict(one) for one in job.merged_from]}
     nesting = (
         None if job.containers is None else [(c.position, c.path, c.kind) for c in job.containers]
     )

@@ -17,8 +17,7 @@ from typing import Literal
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import make_folder
-from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file
+from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, make_folder
 from dcp_rs.engine.destination import Destination
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
 from dcp_rs.options import WriteOptions

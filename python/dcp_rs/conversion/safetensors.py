@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
-from dcp_rs.checkpoint.merged_from import KEY
+from dcp_rs.checkpoint.metadata import MERGED_FROM
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.output import Output
 from dcp_rs.errors import PlanError
@@ -26,7 +26,7 @@ _ALIGNMENT = 4096
 #: Metadata about pieces of tensors in a file. The result has whole tensors.
 _OF_PIECES = frozenset({"DCP_SHARDING_INFO", "DCP_VERSION", "DCPRS"})
 #: Keys of the metadata with a meaning of their own, so that no tied tensor is noted under them.
-RESERVED = _OF_PIECES | {"format", KEY}
+RESERVED = _OF_PIECES | {"format", MERGED_FROM}
 
 
 def why_not_of(dtype: torch.dtype, shape: Sequence[int]) -> str | None:
@@ -58,7 +58,7 @@ def write(job: Job, output: Output) -> None:
     order: list[Task] = []
     kept = {key: text for key, text in job.source.metadata().items() if key not in _OF_PIECES}
     if job.merged_from:
-        kept[KEY] = json.dumps(job.merged_from)
+        kept[MERGED_FROM] = json.dumps(job.merged_from)
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         # Large elements first, so that every tensor is aligned.
         tasks = sorted(run, key=lambda task: -task.dtype.itemsize if task.dtype else 0)

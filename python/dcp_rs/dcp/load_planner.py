@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_rs import _core, _torch
 from dcp_rs._reports import call
-from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed
-from dcp_rs.checkpoint.open import Checkpoint
+from dcp_rs.checkpoint.open import open as open_checkpoint
+from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.engine.load import Reads, plan_reads
 from dcp_rs.engine.matching import LoadOptions, check_cast
 from dcp_rs.engine.metadata import index_of

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
-from dcp_rs.checkpoint.locate import is_rank_local
+from dcp_rs.checkpoint.folders import is_rank_local
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.engine import load as engine_load

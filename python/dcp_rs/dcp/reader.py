@@ -20,8 +20,8 @@ from dcp_rs import _core
 from dcp_rs._progress import Counts, Progress, watching
 from dcp_rs._reports import call
 from dcp_rs._url import StorageOptions, location
-from dcp_rs.checkpoint.locate import is_of_all_ranks
-from dcp_rs.checkpoint.open import Checkpoint
+from dcp_rs.checkpoint.folders import is_of_all_ranks
+from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.stock_arguments import choose_argument, warn_ignored

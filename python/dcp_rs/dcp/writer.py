@@ -33,7 +33,7 @@ from dcp_rs._progress import Progress
 from dcp_rs._reports import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import location
-from dcp_rs.checkpoint.locate import rank_index_name, warn_of_a_foreign_model
+from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import choose_argument, warn_ignored
 from dcp_rs.engine.destination import Destination
@@ -420,7 +420,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Warn of a model of others in the folder: once a save, on the caller's thread."""
         if self._checked_folder != self.path:
             self._checked_folder = self.path
-            warn_of_a_foreign_model(self.path)
+            warn_of_foreign_model(self.path)
 
     def _take_answer(self, plan: SavePlan) -> tuple[SavePlan, SavePlace]:
         """Return the plan of this rank with its items, and its place in the save.

@@ -11,8 +11,7 @@ from typing import Any
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import make_folder
-from dcp_rs.checkpoint.locate import INDEX_NAME, rank_index_name
+from dcp_rs.checkpoint.folders import INDEX_NAME, make_folder, rank_index_name
 from dcp_rs.errors import (
     CheckpointExistsError,
     DcpRsError,

@@ -15,7 +15,8 @@ from dcp_rs._progress import Counts, Progress, watching
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.locate import is_of_all_ranks, is_rank_local, open_index
+from dcp_rs.checkpoint.folders import is_of_all_ranks, is_rank_local
+from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.engine import cache_sharing, matching

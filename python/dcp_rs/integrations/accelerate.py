@@ -6,7 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from dcp_rs.checkpoint.locate import local_path, open_index
+from dcp_rs.checkpoint.folders import local_path
+from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.conversion import convert
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import CheckpointNotFoundError

@@ -15,8 +15,8 @@ import torch
 from dcp_rs import _core
 from dcp_rs._arguments import check_arguments
 from dcp_rs.api import async_save, save
-from dcp_rs.checkpoint.frameworks import open as open_checkpoint
-from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.checkpoint.folders import local_path
+from dcp_rs.checkpoint.open import open as open_checkpoint
 from dcp_rs.conversion.output import new_output
 from dcp_rs.integrations._needs import framework
 from dcp_rs.integrations.install import installed

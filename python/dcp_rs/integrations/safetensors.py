@@ -12,8 +12,9 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
-from dcp_rs.checkpoint.locate import local_path, open_index
-from dcp_rs.checkpoint.open import Checkpoint, read_whole
+from dcp_rs.checkpoint.folders import local_path
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.torch_checkpoint import Checkpoint, read_whole
 from dcp_rs.conversion.output import new_output
 from dcp_rs.conversion.safetensors import header, why_not_of
 from dcp_rs.errors import PlanError, UnsupportedError

@@ -16,7 +16,8 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._url import location
-from dcp_rs.checkpoint.locate import local_path, open_index
+from dcp_rs.checkpoint.folders import local_path
+from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, selector
 from dcp_rs.conversion import ConvertReport, convert
 from dcp_rs.conversion.output import check_output, new_output

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_rs.checkpoint.verify import index
+from dcp_rs.checkpoint.index import index
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

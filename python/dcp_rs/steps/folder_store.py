@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.clean import leftovers
-from dcp_rs.checkpoint.folders import make_folder
-from dcp_rs.checkpoint.locate import INDEX_NAME, local_path
+from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder
 from dcp_rs.errors import SaveInProgressError
 from dcp_rs.steps import notes
 from dcp_rs.steps.notes import saved_name, saving_name

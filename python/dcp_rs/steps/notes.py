@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.locate import INDEX_NAME, is_data_file
+from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
 
 __all__ = [
     "MAX_BYTES",

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, location, options_for
-from dcp_rs.checkpoint.locate import INDEX_NAME, is_data_file
+from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
 from dcp_rs.errors import (
     CorruptDataError,
     CorruptIndexError,

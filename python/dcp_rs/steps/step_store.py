@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from dcp_rs import _core
-from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME
+from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME
 from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import (
     CorruptDataError,

@@ -36,9 +36,8 @@ __all__ = [
 
 TreePath = tuple[Any, ...]
 
-#: The tag of a mapping without tensors that DCP's flattening would change, as it turns keys into
-#: text and drops empty dicts. The mapping is saved as the tuple ``(WHOLE, mapping)``, which DCP does
-#: not enter.
+#: The tag of a mapping without tensors that DCP's flattening would change: it turns keys into text,
+#: and drops empty dicts. The mapping is saved as a tuple ``(WHOLE, mapping)``. DCP enters no tuples.
 WHOLE = "dcp_rs.whole"
 
 _FACTORIES = {

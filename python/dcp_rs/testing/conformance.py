@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_rs import _core
 from dcp_rs.api import save
-from dcp_rs.checkpoint.verify import index
+from dcp_rs.checkpoint.index import index
 from dcp_rs.testing.compare import raw_bytes, state_differences
 from dcp_rs.testing.states import dtypes_state, random_tensor, shapes_state, strange_names_state
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_rs.checkpoint.open import containers_of
+from dcp_rs.checkpoint.torch_checkpoint import containers_of
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.tensors.nesting import Container, TreePath, nest, text_path

@@ -90,7 +90,7 @@ class CopyStream:
     the transfer that needs it in turn.
     """
 
-    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # immutable
+    def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -281,7 +281,7 @@ class BlockingCopyStream(CopyStream):
 def copy_stream_for(device: torch.device) -> CopyStream:
     """Return a copy stream for a device. The current stream is its caller's stream."""
     if not is_accelerator(device):
-        return CopyStream()
+        return CopyStream(device)
     if _is_current(device):
         try:
             return PairedCopyStream(device)

@@ -201,7 +201,8 @@ def write_entries(
         elif turn == _CONVERTED:
             _write_converted(save, numbered, options.inflight_bytes(accelerator=False))
         else:
-            _write_from_device(save, numbered[0][1].data.device, numbered, options)  # type: ignore[union-attr]
+            device = cast(torch.Tensor, numbered[0][1].data).device
+            _write_from_device(save, device, numbered, options)
 
 
 def _write_converted(
@@ -240,8 +241,8 @@ def _write_from_device(
             while free and (parts := next(filled, None)):
                 slab = free.pop()
                 transfer = _transfer(slab, stream, parts)
-                # The copy may read what the caller's stream is still conjugating, so `copying` keeps
-                # the transfer alive.
+                # The copy may read memory that the caller's stream is still conjugating, so
+                # `copying` keeps the transfer alive.
                 stream.order_after_caller()
                 copying.append((slab, parts, transfer, stream.download(slab, transfer)))
             if not copying:

@@ -157,8 +157,8 @@ class Staging:
         self._pool = pool
         self._process = os.getpid()
         self._released = threading.Event()
-        # The streams begin here, so that the copies wait for the present work of the caller's stream
-        # and for no later work.
+        # The streams begin here, so that the copies wait for the present work of the caller's
+        # stream, and for no later work.
         self._copies = [
             (copy_stream_for(device), targets, sources)
             for device, (targets, sources) in pairs.items()

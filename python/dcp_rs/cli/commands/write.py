@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dcp_rs._url import location
-from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command

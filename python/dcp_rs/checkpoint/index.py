@@ -1,0 +1,245 @@
+"""``dcp_rs.index``: an index for data that has none."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dcp_rs import _core
+from dcp_rs._arguments import suggest_option
+from dcp_rs._progress import Progress, watching
+from dcp_rs._url import StorageOptions, Url, location, options_for
+from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file, local_path, make_folder
+from dcp_rs.checkpoint.locate import payload
+from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedError
+from dcp_rs.options import ReadOptions, uuid_of
+
+__all__ = ["index"]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The save whose index to recover; None for the only one there is.
+
+    Attributes:
+        generation: the number in the names of its data files.
+        save_id: its id, 16 bytes.
+    """
+
+    generation: int | None
+    save_id: bytes | None
+
+    @classmethod
+    def of(cls, generation: int | None, save_id: str | None) -> _Wanted:
+        """Return the save that the caller's arguments choose.
+
+        Raises:
+            ValueError: a generation below 0, or an id that is not a UUID.
+        """
+        if generation is not None and (
+            isinstance(generation, bool) or not 0 <= generation < 1 << 64
+        ):
+            msg = f"generation={generation!r}: a number from 0 on, as in the names of data files"
+            raise ValueError(msg)
+        return cls(generation, None if save_id is None else uuid_of(save_id).bytes)
+
+    def check_lost(self, path: Path, *, is_lost: bool) -> None:
+        """Raise a ``ValueError`` if a save was chosen, but the index is not to be recovered."""
+        if not is_lost and self != _Wanted(None, None):
+            msg = (
+                "generation= and save_id= choose among saves of dcp-rs whose index is to be "
+                f"rebuilt, and {path} holds none"
+            )
+            raise ValueError(msg)
+
+    def recover(
+        self,
+        folder: Path,
+        threads: int | None,
+        progress: Progress,
+        store: _core.Store | None = None,
+    ) -> bytes:
+        """Return an index of the save, rebuilt from all of its data."""
+        with watching(progress, "indexing") as watch:
+            return _core.recover(
+                os.fspath(folder),
+                generation=self.generation,
+                save_id=self.save_id,
+                threads=threads or 0,
+                progress=None if watch is None else lambda done: watch(done, None),
+                store=store,
+            )
+
+
+@suggest_option
+def index(
+    path: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    digests: bool = False,
+    generation: int | None = None,
+    save_id: str | None = None,
+    overwrite: bool = False,
+    threads: int | None = None,
+    storage_options: Mapping[str, Any] | Any | None = None,
+    progress: Progress = None,
+) -> Path:
+    """Write an index for existing data. The data is not changed.
+
+    A foreign checkpoint (stock DCP, safetensors) then opens instantly. If a folder of dcp-rs lost
+    its index, this hashes all of its data to rebuild it. Empty dicts and the kinds of dicts are not
+    recovered.
+
+    Args:
+        path: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, a folder
+            of dcp-rs without its index, or the URL of one on a store. In a folder with several
+            models, pass the file of one model. The folder then opens as that model.
+        out: a folder for the index. Default: beside the data, which is the only place on a store.
+            An index elsewhere names its data by absolute paths, and opens with
+            ``allow_external=True``.
+        digests: hash foreign data too, so that you can verify it later.
+        generation, save_id: which save to recover, if there are several. The generation is in the
+            names of data files, and the id in their headers. The error for several saves lists
+            both.
+        overwrite: replace an existing index.
+        threads: the number of threads that hash. Default: the cores of this process.
+        storage_options: for a URL, see :class:`dcp_rs.RsReader`.
+        progress: as for :func:`dcp_rs.verify`. The bytes to hash are None for a folder that lost
+            its index.
+
+    Returns:
+        The path of the index.
+
+    Raises:
+        CheckpointExistsError: there is an index, and ``overwrite`` is not set; or it was created
+            meanwhile.
+        CheckpointReplacedError: a save was committed meanwhile, or the data is gone. Nothing was
+            changed.
+        CheckpointNotFoundError: there is no data to index.
+        UnsupportedError: the folder holds a rank-local save (``use_collectives=False``), which an
+            index of all ranks would hide; or several models, none of which transformers or
+            diffusers would choose; or, without ``out``, a link that leads out of the folder and of
+            Hugging Face's cache; or ``out`` is given for a URL.
+        ValueError: an invalid option; or ``generation`` or ``save_id`` for foreign data.
+        StoragePreconditionError: another index was stored meanwhile.
+        StorageError: see :mod:`dcp_rs.errors`.
+
+    Example:
+        ```python
+        dcp_rs.index("hf_model", digests=True)
+        assert dcp_rs.verify("hf_model")
+        ```
+    """
+    source, options = location(path), StorageOptions.of(storage_options)
+    ReadOptions(threads=threads)
+    wanted = _Wanted.of(generation, save_id)
+    if isinstance(source, Url):
+        if out is not None:
+            msg = (
+                f"{source}: the index of data on a store lies beside it: out= is for folders of "
+                "the file system"
+            )
+            raise UnsupportedError(msg, path=source)
+        return _index_on_store(
+            source,
+            options,
+            digests=digests,
+            wanted=wanted,
+            overwrite=overwrite,
+            threads=threads,
+            progress=progress,
+        )
+    options_for(source, options)  # it raises if there are any, for a folder
+    folder = source if source.is_dir() else source.parent
+    target = folder if out is None else local_path(out)
+    if target.is_dir():
+        _core.check_no_rank_indexes(os.fspath(target))
+    before = _core.fingerprint(os.fspath(target / INDEX_NAME))
+    if (target / INDEX_NAME).exists() and not overwrite:
+        raise _exists(target)
+    if not source.exists():
+        msg = f"no checkpoint at {source}: there is no such path"
+        raise CheckpointNotFoundError(msg, path=source)
+    is_lost = source.is_dir() and _core.has_native_data(os.fspath(source))
+    wanted.check_lost(source, is_lost=is_lost)
+    if is_lost:
+        data = wanted.recover(source, threads, progress)
+        found = _core.Index.from_bytes(data, os.fspath(folder / INDEX_NAME), False)
+    else:
+        # Not from an index that is to be replaced.
+        found = _core.Index.from_data(os.fspath(source))
+    if out is None and (link := found.find_link_outside()) is not None:
+        msg = (
+            f"{link} is a link to something outside its folder, which is followed through an index "
+            "only with allow_external=True: with an index beside it the folder would open no more "
+            "as it does now. Give out=, a folder for the index, which is then opened with "
+            "allow_external=True; or put the file in place of the link"
+        )
+        raise UnsupportedError(msg, path=link)
+    prefix = None if out is None else os.fspath(folder.absolute())
+    data = _copy(found, prefix=prefix, digests=digests, threads=threads, progress=progress)
+    make_folder(target)
+    _core.replace_index(os.fspath(target), data, before, True)
+    return target / INDEX_NAME
+
+
+def _index_on_store(
+    url: Url,
+    options: StorageOptions | None,
+    *,
+    digests: bool,
+    wanted: _Wanted,
+    overwrite: bool,
+    threads: int | None,
+    progress: Progress,
+) -> Path:
+    """Do the same as :func:`index` for a URL. It replaces only the index that it found at first."""
+    # Secrets get no variable here, as tools show the variables of a traceback.
+    store = _core.Store(os.fspath(url), options_for(url, options) or {})
+    ((files, _),) = store.list([url])
+    folder = url if files else url.parent  # the URL of a single file
+    store.begin(os.fspath(folder), None)
+    if store.replaces and not overwrite:
+        raise _exists(folder)
+    ((files, _),) = store.list([url])
+    is_lost = any(is_data_file(name) for name, *_ in files)
+    wanted.check_lost(url, is_lost=is_lost)
+    if is_lost:
+        data = wanted.recover(folder, threads, progress, store)
+    else:
+        # Not from an index that is to be replaced.
+        found = _core.Index.from_data(os.fspath(url), options_for(url, options))
+        data = _copy(found, prefix=None, digests=digests, threads=threads, progress=progress)
+    store.replace_index(os.fspath(folder), data)
+    return folder / INDEX_NAME
+
+
+def _exists(folder: Path) -> CheckpointExistsError:
+    path = folder / INDEX_NAME
+    msg = f"there is an index at {path}; pass overwrite=True to replace it"
+    return CheckpointExistsError(msg, path=path)
+
+
+def _copy(
+    found: _core.Index,
+    *,
+    prefix: str | None,
+    digests: bool,
+    threads: int | None,
+    progress: Progress,
+) -> bytes:
+    """Return a native index of the same data, with the id of the save that wrote it, if any."""
+    save_id = uuid.uuid4() if found.save_id is None else uuid.UUID(found.save_id)
+    with watching(progress, "indexing") as watch:
+        total = 0 if watch is None else payload(found)
+        return found.copy(
+            prefix=prefix,
+            digests=digests,
+            save_id=save_id.bytes,
+            threads=threads or 0,
+            progress=None if watch is None else lambda done: watch(done, total),
+        )

@@ -1,0 +1,234 @@
+"""Open checkpoints as torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dcp_rs import _core
+from dcp_rs._progress import Counts
+from dcp_rs.checkpoint.mapping import OpenCheckpoint, StoredSlice, TensorInfo, check_held
+from dcp_rs.checkpoint.stream import stream
+from dcp_rs.options import ReadOptions
+from dcp_rs.tensors import pickles
+from dcp_rs.tensors.dtypes import REQUIRES_GRAD, can_require_grad
+from dcp_rs.tensors.flatten import number_parameters
+from dcp_rs.tensors.nesting import Container, TreePath, nest
+from dcp_rs.transfer.load import fill
+from dcp_rs.transfer.target import Target, stored_dtype
+
+__all__ = ["Checkpoint", "TensorSlice", "containers_of", "read_whole"]
+
+
+def read_whole(
+    index: _core.Index,
+    numbers: Iterable[int],
+    device: torch.device | str | int,
+    options: ReadOptions,
+    counts: Counts | None = None,
+) -> dict[str, torch.Tensor]:
+    """Read whole tensors into new memory, and return them by name.
+
+    Args:
+        index: the checkpoint.
+        numbers: the numbers of the tensors.
+        device: the device of the new memory.
+        options: how to read.
+        counts: counters for the bytes.
+
+    Raises:
+        PlanError: the checkpoint does not hold all of a tensor.
+    """
+    wanted = [Target.whole(number, index.tensor(number), "meta") for number in numbers]
+    check_held(index, [(one.index, one.offsets, one.tensor.shape) for one in wanted])
+    targets = [
+        replace(one, tensor=torch.empty(one.tensor.shape, dtype=one.dtype, device=device))
+        for one in wanted
+    ]
+    fill(index, targets, options, counts)
+    return {target.name: target.tensor for target in targets}
+
+
+class Checkpoint(OpenCheckpoint["TensorSlice"]):
+    """A checkpoint that is open for reading: a mapping from names to tensors and values.
+
+    :func:`dcp_rs.open` makes it. On the CPU, a tensor that is stored in one piece is a view of a
+    private mapping of its file. It is read when you touch it, and writing to it changes no file.
+    Two look-ups of one name share memory. A tensor in several pieces is read into new memory.
+    Tensors stay valid after :meth:`close`.
+
+    Example:
+        ```python
+        checkpoint = dcp_rs.open("ckpt")
+        print(list(checkpoint), checkpoint["step"])
+        ```
+    """
+
+    def __init__(
+        self,
+        index: _core.Index,
+        *,
+        device: torch.device | str | int = "cpu",
+        weights_only: bool = True,
+        options: ReadOptions,
+    ) -> None:
+        super().__init__(index, options)
+        self._device = torch.device(device)
+        self._weights_only = weights_only
+
+    def _value(self, name: str, data: bytes) -> Any:
+        return pickles.load(name, data, weights_only=self._weights_only)
+
+    def _tensor(self, number: int, entry: _core.TensorEntry) -> torch.Tensor:
+        if self._device.type == "meta":
+            tensor = Target.whole(number, entry, "meta").tensor
+            requires_grad = can_require_grad(tensor.dtype) and bool(entry.flags & REQUIRES_GRAD)
+            return tensor.requires_grad_(requires_grad)
+        stored: torch.Tensor = super()._tensor(number, entry)
+        return stored
+
+    def _slice(self, number: int) -> TensorSlice:
+        return TensorSlice(self, number)
+
+    @property
+    def _can_view(self) -> bool:
+        return self._device.type == "cpu" and super()._can_view
+
+    def _element_dtype(self, name: str, dtype: str | None) -> torch.dtype:
+        return stored_dtype(name, dtype)
+
+    def _info(self, entry: _core.TensorEntry, nbytes: int) -> TensorInfo:
+        dtype = None if entry.dtype is None else stored_dtype(entry.name, entry.dtype)
+        return TensorInfo(entry.name, dtype, torch.Size(entry.shape), entry.chunk_count, nbytes)
+
+    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
+        """Return all entries, nested as they were saved.
+
+        ``dict``, ``OrderedDict``, ``Counter`` and ``defaultdict`` come back as such, and other
+        mappings as a ``dict``. Checkpoints of stock DCP have text for keys, except for numbers in
+        an optimizer's state, and lack empty dicts.
+
+        Args:
+            copy: read everything at once, each tensor into memory of its own. By default tensors
+                on the CPU are views of the files, if they can be.
+
+        Returns:
+            A nested dict of tensors and values.
+
+        Raises:
+            PlanError: the paths in the checkpoint contradict each other.
+
+        Example:
+            ```python
+            state = dcp_rs.open("ckpt").state_dict()
+            model.load_state_dict(state["model"])
+            ```
+        """
+        index = self._index
+        if self._device.type == "meta" or (self._can_view and not copy):
+            flat = {name: self[name] for name in self}
+        else:  # one load for all tensors
+            self._check_open()
+            numbers = [n for n in range(index.tensor_count) if not index.tensor(n).is_bytes]
+            tensors = read_whole(index, numbers, self._device, self._options, self._counts)
+            flat = {name: tensors[name] if name in tensors else self[name] for name in self}
+        root, containers, positions = index.planner_root(), containers_of(index), index.positions()
+        rest = root if isinstance(root, dict) else {}
+        paths = [
+            index.planner_path(i) or _path_in(rest, name) or (name,) for i, name in enumerate(flat)
+        ]
+        nested = nest(zip(positions, paths, flat.values(), strict=True), containers or ())
+        if containers is None:
+            number_parameters(nested)
+        return nested
+
+    def stream(self, device: torch.device | str | None = None) -> Iterator[tuple[str, Any]]:
+        """Iterate over all entries in the order of the files, which is the fastest order.
+
+        It reads ahead, within ``max_inflight_bytes``. Every tensor has memory of its own. On a
+        device, use a tensor on the stream that was current when you asked the iterator for it.
+        Close a stream that you do not read to its end.
+
+        Args:
+            device: the device of the tensors. Default: the checkpoint's device.
+
+        Returns:
+            An iterator over (name, tensor or value).
+
+        Raises:
+            CorruptDataError: a data file is missing or damaged.
+
+        Example:
+            ```python
+            for name, value in dcp_rs.open("ckpt").stream():
+                print(name, value)
+            ```
+        """
+        self._check_open()
+        device = self._device if device is None else torch.device(device)
+        if device.type == "meta":
+            raise ValueError("on meta there is nothing to stream: state_dict() gives the skeleton")
+        return stream(self._index, device, self._options, self.__getitem__, counts=self._counts)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self._facts()}, device={str(self._device)!r})"
+
+    def _over(
+        self,
+        mapping: _core.FileMapping,
+        chunk: _core.ChunkEntry,
+        dtype: torch.dtype,
+        strides: tuple[int, ...] | None,
+    ) -> torch.Tensor:
+        flat = torch.frombuffer(
+            mapping, dtype=torch.uint8, count=chunk.length, offset=chunk.offset
+        ).view(dtype)
+        return flat.view(chunk.sizes) if strides is None else flat.as_strided(chunk.sizes, strides)
+
+    def _read(
+        self,
+        number: int,
+        name: str,
+        dtype: torch.dtype,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+    ) -> torch.Tensor:
+        if self._device.type == "meta":
+            return torch.empty(sizes, dtype=dtype, device="meta")
+        check_held(self._index, [(number, offsets, sizes)])
+        target = Target(
+            number, offsets, torch.empty(sizes, dtype=dtype, device=self._device), name, dtype
+        )
+        fill(self._index, [target], self._options, self._counts)
+        return target.tensor
+
+
+class TensorSlice(StoredSlice[torch.Tensor]):
+    """A stored tensor, to be indexed by integers, slices and ``...`` as in torch.
+
+    Each indexing reads no more than its bounding rectangle.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, number: int) -> None:
+        super().__init__(checkpoint, number)
+        self.dtype = stored_dtype(self._name, self._stored)
+        self.shape = torch.Size(self.shape)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"TensorSlice({self._name!r}, {dtype}, shape={list(self.shape)})"
+
+
+def containers_of(index: _core.Index) -> list[Container] | None:
+    """Return the containers that an index lists, or None if its format does not list them."""
+    nesting = index.nesting()
+    return None if nesting is None else [Container(*container) for container in nesting]
+
+
+def _path_in(root: Mapping[str, Any], name: str) -> TreePath | None:
+    path = root.get(name)
+    is_path = isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
+    return path if is_path and path else None
