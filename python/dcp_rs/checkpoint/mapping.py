@@ -172,12 +172,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         if not self._can_view or index.tensor(number).chunk_count != 1:
             return None
         chunk, first = index.chunks(number)[0], index.first_chunk(number)
-        if (
-            chunk.sizes != tuple(shape)
-            or chunk.length == 0
-            or chunk.offset % dtype.itemsize  # foreign files need not align tensors
-            or not index.is_in_place(first)
-        ):
+        if chunk.sizes != tuple(shape) or chunk.length == 0 or not index.is_in_place(first):
             return None
         if self._options.verify is True:
             if index.is_view:  # a read verifies the blocks that it needs, and no others
@@ -202,7 +197,14 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         dtype: Any,
         strides: tuple[int, ...] | None,
     ) -> Any:
-        """Return a tensor over a mapped chunk. Strides count elements; None: it is contiguous."""
+        """Return a tensor over a mapped chunk, or None if the framework cannot.
+
+        Args:
+            mapping: the mapping of the file.
+            chunk: the place of the chunk in it. Foreign files need not align tensors.
+            dtype: the dtype of the elements.
+            strides: the strides in elements; None for a contiguous tensor.
+        """
 
     @abstractmethod
     def _read(

@@ -76,7 +76,9 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         chunk: _core.ChunkEntry,
         dtype: np.dtype[Any],
         strides: tuple[int, ...] | None,
-    ) -> np.ndarray[Any, Any]:
+    ) -> np.ndarray[Any, Any] | None:
+        if chunk.offset % dtype.itemsize:
+            return None
         in_bytes = None if strides is None else [stride * dtype.itemsize for stride in strides]
         return np.ndarray(chunk.sizes, dtype, memoryview(mapping), chunk.offset, in_bytes)
 

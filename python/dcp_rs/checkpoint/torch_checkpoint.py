@@ -183,9 +183,8 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         dtype: torch.dtype,
         strides: tuple[int, ...] | None,
     ) -> torch.Tensor:
-        flat = torch.frombuffer(
-            mapping, dtype=torch.uint8, count=chunk.length, offset=chunk.offset
-        ).view(dtype)
+        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=chunk.length, offset=chunk.offset)
+        flat = (flat.clone() if chunk.offset % dtype.itemsize else flat).view(dtype)
         return flat.view(chunk.sizes) if strides is None else flat.as_strided(chunk.sizes, strides)
 
     def _read(
