@@ -53,7 +53,7 @@ def check_arguments(function: Callable[..., Any], passed: Iterable[str]) -> None
     """Check that a function takes all of the keyword arguments.
 
     Raises:
-        TypeError: The function does not take one. The message suggests another.
+        TypeError: the function does not take one. The message suggests another.
     """
     kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     known = [

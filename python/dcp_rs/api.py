@@ -358,8 +358,8 @@ def _call_state_dicts(state_dict: dict[str, Any], *, copy_buffers: bool = False)
     """Replace ``Stateful`` objects by their states, in a copy.
 
     Args:
-        state_dict: The state dict of the caller.
-        copy_buffers: Copy buffers of modules, which the next forward pass may write to.
+        state_dict: the state dict of the caller.
+        copy_buffers: copy buffers of modules, which the next forward pass may write to.
     """
     stateful = stateful_values(state_dict)
 
@@ -568,8 +568,8 @@ def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
     """Return an error with advice for an argument that is no state dict.
 
     Args:
-        state_dict: The argument.
-        path: The other argument. The caller may have swapped them.
+        state_dict: the argument.
+        path: the other argument. The caller may have swapped them.
     """
     kind = type(state_dict).__name__
     if isinstance(state_dict, str | os.PathLike):

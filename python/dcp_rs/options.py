@@ -54,7 +54,7 @@ def uuid_of(save_id: str) -> uuid.UUID:
     """Parse the id of a save.
 
     Raises:
-        ValueError: It is no UUID.
+        ValueError: it is no UUID.
     """
     import uuid  # slow to import, and few commands need it
 
@@ -74,8 +74,8 @@ def _check_values(options: ReadOptions | WriteOptions, **allowed: tuple[Any, ...
     """Raise a ``ValueError`` for an option of an invalid value.
 
     Args:
-        options: The options.
-        allowed: The valid values, by option.
+        options: the options.
+        allowed: the valid values, by option.
     """
     for name, values in allowed.items():
         if (value := getattr(options, name)) not in values:
@@ -130,18 +130,18 @@ class ReadOptions:
         io: ``"mmap"`` copies from a mapping, ``"direct"`` reads past the page cache,
             ``"buffered"`` reads through it. ``"auto"`` decides for each file, by what is in the
             page cache and by the file system.
-        threads: Threads that read. Default: the cores of this process (its affinity and its
+        threads: threads that read. Default: the cores of this process (its affinity and its
             cgroup's CPU quota), divided by ``LOCAL_WORLD_SIZE``.
         verify: ``True`` checks the digest of every block that is read. ``"auto"`` checks whole
             blocks (1 MiB) that come from a disk or a store, and none that are in the page cache. A
             block is hashed while it is copied, so a destination may hold a damaged block when the
             error is raised.
-        shared: Other processes of this machine load the same checkpoint at the same time.
+        shared: other processes of this machine load the same checkpoint at the same time.
             ``io="auto"`` then reads through the page cache what they need too, so that the disk
             delivers it once. Default: true if ``LOCAL_WORLD_SIZE`` or, if that is not set, the
             process group has more than one rank. In a load of all ranks the ranks tell each other
             what they need. Otherwise it is guessed from the shapes.
-        max_inflight_bytes: Bound on memory beyond the destinations, in bytes. Default: 64 MiB; for
+        max_inflight_bytes: bound on memory beyond the destinations, in bytes. Default: 64 MiB; for
             an accelerator 256 MiB of pinned memory.
     """
 
@@ -201,10 +201,10 @@ class WriteOptions:
     Attributes:
         io: ``"direct"`` writes past the page cache, ``"buffered"`` through it. ``"auto"`` takes
             the faster way for the file system.
-        threads: Writes in flight. Default: as many as keep the disk busy, divided by
+        threads: writes in flight. Default: as many as keep the disk busy, divided by
             ``LOCAL_WORLD_SIZE``.
-        fsync: Make files and folder durable before the save counts as done.
-        max_inflight_bytes: Bound on memory for copies that wait to be written, in bytes. Default:
+        fsync: make files and folder durable before the save counts as done.
+        max_inflight_bytes: bound on memory for copies that wait to be written, in bytes. Default:
             64 MiB; for an object store 256 MiB; for an accelerator 256 MiB of pinned memory.
     """
 

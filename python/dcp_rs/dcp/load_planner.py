@@ -137,7 +137,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         """Flatten the state dict. Nothing in it is replaced before every rank has planned.
 
         Raises:
-            PlanError: An option needs an :class:`RsReader` or ``flatten_state_dict=True``.
+            PlanError: an option needs an :class:`RsReader` or ``flatten_state_dict=True``.
         """
         self.report, self._reads, self._flat = LoadReport(), None, Flat({}, {}, [])
         self._index = index_of(metadata) if self.flatten_state_dict else None
@@ -179,7 +179,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         """Return the plan of each rank as it is.
 
         Raises:
-            PlanError: No rank has anything to load, though there are entries.
+            PlanError: no rank has anything to load, though there are entries.
         """
         told = [plan.planner_data for plan in global_plan]
         notes = [
@@ -220,14 +220,14 @@ class RsLoadPlanner(DefaultLoadPlanner):
         """Return the tensor that ``read_item`` fills, narrowed to its lengths.
 
         Args:
-            read_item: An item; or a name of the state dict, to read that whole tensor now from the
+            read_item: an item; or a name of the state dict, to read that whole tensor now from the
                 checkpoint of this planner.
-            device: With a name: where the tensor goes. Default: the planner's device, else the CPU.
-            dtype: With a name: its dtype. Default: the planner's dtype, else the stored one.
+            device: with a name: where the tensor goes. Default: the planner's device, else the CPU.
+            dtype: with a name: its dtype. Default: the planner's dtype, else the stored one.
 
         Raises:
-            KeyError: The checkpoint has no such name.
-            PlanError: The planner has no checkpoint yet, or the stored tensor cannot be cast.
+            KeyError: the checkpoint has no such name.
+            PlanError: the planner has no checkpoint yet, or the stored tensor cannot be cast.
         """
         if not isinstance(read_item, str):
             tensor: torch.Tensor = super().resolve_tensor(read_item)
@@ -321,10 +321,10 @@ def _tensor_items(fqn: str, stored: str, entry: Any, pieces: Sequence[Piece]) ->
     """Return read items for the pieces of a tensor that this rank holds.
 
     Args:
-        fqn: The name in the state dict.
-        stored: The name in the checkpoint.
-        entry: The stored metadata of the tensor.
-        pieces: The rectangles of this rank.
+        fqn: the name in the state dict.
+        stored: the name in the checkpoint.
+        entry: the stored metadata of the tensor.
+        pieces: the rectangles of this rank.
     """
     chunks = [
         ChunkStorageMetadata(offsets=torch.Size(p.offsets), sizes=torch.Size(p.tensor.shape))

@@ -41,17 +41,17 @@ def load(
     ``metadata``, raises instead.
 
     Args:
-        ranks: The ranks that load.
-        make_arguments: Returns the state dict, the reader and the planner of this rank. It is
+        ranks: the ranks that load.
+        make_arguments: returns the state dict, the reader and the planner of this rank. It is
             called in the first step, so that its error is raised on all ranks.
-        stateful: Call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
-        metadata: The metadata of the checkpoint, if the reader has read it.
+        stateful: call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
+        metadata: the metadata of the checkpoint, if the reader has read it.
 
     Returns:
         The report of an :class:`RsReader`; None for other readers.
 
     Raises:
-        Exception: The error of any rank, on all ranks.
+        Exception: the error of any rank, on all ranks.
     """
     given: dict[str, Any]
     state_dict: dict[str, Any]
@@ -101,9 +101,9 @@ def save(
     """Save on all ranks with a planner of the user's, which is called as torch calls it.
 
     Args:
-        ranks: The ranks that save.
-        planner: The planner of this rank.
-        make_request: As for :func:`dcp_rs.engine.save.save`.
+        ranks: the ranks that save.
+        planner: the planner of this rank.
+        make_request: as for :func:`dcp_rs.engine.save.save`.
     """
     writer: RsWriter | None = None
     metadata: Metadata

@@ -185,7 +185,7 @@ class RsReader(StorageReader):
         """Open the index of all ranks. ``rank=r`` opens the rank-local save of that rank.
 
         Raises:
-            CheckpointNotFoundError: With ``rank``: there is a checkpoint of all ranks, which comes
+            CheckpointNotFoundError: with ``rank``: there is a checkpoint of all ranks, which comes
                 first, or there is none of this rank.
         """
         self._clock = Phases()
@@ -218,7 +218,7 @@ class RsReader(StorageReader):
         """Check that all ranks opened the same save.
 
         Raises:
-            CheckpointReplacedError: Another save was committed while the ranks opened it.
+            CheckpointReplacedError: another save was committed while the ranks opened it.
         """
         saves = {plan.storage_data for plan in plans if isinstance(plan.storage_data, tuple)}
         if len(saves) > 1:
@@ -259,7 +259,7 @@ class RsReader(StorageReader):
         """Read a value, or a tensor into host memory, without a planner.
 
         Raises:
-            KeyError: The checkpoint has no such entry.
+            KeyError: the checkpoint has no such entry.
         """
         source = self._source
         checkpoint = Checkpoint(
@@ -306,11 +306,11 @@ class ItemReads:
     """Reads of one rank, item by item.
 
     Args:
-        index: The index of the checkpoint.
-        options: How to read.
-        counts: Counts what is read.
-        planner: Resolves the items, and commits them.
-        weights_only: Check that each value loads under ``torch.load(weights_only=True)`` before
+        index: the index of the checkpoint.
+        options: how to read.
+        counts: counts what is read.
+        planner: resolves the items, and commits them.
+        weights_only: check that each value loads under ``torch.load(weights_only=True)`` before
             the planner gets it.
     """
 
@@ -333,8 +333,8 @@ class ItemReads:
         """Fill the destinations that the planner resolves, and commit them.
 
         Raises:
-            PlanError: The planner resolved a tensor of another shape.
-            UnsafePickleError: With ``weights_only``, a value would not load.
+            PlanError: the planner resolved a tensor of another shape.
+            UnsafePickleError: with ``weights_only``, a value would not load.
         """
         index = self._index
         keys = [item.storage_index for item in plan.items]

@@ -15,7 +15,7 @@ def choose_argument(name: str, value: Any, stock_name: str, stock_value: Any) ->
     """Return the value of an option that torch gives another name.
 
     Raises:
-        ValueError: Both are given, and differ; or a number of threads is not positive.
+        ValueError: both are given, and differ; or a number of threads is not positive.
     """
     if value is not None and stock_value is not None and value != stock_value:
         msg = f"{stock_name}={stock_value!r} and {name}={value!r}: they are one option"

@@ -68,8 +68,8 @@ class _Answer:
     """The coordinator's answer to a rank, in ``plan.storage_data``.
 
     Attributes:
-        place: The place of the rank in the save.
-        is_cached: The plan has no items: the planner of the rank has the plan in its cache.
+        place: the place of the rank in the save.
+        is_cached: the plan has no items: the planner of the rank has the plan in its cache.
     """
 
     place: SavePlace
@@ -81,9 +81,9 @@ class _Staged:
     """Copy of a state dict, which the next save writes.
 
     Attributes:
-        staging: The copy.
-        parent: The parent of the save, if there is one.
-        ranks: The number of ranks; 0 without a process group.
+        staging: the copy.
+        parent: the parent of the save, if there is one.
+        ranks: the number of ranks; 0 without a process group.
     """
 
     staging: Staging
@@ -137,7 +137,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         ValueError: an option has an invalid value, or is given under two names.
         CheckpointExistsError: with ``overwrite=False``, there is a checkpoint, or another save was
             committed meanwhile.
-        SaveInProgressError: The writer was used for two saves at a time.
+        SaveInProgressError: the writer was used for two saves at a time.
         UnsupportedError: the format cannot hold a value or (``strict_values``) a key; ``path`` or
             ``parent`` has an unknown scheme; ``_extensions`` are given.
         UnsafePickleError: with ``strict_values``, a value would not load.
@@ -426,7 +426,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Return the plan of this rank with its items, and its place in the save.
 
         Raises:
-            PlanError: The coordinator's answer did not arrive.
+            PlanError: the coordinator's answer did not arrive.
         """
         answer = plan.storage_data
         if isinstance(answer, _Answer) and answer.is_cached:
@@ -446,7 +446,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Return the copy that :meth:`stage` made, if this save writes it.
 
         Raises:
-            PlanError: The process group of the copy is gone.
+            PlanError: the process group of the copy is gone.
         """
         staged = self._staged
         if staged is None:
@@ -513,9 +513,9 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writ
     """Resolve the items of this rank's plan. Warn of keys that load as text.
 
     Raises:
-        UnsupportedError: A value cannot be stored; or (``strict``) a key loads as text.
-        UnsafePickleError: With ``strict``, a value would not load under ``weights_only=True``.
-        PlanError: The planner resolved something else than it planned.
+        UnsupportedError: a value cannot be stored; or (``strict``) a key loads as text.
+        UnsafePickleError: with ``strict``, a value would not load under ``weights_only=True``.
+        PlanError: the planner resolved something else than it planned.
     """
     # Without a nesting, the planner does not know the paths of the plan.
     nesting = planner._nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
@@ -608,7 +608,7 @@ class _Storages:
     before it asks for the next. Tensors in other memory than the state dict's are copied.
 
     Args:
-        planner: The planner. State dicts of planners that it wraps count, too.
+        planner: the planner. State dicts of planners that it wraps count, too.
     """
 
     def __init__(self, planner: object) -> None:

@@ -36,12 +36,12 @@ class SaveFuture(Future[Metadata]):
     It cannot be cancelled, as the other ranks take part in the save.
 
     Attributes:
-        staged: A future of None, which is done when this rank has copied the state dict: training
+        staged: a future of None, which is done when this rank has copied the state dict: training
             may change it then. With ``async_staging=True`` wait for it
             (``future.staged.result()``) before ``optimizer.step()``. Otherwise it is done from the
             beginning. It raises nothing: if a copy fails on one rank, the futures of all ranks
             raise that.
-        report: The :class:`dcp_rs.SaveReport` of this rank, once the future is done; None if the
+        report: the :class:`dcp_rs.SaveReport` of this rank, once the future is done; None if the
             save failed.
     """
 
@@ -120,7 +120,7 @@ def add_save(path: str | os.PathLike[str], future: SaveFuture) -> None:
     """Register a background save to ``path``.
 
     Raises:
-        SaveInProgressError: Another save to ``path`` is not over.
+        SaveInProgressError: another save to ``path`` is not over.
     """
     key = _key(path)
     if _saves.setdefault(key, future) is not future:

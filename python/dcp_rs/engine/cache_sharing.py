@@ -23,8 +23,8 @@ class ReadSample:
     """Sample of the reads of a rank. Its size does not depend on the model.
 
     Attributes:
-        machine: Identifies the page cache.
-        sample: What the rank reads of each section of the checkpoint.
+        machine: identifies the page cache.
+        sample: what the rank reads of each section of the checkpoint.
     """
 
     machine: bytes
@@ -36,8 +36,8 @@ class CommonReads:
     """Coordinator's reply to a rank.
 
     Attributes:
-        ranks: The number of ranks of the machine that sent a sample.
-        bits: The sections that several ranks of the machine read.
+        ranks: the number of ranks of the machine that sent a sample.
+        bits: the sections that several ranks of the machine read.
     """
 
     ranks: int
@@ -74,9 +74,9 @@ def common_reads(
     """Return what other ranks of this machine read too; None if some of them sent no sample.
 
     Args:
-        sample: The sample of this rank.
-        reply: The coordinator's reply.
-        ranks: The number of ranks of the load.
+        sample: the sample of this rank.
+        reply: the coordinator's reply.
+        ranks: the number of ranks of the load.
     """
     if sample is None or reply is None:
         return None

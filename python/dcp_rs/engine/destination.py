@@ -28,9 +28,9 @@ def commit_outcome(
     """Return the ``StorageUnclearError`` in the chain of an error, if there is one.
 
     Args:
-        error: The error. A second Ctrl-C while the first error is handled is raised in its place,
+        error: the error. A second Ctrl-C while the first error is handled is raised in its place,
             and has it as context.
-        handled: The error that the caller handled when the save began. Python puts it into the
+        handled: the error that the caller handled when the save began. Python puts it into the
             chain, though it is of another save.
     """
     waiting, seen = [error], {id(handled)}
@@ -49,15 +49,15 @@ class Destination:
     """Folder that one save goes to. It remembers what was there when the save began.
 
     Args:
-        path: The folder.
-        options: How to reach the store, for a URL.
+        path: the folder.
+        options: how to reach the store, for a URL.
 
     Attributes:
-        folder: The folder, for the engine.
-        store: The store of a URL; None for a folder of the file system.
+        folder: the folder, for the engine.
+        store: the store of a URL; None for a folder of the file system.
 
     Raises:
-        UnsupportedError: Unknown options, or options for a folder of the file system.
+        UnsupportedError: unknown options, or options for a folder of the file system.
     """
 
     def __init__(self, path: Path, options: StorageOptions | None) -> None:
@@ -84,12 +84,12 @@ class Destination:
         """Create the folder, and check that it may be saved to.
 
         Args:
-            rank: The rank of a rank-local save.
-            overwrite: Replace a checkpoint that is there.
+            rank: the rank of a rank-local save.
+            overwrite: replace a checkpoint that is there.
 
         Raises:
-            CheckpointExistsError: A checkpoint is there that may not be replaced, or a file.
-            NotADirectoryError: A file is in the place of a folder above it.
+            CheckpointExistsError: a checkpoint is there that may not be replaced, or a file.
+            NotADirectoryError: a file is in the place of a folder above it.
         """
         if self.store is None:
             make_folder(self.folder)
@@ -107,7 +107,7 @@ class Destination:
         """Return the generation of a save that begins now. It replaces what is there now.
 
         Raises:
-            CheckpointExistsError: On a store, a checkpoint is there that may not be replaced.
+            CheckpointExistsError: on a store, a checkpoint is there that may not be replaced.
         """
         if self.store is None:
             return _core.next_generation(self.folder)
@@ -129,9 +129,9 @@ class Destination:
         ``_core.commit_indexes``.
 
         Raises:
-            CheckpointExistsError: In a folder, another save was committed meanwhile, and this one
+            CheckpointExistsError: in a folder, another save was committed meanwhile, and this one
                 may not replace it.
-            StoragePreconditionError: The same on a store.
+            StoragePreconditionError: the same on a store.
         """
         index, left = _core.commit_indexes(self.folder, rank, indexes, store=self.store, **how)
         for reason in left:
@@ -152,10 +152,10 @@ class Destination:
         They stay if a store did not say how the commit ended.
 
         Args:
-            rank: The rank of a rank-local save.
-            indexes: The indexes of all ranks.
-            error: The error of the commit.
-            handled: As for :func:`commit_outcome`.
+            rank: the rank of a rank-local save.
+            indexes: the indexes of all ranks.
+            error: the error of the commit.
+            handled: as for :func:`commit_outcome`.
         """
         if self.store is None or not commit_outcome(error, handled):
             self.remove(rank, indexes)

@@ -90,17 +90,17 @@ def load(
     ``index``, raises instead.
 
     Args:
-        ranks: The ranks that load.
-        make_request: Returns the request of this rank. It is called in step 1, so that its error
+        ranks: the ranks that load.
+        make_request: returns the request of this rank. It is called in step 1, so that its error
             is raised on all ranks.
-        stateful: Call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
-        index: The index of the checkpoint, if it is open.
+        stateful: call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
+        index: the index of the checkpoint, if it is open.
 
     Returns:
         The report of this rank.
 
     Raises:
-        Exception: The error of any rank, on all ranks.
+        Exception: the error of any rank, on all ranks.
     """
     plan: Plan
     is_partial = False
@@ -170,9 +170,9 @@ class LoadRequest:
     """Request of one rank.
 
     Attributes:
-        state_dict: The state dict to fill.
-        source: The checkpoint.
-        options: Which entries to load, and into which dtype and device.
+        state_dict: the state dict to fill.
+        source: the checkpoint.
+        options: which entries to load, and into which dtype and device.
     """
 
     state_dict: dict[str, Any]
@@ -188,13 +188,13 @@ class _PlanSummary:
     """Summary of a rank's plan for the coordinator. Its size does not depend on the model.
 
     Attributes:
-        path: The checkpoint, for messages.
-        save_id: The save that the rank opened; None for a rank-local save.
-        is_of_all: It is a save of all ranks.
-        replicas: The option of the load.
-        is_empty: The state dict has no entries.
-        nothing_to_load: A message, if the rank has nothing to load though it has entries.
-        sample: A sample of the rank's reads, for the other ranks of the machine.
+        path: the checkpoint, for messages.
+        save_id: the save that the rank opened; None for a rank-local save.
+        is_of_all: it is a save of all ranks.
+        replicas: the option of the load.
+        is_empty: the state dict has no entries.
+        nothing_to_load: a message, if the rank has nothing to load though it has entries.
+        sample: a sample of the rank's reads, for the other ranks of the machine.
     """
 
     path: str
@@ -211,15 +211,15 @@ class Plan:
     """Plan of one rank.
 
     Attributes:
-        request: The request of this rank.
-        index: The index of the checkpoint.
-        state_dict: The state dict to fill, with the states of ``Stateful`` objects.
-        stateful: These objects.
-        reads: What this rank reads.
-        sample: A sample of that, for the other ranks of the machine.
-        summary: What the coordinator gets.
-        clock: Measures the phases of the load.
-        values: Values that are no tensors. Step 2 reads them.
+        request: the request of this rank.
+        index: the index of the checkpoint.
+        state_dict: the state dict to fill, with the states of ``Stateful`` objects.
+        stateful: these objects.
+        reads: what this rank reads.
+        sample: a sample of that, for the other ranks of the machine.
+        summary: what the coordinator gets.
+        clock: measures the phases of the load.
+        values: values that are no tensors. Step 2 reads them.
     """
 
     request: LoadRequest
@@ -295,18 +295,18 @@ class Reads:
     """Reads of one rank.
 
     Attributes:
-        flat: The flattened state dict, with new tensors in the place of those that are replaced.
-        report: The report of the load, as far as it is known.
-        batch: Whole tensors that are filled in place. Their numbers are places in ``stored``.
-        names: The entries to load, by their names in the state dict.
-        stored: Their names in the checkpoint.
-        tensors: Their values in the state dict.
-        plain: The places in these lists of the tensors in ``batch``.
-        found: The stored entries of the other names.
-        values: Those of them that are no tensors.
-        new: Tensors that replace tensors of the state dict.
-        targets: Regions of the other tensors.
-        nothing_to_load: A message, if there is nothing to load though there are entries.
+        flat: the flattened state dict, with new tensors in the place of those that are replaced.
+        report: the report of the load, as far as it is known.
+        batch: whole tensors that are filled in place. Their numbers are places in ``stored``.
+        names: the entries to load, by their names in the state dict.
+        stored: their names in the checkpoint.
+        tensors: their values in the state dict.
+        plain: the places in these lists of the tensors in ``batch``.
+        found: the stored entries of the other names.
+        values: those of them that are no tensors.
+        new: tensors that replace tensors of the state dict.
+        targets: regions of the other tensors.
+        nothing_to_load: a message, if there is nothing to load though there are entries.
     """
 
     flat: Flat
@@ -346,15 +346,15 @@ def plan_reads(
     """Look the entries of a state dict up in a checkpoint. Nothing is written.
 
     Args:
-        state_dict: The state dict to fill.
-        index: The index of the checkpoint.
-        options: Which entries to load, and into which dtype and device.
-        flat: The flattened state dict, if the caller has it.
+        state_dict: the state dict to fill.
+        index: the index of the checkpoint.
+        options: which entries to load, and into which dtype and device.
+        flat: the flattened state dict, if the caller has it.
 
     Raises:
-        PlanError: An entry is missing, does not fit, needs a cast that is refused, or the
+        PlanError: an entry is missing, does not fit, needs a cast that is refused, or the
             checkpoint lacks some of its elements.
-        UnsupportedError: This torch lacks the dtype of a tensor.
+        UnsupportedError: this torch lacks the dtype of a tensor.
     """
     names = LoadNames(options.rename, options.include, options.exclude, index)
     new = NewTensors(options.dtype, options.device)
@@ -418,11 +418,11 @@ def _cut_targets(
     """Make targets of tensors that are not plain: one for each rectangle of a sharded tensor.
 
     Args:
-        match: The comparison with the checkpoint.
-        index: The index of the checkpoint.
-        found: The stored entries.
-        places: The places of the entries in the load.
-        last: The place of an entry that has none.
+        match: the comparison with the checkpoint.
+        index: the index of the checkpoint.
+        found: the stored entries.
+        places: the places of the entries in the load.
+        last: the place of an entry that has none.
 
     Returns:
         The targets, and the names of tensors that stay on ``meta``.
@@ -476,8 +476,8 @@ def compare(summaries: list[_PlanSummary]) -> list[cache_sharing.CommonReads | N
     """Compare the plans of all ranks, on the coordinator. Return the reply for each rank.
 
     Raises:
-        CheckpointReplacedError: Two ranks opened different saves.
-        PlanError: The ranks do not load in the same way; or no rank has anything to load, though
+        CheckpointReplacedError: two ranks opened different saves.
+        PlanError: the ranks do not load in the same way; or no rank has anything to load, though
             there are entries.
     """
     if not all(isinstance(summary, _PlanSummary) for summary in summaries):
@@ -566,8 +566,8 @@ def _warn_of_ties(plan: Plan, first: Collection[int]) -> None:
     """Warn of two names that are one tensor in the state dict, and differ in the checkpoint.
 
     Args:
-        plan: The plan of this rank.
-        first: The places that are filled in the first turn, and that no later one overwrites.
+        plan: the plan of this rank.
+        first: the places that are filled in the first turn, and that no later one overwrites.
     """
     reads, source = plan.reads, plan.request.source
     planned = {*reads.plain, *(target.place for target in reads.targets)}
@@ -629,9 +629,9 @@ def load_stateful(
     """Call ``load_state_dict`` of ``Stateful`` objects, and update the caller's state dict.
 
     Args:
-        state_dict: The state dict of the caller.
-        loaded, stateful: The results of :func:`call_state_dicts`, filled.
-        source: The format of the checkpoint. This package marks mappings that it stored whole.
+        state_dict: the state dict of the caller.
+        loaded, stateful: the results of :func:`call_state_dicts`, filled.
+        source: the format of the checkpoint. This package marks mappings that it stored whole.
     """
     values = unwrap_in(loaded) if source == "dcp-rs" else loaded
     for key, holder in stateful.items():
@@ -646,9 +646,9 @@ def retry_if_replaced(ranks: RankGroup, work: Callable[[], T], may_retry: Callab
     """Call ``work`` again, on all ranks, if another save replaced the checkpoint of one of them.
 
     Args:
-        ranks: The ranks that load.
-        work: The load.
-        may_retry: Returns false if the load has to raise. It is called after a failure.
+        ranks: the ranks that load.
+        work: the load.
+        may_retry: returns false if the load has to raise. It is called after a failure.
     """
     for _ in range(_TRIES - 1):
         try:

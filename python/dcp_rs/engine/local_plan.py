@@ -39,9 +39,9 @@ class PlanOptions:
     """Options for the plan of a save.
 
     Attributes:
-        flatten, flatten_sharded, lowest_rank: As in torch's ``DefaultSavePlanner``.
-        dtype: Dtype to store floating-point tensors of 16 bits and more in; None keeps theirs.
-        include, exclude: Globs over names.
+        flatten, flatten_sharded, lowest_rank: as in torch's ``DefaultSavePlanner``.
+        dtype: dtype to store floating-point tensors of 16 bits and more in; None keeps theirs.
+        include, exclude: globs over names.
     """
 
     flatten: bool = True
@@ -56,8 +56,8 @@ def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPl
     """Describe the entries of this rank.
 
     Raises:
-        PlanError: A tensor's shards cannot be found, or two entries have one name.
-        UnsupportedError: The format cannot hold a tensor.
+        PlanError: a tensor's shards cannot be found, or two entries have one name.
+        UnsupportedError: the format cannot hold a tensor.
     """
     selected = select(state_dict, options)
     names = list(selected.values)
@@ -103,15 +103,15 @@ def _items_of(
     """Return the items of an entry that is no plain tensor: one for each shard of this rank.
 
     Args:
-        fqn: The name of the entry.
-        value: The tensor or value.
-        path, position: Place of the entry in the state dict, if it is known.
-        layouts: Known layouts of other tensors.
-        dtype: Dtype to store floating-point tensors in; None keeps theirs.
+        fqn: the name of the entry.
+        value: the tensor or value.
+        path, position: place of the entry in the state dict, if it is known.
+        layouts: known layouts of other tensors.
+        dtype: dtype to store floating-point tensors in; None keeps theirs.
 
     Raises:
-        PlanError: The shards of the tensor cannot be found.
-        UnsupportedError: The format cannot hold a shard, or the tensor is on ``meta``.
+        PlanError: the shards of the tensor cannot be found.
+        UnsupportedError: the format cannot hold a shard, or the tensor is on ``meta``.
     """
     if not isinstance(value, torch.Tensor):
         return [Value(fqn, value, path, position)]
@@ -161,10 +161,10 @@ class LocalPlan:
     """Items of one rank.
 
     Attributes:
-        selected: The entries of the state dict.
-        items: The items: plain tensors first, then ``others``.
-        tensors: The values that the plain tensors are numbered in.
-        others: Shards of tensors, tensors that are no plain memory, and values.
+        selected: the entries of the state dict.
+        items: the items: plain tensors first, then ``others``.
+        tensors: the values that the plain tensors are numbered in.
+        others: shards of tensors, tensors that are no plain memory, and values.
     """
 
     selected: Selected
@@ -176,12 +176,12 @@ class LocalPlan:
         """Return what this rank writes. Pickle the values among it.
 
         Args:
-            keep: A bit for each item that this rank writes; None for all items.
-            strict: Refuse keys and values that would not load back as they are. By default, warn.
+            keep: a bit for each item that this rank writes; None for all items.
+            strict: refuse keys and values that would not load back as they are. By default, warn.
 
         Raises:
-            UnsupportedError: A value cannot be stored; or (``strict``) a key loads as text.
-            UnsafePickleError: With ``strict``, a value would not load under
+            UnsupportedError: a value cannot be stored; or (``strict``) a key loads as text.
+            UnsafePickleError: with ``strict``, a value would not load under
                 ``weights_only=True``.
         """
         kept = (self.others[i] for i in self.items.kept_others(keep))
@@ -214,11 +214,11 @@ class Writes:
     """Writes of one rank.
 
     Attributes:
-        plan: The items of the rank.
-        keep: A bit for each item that it writes; None for all items.
-        tensors: The values that the plain tensors are numbered in.
-        entries: The other items that it writes.
-        nesting: The nesting of the state dict, if the planner knows it.
+        plan: the items of the rank.
+        keep: a bit for each item that it writes; None for all items.
+        tensors: the values that the plain tensors are numbered in.
+        entries: the other items that it writes.
+        nesting: the nesting of the state dict, if the planner knows it.
     """
 
     plan: _core.SavePlan
@@ -233,11 +233,11 @@ class Selected:
     """Entries of a flattened state dict that a save stores.
 
     Attributes:
-        values: The entries by name.
-        paths: Their places in the state dict, with text for keys, as in torch.
-        nesting: The same with keys as they are; None if the state dict was not flattened.
-        options: The options of the plan.
-        names: The names of all entries, if some may be left out.
+        values: the entries by name.
+        paths: their places in the state dict, with text for keys, as in torch.
+        nesting: the same with keys as they are; None if the state dict was not flattened.
+        options: the options of the plan.
+        names: the names of all entries, if some may be left out.
     """
 
     values: dict[str, Any]
@@ -285,9 +285,9 @@ class Nesting:
     """Nesting of a state dict.
 
     Attributes:
-        paths: Paths of the leaves by name, in the order of the state dict, with keys as they are.
-        containers: Containers that the paths do not describe.
-        text_keys: Keys that the format stores as text, by the name of what they lead to.
+        paths: paths of the leaves by name, in the order of the state dict, with keys as they are.
+        containers: containers that the paths do not describe.
+        text_keys: keys that the format stores as text, by the name of what they lead to.
     """
 
     paths: dict[str, TreePath]
@@ -315,7 +315,7 @@ class Nesting:
         """Warn of keys that load as text.
 
         Raises:
-            UnsupportedError: With ``strict``, there is such a key. Or a key is a number of more
+            UnsupportedError: with ``strict``, there is such a key. Or a key is a number of more
                 than 64 bits, infinity, or a tuple with such numbers.
         """
         for name, key in self.text_keys.items():

@@ -66,10 +66,10 @@ class EntryInfo:
     """Entry of a checkpoint.
 
     Attributes:
-        name: The stored name.
-        dtype: The dtype of a tensor; None for a value that is no tensor.
-        shape: The shape of the whole tensor.
-        index: The number of the entry in the index.
+        name: the stored name.
+        dtype: the dtype of a tensor; None for a value that is no tensor.
+        shape: the shape of the whole tensor.
+        index: the number of the entry in the index.
     """
 
     name: str
@@ -82,14 +82,14 @@ def find_entries(index: _core.Index, wanted: Mapping[str, str]) -> dict[str, Ent
     """Look stored names up in an index.
 
     Args:
-        index: The index.
-        wanted: Stored names by names of the state dict.
+        index: the index.
+        wanted: stored names by names of the state dict.
 
     Returns:
         The entries by names of the state dict; None for names that the index lacks.
 
     Raises:
-        UnsupportedError: This torch lacks the dtype of a tensor.
+        UnsupportedError: this torch lacks the dtype of a tensor.
     """
     found: dict[str, EntryInfo | None] = {}
     for (fqn, name), row in zip(wanted.items(), index.describe(list(wanted.values())), strict=True):
@@ -135,10 +135,10 @@ def add_hollow(
     That is the case if the saved state dict was not flattened, or by torch before 2.4.
 
     Args:
-        state_dict: The state dict to fill.
-        flat: The same, flattened. The containers are added to it.
-        index: The index of the checkpoint.
-        names: The names of the load.
+        state_dict: the state dict to fill.
+        flat: the same, flattened. The containers are added to it.
+        index: the index of the checkpoint.
+        names: the names of the load.
     """
     paths = {c.path[:depth]: None for c in flat.containers for depth in range(1, len(c.path) + 1)}
     hollow = {name_of(path): path for path in paths}
@@ -153,17 +153,17 @@ class Matching:
     """Comparison of a state dict with a checkpoint, for one load.
 
     Args:
-        state_dict: The state dict to fill.
-        flat: The same, flattened.
-        index: The index of the checkpoint.
-        names: The names of the load.
-        options: The options of the load.
-        new: New tensors for those that are replaced before they are filled.
+        state_dict: the state dict to fill.
+        flat: the same, flattened.
+        index: the index of the checkpoint.
+        names: the names of the load.
+        options: the options of the load.
+        new: new tensors for those that are replaced before they are filled.
 
     Attributes:
-        flat: The flattened state dict. If the checkpoint has the names that torch before 2.4
+        flat: the flattened state dict. If the checkpoint has the names that torch before 2.4
             gives, it is flattened in that way.
-        report: The report of the load.
+        report: the report of the load.
     """
 
     def __init__(
@@ -188,10 +188,10 @@ class Matching:
         """Return the stored entries that fit, by names of the state dict.
 
         Args:
-            wanted: Stored names by names of the state dict.
+            wanted: stored names by names of the state dict.
 
         Raises:
-            PlanError: An entry is missing, has another shape or kind, or needs a cast that is
+            PlanError: an entry is missing, has another shape or kind, or needs a cast that is
                 refused.
         """
         found = find_entries(self._index, wanted)
@@ -226,7 +226,7 @@ class Matching:
             The names of tensors that stay on ``meta`` therefore.
 
         Raises:
-            PlanError: The load is not partial.
+            PlanError: the load is not partial.
         """
         report, new = self.report, self._new
         left_on_meta: set[str] = set()
@@ -320,7 +320,7 @@ class Matching:
         """Return true if a tensor can be loaded into a value of the state dict.
 
         Raises:
-            PlanError: It needs a cast that is refused.
+            PlanError: it needs a cast that is refused.
         """
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
@@ -366,8 +366,8 @@ def warn_of_left_out_state(
     """Warn if ``param_groups`` are loaded without the ``state`` that is stored beside them.
 
     Args:
-        index: The index of the checkpoint.
-        values, tensors: Stored names of what is loaded.
+        index: the index of the checkpoint.
+        values, tensors: stored names of what is loaded.
     """
     found = {name[: group.start()] for name in values if (group := _GROUPS.search(name))}
     missed = {f"{prefix}state." for prefix in found}

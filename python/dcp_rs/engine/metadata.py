@@ -55,10 +55,10 @@ def make_metadata(
     """Return DCP's ``Metadata`` of an index. It costs the same for any number of entries.
 
     Args:
-        index: The index.
-        rank: The rank that the index belongs to, in a rank-local save.
-        checkpoint_id, load_id: For ``storage_meta``.
-        storage_options, layout: For another process, which opens the index again.
+        index: the index.
+        rank: the rank that the index belongs to, in a rank-local save.
+        checkpoint_id, load_id: for ``storage_meta``.
+        storage_options, layout: for another process, which opens the index again.
     """
     is_flat = index.source == "safetensors"  # its names are paths of one key
     planner_data = index.planner_root()
@@ -193,9 +193,9 @@ class PlannerPaths(Mapping[str, Any]):
     """``planner_data`` of torch's planner: a mapping of names to paths in the saved state dict.
 
     Args:
-        handle: The index.
-        other: Paths that belong to no entry.
-        is_flat: Entries without a path are at their names.
+        handle: the index.
+        other: paths that belong to no entry.
+        is_flat: entries without a path are at their names.
     """
 
     def __init__(self, handle: _Handle, other: dict[str, Any], *, is_flat: bool) -> None:

@@ -35,7 +35,7 @@ def has_group() -> bool:
     """Return true if there is a process group.
 
     Raises:
-        PlanError: There is none, and ``WORLD_SIZE`` in the environment is more than 1. Each rank
+        PlanError: there is none, and ``WORLD_SIZE`` in the environment is more than 1. Each rank
             would save a checkpoint of its own to the same path.
     """
     if dist.is_available() and dist.is_initialized():
@@ -67,23 +67,23 @@ class RankGroup:
     same text. If a save may be committed, the other ranks get the ``StorageUnclearError``.
 
     Args:
-        process_group: The group. Default: all ranks. Objects travel over its backend, as in torch.
-        no_dist: Ignore process groups: this rank is alone.
-        coordinator: The rank in the group that decides for all.
+        process_group: the group. Default: all ranks. Objects travel over its backend, as in torch.
+        no_dist: ignore process groups: this rank is alone.
+        coordinator: the rank in the group that decides for all.
 
     Attributes:
-        rank: The rank of this process in the group.
-        size: The number of ranks.
-        is_alone: There is one rank.
-        is_coordinator: This rank is the coordinator.
-        failures: The errors of the failed step, by rank in the group. All ranks have the same keys.
-        may_be_committed: The failed step was a commit, and a store did not say how it ended.
+        rank: the rank of this process in the group.
+        size: the number of ranks.
+        is_alone: there is one rank.
+        is_coordinator: this rank is the coordinator.
+        failures: the errors of the failed step, by rank in the group. All ranks have the same keys.
+        may_be_committed: the failed step was a commit, and a store did not say how it ended.
 
     Raises:
-        PlanError: The environment names other ranks, and there is no process group.
+        PlanError: the environment names other ranks, and there is no process group.
         TypeError: ``process_group`` is no process group.
-        ValueError: This process is not in the group.
-        RankLostError: From each step: a collective failed. The connections of a gloo group are
+        ValueError: this process is not in the group.
+        RankLostError: from each step: a collective failed. The connections of a gloo group are
             closed then, so that no rank waits for another.
     """
 
@@ -197,7 +197,7 @@ class RankGroup:
         An error in it, Ctrl-C too, closes the connections of a gloo group, so that no rank waits.
 
         Raises:
-            RankLostError: In place of any ``Exception``.
+            RankLostError: in place of any ``Exception``.
         """
         if isinstance(self._raised, RankLostError):
             raise self._raised
@@ -330,7 +330,7 @@ class _Attempt:
     """Work of one rank in a step.
 
     Attributes:
-        reply: The pickled result for the other ranks, or the failure.
+        reply: the pickled result for the other ranks, or the failure.
     """
 
     reply: Any = None
@@ -341,9 +341,9 @@ class _Failure:
     """An error that travels to other ranks.
 
     Attributes:
-        text: The error in one line.
-        trace: Its traceback.
-        pickled: The error, if it pickles.
+        text: the error in one line.
+        trace: its traceback.
+        pickled: the error, if it pickles.
     """
 
     text: str
@@ -398,7 +398,7 @@ def _dumps(value: Any) -> bytes:
     """Pickle a value for other ranks.
 
     Raises:
-        UnsupportedError: It does not pickle.
+        UnsupportedError: it does not pickle.
     """
     try:
         return pickle.dumps(value)

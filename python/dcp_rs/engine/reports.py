@@ -22,9 +22,9 @@ class Mismatch:
     """Difference between a state dict and a checkpoint.
 
     Attributes:
-        name: The entry.
-        expected: Its dtype or shape in the state dict.
-        got: The same in the checkpoint.
+        name: the entry.
+        expected: its dtype or shape in the state dict.
+        got: the same in the checkpoint.
     """
 
     name: str
@@ -52,29 +52,29 @@ class LoadReport(_Timed):
     """Report of a load on this rank. Names are those of the state dict, except in ``unexpected``.
 
     Attributes:
-        path: The checkpoint.
-        entries: Entries of the state dict; 0 if torch's planner planned the load.
-        entries_loaded: Entries that the load filled.
-        missing: Entries that the checkpoint lacks.
-        tied: Entries that the checkpoint lacks and that were filled, since they share the memory
+        path: the checkpoint.
+        entries: entries of the state dict; 0 if torch's planner planned the load.
+        entries_loaded: entries that the load filled.
+        missing: entries that the checkpoint lacks.
+        tied: entries that the checkpoint lacks and that were filled, since they share the memory
             of another entry, whose name follows.
-        unexpected: Entries of the checkpoint that the state dict lacks; only with
+        unexpected: entries of the checkpoint that the state dict lacks; only with
             ``allow_partial_load=True``.
-        dtype_mismatched: Tensors that were cast.
-        shape_mismatched: Tensors of another shape, which were left alone.
-        partly_filled: Tensors of which the checkpoint holds only a part. One on ``meta`` was left
+        dtype_mismatched: tensors that were cast.
+        shape_mismatched: tensors of another shape, which were left alone.
+        partly_filled: tensors of which the checkpoint holds only a part. One on ``meta`` was left
             there.
-        excluded: Entries that ``include`` and ``exclude`` leave out.
-        bytes_wanted: Bytes of the tensors and values that this rank filled.
-        bytes_read: Bytes of files that this rank read: more if it read through gaps, less if ranks
+        excluded: entries that ``include`` and ``exclude`` leave out.
+        bytes_wanted: bytes of the tensors and values that this rank filled.
+        bytes_read: bytes of files that this rank read: more if it read through gaps, less if ranks
             read together (``replicas``).
-        bytes_direct: Of these, bytes read past the page cache.
-        bytes_mapped: Of these, bytes copied from mappings, which ``io="auto"`` takes for files in
+        bytes_direct: of these, bytes read past the page cache.
+        bytes_mapped: of these, bytes copied from mappings, which ``io="auto"`` takes for files in
             the page cache.
-        bytes_verified: Bytes of tensors that were hashed and compared with digests.
-        requests: Contiguous reads of files; for a store, requests.
-        seconds: From the opening of the index to the last byte.
-        phases: Seconds by phase: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
+        bytes_verified: bytes of tensors that were hashed and compared with digests.
+        requests: contiguous reads of files; for a store, requests.
+        seconds: from the opening of the index to the last byte.
+        phases: seconds by phase: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
 
     _timed = "bytes_wanted"
@@ -129,14 +129,14 @@ class SaveReport(_Timed):
     """Report of a save on this rank.
 
     Attributes:
-        path: The folder.
-        bytes_written: Bytes of tensors and values that this rank wrote.
-        bytes_reused: Bytes of tensors and values of this rank that were taken from the parent.
-        requests: Requests to a store: parts sent, and files of the parent that it copied, without
+        path: the folder.
+        bytes_written: bytes of tensors and values that this rank wrote.
+        bytes_reused: bytes of tensors and values of this rank that were taken from the parent.
+        requests: requests to a store: parts sent, and files of the parent that it copied, without
             retries. 0 on a disk.
-        entries: Entries of the checkpoint, on the rank that committed it; 0 on other ranks.
-        seconds: From the plan to the commit, or on other ranks to the last byte.
-        phases: Seconds by phase: ``plan`` (with the ranks' agreement), ``compare`` (with a
+        entries: entries of the checkpoint, on the rank that committed it; 0 on other ranks.
+        seconds: from the plan to the commit, or on other ranks to the last byte.
+        phases: seconds by phase: ``plan`` (with the ranks' agreement), ``compare`` (with a
             parent), ``write``, and on the rank that commits ``commit`` (with the wait for the
             other ranks).
     """
@@ -161,7 +161,7 @@ class SavedMetadata(Metadata):
     """Metadata of a save, as ``dcp.save`` returns it, with a report. Its text is the report's.
 
     Attributes:
-        report: The :class:`SaveReport` of this rank.
+        report: the :class:`SaveReport` of this rank.
     """
 
     report: SaveReport | None = None

@@ -30,11 +30,11 @@ class Frozen:
     """Tensors that do not change from save to save.
 
     Args:
-        reuse: Globs over names; or a module, for its parameters without gradient. The state dict
+        reuse: globs over names; or a module, for its parameters without gradient. The state dict
             has to hold these parameters themselves, and not copies. None: no tensors.
-        trusted: The tensors did not change since the parent was saved, either. If they were frozen
+        trusted: the tensors did not change since the parent was saved, either. If they were frozen
             in the parent too, only the first MiB of each is compared.
-        names: Names of a module's parameters, if they are known.
+        names: names of a module's parameters, if they are known.
 
     Raises:
         TypeError: ``reuse`` is something else.
@@ -92,9 +92,9 @@ class Parent:
     """Earlier checkpoint whose data files a save may reuse.
 
     Args:
-        path: The folder or URL of the checkpoint, if there is one.
-        reuse: Tensors that do not change, as for :class:`Frozen`.
-        verify: Read what would be reused, and reuse only what matches its digests.
+        path: the folder or URL of the checkpoint, if there is one.
+        reuse: tensors that do not change, as for :class:`Frozen`.
+        verify: read what would be reused, and reuse only what matches its digests.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Parent:
         """Compare a rank's writes with the parent. Warn if the parent cannot be reused.
 
         Args:
-            writes: What the rank writes.
-            to: The destination of the save.
-            values: The flattened state dict.
-            rank: The rank whose index of the parent to open, in a rank-local save.
-            options: How to read and write.
+            writes: what the rank writes.
+            to: the destination of the save.
+            values: the flattened state dict.
+            rank: the rank whose index of the parent to open, in a rank-local save.
+            options: how to read and write.
         """
         names = self._frozen.find_names(values)
         index = self._open(to, rank)

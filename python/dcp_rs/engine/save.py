@@ -67,9 +67,9 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
     commit ended.
 
     Args:
-        ranks: The ranks that save.
-        plan: Which entries to save, and in which dtype. The same on all ranks.
-        make_request: Returns the request of this rank. It is called in the first step, so that
+        ranks: the ranks that save.
+        plan: which entries to save, and in which dtype. The same on all ranks.
+        make_request: returns the request of this rank. It is called in the first step, so that
             its error is raised on all ranks.
 
     Returns:
@@ -165,17 +165,17 @@ class SaveOptions:
     """Options of one save, checked.
 
     Args:
-        io, threads, fsync, max_inflight_bytes: See :class:`dcp_rs.options.WriteOptions`.
-        overwrite: Replace a checkpoint that is there.
-        strict_values: Refuse values and keys that would not load back as they are.
-        progress: Callable or bar for the bytes that are written.
-        parent, reuse, verify_reuse: See :class:`dcp_rs.engine.reuse.Parent`.
-        storage_options: How to reach a store.
+        io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
+        overwrite: replace a checkpoint that is there.
+        strict_values: refuse values and keys that would not load back as they are.
+        progress: callable or bar for the bytes that are written.
+        parent, reuse, verify_reuse: see :class:`dcp_rs.engine.reuse.Parent`.
+        storage_options: how to reach a store.
         save_id: UUID of the save; the coordinator's counts. Default: a random one.
-        guard: Returns the context manager that the coordinator commits in.
+        guard: returns the context manager that the coordinator commits in.
 
     Raises:
-        ValueError: An option has an invalid value.
+        ValueError: an option has an invalid value.
         TypeError: ``reuse`` is neither globs nor a module.
     """
 
@@ -217,9 +217,9 @@ class SaveRequest:
     """Request of one rank.
 
     Attributes:
-        state_dict: The state dict, without ``Stateful`` objects.
-        path: A folder, or the URL of one on a store.
-        options: How to save.
+        state_dict: the state dict, without ``Stateful`` objects.
+        path: a folder, or the URL of one on a store.
+        options: how to save.
     """
 
     state_dict: dict[Any, Any]
@@ -232,10 +232,10 @@ class SavePlace:
     """Place of a rank in a save that the coordinator chose.
 
     Attributes:
-        rank: This rank.
-        world_size: The number of ranks; 0 in a rank-local save.
-        save_id: The id of the save, the same on all ranks.
-        generation: Section 1.1 of the format.
+        rank: this rank.
+        world_size: the number of ranks; 0 in a rank-local save.
+        save_id: the id of the save, the same on all ranks.
+        generation: section 1.1 of the format.
     """
 
     rank: int
@@ -254,12 +254,12 @@ class WrittenFiles:
     """Complete data files of one rank that no committed index names yet.
 
     Attributes:
-        to: The destination.
-        place: The save.
-        index: Bytes of the index of the files.
-        save: The engine's save. It locks the files against ``dcp_rs.clean`` of other processes.
-        report: How much this rank wrote.
-        process: The process that wrote. A fork of it changes nothing.
+        to: the destination.
+        place: the save.
+        index: bytes of the index of the files.
+        save: the engine's save. It locks the files against ``dcp_rs.clean`` of other processes.
+        report: how much this rank wrote.
+        process: the process that wrote. A fork of it changes nothing.
     """
 
     to: Destination
@@ -293,12 +293,12 @@ def write_files(
     """Write the data files of one rank. If that fails, remove them.
 
     Args:
-        writes: What this rank writes.
-        to: The destination.
-        place: The save.
-        options: How to write.
-        reuse: What the parent holds of it.
-        progress: Callable or bar for the bytes.
+        writes: what this rank writes.
+        to: the destination.
+        place: the save.
+        options: how to write.
+        reuse: what the parent holds of it.
+        progress: callable or bar for the bytes.
     """
     save = writes.plan.create(
         to.folder,
