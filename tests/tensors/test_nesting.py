@@ -152,19 +152,6 @@ def test_a_number_that_cannot_be_kept_is_refused(ckpt, key):
     assert not ckpt.exists() or list(ckpt.glob("index*")) == []
 
 
-@pytest.mark.parametrize(
-    "value", [3, "x", None, (1, 2), {"a": 1}, [1, 2], ("dcp_rs.whole", 3)], ids=repr
-)
-def test_a_tuple_that_looks_like_a_wrapped_mapping_comes_back_as_it_was(ckpt, value):
-    """``open`` gave the tuple, and ``load`` the second of its two."""
-    state = {"v": ("dcp_rs.whole", value), "nested": {"v": [("dcp_rs.whole", value)]}}
-    dcp_rs.save(state, ckpt)
-    assert identical(dcp_rs.open(ckpt).state_dict(), state)
-    got = {"v": None, "nested": {"v": [None]}}
-    dcp_rs.load(got, ckpt)
-    assert identical(got, state)
-
-
 def test_a_mapping_of_another_class_comes_back_as_a_dict(ckpt):
     dcp_rs.save({"a": MappingProxyType({1: MappingProxyType({})})}, ckpt)
     assert identical(dcp_rs.open(ckpt).state_dict(), {"a": {1: {}}})

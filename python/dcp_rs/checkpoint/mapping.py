@@ -24,7 +24,6 @@ from dcp_rs.errors import (
 )
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
-from dcp_rs.tensors.nesting import unwrap
 from dcp_rs.tensors.regions import selection
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "StoredSlice", "TensorInfo", "check_held"]
@@ -154,9 +153,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             [self._index.first_chunk(number)], **self._options.engine()
         )
         self._counts.add(Counts(len(data), len(data)))
-        value = self._value(fqn, data)
-        # Elsewhere a tuple that looks wrapped is a value.
-        return unwrap(value) if self.source == "dcp-rs" else value
+        return self._value(fqn, data)
 
     def _tensor(self, number: int, entry: _core.TensorEntry) -> Any:
         """Return a whole tensor: a view of its file if possible."""

@@ -82,8 +82,7 @@ def load(
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
     def hand_over() -> None:
-        source = reader.source if isinstance(reader, RsReader) else ""
-        load_stateful(given, state_dict, stateful_objects, source)
+        load_stateful(given, state_dict, stateful_objects)
 
     def attempt() -> None:
         plan = ranks.reduce_scatter(plan_own, plan_all)

@@ -31,7 +31,6 @@ from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.tensors.flatten import Flat, flatten, is_plain_state_dict, set_at, stateful_values
 from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import is_opaque, twins
-from dcp_rs.tensors.nesting import unwrap_in
 from dcp_rs.tensors.regions import narrow
 from dcp_rs.tensors.shards import Layouts, local_pieces
 from dcp_rs.transfer.load import Load
@@ -116,9 +115,7 @@ def load(
         for fqn, value in (plan.values | plan.reads.new.new).items():
             set_at(plan.state_dict, plan.reads.flat.paths[fqn], value)
         if stateful:
-            load_stateful(
-                plan.request.state_dict, plan.state_dict, plan.stateful, plan.index.source
-            )
+            load_stateful(plan.request.state_dict, plan.state_dict, plan.stateful)
 
     tries = 1 if index is not None else _TRIES
     while True:
@@ -624,19 +621,17 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
 
 
 def load_stateful(
-    state_dict: dict[str, Any], loaded: dict[str, Any], stateful: dict[str, Any], source: str
+    state_dict: dict[str, Any], loaded: dict[str, Any], stateful: dict[str, Any]
 ) -> None:
     """Call ``load_state_dict`` of ``Stateful`` objects, and update the caller's state dict.
 
     Args:
         state_dict: the state dict of the caller.
         loaded, stateful: the results of :func:`call_state_dicts`, filled.
-        source: the format of the checkpoint. This package marks mappings that it stored whole.
     """
-    values = unwrap_in(loaded) if source == "dcp-rs" else loaded
     for key, holder in stateful.items():
-        holder.load_state_dict(values.pop(key))
-    state_dict.update(values)
+        holder.load_state_dict(loaded.pop(key))
+    state_dict.update(loaded)
 
 
 # --- retries --------------------------------------------------------------------------------------

@@ -16,11 +16,9 @@ from typing import Any
 from dcp_rs.errors import PlanError
 
 __all__ = [
-    "WHOLE",
     "Container",
     "StandIn",
     "TreePath",
-    "is_plain",
     "kind_of",
     "like",
     "map_leaves",
@@ -30,15 +28,9 @@ __all__ = [
     "shown",
     "storable",
     "text_path",
-    "unwrap",
-    "unwrap_in",
 ]
 
 TreePath = tuple[Any, ...]
-
-#: The tag of a mapping without tensors that DCP's flattening would change: it turns keys into text,
-#: and drops empty dicts. The mapping is saved as a tuple ``(WHOLE, mapping)``. DCP enters no tuples.
-WHOLE = "dcp_rs.whole"
 
 _FACTORIES = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)
@@ -199,47 +191,6 @@ def nest(
         elif path:
             tree.enter(path, len(path))
     return tree.finished()
-
-
-def unwrap(value: Any) -> Any:
-    """Return the mapping of a tuple ``(WHOLE, mapping)``, and any other value unchanged.
-
-    Only mappings that are not plain were wrapped: ``(WHOLE, 3)`` is a value of the user's.
-    """
-    is_whole = (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and value[0] == WHOLE
-    )
-    return value[1] if is_whole and not is_plain(value[1]) else value
-
-
-def is_plain(tree: Any) -> bool:
-    """Return whether a tree without tensors comes back from DCP unchanged."""
-    if isinstance(tree, list):
-        return all(map(is_plain, tree))
-    if not isinstance(tree, Mapping):
-        return unwrap(tree) is tree  # not a tuple that looks wrapped
-    return (
-        type(tree) is dict
-        and bool(tree)
-        and all(type(key) is str and is_plain(tree[key]) for key in tree)
-    )
-
-
-def unwrap_in(tree: Any) -> Any:
-    """Unwrap every value of a nested state dict in place, and return the state dict."""
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    if not any(issubclass(kind, dict | list | tuple) for kind in set(map(type, values))):
-        return tree  # mostly tensors, and there may be 20,000 of them
-    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in list(places):
-        if isinstance(value, dict | list):
-            unwrap_in(value)
-        elif isinstance(value, tuple) and unwrap(value) is not value:
-            tree[key] = unwrap(value)
-    return tree
 
 
 class _Gap:

@@ -16,7 +16,7 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.flatten import flatten, is_stateful
-from dcp_rs.tensors.nesting import WHOLE, TreePath, is_plain, remaining, text_path, unwrap
+from dcp_rs.tensors.nesting import TreePath, remaining, text_path
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_tree import build_tree, join, saved_tree
@@ -27,16 +27,12 @@ __all__ = [
     "RngState",
     "SavedExtra",
     "check_values",
-    "pack",
     "state_of",
-    "unpack",
     "with_buffers_copied",
 ]
 
 #: The key of these entries in the checkpoint.
 EXTRA = "extra"
-#: The entry with the keys of a mapping that holds tensors, if some keys are not text.
-_KEYS = "dcp_rs.keys"
 #: Prefixes of the keys of :class:`PerRank`.
 _KEY, _RANK = "key", "rank"
 
@@ -137,8 +133,8 @@ class RngState(PerRank):
 def state_of(value: Any) -> Any:
     """Return the state to save for an entry of ``extra``."""
     if isinstance(value, PerRank):
-        return {value._saved_key: pack(plain_numbers(value.state_dict()))}
-    return pack(plain_numbers(value.state_dict() if is_stateful(value) else value))
+        return {value._saved_key: plain_numbers(value.state_dict())}
+    return plain_numbers(value.state_dict() if is_stateful(value) else value)
 
 
 def check_values(name: str, tree: Any) -> None:
@@ -180,40 +176,6 @@ def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]
         return {key: value.clone() if key in names else value for key, value in state.items()}
 
 
-def pack(tree: Any) -> Any:
-    """Wrap the parts of a tree that DCP's flattening would lose.
-
-    Raises:
-        PlanError: two keys of a mapping with tensors are the same as text.
-    """
-    if not isinstance(tree, Mapping | list):
-        return tree if is_plain(tree) else (WHOLE, tree)
-    if not _has_tensors(tree):
-        return tree if is_plain(tree) else (WHOLE, tree)
-    if isinstance(tree, list):
-        return [pack(entry) for entry in tree]
-    packed = {str(key): pack(value) for key, value in tree.items()}
-    if len(packed) != len(tree):
-        keys = sorted(map(repr, tree))
-        msg = f"a mapping with tensors has keys that are the same as text: {keys}"
-        raise PlanError(msg)
-    if not all(type(key) is str for key in tree):
-        packed[_KEYS] = (_KEYS, list(tree))
-    return packed
-
-
-def unpack(tree: Any) -> Any:
-    """Return the tree that :func:`pack` took. Mappings with tensors become dicts."""
-    if isinstance(tree, tuple):
-        return unwrap(tree)
-    if isinstance(tree, list):
-        return [unpack(entry) for entry in tree]
-    if not isinstance(tree, Mapping):
-        return tree
-    keys = {str(key): key for key in tree[_KEYS][1]} if _KEYS in tree else {}
-    return {keys.get(key, key): unpack(value) for key, value in tree.items() if key != _KEYS}
-
-
 def merge(old: Any, new: Any) -> Any:
     """Return ``new``. Nested dicts of ``old`` are updated in place, as in a load."""
     if type(old) is dict and isinstance(new, Mapping):
@@ -221,14 +183,6 @@ def merge(old: Any, new: Any) -> Any:
             old[key] = merge(old.get(key), value)
         return old
     return new
-
-
-def _has_tensors(tree: Any) -> bool:
-    if isinstance(tree, torch.Tensor):
-        return True
-    if isinstance(tree, Mapping):
-        return any(_has_tensors(value) for value in tree.values())
-    return isinstance(tree, list) and any(_has_tensors(value) for value in tree)
 
 
 class SavedExtra:
@@ -292,7 +246,7 @@ class SavedExtra:
         leaves = [(None, path, leaf) for path, leaf in self._kept.items()] + [
             (self._positions.get(key), path, loaded[key]) for key, path in self._paths.items()
         ]
-        state = unpack(build_tree(leaves, self._containers))
+        state = build_tree(leaves, self._containers)
         value = extra[self._name]
         if is_stateful(value):
             value.load_state_dict(state)
@@ -302,7 +256,7 @@ class SavedExtra:
     def _keep(self, own: Any, left: set[str]) -> None:
         """Do not load these names. The leaves that the entry has there stay."""
         # One level down: the entry itself may be a leaf.
-        flat = flatten({"": pack(own)})
+        flat = flatten({"": own})
         leaves = {_text(path[1:]): flat.values[name] for name, path in flat.text_paths().items()}
         gone = [path for key, path in self._paths.items() if key in left]
         self._paths = {key: path for key, path in self._paths.items() if key not in left}
