@@ -57,9 +57,7 @@ fn add_rank(builder: &mut IndexBuilder, tensors: u64, rank: u64, ranks: u64) {
             path: None,
             position: None,
         };
-        let tensor = builder
-            .add_tensor(entry)
-            .expect("the same as of other ranks");
+        let tensor = builder.add_tensor(entry).expect("the same as of other ranks");
         let chunk = ChunkEntry {
             tensor,
             file,
@@ -108,13 +106,7 @@ fn requests(tensors: u64, ranks: u64, holders: u64) -> Vec<Vec<u8>> {
         sizes: Dims::from_slice(&[ROWS, COLUMNS]),
         length: ROWS * COLUMNS * 4,
     };
-    let request = |rank| {
-        encode(
-            &(0..tensors)
-                .map(|t| item(t, rank % parts))
-                .collect::<Vec<_>>(),
-        )
-    };
+    let request = |rank| encode(&(0..tensors).map(|t| item(t, rank % parts)).collect::<Vec<_>>());
     (0..ranks).map(request).collect()
 }
 
@@ -146,9 +138,8 @@ fn merging(c: &mut Criterion) {
     let tensors = 100;
     let mut group = c.benchmark_group("merge the indexes of ranks, of 100 tensors");
     for ranks in [64, 512, 4096] {
-        let parts: Vec<Index> = (0..ranks)
-            .map(|rank| index_of_rank(tensors, rank, ranks))
-            .collect();
+        let parts: Vec<Index> =
+            (0..ranks).map(|rank| index_of_rank(tensors, rank, ranks)).collect();
         group.throughput(Throughput::Elements(tensors * ranks));
         group.sample_size(10);
         group.bench_function(BenchmarkId::from_parameter(ranks), |b| {
@@ -166,25 +157,16 @@ fn merging(c: &mut Criterion) {
 fn looking_up(c: &mut Criterion) {
     let tensors = 20_000;
     let index = open(index(tensors, 1));
-    let names: Vec<String> = (0..index.tensor_count())
-        .map(|t| index.name(t).to_owned())
-        .collect();
+    let names: Vec<String> = (0..index.tensor_count()).map(|t| index.name(t).to_owned()).collect();
     let mut group = c.benchmark_group("find 20,000 names");
     group.throughput(Throughput::Elements(tensors));
     group.bench_function("anywhere", |b| {
-        b.iter(|| {
-            names
-                .iter()
-                .filter_map(|name| index.find(black_box(name)))
-                .count()
-        });
+        b.iter(|| names.iter().filter_map(|name| index.find(black_box(name))).count());
     });
     group.bench_function("next to the last", |b| {
         b.iter(|| {
             names.iter().fold(0, |near, name| {
-                index
-                    .find_near(black_box(name), near)
-                    .map_or(near, |t| t + 1)
+                index.find_near(black_box(name), near).map_or(near, |t| t + 1)
             })
         });
     });
@@ -215,11 +197,8 @@ fn copying(c: &mut Criterion) {
     group.throughput(Throughput::Bytes(len as u64));
     for stores in [Stores::Cached, Stores::Streaming] {
         for run in [len, 8192, 256] {
-            let loops: &[Loop] = &[Loop {
-                n: (len / run) as u64,
-                src: run as u64,
-                dst: run as u64,
-            }];
+            let loops: &[Loop] =
+                &[Loop { n: (len / run) as u64, src: run as u64, dst: run as u64 }];
             let loops = if run == len { &[] } else { loops };
             group.bench_function(BenchmarkId::new(format!("{stores:?}, runs of"), run), |b| {
                 // SAFETY: both buffers are `len` long, which is what the loops reach.
@@ -286,10 +265,7 @@ fn reading(c: &mut Criterion) {
             })
             .collect();
         for io in [IoMode::Mmap, IoMode::Buffered] {
-            let options = ReadOptions {
-                io,
-                ..ReadOptions::default()
-            };
+            let options = ReadOptions { io, ..ReadOptions::default() };
             group.bench_function(BenchmarkId::new(format!("{io:?}, chunks of"), size), |b| {
                 // SAFETY: every request fills its own part of `to`, and the file stays as it is.
                 b.iter(|| {

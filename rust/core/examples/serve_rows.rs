@@ -17,17 +17,11 @@ const LARGEST_ANSWER: u64 = 256 << 20;
 #[allow(dead_code)] // the test that includes this file calls `serve`
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
-    let path = args
-        .next()
-        .ok_or("usage: serve_rows CHECKPOINT [ADDRESS]")?;
+    let path = args.next().ok_or("usage: serve_rows CHECKPOINT [ADDRESS]")?;
     let address = args.next().unwrap_or_else(|| "127.0.0.1:7878".into());
     let checkpoint = Checkpoint::open(path)?;
     let listener = TcpListener::bind(address)?;
-    println!(
-        "serving {} tensors on {}",
-        checkpoint.names().count(),
-        listener.local_addr()?
-    );
+    println!("serving {} tensors on {}", checkpoint.names().count(), listener.local_addr()?);
     serve(&listener, checkpoint)?;
     Ok(())
 }
@@ -74,25 +68,15 @@ fn rows(checkpoint: &Checkpoint, line: &str) -> Result<(String, Vec<u8>), String
         return Err(format!("{name} is a scalar: it has no rows"));
     };
     if first.checked_add(count).is_none_or(|end| end > *height) {
-        return Err(format!(
-            "{count} rows from {first} on, and {name} has {height}"
-        ));
+        return Err(format!("{count} rows from {first} on, and {name} has {height}"));
     }
-    let nbytes = row.iter().fold(count * tensor.dtype.size(), |bytes, size| {
-        bytes.saturating_mul(*size)
-    });
-    let nbytes = usize::try_from(nbytes)
-        .ok()
-        .filter(|_| nbytes <= LARGEST_ANSWER);
+    let nbytes =
+        row.iter().fold(count * tensor.dtype.size(), |bytes, size| bytes.saturating_mul(*size));
+    let nbytes = usize::try_from(nbytes).ok().filter(|_| nbytes <= LARGEST_ANSWER);
     let mut bytes = vec![0; nbytes.ok_or("too many rows for one answer")?];
     let (mut offsets, mut sizes) = (vec![0; tensor.shape.len()], tensor.shape.clone());
     (offsets[0], sizes[0]) = (first, count);
-    checkpoint
-        .read_region_into(name, &offsets, &sizes, &mut bytes)
-        .map_err(text)?;
+    checkpoint.read_region_into(name, &offsets, &sizes, &mut bytes).map_err(text)?;
     let shape: Vec<String> = sizes.iter().map(u64::to_string).collect();
-    Ok((
-        format!("{} {}", tensor.dtype.name(), shape.join("x")),
-        bytes,
-    ))
+    Ok((format!("{} {}", tensor.dtype.name(), shape.join("x")), bytes))
 }

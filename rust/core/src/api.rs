@@ -71,9 +71,7 @@ impl TensorInfo<'_> {
 fn nbytes(dtype: Dtype, sizes: &[u64]) -> usize {
     let bytes = element_count(sizes).and_then(|count| count.checked_mul(dtype.size()));
     // On a machine of 32 bits no buffer is as long, and none is accepted.
-    bytes
-        .and_then(|bytes| usize::try_from(bytes).ok())
-        .unwrap_or(usize::MAX)
+    bytes.and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX)
 }
 
 impl Checkpoint {
@@ -219,12 +217,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Interrupted`] after [`Control::cancel`]; [`Error::Io`].
     pub fn verify(&self, control: &Control) -> Result<Verified> {
-        verify(
-            &self.index,
-            self.options.allow_external,
-            self.options.threads,
-            control,
-        )
+        verify(&self.index, self.options.allow_external, self.options.threads, control)
     }
 }
 
@@ -296,17 +289,9 @@ impl OpenOptions {
     /// # Errors
     /// Those of [`Checkpoint::open`].
     pub fn open(&self, path: impl AsRef<Path>) -> Result<Checkpoint> {
-        let index = checkpoint::open(
-            path.as_ref(),
-            self.rank,
-            None,
-            self.threads,
-            &Control::new(),
-        )?;
-        Ok(Checkpoint {
-            index: Arc::new(index),
-            options: self.clone(),
-        })
+        let index =
+            checkpoint::open(path.as_ref(), self.rank, None, self.threads, &Control::new())?;
+        Ok(Checkpoint { index: Arc::new(index), options: self.clone() })
     }
 }
 
@@ -365,13 +350,8 @@ impl<'a> ReadBatch<'a> {
         region: &Region,
         buffer: &'a mut [u8],
     ) -> Result<()> {
-        let refuse = |reason| {
-            Err(Error::tensor_plan(
-                Some(self.checkpoint.path()),
-                info.name,
-                reason,
-            ))
-        };
+        let refuse =
+            |reason| Err(Error::tensor_plan(Some(self.checkpoint.path()), info.name, reason));
         let (sizes, offsets) = (region.sizes.as_slice(), region.offsets.as_slice());
         if !region.fits(&info.shape) {
             let shape = &info.shape;
@@ -387,14 +367,8 @@ impl<'a> ReadBatch<'a> {
             ));
         }
         let before = self.gather.len();
-        let strides = row_major(sizes)
-            .iter()
-            .map(|stride| stride * info.dtype.size())
-            .collect();
-        let to = Memory {
-            address: Destination(buffer.as_mut_ptr()),
-            strides,
-        };
+        let strides = row_major(sizes).iter().map(|stride| stride * info.dtype.size()).collect();
+        let to = Memory { address: Destination(buffer.as_mut_ptr()), strides };
         let added = self.gather.add(Source::Tensor(tensor), region, &to);
         if added.is_err() {
             // Nothing of it is read, so that an error leaves the buffer as it is.

@@ -49,10 +49,7 @@ impl Control {
 
     /// Leaves a notice for the caller, who logs it.
     pub fn tell(&self, notice: String) {
-        self.notices
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(notice);
+        self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(notice);
     }
 
     /// The notices since this was last called.
@@ -64,10 +61,7 @@ impl Control {
     /// For a wait that begins now.
     #[must_use]
     pub fn reminder(&self) -> Reminder {
-        Reminder {
-            begin: Instant::now(),
-            next: self.notice,
-        }
+        Reminder { begin: Instant::now(), next: self.notice }
     }
 
     /// Asks the work to stop. It cannot be taken back: use a new `Control` for the next call.
@@ -77,11 +71,7 @@ impl Control {
 
     /// [`Error::Interrupted`] once [`cancel`](Self::cancel) was called.
     pub fn check(&self) -> Result<()> {
-        if self.cancelled.load(Ordering::Relaxed) {
-            Err(Error::Interrupted)
-        } else {
-            Ok(())
-        }
+        if self.cancelled.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
 
     /// Counts `bytes` more as delivered.

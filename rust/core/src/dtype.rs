@@ -12,12 +12,7 @@ struct Row {
 }
 
 const fn row(code: u8, name: &'static str, size: u8, header: &'static str) -> Row {
-    Row {
-        code,
-        name,
-        size,
-        header,
-    }
+    Row { code, name, size, header }
 }
 
 const TABLE: [Row; 23] = [
@@ -59,18 +54,12 @@ impl Dtype {
 
     /// The type with this code, if there is one.
     pub fn from_code(code: u8) -> Option<Self> {
-        TABLE
-            .iter()
-            .any(|row| row.code == code)
-            .then_some(Self(code))
+        TABLE.iter().any(|row| row.code == code).then_some(Self(code))
     }
 
     /// The type with torch's name, as in `bfloat16`.
     pub fn from_name(name: &str) -> Option<Self> {
-        TABLE
-            .iter()
-            .find(|row| row.name == name)
-            .map(|row| Self(row.code))
+        TABLE.iter().find(|row| row.name == name).map(|row| Self(row.code))
     }
 
     /// The type that a safetensors header calls so, as in `BF16`.
@@ -78,10 +67,7 @@ impl Dtype {
         match header {
             // Never written by this crate, but found in files from elsewhere.
             "F8_E8M0" => Self::from_name("float8_e8m0fnu"),
-            _ => TABLE
-                .iter()
-                .find(|row| row.header == header)
-                .map(|row| Self(row.code)),
+            _ => TABLE.iter().find(|row| row.header == header).map(|row| Self(row.code)),
         }
     }
 

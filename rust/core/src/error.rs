@@ -178,11 +178,7 @@ fn kind_of(path: &Path) -> &'static str {
 }
 
 fn of_tensor(tensor: &str) -> String {
-    if tensor.is_empty() {
-        String::new()
-    } else {
-        format!(", tensor {tensor:?}")
-    }
+    if tensor.is_empty() { String::new() } else { format!(", tensor {tensor:?}") }
 }
 
 fn at_byte(offset: Option<u64>) -> String {
@@ -199,13 +195,7 @@ impl Error {
         path: &Path,
         reason: impl Into<String>,
     ) -> Self {
-        Self::Storage {
-            kind,
-            action,
-            path: path.to_owned(),
-            attempts: 1,
-            reason: reason.into(),
-        }
+        Self::Storage { kind, action, path: path.to_owned(), attempts: 1, reason: reason.into() }
     }
 
     /// Why a store did not do what it was asked, if that is what this says.
@@ -219,11 +209,7 @@ impl Error {
 
     /// An [`Error::Io`] for `path`.
     pub fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
-        Self::Io {
-            action,
-            path: path.to_owned(),
-            source,
-        }
+        Self::Io { action, path: path.to_owned(), source }
     }
 
     /// An [`Error::TensorPlan`]; `path`: of the index.
@@ -237,11 +223,7 @@ impl Error {
 
     /// An [`Error::CorruptIndex`] for `path`.
     pub fn corrupt_index(path: &Path, offset: u64, reason: impl Into<String>) -> Self {
-        Self::CorruptIndex {
-            path: path.to_owned(),
-            offset,
-            reason: reason.into(),
-        }
+        Self::CorruptIndex { path: path.to_owned(), offset, reason: reason.into() }
     }
 
     /// An [`Error::CorruptData`] for `path`.

@@ -81,10 +81,8 @@ fn look_everywhere(index: &Index) {
 fn cover_all(index: &Index, tensor: u32, shape: &[u64]) {
     let whole = Region::new(&vec![0; shape.len()], shape);
     if let Ok(parts) = overlap::cover(index, tensor, &whole) {
-        let covered: u128 = parts
-            .iter()
-            .map(|part| u128::from(element_count(&part.sizes).unwrap()))
-            .sum();
+        let covered: u128 =
+            parts.iter().map(|part| u128::from(element_count(&part.sizes).unwrap())).sum();
         assert_eq!(covered, u128::from(element_count(shape).unwrap()));
     }
 }
@@ -120,13 +118,9 @@ mod tests {
 
     /// Inputs of each target that are to be mutated, from `rust/fuzz/seeds`.
     fn seeds(target: &str) -> Vec<Vec<u8>> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../fuzz/seeds")
-            .join(target);
-        let mut paths: Vec<_> = fs::read_dir(folder)
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .collect();
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds").join(target);
+        let mut paths: Vec<_> =
+            fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
         paths.sort();
         paths.iter().map(|path| fs::read(path).unwrap()).collect()
     }
@@ -146,16 +140,7 @@ mod tests {
     /// What fuzzers do without feedback: changes bytes, takes some out, repeats some, puts in
     /// numbers that are likely to hurt.
     fn mutate(seed: &[u8], other: &[u8], numbers: &mut Numbers) -> Vec<u8> {
-        const NASTY: [u64; 8] = [
-            0,
-            1,
-            0x7f,
-            0xff,
-            0xffff_ffff,
-            i64::MAX as u64,
-            1 << 63,
-            u64::MAX,
-        ];
+        const NASTY: [u64; 8] = [0, 1, 0x7f, 0xff, 0xffff_ffff, i64::MAX as u64, 1 << 63, u64::MAX];
         let mut bytes = seed.to_vec();
         for _ in 0..=numbers.below(3) {
             let at = numbers.below(bytes.len());
@@ -194,10 +179,7 @@ mod tests {
         let rounds: usize =
             std::env::var("FUZZ_ROUNDS").map_or(400, |rounds| rounds.parse().unwrap());
         let seeds = seeds(target);
-        assert!(
-            seeds.iter().all(|seed| run(seed)),
-            "{target}: a seed is refused"
-        );
+        assert!(seeds.iter().all(|seed| run(seed)), "{target}: a seed is refused");
         let mut numbers = Numbers(0x9e37_79b9_7f4a_7c15);
         for seed in &seeds {
             for _ in 0..rounds {
@@ -212,19 +194,9 @@ mod tests {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/fuzz_targets");
         let tests = include_str!("fuzzing.rs");
         for entry in fs::read_dir(folder).unwrap() {
-            let target = entry
-                .unwrap()
-                .path()
-                .file_stem()
-                .unwrap()
-                .to_str()
-                .unwrap()
-                .to_owned();
+            let target = entry.unwrap().path().file_stem().unwrap().to_str().unwrap().to_owned();
             assert!(!seeds(&target).is_empty());
-            assert!(
-                tests.contains(&format!("replay(\"{target}\", ")),
-                "{target}"
-            );
+            assert!(tests.contains(&format!("replay(\"{target}\", ")), "{target}");
         }
     }
 

@@ -22,9 +22,7 @@ impl ByName {
     /// The number of a name, if it was added.
     pub(crate) fn get<'a>(&self, name: &str, name_of: impl Fn(u32) -> &'a str) -> Option<u32> {
         let hash = self.hashes.hash_one(name);
-        self.numbers
-            .find(hash, |&number| name_of(number) == name)
-            .copied()
+        self.numbers.find(hash, |&number| name_of(number) == name).copied()
     }
 
     /// The number of a name: the one that was added, or else `number`, which is.

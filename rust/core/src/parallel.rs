@@ -48,10 +48,7 @@ pub(crate) fn for_each<S>(
     thread::scope(|scope| {
         let helpers: Vec<_> = (1..workers)
             .map_while(|_| {
-                thread::Builder::new()
-                    .name("dcp-rs".into())
-                    .spawn_scoped(scope, run)
-                    .ok()
+                thread::Builder::new().name("dcp-rs".into()).spawn_scoped(scope, run).ok()
             })
             .collect();
         let own = run();
@@ -129,9 +126,7 @@ pub(crate) fn both<A: Send, B>(
         first.expect("it is taken once")()
     };
     thread::scope(|scope| {
-        let beside = thread::Builder::new()
-            .name("dcp-rs".into())
-            .spawn_scoped(scope, run);
+        let beside = thread::Builder::new().name("dcp-rs".into()).spawn_scoped(scope, run);
         let second = second();
         let first = match beside {
             Ok(beside) => beside.join().unwrap_or_else(|panic| resume_unwind(panic)),
@@ -161,9 +156,8 @@ pub(crate) fn affordable(wanted: usize) -> usize {
 }
 
 fn within(wanted: usize, spare: Option<u64>) -> usize {
-    let most = spare.map_or(usize::MAX, |spare| {
-        usize::try_from(spare / SPACE).unwrap_or(usize::MAX)
-    });
+    let most =
+        spare.map_or(usize::MAX, |spare| usize::try_from(spare / SPACE).unwrap_or(usize::MAX));
     wanted.min(most).max(1)
 }
 
@@ -215,13 +209,8 @@ mod tests {
                 map(50, workers, |i| Ok(i * i)).unwrap(),
                 (0..50).map(|i| i * i).collect::<Vec<_>>()
             );
-            let failed = map(50, workers, |i| {
-                if i == 7 {
-                    Err(Error::Plan("seven".into()))
-                } else {
-                    Ok(i)
-                }
-            });
+            let failed =
+                map(50, workers, |i| if i == 7 { Err(Error::Plan("seven".into())) } else { Ok(i) });
             assert_eq!(failed.unwrap_err().to_string(), "seven");
         }
     }
@@ -245,13 +234,7 @@ mod tests {
         let here = thread::current().id();
         let waited = map_waiting(1000, |i, _| Ok((i, thread::current().id()))).unwrap();
         assert!(!waited.waits);
-        assert!(
-            waited
-                .made
-                .iter()
-                .enumerate()
-                .all(|(i, made)| *made == (i, here))
-        );
+        assert!(waited.made.iter().enumerate().all(|(i, made)| *made == (i, here)));
         assert!(map_waiting(0, |i, _| Ok(i)).unwrap().made.is_empty());
         assert!(map_waiting(3, |_, _| Err::<(), _>(Error::Plan("no".into()))).is_err());
     }
@@ -283,11 +266,7 @@ mod tests {
             || (),
             |(), job| {
                 done.fetch_add(1, Ordering::Relaxed);
-                if job == 10 {
-                    Err(Error::Plan("ten".into()))
-                } else {
-                    Ok(())
-                }
+                if job == 10 { Err(Error::Plan("ten".into())) } else { Ok(()) }
             },
         );
         assert_eq!(result.unwrap_err().to_string(), "ten");

@@ -82,11 +82,7 @@ impl Links {
         if !is_link && !self.may_turn(path) {
             return Ok(Verdict::Follow);
         }
-        let folder = if folder.as_os_str().is_empty() {
-            Path::new(".")
-        } else {
-            folder
-        };
+        let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
         let (folder, target) = (folder.canonicalize()?, path.canonicalize()?);
         Ok(if is_in_hub_cache(&folder, &target) {
             Verdict::Follow
@@ -106,14 +102,10 @@ impl Links {
 fn is_in_hub_cache(folder: &Path, target: &Path) -> bool {
     let is_repository = |name: &OsStr| {
         let name = name.as_encoded_bytes();
-        [&b"models--"[..], b"datasets--", b"spaces--"]
-            .iter()
-            .any(|kind| name.starts_with(kind))
+        [&b"models--"[..], b"datasets--", b"spaces--"].iter().any(|kind| name.starts_with(kind))
     };
-    let Some(repository) = target
-        .parent()
-        .filter(|blobs| blobs.ends_with("blobs"))
-        .and_then(Path::parent)
+    let Some(repository) =
+        target.parent().filter(|blobs| blobs.ends_with("blobs")).and_then(Path::parent)
     else {
         return false;
     };
@@ -132,15 +124,9 @@ mod tests {
     #[test]
     fn names_lead_somewhere() {
         for (names, expected) in [
-            (
-                &["a.safetensors", "sub/a.safetensors", "..a", "a..b"][..],
-                Reach::Plain,
-            ),
+            (&["a.safetensors", "sub/a.safetensors", "..a", "a..b"][..], Reach::Plain),
             (&["./a", "a//b", "a/", "a\\b", "a/./b", "."], Reach::Inside),
-            (
-                &["..", "/", "/etc/passwd", "a/../b", "../a", "a/.."],
-                Reach::Outside,
-            ),
+            (&["..", "/", "/etc/passwd", "a/../b", "../a", "a/.."], Reach::Outside),
             (&["", "a\0b"], Reach::Nowhere),
         ] {
             for name in names {
@@ -205,10 +191,7 @@ mod tests {
                 (last, not_last),
                 "{name}"
             );
-            assert_eq!(
-                Links::Any.judge(&at(folder).join(name)).unwrap(),
-                Verdict::Follow
-            );
+            assert_eq!(Links::Any.judge(&at(folder).join(name)).unwrap(), Verdict::Follow);
         }
         // The same layout under other names is no cache of a tool that is known, and not all of a
         // repository is a snapshot.
@@ -216,12 +199,7 @@ mod tests {
         symlink("blobs/x", at("models--a--b/x")).unwrap();
         assert_eq!(judge(false, "models--a--b", "x"), Verdict::Link);
         assert!(
-            Links::Within {
-                folder: at(folder).into(),
-                last: true
-            }
-            .judge(&at("nothing"))
-            .is_err()
+            Links::Within { folder: at(folder).into(), last: true }.judge(&at("nothing")).is_err()
         );
     }
 }

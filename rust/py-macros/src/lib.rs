@@ -43,8 +43,5 @@ fn is_result(returned: &Type) -> bool {
     let Type::Path(path) = returned else {
         return false;
     };
-    path.path
-        .segments
-        .last()
-        .is_some_and(|last| last.ident == "PyResult")
+    path.path.segments.last().is_some_and(|last| last.ident == "PyResult")
 }

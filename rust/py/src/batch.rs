@@ -49,12 +49,7 @@ pub struct Batch {
 impl Batch {
     /// A batch of plain tensors, each at its place.
     pub fn of_plain(index: Py<Index>, gather: Gather) -> Self {
-        Self {
-            index,
-            gather,
-            turns: Turns::default(),
-            common: None,
-        }
+        Self { index, gather, turns: Turns::default(), common: None }
     }
 
     /// What a target is a region of, and the tensor that this belongs to.
@@ -62,10 +57,7 @@ impl Batch {
         let index = self.index.get();
         if target.of_chunk {
             index.check_chunk(target.index)?;
-            return Ok((
-                Source::Chunk(target.index),
-                index.inner.chunk(target.index).tensor,
-            ));
+            return Ok((Source::Chunk(target.index), index.inner.chunk(target.index).tensor));
         }
         let tensor = u32::try_from(target.index).unwrap_or(u32::MAX);
         index.check_tensor(tensor)?;
@@ -98,10 +90,7 @@ impl Batch {
         if turn < self.turns.len() {
             return Ok(());
         }
-        Err(PyIndexError::new_err(format!(
-            "turn {turn} of {}",
-            self.turns.len()
-        )))
+        Err(PyIndexError::new_err(format!("turn {turn} of {}", self.turns.len())))
     }
 }
 
@@ -131,10 +120,7 @@ impl Batch {
                 &layout.shape,
                 &layout.strides,
             )?;
-            let region = Region {
-                offsets: target.offsets.0,
-                sizes: layout.shape,
-            };
+            let region = Region { offsets: target.offsets.0, sizes: layout.shape };
             self.gather.set_place(target.place);
             self.gather.add(source, &region, &to).into_py(py)?;
         }
@@ -159,14 +145,9 @@ impl Batch {
             itemsize: itemsize(&target.tensor)?,
             strides: layout.strides,
         };
-        let region = Region {
-            offsets: target.offsets.0,
-            sizes: layout.shape,
-        };
+        let region = Region { offsets: target.offsets.0, sizes: layout.shape };
         self.gather.set_place(target.place);
-        self.gather
-            .add_elsewhere(number, source, &region, &to)
-            .into_py(py)
+        self.gather.add_elsewhere(number, source, &region, &to).into_py(py)
     }
 
     /// The same for a target that only its own class can fill. `parts` is the memory that it may
@@ -182,16 +163,11 @@ impl Batch {
         let footprints: Vec<_> = parts.iter().map(footprint).collect::<PyResult<_>>()?;
         let region = Region {
             offsets: target.offsets.0,
-            sizes: target
-                .tensor
-                .getattr(intern!(py, "shape"))?
-                .extract::<Extent>()?
-                .0,
+            sizes: target.tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0,
         };
         self.gather.set_place(target.place);
         let added =
-            self.gather
-                .add_opaque(number, source, &region, footprints.into_iter().flatten());
+            self.gather.add_opaque(number, source, &region, footprints.into_iter().flatten());
         added.into_py(py)
     }
 
@@ -253,41 +229,23 @@ impl Batch {
         // SAFETY: the contract of what added tensors: the caller holds them, and their memory,
         // until this returns.
         let stats = unsafe {
-            read::run_turn(
-                py,
-                &self.gather,
-                &self.turns,
-                turn,
-                &options,
-                progress.as_ref(),
-            )?
+            read::run_turn(py, &self.gather, &self.turns, turn, &options, progress.as_ref())?
         };
         Ok(stats.into())
     }
 }
 
 fn itemsize(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
-    tensor
-        .call_method0(intern!(tensor.py(), "element_size"))?
-        .extract()
+    tensor.call_method0(intern!(tensor.py(), "element_size"))?.extract()
 }
 
 /// The memory of a part; None where it ends beyond all memory.
 fn footprint(part: &Part<'_>) -> PyResult<Option<Footprint>> {
     let layout = Layout::of(&part.tensor)?;
     let itemsize = itemsize(&part.tensor)?;
-    let strides: Option<Vec<u64>> = layout
-        .strides
-        .iter()
-        .map(|s| s.checked_mul(itemsize))
-        .collect();
+    let strides: Option<Vec<u64>> =
+        layout.strides.iter().map(|s| s.checked_mul(itemsize)).collect();
     Ok(strides.and_then(|strides| {
-        Footprint::new(
-            part.space,
-            layout.address as u64,
-            itemsize,
-            &layout.shape,
-            &strides,
-        )
+        Footprint::new(part.space, layout.address as u64, itemsize, &layout.shape, &strides)
     }))
 }

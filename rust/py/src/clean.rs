@@ -22,9 +22,7 @@ pub fn leftovers(
     older_than: Option<f64>,
 ) -> PyResult<Vec<Leftover>> {
     let older_than = older_than.map(Duration::from_secs_f64);
-    let found = py
-        .detach(|| checkpoint::leftovers(&path, older_than))
-        .into_py(py)?;
+    let found = py.detach(|| checkpoint::leftovers(&path, older_than)).into_py(py)?;
     Ok(found.into_iter().map(Leftover::from).collect())
 }
 
@@ -64,8 +62,6 @@ impl FolderLock {
     fn new(py: Python<'_>, folder: PathBuf, notice: f64) -> PyResult<Self> {
         let control = Control::with_notice(Duration::try_from_secs_f64(notice).unwrap_or(NOTICE));
         let take = |control: &Control| store::FolderLock::take(&folder, Mode::Exclusive, control);
-        Ok(Self {
-            _lock: interrupt::run_under(py, &control, take)?,
-        })
+        Ok(Self { _lock: interrupt::run_under(py, &control, take)? })
     }
 }

@@ -45,16 +45,11 @@ pub fn commit_indexes(
 ) -> PyResult<(index::Index, Vec<String>)> {
     let to = match store {
         Some(store) => To::Store(store.get()),
-        None => To::Disk {
-            replace: overwrite,
-            fsync,
-        },
+        None => To::Disk { replace: overwrite, fsync },
     };
     let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
     if let [index] = indexes.as_slice()
-        && planner_data
-            .cast::<PyDict>()
-            .is_ok_and(pyo3::types::PyDictMethods::is_empty)
+        && planner_data.cast::<PyDict>().is_ok_and(pyo3::types::PyDictMethods::is_empty)
         && names.len()? == 0
     {
         // Nothing to merge: the index of one rank says it all.
@@ -77,22 +72,11 @@ pub fn commit_indexes(
     for fqn in names.try_iter()? {
         let fqn = name_of(&fqn?)?;
         if !builder.has_tensor(&fqn) {
-            return Err(plan_error(
-                &path,
-                Some(&fqn),
-                format!("no rank wrote {fqn:?}"),
-            ));
+            return Err(plan_error(&path, Some(&fqn), format!("no rank wrote {fqn:?}")));
         }
     }
     builder.root = spread(&mut builder, planner_data)?;
-    commit_one(
-        py,
-        &folder,
-        rank,
-        || Index::from_bytes(builder.build()?, &path),
-        items,
-        &to,
-    )
+    commit_one(py, &folder, rank, || Index::from_bytes(builder.build()?, &path), items, &to)
 }
 
 /// What is committed to, and what is asked of it.
@@ -164,8 +148,7 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
 #[guarded]
 #[pyfunction]
 pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
-    py.detach(|| checkpoint::next_generation(&folder))
-        .into_py(py)
+    py.detach(|| checkpoint::next_generation(&folder)).into_py(py)
 }
 
 /// Creates a folder and those it is in, where they are missing; durably.
@@ -185,9 +168,7 @@ pub fn publish(
     data: Vec<u8>,
     fsync: bool,
 ) -> PyResult<()> {
-    interrupt::run(py, |control| {
-        store::publish(&folder, name, &data, fsync, control)
-    })
+    interrupt::run(py, |control| store::publish(&folder, name, &data, fsync, control))
 }
 
 /// Removes the data files that an index names, but for those that the published index (with `rank`,
@@ -200,7 +181,5 @@ pub fn discard(
     rank: Option<u32>,
     index: PyBackedBytes,
 ) -> PyResult<()> {
-    interrupt::run(py, |control| {
-        checkpoint::discard(&folder, rank, index, control)
-    })
+    interrupt::run(py, |control| checkpoint::discard(&folder, rank, index, control))
 }

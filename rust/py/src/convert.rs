@@ -22,15 +22,8 @@ impl<'py> FromPyObject<'_, 'py> for Extent {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let dims: PyResult<Dims> = match object.cast::<PyTuple>() {
-            Ok(tuple) => tuple
-                .iter_borrowed()
-                .map(Borrowed::extract::<u64>)
-                .collect(),
-            Err(_) => object
-                .cast::<PyList>()?
-                .iter()
-                .map(|size| size.extract::<u64>())
-                .collect(),
+            Ok(tuple) => tuple.iter_borrowed().map(Borrowed::extract::<u64>).collect(),
+            Err(_) => object.cast::<PyList>()?.iter().map(|size| size.extract::<u64>()).collect(),
         };
         dims.map(Self)
     }
@@ -44,8 +37,7 @@ impl FsPath {
     /// The name as text.
     pub fn text<'py>(py: Python<'py>, path: &Path) -> PyResult<Bound<'py, PyAny>> {
         let bytes = PyBytes::new(py, path.as_os_str().as_bytes());
-        py.import(intern!(py, "os"))?
-            .call_method1(intern!(py, "fsdecode"), (bytes,))
+        py.import(intern!(py, "os"))?.call_method1(intern!(py, "fsdecode"), (bytes,))
     }
 }
 
@@ -56,18 +48,11 @@ impl<'py> IntoPyObject<'py> for FsPath {
 
     fn into_pyobject(self, py: Python<'py>) -> PyResult<Self::Output> {
         let text = Self::text(py, &self.0)?;
-        if self
-            .0
-            .as_os_str()
-            .as_bytes()
-            .windows(3)
-            .any(|three| three == b"://")
-        {
+        if self.0.as_os_str().as_bytes().windows(3).any(|three| three == b"://") {
             let url = py.import(intern!(py, "dcp_rs._url"))?;
             return url.call_method1(intern!(py, "Url"), (text,));
         }
-        py.import(intern!(py, "pathlib"))?
-            .call_method1(intern!(py, "Path"), (text,))
+        py.import(intern!(py, "pathlib"))?.call_method1(intern!(py, "Path"), (text,))
     }
 }
 
@@ -132,12 +117,8 @@ pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
 
 /// The Python object of planner data.
 pub fn from_value<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
-    let items = |values: &[Value]| {
-        values
-            .iter()
-            .map(|v| from_value(py, v))
-            .collect::<PyResult<Vec<_>>>()
-    };
+    let items =
+        |values: &[Value]| values.iter().map(|v| from_value(py, v)).collect::<PyResult<Vec<_>>>();
     Ok(match value {
         Value::None => py.None().into_bound(py),
         Value::Bool(b) => b.into_bound_py_any(py)?,

@@ -70,20 +70,13 @@ pub struct Exchange {
 impl Exchange {
     /// That of `class`, if it has one of this version.
     pub fn of(class: &Bound<'_, PyAny>) -> Option<Self> {
-        let found = class
-            .getattr(intern!(class.py(), "__dlpack_c_exchange_api__"))
-            .ok()?;
-        let table = found
-            .cast::<PyCapsule>()
-            .ok()?
-            .pointer_checked(Some(c"dlpack_exchange_api"))
-            .ok()?;
+        let found = class.getattr(intern!(class.py(), "__dlpack_c_exchange_api__")).ok()?;
+        let table =
+            found.cast::<PyCapsule>().ok()?.pointer_checked(Some(c"dlpack_exchange_api")).ok()?;
         // SAFETY: a capsule of this name points to a table that stays for as long as the process
         // does; all of version 1 begin with these fields.
         let table = unsafe { table.cast::<Table>().as_ref() };
-        (table.major == MAJOR).then_some(Self {
-            describe: table.describe?,
-        })
+        (table.major == MAJOR).then_some(Self { describe: table.describe? })
     }
 
     /// Of what type the elements of a tensor of the class are, and where they lie; `None` where
@@ -101,9 +94,7 @@ impl Exchange {
         // SAFETY: it has been filled, and zeros would be valid as well.
         let found = unsafe { found.assume_init() };
         // SAFETY: nothing runs before what it points to is copied.
-        Ok((found.device[0] == CPU)
-            .then(|| unsafe { found.layout() })
-            .flatten())
+        Ok((found.device[0] == CPU).then(|| unsafe { found.layout() }).flatten())
     }
 }
 
@@ -116,11 +107,7 @@ impl DlTensor {
         let (shape, strides) = unsafe { (dims(self.shape, ndim)?, dims(self.strides, ndim)?) };
         let is_contiguous = shape.contains(&0) || is_run(&shape, &strides);
         let layout = Layout {
-            strides: if is_contiguous {
-                row_major(&shape)
-            } else {
-                strides
-            },
+            strides: if is_contiguous { row_major(&shape) } else { strides },
             shape,
             address: self.data.addr() + usize::try_from(self.byte_offset).ok()?,
         };

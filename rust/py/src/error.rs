@@ -33,46 +33,25 @@ pyo3::import_exception!(dcp_rs.errors, UnsupportedError);
 pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     let message = error.to_string();
     match error {
-        Error::NotFound { path, .. } => with_place(
-            py,
-            CheckpointNotFoundError::new_err(message),
-            Some(path),
-            None,
-            None,
-        ),
-        Error::CorruptIndex { path, offset, .. } => with_place(
-            py,
-            CorruptIndexError::new_err(message),
-            Some(path),
-            None,
-            Some(*offset),
-        ),
-        Error::CorruptData {
-            path,
-            tensor,
-            offset,
-            ..
-        } => with_place(
+        Error::NotFound { path, .. } => {
+            with_place(py, CheckpointNotFoundError::new_err(message), Some(path), None, None)
+        }
+        Error::CorruptIndex { path, offset, .. } => {
+            with_place(py, CorruptIndexError::new_err(message), Some(path), None, Some(*offset))
+        }
+        Error::CorruptData { path, tensor, offset, .. } => with_place(
             py,
             CorruptDataError::new_err(message),
             Some(path),
             (!tensor.is_empty()).then_some(tensor.as_str()),
             *offset,
         ),
-        Error::Replaced { path } => with_place(
-            py,
-            CheckpointReplacedError::new_err(message),
-            Some(path),
-            None,
-            None,
-        ),
-        Error::Exists { path } => with_place(
-            py,
-            CheckpointExistsError::new_err(message),
-            Some(path),
-            None,
-            None,
-        ),
+        Error::Replaced { path } => {
+            with_place(py, CheckpointReplacedError::new_err(message), Some(path), None, None)
+        }
+        Error::Exists { path } => {
+            with_place(py, CheckpointExistsError::new_err(message), Some(path), None, None)
+        }
         // As of a rename that failed: of two names.
         Error::Displaced { path, at, source } => {
             let name = |path| FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind);
@@ -82,13 +61,9 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             };
             PyOSError::new_err((number, message, name(path), py.None(), name(at)))
         }
-        Error::UnsafePickle { path, .. } => with_place(
-            py,
-            UnsafePickleError::new_err(message),
-            Some(path),
-            None,
-            None,
-        ),
+        Error::UnsafePickle { path, .. } => {
+            with_place(py, UnsafePickleError::new_err(message), Some(path), None, None)
+        }
         Error::Quantization { path, tensor, .. } => with_place(
             py,
             QuantizationError::new_err(message),
@@ -106,22 +81,12 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         ),
         // The standard class, so that callers can look at errno: OSError picks FileNotFoundError
         // and the like by it.
-        Error::Io {
-            action,
-            path,
-            source,
-        } => PyOSError::new_err((
+        Error::Io { action, path, source } => PyOSError::new_err((
             source.raw_os_error().unwrap_or(EIO),
             format!("cannot {action}: {}", words(source)),
             FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind),
         )),
-        Error::Storage {
-            kind,
-            action,
-            path,
-            attempts,
-            ..
-        } => {
+        Error::Storage { kind, action, path, attempts, .. } => {
             let error = match kind {
                 StorageFault::NotFound => StorageNotFoundError::new_err(message),
                 StorageFault::Denied => StoragePermissionError::new_err(message),
@@ -136,13 +101,9 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
                 Err(other) => other,
             }
         }
-        Error::Busy { path, .. } => with_place(
-            py,
-            SaveInProgressError::new_err(message),
-            Some(path),
-            None,
-            None,
-        ),
+        Error::Busy { path, .. } => {
+            with_place(py, SaveInProgressError::new_err(message), Some(path), None, None)
+        }
         Error::Internal(what) => internal_error(what, None),
         Error::Interrupted => PyKeyboardInterrupt::new_err(()),
         // `Plan`, and what a later core adds.
@@ -153,13 +114,8 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
 /// The system's words. Rust appends the number, which Python shows in front of them.
 fn words(source: &io::Error) -> String {
     let text = source.to_string();
-    let number = source
-        .raw_os_error()
-        .map(|number| format!(" (os error {number})"));
-    number
-        .and_then(|number| text.strip_suffix(&number))
-        .unwrap_or(&text)
-        .to_owned()
+    let number = source.raw_os_error().map(|number| format!(" (os error {number})"));
+    number.and_then(|number| text.strip_suffix(&number)).unwrap_or(&text).to_owned()
 }
 
 /// For a failure that the system gave no number.
@@ -178,10 +134,7 @@ fn with_place(
         place.set_item("path", path.map(|path| FsPath::text(py, path)).transpose()?)?;
         place.set_item("tensor", tensor)?;
         place.set_item("offset", offset)?;
-        error
-            .value(py)
-            .getattr("__dict__")?
-            .call_method1("update", (&place,))?;
+        error.value(py).getattr("__dict__")?.call_method1("update", (&place,))?;
         Ok(())
     };
     match set() {

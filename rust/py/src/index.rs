@@ -71,10 +71,7 @@ impl Index {
     ) -> PyResult<Self> {
         let remote = remote(py, &path, storage_options)?;
         let look = |control: &Control| checkpoint::open_data(&path, remote.clone(), control);
-        Ok(Self::new(
-            Arc::new(looking(py, remote.is_some(), look)?),
-            true,
-        ))
+        Ok(Self::new(Arc::new(looking(py, remote.is_some(), look)?), true))
     }
 
     /// Checks the bytes of an index; `path` is where its file would be.
@@ -85,9 +82,7 @@ impl Index {
         path: PathBuf,
         allow_external: bool,
     ) -> PyResult<Self> {
-        let inner = py
-            .detach(|| format::Index::from_bytes(data, &path))
-            .into_py(py)?;
+        let inner = py.detach(|| format::Index::from_bytes(data, &path)).into_py(py)?;
         Ok(Self::new(Arc::new(inner), allow_external))
     }
 
@@ -161,10 +156,7 @@ impl Index {
 
     /// All FQNs, sorted.
     fn names<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(
-            py,
-            (0..self.inner.tensor_count()).map(|t| self.inner.name(t)),
-        )
+        PyList::new(py, (0..self.inner.tensor_count()).map(|t| self.inner.name(t)))
     }
 
     fn name(&self, tensor: u32) -> PyResult<&str> {
@@ -204,9 +196,7 @@ impl Index {
     fn chunks(&self, py: Python<'_>, tensor: u32) -> PyResult<Vec<ChunkEntry>> {
         self.check_tensor(tensor)?;
         let chunks = self.inner.tensor(tensor).chunks;
-        chunks
-            .map(|chunk| ChunkEntry::new(py, &self.inner, chunk))
-            .collect()
+        chunks.map(|chunk| ChunkEntry::new(py, &self.inner, chunk)).collect()
     }
 
     /// `make(extent(offsets), extent(sizes))` for each chunk of a tensor, in the order of their
@@ -250,11 +240,7 @@ impl Index {
         chunk: u64,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         self.check_chunk(chunk)?;
-        self.inner
-            .chunk(chunk)
-            .strides
-            .map(|strides| extent_to_py(py, &strides))
-            .transpose()
+        self.inner.chunk(chunk).strides.map(|strides| extent_to_py(py, &strides)).transpose()
     }
 
     /// Whether the bytes of a chunk are its elements, so that they can be used where they lie.
@@ -275,16 +261,11 @@ impl Index {
     fn coded_from(&self, tensor: u32) -> PyResult<Option<(&'static str, Vec<String>)>> {
         self.check_tensor(tensor)?;
         let chunks = self.inner.tensor(tensor).chunks;
-        let coded = chunks
-            .clone()
-            .next()
-            .and_then(|chunk| self.inner.chunk(chunk).coded);
+        let coded = chunks.clone().next().and_then(|chunk| self.inner.chunk(chunk).coded);
         Ok(coded.map(|chunk| {
             let of = &chunk.of;
             let parts = of.parts(&Dims::from_elem(0, of.shape.len()), &of.shape);
-            let names = parts
-                .iter()
-                .map(|part| of.index.name(part.tensor).to_owned());
+            let names = parts.iter().map(|part| of.index.name(part.tensor).to_owned());
             (of.format.name(), names.collect())
         }))
     }
@@ -299,9 +280,7 @@ impl Index {
         options: Option<Options>,
     ) -> PyResult<Option<Self>> {
         let target = Target::from_name(dtype).ok_or_else(|| {
-            PlanError::new_err(format!(
-                "weights become bfloat16, float16 or float32, not {dtype}"
-            ))
+            PlanError::new_err(format!("weights become bfloat16, float16 or float32, not {dtype}"))
         })?;
         let options = read_options(options)?;
         let found = self.looking(py, |control| {
@@ -321,26 +300,12 @@ impl Index {
     ) -> PyResult<Self> {
         let source = |(tensor, offsets, sizes, dims, at): Rectangle| {
             self.check_tensor(tensor)?;
-            let region = Region {
-                offsets: offsets.0,
-                sizes: sizes.0,
-            };
-            Ok(format::Source {
-                tensor,
-                region,
-                dims: dims.into(),
-                at: at.0,
-            })
+            let region = Region { offsets: offsets.0, sizes: sizes.0 };
+            Ok(format::Source { tensor, region, dims: dims.into(), at: at.0 })
         };
         let logical = |(name, shape, rectangles): (String, Extent, Vec<Rectangle>)| {
-            let sources = rectangles
-                .into_iter()
-                .map(source)
-                .collect::<PyResult<_>>()?;
-            let origin = format::Origin::Sources {
-                shape: shape.0,
-                sources,
-            };
+            let sources = rectangles.into_iter().map(source).collect::<PyResult<_>>()?;
+            let origin = format::Origin::Sources { shape: shape.0, sources };
             Ok(format::Logical { name, origin })
         };
         let logical: Vec<_> = tensors.into_iter().map(logical).collect::<PyResult<_>>()?;
@@ -365,10 +330,7 @@ impl Index {
 
     /// The data files of chunks.
     fn files_of(&self, chunks: Vec<u64>) -> PyResult<Vec<u32>> {
-        let file = |chunk| {
-            self.check_chunk(chunk)
-                .map(|()| self.inner.chunk_file(chunk))
-        };
+        let file = |chunk| self.check_chunk(chunk).map(|()| self.inner.chunk_file(chunk));
         chunks.into_iter().map(file).collect()
     }
 
@@ -388,9 +350,7 @@ impl Index {
     /// Every data file.
     fn files(&self) -> Vec<FileEntry> {
         let count = self.inner.file_count();
-        (0..count)
-            .map(|file| FileEntry::new(&self.inner.file(file)))
-            .collect()
+        (0..count).map(|file| FileEntry::new(&self.inner.file(file))).collect()
     }
 
     /// For each data file, the bytes of it that chunks are in, and whether it is a link to what
@@ -408,9 +368,7 @@ impl Index {
     /// Where the data files are, in the order of `files`.
     fn file_paths(&self) -> Vec<FsPath> {
         let count = self.inner.file_count();
-        (0..count)
-            .map(|file| FsPath(self.inner.file_path(file)))
-            .collect()
+        (0..count).map(|file| FsPath(self.inner.file_path(file))).collect()
     }
 
     /// The path of a tensor in the state dict that was saved, as a tuple, or None.
@@ -420,10 +378,7 @@ impl Index {
         tensor: u32,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.check_tensor(tensor)?;
-        self.inner
-            .planner_path(tensor)
-            .map(|path| from_value(py, &path))
-            .transpose()
+        self.inner.planner_path(tensor).map(|path| from_value(py, &path)).transpose()
     }
 
     /// The planner data that belongs to no tensor.
@@ -441,9 +396,7 @@ impl Index {
     /// it is not known.
     fn positions(&self) -> Vec<Option<u32>> {
         let count = self.inner.tensor_count();
-        (0..count)
-            .map(|tensor| self.inner.tensor(tensor).position)
-            .collect()
+        (0..count).map(|tensor| self.inner.tensor(tensor).position).collect()
     }
 
     /// The chunk for each (fqn, offset or None, hint or None), as DCP's `MetadataIndex` names one.
@@ -458,9 +411,8 @@ impl Index {
     fn map_file(&self, py: Python<'_>, file: u32) -> PyResult<FileMapping> {
         let inner = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
-        let mapping = py
-            .detach(|| checkpoint::map_data_file(&inner, file, allow_external))
-            .into_py(py)?;
+        let mapping =
+            py.detach(|| checkpoint::map_data_file(&inner, file, allow_external)).into_py(py)?;
         Ok(FileMapping { mapping })
     }
 }
@@ -472,9 +424,7 @@ fn remote(
     options: Option<HashMap<String, String>>,
 ) -> PyResult<Option<Arc<dyn Remote>>> {
     let store = |options| Store::new(&path.to_string_lossy(), options).into_py(py);
-    options
-        .map(|options| Ok(Arc::new(store(options)?) as _))
-        .transpose()
+    options.map(|options| Ok(Arc::new(store(options)?) as _)).transpose()
 }
 
 /// Looks at files without the GIL. Where each look is a request, Ctrl-C stops it.
@@ -492,11 +442,7 @@ fn looking<T: Send>(
 
 impl Index {
     pub fn new(inner: Arc<format::Index>, allow_external: bool) -> Self {
-        Self {
-            inner,
-            allow_external,
-            values: ValueReader::default(),
-        }
+        Self { inner, allow_external, values: ValueReader::default() }
     }
 
     /// Looks at data files without the GIL. Where each look is a request, Ctrl-C stops it.
@@ -514,15 +460,11 @@ impl Index {
     }
 
     pub fn check_tensor(&self, tensor: u32) -> PyResult<()> {
-        self.check(tensor < self.inner.tensor_count(), || {
-            format!("tensor {tensor}")
-        })
+        self.check(tensor < self.inner.tensor_count(), || format!("tensor {tensor}"))
     }
 
     pub fn check_chunk(&self, chunk: u64) -> PyResult<()> {
-        self.check(chunk < self.inner.chunk_count(), || {
-            format!("chunk {chunk}")
-        })
+        self.check(chunk < self.inner.chunk_count(), || format!("chunk {chunk}"))
     }
 
     fn check(&self, is_there: bool, what: impl FnOnce() -> String) -> PyResult<()> {
@@ -533,10 +475,7 @@ impl Index {
 
     /// Bytes of an element; 1 for bytes.
     pub fn itemsize(&self, tensor: u32) -> u64 {
-        self.inner
-            .tensor(tensor)
-            .dtype
-            .map_or(1, dcp_rs_core::Dtype::size)
+        self.inner.tensor(tensor).dtype.map_or(1, dcp_rs_core::Dtype::size)
     }
 
     fn locate_one(&self, fqn: &str, offset: Option<&Dims>, hint: Option<u64>) -> PyResult<u64> {
@@ -545,9 +484,7 @@ impl Index {
             let message = format!("{what} in {}", index.path().display());
             plan_error(index.path(), Some(fqn), message)
         };
-        let tensor = index
-            .find(fqn)
-            .ok_or_else(|| missing(format!("no tensor {fqn:?}")))?;
+        let tensor = index.find(fqn).ok_or_else(|| missing(format!("no tensor {fqn:?}")))?;
         let chunks = index.tensor(tensor).chunks;
         let is_it = |c: u64| offset.is_none_or(|offset| index.chunk(c).offsets == *offset);
         if let Some(hinted) = hint.and_then(|hint| chunks.start.checked_add(hint))
@@ -619,11 +556,7 @@ impl FileMapping {
                 flags,
             )
         };
-        if status == 0 {
-            Ok(())
-        } else {
-            Err(PyErr::fetch(slf.py()))
-        }
+        if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
 
     fn __len__(&self) -> usize {

@@ -28,22 +28,13 @@ pub fn run_under<T: Send>(
     control: &Control,
     work: impl FnOnce(&Control) -> Result<T> + Send,
 ) -> PyResult<T> {
-    run_all(
-        py,
-        control,
-        None,
-        0,
-        || Ok(None::<()>),
-        |_, control| work(control),
-    )
+    run_all(py, control, None, 0, || Ok(None::<()>), |_, control| work(control))
 }
 
 /// Logs the notices of a call.
 fn log_notices(py: Python<'_>, control: &Control) -> PyResult<()> {
     for notice in control.take_notices() {
-        let log = py
-            .import("logging")?
-            .call_method1("getLogger", ("dcp_rs",))?;
+        let log = py.import("logging")?.call_method1("getLogger", ("dcp_rs",))?;
         log.call_method1("warning", ("%s", notice))?;
     }
     Ok(())
@@ -60,13 +51,7 @@ pub fn run_with<T: Send>(
     before: u64,
     work: impl FnOnce(&Control) -> Result<T> + Send,
 ) -> PyResult<T> {
-    run_on(
-        py,
-        progress,
-        before,
-        || Ok(None::<()>),
-        |_, control| work(control),
-    )
+    run_on(py, progress, before, || Ok(None::<()>), |_, control| work(control))
 }
 
 /// Nobody waits for work whose maker panicked.

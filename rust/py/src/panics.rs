@@ -19,9 +19,7 @@ pub fn catch<T>(work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let said = text(&*panic);
         let last = LAST.try_lock().ok().and_then(|mut last| last.take());
-        let place = last
-            .filter(|(text, _)| *text == said)
-            .map(|(_, place)| place);
+        let place = last.filter(|(text, _)| *text == said).map(|(_, place)| place);
         Err(internal_error(&said, place.as_deref()))
     })
 }
@@ -58,9 +56,5 @@ fn text(panic: &(dyn Any + Send)) -> String {
 #[pyfunction]
 #[pyo3(name = "_panic")]
 pub fn panic(py: Python<'_>, message: String, on_thread: bool) -> PyResult<()> {
-    if on_thread {
-        crate::interrupt::run(py, |_| panic!("{message}"))
-    } else {
-        panic!("{message}")
-    }
+    if on_thread { crate::interrupt::run(py, |_| panic!("{message}")) } else { panic!("{message}") }
 }

@@ -56,7 +56,5 @@ pub fn replace_index(
     fsync: bool,
 ) -> PyResult<()> {
     let before = before.map(|before| &before.get().inner);
-    interrupt::run(py, |control| {
-        checkpoint::replace_index(&folder, index, before, fsync, control)
-    })
+    interrupt::run(py, |control| checkpoint::replace_index(&folder, index, before, fsync, control))
 }

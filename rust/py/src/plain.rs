@@ -58,23 +58,14 @@ impl Layout {
         let py = tensor.py();
         let shape = tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0;
         // Most are, and a tuple of strides is a good part of all that is asked of a tensor.
-        let is_contiguous = tensor
-            .call_method0(intern!(py, "is_contiguous"))?
-            .is_truthy()?;
+        let is_contiguous = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
         let strides = if is_contiguous {
             row_major(&shape)
         } else {
-            tensor
-                .call_method0(intern!(py, "stride"))?
-                .extract::<Extent>()?
-                .0
+            tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0
         };
         let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let layout = Self {
-            shape,
-            strides,
-            address,
-        };
+        let layout = Self { shape, strides, address };
         layout.if_there(tensor)
     }
 
@@ -94,10 +85,7 @@ const LOWEST: usize = 1 << 32;
 fn is_freed(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = tensor.py();
     let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-    Ok(storage
-        .call_method0(intern!(py, "data_ptr"))?
-        .extract::<usize>()?
-        == 0)
+    Ok(storage.call_method0(intern!(py, "data_ptr"))?.extract::<usize>()? == 0)
 }
 
 impl<'py> Plain<'py> {
@@ -138,22 +126,13 @@ impl<'py> Plain<'py> {
         let Some((dtype, layout)) = self.layout(tensor)? else {
             return Ok(None);
         };
-        let Layout {
-            shape,
-            strides,
-            address,
-        } = layout.if_there(tensor)?;
+        let Layout { shape, strides, address } = layout.if_there(tensor)?;
         let is = |name| tensor.call_method0(name)?.is_truthy();
         if is(intern!(py, "is_neg"))? || (dtype.is_complex() && is(intern!(py, "is_conj"))?) {
             return Ok(None);
         }
         let freed = address == 0 && !shape.contains(&0);
-        Ok((!freed).then_some(HostTensor {
-            dtype,
-            shape,
-            strides,
-            address,
-        }))
+        Ok((!freed).then_some(HostTensor { dtype, shape, strides, address }))
     }
 
     /// Of what dtype the elements are, and where they lie; `None` of what is not strided, not in
@@ -163,9 +142,7 @@ impl<'py> Plain<'py> {
             match exchange.layout(tensor) {
                 Ok(None) => return Ok(None),
                 Ok(Some((element, layout))) => {
-                    return Ok(self
-                        .dtype_called(element, tensor)?
-                        .map(|dtype| (dtype, layout)));
+                    return Ok(self.dtype_called(element, tensor)?.map(|dtype| (dtype, layout)));
                 }
                 Err(Refused) => self.refused.set(true),
             }
@@ -178,9 +155,7 @@ impl<'py> Plain<'py> {
             return Ok(None);
         };
         let is_strided = tensor.getattr(intern!(py, "layout"))?.is(&self.strided);
-        is_strided
-            .then(|| Ok((dtype, Layout::of(tensor)?)))
-            .transpose()
+        is_strided.then(|| Ok((dtype, Layout::of(tensor)?))).transpose()
     }
 
     /// The dtype of a tensor of which the exchange API calls it so.
@@ -189,12 +164,7 @@ impl<'py> Plain<'py> {
         element: ElementType,
         tensor: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Dtype>> {
-        let met = self
-            .met
-            .borrow()
-            .iter()
-            .find(|met| met.0 == element)
-            .map(|met| met.1);
+        let met = self.met.borrow().iter().find(|met| met.0 == element).map(|met| met.1);
         if let Some(dtype) = met {
             return Ok(dtype);
         }
@@ -295,28 +265,18 @@ impl<'a> Matches<'a> {
             return None;
         }
         let itemsize = host.dtype.size();
-        let strides: Option<Dims> = host
-            .strides
-            .iter()
-            .map(|stride| stride.checked_mul(itemsize))
-            .collect();
+        let strides: Option<Dims> =
+            host.strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
         let to = Memory {
             address: Destination(std::ptr::with_exposed_provenance_mut(host.address)),
             strides: strides?,
         };
-        let whole = Region {
-            offsets: Dims::from_elem(0, host.shape.len()),
-            sizes: host.shape,
-        };
+        let whole = Region { offsets: Dims::from_elem(0, host.shape.len()), sizes: host.shape };
         // What the chunks do not hold, and what cannot be written to, is reported by the planner,
         // which has the words for it.
         let before = self.gather.len();
         self.gather.set_place(self.count as u64);
-        if self
-            .gather
-            .add(Source::Tensor(stored), &whole, &to)
-            .is_err()
-        {
+        if self.gather.add(Source::Tensor(stored), &whole, &to).is_err() {
             self.gather.truncate(before);
             return None;
         }

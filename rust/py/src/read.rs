@@ -63,11 +63,7 @@ pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
             Some(true) => Verify::All,
             Some(false) => Verify::Nothing,
         },
-        shared: if options.shared {
-            Sharing::Guess
-        } else {
-            Sharing::Nothing
-        },
+        shared: if options.shared { Sharing::Guess } else { Sharing::Nothing },
         max_inflight_bytes: options.max_inflight_bytes,
     })
 }
@@ -89,10 +85,7 @@ pub fn memory(
         return Err(refuse("no memory: its storage has been freed"));
     }
     let itemsize = index.itemsize(tensor);
-    let strides: Option<Dims> = strides
-        .iter()
-        .map(|stride| stride.checked_mul(itemsize))
-        .collect();
+    let strides: Option<Dims> = strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
     Ok(Memory {
         address: Destination(std::ptr::with_exposed_provenance_mut(address)),
         strides: strides.ok_or_else(|| refuse("strides that overflow"))?,
@@ -185,8 +178,7 @@ impl Index {
             if index.source() == SourceKind::Torch && index.tensor(view.tensor).kind == Kind::Bytes
             {
                 let value = self.looking(py, |control| {
-                    self.values
-                        .read(&index, chunk, self.allow_external, control)
+                    self.values.read(&index, chunk, self.allow_external, control)
                 });
                 buffers.push(value?);
                 continue;
@@ -194,17 +186,12 @@ impl Index {
             let length = view.length;
             let len = usize::try_from(length).map_err(|_| PlanError::new_err("value too large"))?;
             let mut buffer = vec![0_u8; len];
-            gather
-                .add_bytes(chunk, 0, length, Destination(buffer.as_mut_ptr()))
-                .into_py(py)?;
+            gather.add_bytes(chunk, 0, length, Destination(buffer.as_mut_ptr())).into_py(py)?;
             buffers.push(buffer);
         }
         // SAFETY: each chunk goes to a buffer of its length, which nothing else touches meanwhile.
         unsafe { run(py, &gather, &options)? };
-        Ok(buffers
-            .iter()
-            .map(|buffer| PyBytes::new(py, buffer))
-            .collect())
+        Ok(buffers.iter().map(|buffer| PyBytes::new(py, buffer)).collect())
     }
 
     /// Raises unless the files of these chunks are there, and as long as they should be.
@@ -248,10 +235,7 @@ impl Index {
     ) -> PyResult<Vec<Overlap>> {
         let region = self.region(tensor, offsets, sizes)?;
         let found = overlap::touching(&self.inner, tensor, &region);
-        found
-            .iter()
-            .map(|overlap| Overlap::new(py, overlap))
-            .collect()
+        found.iter().map(|overlap| Overlap::new(py, overlap)).collect()
     }
 
     /// Checks a plan before anything is read. Raises unless the data files of these regions and
@@ -277,11 +261,7 @@ impl Index {
         })?
         .into_iter()
         .map(|(at, hole)| {
-            Ok((
-                at,
-                extent_to_py(py, &hole.offsets)?,
-                extent_to_py(py, &hole.sizes)?,
-            ))
+            Ok((at, extent_to_py(py, &hole.offsets)?, extent_to_py(py, &hole.sizes)?))
         })
         .collect()
     }
@@ -311,10 +291,7 @@ impl Index {
 
     fn region(&self, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Region> {
         self.check_tensor(tensor)?;
-        let region = Region {
-            offsets: offsets.0,
-            sizes: sizes.0,
-        };
+        let region = Region { offsets: offsets.0, sizes: sizes.0 };
         if region.fits(&self.inner.tensor(tensor).shape) {
             Ok(region)
         } else {

@@ -45,10 +45,7 @@ impl Store {
     ) -> PyResult<Self> {
         let store =
             dcp_rs_remote::Store::new(&url.to_string_lossy(), storage_options).into_py(py)?;
-        Ok(Self {
-            inner: Arc::new(store),
-            begun: Mutex::default(),
-        })
+        Ok(Self { inner: Arc::new(store), begun: Mutex::default() })
     }
 
     /// Looks at what a save to `folder` will replace; with `rank`, of that rank alone. Returns the
@@ -112,9 +109,8 @@ impl Store {
     /// What is right in each of some folders: its files (name, length, seconds since it was stored,
     /// tag), and the names of its folders.
     fn list(&self, py: Python<'_>, folders: Vec<PathBuf>) -> PyResult<Vec<FolderRows>> {
-        let found = self.ask(py, |connection, control| {
-            store::list_folders(&folders, connection, control)
-        })?;
+        let found =
+            self.ask(py, |connection, control| store::list_folders(&folders, connection, control))?;
         let row = |file: Listed| (file.name, file.size, file.age.as_secs_f64(), file.tag);
         let rows = |folder: Folder| (folder.files.into_iter().map(row).collect(), folder.folders);
         Ok(found.into_iter().map(rows).collect())
@@ -126,9 +122,8 @@ impl Store {
         py: Python<'py>,
         paths: Vec<PathBuf>,
     ) -> PyResult<Vec<Option<Bound<'py, PyBytes>>>> {
-        let found = self.ask(py, |connection, control| {
-            store::read_files(&paths, connection, control)
-        })?;
+        let found =
+            self.ask(py, |connection, control| store::read_files(&paths, connection, control))?;
         let bytes = |bytes: Option<Vec<u8>>| bytes.map(|bytes| PyBytes::new(py, &bytes));
         Ok(found.into_iter().map(bytes).collect())
     }
@@ -142,9 +137,7 @@ impl Store {
 
     /// Whether the store refuses to store a file in `folder` whose condition does not hold.
     fn asks_conditions(&self, py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
-        self.ask(py, |connection, control| {
-            connection.keeps_conditions(&folder, control)
-        })
+        self.ask(py, |connection, control| connection.keeps_conditions(&folder, control))
     }
 
     /// Stores a file of which there is none.
@@ -158,9 +151,8 @@ impl Store {
 
     /// Whether a file has these bytes, and is the one that was seen before, if one was.
     fn has(&self, py: Python<'_>, path: PathBuf, data: Vec<u8>) -> PyResult<bool> {
-        let found = self.ask(py, |connection, control| {
-            store::has(&path, &data, connection, control)
-        })?;
+        let found =
+            self.ask(py, |connection, control| store::has(&path, &data, connection, control))?;
         Ok(found == Some(true))
     }
 
@@ -195,20 +187,10 @@ impl Store {
         max_inflight_bytes: u64,
     ) -> PyResult<()> {
         let options = sending(threads, max_inflight_bytes);
-        let shows = last
-            .as_ref()
-            .or(files.last())
-            .map_or(&claim.0, |(_, to)| to);
+        let shows = last.as_ref().or(files.last()).map_or(&claim.0, |(_, to)| to);
         let last = last.as_ref().map(|(from, to)| (&**from, &**to));
         told_with(py, shows, |control| {
-            upload_folder(
-                &self.inner,
-                &files,
-                last,
-                (&claim.0, &claim.1),
-                &options,
-                control,
-            )
+            upload_folder(&self.inner, &files, last, (&claim.0, &claim.1), &options, control)
         })
     }
 
@@ -224,9 +206,7 @@ impl Store {
     /// Removes a file that was read, if it is the one that was read; it is an error where it is
     /// another by now.
     fn remove_seen(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        self.ask(py, |connection, control| {
-            connection.remove_seen(&path, control)
-        })
+        self.ask(py, |connection, control| connection.remove_seen(&path, control))
     }
 
     /// Stores an index over data that is there already, in place of the one that was there when
@@ -267,9 +247,7 @@ impl Store {
         py: Python<'_>,
         question: impl FnOnce(&dyn StoringConnection, &Control) -> Result<T> + Send,
     ) -> PyResult<T> {
-        interrupt::run(py, |control| {
-            question(&*self.inner.connect_to_store(0)?, control)
-        })
+        interrupt::run(py, |control| question(&*self.inner.connect_to_store(0)?, control))
     }
 
     /// Commits over what was there when the save began.
@@ -293,11 +271,7 @@ impl Store {
 }
 
 fn sending(threads: usize, max_inflight_bytes: u64) -> WriteOptions {
-    WriteOptions {
-        threads,
-        max_inflight_bytes,
-        ..WriteOptions::default()
-    }
+    WriteOptions { threads, max_inflight_bytes, ..WriteOptions::default() }
 }
 
 /// Stores something that `path` makes visible. What a signal raises meanwhile has as its cause that

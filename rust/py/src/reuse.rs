@@ -75,9 +75,7 @@ impl Reuse {
 
     /// For each item, whether of its bytes the first block is enough.
     fn probed(&self) -> Vec<bool> {
-        (0..self.wants.len())
-            .map(|item| self.inner.probes(item))
-            .collect()
+        (0..self.wants.len()).map(|item| self.inner.probes(item)).collect()
     }
 
     /// Compares parts of items, as `Save.write` writes them: memory stays until this returns.
@@ -134,10 +132,6 @@ impl Reuse {
 
     /// Why files of the parent are not reused.
     fn problems(&self) -> Vec<String> {
-        self.inner
-            .problems()
-            .iter()
-            .map(ToString::to_string)
-            .collect()
+        self.inner.problems().iter().map(ToString::to_string).collect()
     }
 }

@@ -201,13 +201,7 @@ pub struct Fill {
 impl Fill {
     #[new]
     fn new(source: u64, offsets: Extent, sizes: Extent, address: usize, strides: Extent) -> Self {
-        Self {
-            source,
-            offsets,
-            sizes,
-            address,
-            strides,
-        }
+        Self { source, offsets, sizes, address, strides }
     }
 }
 
@@ -226,12 +220,7 @@ pub struct Part {
 impl Part {
     #[new]
     fn new(item: u32, at: u64, address: usize, nbytes: usize) -> Self {
-        Self {
-            item,
-            at,
-            address,
-            nbytes,
-        }
+        Self { item, at, address, nbytes }
     }
 }
 
@@ -246,10 +235,7 @@ pub struct PlacedValue {
 
 impl PlacedValue {
     pub fn to_core(&self) -> (String, Place, u64) {
-        let place = Place {
-            file: self.file,
-            offset: self.offset,
-        };
+        let place = Place { file: self.file, offset: self.offset };
         (self.name.clone(), place, self.length)
     }
 }
@@ -259,11 +245,6 @@ impl PlacedValue {
 impl PlacedValue {
     #[new]
     fn new(name: String, file: u32, offset: u64, length: u64) -> Self {
-        Self {
-            name,
-            file,
-            offset,
-            length,
-        }
+        Self { name, file, offset, length }
     }
 }

@@ -38,11 +38,7 @@ impl SaveItem {
         Ok(Self {
             inner: write::SaveItem {
                 name: name_of(name)?,
-                kind: if dtype.is_some() {
-                    Kind::Tensor
-                } else {
-                    Kind::Bytes
-                },
+                kind: if dtype.is_some() { Kind::Tensor } else { Kind::Bytes },
                 dtype: dtype.map(dtype_of).transpose()?,
                 shape: dims(shape),
                 flags,

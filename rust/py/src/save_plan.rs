@@ -55,9 +55,7 @@ pub struct Planned {
 impl SavePlan {
     #[new]
     fn new() -> Self {
-        Self {
-            inner: Mutex::default(),
-        }
+        Self { inner: Mutex::default() }
     }
 
     /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out those that become
@@ -100,11 +98,7 @@ impl SavePlan {
         for (place, tensor) in tensors.iter().enumerate() {
             // Whatever raises when it is looked at is for the planner to judge, which has the words
             // for it.
-            let looked = plain
-                .look(&tensor)
-                .ok()
-                .flatten()
-                .filter(|host| !is_cast(host.dtype));
+            let looked = plain.look(&tensor).ok().flatten().filter(|host| !is_cast(host.dtype));
             let Some((length, plain)) =
                 looked.and_then(|host| Some((contiguous_length(&host)?, host)))
             else {
@@ -171,10 +165,7 @@ impl SavePlan {
         let inner = self.lock();
         let keep = Keep::new(keep, inner.items.len())?;
         let first = inner.plain.len();
-        Ok((first..inner.items.len())
-            .filter(|&i| keep.has(i))
-            .map(|i| i - first)
-            .collect())
+        Ok((first..inner.items.len()).filter(|&i| keep.has(i)).map(|i| i - first).collect())
     }
 
     /// Creates the files for what `keep` gives to this rank: first the plain tensors, for
@@ -211,24 +202,10 @@ impl SavePlan {
                 return Err(PlanError::new_err("turns must be as many as lengths"));
             }
         }
-        let info = dcp_rs_core::write::SaveInfo {
-            save_id,
-            generation,
-            token,
-            rank,
-            world_size,
-        };
+        let info = dcp_rs_core::write::SaveInfo { save_id, generation, token, rank, world_size };
         let options = crate::write::options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
         let reuse = reuse.map(|reuse| Arc::clone(&reuse.get().inner));
-        Save::begin(
-            py,
-            &to(&folder, store),
-            items,
-            info,
-            &options,
-            planned,
-            reuse,
-        )
+        Save::begin(py, &to(&folder, store), items, info, &options, planned, reuse)
     }
 
     /// What `parent` may hold of what `create` would write. `frozen`, for each item: the caller
@@ -276,9 +253,8 @@ impl SavePlan {
                     .map_err(|_| PlanError::new_err("more than 4 billion items"))?;
                 planned.plain.push((number, place, item.length));
             } else {
-                item.length = lengths
-                    .next()
-                    .ok_or_else(|| PlanError::new_err("fewer lengths than items"))?;
+                item.length =
+                    lengths.next().ok_or_else(|| PlanError::new_err("fewer lengths than items"))?;
             }
             items.push(item);
         }
@@ -287,9 +263,7 @@ impl SavePlan {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
@@ -305,10 +279,7 @@ struct Keep(Option<PyBackedBytes>);
 
 impl Keep {
     fn new(bits: Option<PyBackedBytes>, items: usize) -> PyResult<Self> {
-        if bits
-            .as_ref()
-            .is_some_and(|bits| bits.len() != items.div_ceil(8))
-        {
+        if bits.as_ref().is_some_and(|bits| bits.len() != items.div_ceil(8)) {
             return Err(PlanError::new_err(
                 "the coordinator answered with a plan that is not this rank's",
             ));
@@ -317,9 +288,7 @@ impl Keep {
     }
 
     fn has(&self, item: usize) -> bool {
-        self.0
-            .as_ref()
-            .is_none_or(|bits| bits[item / 8] >> (item % 8) & 1 == 1)
+        self.0.as_ref().is_none_or(|bits| bits[item / 8] >> (item % 8) & 1 == 1)
     }
 }
 
@@ -402,13 +371,8 @@ pub fn assign_saves(
     requests: Vec<PyBackedBytes>,
     lowest_rank: bool,
 ) -> PyResult<(Vec<Bound<'_, PyBytes>>, u64, Vec<u64>)> {
-    let assignment = py
-        .detach(|| save_plan::assign(&requests, Rules { lowest_rank }))
-        .into_py(py)?;
-    let keep = assignment
-        .keep
-        .iter()
-        .map(|bits| PyBytes::new(py, bits))
-        .collect();
+    let assignment =
+        py.detach(|| save_plan::assign(&requests, Rules { lowest_rank })).into_py(py)?;
+    let keep = assignment.keep.iter().map(|bits| PyBytes::new(py, bits)).collect();
     Ok((keep, assignment.items, assignment.bytes))
 }

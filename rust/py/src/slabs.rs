@@ -42,10 +42,7 @@ impl Copy {
         let (begin, r#box) = match copy.to {
             To::Bytes(begin) => (Some(begin), None),
             To::Box(region) => {
-                let ends = [
-                    extent_to_py(py, &region.offsets)?,
-                    extent_to_py(py, &region.sizes)?,
-                ];
+                let ends = [extent_to_py(py, &region.offsets)?, extent_to_py(py, &region.sizes)?];
                 (None, Some(PyTuple::new(py, ends)?.unbind()))
             }
         };
@@ -83,30 +80,16 @@ impl SlabReader {
         sort: bool,
         options: Option<Options>,
     ) -> PyResult<Self> {
-        let options = ReadOptions {
-            max_inflight_bytes: slab_bytes,
-            ..read_options(options)?
-        };
+        let options = ReadOptions { max_inflight_bytes: slab_bytes, ..read_options(options)? };
         let found = batch.checked_wants(&wants)?;
         let inner = Arc::clone(&batch.index().inner);
         let allow_external = batch.index().allow_external;
         let plan = py
             .detach(|| {
-                Plan::new(
-                    inner,
-                    allow_external,
-                    found,
-                    slab_bytes,
-                    sort,
-                    &options,
-                    batch.common(),
-                )
+                Plan::new(inner, allow_external, found, slab_bytes, sort, &options, batch.common())
             })
             .into_py(py)?;
-        Ok(Self {
-            plan: Arc::new(plan),
-            running: OnceLock::new(),
-        })
+        Ok(Self { plan: Arc::new(plan), running: OnceLock::new() })
     }
 
     /// How many batches there are.
@@ -185,10 +168,7 @@ impl SlabReader {
     /// Complete once the load is closed.
     fn stats(&self) -> ReadStats {
         let running = self.running.get();
-        running
-            .map(|(session, _)| session.stats())
-            .unwrap_or_default()
-            .into()
+        running.map(|(session, _)| session.stats()).unwrap_or_default().into()
     }
 }
 

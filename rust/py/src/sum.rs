@@ -63,7 +63,5 @@ pub fn sum_regions(
         .collect();
     // SAFETY: this function's contract: the caller holds the tensors at the addresses, which are as
     // large as the regions.
-    interrupt::run(py, |control| unsafe {
-        sum(&summands, &made, double, &options, control)
-    })
+    interrupt::run(py, |control| unsafe { sum(&summands, &made, double, &options, control) })
 }

@@ -41,10 +41,7 @@ impl Template {
     #[new]
     fn new(address: usize, nbytes: usize) -> Self {
         Self {
-            inner: Mutex::new(Inner {
-                file: foreign::Template::default(),
-                holes: Vec::new(),
-            }),
+            inner: Mutex::new(Inner { file: foreign::Template::default(), holes: Vec::new() }),
             address,
             nbytes,
         }
@@ -76,21 +73,13 @@ impl Template {
     /// of.
     fn holes(&self, py: Python<'_>) -> Vec<(u64, u64, u64)> {
         let inner = self.lock(py);
-        inner
-            .holes
-            .iter()
-            .map(|hole| (hole.at, hole.place, hole.len))
-            .collect()
+        inner.holes.iter().map(|hole| (hole.at, hole.place, hole.len)).collect()
     }
 
     /// (First byte in the file, length) of what is in memory.
     fn pieces(&self, py: Python<'_>) -> Vec<(u64, u64)> {
         let inner = self.lock(py);
-        inner
-            .file
-            .pieces()
-            .map(|(at, bytes)| (at, bytes.len() as u64))
-            .collect()
+        inner.file.pieces().map(|(at, bytes)| (at, bytes.len() as u64)).collect()
     }
 
     /// Enters the CRC-32 of all records of the zip archives (first byte, length). Those of `filled`
@@ -103,22 +92,17 @@ impl Template {
         filled: Vec<(u64, u64, u32)>,
         threads: usize,
     ) -> PyResult<()> {
-        let filled = filled
-            .into_iter()
-            .map(|(at, len, crc)| Filled { at, len, crc });
+        let filled = filled.into_iter().map(|(at, len, crc)| Filled { at, len, crc });
         let filled: Vec<Filled> = filled.collect();
         let mut inner = self.lock(py);
         let file = &mut inner.file;
-        py.detach(|| file.seal(&path, &archives, &filled, threads))
-            .into_py(py)
+        py.detach(|| file.seal(&path, &archives, &filled, threads)).into_py(py)
     }
 }
 
 impl Template {
     pub fn lock(&self, py: Python<'_>) -> MutexGuard<'_, Inner> {
-        self.inner
-            .lock_py_attached(py)
-            .unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
 }
 

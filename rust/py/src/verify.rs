@@ -34,17 +34,14 @@ impl Index {
             verify::verify(&index, allow_external, threads, control)
         })?;
         let found = verified.problems.into_iter();
-        let damage = found
-            .map(|problem| Damage::new(py, problem))
-            .collect::<PyResult<_>>()?;
+        let damage = found.map(|problem| Damage::new(py, problem)).collect::<PyResult<_>>()?;
         Ok((damage, verified.bytes, verified.bytes_without_digest))
     }
 
     /// A data file that is a link out of the folder, and so refused to who opens the index file
     /// without `allow_external`; None where none is.
     fn find_link_outside(&self, py: Python<'_>) -> Option<FsPath> {
-        py.detach(|| checkpoint::find_link_outside(&self.inner))
-            .map(FsPath)
+        py.detach(|| checkpoint::find_link_outside(&self.inner)).map(FsPath)
     }
 
     /// The bytes of an index like this one, for a file in another folder (`prefix` is then the
@@ -60,12 +57,7 @@ impl Index {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let index = Arc::clone(&self.inner);
-        let options = CopyOptions {
-            prefix,
-            digests,
-            save_id,
-            threads,
-        };
+        let options = CopyOptions { prefix, digests, save_id, threads };
         let bytes = interrupt::run_with(py, progress.as_ref(), 0, |control| {
             checkpoint::copy_index(&index, &options, control)
         })?;
@@ -104,16 +96,14 @@ pub fn block_digest(data: &[u8]) -> u64 {
 #[guarded]
 #[pyfunction]
 pub fn has_native_data(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
-    py.detach(|| checkpoint::has_native_data(&folder))
-        .into_py(py)
+    py.detach(|| checkpoint::has_native_data(&folder)).into_py(py)
 }
 
 /// Raises unless `folder` holds no index of a single rank.
 #[guarded]
 #[pyfunction]
 pub fn check_no_rank_indexes(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
-    py.detach(|| checkpoint::check_no_rank_indexes(&folder))
-        .into_py(py)
+    py.detach(|| checkpoint::check_no_rank_indexes(&folder)).into_py(py)
 }
 
 /// The bytes of an index over the native data files of `folder`, on a store if one is given, whose
@@ -131,11 +121,7 @@ pub fn recover<'py>(
     store: Option<&Bound<'_, Store>>,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let remote = store.map(|store| &store.get().inner);
-    let options = RecoverOptions {
-        generation,
-        save_id,
-        threads,
-    };
+    let options = RecoverOptions { generation, save_id, threads };
     let bytes = interrupt::run_with(py, progress.as_ref(), 0, |control| {
         checkpoint::recover(&folder, remote, &options, control)
     })?;

@@ -50,10 +50,7 @@ impl Wanted {
     fn add(&mut self, regions: Vec<(u64, bool, Extent, Extent)>) -> PyResult<()> {
         let index = self.index.get();
         for (source, of_chunk, offsets, sizes) in regions {
-            let region = Region {
-                offsets: offsets.0,
-                sizes: sizes.0,
-            };
+            let region = Region { offsets: offsets.0, sizes: sizes.0 };
             let source = if of_chunk {
                 index.check_chunk(source)?;
                 Source::Chunk(source)
@@ -75,9 +72,7 @@ impl Wanted {
     /// With the coordinator's answer. None: it is none.
     fn judged(&self, answer: &[u8]) -> Option<Common> {
         let common = self.inner.judged(answer);
-        common.map(|common| Common {
-            inner: Arc::new(common),
-        })
+        common.map(|common| Common { inner: Arc::new(common) })
     }
 }
 
@@ -100,8 +95,5 @@ pub fn compare_wanted<'py>(
             answers[rank] = (ranks.len(), answer);
         }
     }
-    Ok(answers
-        .into_iter()
-        .map(|(count, answer)| (count, PyBytes::new(py, &answer)))
-        .collect())
+    Ok(answers.into_iter().map(|(count, answer)| (count, PyBytes::new(py, &answer))).collect())
 }

@@ -79,24 +79,10 @@ impl Save {
         local_ranks: usize,
         store: Option<&Bound<'_, Store>>,
     ) -> PyResult<Self> {
-        let info = SaveInfo {
-            save_id,
-            generation,
-            token,
-            rank,
-            world_size,
-        };
+        let info = SaveInfo { save_id, generation, token, rank, world_size };
         let options = options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
         let to = to(&folder, store);
-        Self::begin(
-            py,
-            &to,
-            items_of(&items),
-            info,
-            &options,
-            Planned::default(),
-            None,
-        )
+        Self::begin(py, &to, items_of(&items), info, &options, Planned::default(), None)
     }
 
     /// Creates files (name, header, size) of the caller's own layout, with values in them. With
@@ -118,12 +104,7 @@ impl Save {
     ) -> PyResult<Self> {
         let files = files
             .into_iter()
-            .map(|(name, header, size)| FilePlan {
-                name,
-                header,
-                size,
-                items: vec![],
-            })
+            .map(|(name, header, size)| FilePlan { name, header, size, items: vec![] })
             .collect();
         let values: Vec<_> = values.iter().map(|value| value.get().to_core()).collect();
         let bytes = values.iter().map(|(.., length)| length).sum();
@@ -168,9 +149,8 @@ impl Save {
     fn write_template(&self, py: Python<'_>, template: &Template, first: u32) -> PyResult<()> {
         let template = template.lock(py);
         let pieces = (first..).zip(template.file.pieces());
-        let parts: Vec<Part<'_>> = pieces
-            .map(|(item, (_, data))| Part { item, at: 0, data })
-            .collect();
+        let parts: Vec<Part<'_>> =
+            pieces.map(|(item, (_, data))| Part { item, at: 0, data }).collect();
         self.put(py, &parts)
     }
 
@@ -275,11 +255,8 @@ impl Save {
             (lengths.iter().zip(&reused))
                 .filter_map(move |(length, reused)| (*reused == which).then_some(*length))
         };
-        let mut begun = Self::new(
-            save,
-            planned.only(|item| !reused[item as usize]),
-            of(false).sum(),
-        );
+        let mut begun =
+            Self::new(save, planned.only(|item| !reused[item as usize]), of(false).sum());
         begun.bytes_reused = of(true).sum();
         begun.problems = problems.iter().map(ToString::to_string).collect();
         begun.at_once = matches!(to, To::Store(..));
@@ -304,10 +281,7 @@ impl Save {
             if state.save.is_none() {
                 return Err(closed());
             }
-            let progress = state
-                .progress
-                .as_ref()
-                .map(|progress| progress.clone_ref(py));
+            let progress = state.progress.as_ref().map(|progress| progress.clone_ref(py));
             (progress, state.written)
         };
         let bytes = interrupt::run_on(py, progress.as_ref(), before, blocks, |blocks, control| {
@@ -316,11 +290,7 @@ impl Save {
             let mut next = all.or_else(|| interrupt::made_by_now(&blocks));
             while let Some(parts) = next {
                 let state = self.inner.lock().map_err(|_| ended())?;
-                state
-                    .save
-                    .as_ref()
-                    .ok_or_else(ended)?
-                    .write(&parts, control)?;
+                state.save.as_ref().ok_or_else(ended)?.write(&parts, control)?;
                 drop(state);
                 next = interrupt::made_by_now(&blocks);
             }
@@ -333,12 +303,7 @@ impl Save {
     fn new(save: write::Save, planned: Planned, bytes: u64) -> Self {
         Self {
             requests: save.requests(),
-            inner: Mutex::new(State {
-                save: Some(save),
-                claim: None,
-                progress: None,
-                written: 0,
-            }),
+            inner: Mutex::new(State { save: Some(save), claim: None, progress: None, written: 0 }),
             planned,
             bytes,
             bytes_reused: 0,
@@ -417,11 +382,7 @@ pub fn parts_of(values: &[(u32, PyBackedBytes)]) -> Vec<Part<'_>> {
     values
         .iter()
         .filter(|(_, data)| !data.is_empty())
-        .map(|(item, data)| Part {
-            item: *item,
-            at: 0,
-            data,
-        })
+        .map(|(item, data)| Part { item: *item, at: 0, data })
         .collect()
 }
 
@@ -432,13 +393,7 @@ pub fn options(
     max_inflight_bytes: u64,
     local_ranks: usize,
 ) -> PyResult<WriteOptions> {
-    Ok(WriteOptions {
-        threads,
-        fsync,
-        io: io_mode(io)?,
-        max_inflight_bytes,
-        local_ranks,
-    })
+    Ok(WriteOptions { threads, fsync, io: io_mode(io)?, max_inflight_bytes, local_ranks })
 }
 
 const ENDED: &str = "the save has ended";

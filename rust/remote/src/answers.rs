@@ -104,10 +104,7 @@ impl Failure {
             // What clients say of a list.
             (_, Some(404)) if is_no_bucket(text) => Self::lasting(StorageFault::NotFound, told),
             // Not of the object: an endpoint that gives credentials has none, for now.
-            (_, Some(404)) => Self {
-                kind: StorageFault::Denied,
-                ..Self::passing(told)
-            },
+            (_, Some(404)) => Self { kind: StorageFault::Denied, ..Self::passing(told) },
             (E::PermissionDenied { .. } | E::Unauthenticated { .. }, _) | (_, Some(401 | 403)) => {
                 if code(text) == Some("RequestTimeTooSkewed") {
                     return Self::lasting(
@@ -303,10 +300,7 @@ fn innermost(error: &dyn StdError) -> String {
     }
     // URLs of requests may be signed.
     let text = error.to_string();
-    text.split(' ')
-        .filter(|word| !word.contains("://"))
-        .collect::<Vec<_>>()
-        .join(" ")
+    text.split(' ').filter(|word| !word.contains("://")).collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -314,10 +308,7 @@ mod tests {
     use super::*;
 
     fn generic(text: &str) -> Failure {
-        Failure::of(&object_store::Error::Generic {
-            store: "S3",
-            source: text.to_owned().into(),
-        })
+        Failure::of(&object_store::Error::Generic { store: "S3", source: text.to_owned().into() })
     }
 
     #[test]
@@ -345,10 +336,7 @@ mod tests {
 
     #[test]
     fn what_was_not_sent_is_not_done() {
-        for text in [
-            "ETag required for conditional put",
-            "ETag required for conditional update",
-        ] {
+        for text in ["ETag required for conditional put", "ETag required for conditional update"] {
             assert!(!generic(text).may_be_done());
         }
         let refused = object_store::Error::NotImplemented {
@@ -363,10 +351,8 @@ mod tests {
     #[test]
     fn only_of_an_object_404_says_that_it_is_not_there() {
         let text = "Server returned non-2xx status code: 404 Not Found: <Error><Code>NoSuchKey</Code></Error>";
-        let missing = Failure::of(&object_store::Error::NotFound {
-            path: "x".into(),
-            source: text.into(),
-        });
+        let missing =
+            Failure::of(&object_store::Error::NotFound { path: "x".into(), source: text.into() });
         assert_eq!(
             (missing.kind, missing.is_worth_another_try, missing.status),
             (StorageFault::NotFound, false, Some(404))
@@ -377,15 +363,8 @@ mod tests {
             (credentials.kind, credentials.is_worth_another_try),
             (StorageFault::Denied, true)
         );
-        assert!(
-            credentials.reason.starts_with("no credentials"),
-            "{}",
-            credentials.reason
-        );
+        assert!(credentials.reason.starts_with("no credentials"), "{}", credentials.reason);
         let bucket = generic(&text.replace("NoSuchKey", "NoSuchBucket"));
-        assert_eq!(
-            (bucket.kind, bucket.is_worth_another_try),
-            (StorageFault::NotFound, false)
-        );
+        assert_eq!((bucket.kind, bucket.is_worth_another_try), (StorageFault::NotFound, false));
     }
 }

@@ -94,10 +94,7 @@ impl Client {
 
     fn on_s3(builder: AmazonS3Builder) -> object_store::Result<Self> {
         let store = builder.clone().build()?;
-        Ok(Self {
-            copying: Some(Arc::new(Copying(builder))),
-            ..Self::storing(store)
-        })
+        Ok(Self { copying: Some(Arc::new(Copying(builder))), ..Self::storing(store) })
     }
 }
 
@@ -124,9 +121,7 @@ impl Copying {
 
 impl Config {
     pub fn new(url: &str, options: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
-        let (scheme, rest) = url
-            .split_once("://")
-            .ok_or_else(|| unsupported("not a URL"))?;
+        let (scheme, rest) = url.split_once("://").ok_or_else(|| unsupported("not a URL"))?;
         let authority = rest.split('/').next().unwrap_or_default();
         let scheme = scheme.to_ascii_lowercase();
         let kind = match scheme.as_str() {
@@ -146,9 +141,7 @@ impl Config {
             )));
         }
         if authority.is_empty() {
-            return Err(unsupported(format!(
-                "a {scheme}:// URL without a bucket or a host"
-            )));
+            return Err(unsupported(format!("a {scheme}:// URL without a bucket or a host")));
         }
         let mut config = Self {
             root: format!("{scheme}://{authority}"),
@@ -241,9 +234,7 @@ impl Config {
         macro_rules! kept {
             ($kind:ident, $builder:expr) => {
                 credentials::$kind.get(fingerprint, || {
-                    let builder = $builder
-                        .clone()
-                        .with_http_connector(transport.of_credentials());
+                    let builder = $builder.clone().with_http_connector(transport.of_credentials());
                     Ok(Arc::clone(builder.build()?.credentials()))
                 })
             };
@@ -254,9 +245,7 @@ impl Config {
                 let credentials = kept!(AWS, builder);
                 credentials.and_then(|credentials| {
                     Client::on_s3(
-                        builder
-                            .with_credentials(credentials)
-                            .with_http_connector(transport),
+                        builder.with_credentials(credentials).with_http_connector(transport),
                     )
                 })
             }
@@ -266,9 +255,8 @@ impl Config {
                 let builder = builder.with_bucket_name(&self.place).with_retry(once);
                 let credentials = kept!(GOOGLE, builder);
                 credentials.and_then(|credentials| {
-                    let builder = builder
-                        .with_credentials(credentials)
-                        .with_http_connector(transport);
+                    let builder =
+                        builder.with_credentials(credentials).with_http_connector(transport);
                     builder.build().map(Client::storing)
                 })
             }
@@ -278,9 +266,8 @@ impl Config {
                 let builder = builder.with_container_name(&self.place).with_retry(once);
                 let credentials = kept!(AZURE, builder);
                 credentials.and_then(|credentials| {
-                    let builder = builder
-                        .with_credentials(credentials)
-                        .with_http_connector(transport);
+                    let builder =
+                        builder.with_credentials(credentials).with_http_connector(transport);
                     builder.build().map(Client::storing)
                 })
             }
@@ -290,12 +277,9 @@ impl Config {
                 } else {
                     client
                 };
-                let builder = HttpBuilder::new()
-                    .with_url(&self.place)
-                    .with_client_options(client);
-                let builder = self
-                    .apply(builder, HttpBuilder::with_config)
-                    .with_http_connector(transport);
+                let builder = HttpBuilder::new().with_url(&self.place).with_client_options(client);
+                let builder =
+                    self.apply(builder, HttpBuilder::with_config).with_http_connector(transport);
                 let store = builder.with_retry(once).build();
                 store.map(|store| Client {
                     objects: Arc::new(store),
@@ -313,9 +297,7 @@ impl Config {
     fn certificates(&self) -> Result<Option<Arc<[Certificate]>>> {
         let environment = || {
             let is_s3 = self.kind == StoreKind::S3;
-            std::env::var("AWS_CA_BUNDLE")
-                .ok()
-                .filter(|file| is_s3 && !file.is_empty())
+            std::env::var("AWS_CA_BUNDLE").ok().filter(|file| is_s3 && !file.is_empty())
         };
         let Some(file) = self.authorities.clone().or_else(environment) else {
             return Ok(None);
@@ -324,9 +306,7 @@ impl Config {
         let bytes = std::fs::read(&file).map_err(|error| failed(error.to_string()))?;
         match Certificate::from_pem_bundle(&bytes) {
             Ok(found) if !found.is_empty() => Ok(Some(found.into())),
-            _ => Err(failed(
-                "it holds no certificate, or one that cannot be read (PEM)".into(),
-            )),
+            _ => Err(failed("it holds no certificate, or one that cannot be read (PEM)".into())),
         }
     }
 
@@ -381,9 +361,8 @@ impl Config {
 
     /// The name in the store of what is at a URL.
     pub fn name(&self, path: &Path) -> Result<object_store::path::Path> {
-        let text = path
-            .to_str()
-            .ok_or_else(|| unsupported(format!("{}: not UTF-8", path.display())))?;
+        let text =
+            path.to_str().ok_or_else(|| unsupported(format!("{}: not UTF-8", path.display())))?;
         let rest = text
             .strip_prefix(&self.root)
             .ok_or_else(|| unsupported(format!("{text} is not on {}", self.root)))?;
@@ -403,30 +382,21 @@ impl Config {
 fn client_options() -> ClientOptions {
     // With HTTP/2 all requests would share one connection. Servers that are idle close theirs:
     // those of a call are new.
-    let client = ClientOptions::new()
-        .with_http1_only()
-        .with_pool_max_idle_per_host(1024);
+    let client = ClientOptions::new().with_http1_only().with_pool_max_idle_per_host(1024);
     // How long a request may take depends on what is sent, and is bounded here.
     client.with_timeout_disabled()
 }
 
 /// Requests are tried again here, where a caller can stop it, and not by the client.
 fn once() -> RetryConfig {
-    RetryConfig {
-        max_retries: 0,
-        ..RetryConfig::default()
-    }
+    RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
 /// Seconds of a year: whoever says more waits for as long as that.
 const LONGEST: f64 = 366.0 * 24.0 * 3600.0;
 
 fn seconds(key: &str, value: &str) -> Result<Duration> {
-    let number = value
-        .strip_suffix('s')
-        .unwrap_or(value)
-        .trim()
-        .parse::<f64>();
+    let number = value.strip_suffix('s').unwrap_or(value).trim().parse::<f64>();
     number
         .ok()
         .filter(|seconds| !seconds.is_nan())
@@ -468,12 +438,7 @@ mod tests {
 
     #[test]
     fn times_are_bounded() {
-        for (given, seconds) in [
-            ("2.5", 2.5),
-            ("30s", 30.0),
-            ("1e19", LONGEST),
-            ("inf", LONGEST),
-        ] {
+        for (given, seconds) in [("2.5", 2.5), ("30s", 30.0), ("1e19", LONGEST), ("inf", LONGEST)] {
             let config = Config::new("s3://b", [("read_timeout".into(), given.into())]).unwrap();
             assert_eq!(config.limits.silence, Duration::from_secs_f64(seconds));
         }
@@ -487,12 +452,9 @@ mod tests {
 
     #[test]
     fn what_is_refused_names_no_secret() {
-        for url in [
-            "https://me:hunter22@h/x",
-            "https://h/x?sig=hunter22",
-            "ftp://hunter22/x",
-            "s3:///x",
-        ] {
+        for url in
+            ["https://me:hunter22@h/x", "https://h/x?sig=hunter22", "ftp://hunter22/x", "s3:///x"]
+        {
             let error = config(url).err().unwrap().to_string();
             assert!(
                 !error.contains("hunter22/")
@@ -501,14 +463,8 @@ mod tests {
                 "{error}"
             );
         }
-        let error = Config::new(
-            "s3://b",
-            [("aws_secret_acess_key".into(), "hunter22".into())],
-        );
+        let error = Config::new("s3://b", [("aws_secret_acess_key".into(), "hunter22".into())]);
         let error = error.err().unwrap().to_string();
-        assert!(
-            error.contains("aws_secret_acess_key") && !error.contains("hunter22"),
-            "{error}"
-        );
+        assert!(error.contains("aws_secret_acess_key") && !error.contains("hunter22"), "{error}");
     }
 }

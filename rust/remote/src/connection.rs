@@ -43,11 +43,7 @@ impl Connected {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if threads == 0 { cores } else { threads }.clamp(1, MOST_THREADS);
         let session = Session::new(Arc::clone(&config), Arc::clone(&seen), threads)?;
-        Ok(Self {
-            config,
-            seen,
-            session,
-        })
+        Ok(Self { config, seen, session })
     }
 
     /// Waits for a question and its answer.
@@ -59,8 +55,7 @@ impl Connected {
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        self.session
-            .wait(control, question(Arc::clone(&self.session.shared)))
+        self.session.wait(control, question(Arc::clone(&self.session.shared)))
     }
 
     /// [`ask`](Self::ask), as one of so many requests in flight.
@@ -75,11 +70,7 @@ impl Connected {
         let shared = Arc::clone(&self.session.shared);
         let work = work(Arc::clone(&shared));
         self.session.wait(control, async move {
-            let _permit = shared
-                .permits
-                .acquire()
-                .await
-                .map_err(|_| Error::Interrupted)?;
+            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
             work.await
         })
     }
@@ -119,11 +110,11 @@ async fn list(
 fn if_there<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),
-        Err(Error::Storage {
-            kind: StorageFault::NotFound,
-            ref reason,
-            ..
-        }) if !reason.contains("NoSuchBucket") && !reason.contains("ContainerNotFound") => Ok(None),
+        Err(Error::Storage { kind: StorageFault::NotFound, ref reason, .. })
+            if !reason.contains("NoSuchBucket") && !reason.contains("ContainerNotFound") =>
+        {
+            Ok(None)
+        }
         Err(error) => Err(error),
     }
 }
@@ -143,14 +134,8 @@ impl Connection for Connected {
         let name = self.config.name(path)?;
         let at = path.to_owned();
         let meta = self.ask(control, |shared| async move {
-            let _permit = shared
-                .permits
-                .acquire()
-                .await
-                .map_err(|_| Error::Interrupted)?;
-            shared
-                .persist("look at", &at, 0, || shared.client.objects.head(&name))
-                .await
+            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+            shared.persist("look at", &at, 0, || shared.client.objects.head(&name)).await
         });
         let Some(meta) = if_there(meta)? else {
             return Ok(None);
@@ -177,9 +162,7 @@ impl Connection for Connected {
             Some(Listed {
                 name: object.location.filename()?.to_owned(),
                 size: object.size,
-                age: now
-                    .duration_since(object.last_modified.into())
-                    .unwrap_or_default(),
+                age: now.duration_since(object.last_modified.into()).unwrap_or_default(),
                 tag: object.e_tag,
             })
         };
@@ -200,11 +183,7 @@ impl Connection for Connected {
         let name = self.config.name(path)?;
         let at = path.to_owned();
         let started = self.ask(control, |shared| async move {
-            let _permit = shared
-                .permits
-                .acquire()
-                .await
-                .map_err(|_| Error::Interrupted)?;
+            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
             fetch::start(&shared, &at, &name, most).await
         });
         let Some((now, bytes)) = if_there(started)? else {
@@ -225,11 +204,7 @@ impl Connection for Connected {
         control: &Control,
     ) -> Result<()> {
         let name = self.config.name(path)?;
-        let file = Arc::new(File {
-            path: path.to_owned(),
-            name,
-            size,
-        });
+        let file = Arc::new(File { path: path.to_owned(), name, size });
         self.ask(control, |shared| async move {
             // SAFETY: the caller's promise, for as long as this call lasts; `ask` returns once the
             // task and with it every part has ended.
@@ -254,9 +229,10 @@ impl StoringConnection for Connected {
 
     fn begin(&self, path: &Path, condition: Condition, control: &Control) -> Result<Upload> {
         let (path, name) = (path.to_owned(), self.config.name(path)?);
-        self.send(control, |shared| async move {
-            store::begin(&shared, &path, &name, condition).await
-        })
+        self.send(
+            control,
+            |shared| async move { store::begin(&shared, &path, &name, condition).await },
+        )
     }
 
     fn put_part(
@@ -321,9 +297,7 @@ impl StoringConnection for Connected {
         control: &Control,
     ) -> Vec<Error> {
         let config = &self.config;
-        let files = files
-            .iter()
-            .map(|path| Ok(Removal::File(path.clone(), config.name(path)?)));
+        let files = files.iter().map(|path| Ok(Removal::File(path.clone(), config.name(path)?)));
         let uploads = uploads
             .iter()
             .map(|upload| Ok(Removal::Upload(upload.clone(), config.name(&upload.path)?)));
@@ -339,19 +313,12 @@ impl StoringConnection for Connected {
 
     fn remove_seen(&self, path: &Path, control: &Control) -> Result<()> {
         let name = self.config.name(path)?;
-        if !self
-            .seen
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .contains_key(path)
-        {
+        if !self.seen.lock().unwrap_or_else(PoisonError::into_inner).contains_key(path) {
             let never = format!("{} is to be removed, and was not looked at", path.display());
             return Err(Error::Internal(never));
         }
         let path = path.to_owned();
-        self.send(control, |shared| async move {
-            store::remove_seen(&shared, &path, &name).await
-        })
+        self.send(control, |shared| async move { store::remove_seen(&shared, &path, &name).await })
     }
 
     fn tells_apart(&self, path: &Path) -> bool {
@@ -361,9 +328,10 @@ impl StoringConnection for Connected {
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool> {
         let path = folder.join(format!(".dcp-rs-asks-{:016x}", random_token()?));
         let name = self.config.name(&path)?;
-        self.send(control, |shared| async move {
-            store::keeps_conditions(&shared, &path, &name).await
-        })
+        self.send(
+            control,
+            |shared| async move { store::keeps_conditions(&shared, &path, &name).await },
+        )
     }
 }
 

@@ -15,11 +15,7 @@ fn connected(url: &str, more: &[(&str, &str)]) -> Connected {
 }
 
 fn upload() -> Upload {
-    Upload {
-        path: "s3://bucket/file".into(),
-        id: "1".into(),
-        condition: Condition::Always,
-    }
+    Upload { path: "s3://bucket/file".into(), id: "1".into(), condition: Condition::Always }
 }
 
 fn kind(error: &Error) -> StorageFault {
@@ -43,13 +39,8 @@ fn parts_beside(first: Reply) -> Vec<Result<String>> {
     let body = Body::new(vec![7_u8; LARGE]);
     let send = |number| connection.put_part(&upload(), number, &body, &Control::new());
     thread::scope(|scope| {
-        let sending: Vec<_> = (0..4)
-            .map(|number| scope.spawn(move || send(number)))
-            .collect();
-        sending
-            .into_iter()
-            .map(|sending| sending.join().unwrap())
-            .collect()
+        let sending: Vec<_> = (0..4).map(|number| scope.spawn(move || send(number))).collect();
+        sending.into_iter().map(|sending| sending.join().unwrap()).collect()
     })
 }
 

@@ -34,9 +34,7 @@ impl<P: Clone> Kept<P> {
             if kept.len() >= MOST {
                 kept.clear();
             }
-            kept.entry(fingerprint)
-                .or_insert_with(|| made.clone())
-                .clone()
+            kept.entry(fingerprint).or_insert_with(|| made.clone()).clone()
         });
         Ok(kept.unwrap_or(made))
     }
@@ -54,10 +52,7 @@ impl<P: Clone> Kept<P> {
             // Its locks may be held by threads that are not in this process.
             std::mem::forget(kept.take());
         }
-        let new = || Of {
-            process,
-            providers: HashMap::new(),
-        };
+        let new = || Of { process, providers: HashMap::new() };
         Some(work(&mut kept.get_or_insert_with(new).providers))
     }
 }

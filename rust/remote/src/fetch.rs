@@ -29,16 +29,9 @@ pub struct File {
 /// As [`Connection::fetch`](dcp_rs_core::store::Connection::fetch) has it, for as long as the
 /// future lives.
 pub async unsafe fn fetch(shared: Arc<Shared>, file: Arc<File>, part: Part) -> Result<()> {
-    let _permit = shared
-        .permits
-        .acquire()
-        .await
-        .map_err(|_| Error::Interrupted)?;
+    let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
     let mut retry = shared.retry();
-    let mut progress = Progress {
-        at: part.start,
-        first: 0,
-    };
+    let mut progress = Progress { at: part.start, first: 0 };
     loop {
         // SAFETY: the caller's promise.
         let attempt = unsafe { attempt(&shared, &file, &part, &mut progress, &mut retry).await };
@@ -89,22 +82,11 @@ async fn begin(
 ) -> std::result::Result<Seen, Failure> {
     let silent = || Failure::passing("no answer in time");
     let from = begun.bytes.len() as u64;
-    if let Some(seen) = begun
-        .seen
-        .as_ref()
-        .filter(|seen| seen.size.min(most) == from)
-    {
+    if let Some(seen) = begun.seen.as_ref().filter(|seen| seen.size.min(most) == from) {
         return Ok(seen.clone());
     }
-    let ranged = GetOptions {
-        range: Some(GetRange::Bounded(from..most)),
-        ..GetOptions::default()
-    };
-    let asked = timeout(
-        retry.silence(),
-        shared.client.objects.get_opts(name, ranged),
-    )
-    .await;
+    let ranged = GetOptions { range: Some(GetRange::Bounded(from..most)), ..GetOptions::default() };
+    let asked = timeout(retry.silence(), shared.client.objects.get_opts(name, ranged)).await;
     let answer = match asked.map_err(|_| silent())? {
         Ok(answer) => answer,
         Err(error) => {
@@ -118,9 +100,7 @@ async fn begin(
                 shared.client.objects.get_opts(name, GetOptions::default()),
             )
             .await;
-            asked
-                .map_err(|_| silent())?
-                .map_err(|error| Failure::of(&error))?
+            asked.map_err(|_| silent())?.map_err(|error| Failure::of(&error))?
         }
     };
     let now = Seen::of(answer.meta.clone());
@@ -132,15 +112,10 @@ async fn begin(
     }
     let end = now.size.min(most);
     let mut body = answer.into_stream();
-    while let Some(bytes) = timeout(retry.silence(), body.next())
-        .await
-        .map_err(|_| silent())?
-    {
+    while let Some(bytes) = timeout(retry.silence(), body.next()).await.map_err(|_| silent())? {
         let bytes = bytes.map_err(|error| Failure::of(&error))?;
         if (begun.bytes.len() + bytes.len()) as u64 > end {
-            return Err(Failure::passing(
-                "the server sent more than it was asked for",
-            ));
+            return Err(Failure::passing("the server sent more than it was asked for"));
         }
         begun.bytes.extend_from_slice(&bytes);
         if !retry.progressed(bytes.len() as u64) {
@@ -154,9 +129,7 @@ async fn begin(
 }
 
 fn cut_short(left: u64) -> Failure {
-    Failure::passing(format!(
-        "the answer was cut short, {left} bytes before its end"
-    ))
+    Failure::passing(format!("the answer was cut short, {left} bytes before its end"))
 }
 
 fn too_slow() -> Failure {
@@ -195,37 +168,24 @@ async unsafe fn attempt(
         ..GetOptions::default()
     };
     let silent = || Failure::passing("no answer in time");
-    let asked = timeout(
-        retry.silence(),
-        shared.client.objects.get_opts(&file.name, options),
-    )
-    .await;
-    let answer = asked
-        .map_err(|_| silent())?
-        .map_err(|error| Failure::of(&error))?;
+    let asked = timeout(retry.silence(), shared.client.objects.get_opts(&file.name, options)).await;
+    let answer = asked.map_err(|_| silent())?.map_err(|error| Failure::of(&error))?;
     let now = Seen::of(answer.meta.clone());
     if now.size != file.size {
         return Err(Failure::lasting(
             StorageFault::Precondition,
-            format!(
-                "the file is {} bytes long, expected {}",
-                now.size, file.size
-            ),
+            format!("the file is {} bytes long, expected {}", now.size, file.size),
         ));
     }
     see(&shared.seen, &file.path, now)
         .map_err(|reason| Failure::lasting(StorageFault::Precondition, reason))?;
     let mut body = answer.into_stream();
     loop {
-        let next = timeout(retry.silence(), body.next())
-            .await
-            .map_err(|_| silent())?;
+        let next = timeout(retry.silence(), body.next()).await.map_err(|_| silent())?;
         let Some(bytes) = next else { break };
         let bytes = bytes.map_err(|error| Failure::of(&error))?;
         if bytes.len() as u64 > part.end - progress.at {
-            return Err(Failure::passing(
-                "the server sent more than it was asked for",
-            ));
+            return Err(Failure::passing("the server sent more than it was asked for"));
         }
         // SAFETY: the caller's promise.
         unsafe { scatter(&part.runs, progress, &bytes) };
@@ -246,10 +206,7 @@ async unsafe fn attempt(
 unsafe fn scatter(runs: &[Run], progress: &mut Progress, bytes: &[u8]) {
     let (from, to) = (progress.at, progress.at + bytes.len() as u64);
     progress.at = to;
-    while runs
-        .get(progress.first)
-        .is_some_and(|run| run.at + run.len <= from)
-    {
+    while runs.get(progress.first).is_some_and(|run| run.at + run.len <= from) {
         progress.first += 1;
     }
     for run in runs[progress.first..].iter().take_while(|run| run.at < to) {
@@ -279,27 +236,14 @@ mod tests {
     fn pieces_of_any_size_go_where_they_are_wanted() {
         let file: Vec<u8> = (0..=255).collect();
         // (at, len): with gaps, and two that want the same bytes, one within the other.
-        let wanted = [
-            (3_u64, 10_u64),
-            (13, 1),
-            (20, 60),
-            (25, 5),
-            (70, 20),
-            (200, 56),
-        ];
+        let wanted = [(3_u64, 10_u64), (13, 1), (20, 60), (25, 5), (70, 20), (200, 56)];
         for step in [1, 2, 7, 64, 256] {
-            let mut buffers: Vec<Vec<u8>> = wanted
-                .iter()
-                .map(|&(_, len)| vec![0; usize::try_from(len).unwrap()])
-                .collect();
+            let mut buffers: Vec<Vec<u8>> =
+                wanted.iter().map(|&(_, len)| vec![0; usize::try_from(len).unwrap()]).collect();
             let runs: Vec<Run> = buffers
                 .iter_mut()
                 .zip(wanted)
-                .map(|(buffer, (at, len))| Run {
-                    at,
-                    len,
-                    to: Destination(buffer.as_mut_ptr()),
-                })
+                .map(|(buffer, (at, len))| Run { at, len, to: Destination(buffer.as_mut_ptr()) })
                 .collect();
             let mut progress = Progress { at: 0, first: 0 };
             for bytes in file.chunks(step) {
@@ -308,11 +252,7 @@ mod tests {
             }
             for (buffer, (at, len)) in buffers.iter().zip(wanted) {
                 let at = usize::try_from(at).unwrap();
-                assert_eq!(
-                    buffer[..],
-                    file[at..at + usize::try_from(len).unwrap()],
-                    "step {step}"
-                );
+                assert_eq!(buffer[..], file[at..at + usize::try_from(len).unwrap()], "step {step}");
             }
         }
     }

@@ -65,10 +65,7 @@ impl Store {
     /// [`Error::Unsupported`] for a URL of another kind, or an option that is not known; its value
     /// is not named.
     pub fn new(url: &str, options: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
-        Ok(Self {
-            config: Arc::new(Config::new(url, options)?),
-            seen: Arc::default(),
-        })
+        Ok(Self { config: Arc::new(Config::new(url, options)?), seen: Arc::default() })
     }
 
     /// What URLs on this store begin with, as `s3://bucket`.
@@ -147,12 +144,7 @@ mod tests {
     fn what_has_no_tag_is_known_by_its_date() {
         let seen = Mutex::default();
         let at = |path: &str, tag: Option<&str>, modified| {
-            let now = Seen {
-                size: 1,
-                tag: tag.map(str::to_owned),
-                version: None,
-                modified,
-            };
+            let now = Seen { size: 1, tag: tag.map(str::to_owned), version: None, modified };
             see(&seen, Path::new(path), now).is_ok()
         };
         assert!(at("plain", None, 5) && at("plain", None, 5) && !at("plain", None, 6));

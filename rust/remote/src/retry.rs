@@ -33,14 +33,7 @@ pub struct RetryState {
 
 impl RetryState {
     pub fn new(limits: Limits, hold: Arc<Hold>) -> Self {
-        Self {
-            limits,
-            since: Instant::now(),
-            failures: 0,
-            bytes: 0,
-            total: 0,
-            hold,
-        }
+        Self { limits, since: Instant::now(), failures: 0, bytes: 0, total: 0, hold }
     }
 
     /// So many bytes came. With enough of them the time begins anew, and so does the count of
@@ -73,8 +66,7 @@ impl RetryState {
 
     /// How long to wait for the answer to a request that takes so long.
     pub fn answer(&self, work: Duration) -> Duration {
-        self.silence()
-            .saturating_add(work.saturating_mul(1 << self.failures.min(8)))
+        self.silence().saturating_add(work.saturating_mul(1 << self.failures.min(8)))
     }
 
     /// It failed: waits until it is to be tried again. False where it is not.
@@ -102,9 +94,7 @@ impl RetryState {
         if self.failures > self.limits.retries {
             return None;
         }
-        let longest = FIRST
-            .saturating_mul(1 << (self.failures - 1).min(16))
-            .min(LONGEST);
+        let longest = FIRST.saturating_mul(1 << (self.failures - 1).min(16)).min(LONGEST);
         let own = longest
             .mul_f64(0.5 + 0.5 * part(dcp_rs_core::store::random_bytes().unwrap_or([0x80; 16])));
         let wait = own.max(self.hold.left());
@@ -144,51 +134,30 @@ mod tests {
         assert!(retry.progressed(1));
         assert!(retry.failed().is_some_and(|wait| wait <= FIRST));
         assert_eq!(retry.attempts(), 4);
-        let none = Limits {
-            time: Duration::ZERO,
-            ..limits
-        };
+        let none = Limits { time: Duration::ZERO, ..limits };
         assert!(RetryState::new(none, Arc::default()).failed().is_none());
     }
 
     #[test]
     fn a_long_wait_is_told_of_once_a_minute() {
-        let limits = Limits {
-            notice: Duration::ZERO,
-            ..Limits::default()
-        };
+        let limits = Limits { notice: Duration::ZERO, ..Limits::default() };
         let hold = Arc::new(Hold::default());
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .build()
-            .unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             for mut retry in
                 [limits, limits].map(|limits| RetryState::new(limits, Arc::clone(&hold)))
             {
-                assert!(
-                    retry
-                        .wait_to_retry(&Failure::passing("503 Slow Down"))
-                        .await
-                );
+                assert!(retry.wait_to_retry(&Failure::passing("503 Slow Down")).await);
             }
         });
-        let [notice] = &hold.take_notices()[..] else {
-            panic!("one notice")
-        };
-        assert!(
-            notice.contains("in 1 attempts") && notice.contains("503 Slow Down"),
-            "{notice}"
-        );
+        let [notice] = &hold.take_notices()[..] else { panic!("one notice") };
+        assert!(notice.contains("in 1 attempts") && notice.contains("503 Slow Down"), "{notice}");
         assert!(hold.take_notices().is_empty());
     }
 
     #[test]
     fn a_byte_now_and_then_is_no_progress() {
-        let limits = Limits {
-            time: Duration::from_millis(30),
-            ..Limits::default()
-        };
+        let limits = Limits { time: Duration::from_millis(30), ..Limits::default() };
         let mut retry = RetryState::new(limits, Arc::default());
         assert!(retry.progressed(1));
         std::thread::sleep(limits.time);

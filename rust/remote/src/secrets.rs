@@ -76,9 +76,6 @@ mod tests {
             secrets.remove("http://me:hunter33@host:9000, me:hunter33, hunter33, http://host:9000"),
             "***, ***, ***, http://host:9000"
         );
-        assert_eq!(
-            secrets.remove("hunter22 token eu-west-1"),
-            "*** *** eu-west-1"
-        );
+        assert_eq!(secrets.remove("hunter22 token eu-west-1"), "*** *** eu-west-1");
     }
 }

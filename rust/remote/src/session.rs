@@ -90,10 +90,7 @@ impl Shared {
 
     /// The file is another one from now on.
     pub fn forget(&self, path: &Path) {
-        self.seen
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(path);
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
     }
 
     /// Does something, again and again until it is done or enough. `body`: how many bytes are sent

@@ -98,10 +98,7 @@ pub async fn put(
     let mut may_be_done = false;
     loop {
         let options = PutOptions::from(mode.clone());
-        let attempt = shared
-            .client
-            .objects
-            .put_opts(name, payload.clone(), options);
+        let attempt = shared.client.objects.put_opts(name, payload.clone(), options);
         let Err(mut failure) = answered(&retry, RetryState::sending(length), attempt).await else {
             shared.forget(path);
             return Ok(());
@@ -133,10 +130,7 @@ pub async fn begin(
 ) -> Result<Upload> {
     let parts = parts(shared, path)?;
     if condition == Condition::Unchanged {
-        let reason = format!(
-            "{}: what has parts does not replace what was seen",
-            path.display()
-        );
+        let reason = format!("{}: what has parts does not replace what was seen", path.display());
         return Err(Error::Unsupported(reason));
     }
     if condition != Condition::Always {
@@ -147,14 +141,8 @@ pub async fn begin(
             None => {}
         }
     }
-    let id = shared
-        .persist("write", path, 0, || parts.create_multipart(name))
-        .await?;
-    Ok(Upload {
-        path: path.to_owned(),
-        id,
-        condition,
-    })
+    let id = shared.persist("write", path, 0, || parts.create_multipart(name)).await?;
+    Ok(Upload { path: path.to_owned(), id, condition })
 }
 
 /// Stores a part.
@@ -168,9 +156,7 @@ pub async fn put_part(
     let parts = parts(shared, &upload.path)?;
     let (payload, length) = payload(body);
     let attempt = || parts.put_part(name, &upload.id, number, payload.clone());
-    let part = shared
-        .persist("write", &upload.path, length, attempt)
-        .await?;
+    let part = shared.persist("write", &upload.path, length, attempt).await?;
     Ok(part.content_id)
 }
 
@@ -191,14 +177,8 @@ pub async fn complete(
         let made = Config::completing_new(&shared.client);
         conditional = made.map_err(|error| failed(Failure::of(&error), 1))?;
     }
-    let made = Made {
-        size,
-        tag: tag_of_parts(&answers),
-    };
-    let ids: Vec<PartId> = answers
-        .into_iter()
-        .map(|content_id| PartId { content_id })
-        .collect();
+    let made = Made { size, tag: tag_of_parts(&answers) };
+    let ids: Vec<PartId> = answers.into_iter().map(|content_id| PartId { content_id }).collect();
     let work = JOINING.saturating_mul(u32::try_from(ids.len()).unwrap_or(u32::MAX));
     let mut retry = shared.retry();
     let mut may_be_done = false;
@@ -361,9 +341,7 @@ async fn is_stored(shared: &Shared, path: &Path, name: &Name, size: u64) -> Resu
 
 /// What is said of an object, now; `None` where there is none.
 async fn found(shared: &Shared, path: &Path, name: &Name) -> Result<Option<ObjectMeta>> {
-    let looked = shared
-        .persist("look at", path, 0, || shared.client.objects.head(name))
-        .await;
+    let looked = shared.persist("look at", path, 0, || shared.client.objects.head(name)).await;
     match looked {
         Ok(found) => Ok(Some(found)),
         Err(error) if error.storage_fault() == Some(StorageFault::NotFound) => Ok(None),
@@ -394,9 +372,7 @@ impl Removal {
             Self::Upload(upload, name) => {
                 let parts = parts(shared, &upload.path)?;
                 let attempt = || parts.abort_multipart(name, &upload.id);
-                shared
-                    .persist("abort the upload of", &upload.path, 0, attempt)
-                    .await
+                shared.persist("abort the upload of", &upload.path, 0, attempt).await
             }
         };
         match done {
@@ -414,17 +390,12 @@ pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> 
     let mut left: HashMap<usize, &Removal> = removals.iter().enumerate().collect();
     let each = async |number: usize, removal: &Removal| (number, removal.done(shared).await);
     let first = waiting.by_ref().take(REMOVALS);
-    let mut under_way: FuturesUnordered<_> = first
-        .map(|(number, removal)| each(number, removal))
-        .collect();
+    let mut under_way: FuturesUnordered<_> =
+        first.map(|(number, removal)| each(number, removal)).collect();
     while let Ok(Some((number, done))) = timeout_at(until, under_way.next()).await {
         left.remove(&number);
         failed.extend(done.err());
-        under_way.extend(
-            waiting
-                .next()
-                .map(|(number, removal)| each(number, removal)),
-        );
+        under_way.extend(waiting.next().map(|(number, removal)| each(number, removal)));
     }
     failed.extend(left.into_values().map(|removal| {
         let failure = Failure::passing("there was no time for it");
@@ -475,10 +446,8 @@ async fn is_as_seen(shared: &Shared, path: &Path, name: &Name, attempts: u32) ->
         return Ok(false);
     };
     let another = |reason: String| {
-        let failure = Failure::lasting(
-            StorageFault::Precondition,
-            format!("it was left alone: {reason}"),
-        );
+        let failure =
+            Failure::lasting(StorageFault::Precondition, format!("it was left alone: {reason}"));
         failure.into_error("remove", path, attempts, &shared.config.secrets)
     };
     see(&shared.seen, path, Seen::of(found)).map_err(another)?;
@@ -507,10 +476,7 @@ async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
     });
     loop {
         let attempt =
-            shared
-                .client
-                .objects
-                .put_opts(name, PutPayload::new(), PutOptions::from(mode.clone()));
+            shared.client.objects.put_opts(name, PutPayload::new(), PutOptions::from(mode.clone()));
         let failure = match timeout(retry.answer(Duration::ZERO), attempt).await {
             Ok(Ok(_)) => {
                 let removal = Removal::File(path.to_owned(), name.clone());

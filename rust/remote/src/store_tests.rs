@@ -16,12 +16,10 @@ fn completed(
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
     looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
 ) -> (Result<()>, usize, usize) {
-    let (url, asked) = serve(
-        move |question, before| match question.split_once(' ').unwrap().0 {
-            "HEAD" => looks(before),
-            _ => attempts(before),
-        },
-    );
+    let (url, asked) = serve(move |question, before| match question.split_once(' ').unwrap().0 {
+        "HEAD" => looks(before),
+        _ => attempts(before),
+    });
     let root = format!("{scheme}://bucket");
     let store = Store::new(&root, options(scheme, &url, &[("max_retries", "3")])).unwrap();
     let connection = store.connect_to_store(1).unwrap();
@@ -33,10 +31,7 @@ fn completed(
     let parts = (1..=2).map(|number| format!("{number}")).collect();
     let done = connection.complete(&upload, parts, SIZE as u64, &Control::new());
     let asked = asked.lock().unwrap();
-    let looked = asked
-        .iter()
-        .filter(|question| question.starts_with("HEAD"))
-        .count();
+    let looked = asked.iter().filter(|question| question.starts_with("HEAD")).count();
     (done, asked.len() - looked, looked)
 }
 
@@ -60,11 +55,9 @@ fn late(before: usize) -> Reply {
 
 #[test]
 fn a_lost_completion_is_found() {
-    for (scheme, status, code) in [
-        ("s3", 404, "NoSuchUpload"),
-        ("gs", 404, "NoSuchUpload"),
-        ("az", 400, "InvalidBlockList"),
-    ] {
+    for (scheme, status, code) in
+        [("s3", 404, "NoSuchUpload"), ("gs", 404, "NoSuchUpload"), ("az", 400, "InvalidBlockList")]
+    {
         let (done, attempts, looks) = completed(scheme, second(status, code), late);
         assert!(done.is_ok(), "{scheme}: {done:?}");
         assert_eq!((attempts, looks), (2, 4), "{scheme}");
@@ -74,12 +67,8 @@ fn a_lost_completion_is_found() {
 #[test]
 fn another_length_is_not_what_was_stored() {
     for scheme in ["s3", "gs", "az"] {
-        let (done, ..) = completed(scheme, second(404, "NoSuchUpload"), |_| {
-            Reply::head(SIZE - 1)
-        });
-        let Err(Error::Storage { kind, reason, .. }) = done else {
-            panic!("{scheme}: {done:?}")
-        };
+        let (done, ..) = completed(scheme, second(404, "NoSuchUpload"), |_| Reply::head(SIZE - 1));
+        let Err(Error::Storage { kind, reason, .. }) = done else { panic!("{scheme}: {done:?}") };
         assert_eq!(kind, StorageFault::NotFound, "{scheme}");
         assert!(reason.contains("no such upload"), "{reason}");
     }
@@ -87,18 +76,9 @@ fn another_length_is_not_what_was_stored() {
 
 #[test]
 fn what_is_refused_is_not_looked_at() {
-    let (done, attempts, looks) = completed(
-        "s3",
-        |_| Reply::of(403, "AccessDenied"),
-        |_| Reply::head(SIZE),
-    );
-    assert!(matches!(
-        done,
-        Err(Error::Storage {
-            kind: StorageFault::Denied,
-            ..
-        })
-    ));
+    let (done, attempts, looks) =
+        completed("s3", |_| Reply::of(403, "AccessDenied"), |_| Reply::head(SIZE));
+    assert!(matches!(done, Err(Error::Storage { kind: StorageFault::Denied, .. })));
     assert_eq!((attempts, looks), (1, 0));
 }
 
@@ -129,12 +109,9 @@ fn replaced(
 
 /// Those of the parts `a` and `b`: what they are put together to has the tag `OF_BOTH`.
 fn tags() -> Vec<String> {
-    [
-        "0cc175b9c0f1b6a831c399e269772661",
-        "92eb5ffee6ae2fec3ad71c777531578f",
-    ]
-    .map(|tag| format!("\"{tag}\""))
-    .into()
+    ["0cc175b9c0f1b6a831c399e269772661", "92eb5ffee6ae2fec3ad71c777531578f"]
+        .map(|tag| format!("\"{tag}\""))
+        .into()
 }
 
 const OF_BOTH: &str = "\"96e024ba2074fe77e8e965ba43a704be-2\"";
@@ -196,11 +173,8 @@ fn what_replaced_it_is_found() {
     let (done, _) = replaced(Condition::Unguarded, lost, then("\"x\"", SIZE + 1));
     assert_eq!(fault(&done), Some(StorageFault::Unclear));
     // Of one whose upload was gone before, it was not this that did it.
-    let (done, _) = replaced(
-        Condition::Unguarded,
-        completed_as(404, "NoSuchUpload"),
-        then("\"x\"", SIZE),
-    );
+    let (done, _) =
+        replaced(Condition::Unguarded, completed_as(404, "NoSuchUpload"), then("\"x\"", SIZE));
     assert_eq!(fault(&done), Some(StorageFault::NotFound));
 }
 
@@ -223,25 +197,16 @@ fn a_new_one_is_known_by_its_parts() {
     assert_eq!((fault(&done), attempts), (Some(StorageFault::Unclear), 2));
     let refused = completed_as(412, "PreconditionFailed");
     let (done, attempts) = replaced(Condition::New, refused, then("\"theirs\""));
-    assert_eq!(
-        (fault(&done), attempts),
-        (Some(StorageFault::Precondition), 1)
-    );
+    assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 1));
     // It appeared since this began; or was there before.
     let late = |before| match before {
         0 => Reply::of(404, ""),
         _ => Reply::head(SIZE),
     };
     let (done, attempts) = replaced(Condition::New, |_| Reply::ok(DONE), late);
-    assert_eq!(
-        (fault(&done), attempts),
-        (Some(StorageFault::Precondition), 0)
-    );
+    assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 0));
     let (done, attempts) = replaced(Condition::New, |_| Reply::ok(DONE), |_| Reply::head(SIZE));
-    assert_eq!(
-        (fault(&done), attempts),
-        (Some(StorageFault::Precondition), 0)
-    );
+    assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 0));
 }
 
 #[test]
@@ -271,23 +236,16 @@ fn copied(
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
     looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
 ) -> (Result<()>, usize, usize) {
-    let (url, asked) = serve(
-        move |question, before| match question.split_once(' ').unwrap().0 {
-            "HEAD" if question.contains("/to") => looks(before),
-            "HEAD" => Reply::head(usize::try_from(size).unwrap()),
-            _ => attempts(before),
-        },
-    );
+    let (url, asked) = serve(move |question, before| match question.split_once(' ').unwrap().0 {
+        "HEAD" if question.contains("/to") => looks(before),
+        "HEAD" => Reply::head(usize::try_from(size).unwrap()),
+        _ => attempts(before),
+    });
     let root = format!("{scheme}://bucket");
     let store = Store::new(&root, options(scheme, &url, &[("max_retries", "3")])).unwrap();
     let connection = store.connect_to_store(1).unwrap();
     let at = |name: &str| format!("{root}/{name}");
-    let done = connection.copy(
-        at("from").as_ref(),
-        at("to").as_ref(),
-        size,
-        &Control::new(),
-    );
+    let done = connection.copy(at("from").as_ref(), at("to").as_ref(), size, &Control::new());
     let asked = asked.lock().unwrap();
     let of = |method: &str, name: &str| {
         let is_it = |question: &&String| question.starts_with(method) && question.contains(name);
@@ -299,31 +257,19 @@ fn copied(
 #[test]
 fn a_lost_copy_is_found_or_made_again() {
     let copied_at = |before| {
-        if before == 0 {
-            Reply::of(500, "InternalError")
-        } else {
-            Reply::ok("")
-        }
+        if before == 0 { Reply::of(500, "InternalError") } else { Reply::ok("") }
     };
     for scheme in ["s3", "gs", "az"] {
         let (done, attempts, looks) = copied(scheme, 77, copied_at, |_| Reply::head(77));
         assert!(done.is_ok(), "{scheme}: {done:?}");
         assert_eq!((attempts, looks), (1, 1), "{scheme}");
         let gone = |before| {
-            if before == 0 {
-                Reply::of(404, "")
-            } else {
-                Reply::head(77)
-            }
+            if before == 0 { Reply::of(404, "") } else { Reply::head(77) }
         };
         let (done, attempts, looks) = copied(scheme, 77, copied_at, gone);
         assert!(done.is_ok(), "{scheme}: {done:?}");
         // Azure may only have begun with it.
-        assert_eq!(
-            (attempts, looks),
-            (2, if scheme == "az" { 2 } else { 1 }),
-            "{scheme}"
-        );
+        assert_eq!((attempts, looks), (2, if scheme == "az" { 2 } else { 1 }), "{scheme}");
     }
 }
 
@@ -343,28 +289,15 @@ fn what_is_not_copied_is_refused_at_once() {
     let refused = |_| Reply::of(403, "AccessDenied");
     for scheme in ["s3", "gs", "az"] {
         let (done, attempts, looks) = copied(scheme, 77, refused, |_| Reply::head(77));
-        let Err(Error::Storage { kind, action, .. }) = done else {
-            panic!("{scheme}: {done:?}")
-        };
-        assert_eq!(
-            (kind, action, attempts, looks),
-            (StorageFault::Denied, "copy", 1, 0)
-        );
+        let Err(Error::Storage { kind, action, .. }) = done else { panic!("{scheme}: {done:?}") };
+        assert_eq!((kind, action, attempts, looks), (StorageFault::Denied, "copy", 1, 0));
     }
     // S3 copies no more at a time.
     let (done, attempts, _) = copied("s3", (5 << 30) + 1, |_| Reply::ok(""), |_| Reply::head(0));
     assert!(matches!(done, Err(Error::Unsupported(_))), "{done:?}");
     assert_eq!(attempts, 0);
-    assert!(
-        copied("s3", 5 << 30, |_| Reply::ok(""), |_| Reply::head(0))
-            .0
-            .is_ok()
-    );
-    assert!(
-        copied("gs", 6 << 30, |_| Reply::ok(""), |_| Reply::head(0))
-            .0
-            .is_ok()
-    );
+    assert!(copied("s3", 5 << 30, |_| Reply::ok(""), |_| Reply::head(0)).0.is_ok());
+    assert!(copied("gs", 6 << 30, |_| Reply::ok(""), |_| Reply::head(0)).0.is_ok());
 }
 
 #[test]
@@ -376,14 +309,9 @@ fn what_is_to_be_copied_has_its_length_and_its_place() {
         connection.copy(from.as_ref(), to.as_ref(), size, &Control::new())
     };
     let shorter = copy("s3://bucket/from", "s3://bucket/to", 78);
-    assert!(
-        matches!(shorter, Err(Error::CorruptData { .. })),
-        "{shorter:?}"
-    );
-    for (from, to) in [
-        ("s3://bucket/from", "s3://other/to"),
-        ("s3://other/from", "s3://bucket/to"),
-    ] {
+    assert!(matches!(shorter, Err(Error::CorruptData { .. })), "{shorter:?}");
+    for (from, to) in [("s3://bucket/from", "s3://other/to"), ("s3://other/from", "s3://bucket/to")]
+    {
         assert!(matches!(copy(from, to, 77), Err(Error::Unsupported(_))));
     }
     assert_eq!(asked.lock().unwrap().len(), 1);
@@ -404,47 +332,29 @@ fn removed(
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
     looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
 ) -> (Result<()>, usize, usize) {
-    let (url, asked) = serve(
-        move |question, before| match question.split_once(' ').unwrap().0 {
-            "HEAD" if before < 2 => Reply::head(77),
-            "HEAD" => looks(before - 2),
-            _ => attempts(before),
-        },
-    );
+    let (url, asked) = serve(move |question, before| match question.split_once(' ').unwrap().0 {
+        "HEAD" if before < 2 => Reply::head(77),
+        "HEAD" => looks(before - 2),
+        _ => attempts(before),
+    });
     let store = Store::new("s3://bucket", options("s3", &url, &[("max_retries", "3")])).unwrap();
     let connection = store.connect_to_store(1).unwrap();
     let (path, control) = (Path::new("s3://bucket/file"), Control::new());
     assert_eq!(connection.look(path, &control).unwrap(), Some(77));
     let done = connection.remove_seen(path, &control);
     let asked = asked.lock().unwrap();
-    let of = |method: &str| {
-        asked
-            .iter()
-            .filter(|question| question.starts_with(method))
-            .count()
-    };
+    let of = |method: &str| asked.iter().filter(|question| question.starts_with(method)).count();
     (done, of("DELETE"), of("HEAD") - 2)
 }
 
 fn is_precondition(done: &Result<()>) -> bool {
-    matches!(
-        done,
-        Err(Error::Storage {
-            kind: StorageFault::Precondition,
-            action: "remove",
-            ..
-        })
-    )
+    matches!(done, Err(Error::Storage { kind: StorageFault::Precondition, action: "remove", .. }))
 }
 
 #[test]
 fn a_removal_that_was_not_answered_is_not_tried_again_blindly() {
     let busy = |before| {
-        if before == 0 {
-            Reply::of(503, "SlowDown")
-        } else {
-            Reply::ok("")
-        }
+        if before == 0 { Reply::of(503, "SlowDown") } else { Reply::ok("") }
     };
     let (done, attempts, looks) = removed(busy, |_| Reply::head(77));
     assert!(done.is_ok(), "{done:?}");
@@ -463,18 +373,12 @@ fn a_removal_that_was_not_answered_is_not_tried_again_blindly() {
 fn a_condition_of_a_removal_is_kept_or_looked_after() {
     let refuses = |status, code: &'static str| {
         move |before| {
-            if before == 0 {
-                Reply::of(status, code)
-            } else {
-                Reply::ok("")
-            }
+            if before == 0 { Reply::of(status, code) } else { Reply::ok("") }
         }
     };
-    for (status, code) in [
-        (412, "PreconditionFailed"),
-        (501, "NotImplemented"),
-        (400, "InvalidRequest"),
-    ] {
+    for (status, code) in
+        [(412, "PreconditionFailed"), (501, "NotImplemented"), (400, "InvalidRequest")]
+    {
         let (done, attempts, looks) = removed(refuses(status, code), |_| Reply::head(78));
         assert!(is_precondition(&done), "{code}: {done:?}");
         assert_eq!((attempts, looks), (1, 1), "{code}");
@@ -484,13 +388,7 @@ fn a_condition_of_a_removal_is_kept_or_looked_after() {
         assert_eq!((attempts, looks), (2, 1), "{code}");
     }
     let (done, attempts, _) = removed(|_| Reply::of(403, "AccessDenied"), |_| Reply::head(77));
-    assert!(matches!(
-        done,
-        Err(Error::Storage {
-            kind: StorageFault::Denied,
-            ..
-        })
-    ));
+    assert!(matches!(done, Err(Error::Storage { kind: StorageFault::Denied, .. })));
     assert_eq!(attempts, 1);
     let (done, ..) = removed(|_| Reply::of(404, "NoSuchKey"), |_| Reply::head(77));
     assert!(done.is_ok(), "{done:?}");

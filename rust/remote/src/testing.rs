@@ -38,17 +38,11 @@ impl Reply {
     }
 
     pub fn ok(body: &str) -> Self {
-        Self {
-            body: body.into(),
-            ..Self::of(200, "")
-        }
+        Self { body: body.into(), ..Self::of(200, "") }
     }
 
     pub fn head(length: usize) -> Self {
-        Self {
-            length: Some(length),
-            ..Self::ok("")
-        }
+        Self { length: Some(length), ..Self::ok("") }
     }
 
     pub fn tagged(self, tag: &'static str) -> Self {
@@ -56,10 +50,7 @@ impl Reply {
     }
 
     pub fn early(self) -> Self {
-        Self {
-            early: true,
-            ..self
-        }
+        Self { early: true, ..self }
     }
 
     pub fn with(self, name: &str, value: &str) -> Self {
@@ -71,18 +62,11 @@ impl Reply {
     pub fn ranged(self, size: u64) -> Self {
         let last = self.body.len().saturating_sub(1);
         let reply = self.with("Content-Range", &format!("bytes 0-{last}/{size}"));
-        Self {
-            status: 206,
-            ..reply
-        }
+        Self { status: 206, ..reply }
     }
 
     pub fn endless(self, pause: Duration) -> Self {
-        Self {
-            length: Some(1 << 40),
-            endless: Some(pause),
-            ..self
-        }
+        Self { length: Some(1 << 40), endless: Some(pause), ..self }
     }
 
     pub fn after(self, delay: Duration) -> Self {
@@ -154,14 +138,7 @@ fn converse(
         reply.body
     );
     reader.get_mut().write_all(told.as_bytes()).ok()?;
-    let piece = vec![
-        b'x';
-        if reply.endless == Some(Duration::ZERO) {
-            1 << 16
-        } else {
-            1
-        }
-    ];
+    let piece = vec![b'x'; if reply.endless == Some(Duration::ZERO) { 1 << 16 } else { 1 }];
     while let Some(pause) = reply.endless {
         thread::sleep(pause);
         reader.get_mut().write_all(&piece).ok()?;
@@ -182,13 +159,8 @@ pub fn options(scheme: &str, url: &str, more: &[(&str, &str)]) -> Vec<(String, S
             ("azure_storage_account_name", "account"),
             ("azure_skip_signature", "true"),
         ],
-        _ => &[
-            ("aws_endpoint", url),
-            ("aws_region", "us-east-1"),
-            ("aws_skip_signature", "true"),
-        ],
+        _ => &[("aws_endpoint", url), ("aws_region", "us-east-1"), ("aws_skip_signature", "true")],
     };
     let all = kind.iter().chain(&[("allow_http", "true")]).chain(more);
-    all.map(|&(key, value)| (key.to_owned(), value.to_owned()))
-        .collect()
+    all.map(|&(key, value)| (key.to_owned(), value.to_owned())).collect()
 }

@@ -61,10 +61,7 @@ impl Hold {
     /// fail together.
     pub fn tell(&self, text: impl FnOnce() -> String) {
         let mut notices = self.notices.lock().unwrap_or_else(PoisonError::into_inner);
-        if notices
-            .last
-            .is_none_or(|last| last.elapsed() >= NOTICE_AGAIN)
-        {
+        if notices.last.is_none_or(|last| last.elapsed() >= NOTICE_AGAIN) {
             notices.last = Some(Instant::now());
             notices.texts.push(text());
         }
@@ -72,19 +69,11 @@ impl Hold {
 
     /// The notices since this was last called.
     pub fn take_notices(&self) -> Vec<String> {
-        std::mem::take(
-            &mut self
-                .notices
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .texts,
-        )
+        std::mem::take(&mut self.notices.lock().unwrap_or_else(PoisonError::into_inner).texts)
     }
 
     fn note(&self, headers: &HeaderMap) {
-        let seconds = headers
-            .get(RETRY_AFTER)
-            .and_then(|value| value.to_str().ok()?.parse().ok());
+        let seconds = headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
         let until =
             seconds.and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds)));
         let mut hold = self.until.lock().unwrap_or_else(PoisonError::into_inner);
@@ -94,9 +83,7 @@ impl Hold {
     /// How much longer.
     pub fn left(&self) -> Duration {
         let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
-        until.map_or(Duration::ZERO, |until| {
-            until.saturating_duration_since(Instant::now())
-        })
+        until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
     }
 }
 
@@ -120,29 +107,19 @@ impl Transport {
         authorities: Option<Arc<[Certificate]>>,
         hold: Arc<Hold>,
     ) -> Self {
-        Self {
-            kind,
-            fingerprint,
-            authorities,
-            hold,
-            shared: Some(Arc::default()),
-        }
+        Self { kind, fingerprint, authorities, hold, shared: Some(Arc::default()) }
     }
 
     /// For the providers of credentials. They outlive a session and its runtime, so they keep no
     /// connection open.
     pub fn of_credentials(&self) -> Self {
-        Self {
-            shared: None,
-            ..self.clone()
-        }
+        Self { shared: None, ..self.clone() }
     }
 
     fn client(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
-        let client = self.built(options).map_err(|error| Error::Generic {
-            store: "HTTP client",
-            source: error,
-        })?;
+        let client = self
+            .built(options)
+            .map_err(|error| Error::Generic { store: "HTTP client", source: error })?;
         Ok(HttpClient::new(Bounded {
             client,
             fingerprint: self.fingerprint,
@@ -167,10 +144,8 @@ impl Transport {
             let parsed = text(key).map(parse).transpose();
             parsed.map_err(|_| format!("{} is not a duration such as 5s", key.as_ref()))
         };
-        let mut builder = reqwest::Client::builder()
-            .referer(false)
-            .redirect(redirects(self.kind))
-            .user_agent(
+        let mut builder =
+            reqwest::Client::builder().referer(false).redirect(redirects(self.kind)).user_agent(
                 text(Key::UserAgent)
                     .unwrap_or_else(|| concat!("dcp-rs/", env!("CARGO_PKG_VERSION")).into()),
             );
@@ -282,11 +257,7 @@ impl HttpService for Bounded {
         }
         self.hold.note(response.headers());
         let (parts, body) = response.into_parts();
-        let most = if status.is_success() {
-            MOST_ANSWER
-        } else {
-            MOST_ERROR
-        };
+        let most = if status.is_success() { MOST_ANSWER } else { MOST_ERROR };
         let (mut bytes, is_whole) = beginning(body, most).await?;
         if !status.is_success() {
             // A cut through a character would be an error of its own.
@@ -330,15 +301,9 @@ fn redirected(status: StatusCode, headers: &HeaderMap, asked: &str) -> String {
         _ => "elsewhere".into(),
     };
     let region = text("x-amz-bucket-region").map_or_else(String::new, |region| {
-        format!(
-            "; the bucket is in the region {}: set aws_region",
-            plain(region)
-        )
+        format!("; the bucket is in the region {}: set aws_region", plain(region))
     });
-    format!(
-        "the store answered {} and points {to}, which is not followed{region}",
-        status.as_u16()
-    )
+    format!("the store answered {} and points {to}, which is not followed{region}", status.as_u16())
 }
 
 /// A name that a server gave, without what could not be in one.
@@ -356,9 +321,7 @@ impl Resolve for AnyAddress {
             let look_up = move || -> std::io::Result<Vec<SocketAddr>> {
                 let mut found: Vec<_> = (name.as_str(), 0).to_socket_addrs()?.collect();
                 let [random] = dcp_rs_core::store::random_bytes::<1>().unwrap_or_default();
-                let first = usize::from(random)
-                    .checked_rem(found.len())
-                    .unwrap_or_default();
+                let first = usize::from(random).checked_rem(found.len()).unwrap_or_default();
                 found.rotate_left(first);
                 Ok(found)
             };

@@ -26,20 +26,12 @@ fn store(scheme: &str, url: &str, more: &[(&str, &str)]) -> Store {
 /// The first bytes of an object.
 fn start(store: &Store) -> dcp_rs_core::Result<Option<(Vec<u8>, u64)>> {
     let path = format!("{}/file", store.root());
-    store
-        .connect(1)
-        .unwrap()
-        .start(path.as_ref(), 4 << 20, false, &Control::new())
+    store.connect(1).unwrap().start(path.as_ref(), 4 << 20, false, &Control::new())
 }
 
 fn fault(error: &dcp_rs_core::Error) -> (StorageFault, &str, u32) {
     match error {
-        dcp_rs_core::Error::Storage {
-            kind,
-            reason,
-            attempts,
-            ..
-        } => (*kind, reason, *attempts),
+        dcp_rs_core::Error::Storage { kind, reason, attempts, .. } => (*kind, reason, *attempts),
         error => panic!("{error}"),
     }
 }
@@ -50,11 +42,7 @@ fn an_error_without_an_end_is_told_by_its_beginning() {
     for scheme in ["s3", "gs", "az"] {
         let error = start(&store(scheme, &url, &[])).unwrap_err();
         let (kind, reason, attempts) = fault(&error);
-        assert_eq!(
-            (kind, attempts),
-            (StorageFault::Denied, 1),
-            "{scheme}: {error}"
-        );
+        assert_eq!((kind, attempts), (StorageFault::Denied, 1), "{scheme}: {error}");
         assert!(reason.contains("403 AccessDenied"), "{reason}");
     }
 }
@@ -62,18 +50,12 @@ fn an_error_without_an_end_is_told_by_its_beginning() {
 #[test]
 fn a_listing_without_an_end_is_refused() {
     let (url, _) = serve(|_, _| Reply::ok("<ListBucketResult>").endless(NOW));
-    let listed = store("s3", &url, &[])
-        .connect(1)
-        .unwrap()
-        .list("s3://bucket/x".as_ref(), &Control::new());
+    let listed =
+        store("s3", &url, &[]).connect(1).unwrap().list("s3://bucket/x".as_ref(), &Control::new());
     let error = listed.unwrap_err();
     assert_eq!(
         fault(&error),
-        (
-            StorageFault::Failed,
-            "the answer is longer than 16777216 bytes",
-            1
-        )
+        (StorageFault::Failed, "the answer is longer than 16777216 bytes", 1)
     );
 }
 
@@ -81,24 +63,13 @@ fn a_listing_without_an_end_is_refused() {
 fn a_byte_now_and_then_holds_nobody_for_ever() {
     let (url, _) = serve(|_, _| {
         let reply = Reply::ok("x").with("Content-Range", "bytes 0-4194303/1073741824");
-        Reply {
-            status: 206,
-            ..reply
-        }
-        .endless(Duration::from_millis(20))
+        Reply { status: 206, ..reply }.endless(Duration::from_millis(20))
     });
     let began = Instant::now();
     let error = start(&store("s3", &url, &[("retry_timeout", "0.5")])).unwrap_err();
     let (_, reason, _) = fault(&error);
-    assert!(
-        reason.contains("too slowly") || reason.contains("in time"),
-        "{reason}"
-    );
-    assert!(
-        began.elapsed() < Duration::from_secs(10),
-        "{:?}",
-        began.elapsed()
-    );
+    assert!(reason.contains("too slowly") || reason.contains("in time"), "{reason}");
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
 }
 
 #[test]
@@ -143,10 +114,7 @@ fn a_web_server_may_and_is_not_told_where_from() {
         serve(move |_, _| Reply::of(302, "").with("Location", &format!("{elsewhere}/other")));
     let store = Store::new(&url, []).unwrap();
     let found =
-        store
-            .connect(1)
-            .unwrap()
-            .start(format!("{url}/file").as_ref(), 4, false, &Control::new());
+        store.connect(1).unwrap().start(format!("{url}/file").as_ref(), 4, false, &Control::new());
     assert_eq!(found.unwrap(), Some((b"x".to_vec(), 1)));
     assert_eq!(*asked.lock().unwrap(), ["GET /other"]);
 }
@@ -177,12 +145,9 @@ fn what_passes_and_what_blames_credentials_is_known_by_its_code() {
         assert!(start(&store("s3", &url, &[])).unwrap().is_some(), "{code}");
         assert_eq!(asked.lock().unwrap().len(), 2);
     }
-    for (status, code) in [
-        (400, "ExpiredToken"),
-        (403, "ExpiredToken"),
-        (401, ""),
-        (400, "InvalidToken"),
-    ] {
+    for (status, code) in
+        [(400, "ExpiredToken"), (403, "ExpiredToken"), (401, ""), (400, "InvalidToken")]
+    {
         let (url, _) = serve(move |_, _| Reply::of(status, code));
         let error = start(&store("s3", &url, &[])).unwrap_err();
         let (kind, reason, attempts) = fault(&error);
@@ -195,12 +160,7 @@ fn what_passes_and_what_blames_credentials_is_known_by_its_code() {
         ..Reply::of(400, "")
     });
     let error = start(&store("s3", &url, &[])).unwrap_err();
-    assert!(
-        fault(&error)
-            .1
-            .contains("in the region eu-west-1: set aws_region"),
-        "{error}"
-    );
+    assert!(fault(&error).1.contains("in the region eu-west-1: set aws_region"), "{error}");
 }
 
 #[test]
@@ -230,20 +190,14 @@ fn instance(refuses: &'static str) -> (String, crate::testing::Asked) {
 
 fn asked_of_metadata(asked: &crate::testing::Asked) -> usize {
     let asked = asked.lock().unwrap();
-    asked
-        .iter()
-        .filter(|question| question.contains("/latest/"))
-        .count()
+    asked.iter().filter(|question| question.contains("/latest/")).count()
 }
 
 /// Once every call asked for credentials anew: 22 requests for one save of one rank.
 #[test]
 fn a_role_is_asked_for_its_credentials_once() {
     let role = |url: &str| {
-        let given = [
-            ("aws_metadata_endpoint", url),
-            ("aws_skip_signature", "false"),
-        ];
+        let given = [("aws_metadata_endpoint", url), ("aws_skip_signature", "false")];
         store("s3", url, &given)
     };
     let (url, asked) = instance("");
@@ -254,10 +208,7 @@ fn a_role_is_asked_for_its_credentials_once() {
     // Others are asked for where these were refused, and not where they lack a permission.
     for (code, again) in [("ExpiredToken", 6), ("AccessDenied", 3)] {
         let (url, asked) = instance(code);
-        assert_eq!(
-            fault(&start(&role(&url)).unwrap_err()).0,
-            StorageFault::Denied
-        );
+        assert_eq!(fault(&start(&role(&url)).unwrap_err()).0, StorageFault::Denied);
         assert!(start(&role(&url)).unwrap().is_some());
         assert_eq!(asked_of_metadata(&asked), again, "{code}");
     }
@@ -268,10 +219,7 @@ fn a_bundle_of_authorities_is_read() {
     let given = |file: &str| store("s3", "https://127.0.0.1:1", &[("aws_ca_bundle", file)]);
     for file in ["/does/not/exist.pem", "/dev/null"] {
         let refused = given(file).connect(1).err().unwrap().to_string();
-        assert!(
-            refused.contains("aws_ca_bundle") && refused.contains(file),
-            "{refused}"
-        );
+        assert!(refused.contains("aws_ca_bundle") && refused.contains(file), "{refused}");
     }
 }
 
@@ -301,11 +249,7 @@ fn the_words_of_the_client_are_those_that_are_known() {
         for scheme in ["s3", "gs", "az"] {
             let (runtime, client) = client(scheme, &url);
             let failure = Failure::of(&runtime.block_on(client.get(&"file".into())).unwrap_err());
-            assert_eq!(
-                (failure.status, failure.kind),
-                (Some(status), kind),
-                "{scheme}"
-            );
+            assert_eq!((failure.status, failure.kind), (Some(status), kind), "{scheme}");
             assert!(failure.was_sent);
         }
     }
@@ -313,10 +257,7 @@ fn the_words_of_the_client_are_those_that_are_known() {
     let (url, asked) = serve(|_, _| Reply::ok(""));
     for scheme in ["s3", "gs", "az"] {
         let (runtime, client) = client(scheme, &url);
-        let nothing = UpdateVersion {
-            e_tag: None,
-            version: None,
-        };
+        let nothing = UpdateVersion { e_tag: None, version: None };
         let options = PutOptions::from(PutMode::Update(nothing));
         let put = runtime.block_on(client.put_opts(&"file".into(), "x".into(), options));
         assert!(!Failure::of(&put.unwrap_err()).may_be_done(), "{scheme}");
@@ -326,27 +267,14 @@ fn the_words_of_the_client_are_those_that_are_known() {
     let (url, _) = serve(|_, _| Reply::ok("all of it"));
     for scheme in ["s3", "gs", "az"] {
         let (runtime, client) = client(scheme, &url);
-        let options = GetOptions {
-            range: Some(GetRange::Bounded(0..3)),
-            ..GetOptions::default()
-        };
-        let failure = Failure::of(
-            &runtime
-                .block_on(client.get_opts(&"file".into(), options))
-                .unwrap_err(),
-        );
-        assert!(
-            failure.reason.contains("whole files only"),
-            "{}",
-            failure.reason
-        );
+        let options = GetOptions { range: Some(GetRange::Bounded(0..3)), ..GetOptions::default() };
+        let failure =
+            Failure::of(&runtime.block_on(client.get_opts(&"file".into(), options)).unwrap_err());
+        assert!(failure.reason.contains("whole files only"), "{}", failure.reason);
     }
     // "InternalError" in an answer that began well.
     for code in ["InternalError", "SlowDown"] {
-        let (url, _) = serve(move |_, _| Reply {
-            status: 200,
-            ..Reply::of(200, code)
-        });
+        let (url, _) = serve(move |_, _| Reply { status: 200, ..Reply::of(200, code) });
         let store = store("s3", &url, &[("max_retries", "1")]);
         let connection = store.connect_to_store(1).unwrap();
         let upload = dcp_rs_core::store::Upload {

@@ -25,12 +25,7 @@ impl Limit {
     fn new(paths: Vec<String>) -> Result<Self, Failure> {
         let (pieces, room) = raw::pieces(&paths, PIECE)?;
         let memory = raw::memory(room.max(PIECE))?;
-        Ok(Self {
-            paths,
-            pieces,
-            memory,
-            kept: vec![],
-        })
+        Ok(Self { paths, pieces, memory, kept: vec![] })
     }
 
     fn copy(&mut self) -> Result<f64, Failure> {
@@ -57,12 +52,7 @@ impl Limit {
         memory.fill(7);
         let pieces: Vec<_> = (0..bytes)
             .step_by(PIECE)
-            .map(|offset| Piece {
-                file: 0,
-                offset,
-                length: PIECE.min(bytes - offset),
-                place: 0,
-            })
+            .map(|offset| Piece { file: 0, offset, length: PIECE.min(bytes - offset), place: 0 })
             .collect();
         let start = Instant::now();
         let file = OpenOptions::new()

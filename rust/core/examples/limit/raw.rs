@@ -44,12 +44,7 @@ pub fn pieces<P: AsRef<Path>>(paths: &[P], size: usize) -> Result<(Vec<Piece>, u
         let end = usize::try_from(std::fs::metadata(path)?.len())?;
         for offset in (0..end).step_by(size) {
             let length = size.min(end - offset);
-            pieces.push(Piece {
-                file,
-                offset,
-                length,
-                place,
-            });
+            pieces.push(Piece { file, offset, length, place });
             place += length.next_multiple_of(PAGE);
         }
     }
@@ -93,9 +88,7 @@ pub fn timed(
     let start = Instant::now();
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        workers
-            .into_iter()
-            .try_for_each(|worker| worker.join().expect("a worker does not panic"))
+        workers.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
     })?;
     Ok(start.elapsed().as_secs_f64())
 }
@@ -127,12 +120,7 @@ pub fn direct<P: AsRef<Path>>(
     pieces: &[Piece],
     memory: Address,
 ) -> Result<f64, Failure> {
-    let open = |path| {
-        OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_DIRECT)
-            .open(path)
-    };
+    let open = |path| OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path);
     let start = Instant::now();
     let files: Vec<File> = paths.iter().map(open).collect::<Result<_, _>>()?;
     timed(READS_IN_FLIGHT, pieces, |piece| {

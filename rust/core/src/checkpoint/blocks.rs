@@ -44,13 +44,7 @@ pub(super) fn push_blocks(
 ) {
     blocks.extend((0..block_count(length)).map(|number| {
         let from = number * BLOCK_SIZE;
-        Block {
-            file,
-            offset: offset + from,
-            len: BLOCK_SIZE.min(length - from),
-            chunk,
-            number,
-        }
+        Block { file, offset: offset + from, len: BLOCK_SIZE.min(length - from), chunk, number }
     }));
 }
 

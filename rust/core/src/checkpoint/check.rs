@@ -25,9 +25,7 @@ fn check_numbers(
     allow_external: bool,
     control: &Control,
 ) -> Result<()> {
-    let files = files
-        .into_iter()
-        .map(|file| file_ref(index, file, allow_external));
+    let files = files.into_iter().map(|file| file_ref(index, file, allow_external));
     check_each(index, &files.collect::<Result<Vec<_>>>()?, control)
 }
 

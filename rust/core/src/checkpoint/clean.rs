@@ -128,9 +128,8 @@ fn clean_on(
     control: &Control,
 ) -> Result<Cleaned> {
     let is_folder = path.is_dir();
-    let lock = is_folder
-        .then(|| FolderLock::take_on(disk, path, Mode::Exclusive, control))
-        .transpose()?;
+    let lock =
+        is_folder.then(|| FolderLock::take_on(disk, path, Mode::Exclusive, control)).transpose()?;
     let cleaned = clean_locked(disk, path, older_than, lock.as_ref(), control);
     if let Some(lock) = lock {
         give_back(lock, disk, path);
@@ -184,9 +183,8 @@ pub(super) fn unneeded<'a>(
     let has_index = names.contains(INDEX_NAME);
     let is_rank_index = |name: &str| parse_rank_index_name(name).is_some();
     let (mut named, mut has_live) = (HashSet::new(), false);
-    for name in names
-        .iter()
-        .filter(|&&name| name == INDEX_NAME || !has_index && is_rank_index(name))
+    for name in
+        names.iter().filter(|&&name| name == INDEX_NAME || !has_index && is_rank_index(name))
     {
         has_live = true;
         let path = dir.join(name);
@@ -194,18 +192,11 @@ pub(super) fn unneeded<'a>(
         let bytes = bytes.ok_or_else(|| Error::io("read", &path, ErrorKind::NotFound.into()))?;
         let index = Index::from_bytes(bytes, &path)?;
         // Wherever it is said to lie: better one too many.
-        let last = |number| {
-            Path::new(index.file(number).name)
-                .file_name()
-                .map(OsStr::to_owned)
-        };
+        let last = |number| Path::new(index.file(number).name).file_name().map(OsStr::to_owned);
         named.extend((0..index.file_count()).filter_map(last));
     }
-    let whole = if has_live {
-        BTreeSet::new()
-    } else {
-        recoverable(files, dir, names.iter().copied())?
-    };
+    let whole =
+        if has_live { BTreeSet::new() } else { recoverable(files, dir, names.iter().copied())? };
     let judge = |&name: &&'a str| {
         let data = DataFileName::parse(name);
         let kind = match name_of_temporary(name) {
@@ -238,11 +229,7 @@ fn of_saves(
     }
     let mut claims = Claims::new(dir, lock);
     let mut found = Vec::new();
-    for file in unneeded(
-        Files::Local,
-        dir,
-        &names.iter().map(String::as_str).collect(),
-    )? {
+    for file in unneeded(Files::Local, dir, &names.iter().map(String::as_str).collect())? {
         let path = dir.join(file.name);
         let Some(meta) = look(&path)?.filter(Metadata::is_file) else {
             continue;
@@ -253,12 +240,7 @@ fn of_saves(
             _ if file.is_whole => Verdict::Whole,
             verdict => verdict,
         };
-        found.push(Leftover {
-            bytes: meta.len(),
-            path,
-            kind: file.kind,
-            verdict,
-        });
+        found.push(Leftover { bytes: meta.len(), path, kind: file.kind, verdict });
     }
     Ok(found)
 }
@@ -269,27 +251,18 @@ fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Lefto
         return Ok(Vec::new());
     };
     let short: String = name.chars().take(LONG_NAME).collect();
-    let parent = path
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty());
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let parent = parent.unwrap_or(Path::new("."));
     let entries = match fs::read_dir(parent) {
         // Nothing of ours is where we may not look.
-        Err(error)
-            if matches!(
-                error.kind(),
-                ErrorKind::NotFound | ErrorKind::PermissionDenied
-            ) =>
-        {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied) => {
             return Ok(Vec::new());
         }
         entries => entries.map_err(|error| Error::io("list", parent, error))?,
     };
     let mut found = Vec::new();
     for entry in entries {
-        let entry = entry
-            .map_err(|error| Error::io("list", parent, error))?
-            .file_name();
+        let entry = entry.map_err(|error| Error::io("list", parent, error))?.file_name();
         let of = entry.to_str().and_then(name_of_temporary);
         if of.and_then(|of| of.strip_prefix('.')) != Some(short.as_str()) {
             continue;
@@ -310,12 +283,7 @@ fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Lefto
         } else {
             judge(claimed, newest.min(age(&meta)), older_than)
         };
-        found.push(Leftover {
-            path: place,
-            bytes,
-            kind: LeftoverKind::Conversion,
-            verdict,
-        });
+        found.push(Leftover { path: place, bytes, kind: LeftoverKind::Conversion, verdict });
     }
     Ok(found)
 }
@@ -336,13 +304,11 @@ impl<'a> Claims<'a> {
             dir,
             of_parts: HashMap::new(),
             // Who holds the lock knows that nobody else does.
-            of_folder: lock.map(|lock| {
-                if lock.is_certain() {
-                    Claimed::No
-                } else {
-                    Claimed::Unknown
-                }
-            }),
+            of_folder: lock.map(
+                |lock| {
+                    if lock.is_certain() { Claimed::No } else { Claimed::Unknown }
+                },
+            ),
         }
     }
 
@@ -376,11 +342,8 @@ impl<'a> Claims<'a> {
 }
 
 pub(super) fn judge(claimed: Claimed, age: Duration, older_than: Option<Duration>) -> Verdict {
-    let enough = older_than.unwrap_or(if claimed == Claimed::Unknown {
-        LONG_AGO
-    } else {
-        Duration::ZERO
-    });
+    let enough =
+        older_than.unwrap_or(if claimed == Claimed::Unknown { LONG_AGO } else { Duration::ZERO });
     match claimed {
         Claimed::Yes => Verdict::InUse,
         _ if age < enough => Verdict::Young,
@@ -393,11 +356,7 @@ pub(super) fn judge(claimed: Claimed, age: Duration, older_than: Option<Duration
 fn age(meta: &Metadata) -> Duration {
     let modified = meta.modified().unwrap_or_else(|_| SystemTime::now());
     let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(meta.ctime().max(0).unsigned_abs());
-    let since = if meta.nlink() > 1 {
-        modified.max(changed)
-    } else {
-        modified
-    };
+    let since = if meta.nlink() > 1 { modified.max(changed) } else { modified };
     since.elapsed().unwrap_or_default()
 }
 

@@ -39,15 +39,9 @@ pub fn leftovers_remote(
             reason: "there are no objects".into(),
         });
     }
-    let listed: BTreeMap<&str, _> = listed
-        .iter()
-        .map(|file| (file.name.as_str(), file))
-        .collect();
-    let found = unneeded(
-        Files::Remote(connection, control),
-        dir,
-        &listed.keys().copied().collect(),
-    )?;
+    let listed: BTreeMap<&str, _> = listed.iter().map(|file| (file.name.as_str(), file)).collect();
+    let found =
+        unneeded(Files::Remote(connection, control), dir, &listed.keys().copied().collect())?;
     let leftover = |found: Unneeded<'_>| {
         let file = listed[found.name];
         Leftover {
@@ -75,9 +69,8 @@ pub fn clean_remote(
     control: &Control,
 ) -> Result<Cleaned> {
     let found = leftovers_remote(dir, older_than, connection, control)?;
-    let (left, kept): (Vec<_>, Vec<_>) = found
-        .into_iter()
-        .partition(|leftover| leftover.verdict == Verdict::Left);
+    let (left, kept): (Vec<_>, Vec<_>) =
+        found.into_iter().partition(|leftover| leftover.verdict == Verdict::Left);
     let paths: Vec<PathBuf> = left.iter().map(|leftover| leftover.path.clone()).collect();
     let failed = connection.remove(&paths, &[], PATIENCE, control);
     let still_there: HashSet<PathBuf> = failed

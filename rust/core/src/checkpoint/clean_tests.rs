@@ -11,10 +11,7 @@ use crate::write::testing::{
 use crate::write::{Save, SaveInfo, SaveItem, WriteOptions};
 
 fn items() -> Vec<SaveItem> {
-    vec![
-        whole("a", "float32", &[3, 5]),
-        whole("b", "bfloat16", &[2048]),
-    ]
+    vec![whole("a", "float32", &[3, 5]), whole("b", "bfloat16", &[2048])]
 }
 
 fn info(generation: u64) -> SaveInfo {
@@ -25,9 +22,7 @@ fn info(generation: u64) -> SaveInfo {
 
 /// The data of a save that ended before its commit.
 fn killed(dir: &Path, generation: u64) -> Vec<u8> {
-    save(dir, &items(), info(generation), &WriteOptions::default())
-        .bytes()
-        .to_vec()
+    save(dir, &items(), info(generation), &WriteOptions::default()).bytes().to_vec()
 }
 
 /// A save that goes on.
@@ -52,15 +47,8 @@ fn cleaned(path: &Path) -> Cleaned {
 }
 
 fn names(leftovers: &[Leftover]) -> Vec<&str> {
-    let name = |leftover: &'_ Leftover| {
-        leftover
-            .path
-            .file_name()
-            .unwrap()
-            .to_str()
-            .unwrap()
-            .to_owned()
-    };
+    let name =
+        |leftover: &'_ Leftover| leftover.path.file_name().unwrap().to_str().unwrap().to_owned();
     leftovers
         .iter()
         .map(|l| (l, name(l)))
@@ -86,25 +74,16 @@ fn what_a_killed_save_left_goes_and_nothing_else() {
     fs::create_dir(dir.join(data(3))).unwrap();
     let found = leftovers(dir, None).unwrap();
     assert_eq!(names(&found), [&data(2), &temporary]);
-    assert_eq!(
-        [found[0].kind, found[1].kind],
-        [LeftoverKind::Data, LeftoverKind::TemporaryIndex]
-    );
-    assert_eq!(
-        found[0].bytes,
-        fs::metadata(dir.join(data(2))).unwrap().len()
-    );
+    assert_eq!([found[0].kind, found[1].kind], [LeftoverKind::Data, LeftoverKind::TemporaryIndex]);
+    assert_eq!(found[0].bytes, fs::metadata(dir.join(data(2))).unwrap().len());
     assert!(found.iter().all(|left| left.verdict == Verdict::Left));
 
     let cleaned = cleaned(dir);
     assert_eq!(names(&cleaned.removed), [&data(2), &temporary]);
     assert!(cleaned.kept.is_empty());
     assert!(leftovers(dir, None).unwrap().is_empty());
-    let index = Index::from_bytes(
-        fs::read(dir.join(INDEX_NAME)).unwrap(),
-        &dir.join(INDEX_NAME),
-    )
-    .unwrap();
+    let index =
+        Index::from_bytes(fs::read(dir.join(INDEX_NAME)).unwrap(), &dir.join(INDEX_NAME)).unwrap();
     assert_saved(&index, &items());
     assert!(dir.join("notes.txt").exists() && dir.join(data(3)).is_dir());
 }
@@ -119,17 +98,10 @@ fn a_save_that_goes_on_is_left_alone_until_its_claim_ends() {
     assert_eq!(verdict(), Verdict::InUse);
     // However old it is said to be.
     let kept = clean(dir, Some(Duration::ZERO), &Control::new()).unwrap();
-    assert_eq!(
-        (kept.removed.len(), names(&kept.kept)),
-        (0, vec![&*data(2)])
-    );
+    assert_eq!((kept.removed.len(), names(&kept.kept)), (0, vec![&*data(2)]));
 
-    save.write(&parts(&contents(&items())), &Control::new())
-        .unwrap();
-    let (index, claim) = save
-        .finish_with(Value::None, &Control::new())
-        .unwrap()
-        .keep();
+    save.write(&parts(&contents(&items())), &Control::new()).unwrap();
+    let (index, claim) = save.finish_with(Value::None, &Control::new()).unwrap().keep();
     assert_eq!(verdict(), Verdict::InUse, "it waits for its commit");
     assert!(cleaned(dir).removed.is_empty());
     commit(dir, index).unwrap();
@@ -138,11 +110,7 @@ fn a_save_that_goes_on_is_left_alone_until_its_claim_ends() {
     assert_eq!(names_in(dir), [&data(2), INDEX_NAME]);
 
     drop(begun(dir, 3));
-    assert_eq!(
-        names_in(dir),
-        [&data(2), INDEX_NAME],
-        "it removes its files itself"
-    );
+    assert_eq!(names_in(dir), [&data(2), INDEX_NAME], "it removes its files itself");
 }
 
 #[test]
@@ -157,14 +125,8 @@ fn young_ones_stay_where_that_was_asked_for() {
     // Nothing tells of a process that is at it.
     assert_eq!(judge(Claimed::Unknown, LONG_AGO / 2, None), Verdict::Young);
     assert_eq!(judge(Claimed::Unknown, LONG_AGO, None), Verdict::Left);
-    assert_eq!(
-        judge(Claimed::Unknown, Duration::ZERO, Some(Duration::ZERO)),
-        Verdict::Left
-    );
-    assert_eq!(
-        judge(Claimed::Yes, LONG_AGO, Some(Duration::ZERO)),
-        Verdict::InUse
-    );
+    assert_eq!(judge(Claimed::Unknown, Duration::ZERO, Some(Duration::ZERO)), Verdict::Left);
+    assert_eq!(judge(Claimed::Yes, LONG_AGO, Some(Duration::ZERO)), Verdict::InUse);
 }
 
 #[test]
@@ -176,11 +138,7 @@ fn without_an_index_a_whole_save_stays() {
     let half = fs::read(dir.join(data(2))).unwrap();
     drop(going_on);
     fs::write(dir.join(data(2)), half).unwrap();
-    let verdicts: Vec<_> = leftovers(dir, None)
-        .unwrap()
-        .iter()
-        .map(|left| left.verdict)
-        .collect();
+    let verdicts: Vec<_> = leftovers(dir, None).unwrap().iter().map(|left| left.verdict).collect();
     assert_eq!(verdicts, [Verdict::Whole, Verdict::Left]);
     assert_eq!(names(&cleaned(dir).removed), [data(2)]);
     assert_eq!(names_in(dir), [data(1)]);
@@ -193,14 +151,8 @@ fn an_index_that_cannot_be_read_names_everything() {
     committed(dir, 1);
     killed(dir, 2);
     fs::write(dir.join(INDEX_NAME), "damaged").unwrap();
-    assert!(matches!(
-        leftovers(dir, None),
-        Err(Error::CorruptIndex { .. })
-    ));
-    assert!(matches!(
-        clean(dir, None, &Control::new()),
-        Err(Error::CorruptIndex { .. })
-    ));
+    assert!(matches!(leftovers(dir, None), Err(Error::CorruptIndex { .. })));
+    assert!(matches!(clean(dir, None, &Control::new()), Err(Error::CorruptIndex { .. })));
     assert_eq!(names_in(dir), [&data(1), &data(2), INDEX_NAME]);
 }
 
@@ -250,11 +202,7 @@ fn what_a_killed_conversion_left_beside() {
     let to = parent.join("out");
     assert!(matches!(leftovers(&to, None), Err(Error::NotFound { .. })));
     let place = parent.join(".out.0123456789abcdef.tmp");
-    for folder in [
-        &place,
-        &parent.join(".other.0123456789abcdef.tmp"),
-        &parent.join(".out.tmp"),
-    ] {
+    for folder in [&place, &parent.join(".other.0123456789abcdef.tmp"), &parent.join(".out.tmp")] {
         fs::create_dir_all(folder.join("out")).unwrap();
         fs::write(folder.join("out/data"), [0; 1000]).unwrap();
     }
@@ -264,14 +212,8 @@ fn what_a_killed_conversion_left_beside() {
     assert_eq!(leftovers(&to, None).unwrap()[0].verdict, Verdict::InUse);
     drop(lock);
     let found = leftovers(&to, None).unwrap();
-    assert_eq!(
-        (found.len(), &found[0].path, found[0].bytes),
-        (1, &place, 1000)
-    );
-    assert_eq!(
-        (found[0].kind, found[0].verdict),
-        (LeftoverKind::Conversion, Verdict::Left)
-    );
+    assert_eq!((found.len(), &found[0].path, found[0].bytes), (1, &place, 1000));
+    assert_eq!((found[0].kind, found[0].verdict), (LeftoverKind::Conversion, Verdict::Left));
 
     // Between the two steps of a replacement.
     fs::create_dir(place.join("out.replaced")).unwrap();

@@ -64,24 +64,15 @@ pub(super) fn commit_index_on(
     // A rank that takes the save for failed removes what it wrote: before this, and then there is
     // nothing to commit, or never.
     let lock = FolderLock::take_on(disk, dir, Mode::Exclusive, control)?;
-    let kept = [
-        (!replace).then_some(name.as_str()),
-        rank.map(|_| INDEX_NAME),
-    ];
+    let kept = [(!replace).then_some(name.as_str()), rank.map(|_| INDEX_NAME)];
     for name in kept.into_iter().flatten() {
         // A look that fails says nothing of what is there.
         if Fingerprint::at(&dir.join(name))?.is_some() {
-            return Err(Error::Exists {
-                path: dir.to_owned(),
-            });
+            return Err(Error::Exists { path: dir.to_owned() });
         }
     }
     check_written(dir, index, control)?;
-    let of_ranks = if rank.is_none() {
-        rank_indexes(dir)?
-    } else {
-        Vec::new()
-    };
+    let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
     let before = read_all(&dir.join(&name)).ok();
     // One that cannot be read names nothing that may be removed.
     let old: Vec<Index> = std::iter::once(before.clone())
@@ -101,10 +92,7 @@ pub(super) fn commit_index_on(
     }
 
     let kept = own_files(index);
-    let replaced = old
-        .iter()
-        .flat_map(own_files)
-        .filter(|name| !kept.contains(name));
+    let replaced = old.iter().flat_map(own_files).filter(|name| !kept.contains(name));
     let mut committed = Committed::default();
     for name in of_ranks.iter().map(String::as_str).chain(replaced) {
         match disk.remove(&dir.join(name)) {
@@ -210,10 +198,7 @@ pub(super) fn written(index: &Index) -> impl Iterator<Item = FileView<'_>> {
 pub(super) fn check_found(path: &Path, found: Option<u64>, expected: u64) -> Result<()> {
     match found {
         Some(size) if size == expected => Ok(()),
-        Some(size) => Err(unfit(
-            path,
-            &format!("it is {size} bytes long, expected {expected}"),
-        )),
+        Some(size) => Err(unfit(path, &format!("it is {size} bytes long, expected {expected}"))),
         None => Err(unfit(path, "it is missing")),
     }
 }
@@ -233,9 +218,7 @@ fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
     for entry in fs::read_dir(dir).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
         names.extend(
-            name.to_str()
-                .filter(|name| parse_rank_index_name(name).is_some())
-                .map(str::to_owned),
+            name.to_str().filter(|name| parse_rank_index_name(name).is_some()).map(str::to_owned),
         );
     }
     names.sort();
@@ -267,13 +250,8 @@ pub fn discard(
         return Ok(());
     }
     // Whoever waits here has an error to raise.
-    let _lock = FolderLock::take_within(
-        &Disk::default(),
-        dir,
-        Mode::Exclusive,
-        control,
-        DISCARD_PATIENCE,
-    )?;
+    let _lock =
+        FolderLock::take_within(&Disk::default(), dir, Mode::Exclusive, control, DISCARD_PATIENCE)?;
     let published = match read_all(&path) {
         Ok(bytes) => Some(Index::from_bytes(bytes, &path)?),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
@@ -305,9 +283,7 @@ pub fn next_generation(dir: &Path) -> Result<u64> {
     };
     let mut names = Vec::new();
     for entry in entries {
-        let name = entry
-            .map_err(|error| Error::io("list", dir, error))?
-            .file_name();
+        let name = entry.map_err(|error| Error::io("list", dir, error))?.file_name();
         names.extend(name.into_string());
     }
     generation_after(identity_of(&dir.join(INDEX_NAME)), &names)
@@ -317,9 +293,7 @@ pub fn next_generation(dir: &Path) -> Result<u64> {
 /// the header is enough: it does not hinder the save that replaces it.
 pub(super) fn generation_after(index: Option<Identity>, names: &[String]) -> Result<u64> {
     let of_names = names.iter().filter_map(|name| DataFileName::parse(name));
-    let all = of_names
-        .map(|name| name.generation)
-        .chain(index.map(|index| index.generation));
+    let all = of_names.map(|name| name.generation).chain(index.map(|index| index.generation));
     let highest = all.max().unwrap_or(0);
     highest
         .checked_add(1)

@@ -95,16 +95,12 @@ pub fn commit_remote(
         before => before?.flatten(),
     };
     // One that cannot be read names nothing that may be removed.
-    let mut old: Vec<Index> = (before.iter())
-        .filter_map(|bytes| Index::from_bytes(bytes.clone(), &path).ok())
-        .collect();
+    let mut old: Vec<Index> =
+        (before.iter()).filter_map(|bytes| Index::from_bytes(bytes.clone(), &path).ok()).collect();
     let mut of_ranks = Vec::new();
     if rank.is_none() {
         let names = connection.names(dir, control)?.unwrap_or_default();
-        for name in names
-            .into_iter()
-            .filter(|name| parse_rank_index_name(name).is_some())
-        {
+        for name in names.into_iter().filter(|name| parse_rank_index_name(name).is_some()) {
             let path = dir.join(&name);
             if let Some(bytes) = files.read(&path)? {
                 old.extend(Index::from_bytes(bytes, &path).ok());
@@ -133,24 +129,16 @@ pub fn commit_remote(
 
     // Indexes of ranks first: without them nothing names what goes then.
     let gone = parallel::map(of_ranks.len(), LOOKS, |number| {
-        Ok(connection
-            .remove_seen(&dir.join(&of_ranks[number]), control)
-            .err())
+        Ok(connection.remove_seen(&dir.join(&of_ranks[number]), control).err())
     })?;
     let mut left: Vec<Error> = gone.into_iter().flatten().collect();
     let kept = own_files(index);
-    let replaced = old
-        .iter()
-        .flat_map(own_files)
-        .filter(|name| !kept.contains(name));
+    let replaced = old.iter().flat_map(own_files).filter(|name| !kept.contains(name));
     let removed: Vec<String> = replaced.map(str::to_owned).collect();
     let paths: Vec<PathBuf> = removed.iter().map(|name| dir.join(name)).collect();
     left.extend(connection.remove(&paths, &[], CLEANING, control));
     of_ranks.extend(removed);
-    Ok(Committed {
-        removed: of_ranks,
-        left,
-    })
+    Ok(Committed { removed: of_ranks, left })
 }
 
 /// [`replace_index`](super::replace_index) on a store: makes `bytes` the index of the folder `dir`,
@@ -182,11 +170,8 @@ fn publish_over(
     if !begun.replaces {
         return put_new(path, bytes, begun.keeps_conditions, connection, control);
     }
-    let condition = if begun.keeps_conditions {
-        Condition::Unchanged
-    } else {
-        Condition::Unguarded
-    };
+    let condition =
+        if begun.keeps_conditions { Condition::Unchanged } else { Condition::Unguarded };
     put_and_look(path, bytes, condition, connection, control)
 }
 
@@ -230,14 +215,9 @@ fn take_back(
 pub fn may_be_stored<T>(path: &Path, stored: &Result<T>) -> Option<Error> {
     let (path, attempts, reason) = match stored {
         Ok(_) => (path, 1, "it was stored before the interruption"),
-        Err(
-            error @ Error::Storage {
-                path,
-                attempts,
-                reason,
-                ..
-            },
-        ) if error.storage_fault() == Some(StorageFault::Unclear) => {
+        Err(error @ Error::Storage { path, attempts, reason, .. })
+            if error.storage_fault() == Some(StorageFault::Unclear) =>
+        {
             (path.as_path(), *attempts, reason.as_str())
         }
         Err(_) => return None,
@@ -269,9 +249,7 @@ fn check_written(
             let file = &files[number];
             let path = dir.join(file.name);
             let found = if again {
-                connection
-                    .start(&path, 1, true, control)?
-                    .map(|(_, size)| size)
+                connection.start(&path, 1, true, control)?.map(|(_, size)| size)
             } else {
                 connection.look(&path, control)?
             };
@@ -309,12 +287,7 @@ pub fn discard_remote(
             paths.extend(own_files(index).into_iter().map(|name| dir.join(name)));
         }
     }
-    let left = connection.remove(
-        &paths,
-        &[],
-        CLEANING.saturating_sub(begun.elapsed()),
-        control,
-    );
+    let left = connection.remove(&paths, &[], CLEANING.saturating_sub(begun.elapsed()), control);
     left.into_iter().next().map_or(Ok(()), Err)
 }
 
@@ -328,7 +301,5 @@ pub fn is_there_remote(
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<bool> {
-    Ok(connection
-        .look(&dir.join(index_name(rank)), control)?
-        .is_some())
+    Ok(connection.look(&dir.join(index_name(rank)), control)?.is_some())
 }

@@ -30,22 +30,12 @@ fn discard(dir: &Path, rank: Option<u32>, index: Vec<u8>) -> Result<()> {
 }
 
 fn items() -> Vec<SaveItem> {
-    vec![
-        whole("a", "float32", &[3, 5]),
-        whole("b", "bfloat16", &[2048]),
-    ]
+    vec![whole("a", "float32", &[3, 5]), whole("b", "bfloat16", &[2048])]
 }
 
 fn saved(dir: &Path, generation: u64) -> Vec<u8> {
-    let info = SaveInfo {
-        save_id: [7; 16],
-        generation,
-        token: generation,
-        ..INFO
-    };
-    save(dir, &items(), info, &WriteOptions::default())
-        .bytes()
-        .to_vec()
+    let info = SaveInfo { save_id: [7; 16], generation, token: generation, ..INFO };
+    save(dir, &items(), info, &WriteOptions::default()).bytes().to_vec()
 }
 
 fn open(dir: &Path) -> Index {
@@ -76,16 +66,7 @@ fn a_second_save_replaces_the_first_and_nothing_else() {
     assert_eq!(next_generation(dir).unwrap(), 8);
     let second = commit(dir, None, saved(dir, 8), false).unwrap();
     assert_eq!(second.removed, [data(1)]);
-    assert_eq!(
-        names_in(dir),
-        [
-            &data(7),
-            &data(8),
-            INDEX_NAME,
-            "model.safetensors",
-            "notes.txt"
-        ]
-    );
+    assert_eq!(names_in(dir), [&data(7), &data(8), INDEX_NAME, "model.safetensors", "notes.txt"]);
     assert_saved(&open(dir), &items());
 }
 
@@ -94,14 +75,7 @@ fn the_order_of_a_commit() {
     let dir = tempdir().unwrap();
     commit(dir.path(), None, saved(dir.path(), 1), true).unwrap();
     let recorder = Arc::new(Recorder::default());
-    commit_on(
-        &hooked(&recorder),
-        dir.path(),
-        None,
-        saved(dir.path(), 2),
-        true,
-    )
-    .unwrap();
+    commit_on(&hooked(&recorder), dir.path(), None, saved(dir.path(), 2), true).unwrap();
     let calls = recorder.calls.lock().unwrap();
     let kinds: Vec<_> = calls.iter().map(|(call, _)| *call).collect();
     assert!(
@@ -128,20 +102,14 @@ fn a_commit_that_fails_leaves_the_old_checkpoint() {
         let dir = tempdir().unwrap();
         commit(dir.path(), None, saved(dir.path(), 1), true).unwrap();
         let bytes = saved(dir.path(), 2);
-        let recorder = Arc::new(Recorder {
-            fault: Some((at, libc::ENOSPC)),
-            ..Recorder::default()
-        });
+        let recorder =
+            Arc::new(Recorder { fault: Some((at, libc::ENOSPC)), ..Recorder::default() });
         let error =
             commit_on(&hooked(&recorder), dir.path(), None, bytes.clone(), true).unwrap_err();
         assert!(matches!(error, Error::Io { .. }));
         let renamed = at == 4;
         assert_eq!(open(dir.path()).generation(), if renamed { 2 } else { 1 });
-        assert_eq!(
-            names_in(dir.path()),
-            [&data(1), &data(2), INDEX_NAME],
-            "call {at}"
-        );
+        assert_eq!(names_in(dir.path()), [&data(1), &data(2), INDEX_NAME], "call {at}");
         assert_saved(&open(dir.path()), &items());
         if !renamed {
             discard(dir.path(), None, bytes).unwrap();
@@ -154,18 +122,9 @@ fn a_commit_that_fails_leaves_the_old_checkpoint() {
 fn what_cannot_be_removed_is_told() {
     let dir = tempdir().unwrap();
     commit(dir.path(), None, saved(dir.path(), 1), true).unwrap();
-    let recorder = Arc::new(Recorder {
-        fault: Some((5, libc::EPERM)),
-        ..Recorder::default()
-    });
-    let committed = commit_on(
-        &hooked(&recorder),
-        dir.path(),
-        None,
-        saved(dir.path(), 2),
-        true,
-    )
-    .unwrap();
+    let recorder = Arc::new(Recorder { fault: Some((5, libc::EPERM)), ..Recorder::default() });
+    let committed =
+        commit_on(&hooked(&recorder), dir.path(), None, saved(dir.path(), 2), true).unwrap();
     assert!(committed.removed.is_empty());
     assert!(committed.left[0].to_string().contains(&data(1)));
 }
@@ -174,11 +133,8 @@ fn what_cannot_be_removed_is_told() {
 fn an_index_gets_no_file_removed_that_no_save_wrote() {
     let dir = tempdir().unwrap();
     let mut builder = IndexBuilder::new(SourceKind::Native);
-    for (name, external) in [
-        ("notes.txt", false),
-        (&*data(5), true),
-        ("sub/x.safetensors", false),
-    ] {
+    for (name, external) in [("notes.txt", false), (&*data(5), true), ("sub/x.safetensors", false)]
+    {
         let name = name.to_owned();
         let file = FileEntry {
             name,
@@ -199,10 +155,7 @@ fn an_index_gets_no_file_removed_that_no_save_wrote() {
     let committed = commit(dir.path(), None, saved(dir.path(), 6), true).unwrap();
     assert!(committed.removed.is_empty() && committed.left.is_empty());
     discard(dir.path(), None, bytes).unwrap();
-    assert_eq!(
-        names_in(dir.path()),
-        [&data(5), &data(6), INDEX_NAME, "notes.txt"]
-    );
+    assert_eq!(names_in(dir.path()), [&data(5), &data(6), INDEX_NAME, "notes.txt"]);
 }
 
 #[test]
@@ -220,10 +173,7 @@ fn a_damaged_index_is_replaced_and_no_index_is_refused() {
     fs::remove_file(dir.path().join(data(1))).unwrap();
     assert_eq!(next_generation(dir.path()).unwrap(), 2);
     fs::write(dir.path().join(data(u64::MAX)), "").unwrap();
-    assert!(matches!(
-        next_generation(dir.path()),
-        Err(Error::Unsupported(_))
-    ));
+    assert!(matches!(next_generation(dir.path()), Err(Error::Unsupported(_))));
 }
 
 /// A rank-local save replaces what that rank wrote before; a save of all ranks replaces them all.
@@ -320,10 +270,7 @@ fn where_there_are_no_locks_a_commit_looks_once_more() {
             commit(dir, None, saved(dir, 1), true).unwrap();
         }
         let remove = dir.join(data(2));
-        let hook: Arc<dyn Hook> = Arc::new(Other {
-            lock: libc::ENOLCK,
-            remove,
-        });
+        let hook: Arc<dyn Hook> = Arc::new(Other { lock: libc::ENOLCK, remove });
         let error = commit_on(&Disk::hooked(hook), dir, None, saved(dir, 2), true).unwrap_err();
         assert!(
             matches!(&error, Error::CorruptData { path, .. } if path.ends_with(data(2))),
@@ -355,11 +302,7 @@ fn a_commit_can_be_stopped_until_its_rename() {
         }
     }
 
-    let write = Call::Write {
-        offset: 0,
-        len: 0,
-        direct: false,
-    };
+    let write = Call::Write { offset: 0, len: 0, direct: false };
     for (at, committed) in [
         (Call::OpenLock, false),
         (Call::Create, false),
@@ -372,10 +315,7 @@ fn a_commit_can_be_stopped_until_its_rename() {
         let dir = dir.path();
         commit(dir, None, saved(dir, 1), true).unwrap();
         let control = Arc::new(Control::new());
-        let hook: Arc<dyn Hook> = Arc::new(Stopping {
-            control: control.clone(),
-            at,
-        });
+        let hook: Arc<dyn Hook> = Arc::new(Stopping { control: control.clone(), at });
         let index = Index::from_bytes(saved(dir, 2), &dir.join(INDEX_NAME)).unwrap();
         let result = commit_index_on(&Disk::hooked(hook), dir, None, &index, true, true, &control);
         assert_eq!(result.is_ok(), committed, "{at:?}: {result:?}");
@@ -391,12 +331,7 @@ fn a_verification_can_be_stopped_before_it_has_hashed_anything() {
     let empty = [whole("a", "float32", &[0])];
     let index = save(dir.path(), &empty, INFO, &WriteOptions::default());
     let control = Control::new();
-    assert!(
-        super::super::verify::verify(&index, false, 1, &control)
-            .unwrap()
-            .problems
-            .is_empty()
-    );
+    assert!(super::super::verify::verify(&index, false, 1, &control).unwrap().problems.is_empty());
     control.cancel();
     let stopped = super::super::verify::verify(&index, false, 1, &control);
     assert!(matches!(stopped, Err(Error::Interrupted)));

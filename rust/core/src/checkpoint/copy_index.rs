@@ -32,28 +32,17 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
     builder.generation = index.generation();
     builder.root = index.planner_root();
     builder.nesting = index.nesting();
-    let digests = if options.digests {
-        hash_all(index, options.threads, control)?
-    } else {
-        BTreeMap::new()
-    };
+    let digests =
+        if options.digests { hash_all(index, options.threads, control)? } else { BTreeMap::new() };
     let file = |file: FileView<'_>| -> Result<FileEntry> {
         let Some(folder) = &options.prefix else {
             return Ok(file.into());
         };
         let path = folder.join(file.name);
         let Some(name) = path.to_str() else {
-            return Err(Error::Unsupported(format!(
-                "{}: the path is not UTF-8",
-                path.display()
-            )));
+            return Err(Error::Unsupported(format!("{}: the path is not UTF-8", path.display())));
         };
-        Ok(FileEntry {
-            name: name.to_owned(),
-            external: true,
-            linked: false,
-            ..file.into()
-        })
+        Ok(FileEntry { name: name.to_owned(), external: true, linked: false, ..file.into() })
     };
     builder.merge_with(index, file, |chunk| digests.get(&chunk).cloned())?;
     builder.build()
@@ -77,9 +66,7 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
             push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
             digests.insert(
                 number,
-                (0..block_count(chunk.length))
-                    .map(|_| AtomicU64::new(0))
-                    .collect(),
+                (0..block_count(chunk.length)).map(|_| AtomicU64::new(0)).collect(),
             );
         }
     }
@@ -92,11 +79,6 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
     .map_err(|error| explain(index, error, control))?;
     Ok(digests
         .into_iter()
-        .map(|(chunk, digests)| {
-            (
-                chunk,
-                digests.into_iter().map(AtomicU64::into_inner).collect(),
-            )
-        })
+        .map(|(chunk, digests)| (chunk, digests.into_iter().map(AtomicU64::into_inner).collect()))
         .collect())
 }

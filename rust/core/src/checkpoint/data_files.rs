@@ -61,10 +61,7 @@ fn mend(index: &Index) -> &'static str {
 }
 
 fn links(index: &Index, external: bool) -> Links {
-    Links::Within {
-        folder: index.folder(),
-        last: external,
-    }
+    Links::Within { folder: index.folder(), last: external }
 }
 
 /// Checks that data files are there, and as long as they should be.
@@ -77,10 +74,7 @@ pub(super) fn check_each<'a>(
     let Some(remote) = index.remote() else {
         let check = |i: usize, _| {
             control.check()?;
-            files[i]
-                .open(false)
-                .map(drop)
-                .map_err(|error| explain(index, error, control))
+            files[i].open(false).map(drop).map_err(|error| explain(index, error, control))
         };
         return parallel::map_waiting(files.len(), check).map(drop);
     };
@@ -118,20 +112,14 @@ pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
 pub fn explain(index: &Index, error: Error, control: &Control) -> Error {
     let path = index.path().to_owned();
     match error {
-        Error::CorruptData { .. }
-        | Error::Storage {
-            kind: StorageFault::Precondition,
-            ..
-        } if was_replaced(index, control) => Error::Replaced { path },
-        Error::TensorPlan {
-            path: None,
-            tensor,
-            reason,
-        } => Error::TensorPlan {
-            path: Some(path),
-            tensor,
-            reason,
-        },
+        Error::CorruptData { .. } | Error::Storage { kind: StorageFault::Precondition, .. }
+            if was_replaced(index, control) =>
+        {
+            Error::Replaced { path }
+        }
+        Error::TensorPlan { path: None, tensor, reason } => {
+            Error::TensorPlan { path: Some(path), tensor, reason }
+        }
         other => other,
     }
 }
@@ -171,8 +159,6 @@ pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<P
             file_ref.path.display()
         )));
     }
-    let opened = file_ref
-        .open(false)
-        .map_err(|error| explain(index, error, &Control::new()))?;
+    let opened = file_ref.open(false).map_err(|error| explain(index, error, &Control::new()))?;
     PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
 }

@@ -69,15 +69,8 @@ struct Linked {
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase", tag = "kind")]
 enum AboutTensor {
-    Tensor {
-        dtype: String,
-        shape: Vec<u64>,
-        flags: u8,
-        path: Option<Vec<Json>>,
-    },
-    Bytes {
-        path: Option<Vec<Json>>,
-    },
+    Tensor { dtype: String, shape: Vec<u64>, flags: u8, path: Option<Vec<Json>> },
+    Bytes { path: Option<Vec<Json>> },
 }
 
 #[derive(Deserialize)]
@@ -94,31 +87,16 @@ impl DataHeader {
     /// the name says.
     pub(super) fn read(files: Files<'_>, dir: &Path, name: DataFileName) -> Result<Self> {
         let path = dir.join(name.to_string());
-        let Read {
-            about,
-            entry,
-            chunks,
-        } = Read::header(files, &path, name)?;
+        let Read { about, entry, chunks } = Read::header(files, &path, name)?;
         let refuse = |reason: String| Error::corrupt_index(&path, PREFIX_LEN, reason);
         if (about.generation, about.rank, about.file) != (name.generation, name.rank, name.file) {
-            let About {
-                generation,
-                rank,
-                file,
-                ..
-            } = about;
+            let About { generation, rank, file, .. } = about;
             return Err(refuse(format!(
                 "it is file {file} of rank {rank} of generation {generation} by its header"
             )));
         }
         if about.file >= about.files || (about.world_size != 0 && about.rank >= about.world_size) {
-            let About {
-                rank,
-                world_size,
-                file,
-                files,
-                ..
-            } = about;
+            let About { rank, world_size, file, files, .. } = about;
             return Err(refuse(format!(
                 "it is file {file} of {files}, of rank {rank} of {world_size}"
             )));
@@ -128,9 +106,7 @@ impl DataHeader {
         if !about.linked.is_sorted_by(|a, b| a.file < b.file)
             || about.linked.iter().any(|link| link.file == name.file)
         {
-            return Err(refuse(
-                "linked files that are out of order, or this one".into(),
-            ));
+            return Err(refuse("linked files that are out of order, or this one".into()));
         }
         let mut header = Self {
             name,
@@ -150,39 +126,24 @@ impl DataHeader {
 
     /// What of a linked file this save has.
     fn linked_file(&self, files: Files<'_>, dir: &Path, link: &Linked) -> Result<Self> {
-        let name = DataFileName {
-            file: link.file,
-            ..self.name
-        };
+        let name = DataFileName { file: link.file, ..self.name };
         let path = dir.join(name.to_string());
-        let Read {
-            entry, mut chunks, ..
-        } = Read::header(files, &path, name)?;
-        let found = (
-            entry.size,
-            entry.head_digest.map(|head| format!("{head:016x}")),
-        );
+        let Read { entry, mut chunks, .. } = Read::header(files, &path, name)?;
+        let found = (entry.size, entry.head_digest.map(|head| format!("{head:016x}")));
         if found != (link.size, Some(link.head.clone())) {
-            let reason = format!(
-                "it is not the file that {} was saved beside",
-                self.path.display()
-            );
+            let reason =
+                format!("it is not the file that {} was saved beside", self.path.display());
             return Err(Error::corrupt_index(&path, PREFIX_LEN, reason));
         }
         let within = |chunk: &HeaderChunk| {
             let end = chunk.offset + chunk.length;
-            let after = link
-                .bytes
-                .partition_point(|&(begin, _)| begin <= chunk.offset);
+            let after = link.bytes.partition_point(|&(begin, _)| begin <= chunk.offset);
             chunk.length > 0 && after > 0 && end <= link.bytes[after - 1].1
         };
         chunks.retain(within);
         Ok(Self {
             name,
-            entry: FileEntry {
-                linked: true,
-                ..entry
-            },
+            entry: FileEntry { linked: true, ..entry },
             chunks,
             path,
             linked: Vec::new(),
@@ -206,9 +167,7 @@ impl Read {
             .map_err(|error| Error::corrupt_index(path, error.offset, error.reason))?;
         let text = |key: &str| {
             header.metadata.get(key).ok_or_else(|| {
-                refuse(format!(
-                    "no {key:?} in the header: not a file of this format"
-                ))
+                refuse(format!("no {key:?} in the header: not a file of this format"))
             })
         };
         let about: About = serde_json::from_str(text("DCPRS")?)
@@ -216,22 +175,12 @@ impl Read {
         let saved: HashMap<String, Saved> = serde_json::from_str(text("DCP_SHARDING_INFO")?)
             .map_err(|error| refuse(format!("DCP_SHARDING_INFO in the header: {error}")))?;
         if about.version != 1 {
-            return Err(refuse(format!(
-                "version {} of the format, and 1 is known",
-                about.version
-            )));
+            return Err(refuse(format!("version {} of the format, and 1 is known", about.version)));
         }
         let mut chunks = Vec::with_capacity(header.tensors.len());
         for tensor in &header.tensors {
-            let saved = saved
-                .get(&tensor.name)
-                .map(|saved| saved.saved_offsets.as_slice());
-            let chunk = chunk(
-                tensor,
-                about.tensors.get(&tensor.name),
-                saved,
-                header.data_start,
-            );
+            let saved = saved.get(&tensor.name).map(|saved| saved.saved_offsets.as_slice());
+            let chunk = chunk(tensor, about.tensors.get(&tensor.name), saved, header.data_start);
             chunks.push(
                 chunk.map_err(|reason| refuse(format!("tensor {:?}: {reason}", tensor.name)))?,
             );
@@ -254,21 +203,12 @@ impl Read {
 
 /// Which part of a checkpoint a safetensors file is, where it is one of ours and not all of it.
 pub(crate) fn part_of(header: &Header) -> Option<String> {
-    let About {
-        rank,
-        world_size,
-        file,
-        files,
-        ..
-    } = serde_json::from_str(header.metadata.get("DCPRS")?).ok()?;
+    let About { rank, world_size, file, files, .. } =
+        serde_json::from_str(header.metadata.get("DCPRS")?).ok()?;
     match (world_size, files) {
         (1, 1) => None,
-        (0, _) => Some(format!(
-            "file {file} of {files} of what rank {rank} saved for itself"
-        )),
-        _ => Some(format!(
-            "file {file} of {files} of rank {rank}, of {world_size} ranks"
-        )),
+        (0, _) => Some(format!("file {file} of {files} of what rank {rank} saved for itself")),
+        _ => Some(format!("file {file} of {files} of rank {rank}, of {world_size} ranks")),
     }
 }
 
@@ -314,10 +254,8 @@ fn chunk(
     };
     match about {
         None => {
-            let (dtype, _) = tensor
-                .dtype
-                .to_torch(&tensor.shape)
-                .ok_or("a type that torch does not have")?;
+            let (dtype, _) =
+                tensor.dtype.to_torch(&tensor.shape).ok_or("a type that torch does not have")?;
             if offsets.iter().any(|&offset| offset != 0) {
                 return Err("a part of a tensor, and nothing says of which shape".into());
             }
@@ -329,12 +267,7 @@ fn chunk(
             entry.path = path.as_deref().map(to_path).transpose()?;
             (sizes, offsets) = (Dims::new(), Dims::new());
         }
-        Some(AboutTensor::Tensor {
-            dtype,
-            shape,
-            flags,
-            path,
-        }) => {
+        Some(AboutTensor::Tensor { dtype, shape, flags, path }) => {
             let dtype =
                 Dtype::from_name(dtype).ok_or_else(|| format!("unknown dtype {dtype:?}"))?;
             if tensor.dtype.name() != dtype.header_name() {
@@ -348,10 +281,7 @@ fn chunk(
                 && dtype.size() > 1
                 && (sizes.pop(), offsets.pop()) != (Some(dtype.size()), Some(0))
             {
-                return Err(format!(
-                    "the last dimension is not the bytes of a {}",
-                    dtype.name()
-                ));
+                return Err(format!("the last dimension is not the bytes of a {}", dtype.name()));
             }
             entry.dtype = Some(dtype);
             entry.shape = Dims::from_slice(shape);
@@ -360,11 +290,7 @@ fn chunk(
         }
     }
     if offsets.len() != sizes.len() {
-        return Err(format!(
-            "{} saved_offsets for {} sizes",
-            offsets.len(),
-            sizes.len()
-        ));
+        return Err(format!("{} saved_offsets for {} sizes", offsets.len(), sizes.len()));
     }
     Ok(HeaderChunk {
         tensor: entry,
@@ -381,13 +307,8 @@ fn to_path(parts: &[Json]) -> std::result::Result<Value, String> {
         Json::Array(key) => Some(Value::Tuple(key.iter().map(to_key).collect::<Option<_>>()?)),
         other => to_key(other),
     };
-    let path = parts
-        .iter()
-        .map(part)
-        .collect::<Option<_>>()
-        .map(Value::Tuple);
-    path.filter(Value::is_path)
-        .ok_or_else(|| format!("path {parts:?} is none"))
+    let path = parts.iter().map(part).collect::<Option<_>>().map(Value::Tuple);
+    path.filter(Value::is_path).ok_or_else(|| format!("path {parts:?} is none"))
 }
 
 fn to_key(key: &Json) -> Option<Value> {

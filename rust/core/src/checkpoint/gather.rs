@@ -253,10 +253,7 @@ impl Gather {
     pub fn add_bytes(&mut self, chunk: u64, from: u64, length: u64, to: Destination) -> Result<()> {
         let view = self.index.chunk(chunk);
         if from.checked_add(length).is_none_or(|end| end > view.length) {
-            return Err(Error::Plan(format!(
-                "bytes beyond the {} of a chunk",
-                view.length
-            )));
+            return Err(Error::Plan(format!("bytes beyond the {} of a chunk", view.length)));
         }
         if length > 0 {
             let file = self.place(view.file)?;
@@ -307,8 +304,7 @@ impl Gather {
             return Ok(place);
         }
         let place = u32::try_from(self.files.len()).expect("no more than the index has");
-        self.files
-            .push(file_ref(&self.index, file, self.allow_external)?);
+        self.files.push(file_ref(&self.index, file, self.allow_external)?);
         self.places[file as usize] = Some(place);
         Ok(place)
     }
@@ -393,11 +389,7 @@ impl Gather {
 
 /// Where something is that lies at `offsets` of what begins at an address.
 fn step_by(address: Destination, offsets: &[u64], strides: &[u64]) -> Result<Destination> {
-    let bytes: u64 = offsets
-        .iter()
-        .zip(strides)
-        .map(|(offset, stride)| offset * stride)
-        .sum();
+    let bytes: u64 = offsets.iter().zip(strides).map(|(offset, stride)| offset * stride).sum();
     let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
     Ok(Destination(address.0.wrapping_add(bytes)))
 }
@@ -408,15 +400,9 @@ pub(crate) fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64
     if let Some(chunk) = &view.coded {
         return coded_bytes(view, chunk, offsets);
     }
-    let strides = view
-        .strides
-        .clone()
-        .unwrap_or_else(|| row_major(&view.sizes));
+    let strides = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
     let strides: Dims = strides.iter().map(|stride| stride * itemsize).collect();
-    let first = offsets
-        .iter()
-        .zip(&strides)
-        .map(|(offset, stride)| offset * stride);
+    let first = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride);
     (view.lead + first.sum::<u64>(), strides)
 }
 
@@ -433,14 +419,7 @@ fn coded_bytes(view: &ChunkView, chunk: &CodedChunk, offsets: &[u64]) -> (u64, D
         u64::try_from(bytes).unwrap_or(0)
     };
     let strides: Dims = (0..offsets.len()).map(stride).collect();
-    (
-        offsets
-            .iter()
-            .zip(&strides)
-            .map(|(at, stride)| at * stride)
-            .sum(),
-        strides,
-    )
+    (offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum(), strides)
 }
 
 /// The parts of a region that was checked, and the chunks that hold them.

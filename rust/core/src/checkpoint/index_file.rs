@@ -17,25 +17,20 @@ const MOST_READ: u64 = 64 << 20;
 /// page fault may wait or fail.
 pub fn open_index(path: &Path) -> Result<Index> {
     let mut file = open_file(path).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => Error::NotFound {
-            path: path.to_owned(),
-            reason: "no such file".into(),
-        },
+        std::io::ErrorKind::NotFound => {
+            Error::NotFound { path: path.to_owned(), reason: "no such file".into() }
+        }
         std::io::ErrorKind::InvalidInput => Error::corrupt_index(path, 0, error.to_string()),
         _ => Error::io("open", path, error),
     })?;
-    let len = file
-        .metadata()
-        .map_err(|error| Error::io("stat", path, error))?
-        .len();
+    let len = file.metadata().map_err(|error| Error::io("stat", path, error))?.len();
     if len <= MOST_READ || is_remote(&file) {
         let mut bytes = Vec::new();
         let length = usize::try_from(len).unwrap_or(usize::MAX);
         bytes
             .try_reserve_exact(length)
             .map_err(|error| Error::io("take memory to read", path, error.into()))?;
-        file.read_to_end(&mut bytes)
-            .map_err(|error| Error::io("read", path, error))?;
+        file.read_to_end(&mut bytes).map_err(|error| Error::io("read", path, error))?;
         return Index::from_bytes(bytes, path);
     }
     let mapping = Mapping::new(&file).map_err(|error| Error::io("map", path, error))?;

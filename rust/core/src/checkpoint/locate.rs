@@ -60,10 +60,7 @@ pub(super) fn find_data(files: Files<'_>, path: &Path) -> Result<Foreign> {
 }
 
 fn no<T>(path: &Path, reason: impl Into<String>) -> Result<T> {
-    Err(Error::NotFound {
-        path: path.to_owned(),
-        reason: reason.into(),
-    })
+    Err(Error::NotFound { path: path.to_owned(), reason: reason.into() })
 }
 
 /// What a single file is; nothing where the path is a folder. On a store only its name tells.
@@ -153,9 +150,7 @@ fn is_there(files: Files<'_>, path: &Path) -> Result<bool> {
 
 /// Whether the folder holds native data files.
 pub fn has_native_data(dir: &Path) -> Result<bool> {
-    Ok(local_names(dir)?
-        .iter()
-        .any(|name| DataFileName::parse(name).is_some()))
+    Ok(local_names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
 }
 
 /// Refuses a folder in which ranks have indexes of their own: one of all ranks would come before
@@ -169,11 +164,7 @@ pub fn check_no_rank_indexes(dir: &Path) -> Result<()> {
 
 /// The same of a folder whose files have these names.
 pub(super) fn check_no_rank_names(dir: &Path, names: &[String]) -> Result<()> {
-    match names
-        .iter()
-        .filter(|name| parse_rank_index_name(name).is_some())
-        .min()
-    {
+    match names.iter().filter(|name| parse_rank_index_name(name).is_some()).min() {
         None => Ok(()),
         Some(name) => Err(Error::Unsupported(format!(
             "{}: an {INDEX_NAME} there would hide the indexes of a rank-local save, such as {name}; remove them if they are not needed",
@@ -208,24 +199,15 @@ fn why_not(names: &[String]) -> &'static str {
         "there is an index, but no data files beside it"
     } else if any(".metadata.tmp") || (any(".distcp") && !any(METADATA_NAME)) {
         "it has .distcp data but no .metadata: the save did not finish"
-    } else if names
-        .iter()
-        .any(|name| name.starts_with("__") && name.ends_with(METADATA_NAME))
-    {
+    } else if names.iter().any(|name| name.starts_with("__") && name.ends_with(METADATA_NAME)) {
         "its metadata is rank-local (__<rank>.metadata): it opens for one rank at a time"
-    } else if names
-        .iter()
-        .any(|name| name.starts_with("__") && name.ends_with(INDEX_NAME))
-    {
+    } else if names.iter().any(|name| name.starts_with("__") && name.ends_with(INDEX_NAME)) {
         "its index is rank-local (__<rank>.index.dcprs): it opens for one rank at a time"
     } else if names.iter().any(|name| DataFileName::parse(name).is_some()) {
         "it has data files but no index.dcprs: the save did not finish, or the index was lost (dcp_rs.index(path) rebuilds it)"
     } else if names.is_empty() {
         "the folder is empty"
-    } else if names
-        .iter()
-        .any(|name| torch_file::is_torch_file(name, &[]))
-    {
+    } else if names.iter().any(|name| torch_file::is_torch_file(name, &[])) {
         "by their names, its files are of torch.save: open one of them"
     } else {
         "it holds no index.dcprs, no .metadata and no .safetensors file"

@@ -48,14 +48,12 @@ fn index_of(
 ) -> Result<Index> {
     let (dir, bytes) = match kind {
         Foreign::Dcp => (path, distcp::index_folder(files, path, rank, threads)?),
-        Foreign::Safetensors { dir, model } => (
-            dir.as_path(),
-            safetensors::index_model(files, dir, model, threads)?,
-        ),
-        Foreign::Torch { dir, model } => (
-            dir.as_path(),
-            torch_file::index_model(files, dir, model, threads)?,
-        ),
+        Foreign::Safetensors { dir, model } => {
+            (dir.as_path(), safetensors::index_model(files, dir, model, threads)?)
+        }
+        Foreign::Torch { dir, model } => {
+            (dir.as_path(), torch_file::index_model(files, dir, model, threads)?)
+        }
     };
     Ok(Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.made_of(path))
 }

@@ -116,11 +116,7 @@ fn read_headers(
 ) -> Result<(Vec<DataHeader>, Vec<Error>)> {
     let names: Vec<DataFileName> = names.into_iter().collect();
     // One after another on a file system: it is no wait.
-    let looks = if files.is_remote() {
-        files.threads(1)
-    } else {
-        1
-    };
+    let looks = if files.is_remote() { files.threads(1) } else { 1 };
     let read = parallel::map(names.len(), looks, |number| {
         match DataHeader::read(files, dir, names[number]) {
             // A store that does not answer says nothing of the file.
@@ -152,10 +148,8 @@ fn by_generation<'a>(
 /// The files of the one save of this generation of which every rank's part is there; none if there
 /// is no such save. In the order of ranks and files.
 fn complete_set(generation: u64, headers: Vec<DataHeader>) -> Result<Vec<DataHeader>> {
-    let mut complete: Vec<Vec<DataHeader>> = saves(headers)
-        .into_values()
-        .filter(|save| is_complete(save))
-        .collect();
+    let mut complete: Vec<Vec<DataHeader>> =
+        saves(headers).into_values().filter(|save| is_complete(save)).collect();
     if complete.len() > 1 {
         let mut ids = String::new();
         for header in complete.iter().filter_map(|save| save.first()) {
@@ -194,9 +188,7 @@ fn is_complete(save: &[DataHeader]) -> bool {
                 same_save && header.name.token == first.name.token && header.name.file == file
             })
     };
-    save.chunk_by(|a, b| a.name.rank == b.name.rank)
-        .all(&mut agrees)
-        && ranks.is_empty()
+    save.chunk_by(|a, b| a.name.rank == b.name.rank).all(&mut agrees) && ranks.is_empty()
 }
 
 fn build(

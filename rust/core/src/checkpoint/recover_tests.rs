@@ -18,27 +18,15 @@ fn id(token: u64) -> [u8; 16] {
 }
 
 fn info(generation: u64, token: u64, rank: u32, world_size: u32) -> SaveInfo {
-    SaveInfo {
-        save_id: id(token),
-        generation,
-        token,
-        rank,
-        world_size,
-    }
+    SaveInfo { save_id: id(token), generation, token, rank, world_size }
 }
 
 fn quick() -> WriteOptions {
-    WriteOptions {
-        fsync: false,
-        ..WriteOptions::default()
-    }
+    WriteOptions { fsync: false, ..WriteOptions::default() }
 }
 
 fn recovered(dir: &Path, options: &RecoverOptions) -> Result<Index> {
-    Index::from_bytes(
-        recover(dir, None, options, &Control::new())?,
-        &dir.join(INDEX_NAME),
-    )
+    Index::from_bytes(recover(dir, None, options, &Control::new())?, &dir.join(INDEX_NAME))
 }
 
 /// An index of the given ones, as the coordinator makes it, with a `save_id` of zeros.
@@ -73,27 +61,17 @@ fn the_parts_of_all_ranks_make_one_index() {
             rows("w", "uint8", &[2, length], &[rank, 0], &[1, length]),
             rows("b", "complex128", &[4], &[rank * 2], &[1]),
             rows("b", "complex128", &[4], &[rank * 2 + 1], &[1]),
-            if rank == 0 {
-                value("step", 9)
-            } else {
-                whole("only.here", "bfloat16", &[3])
-            },
+            if rank == 0 { value("step", 9) } else { whole("only.here", "bfloat16", &[3]) },
         ]
     };
     // Past the page cache, so that they are read so, too.
-    let options = WriteOptions {
-        io: WriteIo::Direct,
-        ..quick()
-    };
+    let options = WriteOptions { io: WriteIo::Direct, ..quick() };
     let indexes: Vec<_> = (0..2)
         .map(|rank| {
             save(
                 dir.path(),
                 &items(rank.into()),
-                SaveInfo {
-                    save_id: id(10),
-                    ..info(3, 10 + u64::from(rank), rank, 2)
-                },
+                SaveInfo { save_id: id(10), ..info(3, 10 + u64::from(rank), rank, 2) },
                 &options,
             )
         })
@@ -116,42 +94,24 @@ fn the_highest_complete_generation_is_taken() {
     save(dir.path(), &items, info(2, 2, 0, 1), &quick());
     // Of generation 3 a rank is missing, 4 has a file of two, of 5 there is no header yet.
     save(dir.path(), &items, info(3, 3, 0, 2), &quick());
-    let two = [
-        rows("w", "int8", &[2], &[0], &[1]),
-        rows("w", "int8", &[2], &[1], &[1]),
-    ];
+    let two = [rows("w", "int8", &[2], &[0], &[1]), rows("w", "int8", &[2], &[1], &[1])];
     let halved = save(dir.path(), &two, info(4, 4, 0, 1), &quick());
     fs::remove_file(halved.file_path(1)).unwrap();
     let Layout { files, .. } = plan_files(&items, &info(5, 5, 0, 1)).unwrap();
-    fs::write(
-        dir.path().join(&files[0].name),
-        vec![0; usize::try_from(files[0].size).unwrap()],
-    )
-    .unwrap();
+    fs::write(dir.path().join(&files[0].name), vec![0; usize::try_from(files[0].size).unwrap()])
+        .unwrap();
 
     let index = recovered(dir.path(), &RecoverOptions::default()).unwrap();
     assert_eq!(index.generation(), 2);
     assert_saved(&index, &items);
-    let first = RecoverOptions {
-        generation: Some(1),
-        ..RecoverOptions::default()
-    };
+    let first = RecoverOptions { generation: Some(1), ..RecoverOptions::default() };
     assert_eq!(recovered(dir.path(), &first).unwrap().generation(), 1);
-    let third = RecoverOptions {
-        generation: Some(3),
-        ..RecoverOptions::default()
-    };
-    assert!(matches!(
-        recovered(dir.path(), &third),
-        Err(Error::NotFound { .. })
-    ));
+    let third = RecoverOptions { generation: Some(3), ..RecoverOptions::default() };
+    assert!(matches!(recovered(dir.path(), &third), Err(Error::NotFound { .. })));
     for generation in [1, 2] {
         fs::remove_file(dir.path().join(info_name(generation))).unwrap();
     }
-    let error = recovered(dir.path(), &RecoverOptions::default())
-        .err()
-        .unwrap()
-        .to_string();
+    let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap().to_string();
     assert!(
         error.contains("generation 5 is not complete (corrupt ") && error.contains("generation 3"),
         "{error}"
@@ -159,13 +119,7 @@ fn the_highest_complete_generation_is_taken() {
 }
 
 fn info_name(generation: u64) -> String {
-    DataFileName {
-        generation,
-        token: generation,
-        rank: 0,
-        file: 0,
-    }
-    .to_string()
+    DataFileName { generation, token: generation, rank: 0, file: 0 }.to_string()
 }
 
 #[test]
@@ -175,41 +129,23 @@ fn of_two_saves_that_raced_the_caller_chooses() {
     for (token, name) in [(0xa, "a"), (0xb, "b")] {
         save(dir.path(), &items(name), info(1, token, 0, 1), &quick());
     }
-    let error = recovered(dir.path(), &RecoverOptions::default())
-        .err()
-        .unwrap();
+    let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
     assert!(
         matches!(error, Error::Plan(_))
-            && error
-                .to_string()
-                .contains("00000000-0000-0000-0000-00000000000b"),
+            && error.to_string().contains("00000000-0000-0000-0000-00000000000b"),
         "{error}"
     );
-    let chosen = RecoverOptions {
-        save_id: Some(id(0xb)),
-        ..RecoverOptions::default()
-    };
+    let chosen = RecoverOptions { save_id: Some(id(0xb)), ..RecoverOptions::default() };
     assert_saved(&recovered(dir.path(), &chosen).unwrap(), &items("b"));
     // A save of another number of ranks is another save, too.
     fs::remove_file(
-        dir.path().join(
-            DataFileName {
-                generation: 1,
-                token: 0xa,
-                rank: 0,
-                file: 0,
-            }
-            .to_string(),
-        ),
+        dir.path().join(DataFileName { generation: 1, token: 0xa, rank: 0, file: 0 }.to_string()),
     )
     .unwrap();
     for rank in 0..2 {
         save(dir.path(), &items("c"), info(1, 0xc, rank, 2), &quick());
     }
-    assert!(matches!(
-        recovered(dir.path(), &RecoverOptions::default()),
-        Err(Error::Plan(_))
-    ));
+    assert!(matches!(recovered(dir.path(), &RecoverOptions::default()), Err(Error::Plan(_))));
 }
 
 #[test]
@@ -226,36 +162,19 @@ fn parts_of_different_saves_are_never_joined() {
     assert_eq!(index.save_id(), id(1));
 
     // One of them comes to its end, with a token of its own on each rank.
-    let late = SaveInfo {
-        token: 0xc,
-        ..info(2, 0xa, 1, 2)
-    };
+    let late = SaveInfo { token: 0xc, ..info(2, 0xa, 1, 2) };
     save(dir.path(), &items("c"), late, &quick());
     let index = recovered(dir.path(), &RecoverOptions::default()).unwrap();
     assert_eq!([index.name(0), index.name(1)], ["a", "c"]);
     assert_eq!(index.save_id(), id(0xa));
-    let other = |token| RecoverOptions {
-        save_id: Some(id(token)),
-        ..RecoverOptions::default()
-    };
-    assert!(matches!(
-        recovered(dir.path(), &other(0xb)),
-        Err(Error::NotFound { .. })
-    ));
+    let other = |token| RecoverOptions { save_id: Some(id(token)), ..RecoverOptions::default() };
+    assert!(matches!(recovered(dir.path(), &other(0xb)), Err(Error::NotFound { .. })));
     assert_eq!(recovered(dir.path(), &other(1)).unwrap().generation(), 1);
 
     // Two parts of one rank in one save: nobody wrote that.
-    let twice = SaveInfo {
-        token: 0xd,
-        ..info(2, 0xa, 1, 2)
-    };
+    let twice = SaveInfo { token: 0xd, ..info(2, 0xa, 1, 2) };
     save(dir.path(), &items("d"), twice, &quick());
-    assert_eq!(
-        recovered(dir.path(), &RecoverOptions::default())
-            .unwrap()
-            .generation(),
-        1
-    );
+    assert_eq!(recovered(dir.path(), &RecoverOptions::default()).unwrap().generation(), 1);
 }
 
 #[test]
@@ -267,12 +186,7 @@ fn names_that_nobody_writes_into_a_header_are_refused() {
                 .replace("\\\"x\\\":", &format!("\\\"{name}\\\":"))
         });
         let error = result.err().unwrap();
-        assert!(
-            error
-                .to_string()
-                .contains("a name that no tensor has in a header"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("a name that no tensor has in a header"), "{error}");
     }
 }
 
@@ -285,29 +199,17 @@ fn what_a_rank_saved_for_itself_is_no_part_of_a_whole() {
         .map(|rank| save(dir.path(), &items, info(2, 2, rank, 0), &quick()))
         .map(|index| index.file(0).name.to_owned())
         .collect();
-    assert_eq!(
-        recovered(dir.path(), &RecoverOptions::default())
-            .unwrap()
-            .generation(),
-        1
-    );
-    let second = RecoverOptions {
-        generation: Some(2),
-        ..RecoverOptions::default()
-    };
+    assert_eq!(recovered(dir.path(), &RecoverOptions::default()).unwrap().generation(), 1);
+    let second = RecoverOptions { generation: Some(2), ..RecoverOptions::default() };
     let error = recovered(dir.path(), &second).err().unwrap();
     assert!(matches!(error, Error::NotFound { .. }));
     assert!(
-        error
-            .to_string()
-            .contains(&format!("{} is of a rank-local save", names[0])),
+        error.to_string().contains(&format!("{} is of a rank-local save", names[0])),
         "{error}"
     );
     // The index of a rank is enough to tell, whatever the files say.
     fs::write(dir.path().join("__7.index.dcprs"), []).unwrap();
-    let error = recovered(dir.path(), &RecoverOptions::default())
-        .err()
-        .unwrap();
+    let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
     assert!(
         matches!(&error, Error::Unsupported(reason) if reason.contains("__7.index.dcprs")),
         "{error}"
@@ -331,32 +233,14 @@ fn a_folder_without_data_files_is_no_checkpoint() {
 fn forged(dir: &Path, edit: impl Fn(&str) -> String) -> Result<Index> {
     let items: Vec<SaveItem> = vec![
         rows("w", "complex128", &[4, 2], &[1, 0], &[2, 2]),
-        SaveItem {
-            flags: 1,
-            ..whole("x", "float32", &[3])
-        },
+        SaveItem { flags: 1, ..whole("x", "float32", &[3]) },
     ];
-    let Layout { files, .. } = plan_files(
-        &items,
-        &SaveInfo {
-            rank: 0,
-            world_size: 1,
-            ..INFO
-        },
-    )
-    .unwrap();
-    let json = edit(
-        std::str::from_utf8(&files[0].header[8..])
-            .unwrap()
-            .trim_end(),
-    );
+    let Layout { files, .. } =
+        plan_files(&items, &SaveInfo { rank: 0, world_size: 1, ..INFO }).unwrap();
+    let json = edit(std::str::from_utf8(&files[0].header[8..]).unwrap().trim_end());
     let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
     bytes.extend(json.as_bytes());
-    bytes.extend(vec![
-        0;
-        usize::try_from(files[0].size).unwrap()
-            - files[0].header.len()
-    ]);
+    bytes.extend(vec![0; usize::try_from(files[0].size).unwrap() - files[0].header.len()]);
     fs::write(dir.join(&files[0].name), bytes).unwrap();
     recovered(dir, &RecoverOptions::default())
 }
@@ -380,10 +264,7 @@ fn headers_that_contradict_themselves_are_refused() {
         (r#"saved_offsets\":[1,0,0]"#, r#"saved_offsets\":[1,0,1]"#),
         (r#"saved_offsets\":[1,0,0]"#, r#"saved_offsets\":[1,0]"#),
         (r#"saved_offsets\":[1,0,0]"#, r#"saved_offsets\":[4,0,0]"#),
-        (
-            r#"saved_offsets\":[1,0,0]"#,
-            r#"saved_offsets\":[18446744073709551615,0,0]"#,
-        ),
+        (r#"saved_offsets\":[1,0,0]"#, r#"saved_offsets\":[18446744073709551615,0,0]"#),
         (r#"saved_offsets\":[0]"#, r#"saved_offsets\":[]"#),
         (r#"\"complex128\""#, r#"\"complex64\""#),
         (r#"\"complex128\""#, r#"\"complex256\""#),
@@ -396,10 +277,7 @@ fn headers_that_contradict_themselves_are_refused() {
             json.replacen(from, to, 1)
         });
         assert!(
-            matches!(
-                result,
-                Err(Error::NotFound { .. } | Error::CorruptIndex { .. })
-            ),
+            matches!(result, Err(Error::NotFound { .. } | Error::CorruptIndex { .. })),
             "{to}: {:?}",
             result.err()
         );
@@ -410,18 +288,8 @@ fn headers_that_contradict_themselves_are_refused() {
 fn a_tensor_is_one_thing_on_all_ranks() {
     let dir = tempdir().unwrap();
     for (rank, dtype) in [(0, "int8"), (1, "uint8")] {
-        save(
-            dir.path(),
-            &[whole("w", dtype, &[3])],
-            info(1, 1, rank, 2),
-            &quick(),
-        );
+        save(dir.path(), &[whole("w", dtype, &[3])], info(1, 1, rank, 2), &quick());
     }
-    let error = recovered(dir.path(), &RecoverOptions::default())
-        .err()
-        .unwrap();
-    assert!(
-        matches!(&error, Error::TensorPlan { tensor, .. } if tensor == "w"),
-        "{error}"
-    );
+    let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
+    assert!(matches!(&error, Error::TensorPlan { tensor, .. } if tensor == "w"), "{error}");
 }

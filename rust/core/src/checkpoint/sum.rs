@@ -93,14 +93,7 @@ impl<'a> Input<'a> {
         let probe = FileProbe::new(&files, &requests, options, &**index);
         let probe = probe.map_err(|error| explain(index, error, control))?;
         let verify = probe.choose(&mut requests, options.verify);
-        Ok(Self {
-            index,
-            files,
-            requests,
-            ranges,
-            probe,
-            verify,
-        })
+        Ok(Self { index, files, requests, ranges, probe, verify })
     }
 }
 
@@ -139,16 +132,11 @@ pub unsafe fn sum(
         0 => parallel::available(),
         n => n,
     };
-    let wanted = inputs
-        .iter()
-        .map(|input| input.probe.workers(threads))
-        .max();
+    let wanted = inputs.iter().map(|input| input.probe.workers(threads)).max();
     let of_one = (if is_double { 4 << 20 } else { 2 << 20 }) + summands.len() * BUFFER;
     let workers = wanted.unwrap_or(1).min(threads.max(WAITING / of_one));
-    let connections = inputs
-        .iter()
-        .map(|input| connect(&input.files, threads))
-        .collect::<Result<Vec<_>>>()?;
+    let connections =
+        inputs.iter().map(|input| connect(&input.files, threads)).collect::<Result<Vec<_>>>()?;
     // What is in memory fits in it.
     let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
     let size = if is_double { 8 } else { 4 };
@@ -156,61 +144,56 @@ pub unsafe fn sum(
         let readers: Vec<Sequential> = connections.iter().cloned().map(Sequential::new).collect();
         (readers, Vec::<u64>::new(), Vec::<ReadReq>::new())
     };
-    parallel::for_each(
-        units.len(),
-        workers,
-        state,
-        |(readers, memory, requests), number| {
-            let unit = &units[number];
-            let bytes = unit.elements * size;
-            // Of whole words, so that the sums are aligned.
-            let words = usize::try_from(bytes.div_ceil(8))
-                .map_err(|_| Error::Plan("too much to sum up".into()))?;
-            if memory.len() < words {
-                memory.resize(words, 0);
-            }
-            memory[..words].fill(0);
-            let base = memory.as_mut_ptr().cast::<u8>();
-            for (input, reader) in inputs.iter().zip(readers) {
-                requests.clear();
-                requests.extend(input.requests[input.ranges[number].clone()].iter().map(
-                    |request| ReadReq {
-                        dst: Destination(base.wrapping_add(request.dst.0.addr())),
-                        ..request.clone()
-                    },
-                ));
-                // SAFETY: the parts of a unit lie in its memory, apart from each other; that is
-                // this thread's alone.
-                let read = unsafe {
-                    reader.read(
-                        &input.files,
-                        requests,
-                        &input.probe,
-                        input.verify,
-                        input.index,
-                        control,
-                    )
-                };
-                read.map_err(|error| explain(input.index, error, control))?;
-            }
-            for part in &unit.parts {
-                let (sum, from) = (&sums[part.sum], base.wrapping_add(fit(part.at * size)));
-                // SAFETY: the sums of the part were made just now; there is room for them at the
-                // destination, as the caller vouches, and no other part has these elements.
-                unsafe {
-                    hand_over(
-                        sum.to,
-                        fit(part.begin),
-                        from,
-                        fit(part.elements),
-                        sum.is_bfloat16,
-                        is_double,
-                    );
-                };
-            }
-            Ok(())
-        },
-    )
+    parallel::for_each(units.len(), workers, state, |(readers, memory, requests), number| {
+        let unit = &units[number];
+        let bytes = unit.elements * size;
+        // Of whole words, so that the sums are aligned.
+        let words = usize::try_from(bytes.div_ceil(8))
+            .map_err(|_| Error::Plan("too much to sum up".into()))?;
+        if memory.len() < words {
+            memory.resize(words, 0);
+        }
+        memory[..words].fill(0);
+        let base = memory.as_mut_ptr().cast::<u8>();
+        for (input, reader) in inputs.iter().zip(readers) {
+            requests.clear();
+            requests.extend(input.requests[input.ranges[number].clone()].iter().map(|request| {
+                ReadReq {
+                    dst: Destination(base.wrapping_add(request.dst.0.addr())),
+                    ..request.clone()
+                }
+            }));
+            // SAFETY: the parts of a unit lie in its memory, apart from each other; that is
+            // this thread's alone.
+            let read = unsafe {
+                reader.read(
+                    &input.files,
+                    requests,
+                    &input.probe,
+                    input.verify,
+                    input.index,
+                    control,
+                )
+            };
+            read.map_err(|error| explain(input.index, error, control))?;
+        }
+        for part in &unit.parts {
+            let (sum, from) = (&sums[part.sum], base.wrapping_add(fit(part.at * size)));
+            // SAFETY: the sums of the part were made just now; there is room for them at the
+            // destination, as the caller vouches, and no other part has these elements.
+            unsafe {
+                hand_over(
+                    sum.to,
+                    fit(part.begin),
+                    from,
+                    fit(part.elements),
+                    sum.is_bfloat16,
+                    is_double,
+                );
+            };
+        }
+        Ok(())
+    })
 }
 
 /// Cuts sums into parts, and puts small ones together.
@@ -220,15 +203,9 @@ fn units(sums: &[Sum], numbers: &[usize]) -> Vec<Unit> {
         let (sum, mut begin) = (&sums[number], 0);
         split(&sum.region.sizes, 1, PART, &mut |offsets, sizes| {
             let elements: u64 = sizes.iter().product();
-            let offsets: Vec<u64> = offsets
-                .iter()
-                .zip(&sum.region.offsets)
-                .map(|(a, b)| a + b)
-                .collect();
-            if units
-                .last()
-                .is_none_or(|unit| unit.elements + elements > PART)
-            {
+            let offsets: Vec<u64> =
+                offsets.iter().zip(&sum.region.offsets).map(|(a, b)| a + b).collect();
+            if units.last().is_none_or(|unit| unit.elements + elements > PART) {
                 units.push(Unit::default());
             }
             let unit = units.last_mut().expect("there is one now");
@@ -276,17 +253,9 @@ fn add(gather: &mut Gather, tensor: u32, region: &Region, at: u64, sink: Accumul
         usize::try_from(at * sink.size()).map_err(|_| Error::Plan("too much to sum up".into()))?;
     let to = Memory {
         address: Destination(std::ptr::without_provenance_mut(at)),
-        strides: row_major(&region.sizes)
-            .iter()
-            .map(|stride| stride * sink.size())
-            .collect(),
+        strides: row_major(&region.sizes).iter().map(|stride| stride * sink.size()).collect(),
     };
-    gather.add_with(
-        Source::Tensor(tensor),
-        region,
-        &to,
-        Operation::Accumulate(sink),
-    )
+    gather.add_with(Source::Tensor(tensor), region, &to, Operation::Accumulate(sink))
 }
 
 /// How the elements of a tensor are added.

@@ -77,11 +77,7 @@ pub fn verify(
     let there = storage.files();
     let count = usize::try_from(index.file_count()).expect("in memory");
     // One after another on a file system: it is no wait.
-    let looks = if there.is_remote() {
-        there.threads(threads)
-    } else {
-        1
-    };
+    let looks = if there.is_remote() { there.threads(threads) } else { 1 };
     let looked_at = parallel::map(count, looks, |number| {
         control.check()?;
         let number = u32::try_from(number).expect("counted by one");
@@ -100,9 +96,7 @@ pub fn verify(
     })?;
     for (number, file_ref, problem) in looked_at {
         let is_there = problem.as_ref().is_none_or(|(_, is_there)| *is_there);
-        verified
-            .problems
-            .extend(problem.map(|(problem, _)| problem));
+        verified.problems.extend(problem.map(|(problem, _)| problem));
         if is_there {
             files.insert(number, file_ref);
         }
@@ -114,12 +108,8 @@ pub fn verify(
     if index.source() == SourceKind::Torch {
         verify_records(index, there, &files, threads, control, &mut verified)?;
     }
-    verified
-        .problems
-        .extend(problems.into_iter().map(|(_, problem)| problem));
-    verified
-        .problems
-        .sort_by(|a, b| (&a.path, a.offset).cmp(&(&b.path, b.offset)));
+    verified.problems.extend(problems.into_iter().map(|(_, problem)| problem));
+    verified.problems.sort_by(|a, b| (&a.path, a.offset).cmp(&(&b.path, b.offset)));
     Ok(verified)
 }
 
@@ -148,9 +138,7 @@ pub fn damaged_chunks(
     for (&number, file_ref) in &files {
         // With a header that is damaged, no chunk of the file is of use.
         if let Some(problem) = check_head(index, number, &open(there, file_ref)?, file_ref)? {
-            let inside = chunks
-                .iter()
-                .filter(|&&chunk| index.chunk_file(chunk) == number);
+            let inside = chunks.iter().filter(|&&chunk| index.chunk_file(chunk) == number);
             problems.extend(inside.map(|&chunk| (chunk, problem.clone())));
         }
     }
@@ -189,12 +177,7 @@ pub fn verify_chunks(
 
 impl From<Problem> for Error {
     fn from(problem: Problem) -> Self {
-        let Problem {
-            block,
-            expected,
-            got,
-            ..
-        } = &problem;
+        let Problem { block, expected, got, .. } = &problem;
         let reason = format!("block {block} has digest {got}, expected {expected}");
         Self::corrupt_data(&problem.path, &problem.tensor, problem.offset, reason)
     }
@@ -211,17 +194,12 @@ fn compare_all(
     let problems = Mutex::new(Vec::new());
     each_block(files, blocks, threads, control, |block, bytes| {
         if let Some(problem) = compare(index, files, block, block_digest(bytes)) {
-            problems
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push((*block, problem));
+            problems.lock().unwrap_or_else(PoisonError::into_inner).push((*block, problem));
         }
         Ok(())
     })
     .map_err(|error| explain(index, error, control))?;
-    Ok(problems
-        .into_inner()
-        .unwrap_or_else(PoisonError::into_inner))
+    Ok(problems.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// What is wrong with a block that hashes to `got`, if that is not what the index says.
@@ -292,11 +270,7 @@ fn verify_records(
             // Of a tensor that is elsewhere, this file has a copy.
             let is_here =
                 |tensor: &u32| index.chunk_file(index.tensor(*tensor).chunks.start) == number;
-            let values = record
-                .values
-                .iter()
-                .filter_map(|name| index.find(name))
-                .filter(is_here);
+            let values = record.values.iter().filter_map(|name| index.find(name)).filter(is_here);
             let mut parts: Vec<u32> = values.collect();
             for chunk in within {
                 if chunk.digests.is_none() {
@@ -350,26 +324,16 @@ fn file_problem(there: Files<'_>, path: PathBuf, file_ref: &FileRef, reason: Str
     let file = format!("a file of {size} bytes");
     let (expected, got) = match std::fs::metadata(&path) {
         _ if there.is_remote() => (file, reason),
-        Ok(found) if found.is_file() && found.len() != size => (
-            file,
-            file_ref.with_mend(&format!("one of {} bytes", found.len())),
-        ),
-        Ok(found) if found.is_file() => (
-            "the file that was indexed".into(),
-            format!("another: {reason}"),
-        ),
+        Ok(found) if found.is_file() && found.len() != size => {
+            (file, file_ref.with_mend(&format!("one of {} bytes", found.len())))
+        }
+        Ok(found) if found.is_file() => {
+            ("the file that was indexed".into(), format!("another: {reason}"))
+        }
         Ok(_) => (file, reason),
         Err(_) => (file, file_ref.with_mend("none")),
     };
-    Problem {
-        path,
-        tensor: String::new(),
-        whole_file: true,
-        block: 0,
-        offset: 0,
-        expected,
-        got,
-    }
+    Problem { path, tensor: String::new(), whole_file: true, block: 0, offset: 0, expected, got }
 }
 
 /// The header of a data file against its digest.

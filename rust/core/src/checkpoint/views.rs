@@ -33,10 +33,7 @@ pub fn dequantize(
         return Ok(None);
     }
     let logical: Vec<Logical> = (found.coded.into_iter())
-        .map(|(name, coded)| Logical {
-            name,
-            origin: Origin::Coded(coded),
-        })
+        .map(|(name, coded)| Logical { name, origin: Origin::Coded(coded) })
         .collect();
     derive(index, &found.hidden, &logical, found.aliases).map(Some)
 }
@@ -44,10 +41,7 @@ pub fn dequantize(
 /// What the configuration in the folder says.
 fn config(index: &Index, control: &Control) -> Result<Option<Config>> {
     let path: PathBuf = index.folder().join("config.json");
-    let Some(json) = Storage::new(index.remote(), 1, control)?
-        .files()
-        .read(&path)?
-    else {
+    let Some(json) = Storage::new(index.remote(), 1, control)?.files().read(&path)? else {
         return Ok(None);
     };
     Config::parse(&json).map_err(|reason| Error::Quantization {

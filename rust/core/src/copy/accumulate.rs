@@ -45,20 +45,13 @@ impl Accumulate {
             "float64" if is_double => Stored::Float64,
             _ => Stored::Float8(float8(stored)?),
         };
-        Some(Self {
-            stored,
-            weight,
-            is_double,
-        })
+        Some(Self { stored, weight, is_double })
     }
 
     /// Subtracts what it added.
     #[must_use]
     pub fn negated(self) -> Self {
-        Self {
-            weight: -self.weight,
-            ..self
-        }
+        Self { weight: -self.weight, ..self }
     }
 
     /// Bytes of a sum.
@@ -90,21 +83,13 @@ impl Accumulate {
         let item = self.stored_size();
         match loops {
             [] => {
-                let row = Row {
-                    count: fit(run) / item,
-                    src: item,
-                    dst: fit(self.size()),
-                };
+                let row = Row { count: fit(run) / item, src: item, dst: fit(self.size()) };
                 // SAFETY: a run is contiguous on both sides, and the caller vouches for it.
                 unsafe { self.add(dst, src, row) };
             }
             // Without this, columns would be added one element a call.
             [inner] if fit(run) == item => {
-                let row = Row {
-                    count: fit(inner.n),
-                    src: fit(inner.src),
-                    dst: fit(inner.dst),
-                };
+                let row = Row { count: fit(inner.n), src: fit(inner.src), dst: fit(inner.dst) };
                 // SAFETY: each element is at a step of the loop, and the caller vouches for it.
                 unsafe { self.add(dst, src, row) };
             }
@@ -171,9 +156,7 @@ impl Accumulate {
                     row.add(dst, src, weight, |x: f32| x);
                 }
                 (Stored::Float8(table), true) => {
-                    row.add(dst, src, self.weight, |x: u8| {
-                        f64::from(table[usize::from(x)])
-                    });
+                    row.add(dst, src, self.weight, |x: u8| f64::from(table[usize::from(x)]));
                 }
                 (Stored::Float16, true) => {
                     row.add(dst, src, self.weight, |x: u16| f64::from(half(x)));
@@ -204,16 +187,8 @@ fn half(x: u16) -> f32 {
     // subnormal operands count as zero (torch.set_flush_denormal).
     let normal = (magnitude << 13) + ((127 - 15) << 23);
     let subnormal = f32::from_bits((113 << 23) + (magnitude << 13)) - f32::from_bits(113 << 23);
-    let finite = if magnitude < 0x0400 {
-        subnormal.to_bits()
-    } else {
-        normal
-    };
-    let bits = if magnitude >= INFINITE {
-        0x7f80_0000 | magnitude << 13
-    } else {
-        finite
-    };
+    let finite = if magnitude < 0x0400 { subnormal.to_bits() } else { normal };
+    let bits = if magnitude >= INFINITE { 0x7f80_0000 | magnitude << 13 } else { finite };
     f32::from_bits(bits | (x & 0x8000) << 16)
 }
 
@@ -242,12 +217,7 @@ impl Row {
             // Constant steps are compiled to vector instructions.
             if self.src == size_of::<T>() && self.dst == size_of::<S>() {
                 for i in 0..self.count {
-                    one(
-                        dst.add(i * size_of::<S>()),
-                        src.add(i * size_of::<T>()),
-                        weight,
-                        &cast,
-                    );
+                    one(dst.add(i * size_of::<S>()), src.add(i * size_of::<T>()), weight, &cast);
                 }
             } else {
                 for i in 0..self.count {
@@ -350,14 +320,7 @@ mod tests {
     fn added(dtype: &str, weight: f64, bytes: &[u8], sums: &mut [f32]) {
         let sink = accumulate(dtype, weight, false).unwrap();
         // SAFETY: the tests give as many sums as there are elements.
-        unsafe {
-            sink.run(
-                sums.as_mut_ptr().cast(),
-                bytes.as_ptr(),
-                &[],
-                bytes.len() as u64,
-            )
-        };
+        unsafe { sink.run(sums.as_mut_ptr().cast(), bytes.as_ptr(), &[], bytes.len() as u64) };
     }
 
     #[test]
@@ -367,10 +330,7 @@ mod tests {
         added("bfloat16", 1.0, &bytes, &mut sums);
         for (bits, &sum) in (0_u32..).zip(&sums) {
             let expected = f32::from_bits(bits << 16);
-            assert!(
-                sum == expected || sum.is_nan() && expected.is_nan(),
-                "{bits:#x}: {sum}"
-            );
+            assert!(sum == expected || sum.is_nan() && expected.is_nan(), "{bits:#x}: {sum}");
         }
         sums.fill(0.0);
         added("float16", 1.0, &bytes, &mut sums);
@@ -383,11 +343,7 @@ mod tests {
                 0 => mantissa * 2_f64.powi(-24),
                 _ => (1024.0 + mantissa) * 2_f64.powi(exponent - 25),
             };
-            let expected = if bits >> 15 == 1 {
-                -magnitude
-            } else {
-                magnitude
-            };
+            let expected = if bits >> 15 == 1 { -magnitude } else { magnitude };
             let same = f64::from(sum) == expected || sum.is_nan() && expected.is_nan();
             assert!(same, "{bits:#x}: {sum}, not {expected}");
         }
@@ -428,14 +384,7 @@ mod tests {
             let mut sum = 2.0_f64;
             let sink = accumulate(dtype, 0.3, true).unwrap();
             // SAFETY: one element, and one sum.
-            unsafe {
-                sink.run(
-                    (&raw mut sum).cast(),
-                    bytes.as_ptr(),
-                    &[],
-                    bytes.len() as u64,
-                )
-            };
+            unsafe { sink.run((&raw mut sum).cast(), bytes.as_ptr(), &[], bytes.len() as u64) };
             assert_eq!(sum.to_bits(), wanted.to_bits(), "{dtype}");
         }
         for (dtype, is_double) in [
@@ -474,9 +423,7 @@ mod tests {
     #[test]
     fn columns_and_transposes_are_added_where_they_belong() {
         // Rows 1 to 3 of columns 2 to 6 of a matrix of 4 x 8, and their transpose.
-        let stored: Vec<u8> = (0_u16..32)
-            .flat_map(|x| (x << 7 | 0x3f80).to_le_bytes())
-            .collect();
+        let stored: Vec<u8> = (0_u16..32).flat_map(|x| (x << 7 | 0x3f80).to_le_bytes()).collect();
         let value = |row: usize, column: usize| {
             let at = 2 * (8 * row + column);
             brain(u16::from_le_bytes([stored[at], stored[at + 1]]))
@@ -485,14 +432,8 @@ mod tests {
             // Strided counts both sides in bytes of stored elements.
             let halved = dst.map(|step| step / 2);
             let copy = Strided::new(2, &shape, &src, &halved).unwrap();
-            let loops: Vec<Loop> = copy
-                .loops
-                .iter()
-                .map(|l| Loop {
-                    dst: 2 * l.dst,
-                    ..*l
-                })
-                .collect();
+            let loops: Vec<Loop> =
+                copy.loops.iter().map(|l| Loop { dst: 2 * l.dst, ..*l }).collect();
             let mut sums = [1.0_f32; 8];
             let sink = accumulate("bfloat16", 2.0, false).unwrap();
             let first = stored[2 * (8 + 2)..].as_ptr();
@@ -505,11 +446,7 @@ mod tests {
                         (row - 1) * usize::try_from(dst[usize::from(shape[0] == 4)]).unwrap() / 4;
                     let step = usize::try_from(dst[usize::from(shape[0] == 2)]).unwrap() / 4;
                     let got = sums[at + (column - 2) * step];
-                    assert_eq!(
-                        got,
-                        2.0 * value(row, column) + 1.0,
-                        "{shape:?} {row} {column}"
-                    );
+                    assert_eq!(got, 2.0 * value(row, column) + 1.0, "{shape:?} {row} {column}");
                 }
             }
         }

@@ -58,12 +58,7 @@ unsafe fn copy_then_digest_unfenced(
         // SAFETY: `start..stop` lies within `from..from + len` and `at..end` within the block.
         unsafe {
             if start < stop {
-                copy_run_unfenced(
-                    dst.add(start - from),
-                    block.add(start),
-                    stop - start,
-                    stores,
-                );
+                copy_run_unfenced(dst.add(start - from), block.add(start), stop - start, stores);
             }
             hasher.write(std::slice::from_raw_parts(block.add(at), end - at));
         }
@@ -93,22 +88,15 @@ mod tests {
             fence();
             let what = format!("{name}: {size} bytes, {len} from {from} to {skip}, {stores:?}");
             assert_eq!(got, expected, "{what}");
-            assert!(
-                room[begin..begin + len] == block[from..from + len],
-                "{what}"
-            );
+            assert!(room[begin..begin + len] == block[from..from + len], "{what}");
             room[begin..begin + len].fill(0);
             assert!(room.iter().all(|&b| b == 0), "{what}: written beside");
         };
         // SAFETY: `from + len` is within the block, and the room behind its beginning is longer
         // than `len`.
         unsafe {
-            try_it("chosen", &|dst| {
-                copy_with_digest_unfenced(dst, bytes, size, from, len, stores)
-            });
-            try_it("parts", &|dst| {
-                copy_then_digest_unfenced(dst, bytes, size, from, len, stores)
-            });
+            try_it("chosen", &|dst| copy_with_digest_unfenced(dst, bytes, size, from, len, stores));
+            try_it("parts", &|dst| copy_then_digest_unfenced(dst, bytes, size, from, len, stores));
             #[cfg(all(target_arch = "x86_64", not(miri)))]
             if len == size && skip == 0 && size > 240 && is_x86_feature_detected!("avx2") {
                 try_it("kernel", &|dst| xxh3::copy_unfenced(dst, bytes, len));

@@ -118,11 +118,7 @@ mod tests {
             ("float8_e8m0fnu", 0x7f, 1.0),
             ("float8_e8m0fnu", 0xfe, 2.0_f32.powi(127)),
         ] {
-            assert_eq!(
-                value(name, byte).to_bits(),
-                expected.to_bits(),
-                "{name} {byte:#x}"
-            );
+            assert_eq!(value(name, byte).to_bits(), expected.to_bits(), "{name} {byte:#x}");
         }
         assert_eq!(value("float8_e4m3fn", 0x80).to_bits(), (-0.0_f32).to_bits());
         for (name, byte) in [

@@ -74,14 +74,7 @@ pub unsafe fn copy_strided_unfenced(
 /// As [`copy_strided`] for one run.
 pub unsafe fn copy_run_unfenced(dst: *mut u8, src: *const u8, run: usize, stores: Stores) {
     // SAFETY: as the caller vouches.
-    unsafe {
-        one(
-            dst,
-            src,
-            run,
-            stores == Stores::Streaming && run >= STREAM_RUN,
-        )
-    };
+    unsafe { one(dst, src, run, stores == Stores::Streaming && run >= STREAM_RUN) };
 }
 
 /// A [`Loop`] in units of memory.
@@ -96,11 +89,7 @@ impl From<&Loop> for Step {
     fn from(l: &Loop) -> Self {
         // The steps of a loop that lies in memory fit in it; saturating keeps this infallible.
         let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
-        Self {
-            n: fit(l.n),
-            src: fit(l.src),
-            dst: fit(l.dst),
-        }
+        Self { n: fit(l.n), src: fit(l.src), dst: fit(l.dst) }
     }
 }
 
@@ -138,13 +127,7 @@ unsafe fn nest(dst: *mut u8, src: *const u8, loops: &[Step], run: usize, stream:
             ([inner], _) => rows(dst, src, *inner, run, stream),
             ([outer, rest @ ..], _) => {
                 for i in 0..outer.n {
-                    nest(
-                        dst.add(i * outer.dst),
-                        src.add(i * outer.src),
-                        rest,
-                        run,
-                        stream,
-                    );
+                    nest(dst.add(i * outer.dst), src.add(i * outer.src), rest, run, stream);
                 }
             }
             ([], _) => one(dst, src, run, stream && run >= STREAM_RUN),
@@ -189,10 +172,7 @@ unsafe fn row<T: Copy>(dst: *mut u8, src: *const u8, inner: Step) {
 unsafe fn tiles<T: Copy>(dst: *mut u8, src: *const u8, a: Step, b: Step) {
     for i in (0..a.n).step_by(TILE) {
         for j in (0..b.n).step_by(TILE) {
-            let columns = Step {
-                n: TILE.min(b.n - j),
-                ..b
-            };
+            let columns = Step { n: TILE.min(b.n - j), ..b };
             for i in i..a.n.min(i + TILE) {
                 // SAFETY: as the caller vouches: `i` and the columns from `j` are steps of the two
                 // loops.
@@ -246,39 +226,22 @@ mod tests {
         stores: Stores,
     ) {
         let wide = |x: &[usize]| x.iter().map(|&v| v as u64).collect::<Vec<_>>();
-        let copy = Strided::new(
-            itemsize as u64,
-            &wide(shape),
-            &wide(src_strides),
-            &wide(dst_strides),
-        )
-        .unwrap();
+        let copy =
+            Strided::new(itemsize as u64, &wide(shape), &wide(src_strides), &wide(dst_strides))
+                .unwrap();
         let size = |x: u64| usize::try_from(x).unwrap();
-        let src: Vec<u8> = (0..size(copy.src_extent()))
-            .map(|i| (i * 7 + i / 251).to_le_bytes()[0])
-            .collect();
+        let src: Vec<u8> =
+            (0..size(copy.src_extent())).map(|i| (i * 7 + i / 251).to_le_bytes()[0]).collect();
         let mut want = vec![0u8; size(copy.dst_extent())];
         let mut got = want.clone();
-        let dims: Vec<_> = (0..shape.len())
-            .map(|d| (shape[d], src_strides[d], dst_strides[d]))
-            .collect();
+        let dims: Vec<_> =
+            (0..shape.len()).map(|d| (shape[d], src_strides[d], dst_strides[d])).collect();
         if !shape.contains(&0) {
             reference(&mut want, &src, itemsize, &dims);
         }
         // SAFETY: both buffers are as long as the extents of the copy.
-        unsafe {
-            copy_strided(
-                got.as_mut_ptr(),
-                src.as_ptr(),
-                &copy.loops,
-                copy.run,
-                stores,
-            )
-        };
-        assert!(
-            got == want,
-            "{itemsize} {shape:?} {src_strides:?} {dst_strides:?} {stores:?}"
-        );
+        unsafe { copy_strided(got.as_mut_ptr(), src.as_ptr(), &copy.loops, copy.run, stores) };
+        assert!(got == want, "{itemsize} {shape:?} {src_strides:?} {dst_strides:?} {stores:?}");
     }
 
     #[test]
@@ -305,13 +268,7 @@ mod tests {
                     &[1320 * itemsize, 40 * itemsize, itemsize],
                     stores,
                 );
-                check(
-                    itemsize,
-                    &[9, 7],
-                    &[0, itemsize],
-                    &[7 * itemsize, itemsize],
-                    stores,
-                );
+                check(itemsize, &[9, 7], &[0, itemsize], &[7 * itemsize, itemsize], stores);
             }
         }
     }

@@ -70,11 +70,7 @@ mod tests {
         let dtype = Dtype::from_name(dtype).unwrap();
         let mut bytes = bytes.to_vec();
         let count = bytes.len() as u64 / dtype.size();
-        let bits = Signs {
-            conjugate,
-            negative,
-        }
-        .bits(dtype)?;
+        let bits = Signs { conjugate, negative }.bits(dtype)?;
         // SAFETY: all elements of a vector.
         unsafe { bits.change(bytes.as_mut_ptr(), &[count], &[dtype.size()]) };
         Some(bytes)
@@ -83,10 +79,7 @@ mod tests {
     #[test]
     fn conjugates_and_negatives() {
         let bytes = |values: &[f32]| {
-            values
-                .iter()
-                .flat_map(|value| value.to_le_bytes())
-                .collect::<Vec<_>>()
+            values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>()
         };
         let complex = bytes(&[1.0, -2.0, 0.0, 3.0]);
         assert_eq!(
@@ -105,24 +98,16 @@ mod tests {
             changed("float32", false, true, &complex),
             Some(bytes(&[-1.0, 2.0, -0.0, -3.0]))
         );
-        assert_eq!(
-            changed("bfloat16", false, true, &[0, 1, 2, 3]),
-            Some(vec![0, 0x81, 2, 0x83])
-        );
-        assert_eq!(
-            changed("complex32", true, false, &[0; 4]),
-            Some(vec![0, 0, 0, 0x80])
-        );
+        assert_eq!(changed("bfloat16", false, true, &[0, 1, 2, 3]), Some(vec![0, 0x81, 2, 0x83]));
+        assert_eq!(changed("complex32", true, false, &[0; 4]), Some(vec![0, 0, 0, 0x80]));
         let double = [1.5_f64, 2.5].map(f64::to_le_bytes).concat();
         assert_eq!(
             changed("complex128", true, false, &double),
             Some([1.5_f64, -2.5].map(f64::to_le_bytes).concat())
         );
-        for (dtype, conjugate, negative) in [
-            ("float32", true, false),
-            ("int32", false, true),
-            ("bool", true, true),
-        ] {
+        for (dtype, conjugate, negative) in
+            [("float32", true, false), ("int32", false, true), ("bool", true, true)]
+        {
             assert_eq!(changed(dtype, conjugate, negative, &[0; 8]), None);
         }
         assert_eq!(changed("int64", false, false, &[7; 8]), Some(vec![7; 8]));
@@ -131,10 +116,7 @@ mod tests {
     #[test]
     fn only_the_elements_of_a_rectangle() {
         let mut bytes = [0_u8; 32];
-        let negative = Signs {
-            negative: true,
-            ..Signs::default()
-        };
+        let negative = Signs { negative: true, ..Signs::default() };
         let bits = negative.bits(Dtype::from_name("float16").unwrap()).unwrap();
         // SAFETY: elements at 0, 4, 16 and 20 of 32 bytes.
         unsafe { bits.change(bytes.as_mut_ptr(), &[2, 2], &[16, 4]) };

@@ -149,15 +149,11 @@ mod tests {
         if !x86::is_there() {
             return;
         }
-        let src: Vec<u8> = (0..100_000u32)
-            .map(|i| i.wrapping_mul(2_654_435_761).to_be_bytes()[0])
-            .collect();
-        for (len, dst_step, src_step) in [
-            (0, 64, 5),
-            (64, 64, 64),
-            (128, 192, 131),
-            (4096, 8192, 20_001),
-        ] {
+        let src: Vec<u8> =
+            (0..100_000u32).map(|i| i.wrapping_mul(2_654_435_761).to_be_bytes()[0]).collect();
+        for (len, dst_step, src_step) in
+            [(0, 64, 5), (64, 64, 64), (128, 192, 131), (4096, 8192, 20_001)]
+        {
             let mut dst = vec![0u8; 4 * dst_step + len + x86::LINE];
             let skip = dst.as_ptr().align_offset(x86::LINE);
             // SAFETY: the CPU has it. `dst` has a line to spare beyond what the places reach; `src`
@@ -175,11 +171,7 @@ mod tests {
             for place in 0..4 {
                 let (to, from) = (skip + place * dst_step, 3 + place * src_step);
                 assert!(dst[to..to + len] == src[from..from + len], "{len} {place}");
-                let gap = if place < 3 {
-                    to + len..to + dst_step
-                } else {
-                    to + len..dst.len()
-                };
+                let gap = if place < 3 { to + len..to + dst_step } else { to + len..dst.len() };
                 assert!(dst[gap].iter().all(|&b| b == 0), "{len} wrote past the end");
             }
         }
@@ -197,12 +189,7 @@ mod tests {
                 unsafe { copy_unfenced(dst.as_mut_ptr().add(start), src.as_ptr().add(7), len) };
                 fence();
                 assert!(dst[start..start + len] == src[7..7 + len], "{start} {len}");
-                assert!(
-                    dst[..start]
-                        .iter()
-                        .chain(&dst[start + len..])
-                        .all(|&b| b == 0)
-                );
+                assert!(dst[..start].iter().chain(&dst[start + len..]).all(|&b| b == 0));
             }
         }
     }

@@ -36,10 +36,7 @@ impl Strided {
             return None;
         }
         if itemsize == 0 || shape.contains(&0) {
-            return Some(Self {
-                loops: SmallVec::new(),
-                run: 0,
-            });
+            return Some(Self { loops: SmallVec::new(), run: 0 });
         }
         let mut loops: SmallVec<[Loop; 4]> = SmallVec::new();
         // Row-major input has its contiguous dimensions last: take those into the run without
@@ -60,22 +57,15 @@ impl Strided {
         }
         copy.extent(|l| l.src)?;
         copy.extent(|l| l.dst)?;
-        copy.loops
-            .iter()
-            .try_fold(copy.run, |n, l| n.checked_mul(l.n))?;
+        copy.loops.iter().try_fold(copy.run, |n, l| n.checked_mul(l.n))?;
         Some(copy)
     }
 
     /// Sorts the loops, absorbs contiguous ones into the run, and joins those that together walk
     /// evenly.
     fn normalise(&mut self) -> Option<()> {
-        self.loops
-            .sort_by_key(|l| std::cmp::Reverse((l.src, l.dst)));
-        while let Some(i) = self
-            .loops
-            .iter()
-            .position(|l| l.src == self.run && l.dst == self.run)
-        {
+        self.loops.sort_by_key(|l| std::cmp::Reverse((l.src, l.dst)));
+        while let Some(i) = self.loops.iter().position(|l| l.src == self.run && l.dst == self.run) {
             self.run = self.run.checked_mul(self.loops.remove(i).n)?;
         }
         let mut i = 1;
@@ -96,9 +86,7 @@ impl Strided {
     fn extent(&self, stride: impl Fn(&Loop) -> u64) -> Option<u64> {
         self.loops
             .iter()
-            .try_fold(self.run, |sum, l| {
-                sum.checked_add((l.n - 1).checked_mul(stride(l))?)
-            })
+            .try_fold(self.run, |sum, l| sum.checked_add((l.n - 1).checked_mul(stride(l))?))
             .filter(|&e| i64::try_from(e).is_ok())
     }
 
@@ -111,17 +99,13 @@ impl Strided {
     /// Bytes from the first source byte to just past the last, gaps included.
     #[must_use]
     pub fn src_extent(&self) -> u64 {
-        self.loops
-            .iter()
-            .fold(self.run, |sum, l| sum + (l.n - 1) * l.src)
+        self.loops.iter().fold(self.run, |sum, l| sum + (l.n - 1) * l.src)
     }
 
     /// Bytes from the first destination byte to just past the last, gaps included.
     #[cfg(test)]
     pub fn dst_extent(&self) -> u64 {
-        self.loops
-            .iter()
-            .fold(self.run, |sum, l| sum + (l.n - 1) * l.dst)
+        self.loops.iter().fold(self.run, |sum, l| sum + (l.n - 1) * l.dst)
     }
 
     /// Whether it is one run.
@@ -143,14 +127,8 @@ mod tests {
     #[test]
     fn normalises() {
         // (itemsize, shape, src strides, dst strides) -> (loops, run)
-        type Case = (
-            u64,
-            &'static [u64],
-            &'static [u64],
-            &'static [u64],
-            Vec<(u64, u64, u64)>,
-            u64,
-        );
+        type Case =
+            (u64, &'static [u64], &'static [u64], &'static [u64], Vec<(u64, u64, u64)>, u64);
         let cases: Vec<Case> = vec![
             (4, &[], &[], &[], vec![], 4),
             (4, &[3, 5], &[20, 4], &[20, 4], vec![], 60),
@@ -159,35 +137,17 @@ mod tests {
             // columns of a row-major matrix, densely into the destination
             (2, &[8, 4], &[32, 2], &[8, 2], vec![(8, 32, 8)], 8),
             // two outer dimensions walk as one
-            (
-                2,
-                &[3, 8, 4],
-                &[256, 32, 2],
-                &[64, 8, 2],
-                vec![(24, 32, 8)],
-                8,
-            ),
+            (2, &[3, 8, 4], &[256, 32, 2], &[64, 8, 2], vec![(24, 32, 8)], 8),
             // both column-major: dense all the same
             (2, &[3, 8], &[2, 6], &[2, 6], vec![], 48),
             // a transpose
-            (
-                2,
-                &[3, 8],
-                &[2, 6],
-                &[16, 2],
-                vec![(8, 6, 2), (3, 2, 16)],
-                2,
-            ),
+            (2, &[3, 8], &[2, 6], &[16, 2], vec![(8, 6, 2), (3, 2, 16)], 2),
             // expanded source
             (2, &[3, 8], &[0, 2], &[16, 2], vec![(3, 0, 16)], 16),
         ];
         for (itemsize, shape, src, dst, want, run) in cases {
             let copy = Strided::new(itemsize, shape, src, dst).unwrap();
-            assert_eq!(
-                (loops(&copy), copy.run),
-                (want, run),
-                "{shape:?} {src:?} {dst:?}"
-            );
+            assert_eq!((loops(&copy), copy.run), (want, run), "{shape:?} {src:?} {dst:?}");
         }
     }
 
@@ -207,10 +167,8 @@ mod tests {
                 .flat_map(|&(s, d)| (0..l.n).map(move |i| (s + i * l.src, d + i * l.dst)))
                 .collect();
         }
-        let mut all: Vec<_> = at
-            .iter()
-            .flat_map(|&(s, d)| (0..run).map(move |i| (s + i, d + i)))
-            .collect();
+        let mut all: Vec<_> =
+            at.iter().flat_map(|&(s, d)| (0..run).map(move |i| (s + i, d + i))).collect();
         all.sort_unstable();
         all
     }

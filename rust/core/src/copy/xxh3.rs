@@ -102,11 +102,7 @@ impl Lanes {
 /// Eight bytes from `at`.
 #[inline]
 fn word(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(
-        *bytes[at..]
-            .first_chunk()
-            .expect("it ends before what it is read from"),
-    )
+    u64::from_le_bytes(*bytes[at..].first_chunk().expect("it ends before what it is read from"))
 }
 
 /// Whether the CPU has what [`copy_unfenced`] needs, and so many bytes can be copied to `dst` by
@@ -123,10 +119,7 @@ pub fn can_copy(dst: *const u8, len: usize) -> bool {
 /// most [`MOST`] each, and `dst` for writes of as many; it begins at a cache line, and they do not
 /// overlap.
 #[target_feature(enable = "avx2")]
-#[expect(
-    clippy::cast_ptr_alignment,
-    reason = "unaligned loads, and stores to whole lines"
-)]
+#[expect(clippy::cast_ptr_alignment, reason = "unaligned loads, and stores to whole lines")]
 unsafe fn copy_rounds<const PLACES: usize>(
     lanes: &mut Lanes,
     secret: &Secret,
@@ -188,11 +181,7 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     let mut at = 0;
     while at < last {
         let left = (last - at) / ROUND;
-        let (places, rounds) = if left < 4 {
-            (1, left)
-        } else {
-            (4, (left / 4).min(MOST))
-        };
+        let (places, rounds) = if left < 4 { (1, left) } else { (4, (left / 4).min(MOST)) };
         // SAFETY: that many rounds are left of what the caller vouches for, and `at` is a whole
         // number of them.
         unsafe {
@@ -209,10 +198,7 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     let (rest, stripe) = unsafe {
         std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), len - at);
         let rest = std::slice::from_raw_parts(src.add(at), len - at);
-        (
-            rest,
-            std::slice::from_raw_parts(src.add(len - STRIPE), STRIPE),
-        )
+        (rest, std::slice::from_raw_parts(src.add(len - STRIPE), STRIPE))
     };
     for (i, stripe) in rest[..rest.len() - 1].chunks_exact(STRIPE).enumerate() {
         lanes.stripe(stripe, secret, i * SECRET_STEP);

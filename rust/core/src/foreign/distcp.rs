@@ -53,19 +53,12 @@ pub(crate) fn index_items(
     threads: usize,
 ) -> Result<Vec<u8>> {
     let threads = files.threads(threads);
-    let StockMetadata {
-        files: names,
-        entries,
-        mut items,
-        root,
-        save_id,
-    } = metadata;
+    let StockMetadata { files: names, entries, mut items, root, save_id } = metadata;
     let mut builder = IndexBuilder::new(SourceKind::Dcp);
     builder.root = root;
     builder.save_id = save_id;
-    let looked_at = parallel::map(names.len(), threads, |i| {
-        DataFile::look_at(files, dir, &names[i])
-    })?;
+    let looked_at =
+        parallel::map(names.len(), threads, |i| DataFile::look_at(files, dir, &names[i]))?;
     for (name, file) in names.into_iter().zip(&looked_at) {
         builder.add_file(FileEntry {
             name,
@@ -106,21 +99,13 @@ impl DataFile {
     fn look_at(files: Files<'_>, dir: &Path, name: &str) -> Result<Self> {
         let path = dir.join(name);
         let stat = files.stat(&path)?;
-        Ok(Self {
-            path,
-            stat,
-            left: AtomicU64::new(stat.size),
-            embedded: Mutex::default(),
-        })
+        Ok(Self { path, stat, left: AtomicU64::new(stat.size), embedded: Mutex::default() })
     }
 
     /// Takes the bytes of an item.
     fn claim(&self, item: &StockItem) -> FaultResult<()> {
         let take = |left: u64| left.checked_sub(item.length);
-        match self
-            .left
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
-        {
+        match self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
             Ok(_) => Ok(()),
             Err(_) => Err(Fault::corrupt(0, "it shares bytes with other items")),
         }
@@ -193,16 +178,9 @@ fn locate_batch(
     };
     let file = &looked_at[first.file as usize];
     let opened = files.open(&file.path)?;
-    let source = SourceFile {
-        file: &opened,
-        path: &file.path,
-        size: file.stat.size,
-    };
-    let tensors: Vec<_> = items
-        .iter()
-        .filter(|item| is_stored_tensor(item, entries))
-        .cloned()
-        .collect();
+    let source = SourceFile { file: &opened, path: &file.path, size: file.stat.size };
+    let tensors: Vec<_> =
+        items.iter().filter(|item| is_stored_tensor(item, entries)).cloned().collect();
     let gap = if opened.is_remote() { REMOTE_GAP } else { GAP };
     let fetched = source.fetch_all(&ranges(&tensors, source.size, gap))?;
     let mut chunks = Vec::with_capacity(items.len());
@@ -255,10 +233,7 @@ fn locate(
         signs,
         ..ChunkEntry::default()
     };
-    let in_file = item
-        .offset
-        .checked_add(item.length)
-        .is_some_and(|end| end <= source.size);
+    let in_file = item.offset.checked_add(item.length).is_some_and(|end| end <= source.size);
     let Some(dtype) = entry.dtype else {
         return if in_file {
             file.claim(item)?;
@@ -270,13 +245,7 @@ fn locate(
     if item.sizes.contains(&0) {
         return Ok(at(item.offset.min(source.size), 0, None, Signs::default()));
     }
-    let window = |len| Window {
-        source,
-        start: item.offset,
-        len,
-        max_piece: MAX_PIECE,
-        fetched,
-    };
+    let window = |len| Window { source, start: item.offset, len, max_piece: MAX_PIECE, fetched };
     let rest = source.size.saturating_sub(item.offset);
     let magic = window(rest).get(0, 4.min(rest))?;
     if *magic != LOCAL_MAGIC {
@@ -296,13 +265,7 @@ fn locate(
 }
 
 fn leads_out(item: &StockItem, size: u64) -> Fault {
-    Fault::corrupt(
-        0,
-        format!(
-            "its {} bytes lead out of a file of {size} bytes",
-            item.length
-        ),
-    )
+    Fault::corrupt(0, format!("its {} bytes lead out of a file of {size} bytes", item.length))
 }
 
 /// The place of the storage's first byte in an archive of one tensor, and the tensor over it.
@@ -313,10 +276,7 @@ pub(super) fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, Stored
             return Ok(None);
         };
         if record.size > longest {
-            return Err(Fault::Unsupported(format!(
-                "record {name:?} of {} bytes",
-                record.size
-            )));
+            return Err(Fault::Unsupported(format!("record {name:?} of {} bytes", record.size)));
         }
         let at = archive.payload(window, record)?;
         window.get(at, record.size).map(Some)
@@ -325,28 +285,20 @@ pub(super) fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, Stored
         && *order != *b"little"
     {
         let order = String::from_utf8_lossy(&order).into_owned();
-        return Err(Fault::Unsupported(format!(
-            "stored in byte order {order:?}"
-        )));
+        return Err(Fault::Unsupported(format!("stored in byte order {order:?}")));
     }
     let Some(pickle) = content("data.pkl", 1 << 20)? else {
         return Err(Fault::corrupt(0, "the archive has no data.pkl"));
     };
     let tensor = tensor_pickle::parse(&pickle)?;
     let Some(record) = archive.find(&format!("data/{}", tensor.key)) else {
-        return Err(Fault::corrupt(
-            0,
-            format!("the archive has no record data/{}", tensor.key),
-        ));
+        return Err(Fault::corrupt(0, format!("the archive has no record data/{}", tensor.key)));
     };
     let payload = archive.payload(window, record)?;
     if record.size < tensor.storage_len {
         return Err(Fault::corrupt(
             payload,
-            format!(
-                "its storage has {} bytes, expected {}",
-                record.size, tensor.storage_len
-            ),
+            format!("its storage has {} bytes, expected {}", record.size, tensor.storage_len),
         ));
     }
     Ok((payload, tensor))
@@ -372,22 +324,13 @@ impl Embedded {
         let prefix = window.get(0, st::PREFIX_LEN)?;
         let prefix = prefix.first_chunk().copied().unwrap_or_default();
         let len = st::header_len(prefix, window.len).map_err(bad)?;
-        let fetched = window
-            .source
-            .fetch(window.start, st::PREFIX_LEN + len)
-            .map_err(Fault::Read)?;
+        let fetched =
+            window.source.fetch(window.start, st::PREFIX_LEN + len).map_err(Fault::Read)?;
         let header = st::parse(&fetched.bytes, window.len).map_err(bad)?;
         let sharding = Sharding::of(&header)?;
-        let tensors = header
-            .tensors
-            .into_iter()
-            .map(|tensor| (tensor.name.clone(), tensor))
-            .collect();
-        Ok(Self {
-            data_start: header.data_start,
-            tensors,
-            sharding,
-        })
+        let tensors =
+            header.tensors.into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect();
+        Ok(Self { data_start: header.data_start, tensors, sharding })
     }
 }
 
@@ -402,11 +345,7 @@ fn locate_in_safetensors(
     let found =
         found.ok_or_else(|| Fault::corrupt(0, "the safetensors header here does not name it"))?;
     let (stored, sizes) = found.dtype.to_torch(&found.shape).ok_or_else(|| {
-        Fault::Unsupported(format!(
-            "stored as {} {:?}",
-            found.dtype.name(),
-            found.shape
-        ))
+        Fault::Unsupported(format!("stored as {} {:?}", found.dtype.name(), found.shape))
     })?;
     check_stored(stored, &sizes, dtype, item)?;
     // The writer keeps one shard a name and file, and loses the others: the offsets tell which one
@@ -415,16 +354,10 @@ fn locate_in_safetensors(
     if embedded.sharding.is_noted() && offsets != item.offsets {
         return Err(Fault::corrupt(
             0,
-            format!(
-                "the shard stored here begins at {offsets:?}, expected {:?}",
-                item.offsets
-            ),
+            format!("the shard stored here begins at {offsets:?}, expected {:?}", item.offsets),
         ));
     }
-    Ok((
-        item.offset + embedded.data_start + found.begin,
-        found.end - found.begin,
-    ))
+    Ok((item.offset + embedded.data_start + found.begin, found.end - found.begin))
 }
 
 fn check_stored(stored: Dtype, sizes: &[u64], dtype: Dtype, item: &StockItem) -> FaultResult<()> {

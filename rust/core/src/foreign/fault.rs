@@ -22,10 +22,7 @@ pub(super) type FaultResult<T> = Result<T, Fault>;
 
 impl Fault {
     pub(super) fn corrupt(at: u64, reason: impl Into<String>) -> Self {
-        Self::Corrupt {
-            at,
-            reason: reason.into(),
-        }
+        Self::Corrupt { at, reason: reason.into() }
     }
 
     /// As an error of the file at `path` that says what the others hold.
@@ -33,10 +30,7 @@ impl Fault {
         match self {
             Self::Corrupt { at, reason } => Error::corrupt_index(path, at, reason),
             Self::Unsupported(what) => Error::Unsupported(format!("{}: {what}", path.display())),
-            Self::Forbidden(global) => Error::UnsafePickle {
-                path: path.to_owned(),
-                global,
-            },
+            Self::Forbidden(global) => Error::UnsafePickle { path: path.to_owned(), global },
             Self::Read(error) => error,
         }
     }

@@ -24,17 +24,15 @@ pub fn tensor_pickle(bytes: &[u8]) -> bool {
 
 /// An item of a `.distcp` file: the archive of one tensor.
 pub fn archive(bytes: &[u8]) -> bool {
-    in_memory(
-        "x.distcp",
-        bytes,
-        |source, fetched| match distcp::locate_in_archive(&Window::whole(source, fetched)) {
+    in_memory("x.distcp", bytes, |source, fetched| {
+        match distcp::locate_in_archive(&Window::whole(source, fetched)) {
             Ok((payload, tensor)) => {
                 assert!(payload + tensor.offset + tensor.length() <= source.size);
                 true
             }
             Err(_) => false,
-        },
-    )
+        }
+    })
 }
 
 /// A file of `torch.save`, and the same as a value.
@@ -49,10 +47,7 @@ pub fn recovery(bytes: &[u8]) -> bool {
     let _ = fs::create_dir(&folder);
     let name = "g00000001-0123456789abcdef-r00000-f00000.safetensors";
     fs::write(folder.join(name), bytes).expect("a file in memory");
-    let options = RecoverOptions {
-        threads: 1,
-        ..RecoverOptions::default()
-    };
+    let options = RecoverOptions { threads: 1, ..RecoverOptions::default() };
     let recovered = recover(&folder, None, &options, &Control::new());
     let _ = fs::remove_dir_all(&folder);
     recovered.is_ok_and(|index| Index::from_bytes(index, &folder.join(INDEX_NAME)).is_ok())

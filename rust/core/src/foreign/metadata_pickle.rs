@@ -78,20 +78,13 @@ fn allow(module: &str, name: &str) -> bool {
         "collections" => name == "OrderedDict",
         // The folder that was saved to; Python 3.13 has the classes in another place.
         "pathlib" | "pathlib._local" => {
-            matches!(
-                name,
-                "PosixPath" | "PurePosixPath" | "WindowsPath" | "PureWindowsPath"
-            )
+            matches!(name, "PosixPath" | "PurePosixPath" | "WindowsPath" | "PureWindowsPath")
         }
         _ => false,
     }
 }
 
-const RULES: Rules = Rules {
-    allow,
-    persistent: false,
-    keep: false,
-};
+const RULES: Rules = Rules { allow, persistent: false, keep: false };
 
 /// Takes apart the bytes of a `.metadata`. `path` is for messages.
 pub fn parse(bytes: &[u8], path: &Path) -> Result<StockMetadata> {
@@ -115,11 +108,7 @@ fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
         items: Vec::new(),
     };
     let top = reader.state(pickle.top(), METADATA, "Metadata")?;
-    let part = |name| {
-        pickle
-            .get(top, name)
-            .ok_or_else(|| odd(format!("it has no {name}")))
-    };
+    let part = |name| pickle.get(top, name).ok_or_else(|| odd(format!("it has no {name}")));
     reader.read_entries(part("state_dict_metadata")?)?;
     reader.read_storage(part("storage_data")?)?;
     reader.check_stored()?;
@@ -174,13 +163,9 @@ impl<'a> Reader<'a> {
 
     fn read_entries(&mut self, map: Item) -> FaultResult<()> {
         let pickle = self.pickle;
-        let pairs = pickle
-            .as_dict(map)
-            .ok_or_else(|| odd("state_dict_metadata is not a dict"))?;
+        let pairs = pickle.as_dict(map).ok_or_else(|| odd("state_dict_metadata is not a dict"))?;
         for (name, entry) in pairs {
-            let name = pickle
-                .as_str(*name)
-                .ok_or_else(|| odd("an FQN that is not text"))?;
+            let name = pickle.as_str(*name).ok_or_else(|| odd("an FQN that is not text"))?;
             let id = u32::try_from(self.entries.len()).map_err(|_| odd("too many entries"))?;
             if self.ids.insert(name, id).is_some() {
                 return Err(odd(format!("{name:?} is there twice")));
@@ -203,9 +188,7 @@ impl<'a> Reader<'a> {
     fn spend(&mut self, bytes: usize, what: &str) -> FaultResult<()> {
         let left = self.budget.checked_sub(bytes as u64);
         self.budget = left.ok_or_else(|| {
-            Fault::Unsupported(format!(
-                "{what} that grows without bound as it repeats itself"
-            ))
+            Fault::Unsupported(format!("{what} that grows without bound as it repeats itself"))
         })?;
         Ok(())
     }
@@ -213,50 +196,34 @@ impl<'a> Reader<'a> {
     fn tensor(&mut self, name: &str, state: Item) -> FaultResult<(TensorEntry, Vec<Chunk>)> {
         let pickle = self.pickle;
         let bad = |what: &str| odd(format!("tensor {name:?}: {what}"));
-        let shape = self
-            .dims(pickle.get(state, "size"))
-            .ok_or_else(|| bad("its size"))?;
-        let properties = pickle
-            .get(state, "properties")
-            .ok_or_else(|| bad("it has no properties"))?;
+        let shape = self.dims(pickle.get(state, "size")).ok_or_else(|| bad("its size"))?;
+        let properties =
+            pickle.get(state, "properties").ok_or_else(|| bad("it has no properties"))?;
         let (dtype, flags) = self.properties(properties, name)?;
-        let list = pickle
-            .get(state, "chunks")
-            .and_then(|item| pickle.as_list(item));
+        let list = pickle.get(state, "chunks").and_then(|item| pickle.as_list(item));
         let list = list.ok_or_else(|| bad("it has no chunks"))?;
         let dims = 8 * if shape.spilled() { shape.len() } else { 0 };
-        self.spend(
-            list.len() * (size_of::<Chunk>() + 2 * dims),
-            "a list of chunks",
-        )?;
+        self.spend(list.len() * (size_of::<Chunk>() + 2 * dims), "a list of chunks")?;
         let mut chunks = Vec::with_capacity(list.len());
         for chunk in list {
             let state = self.state(*chunk, METADATA, "ChunkStorageMetadata")?;
-            let (Some(offsets), Some(sizes)) = (
-                self.dims(pickle.get(state, "offsets")),
-                self.dims(pickle.get(state, "sizes")),
-            ) else {
+            let (Some(offsets), Some(sizes)) =
+                (self.dims(pickle.get(state, "offsets")), self.dims(pickle.get(state, "sizes")))
+            else {
                 return Err(bad("a chunk without offsets and sizes"));
             };
             let inside = offsets.len() == shape.len()
                 && sizes.len() == shape.len()
-                && shape
-                    .iter()
-                    .zip(offsets.iter().zip(&sizes))
-                    .all(|(&whole, (&at, &len))| {
-                        at.checked_add(len).is_some_and(|end| end <= whole)
-                    });
+                && shape.iter().zip(offsets.iter().zip(&sizes)).all(|(&whole, (&at, &len))| {
+                    at.checked_add(len).is_some_and(|end| end <= whole)
+                });
             if !inside {
                 return Err(bad(&format!(
                     "chunk {sizes:?} at {offsets:?} lies outside its shape {shape:?}"
                 )));
             }
             let stored = false;
-            chunks.push(Chunk {
-                offsets,
-                sizes,
-                stored,
-            });
+            chunks.push(Chunk { offsets, sizes, stored });
         }
         chunks.sort_by(|a, b| a.offsets.cmp(&b.offsets));
         let entry = TensorEntry {
@@ -320,69 +287,46 @@ impl<'a> Reader<'a> {
             _ => return Err(bad("its memory format")),
         };
         let bit = |item: &Item, bit: u8| if *item == Item::Bool(true) { bit } else { 0 };
-        Ok((
-            dtype,
-            bit(requires_grad, 1) | bit(pin_memory, 2) | format << 2,
-        ))
+        Ok((dtype, bit(requires_grad, 1) | bit(pin_memory, 2) | format << 2))
     }
 
     fn dims(&self, item: Option<Item>) -> Option<Dims> {
-        let items = self
-            .pickle
-            .as_tuple(item?)
-            .filter(|items| items.len() <= 64)?;
+        let items = self.pickle.as_tuple(item?).filter(|items| items.len() <= 64)?;
         items.iter().map(|item| unsigned(Some(*item))).collect()
     }
 
     fn read_storage(&mut self, map: Item) -> FaultResult<()> {
         let pickle = self.pickle;
-        let pairs = pickle
-            .as_dict(map)
-            .ok_or_else(|| odd("storage_data is not a dict"))?;
+        let pairs = pickle.as_dict(map).ok_or_else(|| odd("storage_data is not a dict"))?;
         self.items.reserve(pairs.len());
         for (index, info) in pairs {
             let index = self.state(*index, METADATA, "MetadataIndex")?;
             let name = pickle.get(index, "fqn").and_then(|fqn| pickle.as_str(fqn));
             let name = name.ok_or_else(|| odd("stored data without an FQN"))?;
             let bad = |what: &str| odd(format!("stored data of {name:?}: {what}"));
-            let entry = *self
-                .ids
-                .get(name)
-                .ok_or_else(|| bad("there is no such entry"))?;
-            let offset = pickle
-                .get(index, "offset")
-                .filter(|offset| *offset != Item::None);
+            let entry = *self.ids.get(name).ok_or_else(|| bad("there is no such entry"))?;
+            let offset = pickle.get(index, "offset").filter(|offset| *offset != Item::None);
             let offset = match offset {
                 Some(offset) => Some(self.dims(Some(offset)).ok_or_else(|| bad("its offset"))?),
                 None => None,
             };
             let info = self.state(*info, FILESYSTEM, "_StorageInfo")?;
-            let extensions = pickle
-                .get(info, "transform_descriptors")
-                .unwrap_or(Item::None);
+            let extensions = pickle.get(info, "transform_descriptors").unwrap_or(Item::None);
             if extensions != Item::None
-                && pickle
-                    .as_list(extensions)
-                    .is_none_or(|list| !list.is_empty())
+                && pickle.as_list(extensions).is_none_or(|list| !list.is_empty())
             {
                 let names = pickle.as_list(extensions).unwrap_or_default();
-                let names: Vec<_> = names
-                    .iter()
-                    .filter_map(|name| pickle.as_str(*name))
-                    .collect();
+                let names: Vec<_> = names.iter().filter_map(|name| pickle.as_str(*name)).collect();
                 let names = names.join(", ");
                 return Err(Fault::Unsupported(format!(
                     "{name:?} is stored through the extension {names}"
                 )));
             }
-            let file = pickle
-                .get(info, "relative_path")
-                .and_then(|path| pickle.as_str(path));
+            let file = pickle.get(info, "relative_path").and_then(|path| pickle.as_str(path));
             let file = self.file(file.ok_or_else(|| bad("its file"))?)?;
-            let (Some(offset_in_file), Some(length)) = (
-                unsigned(pickle.get(info, "offset")),
-                unsigned(pickle.get(info, "length")),
-            ) else {
+            let (Some(offset_in_file), Some(length)) =
+                (unsigned(pickle.get(info, "offset")), unsigned(pickle.get(info, "length")))
+            else {
                 return Err(bad("its place in the file"));
             };
             let (offsets, sizes) = match self.entries[entry as usize].kind {
@@ -431,14 +375,10 @@ impl<'a> Reader<'a> {
             if entry.kind == Kind::Bytes && !has_item {
                 return Err(odd(format!("no data is stored for {name:?}")));
             }
-            if let Some(chunk) = chunks
-                .iter()
-                .find(|chunk| !chunk.stored && !chunk.sizes.contains(&0))
+            if let Some(chunk) =
+                chunks.iter().find(|chunk| !chunk.stored && !chunk.sizes.contains(&0))
             {
-                return Err(odd(format!(
-                    "no data is stored for {name:?} at {:?}",
-                    chunk.offsets
-                )));
+                return Err(odd(format!("no data is stored for {name:?} at {:?}", chunk.offsets)));
             }
         }
         Ok(())
@@ -454,18 +394,14 @@ impl<'a> Reader<'a> {
             parts.is_some_and(|parts| !parts.is_empty() && parts.iter().all(is_part))
         };
         let only_paths = pickle.as_dict(item).is_some()
-            && pairs
-                .iter()
-                .all(|(name, path)| matches!(name, Item::Str(_)) && is_path(path));
+            && pairs.iter().all(|(name, path)| matches!(name, Item::Str(_)) && is_path(path));
         if !only_paths {
             return self.value(item, 0);
         }
         let mut rest = Vec::new();
         for (name, path) in pairs {
             let path = self.value(*path, 1)?;
-            let known = pickle
-                .as_str(*name)
-                .and_then(|name| self.ids.get(name).copied());
+            let known = pickle.as_str(*name).and_then(|name| self.ids.get(name).copied());
             match known {
                 Some(id) => self.entries[id as usize].path = Some(path),
                 None => rest.push((self.value(*name, 1)?, path)),
@@ -476,9 +412,7 @@ impl<'a> Reader<'a> {
 
     fn value(&mut self, item: Item, depth: u32) -> FaultResult<Value> {
         if depth > 64 {
-            return Err(Fault::Unsupported(
-                "planner data is nested more than 64 deep".into(),
-            ));
+            return Err(Fault::Unsupported("planner data is nested more than 64 deep".into()));
         }
         let pickle = self.pickle;
         let cost = match item {
@@ -512,10 +446,7 @@ impl<'a> Reader<'a> {
     }
 
     fn values(&mut self, items: &[Item], depth: u32) -> FaultResult<Vec<Value>> {
-        items
-            .iter()
-            .map(|item| self.value(*item, depth + 1))
-            .collect()
+        items.iter().map(|item| self.value(*item, depth + 1)).collect()
     }
 }
 
@@ -555,15 +486,9 @@ fn take_chunk(chunks: &mut [Chunk], offsets: Option<&Dims>) -> Option<(Dims, Dim
         None if chunks.len() == 1 => chunks,
         None => return None,
     };
-    let meant = run
-        .iter()
-        .position(|chunk| !chunk.sizes.contains(&0))
-        .unwrap_or(0);
+    let meant = run.iter().position(|chunk| !chunk.sizes.contains(&0)).unwrap_or(0);
     let sizes = run.get(meant)?.sizes.clone();
-    if run
-        .iter()
-        .any(|chunk| !chunk.sizes.contains(&0) && chunk.sizes != sizes)
-    {
+    if run.iter().any(|chunk| !chunk.sizes.contains(&0) && chunk.sizes != sizes) {
         return None;
     }
     for chunk in run.iter_mut() {

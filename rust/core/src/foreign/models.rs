@@ -70,10 +70,7 @@ pub struct Model {
 impl Model {
     /// One file.
     pub(crate) fn of_file(name: &str) -> Self {
-        Self {
-            files: vec![name.to_owned()],
-            ..Self::default()
-        }
+        Self { files: vec![name.to_owned()], ..Self::default() }
     }
 
     /// The model whose index is the file `name` of the folder.
@@ -86,10 +83,7 @@ impl Model {
                 reason: "it names no files".into(),
             });
         }
-        Ok(Self {
-            files: files.into_iter().cloned().collect(),
-            weight_map,
-        })
+        Ok(Self { files: files.into_iter().cloned().collect(), weight_map })
     }
 
     /// The model that a file of the folder is, or that it indexes; nothing where it is neither.
@@ -123,9 +117,7 @@ impl Family {
     /// Whether a file of this name maps tensors to files: `model.safetensors.index.json`, or with
     /// the name of a variant before `.json`.
     fn is_index(&self, name: &str) -> bool {
-        let rest = name
-            .strip_suffix(".json")
-            .and_then(|stem| stem.rsplit_once(self.index));
+        let rest = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(self.index));
         rest.is_some_and(|(_, variant)| variant.is_empty() || variant.starts_with('.'))
     }
 }
@@ -144,18 +136,12 @@ pub(crate) fn choose(
 ) -> Result<Option<Model>> {
     let is_model_index = |name: &str| family.is_index(name) && !name.starts_with('.');
     let sorted = |wanted: &dyn Fn(&str) -> bool| {
-        let mut found: Vec<&str> = names
-            .iter()
-            .map(String::as_str)
-            .filter(|name| wanted(name))
-            .collect();
+        let mut found: Vec<&str> =
+            names.iter().map(String::as_str).filter(|name| wanted(name)).collect();
         found.sort_unstable();
         found
     };
-    let (files, indexes) = (
-        sorted(&|name| family.is_model_file(name)),
-        sorted(&is_model_index),
-    );
+    let (files, indexes) = (sorted(&|name| family.is_model_file(name)), sorted(&is_model_index));
     let series = by_series(&files, family);
     if indexes.is_empty() && series.len() <= 1 {
         return match series.into_iter().next() {
@@ -168,10 +154,7 @@ pub(crate) fn choose(
     {
         return Ok(Some(model));
     }
-    let preferred = family
-        .loaded
-        .iter()
-        .find(|&name| names.iter().any(|there| there == name));
+    let preferred = family.loaded.iter().find(|&name| names.iter().any(|there| there == name));
     match (preferred, indexes.as_slice()) {
         (Some(name), _) | (None, [name]) => Model::at(from, dir, name, family),
         (None, _) => Err(several(dir, &indexes, &series, family)),
@@ -244,12 +227,7 @@ fn numbered<'a>(name: &'a str, family: &Family) -> Option<Numbered<'a>> {
     let (stem, number) = rest.rsplit_once('-')?;
     let (of, variant) = of.split_at(of.find('.').unwrap_or(of.len()));
     let parse = |digits: &str| is_number(digits).then(|| digits.parse().ok())?;
-    Some(Numbered {
-        stem,
-        number: parse(number)?,
-        of: parse(of)?,
-        variant,
-    })
+    Some(Numbered { stem, number: parse(number)?, of: parse(of)?, variant })
 }
 
 fn is_number(text: &str) -> bool {
@@ -259,27 +237,17 @@ fn is_number(text: &str) -> bool {
 /// The files as a model, if none of them is missing.
 fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<Model> {
     if let (Grouping::Series, stem, variant, of) = *key {
-        let numbers: BTreeSet<u64> = files
-            .iter()
-            .filter_map(|name| Some(numbered(name, family)?.number))
-            .collect();
+        let numbers: BTreeSet<u64> =
+            files.iter().filter_map(|name| Some(numbered(name, family)?.number)).collect();
         if numbers.len() as u64 != of {
-            let missing = (1..=of)
-                .find(|number| !numbers.contains(number))
-                .unwrap_or(of);
+            let missing = (1..=of).find(|number| !numbers.contains(number)).unwrap_or(of);
             return Err(Error::corrupt_file(
-                &dir.join(format!(
-                    "{stem}-{missing:05}-of-{of:05}{variant}{}",
-                    family.suffix
-                )),
+                &dir.join(format!("{stem}-{missing:05}-of-{of:05}{variant}{}", family.suffix)),
                 format!("it is missing: {} of {of} files are there", numbers.len()),
             ));
         }
     }
-    Ok(Model {
-        files: files.iter().map(|&name| name.to_owned()).collect(),
-        ..Model::default()
-    })
+    Ok(Model { files: files.iter().map(|&name| name.to_owned()).collect(), ..Model::default() })
 }
 
 /// The file that the model's own configuration names, which transformers prefers to all others.
@@ -291,9 +259,7 @@ fn named_by_config(from: Files<'_>, dir: &Path, names: &[String]) -> Option<Stri
     let config = names.iter().find(|&name| name == "config.json")?;
     let text = from.read(&dir.join(config)).ok()??;
     let config: Config = serde_json::from_slice(&text).ok()?;
-    config
-        .transformers_weights
-        .filter(|name| names.contains(name))
+    config.transformers_weights.filter(|name| names.contains(name))
 }
 
 fn several(
@@ -307,11 +273,8 @@ fn several(
         [first, rest @ ..] => format!("{first} and {} more of its series", rest.len()),
         [] => String::new(),
     });
-    let models: Vec<String> = indexes
-        .iter()
-        .map(|&name| name.to_owned())
-        .chain(of_series)
-        .collect();
+    let models: Vec<String> =
+        indexes.iter().map(|&name| name.to_owned()).chain(of_series).collect();
     let more = match models.len().saturating_sub(SHOWN) {
         0 => String::new(),
         more => format!(" and {more} more"),
@@ -334,29 +297,15 @@ struct HfIndex {
 fn read_weight_map(from: Files<'_>, dir: &Path, name: &str) -> Result<HashMap<String, String>> {
     let path = dir.join(name);
     let Some(text) = from.read(&path)? else {
-        return Err(Error::io(
-            "read",
-            &path,
-            std::io::ErrorKind::NotFound.into(),
-        ));
+        return Err(Error::io("read", &path, std::io::ErrorKind::NotFound.into()));
     };
     let index: HfIndex = serde_json::from_slice(&text).map_err(|e| {
-        Error::corrupt_index(
-            &path,
-            0,
-            format!("line {} column {}: {e}", e.line(), e.column()),
-        )
+        Error::corrupt_index(&path, 0, format!("line {} column {}: {e}", e.line(), e.column()))
     })?;
-    match index
-        .weight_map
-        .values()
-        .find(|file| reach(file) != Reach::Plain)
-    {
-        Some(file) => Err(Error::corrupt_index(
-            &path,
-            0,
-            format!("file {file:?} leads out of the folder"),
-        )),
+    match index.weight_map.values().find(|file| reach(file) != Reach::Plain) {
+        Some(file) => {
+            Err(Error::corrupt_index(&path, 0, format!("file {file:?} leads out of the folder")))
+        }
         None => Ok(index.weight_map),
     }
 }
@@ -392,38 +341,20 @@ mod tests {
     #[test]
     fn what_loaders_would_take_is_taken() {
         for (there, taken) in [
-            (
-                &["adapter_model.safetensors", "model.safetensors"][..],
-                &["model.safetensors"][..],
-            ),
-            (
-                &["model.fp16.safetensors", "model.safetensors"],
-                &["model.safetensors"],
-            ),
+            (&["adapter_model.safetensors", "model.safetensors"][..], &["model.safetensors"][..]),
+            (&["model.fp16.safetensors", "model.safetensors"], &["model.safetensors"]),
             (&["model.fp16.safetensors"], &["model.fp16.safetensors"]),
-            (
-                &["adapter_model.safetensors"],
-                &["adapter_model.safetensors"],
-            ),
-            (
-                &["model.safetensors", "model.safetensors.index.json"],
-                &["model.safetensors"],
-            ),
+            (&["adapter_model.safetensors"], &["adapter_model.safetensors"]),
+            (&["model.safetensors", "model.safetensors.index.json"], &["model.safetensors"]),
             (
                 &["consolidated.safetensors", "model.safetensors.index.json"],
                 &["of model.safetensors"],
             ),
             (
-                &[
-                    "model.safetensors.index.fp16.json",
-                    "model.safetensors.index.json",
-                ],
+                &["model.safetensors.index.fp16.json", "model.safetensors.index.json"],
                 &["of model.safetensors"],
             ),
-            (
-                &["a.safetensors", "model.safetensors.index.fp16.json"],
-                &["of model.safetensors"],
-            ),
+            (&["a.safetensors", "model.safetensors.index.fp16.json"], &["of model.safetensors"]),
             (
                 &[
                     "diffusion_pytorch_model.safetensors",
@@ -438,14 +369,8 @@ mod tests {
                 ],
                 &["diffusion_pytorch_model.safetensors"],
             ),
-            (
-                &["model.safetensors", "chosen.safetensors", "config.json"],
-                &["chosen.safetensors"],
-            ),
-            (
-                &["model.safetensors", "config.json", "x.safetensors"],
-                &["model.safetensors"],
-            ),
+            (&["model.safetensors", "chosen.safetensors", "config.json"], &["chosen.safetensors"]),
+            (&["model.safetensors", "config.json", "x.safetensors"], &["model.safetensors"]),
             (
                 &["m-1-of-2.fp16.safetensors", "m-2-of-2.fp16.safetensors"],
                 &["m-1-of-2.fp16.safetensors", "m-2-of-2.fp16.safetensors"],
@@ -473,23 +398,11 @@ mod tests {
                 &["pytorch_model.bin", "training_args.bin", "optimizer.bin"][..],
                 &["pytorch_model.bin"][..],
             ),
+            (&["pytorch_model.bin", "pytorch_model.fp16.bin"], &["pytorch_model.bin"]),
+            (&["pytorch_model.bin.index.json", "adapter_model.bin"], &["of pytorch_model.bin"]),
             (
-                &["pytorch_model.bin", "pytorch_model.fp16.bin"],
-                &["pytorch_model.bin"],
-            ),
-            (
-                &["pytorch_model.bin.index.json", "adapter_model.bin"],
-                &["of pytorch_model.bin"],
-            ),
-            (
-                &[
-                    "pytorch_model-00001-of-00002.bin",
-                    "pytorch_model-00002-of-00002.bin",
-                ],
-                &[
-                    "pytorch_model-00001-of-00002.bin",
-                    "pytorch_model-00002-of-00002.bin",
-                ],
+                &["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+                &["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
             ),
             (&["optimizer.bin", "checkpoint.pth", "model.pt"], &[]),
         ] {
@@ -507,26 +420,13 @@ mod tests {
         for there in [
             &["a.safetensors", "b.safetensors"][..],
             &["model.bf16.safetensors", "model.fp16.safetensors"],
-            &[
-                "model-00001-of-00001.safetensors",
-                "consolidated.safetensors",
-            ],
-            &[
-                "model-1-of-1.safetensors",
-                "model-1-of-2.safetensors",
-                "model-2-of-2.safetensors",
-            ],
-            &[
-                "shard-00001-model-00001-of-00001.safetensors",
-                "model-00001-of-00001.safetensors",
-            ],
+            &["model-00001-of-00001.safetensors", "consolidated.safetensors"],
+            &["model-1-of-1.safetensors", "model-1-of-2.safetensors", "model-2-of-2.safetensors"],
+            &["shard-00001-model-00001-of-00001.safetensors", "model-00001-of-00001.safetensors"],
             &["a.safetensors.index.json", "b.safetensors.index.json"],
         ] {
             let error = files(there).unwrap_err();
-            assert!(
-                error.contains("several models") && error.contains(there[0]),
-                "{error}"
-            );
+            assert!(error.contains("several models") && error.contains(there[0]), "{error}");
         }
         let many: Vec<String> = (10..30).map(|i| format!("m{i}.safetensors")).collect();
         let error = files(&many.iter().map(String::as_str).collect::<Vec<_>>()).unwrap_err();

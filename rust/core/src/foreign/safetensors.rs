@@ -29,9 +29,8 @@ pub(crate) fn index_model(
     threads: usize,
 ) -> Result<Vec<u8>> {
     let threads = files.threads(threads);
-    let parts = parallel::map(model.files.len(), threads, |i| {
-        read_part(files, dir, &model.files[i])
-    })?;
+    let parts =
+        parallel::map(model.files.len(), threads, |i| read_part(files, dir, &model.files[i]))?;
     for part in &parts {
         if let Some(which) = part_of(&part.header) {
             return Err(Error::NotFound {
@@ -62,21 +61,12 @@ fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<ModelFile> {
         let need = st::PREFIX_LEN + st::header_len(*prefix, stat.size).map_err(bad)?;
         if need > head.len() as u64 {
             let here = head.len() as u64;
-            head.extend(
-                files
-                    .open(&path)?
-                    .fetch(&path, stat.size, here, need - here)?,
-            );
+            head.extend(files.open(&path)?.fetch(&path, stat.size, here, need - here)?);
         }
     }
     let header = st::parse(&head, stat.size).map_err(bad)?;
     let sharding = Sharding::of(&header).map_err(|fault| fault.in_index(&path))?;
-    Ok(ModelFile {
-        name: name.to_owned(),
-        stat,
-        header,
-        sharding,
-    })
+    Ok(ModelFile { name: name.to_owned(), stat, header, sharding })
 }
 
 /// What is known of a tensor when all files are read.
@@ -101,38 +91,19 @@ fn build(dir: &Path, parts: &[ModelFile], weight_map: &HashMap<String, String>) 
     for (i, part) in parts.iter().enumerate() {
         let path = dir.join(&part.name);
         for tensor in &part.header.tensors {
-            if weight_map
-                .get(&tensor.name)
-                .is_some_and(|file| *file != part.name)
-            {
+            if weight_map.get(&tensor.name).is_some_and(|file| *file != part.name) {
                 continue; // a copy: the index names another file for it
             }
             let (dtype, chunk) =
                 chunk_of(i, part, tensor).map_err(|fault| fault.in_index(&path))?;
-            let ends = chunk
-                .offsets
-                .iter()
-                .zip(&chunk.sizes)
-                .map(|(at, len)| at + len)
-                .collect();
+            let ends = chunk.offsets.iter().zip(&chunk.sizes).map(|(at, len)| at + len).collect();
             match tensors.get_mut(tensor.name.as_str()) {
                 None => {
                     let chunks = vec![chunk];
-                    tensors.insert(
-                        &tensor.name,
-                        Known {
-                            dtype,
-                            shape: ends,
-                            chunks,
-                        },
-                    );
+                    tensors.insert(&tensor.name, Known { dtype, shape: ends, chunks });
                 }
                 Some(known) if known.dtype == dtype && known.shape.len() == ends.len() => {
-                    known
-                        .shape
-                        .iter_mut()
-                        .zip(ends)
-                        .for_each(|(size, end)| *size = end.max(*size));
+                    known.shape.iter_mut().zip(ends).for_each(|(size, end)| *size = end.max(*size));
                     known.chunks.push(chunk);
                 }
                 Some(known) => {
@@ -178,19 +149,9 @@ fn chunk_of(i: usize, part: &ModelFile, tensor: &st::HeaderTensor) -> FaultResul
         ))
     };
     let offsets = part.sharding.offsets(tensor)?;
-    let (dtype, sizes) = tensor
-        .dtype
-        .to_torch(&tensor.shape)
-        .ok_or_else(unsupported)?;
-    if offsets
-        .iter()
-        .zip(&sizes)
-        .any(|(at, len)| at.checked_add(*len).is_none())
-    {
-        return Err(Fault::corrupt(
-            8,
-            format!("tensor {:?}: its offsets overflow", tensor.name),
-        ));
+    let (dtype, sizes) = tensor.dtype.to_torch(&tensor.shape).ok_or_else(unsupported)?;
+    if offsets.iter().zip(&sizes).any(|(at, len)| at.checked_add(*len).is_none()) {
+        return Err(Fault::corrupt(8, format!("tensor {:?}: its offsets overflow", tensor.name)));
     }
     let chunk = Chunk {
         part: i,
@@ -208,10 +169,7 @@ fn check_weight_map(
     tensors: &BTreeMap<&str, Known>,
     weight_map: &HashMap<String, String>,
 ) -> Result<()> {
-    let missing = weight_map
-        .iter()
-        .filter(|(name, _)| !tensors.contains_key(name.as_str()))
-        .min();
+    let missing = weight_map.iter().filter(|(name, _)| !tensors.contains_key(name.as_str())).min();
     match missing {
         Some((name, file)) => Err(Error::corrupt_data(
             &dir.join(file),
@@ -230,24 +188,14 @@ fn add(
     name: &str,
     known: Known,
 ) -> Result<()> {
-    let Known {
-        dtype,
-        shape,
-        mut chunks,
-    } = known;
+    let Known { dtype, shape, mut chunks } = known;
     let bad = |chunk: &Chunk, reason: String| {
         let path = dir.join(&parts[chunk.part].name);
-        Err(Error::corrupt_index(
-            &path,
-            0,
-            format!("tensor {name:?} {reason}"),
-        ))
+        Err(Error::corrupt_index(&path, 0, format!("tensor {name:?} {reason}")))
     };
     let mut seen: HashMap<(Dims, Dims), usize> = HashMap::new();
     for chunk in &chunks {
-        let first = *seen
-            .entry((chunk.offsets.clone(), chunk.sizes.clone()))
-            .or_insert(chunk.part);
+        let first = *seen.entry((chunk.offsets.clone(), chunk.sizes.clone())).or_insert(chunk.part);
         if first != chunk.part && !chunk.noted {
             return bad(chunk, format!("is in {:?} too", parts[first].name));
         }
@@ -286,10 +234,8 @@ fn add(
 /// cannot be seen: nothing but the chunks tells the shape.)
 fn check_tiling(shape: &[u64], chunks: &[Chunk]) -> std::result::Result<(), String> {
     element_count(shape).ok_or("has a shape that overflows")?;
-    let rectangles: Vec<(&[u64], &[u64])> = chunks
-        .iter()
-        .map(|chunk| (&chunk.offsets[..], &chunk.sizes[..]))
-        .collect();
+    let rectangles: Vec<(&[u64], &[u64])> =
+        chunks.iter().map(|chunk| (&chunk.offsets[..], &chunk.sizes[..])).collect();
     tiling::check_tiling(shape, &rectangles).map_err(|fault| match fault {
         tiling::Fault::Hole(at) => {
             format!("of shape {shape:?} misses shards: none holds the element at {at:?}")

@@ -50,10 +50,7 @@ impl Template {
             Some(last) if last.at + last.bytes.len() as u64 == at => {
                 last.bytes.extend_from_slice(bytes)
             }
-            _ => self.pieces.push(Fetched {
-                at,
-                bytes: bytes.to_vec(),
-            }),
+            _ => self.pieces.push(Fetched { at, bytes: bytes.to_vec() }),
         }
     }
 
@@ -64,9 +61,7 @@ impl Template {
 
     /// What is in memory, with its first byte in the file, in order.
     pub fn pieces(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.pieces
-            .iter()
-            .map(|piece| (piece.at, piece.bytes.as_slice()))
+        self.pieces.iter().map(|piece| (piece.at, piece.bytes.as_slice()))
     }
 
     /// Enters the CRC-32 of every record of the archives (first byte, length), whose payload is in
@@ -82,24 +77,15 @@ impl Template {
         filled: &[Filled],
         threads: usize,
     ) -> Result<()> {
-        let source = SourceFile {
-            file: &Opened::Nowhere,
-            path,
-            size: self.size,
-        };
+        let source = SourceFile { file: &Opened::Nowhere, path, size: self.size };
         let sums = parallel::map(archives.len(), threads, |i| {
             let (start, len) = archives[i];
             if start.checked_add(len).is_none_or(|end| end > self.size) {
                 let reason = format!("an archive of {len} bytes leads out of the file");
                 return Err(Error::corrupt_data(path, "", start, reason));
             }
-            let window = Window {
-                source: &source,
-                start,
-                len,
-                max_piece: u64::MAX,
-                fetched: &self.pieces,
-            };
+            let window =
+                Window { source: &source, start, len, max_piece: u64::MAX, fetched: &self.pieces };
             sums_of(&window, filled).map_err(|fault| named(fault, path, start))
         })?;
         for (at, crc) in sums.into_iter().flatten() {
@@ -141,11 +127,7 @@ fn sums_of(window: &Window<'_>, filled: &[Filled]) -> FaultResult<Vec<(u64, u32)
             Ok(filled) if filled.len == record.size => filled.crc,
             _ => crc32fast::hash(&window.get(payload, record.size)?),
         };
-        sums.extend(
-            record
-                .checksums_at(payload)
-                .map(|at| (window.start + at, crc)),
-        );
+        sums.extend(record.checksums_at(payload).map(|at| (window.start + at, crc)));
     }
     Ok(sums)
 }
@@ -185,19 +167,9 @@ mod tests {
         let mut template = Template::default();
         template.append(&[7; 100]);
         template.skip(50);
-        for (start, len) in [
-            (0, 100),
-            (0, 150),
-            (60, 90),
-            (0, 3),
-            (0, 151),
-            (u64::MAX, 100),
-        ] {
+        for (start, len) in [(0, 100), (0, 150), (60, 90), (0, 3), (0, 151), (u64::MAX, 100)] {
             let sealed = template.seal(Path::new("x.pt"), &[(start, len)], &[], 1);
-            assert!(
-                matches!(sealed, Err(Error::CorruptData { .. })),
-                "{start} {len}"
-            );
+            assert!(matches!(sealed, Err(Error::CorruptData { .. })), "{start} {len}");
         }
         assert!(template.seal(Path::new("x.pt"), &[], &[], 1).is_ok());
     }

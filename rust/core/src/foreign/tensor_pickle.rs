@@ -45,9 +45,7 @@ impl StoredTensor {
     pub(super) fn steps(&self) -> Dims {
         let dense = row_major(&self.sizes);
         let steps = self.sizes.iter().zip(&self.strides).zip(dense);
-        steps
-            .map(|((&size, &stride), dense)| if size == 1 { dense } else { stride })
-            .collect()
+        steps.map(|((&size, &stride), dense)| if size == 1 { dense } else { stride }).collect()
     }
 
     /// Bytes from the first element to past the last.
@@ -97,11 +95,7 @@ fn allow(module: &str, name: &str) -> bool {
     }
 }
 
-const RULES: Rules = Rules {
-    allow,
-    persistent: true,
-    keep: false,
-};
+const RULES: Rules = Rules { allow, persistent: true, keep: false };
 
 /// Takes apart the pickle of one tensor.
 pub(super) fn parse(bytes: &[u8]) -> FaultResult<StoredTensor> {
@@ -140,9 +134,7 @@ pub(super) fn is_tensor(pickle: &Pickle<'_>, item: Item) -> bool {
     match pickle.as_object(item) {
         Some((("torch._utils", name), ..)) => {
             name.starts_with("_rebuild_")
-                && ["tensor", "parameter", "subclass"]
-                    .iter()
-                    .any(|kind| name.contains(kind))
+                && ["tensor", "parameter", "subclass"].iter().any(|kind| name.contains(kind))
         }
         Some((("torch._tensor", name), ..)) => name.starts_with("_rebuild_from_type"),
         _ => false,
@@ -175,9 +167,7 @@ fn odd(what: &str) -> Fault {
 impl<'a> Reader<'a> {
     fn tensor(&self, item: Item, depth: u32) -> FaultResult<StoredTensor> {
         let Some(((module, name), args, _)) = self.pickle.as_object(item) else {
-            return Err(Fault::Unsupported(
-                "stored as something that is not a tensor".into(),
-            ));
+            return Err(Fault::Unsupported("stored as something that is not a tensor".into()));
         };
         match (module, name, args) {
             (
@@ -206,10 +196,7 @@ impl<'a> Reader<'a> {
                     kind,
                     Some(("torch", "Tensor") | ("torch.nn.parameter", "Parameter" | "Buffer"))
                 );
-                let args = self
-                    .pickle
-                    .as_tuple(*args)
-                    .ok_or_else(|| odd("no arguments"))?;
+                let args = self.pickle.as_tuple(*args).ok_or_else(|| odd("no arguments"))?;
                 match (plain, self.pickle.as_global(*function)) {
                     (true, Some(("torch._utils", name))) => self.rebuild(name, args),
                     _ => Err(Fault::Unsupported(format!(
@@ -248,10 +235,7 @@ impl<'a> Reader<'a> {
         };
         let signs = flags.map_or(Ok(Signs::default()), |flags| self.signs(flags))?;
         if signs.bits(dtype).is_none() {
-            return Err(Fault::Unsupported(format!(
-                "stored as a lazy view of {}",
-                dtype.name()
-            )));
+            return Err(Fault::Unsupported(format!("stored as a lazy view of {}", dtype.name())));
         }
         let storage_len = storage.len().ok_or_else(|| odd("a storage too long"))?;
         let offset = size(*offset)
@@ -271,10 +255,7 @@ impl<'a> Reader<'a> {
             signs,
             requires_grad: more.first() == Some(&Item::Bool(true)),
         };
-        if offset
-            .checked_add(tensor.length())
-            .is_none_or(|end| end > storage_len)
-        {
+        if offset.checked_add(tensor.length()).is_none_or(|end| end > storage_len) {
             return Err(odd("it leads out of its storage"));
         }
         Ok(tensor)
@@ -306,17 +287,13 @@ impl<'a> Reader<'a> {
         else {
             return Err(odd("a storage of an unknown form"));
         };
-        let (Some("storage"), Some(key), Some(count)) = (
-            self.pickle.as_str(*tag),
-            self.pickle.as_str(*key),
-            size(*count),
-        ) else {
+        let (Some("storage"), Some(key), Some(count)) =
+            (self.pickle.as_str(*tag), self.pickle.as_str(*key), size(*count))
+        else {
             return Err(odd("a storage of an unknown form"));
         };
         if self.pickle.as_str(*location) == Some("meta") {
-            return Err(Fault::Unsupported(
-                "stored on the meta device, without data".into(),
-            ));
+            return Err(Fault::Unsupported("stored on the meta device, without data".into()));
         }
         Ok((*class, key, count))
     }

@@ -29,15 +29,10 @@ impl SourceFile<'_> {
 
     /// Reads several ranges (first byte, the byte after the last).
     pub(super) fn fetch_all(&self, ranges: &[(u64, u64)]) -> Result<Vec<Fetched>> {
-        let lengths: Vec<_> = ranges
-            .iter()
-            .map(|&(begin, end)| (begin, end - begin))
-            .collect();
+        let lengths: Vec<_> = ranges.iter().map(|&(begin, end)| (begin, end - begin)).collect();
         let read = self.file.fetch_all(self.path, self.size, &lengths)?;
         let fetched = read.into_iter().zip(ranges);
-        Ok(fetched
-            .map(|(bytes, &(at, _))| Fetched { at, bytes })
-            .collect())
+        Ok(fetched.map(|(bytes, &(at, _))| Fetched { at, bytes }).collect())
     }
 }
 
@@ -48,11 +43,8 @@ pub(super) fn in_memory<T>(
     bytes: &[u8],
     read: impl FnOnce(&SourceFile<'_>, &[Fetched]) -> T,
 ) -> T {
-    let source = SourceFile {
-        file: &Opened::Nowhere,
-        path: Path::new(path),
-        size: bytes.len() as u64,
-    };
+    let source =
+        SourceFile { file: &Opened::Nowhere, path: Path::new(path), size: bytes.len() as u64 };
     let bytes = bytes.to_vec();
     read(&source, &[Fetched { at: 0, bytes }])
 }
@@ -76,37 +68,23 @@ impl<'a> Window<'a> {
     /// A whole file as one item.
     #[cfg(any(test, fuzzing))]
     pub(super) fn whole(source: &'a SourceFile<'a>, fetched: &'a [Fetched]) -> Self {
-        Self {
-            source,
-            start: 0,
-            len: source.size,
-            max_piece: MAX_PIECE,
-            fetched,
-        }
+        Self { source, start: 0, len: source.size, max_piece: MAX_PIECE, fetched }
     }
 
     /// Bytes `[at, at + len)` of the item.
     pub(super) fn get(&self, at: u64, len: u64) -> FaultResult<Cow<'a, [u8]>> {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
-            return Err(Fault::corrupt(
-                at,
-                format!("{len} bytes here lead out of the item"),
-            ));
+            return Err(Fault::corrupt(at, format!("{len} bytes here lead out of the item")));
         }
         if len > self.max_piece {
-            return Err(Fault::Unsupported(format!(
-                "a directory or pickle of {len} bytes"
-            )));
+            return Err(Fault::Unsupported(format!("a directory or pickle of {len} bytes")));
         }
         let from = self.start + at;
         let next = self.fetched.partition_point(|piece| piece.at <= from);
         if let Some(piece) = next.checked_sub(1).map(|i| &self.fetched[i]) {
             let skip = usize::try_from(from - piece.at).unwrap_or(usize::MAX);
             let len = usize::try_from(len).unwrap_or(usize::MAX);
-            if let Some(bytes) = skip
-                .checked_add(len)
-                .and_then(|end| piece.bytes.get(skip..end))
-            {
+            if let Some(bytes) = skip.checked_add(len).and_then(|end| piece.bytes.get(skip..end)) {
                 return Ok(Cow::Borrowed(bytes));
             }
         }

@@ -50,11 +50,8 @@ impl Record {
     /// The two places of its checksum: in the directory, and after the payload in a descriptor, if
     /// it has one, else in the local header.
     pub(super) fn checksums_at(&self, payload: u64) -> [u64; 2] {
-        let beside = if self.has_descriptor() {
-            payload + self.size + 4
-        } else {
-            self.header_at + 14
-        };
+        let beside =
+            if self.has_descriptor() { payload + self.size + 4 } else { self.header_at + 14 };
         [self.entry_at + 16, beside]
     }
 
@@ -83,24 +80,15 @@ pub(super) struct Archive {
 }
 
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
-    bytes
-        .get(at..)
-        .and_then(<[u8]>::first_chunk)
-        .map_or(0, |b| u16::from_le_bytes(*b))
+    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u16::from_le_bytes(*b))
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes
-        .get(at..)
-        .and_then(<[u8]>::first_chunk)
-        .map_or(0, |b| u32::from_le_bytes(*b))
+    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u32::from_le_bytes(*b))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    bytes
-        .get(at..)
-        .and_then(<[u8]>::first_chunk)
-        .map_or(0, |b| u64::from_le_bytes(*b))
+    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u64::from_le_bytes(*b))
 }
 
 impl Archive {
@@ -130,25 +118,16 @@ impl Archive {
             }
         }
         if directory_at.checked_add(size) != Some(directory_end) {
-            return Err(Fault::corrupt(
-                end_at,
-                "zip directory does not lie before its end record",
-            ));
+            return Err(Fault::corrupt(end_at, "zip directory does not lie before its end record"));
         }
         let directory = window.get(directory_at, size)?;
         let records = read_directory(&directory, directory_at, count)?;
-        Ok(Self {
-            records,
-            directory_at,
-        })
+        Ok(Self { records, directory_at })
     }
 
     /// The folder that all records are in: what stands before the first `/` of the first.
     pub(super) fn folder(&self) -> &str {
-        let first = self
-            .records
-            .first()
-            .map_or("", |record| record.name.as_str());
+        let first = self.records.first().map_or("", |record| record.name.as_str());
         first.split_once('/').map_or("", |(folder, _)| folder)
     }
 
@@ -156,10 +135,7 @@ impl Archive {
     pub(super) fn find(&self, name: &str) -> Option<&Record> {
         let folder = self.folder();
         self.records.iter().find(|record| {
-            let rest = record
-                .name
-                .strip_prefix(folder)
-                .and_then(|rest| rest.strip_prefix('/'));
+            let rest = record.name.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/'));
             rest == Some(name)
         })
     }
@@ -172,10 +148,7 @@ impl Archive {
     pub(super) fn payload(&self, window: &Window<'_>, record: &Record) -> FaultResult<u64> {
         let at = record.header_at;
         if record.flags & 1 != 0 {
-            return Err(Fault::Unsupported(format!(
-                "zip record {:?} is encrypted",
-                record.name
-            )));
+            return Err(Fault::Unsupported(format!("zip record {:?} is encrypted", record.name)));
         }
         if record.method != 0 {
             return Err(Fault::Unsupported(format!(
@@ -192,10 +165,7 @@ impl Archive {
         {
             return Err(Fault::corrupt(
                 at,
-                format!(
-                    "zip record {:?} has no header of that name here",
-                    record.name
-                ),
+                format!("zip record {:?} has no header of that name here", record.name),
             ));
         }
         let payload = at + LOCAL_LEN + name_len + u64::from(u16_at(fixed, 28));
@@ -291,10 +261,7 @@ fn read_directory(directory: &[u8], directory_at: u64, count: u64) -> FaultResul
         rest = after;
     }
     if records.len() as u64 != count {
-        let reason = format!(
-            "zip directory: {} entries, and its end says {count}",
-            records.len()
-        );
+        let reason = format!("zip directory: {} entries, and its end says {count}", records.len());
         return Err(Fault::corrupt(directory_at, reason));
     }
     Ok(records)
@@ -321,11 +288,7 @@ mod tests {
     fn names(bytes: &[u8]) -> FaultResult<Vec<String>> {
         in_memory("x.pt", bytes, |source, fetched| {
             let archive = Archive::open(&Window::whole(source, fetched))?;
-            Ok(archive
-                .records()
-                .iter()
-                .map(|record| record.name.clone())
-                .collect())
+            Ok(archive.records().iter().map(|record| record.name.clone()).collect())
         })
     }
 
@@ -335,15 +298,8 @@ mod tests {
         let local = [&LOCAL_MAGIC[..], &[0; 22], b"\x01\0\0\0a"].concat();
         let [len, at] = [entry.len(), local.len()].map(|n| u32::try_from(n).unwrap().to_le_bytes());
         let comment_len = u16::try_from(comment.len()).unwrap().to_le_bytes();
-        let end = [
-            &END_MAGIC[..],
-            &[0, 0, 0, 0, 1, 0, 1, 0],
-            &len,
-            &at,
-            &comment_len,
-            comment,
-        ]
-        .concat();
+        let end =
+            [&END_MAGIC[..], &[0, 0, 0, 0, 1, 0, 1, 0], &len, &at, &comment_len, comment].concat();
         [local, entry, end].concat()
     }
 
@@ -361,19 +317,10 @@ mod tests {
             assert_eq!(names(&bytes).unwrap(), ["a"], "{}", bytes.len());
         }
         for (bytes, part) in [
-            (
-                [archive(b""), longest, vec![0]].concat(),
-                "does not end here",
-            ),
+            ([archive(b""), longest, vec![0]].concat(), "does not end here"),
             (archive(b"")[1..].to_vec(), "does not lie before"),
-            (
-                [archive(b""), b"PK\x05\x06".to_vec(), vec![0; 18]].concat(),
-                "does not lie before",
-            ),
-            (
-                [archive(b""), b"PK\x05\x06".to_vec(), vec![0; 30]].concat(),
-                "does not lie before",
-            ),
+            ([archive(b""), b"PK\x05\x06".to_vec(), vec![0; 18]].concat(), "does not lie before"),
+            ([archive(b""), b"PK\x05\x06".to_vec(), vec![0; 30]].concat(), "does not lie before"),
             (archive(b"")[..60].to_vec(), "does not end here"),
             (vec![0; 21], "too few"),
         ] {

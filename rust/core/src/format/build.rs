@@ -52,8 +52,7 @@ impl IndexBuilder {
     /// Makes room for as many tensors, of a chunk each.
     pub fn reserve(&mut self, tensors: usize) {
         self.tensors.reserve(tensors);
-        self.tensor_ids
-            .reserve(tensors, |id| &self.tensors[id as usize].name);
+        self.tensor_ids.reserve(tensors, |id| &self.tensors[id as usize].name);
         self.chunks.reserve(tensors);
     }
 
@@ -61,10 +60,7 @@ impl IndexBuilder {
     pub fn add_file(&mut self, file: FileEntry) -> Result<u32> {
         let id = next_id(self.files.len(), "files")?;
         if self.file_ids.insert(file.name.clone(), id).is_some() {
-            return Err(Error::Plan(format!(
-                "data file {:?} is added twice",
-                file.name
-            )));
+            return Err(Error::Plan(format!("data file {:?} is added twice", file.name)));
         }
         self.files.push(file);
         Ok(id)
@@ -75,9 +71,7 @@ impl IndexBuilder {
     pub fn add_tensor(&mut self, tensor: TensorEntry) -> Result<u32> {
         let next = next_id(self.tensors.len(), "tensors")?;
         let name_of = |id: u32| {
-            self.tensors
-                .get(id as usize)
-                .map_or(tensor.name.as_str(), |known| known.name.as_str())
+            self.tensors.get(id as usize).map_or(tensor.name.as_str(), |known| known.name.as_str())
         };
         let id = self.tensor_ids.get_or_add(&tensor.name, next, name_of);
         if id < next {
@@ -128,8 +122,7 @@ impl IndexBuilder {
 
     /// Whether a tensor or value with this FQN was added, and has a path.
     pub fn has_path(&self, fqn: &str) -> bool {
-        self.tensor_id(fqn)
-            .is_some_and(|id| self.tensors[id as usize].path.is_some())
+        self.tensor_id(fqn).is_some_and(|id| self.tensors[id as usize].path.is_some())
     }
 
     /// Whether a tensor or value with this FQN was added.
@@ -138,8 +131,7 @@ impl IndexBuilder {
     }
 
     fn tensor_id(&self, fqn: &str) -> Option<u32> {
-        self.tensor_ids
-            .get(fqn, |id| &self.tensors[id as usize].name)
+        self.tensor_ids.get(fqn, |id| &self.tensors[id as usize].name)
     }
 
     /// Adds all of another index: the files, tensors, chunks and containers that another rank
@@ -161,11 +153,7 @@ impl IndexBuilder {
             _ => None,
         };
         let mut paths: HashSet<_> = known.iter().map(path).collect();
-        known.extend(
-            others
-                .into_iter()
-                .filter(|container| paths.insert(path(container))),
-        );
+        known.extend(others.into_iter().filter(|container| paths.insert(path(container))));
         self.nesting = Value::List(known);
     }
 
@@ -195,9 +183,7 @@ impl IndexBuilder {
             })?;
             for c in tensor.chunks {
                 let chunk = other.chunk(c);
-                let known = chunk
-                    .digests
-                    .map(|range| range.map(|d| other.digest(d)).collect());
+                let known = chunk.digests.map(|range| range.map(|d| other.digest(d)).collect());
                 self.add_chunk(ChunkEntry {
                     tensor: id,
                     file: files[chunk.file as usize],
@@ -244,11 +230,7 @@ impl IndexBuilder {
         for (place, &id) in (0_u32..).zip(&order) {
             let own = &mut chunks[id as usize];
             // Stable, so that the first of two equal rectangles is the one that stays.
-            own.sort_by(|a, b| {
-                a.offsets
-                    .cmp(&b.offsets)
-                    .then_with(|| a.sizes.cmp(&b.sizes))
-            });
+            own.sort_by(|a, b| a.offsets.cmp(&b.offsets).then_with(|| a.sizes.cmp(&b.sizes)));
             own.dedup_by(|b, a| (&a.offsets, &a.sizes) == (&b.offsets, &b.sizes));
             out.tensor(&self.tensors[id as usize], place, own)?;
         }
@@ -260,12 +242,9 @@ impl IndexBuilder {
 type Chunks<'a> = SmallVec<[&'a ChunkEntry; 2]>;
 
 fn next_id(len: usize, what: &str) -> Result<u32> {
-    u32::try_from(len)
-        .ok()
-        .filter(|&id| id < u32::MAX)
-        .ok_or_else(|| {
-            Error::Unsupported(format!("an index cannot hold more than 4 billion {what}"))
-        })
+    u32::try_from(len).ok().filter(|&id| id < u32::MAX).ok_or_else(|| {
+        Error::Unsupported(format!("an index cannot hold more than 4 billion {what}"))
+    })
 }
 
 fn describe(tensor: &TensorEntry) -> String {

@@ -92,14 +92,8 @@ fn sample() -> Vec<u8> {
 #[test]
 fn what_is_built_is_found() {
     let index = Index::from_bytes(sample(), Path::new("ckpt/index.dcprs")).unwrap();
-    assert_eq!(
-        (index.generation(), index.save_id(), index.version()),
-        (4, [5; 16], 1)
-    );
-    assert_eq!(
-        index.writer(),
-        Some(concat!("dcp-rs ", env!("CARGO_PKG_VERSION")))
-    );
+    assert_eq!((index.generation(), index.save_id(), index.version()), (4, [5; 16], 1));
+    assert_eq!(index.writer(), Some(concat!("dcp-rs ", env!("CARGO_PKG_VERSION"))));
     assert_eq!(index.source(), SourceKind::Native);
     let names: Vec<_> = (0..index.tensor_count()).map(|t| index.name(t)).collect();
     assert_eq!(names, ["a.step", "b", "w"]);
@@ -107,15 +101,9 @@ fn what_is_built_is_found() {
     assert_eq!(index.find("c"), None);
     assert_eq!(index.find("x"), None);
     let w = index.tensor(2);
-    assert_eq!(
-        (w.shape.as_slice(), w.split_dim, w.chunks.clone()),
-        (&[4, 4][..], Some(0), 2..4)
-    );
+    assert_eq!((w.shape.as_slice(), w.split_dim, w.chunks.clone()), (&[4, 4][..], Some(0), 2..4));
     let second = index.chunk(3);
-    assert_eq!(
-        (second.offset, second.offsets.as_slice(), second.length),
-        (4128, &[2, 0][..], 32)
-    );
+    assert_eq!((second.offset, second.offsets.as_slice(), second.length), (4128, &[2, 0][..], 32));
     assert_eq!(index.chunk_extent(3, 0), 2..4);
     assert_eq!(index.digest(second.digests.unwrap().start), 9);
     assert_eq!(index.chunk(0).digests, None);
@@ -145,9 +133,7 @@ fn merging_two_halves_gives_the_whole() {
             })
             .unwrap();
         let w = builder.add_tensor(f32_tensor("w", &[4, 4])).unwrap();
-        builder
-            .add_chunk(chunk(w, 4096, &[row, 0], &[2, 4]))
-            .unwrap();
+        builder.add_chunk(chunk(w, 4096, &[row, 0], &[2, 4])).unwrap();
         Index::from_bytes(builder.build().unwrap(), Path::new("x")).unwrap()
     };
     let mut builder = IndexBuilder::new(SourceKind::Native);
@@ -167,13 +153,7 @@ fn contradictions_are_refused() {
     assert_eq!(builder.add_tensor(f32_tensor("w", &[4, 4])).unwrap(), w);
     assert!(builder.add_tensor(f32_tensor("w", &[4, 5])).is_err());
     builder.add_chunk(chunk(w, 4096, &[3, 0], &[2, 4])).unwrap();
-    assert!(
-        builder
-            .build()
-            .unwrap_err()
-            .to_string()
-            .contains("outside the tensor")
-    );
+    assert!(builder.build().unwrap_err().to_string().contains("outside the tensor"));
 }
 
 #[test]
@@ -188,17 +168,10 @@ fn a_path_is_of_strings_and_integers() {
     ] {
         let mut builder = with_file(5000);
         builder
-            .add_tensor(TensorEntry {
-                path: Some(path),
-                position: None,
-                ..f32_tensor("w", &[4])
-            })
+            .add_tensor(TensorEntry { path: Some(path), position: None, ..f32_tensor("w", &[4]) })
             .unwrap();
         let error = builder.build().unwrap_err();
-        assert!(
-            matches!(&error, Error::TensorPlan { tensor, .. } if tensor == "w"),
-            "{error}"
-        );
+        assert!(matches!(&error, Error::TensorPlan { tensor, .. } if tensor == "w"), "{error}");
     }
 }
 

@@ -17,16 +17,8 @@ pub struct DataFileName {
 
 impl fmt::Display for DataFileName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            generation,
-            token,
-            rank,
-            file,
-        } = self;
-        write!(
-            f,
-            "g{generation:08}-{token:016x}-r{rank:05}-f{file:05}.safetensors"
-        )
+        let Self { generation, token, rank, file } = self;
+        write!(f, "g{generation:08}-{token:016x}-r{rank:05}-f{file:05}.safetensors")
     }
 }
 
@@ -53,16 +45,8 @@ mod tests {
 
     #[test]
     fn is_written_as_the_format_says() {
-        let name = DataFileName {
-            generation: 1,
-            token: 0x5f0e_9a3c_77d1_b204,
-            rank: 0,
-            file: 0,
-        };
-        assert_eq!(
-            name.to_string(),
-            "g00000001-5f0e9a3c77d1b204-r00000-f00000.safetensors"
-        );
+        let name = DataFileName { generation: 1, token: 0x5f0e_9a3c_77d1_b204, rank: 0, file: 0 };
+        assert_eq!(name.to_string(), "g00000001-5f0e9a3c77d1b204-r00000-f00000.safetensors");
     }
 
     #[test]

@@ -38,11 +38,7 @@ impl BlockDigests {
     pub fn of(block: &[u8]) -> Self {
         let content = XxHash3_128::oneshot(block);
         #[expect(clippy::cast_possible_truncation, reason = "the lower half")]
-        let digest = if block.len() > SHORT {
-            content as u64
-        } else {
-            block_digest(block)
-        };
+        let digest = if block.len() > SHORT { content as u64 } else { block_digest(block) };
         Self { digest, content }
     }
 }
@@ -59,8 +55,7 @@ pub(crate) struct BlockHasher {
 impl BlockHasher {
     pub(crate) fn write(&mut self, piece: &[u8]) {
         if self.len <= SHORT {
-            self.narrow
-                .write(&piece[..piece.len().min(SHORT + 1 - self.len)]);
+            self.narrow.write(&piece[..piece.len().min(SHORT + 1 - self.len)]);
         }
         self.wide.write(piece);
         self.len += piece.len();
@@ -69,11 +64,7 @@ impl BlockHasher {
     pub(crate) fn finish(&self) -> BlockDigests {
         let content = self.wide.finish_128();
         #[expect(clippy::cast_possible_truncation, reason = "the lower half")]
-        let digest = if self.len > SHORT {
-            content as u64
-        } else {
-            self.narrow.finish()
-        };
+        let digest = if self.len > SHORT { content as u64 } else { self.narrow.finish() };
         BlockDigests { digest, content }
     }
 }
@@ -123,12 +114,8 @@ mod tests {
 
     #[test]
     fn one_pass_gives_both_digests() {
-        let bytes: Vec<u8> = (0..70_000u32)
-            .map(|i| (i * 31 % 251).to_le_bytes()[0])
-            .collect();
-        let lengths = [
-            0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 239, 240, 241, 1023, 1024, 1025, 70_000,
-        ];
+        let bytes: Vec<u8> = (0..70_000u32).map(|i| (i * 31 % 251).to_le_bytes()[0]).collect();
+        let lengths = [0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 239, 240, 241, 1023, 1024, 1025, 70_000];
         for length in lengths {
             let block = &bytes[..length];
             let expected = BlockDigests {

@@ -162,11 +162,7 @@ impl Index {
     /// looking, so that those may be symbolic links.
     #[must_use]
     pub(crate) fn made_of(self, path: &Path) -> Self {
-        Self {
-            path: path.to_owned(),
-            is_in_memory: true,
-            ..self
-        }
+        Self { path: path.to_owned(), is_in_memory: true, ..self }
     }
 
     /// The index of data that lies where `remote` leads, if it leads anywhere.
@@ -246,10 +242,7 @@ impl Index {
     /// can be printed.
     pub fn writer(&self) -> Option<&str> {
         let field = &self.header().writer;
-        let end = field
-            .iter()
-            .position(|&byte| byte == 0)
-            .unwrap_or(field.len());
+        let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
         let text = str::from_utf8(&field[..end]).ok()?;
         (!text.is_empty() && text.chars().all(|c| c == ' ' || c.is_ascii_graphic())).then_some(text)
     }
@@ -292,10 +285,7 @@ impl Index {
 
     fn dims(&self, at: u64, count: usize) -> Dims {
         let at = to_usize(at);
-        self.dims_pool()[at..at + count]
-            .iter()
-            .map(|d| d.get())
-            .collect()
+        self.dims_pool()[at..at + count].iter().map(|d| d.get()).collect()
     }
 
     /// A data file; `file` is below [`Self::file_count`].
@@ -331,11 +321,7 @@ impl Index {
         let (split_dim, position) = (record.split_dim.get(), record.position.get());
         TensorView {
             name: self.text(record.name_offset, record.name_len.get()),
-            kind: if record.kind == 0 {
-                Kind::Tensor
-            } else {
-                Kind::Bytes
-            },
+            kind: if record.kind == 0 { Kind::Tensor } else { Kind::Bytes },
             dtype: Dtype::from_code(record.dtype),
             shape: self.dims(record.shape.get(), usize::from(record.ndim)),
             flags: record.flags,
@@ -421,11 +407,7 @@ impl Index {
             content: self.content(to_usize(chunk)),
             frozen: flags & CHUNK_FROZEN != 0,
             lead: self.view.pieces.get(&chunk).map_or(0, |piece| piece.lead),
-            coded: self
-                .view
-                .pieces
-                .get(&chunk)
-                .and_then(|piece| piece.coded.clone()),
+            coded: self.view.pieces.get(&chunk).and_then(|piece| piece.coded.clone()),
         }
     }
 
@@ -449,9 +431,7 @@ impl Index {
 
     fn content(&self, chunk: usize) -> Option<u128> {
         let contents = &self.bytes()[self.contents.clone()?];
-        let digest = contents[16 * chunk..]
-            .first_chunk()
-            .expect("validated at open");
+        let digest = contents[16 * chunk..].first_chunk().expect("validated at open");
         Some(u128::from_le_bytes(*digest)).filter(|&digest| digest != 0)
     }
 

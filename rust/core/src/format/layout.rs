@@ -113,10 +113,7 @@ pub(super) struct SectionRecord {
 
 impl SectionRecord {
     pub(super) const fn new(offset: u64, length: u64) -> Self {
-        Self {
-            offset: U64::new(offset),
-            length: U64::new(length),
-        }
+        Self { offset: U64::new(offset), length: U64::new(length) }
     }
 }
 

@@ -11,22 +11,14 @@ const ESCAPED: &str = "__metadata__~";
 /// The id of a save as text, in the usual form.
 pub fn uuid(id: [u8; 16]) -> String {
     let digits = format!("{:032x}", u128::from_be_bytes(id));
-    let parts = [
-        &digits[..8],
-        &digits[8..12],
-        &digits[12..16],
-        &digits[16..20],
-        &digits[20..],
-    ];
+    let parts = [&digits[..8], &digits[8..12], &digits[12..16], &digits[16..20], &digits[20..]];
     parts.join("-")
 }
 
 /// The id that is written so, with or without hyphens.
 pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let digits = text.replace('-', "");
-    let id = u128::from_str_radix(&digits, 16)
-        .ok()
-        .filter(|_| digits.len() == 32)?;
+    let id = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.len() == 32)?;
     let id = id.to_be_bytes();
     (uuid(id) == text || digits == text).then_some(id)
 }
@@ -46,11 +38,7 @@ pub(crate) fn parse_rank_index_name(name: &str) -> Option<u32> {
 /// What a data file's header calls the tensor `fqn`: the same, but for the one name that
 /// safetensors keeps for itself.
 pub fn to_header_name(fqn: &str) -> String {
-    if fqn == RESERVED || fqn.starts_with(ESCAPED) {
-        format!("{fqn}~")
-    } else {
-        fqn.to_owned()
-    }
+    if fqn == RESERVED || fqn.starts_with(ESCAPED) { format!("{fqn}~") } else { fqn.to_owned() }
 }
 
 /// The inverse of [`to_header_name`]; `None` where that would not have made it.
@@ -82,15 +70,9 @@ mod tests {
 
     #[test]
     fn header_names_are_reversible() {
-        for fqn in [
-            "",
-            "w",
-            "__metadata__",
-            "__metadata__~",
-            "__metadata__~~",
-            "__metadata__x",
-            "~",
-        ] {
+        for fqn in
+            ["", "w", "__metadata__", "__metadata__~", "__metadata__~~", "__metadata__x", "~"]
+        {
             let name = to_header_name(fqn);
             assert_ne!(name, RESERVED);
             assert_eq!(from_header_name(&name), Some(fqn));
@@ -99,21 +81,14 @@ mod tests {
 
     #[test]
     fn header_names_that_nobody_writes_are_refused() {
-        for name in [
-            "__metadata__",
-            "__metadata__~x",
-            "__metadata__~é",
-            "__metadata__~~ ",
-        ] {
+        for name in ["__metadata__", "__metadata__~x", "__metadata__~é", "__metadata__~~ "] {
             assert_eq!(from_header_name(name), None, "{name}");
         }
     }
 
     #[test]
     fn ids_of_saves_are_text_and_back() {
-        let id = [
-            1, 35, 69, 103, 137, 171, 205, 239, 0, 17, 34, 51, 68, 85, 102, 119,
-        ];
+        let id = [1, 35, 69, 103, 137, 171, 205, 239, 0, 17, 34, 51, 68, 85, 102, 119];
         let text = "01234567-89ab-cdef-0011-223344556677";
         assert_eq!(uuid(id), text);
         assert_eq!(parse_uuid(text), Some(id));
@@ -149,16 +124,7 @@ mod tests {
 
     #[test]
     fn file_names_stay_in_the_folder() {
-        for bad in [
-            "",
-            "/etc/passwd",
-            "..",
-            "a/../b",
-            "./a",
-            "a//b",
-            "a\\b",
-            "a\0b",
-        ] {
+        for bad in ["", "/etc/passwd", "..", "a/../b", "./a", "a//b", "a\\b", "a\0b"] {
             assert!(check_file_name(bad, false).is_err(), "{bad:?}");
         }
         for good in ["a.safetensors", "sub/a.safetensors", "..a", "a..b"] {

@@ -72,10 +72,7 @@ impl fmt::Display for HeaderError {
 impl std::error::Error for HeaderError {}
 
 fn refuse<T>(offset: u64, reason: impl Into<String>) -> Result<T, HeaderError> {
-    Err(HeaderError {
-        offset,
-        reason: reason.into(),
-    })
+    Err(HeaderError { offset, reason: reason.into() })
 }
 
 /// An element type as headers name it.
@@ -179,16 +176,10 @@ impl HeaderDtype {
 pub fn header_len(prefix: [u8; 8], file_size: u64) -> Result<u64, HeaderError> {
     let len = u64::from_le_bytes(prefix);
     if len > MAX_HEADER_LEN {
-        return refuse(
-            0,
-            format!("header of {len} bytes, more than {MAX_HEADER_LEN}"),
-        );
+        return refuse(0, format!("header of {len} bytes, more than {MAX_HEADER_LEN}"));
     }
     if len + PREFIX_LEN > file_size {
-        return refuse(
-            0,
-            format!("header of {len} bytes in a file of {file_size} bytes"),
-        );
+        return refuse(0, format!("header of {len} bytes in a file of {file_size} bytes"));
     }
     Ok(len)
 }
@@ -201,10 +192,7 @@ pub fn parse(bytes: &[u8], file_size: u64) -> Result<Header, HeaderError> {
     };
     let len = header_len(*prefix, file_size)?;
     let Some(json) = usize::try_from(len).ok().and_then(|len| rest.get(..len)) else {
-        return refuse(
-            0,
-            format!("header of {len} bytes, of which {} are there", rest.len()),
-        );
+        return refuse(0, format!("header of {len} bytes, of which {} are there", rest.len()));
     };
     let json = match std::str::from_utf8(json) {
         Ok(json) => json,
@@ -221,17 +209,10 @@ pub fn parse(bytes: &[u8], file_size: u64) -> Result<Header, HeaderError> {
     if data_start.checked_add(end) != Some(file_size) {
         return refuse(
             data_start,
-            format!(
-                "tensors take {end} bytes, and {} follow the header",
-                file_size - data_start
-            ),
+            format!("tensors take {end} bytes, and {} follow the header", file_size - data_start),
         );
     }
-    Ok(Header {
-        data_start,
-        tensors,
-        metadata: raw.metadata.unwrap_or_default(),
-    })
+    Ok(Header { data_start, tensors, metadata: raw.metadata.unwrap_or_default() })
 }
 
 /// Checks that the tensors, in order, follow each other without a gap and are as long as they say.
@@ -239,9 +220,7 @@ pub fn parse(bytes: &[u8], file_size: u64) -> Result<Header, HeaderError> {
 fn check_cover(tensors: &[HeaderTensor]) -> Result<u64, HeaderError> {
     let mut at = 0;
     for tensor in tensors {
-        let HeaderTensor {
-            name, begin, end, ..
-        } = tensor;
+        let HeaderTensor { name, begin, end, .. } = tensor;
         if *begin != at || end < begin {
             return refuse(
                 PREFIX_LEN,
@@ -275,11 +254,8 @@ fn check_cover(tensors: &[HeaderTensor]) -> Result<u64, HeaderError> {
 
 /// Byte offset of a JSON error: serde counts lines and columns.
 fn place(json: &str, error: &serde_json::Error) -> u64 {
-    let before: usize = json
-        .split_inclusive('\n')
-        .take(error.line().saturating_sub(1))
-        .map(str::len)
-        .sum();
+    let before: usize =
+        json.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum();
     (before + error.column().saturating_sub(1)).min(json.len()) as u64
 }
 
@@ -317,9 +293,7 @@ impl<'de> Visitor<'de> for HeaderVisitor {
         let mut metadata = None;
         while let Some(name) = map.next_key::<String>()? {
             if !names.insert(name.clone()) {
-                return Err(de::Error::custom(format!(
-                    "the name {name:?} is there twice"
-                )));
+                return Err(de::Error::custom(format!("the name {name:?} is there twice")));
             }
             if name == "__metadata__" {
                 metadata = map.next_value::<Option<Texts>>()?.map(|texts| texts.0);
@@ -360,9 +334,7 @@ impl<'de> Visitor<'de> for TextsVisitor {
         let mut texts = BTreeMap::new();
         while let Some((key, text)) = map.next_entry::<String, String>()? {
             if texts.contains_key(&key) {
-                return Err(de::Error::custom(format!(
-                    "the name {key:?} is there twice"
-                )));
+                return Err(de::Error::custom(format!("the name {key:?} is there twice")));
             }
             texts.insert(key, text);
         }

@@ -121,8 +121,7 @@ impl Sections {
             if !path.is_path() {
                 return Err(bad("its path is not a tuple of keys and places".into()));
             }
-            path.encode(&mut self.planner)
-                .map_err(|reason| bad(reason.into()))?;
+            path.encode(&mut self.planner).map_err(|reason| bad(reason.into()))?;
         }
         let record = TensorRecord {
             name_offset: name_offset.into(),
@@ -139,9 +138,7 @@ impl Sections {
                 .map_err(|_| bad("a path of over 4 GiB".into()))?
                 .into(),
             split_dim: split_dim(&tensor.shape, chunks)
-                .map_or(NO_SPLIT, |d| {
-                    u32::try_from(d).expect("at most 255 dimensions")
-                })
+                .map_or(NO_SPLIT, |d| u32::try_from(d).expect("at most 255 dimensions"))
                 .into(),
             position: tensor.position.unwrap_or(NO_POSITION).into(),
             reserved: [0; 4],
@@ -174,13 +171,11 @@ impl Sections {
             flags |= CHUNK_FROZEN;
         }
         self.has_contents |= chunk.content.is_some();
-        self.contents
-            .extend(chunk.content.unwrap_or(0).to_le_bytes());
+        self.contents.extend(chunk.content.unwrap_or(0).to_le_bytes());
         let digest = self.digests.len() as u64 / 8;
         if let Some(digests) = &chunk.digests {
             flags |= CHUNK_DIGESTS;
-            self.digests
-                .extend(digests.iter().flat_map(|d| d.to_le_bytes()));
+            self.digests.extend(digests.iter().flat_map(|d| d.to_le_bytes()));
         }
         let record = ChunkRecord {
             tensor: place.into(),
@@ -228,12 +223,7 @@ impl Sections {
             magic: MAGIC,
             version: VERSION.into(),
             header_len: HEADER_LEN_U32.into(),
-            compat: (if self.has_contents {
-                COMPAT_CONTENTS
-            } else {
-                0
-            })
-            .into(),
+            compat: (if self.has_contents { COMPAT_CONTENTS } else { 0 }).into(),
             incompat: self.incompat.into(),
             file_len: (bytes.len() as u64).into(),
             digest: 0.into(),

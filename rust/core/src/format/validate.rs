@@ -32,10 +32,7 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Opti
     let bad =
         |offset: usize, reason: String| Err(Error::corrupt_index(path, offset as u64, reason));
     let Ok((header, _)) = Header::ref_from_prefix(bytes) else {
-        return bad(
-            bytes.len(),
-            format!("{} bytes are too few for a header", bytes.len()),
-        );
+        return bad(bytes.len(), format!("{} bytes are too few for a header", bytes.len()));
     };
     if header.magic != MAGIC {
         return bad(0, "not a dcp-rs index: the magic differs".into());
@@ -48,19 +45,12 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Opti
         )));
     }
     if header.header_len.get() as usize != HEADER_LEN {
-        return bad(
-            12,
-            format!("header length is {}, not {HEADER_LEN}", header.header_len),
-        );
+        return bad(12, format!("header length is {}, not {HEADER_LEN}", header.header_len));
     }
     if header.file_len.get() != bytes.len() as u64 {
         return bad(
             32,
-            format!(
-                "the file is {} bytes long, its header says {}",
-                bytes.len(),
-                header.file_len
-            ),
+            format!("the file is {} bytes long, its header says {}", bytes.len(), header.file_len),
         );
     }
     let unknown = header.incompat.get() & !KNOWN_INCOMPAT;
@@ -71,10 +61,7 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Opti
         )));
     }
     if header.block_size.get() != BLOCK_SIZE {
-        return bad(
-            72,
-            format!("block size is {}, not {BLOCK_SIZE}", header.block_size),
-        );
+        return bad(72, format!("block size is {}, not {BLOCK_SIZE}", header.block_size));
     }
     if SourceKind::from_code(header.source.get()).is_none() {
         return bad(80, format!("unknown source {}", header.source));
@@ -128,10 +115,7 @@ pub(super) fn check(index: &Index) -> Result<()> {
 }
 
 fn digest(index: &Index) -> Result<()> {
-    let (digest, expected) = (
-        index_digest(index.bytes(), DIGEST_AT),
-        index.header().digest.get(),
-    );
+    let (digest, expected) = (index_digest(index.bytes(), DIGEST_AT), index.header().digest.get());
     if digest == expected {
         return Ok(());
     }
@@ -172,8 +156,7 @@ impl Check<'_> {
     }
 
     fn has_dims(&self, at: u64, count: usize) -> bool {
-        at.checked_add(count as u64)
-            .is_some_and(|end| end <= self.index.dims_pool().len() as u64)
+        at.checked_add(count as u64).is_some_and(|end| end <= self.index.dims_pool().len() as u64)
     }
 
     fn root(&self) -> Result<()> {
@@ -187,11 +170,7 @@ impl Check<'_> {
         let begin = planner.len() - rest.len();
         match Value::decode_prefix(rest) {
             Ok((nesting, _)) if nesting.is_nesting() => Ok(()),
-            Ok(_) => self.bad(
-                Section::Planner,
-                begin,
-                "nesting is not a list of containers",
-            ),
+            Ok(_) => self.bad(Section::Planner, begin, "nesting is not a list of containers"),
             Err((at, reason)) => {
                 self.bad(Section::Planner, begin + at, format!("nesting: {reason}"))
             }
@@ -257,10 +236,8 @@ impl Check<'_> {
         if u32::try_from(records.len()).is_err() {
             return self.bad(Section::Tensors, 0, "too many tensors");
         }
-        let (strings, planner) = (
-            self.index.section(Section::Strings),
-            self.index.section(Section::Planner),
-        );
+        let (strings, planner) =
+            (self.index.section(Section::Strings), self.index.section(Section::Planner));
         let (mut names, mut paths) = (0, 0);
         let mut next_chunk = 0;
         let mut previous: Option<&str> = None;
@@ -309,11 +286,7 @@ impl Check<'_> {
             Some(length) if length != 16 * self.index.chunk_records().len() => {
                 let reason =
                     format!("section of contents: {length} bytes, and not 16 for each chunk");
-                Err(Error::corrupt_index(
-                    self.index.path(),
-                    CONTENTS_AT as u64,
-                    reason,
-                ))
+                Err(Error::corrupt_index(self.index.path(), CONTENTS_AT as u64, reason))
             }
             _ => Ok(()),
         }
@@ -329,10 +302,8 @@ impl Check<'_> {
                 let dtype = Dtype::from_code(record.dtype).ok_or("unknown dtype")?;
                 let at =
                     usize::try_from(record.shape.get()).map_err(|_| "shape is outside the dims")?;
-                let shape: Dims = self.index.dims_pool()[at..at + ndim]
-                    .iter()
-                    .map(|d| d.get())
-                    .collect();
+                let shape: Dims =
+                    self.index.dims_pool()[at..at + ndim].iter().map(|d| d.get()).collect();
                 // A size of 0 makes no shape small: what computes strides multiplies the others.
                 shape
                     .iter()
@@ -383,12 +354,7 @@ impl Check<'_> {
                 (start, count) = (t + 1, 0);
             }
         }
-        parallel::for_each(
-            runs.len(),
-            workers,
-            || (),
-            |(), run| self.chunks_of(runs[run].clone()),
-        )
+        parallel::for_each(runs.len(), workers, || (), |(), run| self.chunks_of(runs[run].clone()))
     }
 
     fn chunks_of(&self, tensors: Range<usize>) -> Result<()> {
@@ -514,9 +480,7 @@ impl Check<'_> {
             "chunks share bytes of a file: those of {:?} and {:?} at byte {from} of {:?}",
             name(first),
             name(second),
-            self.index
-                .file(u32::try_from(file).unwrap_or(u32::MAX))
-                .name,
+            self.index.file(u32::try_from(file).unwrap_or(u32::MAX)).name,
         );
         self.bad(Section::Chunks, second, reason)
     }
@@ -561,23 +525,15 @@ impl Check<'_> {
         let shape = usize::try_from(tensor.shape.get()).expect("checked with the tensor");
         let shape = &dims[shape..shape + ndim];
         for ((offset, size), whole) in offsets.iter().zip(sizes).zip(shape) {
-            if offset
-                .get()
-                .checked_add(size.get())
-                .is_none_or(|end| end > whole.get())
-            {
+            if offset.get().checked_add(size.get()).is_none_or(|end| end > whole.get()) {
                 return Err("it lies outside the tensor");
             }
         }
-        let itemsize = Dtype::from_code(tensor.dtype)
-            .expect("checked with the tensor")
-            .size();
+        let itemsize = Dtype::from_code(tensor.dtype).expect("checked with the tensor").size();
         let counts: Dims = sizes.iter().map(|d| d.get()).collect();
         let needed = if strided {
-            let strides: Dims = dims[at + 2 * ndim..at + 3 * ndim]
-                .iter()
-                .map(|d| d.get())
-                .collect();
+            let strides: Dims =
+                dims[at + 2 * ndim..at + 3 * ndim].iter().map(|d| d.get()).collect();
             if strides.iter().any(|&stride| i64::try_from(stride).is_err()) {
                 return Err("a stride is too large");
             }
@@ -628,10 +584,7 @@ impl Check<'_> {
         }
         if record.flags.get() & CHUNK_DIGESTS != 0 {
             let digests = self.index.section(Section::Digests).len() as u64 / 8;
-            let end = record
-                .digest
-                .get()
-                .checked_add(block_count(record.length.get()));
+            let end = record.digest.get().checked_add(block_count(record.length.get()));
             if end.is_none_or(|end| end > digests) {
                 return Err("digests are outside their section");
             }

@@ -130,9 +130,9 @@ impl Value {
         match self {
             Self::None | Self::Bool(_) | Self::Int(_) => true,
             Self::Float(number) => number.is_finite(),
-            Self::Tuple(items) => items
-                .iter()
-                .all(|item| matches!(item, Self::Str(_)) || item.is_other_key()),
+            Self::Tuple(items) => {
+                items.iter().all(|item| matches!(item, Self::Str(_)) || item.is_other_key())
+            }
             _ => false,
         }
     }
@@ -309,10 +309,7 @@ mod tests {
         let empty: [(Value, &[u8]); 3] = [
             (Value::List(vec![]), &[8, 0, 0, 0, 0]),
             (Value::Dict(vec![]), &[9, 0, 0, 0, 0]),
-            (
-                Value::Tuple(vec![Value::List(vec![])]),
-                &[7, 1, 0, 0, 0, 8, 0, 0, 0, 0],
-            ),
+            (Value::Tuple(vec![Value::List(vec![])]), &[7, 1, 0, 0, 0, 8, 0, 0, 0, 0]),
         ];
         for (key, encoded) in empty {
             assert!(dict(key).encode(&mut Vec::new()).is_err());
@@ -337,10 +334,7 @@ mod tests {
             key(Value::Bool(true)),
             key(Value::Float(-0.5)),
             key(Value::Tuple(vec![])),
-            key(Value::Tuple(vec![
-                Value::Str("b".into()),
-                Value::Tuple(vec![Value::Int(1)]),
-            ])),
+            key(Value::Tuple(vec![Value::Str("b".into()), Value::Tuple(vec![Value::Int(1)])])),
         ] {
             assert!(path(part.clone()).is_path(), "{part:?}");
         }

@@ -60,14 +60,8 @@ impl CodedChunk {
     pub fn region(&self, offsets: &[u64], sizes: &[u64]) -> Region {
         let own = self.offsets.iter().zip(&self.dims);
         Region {
-            offsets: own
-                .map(|(&at, dim)| at + dim.map_or(0, |dim| offsets[dim]))
-                .collect(),
-            sizes: self
-                .dims
-                .iter()
-                .map(|dim| dim.map_or(1, |dim| sizes[dim]))
-                .collect(),
+            offsets: own.map(|(&at, dim)| at + dim.map_or(0, |dim| offsets[dim])).collect(),
+            sizes: self.dims.iter().map(|dim| dim.map_or(1, |dim| sizes[dim])).collect(),
         }
     }
 }
@@ -129,11 +123,7 @@ pub fn derive(
     for file in 0..base.file_count() {
         builder.add_file(FileEntry::from(base.file(file)))?;
     }
-    let mut making = Making {
-        base,
-        builder,
-        pieces: HashMap::new(),
-    };
+    let mut making = Making { base, builder, pieces: HashMap::new() };
     for tensor in (0..base.tensor_count()).filter(|tensor| !hidden.contains(tensor)) {
         let view = base.tensor(tensor);
         let id = making.builder.add_tensor(entry(
@@ -145,29 +135,20 @@ pub fn derive(
         ))?;
         for chunk in view.chunks {
             let view = base.chunk(chunk);
-            let piece = Piece {
-                lead: view.lead,
-                coded: view.coded.clone(),
-            };
+            let piece = Piece { lead: view.lead, coded: view.coded.clone() };
             making.add(id, base.name(tensor), view, chunk, piece)?;
         }
     }
     for Logical { name, origin } in logical {
         if making.builder.has_tensor(name) {
-            return Err(Error::tensor_plan(
-                Some(base.path()),
-                name,
-                "there are two of this name",
-            ));
+            return Err(Error::tensor_plan(Some(base.path()), name, "there are two of this name"));
         }
         match origin {
             Origin::Coded(coded) => making.coded(name, coded)?,
             Origin::Sources { shape, sources } => making.joined(name, shape, sources)?,
         }
     }
-    let Making {
-        builder, pieces, ..
-    } = making;
+    let Making { builder, pieces, .. } = making;
     Index::of_view(builder.lay_out()?, base, |index| View {
         is_logical: true,
         pieces: by_number(index, pieces),
@@ -191,13 +172,9 @@ fn entry(base: &Index, tensor: u32, name: &str, dtype: Option<Dtype>, shape: Dim
         shape,
         flags: view.flags,
         // What is at a path of its own keeps it. In folders of Hugging Face nothing has one.
-        path: base.planner_path(tensor).map(|path| {
-            if is_same {
-                path
-            } else {
-                Value::Tuple(vec![Value::Str(name.into())])
-            }
-        }),
+        path: base
+            .planner_path(tensor)
+            .map(|path| if is_same { path } else { Value::Tuple(vec![Value::Str(name.into())]) }),
         position: view.position,
     }
 }
@@ -269,21 +246,8 @@ impl Making<'_> {
             ..self.base.chunk(first)
         };
         let dims = (0..coded.shape.len()).map(Some).collect();
-        let coded = CodedChunk {
-            of: Arc::clone(coded),
-            offsets,
-            dims,
-        };
-        self.add(
-            id,
-            name,
-            view,
-            first,
-            Piece {
-                lead: 0,
-                coded: Some(Arc::new(coded)),
-            },
-        )
+        let coded = CodedChunk { of: Arc::clone(coded), offsets, dims };
+        self.add(id, name, view, first, Piece { lead: 0, coded: Some(Arc::new(coded)) })
     }
 
     fn joined(&mut self, name: &str, shape: &Dims, sources: &[Source]) -> Result<()> {
@@ -305,14 +269,8 @@ impl Making<'_> {
                     names[0], view.name, names[1]
                 ));
             }
-            let sizes = source
-                .dims
-                .iter()
-                .map(|dim| dim.map_or(1, |dim| source.region.sizes[dim]));
-            let place = Region {
-                offsets: source.at.clone(),
-                sizes: sizes.collect(),
-            };
+            let sizes = source.dims.iter().map(|dim| dim.map_or(1, |dim| source.region.sizes[dim]));
+            let place = Region { offsets: source.at.clone(), sizes: sizes.collect() };
             if !source.region.fits(&view.shape) || !place.fits(shape) {
                 return refuse(format!(
                     "{:?} of shape {:?} does not fit into {shape:?}",
@@ -322,8 +280,7 @@ impl Making<'_> {
             }
         }
         let id =
-            self.builder
-                .add_tensor(entry(self.base, first.tensor, name, dtype, shape.clone()))?;
+            self.builder.add_tensor(entry(self.base, first.tensor, name, dtype, shape.clone()))?;
         if shape.contains(&0) {
             return self.empty(id, name, shape, first.tensor);
         }
@@ -361,40 +318,24 @@ impl Making<'_> {
 fn placed(base: &Index, source: &Source, part: &Overlap, itemsize: u64) -> (ChunkView, Piece) {
     let view = base.chunk(part.chunk);
     let dims = || source.dims.iter();
-    let sizes: Dims = dims()
-        .map(|dim| dim.map_or(1, |dim| part.sizes[dim]))
-        .collect();
-    let offsets = dims()
-        .zip(&source.at)
-        .map(|(dim, at)| at + dim.map_or(0, |dim| part.region_offsets[dim]));
-    let old = view
-        .strides
-        .clone()
-        .unwrap_or_else(|| row_major(&view.sizes));
+    let sizes: Dims = dims().map(|dim| dim.map_or(1, |dim| part.sizes[dim])).collect();
+    let offsets =
+        dims().zip(&source.at).map(|(dim, at)| at + dim.map_or(0, |dim| part.region_offsets[dim]));
+    let old = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
     let contiguous = row_major(&sizes);
     // The stride of a single element is any: that of contiguous ones, so that these are known as
     // such.
     let stride = |(i, dim): (usize, &Option<usize>)| {
-        dim.filter(|_| sizes[i] != 1)
-            .map_or(contiguous[i], |dim| old[dim])
+        dim.filter(|_| sizes[i] != 1).map_or(contiguous[i], |dim| old[dim])
     };
     let strides: Dims = dims().enumerate().map(stride).collect();
-    let first: u64 = part
-        .chunk_offsets
-        .iter()
-        .zip(&old)
-        .map(|(at, stride)| at * stride)
-        .sum();
+    let first: u64 = part.chunk_offsets.iter().zip(&old).map(|(at, stride)| at * stride).sum();
     let lead = view.lead + first * itemsize;
     let coded = view.coded.as_ref().map(|coded| {
         let begin = coded.region(&part.chunk_offsets, &view.sizes).offsets;
         let axis = |dim: &Option<usize>| source.dims.iter().position(|d| d.is_some() && d == dim);
         let dims = coded.dims.iter().map(axis).collect();
-        Arc::new(CodedChunk {
-            of: Arc::clone(&coded.of),
-            offsets: begin,
-            dims,
-        })
+        Arc::new(CodedChunk { of: Arc::clone(&coded.of), offsets: begin, dims })
     });
     let mut made = ChunkView {
         offsets: offsets.collect(),

@@ -42,12 +42,7 @@ impl Footprint {
         if shape.len() != strides.len() {
             return None;
         }
-        let mut made = Self {
-            space,
-            start,
-            steps: SmallVec::new(),
-            run: itemsize,
-        };
+        let mut made = Self { space, start, steps: SmallVec::new(), run: itemsize };
         if shape.contains(&0) {
             made.run = 0;
         }
@@ -66,15 +61,12 @@ impl Footprint {
         let reach = made.steps.iter().try_fold(made.run, |sum, step| {
             sum.checked_add((step.n - 1).checked_mul(step.stride)?)
         })?;
-        start
-            .checked_add(reach)
-            .filter(|&end| i64::try_from(end).is_ok())?;
+        start.checked_add(reach).filter(|&end| i64::try_from(end).is_ok())?;
         Some(made)
     }
 
     fn normalise(&mut self) -> Option<()> {
-        self.steps
-            .sort_by_key(|step| std::cmp::Reverse((step.stride, step.n)));
+        self.steps.sort_by_key(|step| std::cmp::Reverse((step.stride, step.n)));
         while let Some(step) = self.steps.last().filter(|step| step.stride == self.run) {
             self.run = self.run.checked_mul(step.n)?;
             self.steps.pop();
@@ -98,10 +90,7 @@ impl Footprint {
     }
 
     fn layout(&self) -> Layout<'_> {
-        Layout {
-            steps: &self.steps,
-            run: self.run,
-        }
+        Layout { steps: &self.steps, run: self.run }
     }
 
     /// From its first byte to just past its last, gaps included.
@@ -125,10 +114,7 @@ impl Footprint {
         if is_nested {
             return false;
         }
-        let runs = self
-            .steps
-            .iter()
-            .fold(1_u64, |runs, step| runs.saturating_mul(step.n));
+        let runs = self.steps.iter().fold(1_u64, |runs, step| runs.saturating_mul(step.n));
         if runs > LISTED {
             return true;
         }
@@ -152,21 +138,13 @@ struct Layout<'a> {
 
 impl Layout<'_> {
     fn reach(self) -> u64 {
-        self.steps
-            .iter()
-            .fold(self.run, |sum, step| sum + (step.n - 1) * step.stride)
+        self.steps.iter().fold(self.run, |sum, step| sum + (step.n - 1) * step.stride)
     }
 
     /// The outermost loop, and what is in it.
     fn split(self) -> Option<(Step, Self)> {
         let (&outer, steps) = self.steps.split_first()?;
-        Some((
-            outer,
-            Self {
-                steps,
-                run: self.run,
-            },
-        ))
+        Some((outer, Self { steps, run: self.run }))
     }
 }
 
@@ -226,16 +204,14 @@ pub fn turns(writes: &[Write]) -> Vec<Option<u32>> {
         if let ([one], true) = (write.footprints.as_slice(), write.covers) {
             happens[number] = seen.insert(one);
         }
-        items.extend(
-            (write.footprints.iter())
-                .filter(|_| happens[number])
-                .map(|footprint| Stretch {
-                    write: number,
-                    space: footprint.space,
-                    start: footprint.start,
-                    layout: footprint.layout(),
-                }),
-        );
+        items.extend((write.footprints.iter()).filter(|_| happens[number]).map(|footprint| {
+            Stretch {
+                write: number,
+                space: footprint.space,
+                start: footprint.start,
+                layout: footprint.layout(),
+            }
+        }));
     }
     let mut crowds = Vec::new();
     find_crowds(&mut items, &mut crowds);

@@ -16,10 +16,7 @@ fn footprint(start: u64, itemsize: u64, dims: &[(u64, u64)]) -> Footprint {
 fn bytes(start: u64, itemsize: u64, dims: &[(u64, u64)]) -> Vec<u64> {
     let mut at = vec![start];
     for &(n, stride) in dims {
-        at = at
-            .iter()
-            .flat_map(|&a| (0..n).map(move |i| a + i * stride))
-            .collect();
+        at = at.iter().flat_map(|&a| (0..n).map(move |i| a + i * stride)).collect();
     }
     at.iter().flat_map(|&a| a..a + itemsize).collect()
 }
@@ -46,29 +43,18 @@ fn layouts_of_tensors() {
         (&[(1 << 20, 4), (1 << 20, 1 << 22)], false),
     ];
     for (dims, shared) in cases {
-        assert_eq!(
-            footprint(64, 4, dims).overlaps_itself(),
-            *shared,
-            "{dims:?}"
-        );
+        assert_eq!(footprint(64, 4, dims).overlaps_itself(), *shared, "{dims:?}");
     }
 }
 
 #[test]
 fn the_same_bytes_are_equal() {
     let one = footprint(64, 4, &[(6, 4)]);
-    for dims in [
-        &[(2, 12), (3, 4)][..],
-        &[(3, 4), (2, 12)],
-        &[(1, 999), (6, 4)],
-    ] {
+    for dims in [&[(2, 12), (3, 4)][..], &[(3, 4), (2, 12)], &[(1, 999), (6, 4)]] {
         assert_eq!(footprint(64, 4, dims), one);
     }
     assert_eq!(footprint(64, 8, &[(3, 8)]), one);
-    assert_eq!(
-        footprint(64, 2, &[(4, 40), (3, 8)]),
-        footprint(64, 2, &[(3, 8), (4, 40)])
-    );
+    assert_eq!(footprint(64, 2, &[(4, 40), (3, 8)]), footprint(64, 2, &[(3, 8), (4, 40)]));
     assert_ne!(footprint(68, 4, &[(6, 4)]), one);
 }
 
@@ -81,10 +67,7 @@ fn what_ends_beyond_memory_is_refused() {
 }
 
 fn one(footprint: Footprint) -> Write {
-    Write {
-        footprints: smallvec![footprint],
-        covers: true,
-    }
+    Write { footprints: smallvec![footprint], covers: true }
 }
 
 #[test]
@@ -93,11 +76,7 @@ fn many_columns_and_many_rows_are_apart() {
     let columns = (0..3000).map(|i| one(footprint(4096 + i * 40, 4, &[(1000, 120_000), (10, 4)])));
     let tiles = (0..60).flat_map(|r| {
         (0..50).map(move |c| {
-            one(footprint(
-                1 << 40 | (r * 16 * 8000 + c * 160),
-                4,
-                &[(16, 8000), (40, 4)],
-            ))
+            one(footprint(1 << 40 | (r * 16 * 8000 + c * 160), 4, &[(16, 8000), (40, 4)]))
         })
     });
     let writes: Vec<_> = columns.chain(tiles).collect();
@@ -115,10 +94,7 @@ fn ties_are_written_once_or_in_turn() {
     ];
     assert_eq!(turns(&writes), [None, None, Some(0), Some(1), Some(0)]);
     // What need not write all of its memory hides nothing.
-    let some = Write {
-        covers: false,
-        ..writes[0].clone()
-    };
+    let some = Write { covers: false, ..writes[0].clone() };
     let writes = [writes[0].clone(), some.clone(), some];
     assert_eq!(turns(&writes), [Some(0), Some(1), Some(2)]);
 }

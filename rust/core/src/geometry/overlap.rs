@@ -28,10 +28,7 @@ pub struct Region {
 impl Region {
     /// The rectangle at `offsets` of `sizes`.
     pub fn new(offsets: &[u64], sizes: &[u64]) -> Self {
-        Self {
-            offsets: Dims::from_slice(offsets),
-            sizes: Dims::from_slice(sizes),
-        }
+        Self { offsets: Dims::from_slice(offsets), sizes: Dims::from_slice(sizes) }
     }
 
     /// Whether it lies within `shape`.
@@ -69,10 +66,7 @@ impl Region {
     fn without(&self, hole: &Self, out: &mut Vec<Self>) {
         let mut rest = self.clone();
         for d in 0..self.offsets.len() {
-            for (begin, end) in [
-                (rest.offsets[d], hole.offsets[d]),
-                (hole.end(d), rest.end(d)),
-            ] {
+            for (begin, end) in [(rest.offsets[d], hole.offsets[d]), (hole.end(d), rest.end(d))] {
                 if begin < end {
                     let mut side = rest.clone();
                     side.offsets[d] = begin;
@@ -155,10 +149,7 @@ fn intersections(index: &Index, tensor: u32, region: &Region) -> Vec<(u64, Regio
     candidates
         .filter_map(|c| {
             let chunk = index.chunk(c);
-            let whole = Region {
-                offsets: chunk.offsets,
-                sizes: chunk.sizes,
-            };
+            let whole = Region { offsets: chunk.offsets, sizes: chunk.sizes };
             Some((c, region.intersection(&whole)?))
         })
         .collect()
@@ -244,21 +235,13 @@ mod tests {
 
     #[test]
     fn rows_are_found_by_search() {
-        let chunks: Vec<_> = (0..100)
-            .map(|i| Region::new(&[i * 3, 0], &[3, 4]))
-            .collect();
+        let chunks: Vec<_> = (0..100).map(|i| Region::new(&[i * 3, 0], &[3, 4])).collect();
         let index = index(&[300, 4], &chunks);
         let found = cover(&index, 0, &Region::new(&[4, 1], &[5, 2])).unwrap();
-        let rows: Vec<_> = found
-            .iter()
-            .map(|o| (o.chunk, o.chunk_offsets[0], o.sizes[0]))
-            .collect();
+        let rows: Vec<_> =
+            found.iter().map(|o| (o.chunk, o.chunk_offsets[0], o.sizes[0])).collect();
         assert_eq!(rows, [(1, 1, 2), (2, 0, 3)]);
-        assert!(
-            cover(&index, 0, &Region::new(&[4, 1], &[0, 2]))
-                .unwrap()
-                .is_empty()
-        );
+        assert!(cover(&index, 0, &Region::new(&[4, 1], &[0, 2])).unwrap().is_empty());
     }
 
     #[test]
@@ -270,10 +253,7 @@ mod tests {
     #[test]
     fn a_missing_chunk_is_named() {
         let index = index(&[8], &[Region::new(&[0], &[4])]);
-        assert_eq!(
-            cover(&index, 0, &Region::new(&[2], &[6])),
-            Err(Region::new(&[4], &[4]))
-        );
+        assert_eq!(cover(&index, 0, &Region::new(&[2], &[6])), Err(Region::new(&[4], &[4])));
         assert_eq!(touching(&index, 0, &Region::new(&[2], &[6])).len(), 1);
     }
 

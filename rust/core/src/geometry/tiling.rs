@@ -33,15 +33,11 @@ pub fn check_tiling(shape: &[u64], rectangles: &[Rectangle<'_>]) -> Result<(), F
     if shape.contains(&0) {
         return Ok(());
     }
-    let solid: Vec<Rectangle<'_>> = rectangles
-        .iter()
-        .copied()
-        .filter(|(_, sizes)| !sizes.contains(&0))
-        .collect();
+    let solid: Vec<Rectangle<'_>> =
+        rectangles.iter().copied().filter(|(_, sizes)| !sizes.contains(&0)).collect();
     // Dimensions that all of them span whole do not matter.
-    let split: SmallVec<[usize; 8]> = (0..shape.len())
-        .filter(|&d| solid.iter().any(|(_, sizes)| sizes[d] != shape[d]))
-        .collect();
+    let split: SmallVec<[usize; 8]> =
+        (0..shape.len()).filter(|&d| solid.iter().any(|(_, sizes)| sizes[d] != shape[d])).collect();
     match split.len() {
         0 => one(shape, solid.len()),
         1 => runs(shape, split[0], &solid),
@@ -60,16 +56,10 @@ fn one(shape: &[u64], count: usize) -> Result<(), Fault> {
 }
 
 fn runs(shape: &[u64], d: usize, solid: &[Rectangle<'_>]) -> Result<(), Fault> {
-    let mut ranges: Vec<(u64, u64)> = solid
-        .iter()
-        .map(|(at, sizes)| (at[d], at[d] + sizes[d]))
-        .collect();
+    let mut ranges: Vec<(u64, u64)> =
+        solid.iter().map(|(at, sizes)| (at[d], at[d] + sizes[d])).collect();
     ranges.sort_unstable();
-    let point = |x: u64| {
-        (0..shape.len())
-            .map(|i| if i == d { x } else { 0 })
-            .collect()
-    };
+    let point = |x: u64| (0..shape.len()).map(|i| if i == d { x } else { 0 }).collect();
     let mut end = 0;
     for (begin, next) in ranges {
         if begin > end {
@@ -93,19 +83,9 @@ fn corners(shape: &[u64], split: &[usize], solid: &[Rectangle<'_>]) -> Result<()
     let mut add = |at: &dyn Fn(usize) -> u64, end: &dyn Fn(usize) -> u64, sign: i64| {
         for corner in 0_u32..1 << split.len() {
             let point = (0..split.len())
-                .map(|i| {
-                    if corner >> i & 1 == 0 {
-                        at(split[i])
-                    } else {
-                        end(split[i])
-                    }
-                })
+                .map(|i| if corner >> i & 1 == 0 { at(split[i]) } else { end(split[i]) })
                 .collect();
-            let sign = if corner.count_ones() % 2 == 0 {
-                sign
-            } else {
-                -sign
-            };
+            let sign = if corner.count_ones() % 2 == 0 { sign } else { -sign };
             *net.entry(point).or_insert(0) += sign;
         }
     };
@@ -121,30 +101,17 @@ fn corners(shape: &[u64], split: &[usize], solid: &[Rectangle<'_>]) -> Result<()
     for (&d, &x) in split.iter().zip(&point) {
         whole[d] = x;
     }
-    Err(if count > 0 {
-        Fault::Overlap(whole)
-    } else {
-        Fault::Hole(whole)
-    })
+    Err(if count > 0 { Fault::Overlap(whole) } else { Fault::Hole(whole) })
 }
 
 /// The slow way.
 fn pairs(shape: &[u64], solid: &[Rectangle<'_>]) -> Result<(), Fault> {
     if let Some((i, j)) = find_overlap(solid) {
-        let point = solid[i]
-            .0
-            .iter()
-            .zip(solid[j].0)
-            .map(|(a, b)| *a.max(b))
-            .collect();
+        let point = solid[i].0.iter().zip(solid[j].0).map(|(a, b)| *a.max(b)).collect();
         return Err(Fault::Overlap(point));
     }
-    let volume = |sizes: &[u64]| {
-        sizes
-            .iter()
-            .map(|&size| u128::from(size))
-            .fold(1, u128::saturating_mul)
-    };
+    let volume =
+        |sizes: &[u64]| sizes.iter().map(|&size| u128::from(size)).fold(1, u128::saturating_mul);
     if solid.iter().map(|(_, sizes)| volume(sizes)).sum::<u128>() == volume(shape) {
         return Ok(());
     }
@@ -156,9 +123,8 @@ fn pairs(shape: &[u64], solid: &[Rectangle<'_>]) -> Result<(), Fault> {
 /// Two rectangles that have an element in common, by their places in the slice.
 pub fn find_overlap(rectangles: &[Rectangle<'_>]) -> Option<(usize, usize)> {
     let ndim = rectangles.first()?.0.len();
-    let solid: Vec<usize> = (0..rectangles.len())
-        .filter(|&i| !rectangles[i].1.contains(&0))
-        .collect();
+    let solid: Vec<usize> =
+        (0..rectangles.len()).filter(|&i| !rectangles[i].1.contains(&0)).collect();
     // Sweep along the dimension in which the fewest lie side by side.
     let distinct = |d: usize| {
         let mut begins: Vec<u64> = solid.iter().map(|&i| rectangles[i].0[d]).collect();
@@ -228,12 +194,7 @@ mod tests {
                     parts.swap_remove(parts.len() / 2);
                 }
                 let extra = prop::collection::vec(rectangle(&shape), usize::from(more));
-                (
-                    Just(shape),
-                    Just(parts),
-                    extra,
-                    any::<prop::sample::Index>(),
-                )
+                (Just(shape), Just(parts), extra, any::<prop::sample::Index>())
             })
             .prop_map(|(shape, mut parts, extra, shift)| {
                 parts.extend(extra);
@@ -248,9 +209,7 @@ mod tests {
     fn cells(shape: &[u64]) -> Vec<Vec<u64>> {
         shape.iter().fold(vec![vec![]], |cells, &size| {
             let longer = |cell: &Vec<u64>| {
-                (0..size)
-                    .map(|x| [cell.as_slice(), &[x]].concat())
-                    .collect::<Vec<_>>()
+                (0..size).map(|x| [cell.as_slice(), &[x]].concat()).collect::<Vec<_>>()
             };
             cells.iter().flat_map(longer).collect()
         })
@@ -289,11 +248,8 @@ mod tests {
     }
 
     fn pairs_of(shape: &[u64], rectangles: &[Rectangle<'_>]) -> Result<(), Fault> {
-        let solid: Vec<_> = rectangles
-            .iter()
-            .copied()
-            .filter(|(_, sizes)| !sizes.contains(&0))
-            .collect();
+        let solid: Vec<_> =
+            rectangles.iter().copied().filter(|(_, sizes)| !sizes.contains(&0)).collect();
         pairs(shape, &solid)
     }
 }

@@ -13,13 +13,7 @@ pub struct Config {
 
 /// What a configuration may say, and who says it: `quant_method` of transformers, `format` of
 /// compressed-tensors, `quant_algo` of modelopt.
-const METHODS: [&str; 5] = [
-    "fp8",
-    "fbgemm_fp8",
-    "mxfp4",
-    "compressed-tensors",
-    "modelopt",
-];
+const METHODS: [&str; 5] = ["fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"];
 const FORMATS: [&str; 6] = [
     "dense",
     "float-quantized",
@@ -53,38 +47,26 @@ impl Config {
         one_of(&config["format"], "format", &FORMATS, true)?;
         one_of(&config["quant_algo"], "quant_algo", &ALGORITHMS, true)?;
         one_of(&config["fmt"], "fmt", &["e4m3", "float8_e4m3fn"], true)?;
-        let mut found = Self {
-            block: block(&config["weight_block_size"], "weight_block_size")?,
-            group: None,
-        };
+        let mut found =
+            Self { block: block(&config["weight_block_size"], "weight_block_size")?, group: None };
         let mut groups = Vec::new();
-        for group in config["config_groups"]
-            .as_object()
-            .into_iter()
-            .flat_map(|groups| groups.values())
+        for group in
+            config["config_groups"].as_object().into_iter().flat_map(|groups| groups.values())
         {
             one_of(&group["format"], "format", &FORMATS, true)?;
             let weights = &group["weights"];
             if weights.is_null() {
                 continue;
             }
-            let kind = (
-                weights["type"].as_str().unwrap_or("int"),
-                weights["num_bits"].as_u64(),
-            );
-            if !matches!(
-                kind,
-                ("float", None | Some(4 | 8)) | ("int", None | Some(4))
-            ) {
+            let kind = (weights["type"].as_str().unwrap_or("int"), weights["num_bits"].as_u64());
+            if !matches!(kind, ("float", None | Some(4 | 8)) | ("int", None | Some(4))) {
                 return Err(format!(
                     "weights of {} bits of type {:?}",
                     weights["num_bits"], kind.0
                 ));
             }
             groups.push(weights["group_size"].as_u64().filter(|&size| size > 0));
-            found.block = found
-                .block
-                .or(block(&weights["block_structure"], "block_structure")?);
+            found.block = found.block.or(block(&weights["block_structure"], "block_structure")?);
         }
         groups.dedup();
         if let [group] = groups[..] {

@@ -69,10 +69,7 @@ pub fn detect(
         if index.tensor(tensor).kind != Kind::Tensor {
             continue;
         }
-        if let Some(weight) = name
-            .strip_suffix("_packed")
-            .filter(|stem| stem.ends_with("weight"))
-        {
+        if let Some(weight) = name.strip_suffix("_packed").filter(|stem| stem.ends_with("weight")) {
             detector.packed(tensor, weight)?;
         } else if let Some(weight) = name.strip_suffix("_blocks") {
             detector.mxfp4(tensor, weight)?;
@@ -81,15 +78,10 @@ pub fn detect(
         }
     }
     detector.check_rest(config.is_some())?;
-    let Detector {
-        mut found, is_part, ..
-    } = detector;
+    let Detector { mut found, is_part, .. } = detector;
     if !found.coded.is_empty() {
-        let is_of_activations = |tensor: &u32| {
-            ACTIVATIONS
-                .iter()
-                .any(|end| index.name(*tensor).ends_with(end))
-        };
+        let is_of_activations =
+            |tensor: &u32| ACTIVATIONS.iter().any(|end| index.name(*tensor).ends_with(end));
         found.hidden = (0..index.tensor_count())
             .filter(|tensor| is_part[*tensor as usize] || is_of_activations(tensor))
             .collect();
@@ -120,10 +112,7 @@ impl Detector<'_> {
     }
 
     fn dtype(&self, tensor: u32) -> &'static str {
-        self.index
-            .tensor(tensor)
-            .dtype
-            .map_or("no tensor", Dtype::name)
+        self.index.tensor(tensor).dtype.map_or("no tensor", Dtype::name)
     }
 
     /// How a tensor is called in messages.
@@ -137,10 +126,7 @@ impl Detector<'_> {
     fn matrix<'s>(&self, name: &str, shape: &'s [u64]) -> Result<(&'s [u64], u64, u64)> {
         match shape {
             [lead @ .., rows, columns] => Ok((lead, *rows, *columns)),
-            _ => self.bad(
-                name,
-                format!("a quantized weight of shape {shape:?} is no matrix"),
-            ),
+            _ => self.bad(name, format!("a quantized weight of shape {shape:?} is no matrix")),
         }
     }
 
@@ -183,20 +169,13 @@ impl Detector<'_> {
         if !dtypes.contains(&self.dtype(scale)) {
             return self.bad(
                 name,
-                format!(
-                    "{}, and its dtype is none of {}",
-                    self.describe(scale),
-                    dtypes.join(", ")
-                ),
+                format!("{}, and its dtype is none of {}", self.describe(scale), dtypes.join(", ")),
             );
         }
         if shape.as_slice() != sizes {
             return self.bad(
                 name,
-                format!(
-                    "{}, and should have the shape {sizes:?}",
-                    self.describe(scale)
-                ),
+                format!("{}, and should have the shape {sizes:?}", self.describe(scale)),
             );
         }
         Ok(())
@@ -204,9 +183,7 @@ impl Detector<'_> {
 
     /// A tensor that may be the codes of a weight of its name.
     fn weight(&mut self, codes: u32, name: &str) -> Result<()> {
-        let scale = self
-            .beside(name, "_scale_inv")
-            .or_else(|| self.beside(name, "_scale"));
+        let scale = self.beside(name, "_scale_inv").or_else(|| self.beside(name, "_scale"));
         let Some(scale) = scale else { return Ok(()) };
         match self.dtype(codes) {
             "float8_e4m3fn" => self.fp8(codes, scale, name),
@@ -217,19 +194,15 @@ impl Detector<'_> {
                 self.nvfp4(codes, scale, (global, false), name)
             }
             "bfloat16" | "float16" | "float32" | "float64" if !name.ends_with("weight") => Ok(()),
-            _ => self.bad(
-                name,
-                format!("{}: this is no format that is known", self.describe(codes)),
-            ),
+            _ => {
+                self.bad(name, format!("{}: this is no format that is known", self.describe(codes)))
+            }
         }
     }
 
     fn fp8(&mut self, codes: u32, scale: u32, name: &str) -> Result<()> {
         if let Some(zeros) = self.beside(name, "_zero_point") {
-            return self.bad(
-                name,
-                format!("{}: FP8 has no zero points", self.describe(zeros)),
-            );
+            return self.bad(name, format!("{}: FP8 has no zero points", self.describe(zeros)));
         }
         let shape = self.index.tensor(codes).shape;
         let (lead, rows, columns) = self.matrix(name, &shape)?;
@@ -245,15 +218,8 @@ impl Detector<'_> {
             (_, block) => block.unwrap_or([128, 128]),
         };
         let mut expected = Dims::from_slice(lead);
-        expected.extend([
-            rows.div_ceil(block[0].max(1)),
-            columns.div_ceil(block[1].max(1)),
-        ]);
-        let expected = if is_one && block == [rows, columns] {
-            scales
-        } else {
-            expected
-        };
+        expected.extend([rows.div_ceil(block[0].max(1)), columns.div_ceil(block[1].max(1))]);
+        let expected = if is_one && block == [rows, columns] { scales } else { expected };
         let dtypes = ["float32", "bfloat16", "float16", "float8_e8m0fnu"];
         self.check_scale(name, scale, &dtypes, &expected)?;
         let coded = self.coded(shape, Format::Fp8, block, [codes, scale]);
@@ -270,10 +236,7 @@ impl Detector<'_> {
             return Ok(());
         }
         let Some(scale) = self.beside(name, "_scales") else {
-            return self.bad(
-                &format!("{name}_blocks"),
-                format!("it has no {name}_scales"),
-            );
+            return self.bad(&format!("{name}_blocks"), format!("it has no {name}_scales"));
         };
         self.check_scale(name, scale, &["uint8", "float8_e8m0fnu"], outer)?;
         let mut logical = Dims::from_slice(outer);
@@ -284,9 +247,7 @@ impl Detector<'_> {
         logical.push(columns);
         let coded = self.coded(logical, Format::Mxfp4, [1, 32], [codes, scale]);
         self.add(name, coded);
-        self.found
-            .aliases
-            .push((format!("{name}_blocks"), name.to_owned()));
+        self.found.aliases.push((format!("{name}_blocks"), name.to_owned()));
         Ok(())
     }
 
@@ -302,10 +263,8 @@ impl Detector<'_> {
             );
         }
         if self.beside(name, "_g_idx").is_some() {
-            return self.bad(
-                name,
-                format!("{name}_g_idx says that its columns are in another order"),
-            );
+            return self
+                .bad(name, format!("{name}_g_idx says that its columns are in another order"));
         }
         match self.dtype(codes) {
             "int32" => self.int4(codes, scale, name),
@@ -315,10 +274,9 @@ impl Detector<'_> {
                 };
                 self.nvfp4(codes, scale, (global, true), name)
             }
-            _ => self.bad(
-                name,
-                format!("{}: this is no format that is known", self.describe(codes)),
-            ),
+            _ => {
+                self.bad(name, format!("{}: this is no format that is known", self.describe(codes)))
+            }
         }
     }
 
@@ -338,10 +296,7 @@ impl Detector<'_> {
             Some(part) if !is_even => self.columns(name, part, rows, words)?,
             _ => most,
         };
-        let group = self
-            .config
-            .group
-            .unwrap_or_else(|| columns.div_ceil(groups.max(1)));
+        let group = self.config.group.unwrap_or_else(|| columns.div_ceil(groups.max(1)));
         if group == 0 || columns.div_ceil(group) != groups {
             return self.bad(
                 name,
@@ -362,10 +317,7 @@ impl Detector<'_> {
             sizes.extend([rows.div_ceil(8), groups]);
             self.check_scale(name, zeros, &["int32"], &sizes)?;
         }
-        let coded = Coded {
-            zeros,
-            ..self.coded(shape, Format::Int4, [1, group], [codes, scale])
-        };
+        let coded = Coded { zeros, ..self.coded(shape, Format::Int4, [1, group], [codes, scale]) };
         self.add(name, coded);
         shape_part.inspect(|&part| self.is_part[part as usize] = true);
         Ok(())
@@ -384,10 +336,7 @@ impl Detector<'_> {
                     ),
                 ),
             },
-            _ => self.bad(
-                name,
-                format!("{name}_shape says {told:?}, and there are {rows} rows"),
-            ),
+            _ => self.bad(name, format!("{name}_shape says {told:?}, and there are {rows} rows")),
         }
     }
 
@@ -404,10 +353,7 @@ impl Detector<'_> {
         self.check_scale(name, scale, &["float8_e4m3fn"], &scales)?;
         let whole = self.index.tensor(global.0).shape;
         if whole.iter().any(|&size| size != 1) || self.dtype(global.0) != "float32" {
-            return self.bad(
-                name,
-                format!("{}, and not one float32", self.describe(global.0)),
-            );
+            return self.bad(name, format!("{}, and not one float32", self.describe(global.0)));
         }
         let coded = Coded {
             global: Some(global),
@@ -425,9 +371,7 @@ impl Detector<'_> {
                 continue;
             }
             let of_weight = |end: &str| {
-                view.name
-                    .strip_suffix(end)
-                    .is_some_and(|stem| stem.ends_with("weight"))
+                view.name.strip_suffix(end).is_some_and(|stem| stem.ends_with("weight"))
             };
             if view.name.ends_with("_scale_inv") || BESIDE.iter().any(|end| of_weight(end)) {
                 return self.bad(view.name, "there is no quantized weight that it belongs to");
@@ -438,10 +382,8 @@ impl Detector<'_> {
             if is_configured
                 && (self.dtype(tensor).starts_with("float8") || view.name.ends_with("_packed"))
             {
-                return self.bad(
-                    view.name,
-                    format!("it is {} and has no scale", self.dtype(tensor)),
-                );
+                return self
+                    .bad(view.name, format!("it is {} and has no scale", self.dtype(tensor)));
             }
         }
         Ok(())

@@ -235,9 +235,7 @@ pub fn f16(x: f32) -> u16 {
     // From 2^-14 on: drops 13 bits of the fraction, and 112 from the exponent.
     let normal = (bits.wrapping_add(0xfff + (bits >> 13 & 1)) >> 13).wrapping_sub(112 << 10);
     // Below: a sum with 0.5 has its last bit at 2^-24, as these have.
-    let small = (f32::from_bits(bits) + 0.5)
-        .to_bits()
-        .wrapping_sub(0.5_f32.to_bits());
+    let small = (f32::from_bits(bits) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
     let rounded = if bits < 113 << 23 { small } else { normal };
     let rounded = if bits >= 143 << 23 { 0x7c00 } else { rounded };
     low_half(if x.is_nan() { 0x7e00 } else { rounded | sign })

@@ -1,10 +1,6 @@
 //! Codes and scales to numbers, beside slow and plain arithmetic.
 
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_precision_loss,
-    clippy::float_cmp
-)] // small numbers, to the bit
+#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, clippy::float_cmp)] // small numbers, to the bit
 
 use proptest::prelude::*;
 
@@ -14,10 +10,7 @@ use super::kernel::{Code, Row, bf16, decode, e2m1, e4m3, e8m0, f16, from_bf16, f
 /// A small float by its definition: sign, exponent and fraction.
 fn small_float(code: u8, exponent_bits: u32, fraction_bits: u32, bias: i32) -> f64 {
     let magnitude = u32::from(code) & ((1 << (exponent_bits + fraction_bits)) - 1);
-    let (exponent, fraction) = (
-        magnitude >> fraction_bits,
-        magnitude & ((1 << fraction_bits) - 1),
-    );
+    let (exponent, fraction) = (magnitude >> fraction_bits, magnitude & ((1 << fraction_bits) - 1));
     let part = f64::from(fraction) / f64::from(1 << fraction_bits);
     let value = if exponent == 0 {
         part * 2_f64.powi(1 - bias)
@@ -40,11 +33,7 @@ fn every_code_is_the_number_of_its_definition() {
         if code == 255 {
             assert!(e8m0(code).is_nan());
         } else {
-            assert_eq!(
-                f64::from(e8m0(code)),
-                2_f64.powi(i32::from(code) - 127),
-                "e8m0 {code}"
-            );
+            assert_eq!(f64::from(e8m0(code)), 2_f64.powi(i32::from(code) - 127), "e8m0 {code}");
         }
     }
     for code in 0..16 {

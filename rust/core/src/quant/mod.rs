@@ -138,13 +138,7 @@ pub struct Coded {
 
 impl fmt::Debug for Coded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{:?} {:?} {:?}",
-            self.format,
-            self.shape,
-            self.index.name(self.codes)
-        )
+        write!(f, "{:?} {:?} {:?}", self.format, self.shape, self.index.name(self.codes))
     }
 }
 
@@ -196,11 +190,7 @@ impl Coded {
                 region
             };
             let itemsize = view.dtype.map_or(1, Dtype::size);
-            Part {
-                tensor,
-                region,
-                itemsize,
-            }
+            Part { tensor, region, itemsize }
         };
         let mut codes = rectangle(1, self.format.unit().0);
         if self.format == Format::Mxfp4 {
@@ -211,14 +201,8 @@ impl Coded {
             part(self.codes, codes),
             part(self.scale, rectangle(self.block[0], self.block[1])),
         ];
-        parts.extend(
-            self.zeros
-                .map(|zeros| part(zeros, rectangle(8, self.block[1]))),
-        );
-        parts.extend(
-            self.global
-                .map(|(global, _)| part(global, Region::new(&[], &[]))),
-        );
+        parts.extend(self.zeros.map(|zeros| part(zeros, rectangle(8, self.block[1]))));
+        parts.extend(self.global.map(|(global, _)| part(global, Region::new(&[], &[]))));
         parts
     }
 
@@ -248,12 +232,7 @@ impl Coded {
         let groups = usize_of(steps(offsets[lead + 1], sizes[lead + 1], self.block[1]).1);
         let (first_scale, scale_rows) = steps(offsets[lead], sizes[lead], self.block[0]);
         let scales = self.scales(stored)?;
-        let rectangle = Rectangle {
-            rows,
-            columns,
-            bytes,
-            groups,
-        };
+        let rectangle = Rectangle { rows, columns, bytes, groups };
         if self.target.size() == 2 && self.look_up(offsets, &rectangle, &scales, stored, out) {
             return Ok(());
         }
@@ -304,10 +283,8 @@ impl Coded {
             Format::Fp8 if of.rows.min(tall) * of.columns.min(wide) >= OFTEN => {
                 let scale_rows = (row + of.rows).div_ceil(tall) - row / tall;
                 for (number, scale) in scales.iter().enumerate() {
-                    let (outer, inner) = (
-                        number / (scale_rows * of.groups),
-                        number % (scale_rows * of.groups),
-                    );
+                    let (outer, inner) =
+                        (number / (scale_rows * of.groups), number % (scale_rows * of.groups));
                     let of_block = |at: usize, size: usize, first: usize, count: usize| {
                         let begin = ((first / size + at) * size).max(first) - first;
                         begin..((first / size + at + 1) * size - first).min(count)
@@ -328,12 +305,8 @@ impl Coded {
                 if column % wide == 0 && of.columns.is_multiple_of(2) && scales.len() >= OFTEN =>
             {
                 let mut tables: Vec<Option<Box<Table<4>>>> = vec![None; 256];
-                let rows = codes
-                    .chunks_exact(of.bytes)
-                    .zip(out.chunks_exact_mut(2 * of.columns));
-                let of_rows = scales
-                    .chunks_exact(of.groups)
-                    .zip(stored[1].chunks_exact(of.groups));
+                let rows = codes.chunks_exact(of.bytes).zip(out.chunks_exact_mut(2 * of.columns));
+                let of_rows = scales.chunks_exact(of.groups).zip(stored[1].chunks_exact(of.groups));
                 for ((codes, out), (scales, names)) in rows.zip(of_rows) {
                     let groups = codes.chunks(wide / 2).zip(out.chunks_mut(2 * wide));
                     for ((codes, out), (scale, name)) in groups.zip(scales.iter().zip(names)) {
@@ -355,11 +328,7 @@ impl Coded {
         if let (Some((global, divides)), Some(bytes)) = (self.global, stored.last()) {
             let global = self.numbers(global, bytes)?[0];
             for scale in &mut scales {
-                *scale = if divides {
-                    *scale / global
-                } else {
-                    *scale * global
-                };
+                *scale = if divides { *scale / global } else { *scale * global };
             }
         }
         Ok(scales)
@@ -367,11 +336,7 @@ impl Coded {
 
     /// The elements of a stored tensor of scales.
     fn numbers(&self, tensor: u32, bytes: &[u8]) -> Result<Vec<f32>> {
-        let words = || {
-            bytes
-                .chunks_exact(2)
-                .map(|word| u16::from_le_bytes([word[0], word[1]]))
-        };
+        let words = || bytes.chunks_exact(2).map(|word| u16::from_le_bytes([word[0], word[1]]));
         let name = self.index.tensor(tensor).dtype.map_or("bytes", Dtype::name);
         Ok(match name {
             "float32" => (bytes.chunks_exact(4))

@@ -40,10 +40,7 @@ pub struct Batch<'a> {
 /// # Safety
 /// That of [`read`].
 pub unsafe fn change_signs(reqs: &[ReadReq]) {
-    for req in reqs
-        .iter()
-        .filter(|req| !req.signs.is_empty() && !req.shape.contains(&0))
-    {
+    for req in reqs.iter().filter(|req| !req.signs.is_empty() && !req.shape.contains(&0)) {
         // SAFETY: as the caller vouches.
         unsafe { req.signs.change(req.dst.0, &req.shape, &req.dst_strides) };
     }
@@ -51,9 +48,5 @@ pub unsafe fn change_signs(reqs: &[ReadReq]) {
 
 /// How to copy what a batch of so many bytes wants.
 pub fn stores(total: u64) -> Stores {
-    if total < STREAM_BATCH {
-        Stores::Cached
-    } else {
-        Stores::Streaming
-    }
+    if total < STREAM_BATCH { Stores::Cached } else { Stores::Streaming }
 }

@@ -23,9 +23,7 @@ pub fn fill(
 ) -> Result<(), (u64, io::Error)> {
     let align = direct.unwrap_or(1);
     let size = segments.last().map_or(0, |s| s.buffer_end(align));
-    let memory = unit(size.max(room))
-        .and_then(|size| buffer.at_least(size))
-        .map_err(|e| (0, e))?;
+    let memory = unit(size.max(room)).and_then(|size| buffer.at_least(size)).map_err(|e| (0, e))?;
     for segment in segments {
         let result = place(memory, segment, align).and_then(|(range, need)| match direct {
             Some(_) => read_direct_at(file, range, segment.start, need, unit(align)?),

@@ -57,26 +57,17 @@ struct Stored {
 impl CodedReq {
     fn stored(&self, offsets: &[u64], sizes: &[u64]) -> Result<Stored> {
         let index = &self.of.index;
-        let mut stored = Stored {
-            requests: Vec::new(),
-            lengths: SmallVec::new(),
-        };
+        let mut stored = Stored { requests: Vec::new(), lengths: SmallVec::new() };
         let mut at = 0;
         for part in self.of.parts(offsets, sizes) {
-            let strides: Dims = row_major(&part.region.sizes)
-                .iter()
-                .map(|stride| stride * part.itemsize)
-                .collect();
+            let strides: Dims =
+                row_major(&part.region.sizes).iter().map(|stride| stride * part.itemsize).collect();
             let dtype = index.tensor(part.tensor).dtype;
             for held in cover(index, part.tensor, &part.region)? {
                 let view = index.chunk(held.chunk);
                 let (src_offset, src_strides) = bytes_of(&view, part.itemsize, &held.chunk_offsets);
-                let to: u64 = held
-                    .region_offsets
-                    .iter()
-                    .zip(&strides)
-                    .map(|(at, stride)| at * stride)
-                    .sum();
+                let to: u64 =
+                    held.region_offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum();
                 let file = self.files.iter().find(|(file, _)| *file == view.file);
                 stored.requests.push(ReadReq {
                     file: file.map_or(u32::MAX, |(_, place)| *place),
@@ -90,9 +81,7 @@ impl CodedReq {
                     src_strides,
                     dst: Destination(std::ptr::without_provenance_mut(at + in_memory(to)?)),
                     dst_strides: strides.clone(),
-                    signs: dtype
-                        .and_then(|dtype| view.signs.bits(dtype))
-                        .unwrap_or_default(),
+                    signs: dtype.and_then(|dtype| view.signs.bits(dtype)).unwrap_or_default(),
                     operation: Operation::Copy,
                     coded: None,
                 });
@@ -126,11 +115,8 @@ pub unsafe fn read(
     let Some(coded) = reqs.first().and_then(|req| req.coded.as_ref()) else {
         return Ok(ReadStats::default());
     };
-    let stored: Vec<ReadReq> = reqs
-        .iter()
-        .map(|req| wanted(req))
-        .collect::<Result<Vec<_>>>()?
-        .concat();
+    let stored: Vec<ReadReq> =
+        reqs.iter().map(|req| wanted(req)).collect::<Result<Vec<_>>>()?.concat();
     let probe = FileProbe::new(files, &stored, options, &*coded.of.index)?;
     let window = probe.window();
     let mut windows = Vec::new();
@@ -184,14 +170,9 @@ pub unsafe fn fill(
     control: &Control,
 ) -> Result<()> {
     let mut windows = Vec::new();
-    split(
-        &req.shape,
-        req.itemsize,
-        probe.window(),
-        &mut |offsets, sizes| {
-            windows.push((Dims::from_slice(offsets), Dims::from_slice(sizes)));
-        },
-    );
+    split(&req.shape, req.itemsize, probe.window(), &mut |offsets, sizes| {
+        windows.push((Dims::from_slice(offsets), Dims::from_slice(sizes)));
+    });
     for (offsets, sizes) in &windows {
         // SAFETY: the caller's promise, passed on.
         unsafe {
@@ -225,16 +206,8 @@ unsafe fn fill_window(
     let Some(coded) = &req.coded else {
         return Ok(());
     };
-    let begin: Dims = coded
-        .offsets
-        .iter()
-        .zip(offsets)
-        .map(|(a, b)| a + b)
-        .collect();
-    let Stored {
-        mut requests,
-        lengths,
-    } = coded.stored(&begin, sizes)?;
+    let begin: Dims = coded.offsets.iter().zip(offsets).map(|(a, b)| a + b).collect();
+    let Stored { mut requests, lengths } = coded.stored(&begin, sizes)?;
     let stored: usize = lengths.iter().sum();
     let decoded = in_memory(sizes.iter().product::<u64>() * req.itemsize)?;
     let mut memory = std::mem::take(&mut reader.memory);
@@ -262,22 +235,12 @@ unsafe fn fill_window(
         })
         .collect();
     coded.of.decode(&begin, sizes, &parts, out)?;
-    let strides: Dims = row_major(sizes)
-        .iter()
-        .map(|stride| stride * req.itemsize)
-        .collect();
+    let strides: Dims = row_major(sizes).iter().map(|stride| stride * req.itemsize).collect();
     let copy = stored_strides(req)
         .and_then(|dst| Strided::new(req.itemsize, sizes, &strides, &dst))
         .ok_or_else(|| Error::Plan("destination too large".into()))?;
-    let to: u64 = offsets
-        .iter()
-        .zip(&req.dst_strides)
-        .map(|(at, stride)| at * stride)
-        .sum();
-    let total = req
-        .shape
-        .iter()
-        .fold(req.itemsize, |n, &size| n.saturating_mul(size));
+    let to: u64 = offsets.iter().zip(&req.dst_strides).map(|(at, stride)| at * stride).sum();
+    let total = req.shape.iter().fold(req.itemsize, |n, &size| n.saturating_mul(size));
     // SAFETY: `out` holds the rectangle in row-major order. Its place is within the destination,
     // which the caller vouches for.
     unsafe {

@@ -97,16 +97,7 @@ pub(crate) fn visit(
     };
     let requests: Vec<ReadReq> = ranges.iter().map(request).collect();
     // SAFETY: with a visitor, no destination is used.
-    unsafe {
-        carry_out(
-            files,
-            &requests,
-            &Nameless,
-            &options,
-            Some(visitor),
-            control,
-        )?
-    };
+    unsafe { carry_out(files, &requests, &Nameless, &options, Some(visitor), control)? };
     Ok(())
 }
 
@@ -144,26 +135,15 @@ unsafe fn carry_out(
         0 => parallel::available(),
         n => n,
     };
-    let probe::Found {
-        access,
-        kept,
-        mappings,
-        opening_waits,
-    } = probe(files, &wanted, options)?;
+    let probe::Found { access, kept, mappings, opening_waits } = probe(files, &wanted, options)?;
     let policies: Vec<Policy> = access
         .iter()
         .map(|access| {
-            let workers = if access.waits() {
-                threads.max(access.depth())
-            } else {
-                threads
-            };
+            let workers = if access.waits() { threads.max(access.depth()) } else { threads };
             // A small load from a store is over when the slowest request is: one each. What lies
             // between rows is fetched too.
             let share = match access {
-                Access::Remote => wanted
-                    .iter()
-                    .fold(0_u64, |sum, w| sum.saturating_add(w.reach)),
+                Access::Remote => wanted.iter().fold(0_u64, |sum, w| sum.saturating_add(w.reach)),
                 _ => total / 4,
             };
             access.policy(share / workers as u64)
@@ -254,12 +234,8 @@ impl Call<'_> {
     /// How many workers each queue gets.
     fn workers(&self, threads: usize, max_inflight: u64) -> [usize; 3] {
         let depth = self.depth(threads);
-        let buffered = depth
-            .min(self.buffers(max_inflight))
-            .min(self.queues[BUFFERED].jobs.len());
-        let straight = (depth - buffered)
-            .max(1)
-            .min(self.queues[STRAIGHT].jobs.len());
+        let buffered = depth.min(self.buffers(max_inflight)).min(self.queues[BUFFERED].jobs.len());
+        let straight = (depth - buffered).max(1).min(self.queues[STRAIGHT].jobs.len());
         let copying = threads.min(self.queues[COPIED].jobs.len());
         [copying, straight, buffered]
     }
@@ -284,22 +260,14 @@ impl Call<'_> {
             }
             self.work(&[BUFFERED, STRAIGHT, COPIED]);
         });
-        if let Some(error) = self
-            .failure
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
-        {
+        if let Some(error) = self.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
             return Err(error);
         }
         Ok(*self.stats.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn jobs(&self, queue: usize) -> impl Iterator<Item = &Job> {
-        self.queues[queue]
-            .jobs
-            .iter()
-            .map(|&job| &self.batch.plan.jobs[job])
+        self.queues[queue].jobs.iter().map(|&job| &self.batch.plan.jobs[job])
     }
 
     /// How many jobs keep storage busy.
@@ -311,25 +279,15 @@ impl Call<'_> {
             seeks += job.seeks;
             opening |= self.waits_to_open(job);
         }
-        let depth = if opening || wanted / SMALL_READ < seeks {
-            SMALL_READ_DEPTH
-        } else {
-            most
-        };
+        let depth = if opening || wanted / SMALL_READ < seeks { SMALL_READ_DEPTH } else { most };
         threads.max(depth)
     }
 
     /// How many buffers there may be, each large enough for any job.
     fn buffers(&self, max_inflight: u64) -> usize {
-        let largest = self
-            .jobs(BUFFERED)
-            .map(|job| job.buffer)
-            .max()
-            .unwrap_or_default();
+        let largest = self.jobs(BUFFERED).map(|job| job.buffer).max().unwrap_or_default();
         let footprint = usize::try_from(largest).map_or(usize::MAX, Buffer::footprint) as u64;
-        usize::try_from(max_inflight / footprint)
-            .unwrap_or(usize::MAX)
-            .max(1)
+        usize::try_from(max_inflight / footprint).unwrap_or(usize::MAX).max(1)
     }
 
     fn work(&self, queues: &[usize]) {
@@ -341,10 +299,7 @@ impl Call<'_> {
                     return;
                 }
                 let job = &self.batch.plan.jobs[job];
-                let result = self
-                    .control
-                    .check()
-                    .and_then(|()| worker.job(&self.batch, job));
+                let result = self.control.check().and_then(|()| worker.job(&self.batch, job));
                 if let Err(error) = result {
                     self.stop.store(true, Ordering::Relaxed);
                     let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);

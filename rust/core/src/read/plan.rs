@@ -107,27 +107,13 @@ pub fn plan_by(
     }
     let (order, ends) = by_file(files.len(), reqs);
     // Asking for the number of cores takes longer than a small plan.
-    let workers = if threads < 2 {
-        1
-    } else {
-        threads.min(parallel::available())
-    };
+    let workers = if threads < 2 { 1 } else { threads.min(parallel::available()) };
     let shares = shares(&ends, workers);
     let parts = parallel::map(shares.len(), workers, |i| {
-        Plan::of(
-            &order[shares[i].clone()],
-            files,
-            reqs,
-            policies,
-            verify,
-            catalog,
-        )
+        Plan::of(&order[shares[i].clone()], files, reqs, policies, verify, catalog)
     });
     // Of several faults the first is told, whichever file it is in.
-    let first = || {
-        reqs.iter()
-            .find_map(|req| checked(files, req, catalog).err())
-    };
+    let first = || reqs.iter().find_map(|req| checked(files, req, catalog).err());
     Plan::joined(parts.map_err(|error| first().unwrap_or(error))?.into_iter())
 }
 
@@ -176,26 +162,15 @@ fn checked(files: &[FileRef], req: &ReadReq, catalog: &dyn Catalog) -> Result<St
 
 /// The copy of a request, if all of it lies within its chunk and its file.
 fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, String> {
-    let file = files
-        .get(req.file as usize)
-        .ok_or_else(|| format!("there is no file {}", req.file))?;
-    if req
-        .chunk_offset
-        .checked_add(req.chunk_length)
-        .is_none_or(|end| end > file.size)
-    {
-        return Err(format!(
-            "its chunk ends after the end of {}",
-            file.path.display()
-        ));
+    let file =
+        files.get(req.file as usize).ok_or_else(|| format!("there is no file {}", req.file))?;
+    if req.chunk_offset.checked_add(req.chunk_length).is_none_or(|end| end > file.size) {
+        return Err(format!("its chunk ends after the end of {}", file.path.display()));
     }
     let copy = stored_strides(req)
         .and_then(|dst| Strided::new(req.itemsize, &req.shape, &req.src_strides, &dst))
         .ok_or("shape and strides do not fit together")?;
-    if req
-        .src_offset
-        .checked_add(copy.src_extent())
-        .is_none_or(|end| end > req.chunk_length)
+    if req.src_offset.checked_add(copy.src_extent()).is_none_or(|end| end > req.chunk_length)
         && copy.run > 0
     {
         return Err("the rectangle reaches out of its chunk".into());
@@ -218,10 +193,7 @@ impl Cuts {
         // Multiples in the file, so that neighbours do not fetch the same pages twice. There an
         // element may lie on both sides of a cut, which only a copy may do to it.
         let in_file = !keep_blocks && req.operation == Operation::Copy;
-        Self {
-            origin: if in_file { 0 } else { req.chunk_offset },
-            keep_blocks,
-        }
+        Self { origin: if in_file { 0 } else { req.chunk_offset }, keep_blocks }
     }
 }
 
@@ -249,10 +221,7 @@ impl Plan {
         verify: bool,
         catalog: &dyn Catalog,
     ) -> Result<Self> {
-        let mut plan = Self {
-            pieces: Vec::with_capacity(numbers.len()),
-            ..Self::default()
-        };
+        let mut plan = Self { pieces: Vec::with_capacity(numbers.len()), ..Self::default() };
         for &number in numbers {
             let req = &reqs[number as usize];
             let copy = checked(files, req, catalog)?;
@@ -281,25 +250,20 @@ impl Plan {
     fn joined(mut parts: impl Iterator<Item = Self>) -> Result<Self> {
         let mut all = parts.next().unwrap_or_default();
         for part in parts {
-            let (pieces, loops) = (
-                all.pieces.len(),
-                number_of_loops(all.loops.len() + part.loops.len())?,
-            );
+            let (pieces, loops) =
+                (all.pieces.len(), number_of_loops(all.loops.len() + part.loops.len())?);
             let before = loops - number_of_loops(part.loops.len())?;
-            all.pieces
-                .extend(part.pieces.into_iter().map(|piece| Piece {
-                    loops: if piece.loops == RUN {
-                        RUN
-                    } else {
-                        piece.loops + before
-                    },
-                    ..piece
-                }));
-            all.loops.extend(part.loops);
-            all.jobs.extend(part.jobs.into_iter().map(|job| Job {
-                pieces: (job.pieces.0 + pieces, job.pieces.1 + pieces),
-                ..job
+            all.pieces.extend(part.pieces.into_iter().map(|piece| Piece {
+                loops: if piece.loops == RUN { RUN } else { piece.loops + before },
+                ..piece
             }));
+            all.loops.extend(part.loops);
+            all.jobs.extend(
+                part.jobs.into_iter().map(|job| Job {
+                    pieces: (job.pieces.0 + pieces, job.pieces.1 + pieces),
+                    ..job
+                }),
+            );
         }
         Ok(all)
     }
@@ -307,21 +271,10 @@ impl Plan {
     /// Cuts a copy that begins at `base` into pieces whose fetch is near the policy's target.
     fn split(&mut self, base: Piece, mut copy: Strided, policy: Policy, cuts: Cuts) -> Result<()> {
         if copy.is_contiguous() {
-            self.split_run(
-                Piece {
-                    run: copy.run,
-                    ..base
-                },
-                policy,
-                cuts,
-            );
+            self.split_run(Piece { run: copy.run, ..base }, policy, cuts);
             return Ok(());
         }
-        let sparse = if cuts.keep_blocks {
-            0
-        } else {
-            sparse_loops(&copy, policy)
-        };
+        let sparse = if cuts.keep_blocks { 0 } else { sparse_loops(&copy, policy) };
         if cost(&copy.loops, copy.run, sparse, policy) <= policy.target {
             return self.push(base, copy, sparse);
         }
@@ -335,11 +288,8 @@ impl Plan {
         let mut i = 0;
         while i < outer.n {
             let n = steps.min(outer.n - i);
-            let base = Piece {
-                src: base.src + i * outer.src,
-                dst: base.dst + i * outer.dst,
-                ..base
-            };
+            let base =
+                Piece { src: base.src + i * outer.src, dst: base.dst + i * outer.dst, ..base };
             let mut part = copy.clone();
             if n == 1 {
                 self.split(base, part, policy, cuts)?;
@@ -354,35 +304,19 @@ impl Plan {
 
     fn push(&mut self, base: Piece, copy: Strided, sparse: usize) -> Result<()> {
         let loops = number_of_loops(self.loops.len())?;
-        self.loops.push(PieceLoops {
-            loops: copy.loops,
-            sparse,
-        });
-        self.pieces.push(Piece {
-            loops,
-            run: copy.run,
-            ..base
-        });
+        self.loops.push(PieceLoops { loops: copy.loops, sparse });
+        self.pieces.push(Piece { loops, run: copy.run, ..base });
         Ok(())
     }
 
     /// Cuts a run at multiples of the target, or of the block.
     fn split_run(&mut self, run: Piece, policy: Policy, cuts: Cuts) {
-        let unit = if cuts.keep_blocks {
-            BLOCK_SIZE
-        } else {
-            policy.target
-        };
+        let unit = if cuts.keep_blocks { BLOCK_SIZE } else { policy.target };
         let (mut at, end) = (run.src, run.src + run.run);
         while at < end {
             let cut = cuts.origin + ((at - cuts.origin) / unit + 1) * unit;
             let to = cut.min(end);
-            self.pieces.push(Piece {
-                src: at,
-                dst: run.dst + (at - run.src),
-                run: to - at,
-                ..run
-            });
+            self.pieces.push(Piece { src: at, dst: run.dst + (at - run.src), run: to - at, ..run });
             at = to;
         }
     }
@@ -418,9 +352,7 @@ impl Plan {
             let alone = || {
                 let step = extent(dense, piece.run) + ends;
                 let steps = sparse.iter().fold(1, |n, l| n * l.n);
-                let bytes = (step - ends)
-                    .next_multiple_of(policy.align)
-                    .max(policy.seek_cost);
+                let bytes = (step - ends).next_multiple_of(policy.align).max(policy.seek_cost);
                 let bytes = bytes.saturating_mul(steps);
                 (bytes, steps * (step + step / 2), bytes / policy.seek_cost)
             };
@@ -445,13 +377,7 @@ impl Plan {
                 job.seeks += more_seeks;
                 fetched += more;
             } else {
-                jobs.push(Job {
-                    file: req.file,
-                    pieces: (i, i + 1),
-                    wanted,
-                    buffer,
-                    seeks,
-                });
+                jobs.push(Job { file: req.file, pieces: (i, i + 1), wanted, buffer, seeks });
                 fetched = bytes;
                 covered = None;
             }
@@ -473,9 +399,8 @@ impl Plan {
             let policy = policies[job.file as usize];
             if policy.over_reads {
                 self.extents(&job, reqs, policy, verify, &mut extents, &mut segments);
-                self.jobs[i].buffer = segments
-                    .last()
-                    .map_or(0, |segment| segment.buffer_end(policy.align));
+                self.jobs[i].buffer =
+                    segments.last().map_or(0, |segment| segment.buffer_end(policy.align));
             }
         }
     }
@@ -497,10 +422,7 @@ pub fn fetch_range(req: &ReadReq, src: u64, len: u64, verify: bool) -> (u64, u64
     }
     let first = (src - req.chunk_offset) / BLOCK_SIZE;
     let end = (src + len - req.chunk_offset).next_multiple_of(BLOCK_SIZE);
-    (
-        req.chunk_offset + first * BLOCK_SIZE,
-        req.chunk_offset + end.min(req.chunk_length),
-    )
+    (req.chunk_offset + first * BLOCK_SIZE, req.chunk_offset + end.min(req.chunk_length))
 }
 
 /// How many of the outer loops are better fetched step by step.

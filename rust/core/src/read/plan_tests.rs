@@ -24,12 +24,7 @@ const DISK: Policy = Policy {
     seek_cost: 32 << 10,
     max_pieces: 2048,
 };
-const MAPPED: Policy = Policy {
-    target: 2 * MIB,
-    align: 1,
-    skip_gaps: false,
-    ..DISK
-};
+const MAPPED: Policy = Policy { target: 2 * MIB, align: 1, skip_gaps: false, ..DISK };
 
 struct NoNames;
 
@@ -95,11 +90,7 @@ fn made(reqs: &[ReadReq], policy: Policy, verify: bool) -> (Plan, Vec<Vec<(u64, 
 }
 
 fn fetched(segments: &[Vec<(u64, u64)>], align: u64) -> u64 {
-    segments
-        .iter()
-        .flatten()
-        .map(|s| (s.1 - s.0).next_multiple_of(align))
-        .sum()
+    segments.iter().flatten().map(|s| (s.1 - s.0).next_multiple_of(align)).sum()
 }
 
 #[test]
@@ -107,11 +98,7 @@ fn long_runs_are_cut_at_multiples_of_the_target() {
     let (_, segments) = made(&[run(3 * MIB, 4 * MIB + 7)], DISK, false);
     assert_eq!(
         segments,
-        [
-            vec![(3 * MIB, 4 * MIB)],
-            vec![(4 * MIB, 6 * MIB)],
-            vec![(6 * MIB, 7 * MIB + 7)],
-        ]
+        [vec![(3 * MIB, 4 * MIB)], vec![(4 * MIB, 6 * MIB)], vec![(6 * MIB, 7 * MIB + 7)],]
     );
 }
 
@@ -120,11 +107,7 @@ fn neighbours_are_fetched_together() {
     let reqs: Vec<_> = (0..20_000).map(|i| run(4096 + i * 4096, 4096)).collect();
     for policy in [DISK, MAPPED] {
         let (plan, segments) = made(&reqs, policy, false);
-        assert!(
-            plan.jobs.len() <= 20_000 * 4096 / (2 << 20) + 1,
-            "{} jobs",
-            plan.jobs.len()
-        );
+        assert!(plan.jobs.len() <= 20_000 * 4096 / (2 << 20) + 1, "{} jobs", plan.jobs.len());
         assert!(segments.iter().all(|s| s.len() == 1));
         assert_eq!(fetched(&segments, 1), 20_000 * 4096);
     }
@@ -149,16 +132,9 @@ fn gaps_are_read_only_while_that_stays_cheap() {
     ];
     for (wanted, gap, want) in cases {
         let reqs: Vec<_> = (0..8).map(|i| run(i * (wanted + gap), wanted)).collect();
-        let big = Policy {
-            target: 1 << 30,
-            ..DISK
-        };
+        let big = Policy { target: 1 << 30, ..DISK };
         let (_, segments) = made(&reqs, big, false);
-        assert_eq!(
-            segments.iter().map(Vec::len).sum::<usize>(),
-            want,
-            "{wanted} {gap}"
-        );
+        assert_eq!(segments.iter().map(Vec::len).sum::<usize>(), want, "{wanted} {gap}");
     }
 }
 
@@ -169,30 +145,17 @@ fn over_read_of_shards_is_bounded() {
     for align in [512, 4096] {
         let policy = Policy { align, ..DISK };
         // row shards: nothing but the alignment
-        let shard = rect(
-            4096 + 512,
-            length,
-            3 * length / 8,
-            &[(rows / 8, row, row), (row / 2, 2, 2)],
-            2,
-        );
+        let shard =
+            rect(4096 + 512, length, 3 * length / 8, &[(rows / 8, row, row), (row / 2, 2, 2)], 2);
         let (_, segments) = made(&[shard], policy, false);
         assert!(fetched(&segments, align) * 100 <= (length / 8) * 105);
         // column shards of a 4th and a half
         for (parts, column) in [(4, 0), (4, 1), (4, 3), (2, 1)] {
             let width = row / parts;
-            let shard = rect(
-                4096,
-                length,
-                column * width,
-                &[(rows, row, width), (width / 2, 2, 2)],
-                2,
-            );
+            let shard =
+                rect(4096, length, column * width, &[(rows, row, width), (width / 2, 2, 2)], 2);
             let (plan, segments) = made(&[shard], policy, false);
-            assert_eq!(
-                plan.jobs.iter().map(|j| j.wanted).sum::<u64>(),
-                length / parts
-            );
+            assert_eq!(plan.jobs.iter().map(|j| j.wanted).sum::<u64>(), length / parts);
             let ratio = fetched(&segments, align) * 100 / (length / parts);
             let bound = if align == 512 { 150 } else { 200 };
             assert!(ratio <= bound, "{parts} {column} {align}: {ratio}%");
@@ -229,36 +192,23 @@ fn refuses_what_lies_outside() {
     refused(rect(0, 100, 90, &[(11, 1, 1)], 1));
     refused(rect(0, 100, u64::MAX, &[(1, 1, 1)], 1));
     refused(rect(0, 100, 0, &[(2, u64::MAX, 1)], 1));
-    refused(ReadReq {
-        file: 1,
-        ..run(0, 1)
-    });
+    refused(ReadReq { file: 1, ..run(0, 1) });
     let mut odd = run(0, 10);
     odd.src_strides = Dims::new();
     refused(odd);
     // Nothing is asked for, so nothing can lie outside.
     assert!(
-        plan(
-            &files,
-            &[rect(0, 0, 0, &[(0, 1, 1)], 1)],
-            &[DISK],
-            false,
-            &NoNames
-        )
-        .unwrap()
-        .jobs
-        .is_empty()
+        plan(&files, &[rect(0, 0, 0, &[(0, 1, 1)], 1)], &[DISK], false, &NoNames)
+            .unwrap()
+            .jobs
+            .is_empty()
     );
 }
 
 #[test]
 fn of_several_bad_requests_the_first_is_named() {
     let files: Vec<FileRef> = (0..4).map(|_| file(1000)).collect();
-    let bad = |tensor, file| ReadReq {
-        file,
-        tensor,
-        ..run(900, 101)
-    };
+    let bad = |tensor, file| ReadReq { file, tensor, ..run(900, 101) };
     let reqs = [run(0, 1), bad(1, 3), bad(2, 0), bad(3, 1)];
     for threads in 1..5 {
         let error = plan_by(threads, &files, &reqs, &[DISK; 4], false, &NoNames).unwrap_err();
@@ -273,13 +223,7 @@ fn pairs(reqs: &[ReadReq]) -> Vec<(usize, u64, u64)> {
             (0..req.itemsize).for_each(|b| each(src + b, dst + b));
         } else {
             (0..req.shape[d]).for_each(|i| {
-                walk(
-                    req,
-                    d + 1,
-                    src + i * req.src_strides[d],
-                    dst + i * req.dst_strides[d],
-                    each,
-                );
+                walk(req, d + 1, src + i * req.src_strides[d], dst + i * req.dst_strides[d], each);
             });
         }
     }
@@ -317,11 +261,8 @@ fn requests() -> impl Strategy<Value = Vec<ReadReq>> {
     let dims = prop::collection::vec((0u64..7, 0u64..3000, 0u64..300), 0..4);
     let one =
         (0u64..20_000, dims, 1u64..5, 0u64..100).prop_map(|(offset, dims, itemsize, lead)| {
-            let extent: u64 = dims
-                .iter()
-                .map(|d| d.0.saturating_sub(1) * d.1)
-                .sum::<u64>()
-                + itemsize;
+            let extent: u64 =
+                dims.iter().map(|d| d.0.saturating_sub(1) * d.1).sum::<u64>() + itemsize;
             rect(offset, lead + extent + 9, lead, &dims, itemsize)
         });
     prop::collection::vec(one, 0..12)
@@ -364,39 +305,24 @@ fn a_store_reads_through_what_a_request_would_cost() {
 /// apart.
 #[test]
 fn thin_rows_are_read_through() {
-    let policy = Policy {
-        row_gap: MAX_GAP,
-        ..DISK
-    };
+    let policy = Policy { row_gap: MAX_GAP, ..DISK };
     let columns =
         |rows: u64, pitch: u64| rect(0, rows * pitch, 0, &[(rows, pitch, 4096), (4096, 1, 1)], 1);
     let (_, segments) = made(&[columns(1000, 16 << 10)], policy, false);
     assert!(segments.iter().all(|segments| segments.len() == 1));
     // All but what follows the last row of each job.
     let jobs = segments.len() as u64;
-    assert_eq!(
-        fetched(&segments, 4096),
-        1000 * (16 << 10) - jobs * (12 << 10)
-    );
+    assert_eq!(fetched(&segments, 4096), 1000 * (16 << 10) - jobs * (12 << 10));
 
     // Five times what is wanted; and a gap of more than 64 KiB.
     for (pitch, width) in [(20 << 10, 4096), (128 << 10, 60 << 10)] {
         let rows = rect(0, 100 * pitch, 0, &[(100, pitch, width), (width, 1, 1)], 1);
         let (_, segments) = made(&[rows], policy, false);
-        assert_eq!(
-            fetched(&segments, 4096),
-            100 * width,
-            "rows of {width} bytes every {pitch}"
-        );
+        assert_eq!(fetched(&segments, 4096), 100 * width, "rows of {width} bytes every {pitch}");
     }
     // Two planes of columns, far apart: never what lies between the planes.
-    let planes = rect(
-        0,
-        8 * MIB,
-        0,
-        &[(2, 4 * MIB, 64 << 10), (16, 16 << 10, 4096), (4096, 1, 1)],
-        1,
-    );
+    let planes =
+        rect(0, 8 * MIB, 0, &[(2, 4 * MIB, 64 << 10), (16, 16 << 10, 4096), (4096, 1, 1)], 1);
     let (_, segments) = made(&[planes], policy, false);
     assert_eq!(fetched(&segments, 4096), 2 * (15 * (16 << 10) + 4096));
 }
@@ -478,21 +404,11 @@ fn elements_that_are_added_are_not_cut_apart() {
         assert!(plan.pieces.len() > 1);
         for piece in &plan.pieces {
             assert_eq!(piece.run % 2, 0);
-            assert_eq!(
-                piece.dst,
-                piece.src - reqs[0].chunk_offset,
-                "in bytes of stored elements"
-            );
+            assert_eq!(piece.dst, piece.src - reqs[0].chunk_offset, "in bytes of stored elements");
         }
     }
-    let bad = ReadReq {
-        dst_strides: smallvec![3],
-        ..reqs[0].clone()
-    };
+    let bad = ReadReq { dst_strides: smallvec![3], ..reqs[0].clone() };
     let files = [file(1 << 40)];
     let refused = plan(&files, &[bad], &[DISK], false, &NoNames).unwrap_err();
-    assert!(
-        refused.to_string().contains("do not fit together"),
-        "{refused}"
-    );
+    assert!(refused.to_string().contains("do not fit together"), "{refused}");
 }

@@ -84,10 +84,7 @@ pub enum Access {
 impl Access {
     /// Whether more threads than cores are useful.
     pub fn waits(self) -> bool {
-        matches!(
-            self,
-            Self::Shared | Self::Buffered | Self::Direct { .. } | Self::Remote
-        )
+        matches!(self, Self::Shared | Self::Buffered | Self::Direct { .. } | Self::Remote)
     }
 
     /// Whether bytes are copied from a mapping.
@@ -118,11 +115,7 @@ impl Access {
             skip_gaps: !self.maps(),
             max_gap: if is_remote { REQUEST_COST } else { MAX_GAP },
             over_reads: is_remote,
-            row_gap: if matches!(self, Self::Direct { .. }) {
-                MAX_GAP
-            } else {
-                0
-            },
+            row_gap: if matches!(self, Self::Direct { .. }) { MAX_GAP } else { 0 },
             max_pieces: if is_remote { REMOTE_PIECES } else { MAX_PIECES },
             seek_cost: if is_remote { REQUEST_COST } else { SEEK_COST },
         }

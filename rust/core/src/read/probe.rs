@@ -58,11 +58,7 @@ pub fn spans(
         let bytes = bytes_of(req);
         let (start, end) = span(req);
         if bytes > 0 {
-            wanted.start = if wanted.bytes == 0 {
-                start
-            } else {
-                wanted.start.min(start)
-            };
+            wanted.start = if wanted.bytes == 0 { start } else { wanted.start.min(start) };
             wanted.end = wanted.end.max(end);
             wanted.bytes = wanted.bytes.saturating_add(bytes);
             wanted.reach = wanted.reach.saturating_add(end.saturating_sub(start));
@@ -93,9 +89,7 @@ pub fn span(req: &ReadReq) -> (u64, u64) {
 }
 
 pub fn bytes_of(req: &ReadReq) -> u64 {
-    req.shape
-        .iter()
-        .fold(req.itemsize, |n, &s| n.saturating_mul(s))
+    req.shape.iter().fold(req.itemsize, |n, &s| n.saturating_mul(s))
 }
 
 /// Bytes wanted of each tensor. Who wants all of one has a replica of it, as others may.
@@ -180,11 +174,7 @@ pub fn probe(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Res
         // made where nothing is wanted.
         access: files
             .iter()
-            .map(|file| {
-                file.remote
-                    .as_ref()
-                    .map_or(Access::Buffered, |_| Access::Remote)
-            })
+            .map(|file| file.remote.as_ref().map_or(Access::Buffered, |_| Access::Remote))
             .collect(),
         kept: files.iter().map(|_| CachedHandle::Nothing).collect(),
         mappings: files.iter().map(|_| SharedMapping::default()).collect(),
@@ -207,9 +197,8 @@ pub fn probe(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Res
         let kept = if few {
             CachedHandle::Open(open)
         } else if waits && access.maps() && i < KEEP_MAPPED {
-            Mapping::new(&open).map_or(CachedHandle::Nothing, |mapping| {
-                CachedHandle::Mapped(Arc::new(mapping))
-            })
+            Mapping::new(&open)
+                .map_or(CachedHandle::Nothing, |mapping| CachedHandle::Mapped(Arc::new(mapping)))
         } else if waits
             && access == Access::Cached
             && i < *may_open.get_or_init(|| most_open() / PART_OPEN)
@@ -319,10 +308,7 @@ mod tests {
             links: Links::Any,
             remote: None,
         };
-        let options = ReadOptions {
-            shared,
-            ..ReadOptions::default()
-        };
+        let options = ReadOptions { shared, ..ReadOptions::default() };
         spans(&[file], reqs, &options, &Sizes).unwrap()[0].common
     }
 
@@ -344,28 +330,17 @@ mod tests {
         });
         assert_eq!(made.load(Ordering::Relaxed), 1);
         drop(first);
-        assert_eq!(
-            shared.get(map).unwrap().len(),
-            4096,
-            "it is unmapped once nobody has it"
-        );
+        assert_eq!(shared.get(map).unwrap().len(), 4096, "it is unmapped once nobody has it");
         assert_eq!(made.load(Ordering::Relaxed), 2);
     }
 
     #[test]
     fn replicas_and_columns_are_common_and_rows_are_not() {
-        let (whole, half, columns) = (
-            rows(256, 4096, 4096),
-            rows(128, 4096, 4096),
-            rows(256, 1024, 4096),
-        );
+        let (whole, half, columns) =
+            (rows(256, 4096, 4096), rows(128, 4096, 4096), rows(256, 1024, 4096));
         let guess = |reqs: &[ReadReq]| common(reqs, Sharing::Guess);
         assert_eq!(guess(std::slice::from_ref(&whole)), 1 << 20);
-        assert_eq!(
-            guess(&[half.clone(), half.clone()]),
-            1 << 20,
-            "whole, in two chunks"
-        );
+        assert_eq!(guess(&[half.clone(), half.clone()]), 1 << 20, "whole, in two chunks");
         assert_eq!(guess(std::slice::from_ref(&half)), 0);
         assert_eq!(guess(std::slice::from_ref(&columns)), 256 << 10);
         assert_eq!(guess(&[rows(4, 64 << 10, 256 << 10)]), 0, "long rows");

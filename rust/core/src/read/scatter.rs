@@ -17,19 +17,17 @@ pub fn goes_straight(batch: &Batch, job: &Job) -> bool {
     if batch.visitor.is_some() {
         return false;
     }
-    batch.plan.pieces[job.pieces.0..job.pieces.1]
-        .iter()
-        .all(|piece| {
-            let req = &batch.reqs[piece.req as usize];
-            let is_run = piece.loops == RUN;
-            if req.operation != Operation::Copy {
-                return false;
-            }
-            if batch.verify && req.digests.is_some() {
-                return is_run && is_of_whole_blocks(req, piece);
-            }
-            is_run || piece.run >= MIN_RUN
-        })
+    batch.plan.pieces[job.pieces.0..job.pieces.1].iter().all(|piece| {
+        let req = &batch.reqs[piece.req as usize];
+        let is_run = piece.loops == RUN;
+        if req.operation != Operation::Copy {
+            return false;
+        }
+        if batch.verify && req.digests.is_some() {
+            return is_run && is_of_whole_blocks(req, piece);
+        }
+        is_run || piece.run >= MIN_RUN
+    })
 }
 
 fn is_of_whole_blocks(req: &ReadReq, piece: &Piece) -> bool {
@@ -42,11 +40,7 @@ fn is_of_whole_blocks(req: &ReadReq, piece: &Piece) -> bool {
 pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Part> {
     let mut parts: Vec<Part> = segments
         .iter()
-        .map(|segment| Part {
-            start: segment.start,
-            end: segment.end,
-            runs: Vec::new(),
-        })
+        .map(|segment| Part { start: segment.start, end: segment.end, runs: Vec::new() })
         .collect();
     for extent in extents {
         let piece = &batch.plan.pieces[extent.piece];
@@ -81,9 +75,5 @@ pub fn whole(segments: &[Segment], buffer: *mut u8) -> Vec<Part> {
             to: Destination(buffer.wrapping_add(usize::try_from(segment.at).unwrap_or(usize::MAX))),
         }],
     };
-    segments
-        .iter()
-        .filter(|s| s.end > s.start)
-        .map(part)
-        .collect()
+    segments.iter().filter(|s| s.end > s.start).map(part).collect()
 }

@@ -56,9 +56,7 @@ impl Plan {
         extents.clear();
         segments.clear();
         for piece in job.pieces.0..job.pieces.1 {
-            let Piece {
-                req, src, dst, run, ..
-            } = self.pieces[piece];
+            let Piece { req, src, dst, run, .. } = self.pieces[piece];
             let (outer, dense) = self.loops_of(&self.pieces[piece]);
             let len = extent(dense, run);
             each_step(outer, src, dst, &mut |src, dst| {

@@ -39,26 +39,15 @@ impl FileProbe {
         let (reqs, coded) = coded::apart(reqs);
         let mut reqs = reqs.into_owned();
         for req in coded {
-            reqs.extend(coded::wanted(req)?.into_iter().map(|part| ReadReq {
-                tensor: req.tensor,
-                ..part
-            }));
+            reqs.extend(
+                coded::wanted(req)?.into_iter().map(|part| ReadReq { tensor: req.tensor, ..part }),
+            );
         }
         let wanted = spans(files, &reqs, options, catalog)?;
-        let Found {
-            access,
-            kept,
-            mappings,
-            ..
-        } = probe(files, &wanted, options)?;
+        let Found { access, kept, mappings, .. } = probe(files, &wanted, options)?;
         let share = options.max_inflight_bytes.min(u64::from(u32::MAX));
         let policies: Vec<Policy> = access.iter().map(|access| access.policy(share)).collect();
-        Ok(Self {
-            access,
-            kept,
-            mappings,
-            policies,
-        })
+        Ok(Self { access, kept, mappings, policies })
     }
 
     /// Whether any blocks are compared with their digests; takes those of all others out of the
@@ -75,9 +64,7 @@ impl FileProbe {
     #[must_use]
     pub fn workers(&self, threads: usize) -> usize {
         let waiting = self.access.iter().filter(|access| access.waits());
-        waiting
-            .map(|access| access.depth())
-            .fold(threads.max(1), usize::max)
+        waiting.map(|access| access.depth()).fold(threads.max(1), usize::max)
     }
 
     /// Whether a file is in memory, and read from a mapping.
@@ -105,11 +92,7 @@ impl Sequential {
     /// ([`connect`](super::connect)).
     #[must_use]
     pub fn new(connection: Option<Arc<dyn Connection>>) -> Self {
-        Self {
-            worker: Worker::default(),
-            connection,
-            memory: Vec::new(),
-        }
+        Self { worker: Worker::default(), connection, memory: Vec::new() }
     }
 
     /// Fills every destination, on this thread.

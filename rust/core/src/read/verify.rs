@@ -42,9 +42,7 @@ pub fn chosen<'a>(
         Verify::Auto => {
             let mut reqs = reqs.to_vec();
             for req in &mut reqs {
-                let waits = access
-                    .get(req.file as usize)
-                    .is_some_and(|access| access.waits());
+                let waits = access.get(req.file as usize).is_some_and(|access| access.waits());
                 req.digests = req.digests.filter(|_| waits && is_of_whole_blocks(req));
             }
             (true, reqs.into())
@@ -154,12 +152,7 @@ mod tests {
             (direct, part(0, 0, all + 1), false),
         ] {
             let (any, reqs) = chosen(std::slice::from_ref(&req), Verify::Auto, &[access]);
-            assert_eq!(
-                any && reqs[0].digests.is_some(),
-                compared,
-                "{access:?} {:?}",
-                req.shape
-            );
+            assert_eq!(any && reqs[0].digests.is_some(), compared, "{access:?} {:?}", req.shape);
             assert!(chosen(std::slice::from_ref(&req), Verify::All, &[access]).0);
             assert!(!chosen(std::slice::from_ref(&req), Verify::Nothing, &[access]).0);
         }

@@ -32,10 +32,7 @@ struct Open {
 impl Open {
     fn turn_to(&mut self, file: u32) {
         if self.file != Some(file) {
-            *self = Self {
-                file: Some(file),
-                ..Self::default()
-            };
+            *self = Self { file: Some(file), ..Self::default() };
         }
     }
 
@@ -154,12 +151,7 @@ impl Worker {
             ));
         }
         if let Err(e) = mapping.populate(range.start, range.end) {
-            return Err(failed(
-                file,
-                self.open.plain(batch, number).ok(),
-                range.start,
-                e,
-            ));
+            return Err(failed(file, self.open.plain(batch, number).ok(), range.start, e));
         }
         let mapping = self.open.mapping(batch, number)?;
         let (start, length) = (index(range.start), index(range.end - range.start));
@@ -186,9 +178,7 @@ impl Worker {
         } else {
             let size = self.segments.last().map_or(0, |s| s.buffer_end(1));
             let memory = self.buffer.at_least(index(size));
-            let memory = memory
-                .map_err(|e| Error::io("read", &file.path, e))?
-                .as_mut_ptr();
+            let memory = memory.map_err(|e| Error::io("read", &file.path, e))?.as_mut_ptr();
             let parts = scatter::whole(&self.segments, memory);
             // SAFETY: the buffer has room for every segment at its own place, and is this thread's
             // alone; segments lie in the file, as above.
@@ -267,13 +257,7 @@ impl Worker {
 
     /// Checks the fetched extents and copies them to their destinations.
     fn deliver(&mut self, batch: &Batch, number: u32, mapped: bool) -> Result<()> {
-        let Worker {
-            open,
-            buffer,
-            extents,
-            segments,
-            stats,
-        } = self;
+        let Worker { open, buffer, extents, segments, stats } = self;
         let file = &batch.files[number as usize];
         let mapping = mapped.then(|| open.mapped(batch, number)).flatten();
         // Where byte `offset` of the file is in memory, for an offset within the segment.
@@ -288,13 +272,7 @@ impl Worker {
         // two chunks may begin at one byte and end apart.
         let mut hashed: Option<((u64, u64), u64)> = None;
         let check = |number: u32, block, got| {
-            verify::compare(
-                file,
-                &batch.reqs[number as usize],
-                block,
-                got,
-                batch.catalog,
-            )
+            verify::compare(file, &batch.reqs[number as usize], block, got, batch.catalog)
         };
         for extent in extents.iter() {
             let piece = &batch.plan.pieces[extent.piece];
@@ -311,10 +289,7 @@ impl Worker {
                 continue;
             }
             let (_, loops) = batch.plan.loops_of(piece);
-            let dst = req
-                .dst
-                .0
-                .wrapping_add(index(at_destination(req, extent.dst)));
+            let dst = req.dst.0.wrapping_add(index(at_destination(req, extent.dst)));
             let mut copied = false;
             if batch.verify && req.digests.is_some() {
                 let first = (extent.fetch.0 - req.chunk_offset) / BLOCK_SIZE;
@@ -371,10 +346,7 @@ impl Worker {
 
 /// Loops whose steps of the destination are in bytes of what is there.
 pub(super) fn there(req: &ReadReq, loops: &[Loop]) -> SmallVec<[Loop; 4]> {
-    let there = |l: &Loop| Loop {
-        dst: at_destination(req, l.dst),
-        ..*l
-    };
+    let there = |l: &Loop| Loop { dst: at_destination(req, l.dst), ..*l };
     loops.iter().map(there).collect()
 }
 
@@ -401,10 +373,7 @@ fn failed(file: &FileRef, open: Option<&File>, offset: u64, error: io::Error) ->
             &file.path,
             "",
             offset,
-            format!(
-                "the file ends at byte {length}, and its length was {} before",
-                file.size
-            ),
+            format!("the file ends at byte {length}, and its length was {} before", file.size),
         ),
         // Populating a mapping answers so where a touch would be a bus error: here the disk failed.
         _ if error.raw_os_error() == Some(libc::EFAULT) => {

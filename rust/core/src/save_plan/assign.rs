@@ -53,11 +53,7 @@ pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment>
         })?;
         keep.push(vec![0_u8; (count as usize).div_ceil(8)]);
     }
-    let mut assignment = Assignment {
-        keep,
-        bytes: vec![0; requests.len()],
-        items: 0,
-    };
+    let mut assignment = Assignment { keep, bytes: vec![0; requests.len()], items: 0 };
     let mut shared = Vec::new();
     let mut order = gathered.by_tensor();
     for group in order.chunk_by_mut(|a, b| a.tensor == b.tensor) {
@@ -65,9 +61,8 @@ pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment>
         // Stable: who holds the same stays in the order of ranks. And it merges the runs that the
         // order of ranks makes.
         group.sort_by(|a, b| gathered.compare(tensor, a, b));
-        let chunks: Vec<&[Held]> = group
-            .chunk_by(|a, b| gathered.compare(tensor, a, b) == Ordering::Equal)
-            .collect();
+        let chunks: Vec<&[Held]> =
+            group.chunk_by(|a, b| gathered.compare(tensor, a, b) == Ordering::Equal).collect();
         gathered.check(tensor, &chunks, requests.len() > 1)?;
         for holders in chunks {
             let bytes = gathered.length(tensor, &holders[0]);
@@ -153,13 +148,9 @@ impl Gathered {
             None => None,
             Some((offsets, sizes)) => {
                 let outside =
-                    offsets
-                        .iter()
-                        .zip(sizes)
-                        .zip(requested.shape)
-                        .any(|((at, size), whole)| {
-                            at.checked_add(*size).is_none_or(|end| end > *whole)
-                        });
+                    offsets.iter().zip(sizes).zip(requested.shape).any(|((at, size), whole)| {
+                        at.checked_add(*size).is_none_or(|end| end > *whole)
+                    });
                 if outside {
                     return Err(fault(
                         requested.name,
@@ -175,12 +166,7 @@ impl Gathered {
                 Some(at)
             }
         };
-        self.held.push(Held {
-            tensor,
-            rank,
-            item,
-            dims,
-        });
+        self.held.push(Held { tensor, rank, item, dims });
         if u32::try_from(self.held.len()).is_err() {
             return Err(too_many());
         }
@@ -189,19 +175,13 @@ impl Gathered {
 
     fn find(&mut self, rank: u32, requested: &Requested<'_>) -> Result<u32> {
         let guess = self.next as usize;
-        if self
-            .tensors
-            .get(guess)
-            .is_some_and(|tensor| tensor.name == requested.name)
-        {
+        if self.tensors.get(guess).is_some_and(|tensor| tensor.name == requested.name) {
             self.next += 1;
             return Ok(self.next - 1);
         }
         let next = u32::try_from(self.tensors.len()).map_err(|_| too_many())?;
         let name_of = |id: u32| {
-            self.tensors
-                .get(id as usize)
-                .map_or(requested.name, |known| known.name.as_str())
+            self.tensors.get(id as usize).map_or(requested.name, |known| known.name.as_str())
         };
         let id = self.ids.get_or_add(requested.name, next, name_of);
         if id == next {
@@ -285,25 +265,18 @@ impl Gathered {
         if tensor.dtype.is_none() {
             return Ok(());
         }
-        let rectangles: Vec<_> = chunks
-            .iter()
-            .map(|holders| self.chunk(tensor, &holders[0]))
-            .collect();
+        let rectangles: Vec<_> =
+            chunks.iter().map(|holders| self.chunk(tensor, &holders[0])).collect();
         let chunk = |i: usize| {
             let (offsets, sizes) = rectangles[i];
-            format!(
-                "chunk {sizes:?} at {offsets:?} of rank {}",
-                chunks[i][0].rank
-            )
+            format!("chunk {sizes:?} at {offsets:?} of rank {}", chunks[i][0].rank)
         };
         let (i, j) = if all_ranks {
             match check_tiling(&tensor.shape, &rectangles) {
                 Ok(()) => return Ok(()),
                 Err(Fault::Hole(point)) => {
-                    let held: u64 = rectangles
-                        .iter()
-                        .map(|(_, sizes)| sizes.iter().product::<u64>())
-                        .sum();
+                    let held: u64 =
+                        rectangles.iter().map(|(_, sizes)| sizes.iter().product::<u64>()).sum();
                     return Err(fault(
                         &tensor.name,
                         format!(
@@ -329,19 +302,12 @@ impl Gathered {
                 Some(both) => both,
             }
         };
-        Err(fault(
-            &tensor.name,
-            format!("{} overlaps {}", chunk(i), chunk(j)),
-        ))
+        Err(fault(&tensor.name, format!("{} overlaps {}", chunk(i), chunk(j))))
     }
 }
 
 fn fault(name: &str, reason: String) -> Error {
-    Error::TensorPlan {
-        path: None,
-        tensor: name.to_owned(),
-        reason,
-    }
+    Error::TensorPlan { path: None, tensor: name.to_owned(), reason }
 }
 
 fn describe(dtype: Option<Dtype>, shape: &[u64]) -> String {

@@ -18,11 +18,7 @@ fn item(
 ) -> SaveItem {
     SaveItem {
         name: name.into(),
-        kind: if dtype.is_some() {
-            Kind::Tensor
-        } else {
-            Kind::Bytes
-        },
+        kind: if dtype.is_some() { Kind::Tensor } else { Kind::Bytes },
         dtype: dtype.map(|name| Dtype::from_name(name).unwrap()),
         shape: Dims::from_slice(shape),
         flags: 0,
@@ -87,10 +83,7 @@ fn a_bad_plan_names_tensor_and_chunk() {
     let shape = [8, 4];
     let (tensor, reason) = message(&[vec![rows("w", &shape, 0, 4)], vec![rows("w", &shape, 6, 4)]]);
     assert_eq!(tensor, "w");
-    assert_eq!(
-        reason,
-        "chunk [4, 4] at [6, 0] of rank 1 lies outside of its shape [8, 4]"
-    );
+    assert_eq!(reason, "chunk [4, 4] at [6, 0] of rank 1 lies outside of its shape [8, 4]");
     let (_, reason) = message(&[vec![rows("w", &shape, 0, 5)], vec![rows("w", &shape, 4, 4)]]);
     assert_eq!(
         reason,
@@ -106,50 +99,30 @@ fn a_bad_plan_names_tensor_and_chunk() {
         reason,
         "it is a tensor of float32 [8, 4] on rank 0, and a tensor of float32 [4, 8] on rank 1"
     );
-    let (_, reason) = message(&[
-        vec![whole("w", &shape)],
-        vec![item("w", None, &[], &[], &[])],
-    ]);
-    assert!(
-        reason.ends_with("a value that is not a tensor on rank 1"),
-        "{reason}"
-    );
+    let (_, reason) = message(&[vec![whole("w", &shape)], vec![item("w", None, &[], &[], &[])]]);
+    assert!(reason.ends_with("a value that is not a tensor on rank 1"), "{reason}");
 }
 
 #[test]
 fn one_rank_may_hold_a_part() {
-    run(
-        &[vec![rows("w", &[8, 4], 2, 2), rows("w", &[8, 4], 6, 2)]],
-        Rules::default(),
-    )
-    .unwrap();
+    run(&[vec![rows("w", &[8, 4], 2, 2), rows("w", &[8, 4], 6, 2)]], Rules::default()).unwrap();
     assert!(
-        run(
-            &[vec![rows("w", &[8, 4], 2, 3), rows("w", &[8, 4], 4, 2)]],
-            Rules::default()
-        )
-        .is_err()
+        run(&[vec![rows("w", &[8, 4], 2, 3), rows("w", &[8, 4], 4, 2)]], Rules::default()).is_err()
     );
 }
 
 #[test]
 fn empty_tensors_scalars_and_values_are_saved_once() {
-    let items = vec![
-        whole("empty", &[0, 3]),
-        whole("scalar", &[]),
-        item("value", None, &[], &[], &[]),
-    ];
+    let items =
+        vec![whole("empty", &[0, 3]), whole("scalar", &[]), item("value", None, &[], &[], &[])];
     let assignment = run(&[items.clone(), items.clone(), items], Rules::default()).unwrap();
     assert_eq!(assignment.items, 3);
     let end = || item("w", Some("int8"), &[4], &[4], &[0]);
     let part = |at: u64| item("w", Some("int8"), &[4], &[at], &[2]);
     assert_eq!(
-        run(
-            &[vec![part(0)], vec![part(2)], vec![end()], vec![end()]],
-            Rules::default()
-        )
-        .unwrap()
-        .items,
+        run(&[vec![part(0)], vec![part(2)], vec![end()], vec![end()]], Rules::default())
+            .unwrap()
+            .items,
         3
     );
 }

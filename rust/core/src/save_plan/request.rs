@@ -41,9 +41,7 @@ pub fn encode(items: &[SaveItem]) -> Vec<u8> {
     push(&mut out, items.len() as u64);
     let (mut last_name, mut last_shape): (&str, &[u64]) = ("", &[]);
     for item in items {
-        let shared = (last_name.bytes().zip(item.name.bytes()))
-            .take_while(|(a, b)| a == b)
-            .count();
+        let shared = (last_name.bytes().zip(item.name.bytes())).take_while(|(a, b)| a == b).count();
         push(&mut out, shared as u64);
         push(&mut out, (item.name.len() - shared) as u64);
         out.extend(&item.name.as_bytes()[shared..]);
@@ -95,12 +93,7 @@ pub fn decode(bytes: &[u8], mut take: impl FnMut(Requested<'_>) -> Result<()>) -
         let text = std::str::from_utf8(&name).map_err(|_| broken())?;
         let tag = input.byte()?;
         if tag == 0 {
-            take(Requested {
-                name: text,
-                dtype: None,
-                shape: &[],
-                chunk: None,
-            })?;
+            take(Requested { name: text, dtype: None, shape: &[], chunk: None })?;
             continue;
         }
         let dtype = Dtype::from_code(tag & DTYPE).ok_or_else(broken)?;
@@ -119,18 +112,9 @@ pub fn decode(bytes: &[u8], mut take: impl FnMut(Requested<'_>) -> Result<()>) -
         } else {
             None
         };
-        take(Requested {
-            name: text,
-            dtype: Some(dtype),
-            shape: &shape,
-            chunk,
-        })?;
+        take(Requested { name: text, dtype: Some(dtype), shape: &shape, chunk })?;
     }
-    if input.0.is_empty() {
-        Ok(count)
-    } else {
-        Err(broken())
-    }
+    if input.0.is_empty() { Ok(count) } else { Err(broken()) }
 }
 
 fn broken() -> Error {
@@ -204,43 +188,24 @@ mod tests {
 
     fn items() -> impl Strategy<Value = Vec<SaveItem>> {
         let dims = || prop::collection::vec(prop_oneof![0_u64..300, any::<u64>()], 0..5);
-        let item = (
-            "[a-c.é]{0,9}",
-            0..24_usize,
-            dims(),
-            any::<bool>(),
-            any::<u64>(),
-        )
-            .prop_map(|(name, dtype, shape, whole, offset)| {
+        let item = ("[a-c.é]{0,9}", 0..24_usize, dims(), any::<bool>(), any::<u64>()).prop_map(
+            |(name, dtype, shape, whole, offset)| {
                 let dtype = Dtype::all().nth(dtype);
-                let shape: Dims = if dtype.is_some() {
-                    shape.into()
-                } else {
-                    Dims::new()
-                };
+                let shape: Dims = if dtype.is_some() { shape.into() } else { Dims::new() };
                 SaveItem {
                     name,
-                    kind: if dtype.is_some() {
-                        Kind::Tensor
-                    } else {
-                        Kind::Bytes
-                    },
+                    kind: if dtype.is_some() { Kind::Tensor } else { Kind::Bytes },
                     dtype,
                     flags: 0,
                     path: None,
                     position: None,
-                    offsets: shape
-                        .iter()
-                        .map(|_| if whole { 0 } else { offset })
-                        .collect(),
-                    sizes: shape
-                        .iter()
-                        .map(|&s| if whole { s } else { s / 2 })
-                        .collect(),
+                    offsets: shape.iter().map(|_| if whole { 0 } else { offset }).collect(),
+                    sizes: shape.iter().map(|&s| if whole { s } else { s / 2 }).collect(),
                     shape,
                     length: 0,
                 }
-            });
+            },
+        );
         prop::collection::vec(item, 0..12)
     }
 

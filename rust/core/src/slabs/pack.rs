@@ -78,11 +78,7 @@ pub fn pack(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<Batch> {
         .into_iter()
         .map(|group| {
             let mut packer = Packer::new(group, slab_bytes, verify);
-            for (i, item) in items
-                .iter()
-                .enumerate()
-                .filter(|(_, item)| item.group == group)
-            {
+            for (i, item) in items.iter().enumerate().filter(|(_, item)| item.group == group) {
                 packer.add(i, item);
             }
             packer.finish()
@@ -116,36 +112,21 @@ struct Packer {
 
 impl Packer {
     fn new(group: u32, slab: u64, verify: bool) -> Self {
-        Self {
-            slab,
-            verify,
-            done: Vec::new(),
-            batch: Batch {
-                group,
-                pieces: Vec::new(),
-            },
-            used: 0,
-        }
+        Self { slab, verify, done: Vec::new(), batch: Batch { group, pieces: Vec::new() }, used: 0 }
     }
 
     fn add(&mut self, i: usize, item: &SlabItem) {
         if item.flat {
             self.bytes(i, item);
         } else {
-            split(
-                &item.sizes,
-                item.itemsize,
-                self.slab,
-                &mut |offsets, sizes| {
-                    let length = sizes.iter().product::<u64>() * item.itemsize;
-                    let part =
-                        ItemPart::Rectangle(Dims::from_slice(offsets), Dims::from_slice(sizes));
-                    if self.next() + length > self.slab {
-                        self.flush();
-                    }
-                    self.push(i, length, part);
-                },
-            );
+            split(&item.sizes, item.itemsize, self.slab, &mut |offsets, sizes| {
+                let length = sizes.iter().product::<u64>() * item.itemsize;
+                let part = ItemPart::Rectangle(Dims::from_slice(offsets), Dims::from_slice(sizes));
+                if self.next() + length > self.slab {
+                    self.flush();
+                }
+                self.push(i, length, part);
+            });
         }
     }
 
@@ -155,11 +136,7 @@ impl Packer {
         while from < length {
             let left = length - from;
             let room = self.slab.saturating_sub(self.next());
-            let n = if left <= room {
-                left
-            } else {
-                self.cut(item, from, room)
-            };
+            let n = if left <= room { left } else { self.cut(item, from, room) };
             if n == 0 || n < left && n < self.slab / LEFT_OVER && self.used > 0 {
                 self.flush();
                 continue;
@@ -193,12 +170,7 @@ impl Packer {
     fn push(&mut self, item: usize, length: u64, part: ItemPart) {
         let at = self.next();
         self.used = at + length;
-        self.batch.pieces.push(Piece {
-            item,
-            at,
-            length,
-            part,
-        });
+        self.batch.pieces.push(Piece { item, at, length, part });
     }
 
     fn flush(&mut self) {

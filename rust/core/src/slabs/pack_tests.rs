@@ -19,11 +19,7 @@ fn flat(file: u32, offset: u64, length: u64) -> SlabItem {
 }
 
 fn places(batch: &Batch) -> Vec<(usize, u64, u64)> {
-    batch
-        .pieces
-        .iter()
-        .map(|p| (p.item, p.at, p.length))
-        .collect()
+    batch.pieces.iter().map(|p| (p.item, p.at, p.length)).collect()
 }
 
 #[test]
@@ -37,35 +33,19 @@ fn large_items_fill_slabs_to_the_last_byte() {
 fn pieces_lie_one_after_another() {
     let items = [flat(0, 100, 100), flat(1, 100, 100), flat(2, 100, 100)];
     let batches = pack(&items, 1 << 20, false);
-    assert_eq!(
-        places(&batches[0]),
-        [(0, 0, 100), (1, 128, 100), (2, 256, 100)]
-    );
+    assert_eq!(places(&batches[0]), [(0, 0, 100), (1, 128, 100), (2, 256, 100)]);
 }
 
 #[test]
 fn verified_items_are_cut_at_blocks() {
-    let batches = pack(
-        &[flat(0, 0, 100), flat(1, 4096, 3 * BLOCK_SIZE)],
-        2 * BLOCK_SIZE,
-        true,
-    );
+    let batches = pack(&[flat(0, 0, 100), flat(1, 4096, 3 * BLOCK_SIZE)], 2 * BLOCK_SIZE, true);
     let all: Vec<_> = batches.iter().map(places).collect();
-    assert_eq!(
-        all,
-        [
-            vec![(0, 0, 100), (1, 128, BLOCK_SIZE)],
-            vec![(1, 0, 2 * BLOCK_SIZE)]
-        ]
-    );
+    assert_eq!(all, [vec![(0, 0, 100), (1, 128, BLOCK_SIZE)], vec![(1, 0, 2 * BLOCK_SIZE)]]);
 }
 
 #[test]
 fn groups_take_turns() {
-    let item = |group| SlabItem {
-        group,
-        ..flat(0, 0, 3 * ALIGN)
-    };
+    let item = |group| SlabItem { group, ..flat(0, 0, 3 * ALIGN) };
     let batches = pack(&[item(7), item(7), item(7), item(9)], 4 * ALIGN, false);
     let groups: Vec<_> = batches.iter().map(|batch| batch.group).collect();
     assert_eq!(groups, [7, 9, 7, 7]);

@@ -48,10 +48,7 @@ impl Plan {
         if slab_bytes == 0 || !slab_bytes.is_multiple_of(ALIGN) {
             return Err(Error::Plan(format!("slabs of {slab_bytes} bytes")));
         }
-        let items = wants
-            .iter()
-            .map(|want| item(&index, want))
-            .collect::<Result<Vec<_>>>()?;
+        let items = wants.iter().map(|want| item(&index, want)).collect::<Result<Vec<_>>>()?;
         let batches = if sort {
             pack_sorted(&items, slab_bytes, options.verify != Verify::Nothing)
         } else {

@@ -93,10 +93,7 @@ impl Session {
         let workers = parallel::affordable(workers.clamp(1, slabs.len()).min(plan.batches.len()));
         // The threads have it, and with the last of them it ends.
         let connection = connect(&plan.files, plan.threads)?;
-        let state = State {
-            free: (0..slabs.len()).rev().collect(),
-            ..State::default()
-        };
+        let state = State { free: (0..slabs.len()).rev().collect(), ..State::default() };
         let session = Self {
             shared: Arc::new(Shared {
                 plan,
@@ -111,10 +108,8 @@ impl Session {
         };
         let mut threads = Vec::with_capacity(workers);
         for _ in 0..workers {
-            let (shared, reader) = (
-                Arc::clone(&session.shared),
-                Sequential::new(connection.clone()),
-            );
+            let (shared, reader) =
+                (Arc::clone(&session.shared), Sequential::new(connection.clone()));
             let thread = std::thread::Builder::new().name("dcp-rs-slab".into());
             match thread.spawn(move || work(&shared, reader)) {
                 Ok(thread) => threads.push(thread),
@@ -129,10 +124,7 @@ impl Session {
                 }
             }
         }
-        *session
-            .threads
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = threads;
+        *session.threads.lock().unwrap_or_else(PoisonError::into_inner) = threads;
         Ok(session)
     }
 
@@ -167,10 +159,8 @@ impl Session {
                 let batch = state.handed - 1;
                 return Ok(Next::Filled { batch, slab });
             }
-            let (guard, waited) = shared
-                .filled
-                .wait_timeout(state, timeout)
-                .unwrap_or_else(PoisonError::into_inner);
+            let (guard, waited) =
+                shared.filled.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner);
             state = guard;
             if waited.timed_out()
                 && state.error.is_none()
@@ -197,9 +187,7 @@ impl Session {
     pub fn close(&self) {
         if !self.is_own() {
             if let Ok(mut threads) = self.threads.try_lock() {
-                std::mem::take(&mut *threads)
-                    .into_iter()
-                    .for_each(std::mem::forget);
+                std::mem::take(&mut *threads).into_iter().for_each(std::mem::forget);
             }
             return;
         }
@@ -218,11 +206,7 @@ impl Session {
     /// What the threads that have ended did.
     #[must_use]
     pub fn stats(&self) -> ReadStats {
-        if self.is_own() {
-            self.shared.lock().stats
-        } else {
-            ReadStats::default()
-        }
+        if self.is_own() { self.shared.lock().stats } else { ReadStats::default() }
     }
 
     /// Whether this is the process that began it. In a fork of that one the threads are not there,
@@ -247,12 +231,8 @@ fn work(shared: &Shared, mut reader: Sequential) {
         }))
         .unwrap_or_else(|panic| {
             let said = panic.downcast_ref::<String>().map(String::as_str);
-            let said = said
-                .or_else(|| panic.downcast_ref::<&str>().copied())
-                .unwrap_or_default();
-            Err(Error::Internal(format!(
-                "while batch {batch} was read: {said}"
-            )))
+            let said = said.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or_default();
+            Err(Error::Internal(format!("while batch {batch} was read: {said}")))
         });
         let mut state = shared.lock();
         match filled {
@@ -292,10 +272,7 @@ fn take(shared: &Shared) -> Option<(usize, usize)> {
             }
             return Some((batch, slab));
         }
-        state = shared
-            .freed
-            .wait(state)
-            .unwrap_or_else(PoisonError::into_inner);
+        state = shared.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
     }
 }
 
@@ -317,13 +294,6 @@ fn fill(
     // SAFETY: the pieces of a batch lie in its slab, apart from each other; the slab is this
     // thread's until it is handed out, and valid, as the caller of `start` promised.
     unsafe {
-        reader.read(
-            &plan.files,
-            requests,
-            &plan.probe,
-            plan.verify,
-            &*plan.index,
-            &shared.control,
-        )
+        reader.read(&plan.files, requests, &plan.probe, plan.verify, &*plan.index, &shared.control)
     }
 }

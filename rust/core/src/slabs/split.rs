@@ -8,9 +8,7 @@ pub fn split(sizes: &[u64], itemsize: u64, limit: u64, each: &mut impl FnMut(&[u
     if sizes.contains(&0) {
         return;
     }
-    let total = sizes
-        .iter()
-        .fold(itemsize, |n, size| n.saturating_mul(*size));
+    let total = sizes.iter().fold(itemsize, |n, size| n.saturating_mul(*size));
     if total <= limit || sizes.is_empty() {
         each(&Dims::from_elem(0, sizes.len()), sizes);
         return;

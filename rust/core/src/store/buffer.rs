@@ -29,11 +29,7 @@ impl Buffer {
     /// At least `len` bytes; what was in them is lost where it has to grow.
     pub(crate) fn at_least(&mut self, len: usize) -> io::Result<&mut [u8]> {
         let begin = self.begin;
-        let memory = match self
-            .memory
-            .take()
-            .filter(|memory| memory.len() - begin >= len)
-        {
+        let memory = match self.memory.take().filter(|memory| memory.len() - begin >= len) {
             Some(memory) => memory,
             None => self.map(len)?,
         };
@@ -47,9 +43,7 @@ impl Buffer {
             return MmapMut::map_anon(size);
         }
         // Untouched, what lies before the first huge page costs nothing but address space.
-        let room = size
-            .checked_add(HUGE_PAGE)
-            .ok_or(io::ErrorKind::OutOfMemory)?;
+        let room = size.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
         let Ok(memory) = MmapMut::map_anon(room) else {
             return MmapMut::map_anon(len.next_multiple_of(STEP));
         };
@@ -67,14 +61,8 @@ impl Buffer {
 
     /// The most memory that a buffer takes of which `len` bytes are used.
     pub(crate) fn footprint(len: usize) -> usize {
-        let unit = if takes_huge_pages(len) {
-            HUGE_PAGE
-        } else {
-            STEP
-        };
-        len.max(1)
-            .checked_next_multiple_of(unit)
-            .unwrap_or(usize::MAX)
+        let unit = if takes_huge_pages(len) { HUGE_PAGE } else { STEP };
+        len.max(1).checked_next_multiple_of(unit).unwrap_or(usize::MAX)
     }
 
     /// How many bytes a buffer can have that takes no more than `room`, above [`STEP`].
@@ -99,47 +87,22 @@ mod tests {
     fn a_buffer_grows_and_begins_at_a_page() {
         let mut buffer = Buffer::default();
         assert!(buffer.as_ptr().is_null());
-        for len in [
-            0,
-            1,
-            4096,
-            300_000,
-            HUGE_FROM - 1,
-            HUGE_FROM,
-            HUGE_PAGE,
-            HUGE_PAGE + 1,
-            10,
-        ] {
+        for len in [0, 1, 4096, 300_000, HUGE_FROM - 1, HUGE_FROM, HUGE_PAGE, HUGE_PAGE + 1, 10] {
             let bytes = buffer.at_least(len).unwrap();
             assert!(bytes.len() >= len);
             bytes.fill(1);
             let first = bytes.as_ptr();
             assert_eq!(first, buffer.as_ptr());
-            assert!(
-                first.addr().is_multiple_of(rustix::param::page_size()),
-                "{len}"
-            );
+            assert!(first.addr().is_multiple_of(rustix::param::page_size()), "{len}");
         }
-        assert_eq!(
-            buffer.at_least(HUGE_PAGE).unwrap()[HUGE_PAGE],
-            1,
-            "it was made anew"
-        );
+        assert_eq!(buffer.at_least(HUGE_PAGE).unwrap()[HUGE_PAGE], 1, "it was made anew");
         assert!(buffer.at_least(usize::MAX).is_err());
         assert!(buffer.as_ptr().is_null());
     }
 
     #[test]
     fn what_fits_takes_no_more_than_there_is() {
-        for room in [
-            STEP,
-            2 * STEP - 1,
-            300_000,
-            HUGE_FROM - 1,
-            HUGE_FROM,
-            3 << 20,
-            64 << 20,
-        ] {
+        for room in [STEP, 2 * STEP - 1, 300_000, HUGE_FROM - 1, HUGE_FROM, 3 << 20, 64 << 20] {
             let len = Buffer::largest_within(room);
             assert!(Buffer::footprint(len) <= room, "{room}: {len}");
             assert!(len * 3 > room, "{room}: {len}");

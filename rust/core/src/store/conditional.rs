@@ -24,11 +24,7 @@ pub fn put_new(
     if connection.start(path, 1, true, control)?.is_some() {
         return Err(another(path));
     }
-    let condition = if keeps_conditions {
-        Condition::New
-    } else {
-        Condition::Unguarded
-    };
+    let condition = if keeps_conditions { Condition::New } else { Condition::Unguarded };
     put_and_look(path, bytes, condition, connection, control)
 }
 
@@ -80,12 +76,7 @@ pub(crate) fn put_over(
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<()> {
-    match connection.put(
-        path,
-        &Body::new(bytes.to_vec()),
-        Condition::Unguarded,
-        control,
-    ) {
+    match connection.put(path, &Body::new(bytes.to_vec()), Condition::Unguarded, control) {
         Err(error) if error.storage_fault() == Some(StorageFault::Unclear) => {
             match has(path, bytes, connection, control) {
                 Ok(Some(true)) => Ok(()),

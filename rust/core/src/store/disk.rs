@@ -31,11 +31,7 @@ pub(crate) enum Call {
     /// Opens a file for writing.
     Open,
     /// Writes bytes.
-    Write {
-        offset: u64,
-        len: usize,
-        direct: bool,
-    },
+    Write { offset: u64, len: usize, direct: bool },
     /// Puts some of a file's bytes on the disk, ahead of a sync.
     WriteBack,
     /// Puts a file's bytes on stable storage.
@@ -64,23 +60,14 @@ pub(crate) enum Call {
 const WRITE_BACK: usize = 64 << 20;
 
 /// What a file system says that has no locks; `EBADF`: for a file that is not open for writing.
-const NO_LOCKS: [i32; 5] = [
-    libc::ENOTSUP,
-    libc::EOPNOTSUPP,
-    libc::ENOLCK,
-    libc::ENOSYS,
-    libc::EBADF,
-];
+const NO_LOCKS: [i32; 5] =
+    [libc::ENOTSUP, libc::EOPNOTSUPP, libc::ENOLCK, libc::ENOSYS, libc::EBADF];
 
 /// What a file system says that has plain renames only.
 const NO_SUCH_RENAME: [i32; 4] = [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOTSUP];
 
 fn is_same_file(a: &Path, b: &Path) -> bool {
-    let identity = |path| {
-        fs::symlink_metadata(path)
-            .map(|meta| (meta.dev(), meta.ino()))
-            .ok()
-    };
+    let identity = |path| fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
     identity(a).is_some_and(|a| Some(a) == identity(b))
 }
 
@@ -116,9 +103,7 @@ impl Disk {
 
     fn before(&self, call: Call, path: &Path) -> io::Result<usize> {
         faults::before(call, path)?;
-        self.hook
-            .as_ref()
-            .map_or(Ok(usize::MAX), |hook| hook.before(call, path))
+        self.hook.as_ref().map_or(Ok(usize::MAX), |hook| hook.before(call, path))
     }
 
     /// Creates a folder and those it is in, where they are missing. Returns the folders that got a
@@ -127,9 +112,7 @@ impl Disk {
         if folder.is_dir() {
             return Ok(Vec::new());
         }
-        let parent = folder
-            .parent()
-            .filter(|parent| !parent.as_os_str().is_empty());
+        let parent = folder.parent().filter(|parent| !parent.as_os_str().is_empty());
         if let Some(parent) = parent.filter(|parent| parent.exists() && !parent.is_dir()) {
             return Err(Error::io(
                 "create",
@@ -138,10 +121,7 @@ impl Disk {
             ));
         }
         let mut changed = parent.map_or(Ok(Vec::new()), |parent| self.create_folder(parent))?;
-        match self
-            .before(Call::CreateFolder, folder)
-            .and_then(|_| fs::create_dir(folder))
-        {
+        match self.before(Call::CreateFolder, folder).and_then(|_| fs::create_dir(folder)) {
             // Another rank was faster.
             Err(error) if error.kind() == ErrorKind::AlreadyExists && folder.is_dir() => {}
             Err(error) => return Err(Error::io("create", folder, error)),
@@ -224,11 +204,7 @@ impl Disk {
         let mut at = 0;
         while at < bytes.len() && at.is_multiple_of(alignment) {
             let (rest, offset) = (&bytes[at..], offset + at as u64);
-            let call = Call::Write {
-                offset,
-                len: rest.len(),
-                direct: alignment > 1,
-            };
+            let call = Call::Write { offset, len: rest.len(), direct: alignment > 1 };
             let write = || {
                 let most = self.before(call, path)?;
                 file.write_at(&rest[..most.min(rest.len())], offset)
@@ -253,11 +229,7 @@ impl Disk {
         let failed = |error| Error::io("sync", path, error);
         let size = file.metadata().map_err(failed)?.len();
         // A small file is not worth two waits.
-        let pieces = if size > WRITE_BACK as u64 {
-            0..size
-        } else {
-            0..0
-        };
+        let pieces = if size > WRITE_BACK as u64 { 0..size } else { 0..0 };
         for start in pieces.step_by(WRITE_BACK) {
             control.check()?;
             let write_back = || {
@@ -287,19 +259,12 @@ impl Disk {
         from: &Path,
         to: &Path,
     ) -> Result<std::result::Result<(), io::Error>> {
-        match self
-            .before(Call::Link, to)
-            .and_then(|_| fs::hard_link(from, to))
-        {
+        match self.before(Call::Link, to).and_then(|_| fs::hard_link(from, to)) {
             Ok(()) => Ok(Ok(())),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 // A server of files that did it, and whose answer was lost, says so when it is
                 // asked again.
-                if is_same_file(from, to) {
-                    Ok(Ok(()))
-                } else {
-                    Err(Error::io("link", to, error))
-                }
+                if is_same_file(from, to) { Ok(Ok(())) } else { Err(Error::io("link", to, error)) }
             }
             Err(error) => Ok(Err(error)),
         }
@@ -321,19 +286,13 @@ impl Disk {
     /// Renames a file or folder to a name that is free, or changes its place with what has the
     /// name. False where the file system does neither in one step.
     pub(crate) fn rename_apart(&self, from: &Path, to: &Path, exchange: bool) -> Result<bool> {
-        let flags = if exchange {
-            RenameFlags::EXCHANGE
-        } else {
-            RenameFlags::NOREPLACE
-        };
+        let flags = if exchange { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
         let rename = |_| Ok(renameat_with(CWD, from, CWD, to, flags)?);
         let renamed: io::Result<()> = self.before(Call::RenameApart, to).and_then(rename);
         match renamed {
             Ok(()) => Ok(true),
             Err(error)
-                if error
-                    .raw_os_error()
-                    .is_some_and(|code| NO_SUCH_RENAME.contains(&code)) =>
+                if error.raw_os_error().is_some_and(|code| NO_SUCH_RENAME.contains(&code)) =>
             {
                 Ok(false)
             }
@@ -356,10 +315,7 @@ impl Disk {
 
     /// Removes a folder with all that is in it; links in it are removed, and not followed.
     pub(crate) fn remove_tree(&self, path: &Path) -> Result<()> {
-        match self
-            .before(Call::RemoveTree, path)
-            .and_then(|_| fs::remove_dir_all(path))
-        {
+        match self.before(Call::RemoveTree, path).and_then(|_| fs::remove_dir_all(path)) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 Err(Error::io("remove", path, error))
             }
@@ -402,11 +358,7 @@ impl Disk {
         match retry(ask) {
             Ok(()) => Ok(Locked::Yes),
             Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(Locked::ByOthers),
-            Err(error)
-                if error
-                    .raw_os_error()
-                    .is_some_and(|code| NO_LOCKS.contains(&code)) =>
-            {
+            Err(error) if error.raw_os_error().is_some_and(|code| NO_LOCKS.contains(&code)) => {
                 Ok(Locked::Impossible)
             }
             Err(error) => Err(Error::io("lock", path, error)),
@@ -421,10 +373,7 @@ impl Disk {
 
     /// Removes a file. One that is not there is as good as removed.
     pub(crate) fn remove(&self, path: &Path) -> Result<()> {
-        match self
-            .before(Call::Remove, path)
-            .and_then(|_| fs::remove_file(path))
-        {
+        match self.before(Call::Remove, path).and_then(|_| fs::remove_file(path)) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 Err(Error::io("remove", path, error))
             }
@@ -443,10 +392,7 @@ fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 }
 
 fn is_unsupported(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::InvalidInput | ErrorKind::Unsupported
-    )
+    matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported)
 }
 
 /// What a direct write fails with where a buffered one of the same bytes may succeed: alignment, or

@@ -32,13 +32,7 @@ pub struct Faulted {
 /// From now on, in this process, the call number `at` (from 0) that changes something below
 /// `folder` fails with `errno`.
 pub fn arm(folder: &Path, at: u64, errno: i32) -> io::Result<()> {
-    let fault = Fault {
-        folder: std::path::absolute(folder)?,
-        at,
-        errno,
-        seen: 0,
-        failed: None,
-    };
+    let fault = Fault { folder: std::path::absolute(folder)?, at, errno, seen: 0, failed: None };
     *FAULT.lock().unwrap_or_else(PoisonError::into_inner) = Some(fault);
     ARMED.store(true, Ordering::Release);
     Ok(())
@@ -47,14 +41,8 @@ pub fn arm(folder: &Path, at: u64, errno: i32) -> io::Result<()> {
 /// Ends it. `None` where nothing was armed.
 pub fn disarm() -> Option<Faulted> {
     ARMED.store(false, Ordering::Release);
-    let fault = FAULT
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .take()?;
-    Some(Faulted {
-        seen: fault.seen,
-        failed: fault.failed,
-    })
+    let fault = FAULT.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+    Some(Faulted { seen: fault.seen, failed: fault.failed })
 }
 
 /// Refuses the call if it is the one.

@@ -61,19 +61,12 @@ impl FileRef {
         if direct {
             flags |= platform::DIRECT.unwrap_or_default();
         }
-        OpenOptions::new()
-            .read(true)
-            .custom_flags(flags)
-            .open(&self.path)
+        OpenOptions::new().read(true).custom_flags(flags).open(&self.path)
     }
 
     /// Refuses a path whose links are not to be followed.
     fn judge(&self) -> Result<()> {
-        match self
-            .links
-            .judge(&self.path)
-            .map_err(|e| self.failed("follow", e))?
-        {
+        match self.links.judge(&self.path).map_err(|e| self.failed("follow", e))? {
             Verdict::Follow => Ok(()),
             Verdict::Link => {
                 Err(self.corrupt("the file is a symbolic link, which is not followed here"))
@@ -102,10 +95,7 @@ impl FileRef {
             return Err(self.has_length(meta.len()));
         }
         if self.mtime_ns != 0 {
-            let got = meta
-                .mtime()
-                .saturating_mul(1_000_000_000)
-                .saturating_add(meta.mtime_nsec());
+            let got = meta.mtime().saturating_mul(1_000_000_000).saturating_add(meta.mtime_nsec());
             if got != self.mtime_ns {
                 return Err(self.another(MODIFIED));
             }
@@ -115,10 +105,7 @@ impl FileRef {
 
     /// The error for a file of another length than it should have.
     pub fn has_length(&self, length: u64) -> Error {
-        self.another(&format!(
-            "the file is {length} bytes long, expected {}",
-            self.size
-        ))
+        self.another(&format!("the file is {length} bytes long, expected {}", self.size))
     }
 
     /// It is not the file that was indexed.
@@ -154,10 +141,7 @@ pub fn open_file(path: &Path) -> io::Result<File> {
     if file.metadata()?.is_file() {
         Ok(file)
     } else {
-        Err(io::Error::new(
-            io::ErrorKind::InvalidInput,
-            "it is not a file",
-        ))
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"))
     }
 }
 

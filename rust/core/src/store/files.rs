@@ -43,10 +43,7 @@ impl<'a> Storage<'a> {
         threads: usize,
         control: &'a Control,
     ) -> Result<Self> {
-        Ok(Self {
-            connection: remote.map(|remote| remote.connect(threads)).transpose()?,
-            control,
-        })
+        Ok(Self { connection: remote.map(|remote| remote.connect(threads)).transpose()?, control })
     }
 
     pub fn files(&self) -> Files<'_> {
@@ -131,9 +128,7 @@ impl<'a> Files<'a> {
         match *self {
             Self::Local => {
                 let stat = self.stat(path)?;
-                let bytes = self
-                    .open(path)?
-                    .fetch(path, stat.size, 0, most.min(stat.size))?;
+                let bytes = self.open(path)?.fetch(path, stat.size, 0, most.min(stat.size))?;
                 Ok((stat, bytes))
             }
             Self::Remote(connection, control) => {
@@ -230,13 +225,10 @@ fn read_exact(
     buffers: &mut [Vec<u8>],
     ranges: &[(u64, u64)],
 ) -> Result<()> {
-    buffers
-        .iter_mut()
-        .zip(ranges)
-        .try_for_each(|(buffer, (at, _))| {
-            let read = file.read_exact_at(buffer, *at);
-            read.map_err(|e| Error::io("read", path, e))
-        })
+    buffers.iter_mut().zip(ranges).try_for_each(|(buffer, (at, _))| {
+        let read = file.read_exact_at(buffer, *at);
+        read.map_err(|e| Error::io("read", path, e))
+    })
 }
 
 /// A range of a file on its way to one place, as requests of at most [`PART`] bytes.
@@ -246,15 +238,7 @@ fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = Part> {
         let len = PART.min(len - from);
         // What is in memory fits in it.
         let to = Destination(to.0.wrapping_add(usize::try_from(from).unwrap_or(usize::MAX)));
-        Part {
-            start: at + from,
-            end: at + from + len,
-            runs: vec![Run {
-                at: at + from,
-                len,
-                to,
-            }],
-        }
+        Part { start: at + from, end: at + from + len, runs: vec![Run { at: at + from, len, to }] }
     })
 }
 

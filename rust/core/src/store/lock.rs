@@ -70,10 +70,7 @@ impl FileLock {
                 Locked::Yes => return Ok(Some(Self { file })),
                 Locked::Impossible => return Ok(None),
                 Locked::ByOthers if begin.elapsed() >= patience => {
-                    return Err(Error::Busy {
-                        path: path.to_owned(),
-                        seconds: patience.as_secs(),
-                    });
+                    return Err(Error::Busy { path: path.to_owned(), seconds: patience.as_secs() });
                 }
                 Locked::ByOthers => {}
             }
@@ -161,14 +158,8 @@ impl FolderLock {
     ) -> Result<Self> {
         let path = folder.join(LOCK_NAME);
         loop {
-            let lock = FileLock::wait(
-                disk,
-                disk.open_lock(&path, true)?,
-                &path,
-                mode,
-                control,
-                patience,
-            )?;
+            let lock =
+                FileLock::wait(disk, disk.open_lock(&path, true)?, &path, mode, control, patience)?;
             // Whoever removed or replaced it meanwhile, or the folder, made room for a second
             // holder.
             if lock.as_ref().is_none_or(|lock| is_at(&lock.file, &path)) {
@@ -180,9 +171,7 @@ impl FolderLock {
     /// Whether it keeps out everyone: there are locks, and no other machine may have locks of its
     /// own.
     pub(crate) fn is_certain(&self) -> bool {
-        self.lock
-            .as_ref()
-            .is_some_and(|lock| !is_remote(&lock.file))
+        self.lock.as_ref().is_some_and(|lock| !is_remote(&lock.file))
     }
 }
 

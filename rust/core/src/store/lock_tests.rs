@@ -46,11 +46,7 @@ impl Hook for Refusing {
 }
 
 fn refusing(with: i32, times: usize) -> (Disk, Arc<Refusing>) {
-    let hook = Arc::new(Refusing {
-        with,
-        times,
-        ..Refusing::default()
-    });
+    let hook = Arc::new(Refusing { with, times, ..Refusing::default() });
     (Disk::hooked(hook.clone()), hook)
 }
 
@@ -86,10 +82,7 @@ fn a_signal_does_not_make_it_ours() {
     let (disk, hook) = refusing(libc::EINTR, 20);
     let other = taker(disk, dir.path(), Mode::Exclusive);
     while hook.requests.load(Ordering::SeqCst) < 25 {
-        assert!(
-            other.try_recv().is_err(),
-            "it went on while another had the lock"
-        );
+        assert!(other.try_recv().is_err(), "it went on while another had the lock");
         thread::yield_now();
     }
     drop(held);
@@ -113,15 +106,8 @@ fn only_some_errors_mean_that_there_are_no_locks() {
         let taken = FolderLock::take_on(&disk, dir.path(), Mode::Exclusive, &Control::new());
         match taken {
             Ok(lock) => assert!(none && !lock.is_certain(), "{errno}"),
-            Err(Error::Io {
-                action,
-                path,
-                source,
-            }) => {
-                assert!(
-                    !none && source.raw_os_error() == Some(errno),
-                    "{errno}: {source}"
-                );
+            Err(Error::Io { action, path, source }) => {
+                assert!(!none && source.raw_os_error() == Some(errno), "{errno}: {source}");
                 assert_eq!((action, path), ("lock", dir.path().join(LOCK_NAME)));
             }
             Err(other) => panic!("{errno}: {other}"),
@@ -154,17 +140,10 @@ fn a_long_wait_is_told_of_once_a_minute() {
     let _held = exclusive(dir.path());
     let control = Control::with_notice(Duration::ZERO);
     let patience = Duration::from_millis(20);
-    let taken = FolderLock::take_within(
-        &Disk::default(),
-        dir.path(),
-        Mode::Shared,
-        &control,
-        patience,
-    );
+    let taken =
+        FolderLock::take_within(&Disk::default(), dir.path(), Mode::Shared, &control, patience);
     assert!(matches!(taken, Err(Error::Busy { .. })));
-    let [notice] = &control.take_notices()[..] else {
-        panic!("one notice")
-    };
+    let [notice] = &control.take_notices()[..] else { panic!("one notice") };
     assert!(notice.contains(LOCK_NAME), "{notice}");
 }
 
@@ -245,19 +224,14 @@ fn a_forked_child_has_no_part_in_a_lock() {
     let held = exclusive(dir.path());
     let child = Child::fork();
     // As at the end of the process: the file is closed, and nothing is said of the lock.
-    let FolderLock { lock: Some(lock) } = held else {
-        panic!("no locks here")
-    };
+    let FolderLock { lock: Some(lock) } = held else { panic!("no locks here") };
     let FileLock { file } = &lock;
     let descriptor = file.as_raw_fd();
     let elsewhere = File::open(dir.path()).unwrap();
     // SAFETY: the lock's descriptor stays one, of another file, to be closed by the lock.
     unsafe { libc::dup2(elsewhere.as_raw_fd(), descriptor) };
     let file = disk.open_lock(&path, true).unwrap();
-    assert_eq!(
-        disk.try_lock(&file, &path, Mode::Exclusive).unwrap(),
-        Locked::Yes
-    );
+    assert_eq!(disk.try_lock(&file, &path, Mode::Exclusive).unwrap(), Locked::Yes);
     drop(lock);
     drop(child);
 }
@@ -272,10 +246,7 @@ fn a_child_that_was_being_forked_does_not_keep_a_lock_that_was_given_back() {
     let copy = held.lock.as_ref().unwrap().file.try_clone().unwrap();
     drop(held);
     let file = disk.open_lock(&path, true).unwrap();
-    assert_eq!(
-        disk.try_lock(&file, &path, Mode::Exclusive).unwrap(),
-        Locked::Yes
-    );
+    assert_eq!(disk.try_lock(&file, &path, Mode::Exclusive).unwrap(), Locked::Yes);
     drop(copy);
 }
 
@@ -292,10 +263,6 @@ fn claims_are_seen_while_they_last() {
     let remote = is_remote(&File::open(&path).unwrap());
     assert_eq!(
         FileLock::is_claimed(&path).unwrap(),
-        if remote {
-            Claimed::Unknown
-        } else {
-            Claimed::No
-        }
+        if remote { Claimed::Unknown } else { Claimed::No }
     );
 }

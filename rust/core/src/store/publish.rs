@@ -61,10 +61,8 @@ fn temporary_name(file_name: &str) -> Result<String> {
 /// The name that the file of a [`temporary_name`] would have got; `None` where it is none.
 pub(crate) fn name_of_temporary(name: &str) -> Option<&str> {
     let (file_name, token) = name.strip_suffix(".tmp")?.rsplit_once('.')?;
-    let is_token = token.len() == 16
-        && token
-            .bytes()
-            .all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    let is_token =
+        token.len() == 16 && token.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     is_token.then_some(file_name)
 }
 
@@ -75,9 +73,7 @@ pub(crate) fn name_of_temporary(name: &str) -> Option<&str> {
 pub fn create_folder(folder: &Path) -> Result<()> {
     let disk = Disk::default();
     let changed = disk.create_folder(folder)?;
-    changed
-        .iter()
-        .try_for_each(|parent| disk.sync_folder(parent))
+    changed.iter().try_for_each(|parent| disk.sync_folder(parent))
 }
 
 /// Waits until nobody commits to the folder at `to`, or removes anything in it. `None` where there
@@ -87,9 +83,7 @@ pub fn create_folder(folder: &Path) -> Result<()> {
 /// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
 pub fn lock_replaced(to: &Path, control: &Control) -> Result<Option<FolderLock>> {
     let is_folder = to.symlink_metadata().is_ok_and(|meta| meta.is_dir());
-    is_folder
-        .then(|| FolderLock::take(to, Mode::Exclusive, control))
-        .transpose()
+    is_folder.then(|| FolderLock::take(to, Mode::Exclusive, control)).transpose()
 }
 
 /// Gives a finished file or folder its name, in one step. What has the name is replaced if it is
@@ -170,10 +164,7 @@ fn take_free_name(disk: &Disk, from: &Path, to: &Path) -> Result<()> {
     use std::io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, NotADirectory};
     let refused = |error| match error {
         Error::Io { source, .. }
-            if matches!(
-                source.kind(),
-                AlreadyExists | DirectoryNotEmpty | NotADirectory
-            ) =>
+            if matches!(source.kind(), AlreadyExists | DirectoryNotEmpty | NotADirectory) =>
         {
             came_meanwhile(to)
         }
@@ -199,17 +190,11 @@ fn is_still(path: &Path, before: &Fingerprint) -> bool {
 }
 
 fn came_meanwhile(path: &Path) -> Error {
-    Error::Exists {
-        path: path.to_owned(),
-    }
+    Error::Exists { path: path.to_owned() }
 }
 
 fn displaced(path: &Path, at: &Path, error: Error) -> Error {
-    Error::Displaced {
-        path: path.to_owned(),
-        at: at.to_owned(),
-        source: Box::new(error),
-    }
+    Error::Displaced { path: path.to_owned(), at: at.to_owned(), source: Box::new(error) }
 }
 
 #[cfg(test)]
@@ -263,26 +248,14 @@ mod tests {
         for disk in [Disk::default(), plain(&[])] {
             let dir = tempfile::tempdir().unwrap();
             let [new, old] = two_folders(dir.path());
-            assert!(matches!(
-                put(&disk, &new, &old, None),
-                Err(Error::Exists { .. })
-            ));
+            assert!(matches!(put(&disk, &new, &old, None), Err(Error::Exists { .. })));
             let before = Fingerprint::at(&old).unwrap();
             std::fs::write(old.join("notes"), "").unwrap();
-            assert!(matches!(
-                put(&disk, &new, &old, before.as_ref()),
-                Err(Error::Exists { .. })
-            ));
-            assert_eq!(
-                (read(&old).as_deref(), read(&new).as_deref()),
-                (Some("old"), Some("new"))
-            );
+            assert!(matches!(put(&disk, &new, &old, before.as_ref()), Err(Error::Exists { .. })));
+            assert_eq!((read(&old).as_deref(), read(&new).as_deref()), (Some("old"), Some("new")));
             let before = Fingerprint::at(&old).unwrap();
             put(&disk, &new, &old, before.as_ref()).unwrap();
-            assert_eq!(
-                (read(&old).as_deref(), read(&new).as_deref()),
-                (Some("new"), Some("old"))
-            );
+            assert_eq!((read(&old).as_deref(), read(&new).as_deref()), (Some("new"), Some("old")));
             let free = dir.path().join("free");
             put(&disk, &old, &free, None).unwrap();
             assert_eq!((read(&free).as_deref(), read(&old)), (Some("new"), None));
@@ -302,20 +275,14 @@ mod tests {
             for file in [&new, &old] {
                 std::fs::write(file, file.file_name().unwrap().as_encoded_bytes()).unwrap();
             }
-            assert!(matches!(
-                put(&disk, &new, &old, None),
-                Err(Error::Exists { .. })
-            ));
+            assert!(matches!(put(&disk, &new, &old, None), Err(Error::Exists { .. })));
             assert_eq!(std::fs::read(&old).unwrap(), b"old");
             let before = Fingerprint::at(&old).unwrap();
             put(&disk, &new, &old, before.as_ref()).unwrap();
             assert_eq!(std::fs::read(&old).unwrap(), b"new");
             let free = dir.path().join("free");
             put(&disk, &old, &free, None).unwrap();
-            assert_eq!(
-                (std::fs::read(&free).unwrap(), old.exists()),
-                (b"new".to_vec(), false)
-            );
+            assert_eq!((std::fs::read(&free).unwrap(), old.exists()), (b"new".to_vec(), false));
         }
     }
 
@@ -341,21 +308,11 @@ mod tests {
         for answers in [&[libc::EIO][..], &[0, libc::EIO]] {
             let error = put(&plain(answers), &new, &old, before.as_ref()).unwrap_err();
             assert!(matches!(error, Error::Io { .. }), "{error}");
-            assert_eq!(
-                (read(&old).as_deref(), read(&new).as_deref()),
-                (Some("old"), Some("new"))
-            );
+            assert_eq!((read(&old).as_deref(), read(&new).as_deref()), (Some("old"), Some("new")));
         }
-        let error = put(
-            &plain(&[0, libc::EIO, libc::EIO]),
-            &new,
-            &old,
-            before.as_ref(),
-        )
-        .unwrap_err();
-        let Error::Displaced { path, at, .. } = &error else {
-            panic!("{error}")
-        };
+        let error =
+            put(&plain(&[0, libc::EIO, libc::EIO]), &new, &old, before.as_ref()).unwrap_err();
+        let Error::Displaced { path, at, .. } = &error else { panic!("{error}") };
         assert_eq!((path, read(at).as_deref()), (&old, Some("old")));
         assert!(error.to_string().contains(at.to_str().unwrap()));
         assert!(!old.exists());
@@ -366,12 +323,9 @@ mod tests {
     fn temporary_names_say_what_they_are_for() {
         let name = temporary_name("index.dcprs").unwrap();
         assert_eq!(name_of_temporary(&name), Some("index.dcprs"));
-        for other in [
-            "index.dcprs",
-            "index.dcprs.tmp",
-            "a.0123456789ABCDEF.tmp",
-            "a.0123456789abcdef",
-        ] {
+        for other in
+            ["index.dcprs", "index.dcprs.tmp", "a.0123456789ABCDEF.tmp", "a.0123456789abcdef"]
+        {
             assert_eq!(name_of_temporary(other), None, "{other}");
         }
     }

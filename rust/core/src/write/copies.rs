@@ -88,9 +88,8 @@ impl Copies {
             return Ok(made);
         };
         let Some(connection) = parent.remote().map(|remote| remote.connect_to_store(0)) else {
-            made.problems.push(Error::Unsupported(
-                "a store cannot copy a file of a file system".into(),
-            ));
+            made.problems
+                .push(Error::Unsupported("a store cannot copy a file of a file system".into()));
             return Ok(made);
         };
         let connection = match connection {
@@ -102,10 +101,9 @@ impl Copies {
         };
         let (mut sources, mut problems) = (Vec::new(), Vec::new());
         for source in found {
-            match connection.check_copied(
-                &parent.file_path(source.file),
-                parent.file(source.file).size,
-            ) {
+            match connection
+                .check_copied(&parent.file_path(source.file), parent.file(source.file).size)
+            {
                 Ok(()) => sources.push(source),
                 Err(problem) => problems.push(tolerable(problem)?),
             }
@@ -115,10 +113,7 @@ impl Copies {
             for source in sources {
                 if let Some(draft) = made.draft(parent, info, &source)? {
                     files.push((source.file, dir.join(&draft.name)));
-                    kept.push(ParentFile {
-                        file: source.file,
-                        chunks: source.chunks.clone(),
-                    });
+                    kept.push(ParentFile { file: source.file, chunks: source.chunks.clone() });
                     made.take(parent, draft, source);
                 }
             }
@@ -161,12 +156,7 @@ impl Copies {
 impl Drop for Copies {
     fn drop(&mut self) {
         if self.owner == std::process::id() {
-            give_up(
-                &self.remote,
-                &self.take(),
-                &[],
-                self.interrupted.load(Ordering::Relaxed),
-            );
+            give_up(&self.remote, &self.take(), &[], self.interrupted.load(Ordering::Relaxed));
         }
     }
 }
@@ -183,17 +173,11 @@ fn copy(
 ) -> Result<()> {
     let (view, from) = (parent.file(file), parent.file_path(file));
     if view.data_start > HEADER_LIMIT {
-        return Err(Error::corrupt_file(
-            &from,
-            "a header of more bytes than any has",
-        ));
+        return Err(Error::corrupt_file(&from, "a header of more bytes than any has"));
     }
     connection.copy(&from, to, view.size, control)?;
     let wrong = |reason: String| {
-        Err(Error::corrupt_file(
-            to,
-            format!("the store's copy of {}: {reason}", from.display()),
-        ))
+        Err(Error::corrupt_file(to, format!("the store's copy of {}: {reason}", from.display())))
     };
     match connection.start(to, view.data_start, true, control)? {
         None => return wrong("it is missing".into()),

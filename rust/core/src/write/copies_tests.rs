@@ -56,9 +56,8 @@ impl Store {
 
     fn connected(&self) -> Result<Arc<Self>> {
         let left =
-            (self.0.unreachable).fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
-                left.checked_sub(1)
-            });
+            (self.0.unreachable)
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
         match left {
             Ok(_) => Err(Error::io(
                 "start threads for",
@@ -78,11 +77,8 @@ impl Store {
 
     fn names(&self, dir: &str) -> Vec<PathBuf> {
         let files = self.0.files.lock().unwrap();
-        let mut names: Vec<_> = files
-            .keys()
-            .filter(|path| path.starts_with(dir))
-            .cloned()
-            .collect();
+        let mut names: Vec<_> =
+            files.keys().filter(|path| path.starts_with(dir)).cloned().collect();
         names.sort();
         names
     }
@@ -124,13 +120,7 @@ impl Remote for Store {
 
 impl Connection for Store {
     fn look(&self, path: &Path, _: &Control) -> Result<Option<u64>> {
-        Ok(self
-            .0
-            .files
-            .lock()
-            .unwrap()
-            .get(path)
-            .map(|bytes| bytes.len() as u64))
+        Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
     }
 
     fn list(&self, _: &Path, _: &Control) -> Result<Option<store::Folder>> {
@@ -158,19 +148,10 @@ impl Connection for Store {
 
 impl StoringConnection for Store {
     fn put(&self, path: &Path, body: &store::Body, _: Condition, _: &Control) -> Result<()> {
-        let before = self
-            .0
-            .files
-            .lock()
-            .unwrap()
-            .insert(path.to_owned(), body.to_vec());
+        let before = self.0.files.lock().unwrap().insert(path.to_owned(), body.to_vec());
         assert!(before.is_none(), "{} was there", path.display());
         let asked = self.0.asked.lock().unwrap();
-        assert!(
-            !asked.contains(&path.to_owned()),
-            "{} may yet be a copy",
-            path.display()
-        );
+        assert!(!asked.contains(&path.to_owned()), "{} may yet be a copy", path.display());
         Ok(())
     }
 
@@ -188,10 +169,7 @@ impl StoringConnection for Store {
 
     fn check_copied(&self, from: &Path, size: u64) -> Result<()> {
         if size > *self.0.most.lock().unwrap() {
-            return Err(Error::Unsupported(format!(
-                "{} is too large",
-                from.display()
-            )));
+            return Err(Error::Unsupported(format!("{} is too large", from.display())));
         }
         Ok(())
     }
@@ -200,11 +178,7 @@ impl StoringConnection for Store {
         control.check()?;
         let before = {
             let mut asked = self.0.asked.lock().unwrap();
-            assert!(
-                !asked.contains(&to.to_owned()),
-                "{} is used twice",
-                to.display()
-            );
+            assert!(!asked.contains(&to.to_owned()), "{} is used twice", to.display());
             asked.push(to.to_owned());
             asked.len() - 1
         };
@@ -239,11 +213,8 @@ fn items() -> Vec<SaveItem> {
 
 fn bytes(save: u64) -> Vec<Vec<u8>> {
     let of = |number: usize, item: &SaveItem| content(number, item.length);
-    let mut all: Vec<_> = items()
-        .iter()
-        .enumerate()
-        .map(|(number, item)| of(number, item))
-        .collect();
+    let mut all: Vec<_> =
+        items().iter().enumerate().map(|(number, item)| of(number, item)).collect();
     all[4][0] = u8::try_from(save).unwrap();
     all
 }
@@ -260,8 +231,7 @@ fn info(number: u64) -> SaveInfo {
 
 fn pieces(data: &[Vec<u8>], of: impl Fn(usize) -> bool) -> Vec<Piece<'_>> {
     let all = (0..).zip(data).filter(|(item, _)| of(*item as usize));
-    all.map(|(item, data)| Piece { item, at: 0, data })
-        .collect()
+    all.map(|(item, data)| Piece { item, at: 0, data }).collect()
 }
 
 /// A parent whose files hold one item each: rows of a local save, that is uploaded.
@@ -273,10 +243,7 @@ fn parent(store: &Store) -> Arc<Index> {
     builder.generation = 1;
     builder.root = crate::format::Value::Dict(vec![]);
     for (number, item) in items().into_iter().enumerate() {
-        let info = SaveInfo {
-            token: 1000 + number as u64,
-            ..info(1)
-        };
+        let info = SaveInfo { token: 1000 + number as u64, ..info(1) };
         let (save, _) = Save::create_remote(
             Arc::new(store.clone()),
             dir,
@@ -289,22 +256,9 @@ fn parent(store: &Store) -> Arc<Index> {
         )
         .unwrap();
         let data = bytes(1);
-        save.write(
-            &[Piece {
-                item: 0,
-                at: 0,
-                data: &data[number],
-            }],
-            &control,
-        )
-        .unwrap();
-        let (part, _) = save
-            .finish_with(crate::format::Value::None, &control)
-            .unwrap()
-            .keep();
-        builder
-            .merge(&Index::from_bytes(part, &dir.join(INDEX_NAME)).unwrap())
-            .unwrap();
+        save.write(&[Piece { item: 0, at: 0, data: &data[number] }], &control).unwrap();
+        let (part, _) = save.finish_with(crate::format::Value::None, &control).unwrap().keep();
+        builder.merge(&Index::from_bytes(part, &dir.join(INDEX_NAME)).unwrap()).unwrap();
     }
     let index = Index::from_bytes(builder.build().unwrap(), &dir.join(INDEX_NAME)).unwrap();
     Arc::new(index.on(Some(Arc::new(store.clone()))))
@@ -321,9 +275,7 @@ fn save(store: &Store, parent: Arc<Index>) -> Done {
     let control = Control::new();
     let data = bytes(2);
     let reuse = Reuse::new(Some(parent), &items(), &[], false, &control).unwrap();
-    reuse
-        .compare(&pieces(&data, |item| reuse.wants(item)), &control)
-        .unwrap();
+    reuse.compare(&pieces(&data, |item| reuse.wants(item)), &control).unwrap();
     let to = Arc::new(store.clone());
     let dir = Path::new(TWO);
     let options = WriteOptions::default();
@@ -340,14 +292,10 @@ fn save(store: &Store, parent: Arc<Index>) -> Done {
     .unwrap();
     let reused = save.is_reused();
     let written = reused.iter().filter(|reused| !**reused).count();
-    save.write(&pieces(&data, |item| !reused[item]), &control)
-        .unwrap();
+    save.write(&pieces(&data, |item| !reused[item]), &control).unwrap();
     let requests = reused.len() - written + store_files(written);
     assert_eq!(save.requests(), requests as u64);
-    let (index, _) = save
-        .finish_with(crate::format::Value::None, &control)
-        .unwrap()
-        .keep();
+    let (index, _) = save.finish_with(crate::format::Value::None, &control).unwrap().keep();
     let folder = tempdir().unwrap();
     for path in store.names(TWO) {
         fs::write(
@@ -360,10 +308,7 @@ fn save(store: &Store, parent: Arc<Index>) -> Done {
     let recovered =
         checkpoint::recover(folder.path(), None, &RecoverOptions::default(), &control).unwrap();
     check(&Index::from_bytes(recovered, &folder.path().join(INDEX_NAME)).unwrap());
-    Done {
-        reused,
-        problems: problems.iter().map(ToString::to_string).collect(),
-    }
+    Done { reused, problems: problems.iter().map(ToString::to_string).collect() }
 }
 
 /// How many files so many items are written to: what stays, and what changed, apart.
@@ -400,21 +345,14 @@ fn what_is_refused_is_written_under_other_names() {
             let parent = parent(&store);
             store.copying(move |memory, from, to, _| {
                 // The token in its name says which one it is.
-                let which = |item: &u64| {
-                    from.to_str()
-                        .unwrap()
-                        .contains(&format!("{:016x}", 1000 + item))
-                };
+                let which =
+                    |item: &u64| from.to_str().unwrap().contains(&format!("{:016x}", 1000 + item));
                 let which = (0..4).find(which).unwrap();
                 if refuses >> which & 1 == 0 {
                     return copied(memory, from, to, 0);
                 }
                 if is_late {
-                    memory
-                        .files
-                        .lock()
-                        .unwrap()
-                        .insert(to.to_owned(), b"late".to_vec());
+                    memory.files.lock().unwrap().insert(to.to_owned(), b"late".to_vec());
                 }
                 Err(refused(from))
             });
@@ -435,10 +373,7 @@ fn what_is_too_large_to_be_copied_is_not_tried_and_hinders_no_other() {
         let done = save(&store, parent);
         let reused = (0..4).map(|item| item < asked);
         assert_eq!(done.reused[..4], reused.collect::<Vec<_>>());
-        assert_eq!(
-            (store.0.asked.lock().unwrap().len(), done.problems.len()),
-            (asked, 4 - asked)
-        );
+        assert_eq!((store.0.asked.lock().unwrap().len(), done.problems.len()), (asked, 4 - asked));
     }
 }
 
@@ -455,11 +390,7 @@ fn nothing_is_copied_more_than_twice() {
     assert_eq!(done.reused, [false; 5]);
     assert_eq!(store.0.asked.lock().unwrap().len(), 4 + 3);
     assert_eq!(done.problems.len(), 3);
-    assert!(
-        done.problems[2].contains("refused 2 times"),
-        "{}",
-        done.problems[2]
-    );
+    assert!(done.problems[2].contains("refused 2 times"), "{}", done.problems[2]);
 }
 
 #[test]
@@ -476,9 +407,7 @@ fn a_store_that_cannot_be_reached_for_a_while_is_a_reason_to_write() {
         let data = bytes(2);
         let reuse = Reuse::new(Some(parent), &items(), &[], false, &control).unwrap();
         assert_eq!(reuse.problems().len(), usize::from(!looked));
-        reuse
-            .compare(&pieces(&data, |item| reuse.wants(item)), &control)
-            .unwrap();
+        reuse.compare(&pieces(&data, |item| reuse.wants(item)), &control).unwrap();
         if looked {
             unreachable(refuses);
         }
@@ -504,11 +433,8 @@ fn a_store_that_cannot_be_reached_for_a_while_is_a_reason_to_write() {
 #[test]
 fn a_copy_of_something_else_is_not_taken() {
     type Harm = fn(&mut Vec<u8>);
-    let harms: [Harm; 3] = [
-        |bytes| bytes.truncate(bytes.len() - 1),
-        |bytes| bytes[20] ^= 1,
-        Vec::clear,
-    ];
+    let harms: [Harm; 3] =
+        [|bytes| bytes.truncate(bytes.len() - 1), |bytes| bytes[20] ^= 1, Vec::clear];
     for harm in harms {
         let store = Store::new();
         let parent = parent(&store);
@@ -520,11 +446,7 @@ fn a_copy_of_something_else_is_not_taken() {
         let done = save(&store, parent);
         assert_eq!(done.reused, [false; 5]);
         assert_eq!(done.problems.len(), 4);
-        assert!(
-            done.problems[0].contains("the store's copy of"),
-            "{}",
-            done.problems[0]
-        );
+        assert!(done.problems[0].contains("the store's copy of"), "{}", done.problems[0]);
     }
 }
 
@@ -535,16 +457,10 @@ fn nothing_is_left_of_what_is_stopped() {
     let control = Control::new();
     let data = bytes(2);
     let reuse = Reuse::new(Some(parent), &items(), &[], false, &control).unwrap();
-    reuse
-        .compare(&pieces(&data, |item| reuse.wants(item)), &control)
-        .unwrap();
+    reuse.compare(&pieces(&data, |item| reuse.wants(item)), &control).unwrap();
     store.copying(|memory, from, to, before| {
         memory.copy(from, to);
-        if before == 2 {
-            Err(Error::Interrupted)
-        } else {
-            Ok(())
-        }
+        if before == 2 { Err(Error::Interrupted) } else { Ok(()) }
     });
     let to = Arc::new(store.clone());
     let options = WriteOptions::default();
@@ -563,10 +479,7 @@ fn nothing_is_left_of_what_is_stopped() {
     assert_eq!(store.names(TWO), Vec::<PathBuf>::new());
     // So it is with a save that is given up after it.
     store.copying(copied);
-    let again = SaveInfo {
-        token: 3,
-        ..info(2)
-    };
+    let again = SaveInfo { token: 3, ..info(2) };
     let to = Arc::new(store.clone());
     let (save, _) = Save::create_remote(
         to,

@@ -67,9 +67,7 @@ impl Save {
     #[must_use]
     pub fn crc32s(&self) -> Vec<u32> {
         let items = self.items.iter().enumerate();
-        items
-            .map(|(number, item)| self.digests.crc32_of(number, item.length))
-            .collect()
+        items.map(|(number, item)| self.digests.crc32_of(number, item.length)).collect()
     }
 
     /// Writes parts of items, in parallel. The parts of one item come in order, over all calls, and
@@ -105,9 +103,7 @@ impl Save {
         if self.sink.is_own() {
             Ok(())
         } else {
-            Err(Error::Plan(
-                "this save was begun before a fork, in the parent process".into(),
-            ))
+            Err(Error::Plan("this save was begun before a fork, in the parent process".into()))
         }
     }
 
@@ -134,10 +130,7 @@ impl Save {
             };
             let length = part.data.len() as u64;
             let done = &mut written[number];
-            let end = part
-                .at
-                .checked_add(length)
-                .filter(|&end| end <= item.length);
+            let end = part.at.checked_add(length).filter(|&end| end <= item.length);
             let (Some(end), true) = (end, part.at == *done) else {
                 let reason = format!(
                     "{length} bytes at {}, where {} of {} bytes were written before",
@@ -213,25 +206,16 @@ impl Save {
             info: &self.info,
             items: self.items,
             layout: &self.layout,
-            frozen: &|item| {
-                self.reuse
-                    .as_ref()
-                    .is_some_and(|reuse| reuse.is_frozen(item))
-            },
+            frozen: &|item| self.reuse.as_ref().is_some_and(|reuse| reuse.is_frozen(item)),
             digests: &|item| self.digests.of_item(item),
             links: &self.links,
             parent: self.reuse.as_ref().and_then(|reuse| reuse.parent()),
         };
         // While the disk or the store is waited for.
-        let (durable, index) = parallel::both(
-            || self.sink.finish(control),
-            || index::build(saved, nesting),
-        );
+        let (durable, index) =
+            parallel::both(|| self.sink.finish(control), || index::build(saved, nesting));
         durable.map_err(|error| clean_after(error, &*self.sink))?;
-        Ok(Finished {
-            index: index?,
-            sink: self.sink,
-        })
+        Ok(Finished { index: index?, sink: self.sink })
     }
 }
 

@@ -23,13 +23,7 @@ use crate::write::{FilePlan, Place, Sums};
 const MIB: u64 = 1 << 20;
 
 fn options(io: WriteIo) -> WriteOptions {
-    WriteOptions {
-        io,
-        threads: 3,
-        fsync: false,
-        max_inflight_bytes: 3 << 18,
-        local_ranks: 1,
-    }
+    WriteOptions { io, threads: 3, fsync: false, max_inflight_bytes: 3 << 18, local_ranks: 1 }
 }
 
 /// Lengths around those of pages and blocks, first those that are aligned.
@@ -61,9 +55,7 @@ fn uneven() -> Vec<SaveItem> {
 fn few() -> Vec<SaveItem> {
     let lengths = [8192, MIB + 64, 40_000, 4096, 1000, 4097, 1];
     let tensors = lengths.iter().enumerate();
-    tensors
-        .map(|(number, &length)| whole(&format!("t{number}"), "uint8", &[length]))
-        .collect()
+    tensors.map(|(number, &length)| whole(&format!("t{number}"), "uint8", &[length])).collect()
 }
 
 fn finish(save: Save, dir: &Path) -> Index {
@@ -95,10 +87,7 @@ fn uneven_items_in_all_ways() {
     for io in [WriteIo::Direct, WriteIo::Buffered, WriteIo::Auto] {
         for threads in [1, 5] {
             let dir = tempdir().unwrap();
-            let options = WriteOptions {
-                threads,
-                ..options(io)
-            };
+            let options = WriteOptions { threads, ..options(io) };
             assert_saved(&save(dir.path(), &items, INFO, &options), &items);
 
             let dir = tempdir().unwrap();
@@ -119,21 +108,13 @@ fn memory_that_is_aligned_is_written_from_where_it_is_if_nothing_is_hashed() {
     aligned.copy_from_slice(&data);
     for (sums, copied) in [(Sums::None, false), (Sums::Crc32, true)] {
         let dir = tempdir().unwrap();
-        let file = FilePlan {
-            name: "f".into(),
-            header: Vec::new(),
-            size: 3 * MIB + 5,
-            items: Vec::new(),
-        };
+        let file =
+            FilePlan { name: "f".into(), header: Vec::new(), size: 3 * MIB + 5, items: Vec::new() };
         let values = vec![("w".into(), Place { file: 0, offset: 0 }, 3 * MIB + 5)];
         let (control, options) = (Control::new(), options(WriteIo::Direct));
         let save =
             Save::create_files(dir.path(), vec![file], values, sums, &options, &control).unwrap();
-        let part = Part {
-            item: 0,
-            at: 0,
-            data: &*aligned,
-        };
+        let part = Part { item: 0, at: 0, data: &*aligned };
         save.write(&[part], &control).unwrap();
         assert_eq!(control.done(), 3 * MIB + 5);
         assert_eq!(save.buffers() > 0, copied, "{sums:?}");
@@ -166,19 +147,15 @@ proptest! {
 
 #[test]
 fn more_files_than_are_held_open() {
-    let items: Vec<_> = (0..100)
-        .map(|i| rows("w", "int16", &[100, 3000], &[i, 0], &[1, 3000]))
-        .collect();
+    let items: Vec<_> =
+        (0..100).map(|i| rows("w", "int16", &[100, 3000], &[i, 0], &[1, 3000])).collect();
     for io in [WriteIo::Direct, WriteIo::Buffered] {
         let dir = tempdir().unwrap();
         let index = save(
             dir.path(),
             &items,
             INFO,
-            &WriteOptions {
-                fsync: io == WriteIo::Direct,
-                ..options(io)
-            },
+            &WriteOptions { fsync: io == WriteIo::Direct, ..options(io) },
         );
         assert_eq!(index.file_count(), 100);
         assert_saved(&index, &items);
@@ -188,45 +165,21 @@ fn more_files_than_are_held_open() {
 #[test]
 fn odd_names_and_nothing_at_all() {
     let dir = tempdir().unwrap();
-    let items: Vec<_> = odd_names()
-        .iter()
-        .map(|name| whole(name, "float32", &[2]))
-        .collect();
-    assert_saved(
-        &save(dir.path(), &items, INFO, &WriteOptions::default()),
-        &items,
-    );
-    let index = save(
-        &dir.path().join("new/folder"),
-        &[],
-        INFO,
-        &WriteOptions::default(),
-    );
-    assert_eq!(
-        (index.file_count(), index.tensor_count(), index.generation()),
-        (1, 0, 7)
-    );
+    let items: Vec<_> = odd_names().iter().map(|name| whole(name, "float32", &[2])).collect();
+    assert_saved(&save(dir.path(), &items, INFO, &WriteOptions::default()), &items);
+    let index = save(&dir.path().join("new/folder"), &[], INFO, &WriteOptions::default());
+    assert_eq!((index.file_count(), index.tensor_count(), index.generation()), (1, 0, 7));
     assert_eq!(index.planner_root(), Value::Dict(vec![]));
 }
 
 #[test]
 fn many_small_items_take_few_writes() {
-    let items: Vec<_> = (0..2000)
-        .map(|i| whole(&format!("t{i}"), "uint8", &[4096]))
-        .collect();
+    let items: Vec<_> = (0..2000).map(|i| whole(&format!("t{i}"), "uint8", &[4096])).collect();
     let dir = tempdir().unwrap();
     let recorder = Arc::new(Recorder::default());
     let disk = Disk::hooked(recorder.clone());
-    let save = create_on(
-        &disk,
-        dir.path(),
-        items.clone(),
-        INFO,
-        &WriteOptions::default(),
-    )
-    .unwrap();
-    save.write(&parts(&contents(&items)), &Control::new())
-        .unwrap();
+    let save = create_on(&disk, dir.path(), items.clone(), INFO, &WriteOptions::default()).unwrap();
+    save.write(&parts(&contents(&items)), &Control::new()).unwrap();
     assert_saved(&finish(save, dir.path()), &items);
     let calls = recorder.calls.lock().unwrap().len();
     assert!(calls < 32, "{calls} calls");
@@ -235,10 +188,7 @@ fn many_small_items_take_few_writes() {
 fn recorded(recorder: Recorder, dir: &Path, io: WriteIo) -> (Arc<Recorder>, Result<Vec<u8>>) {
     let recorder = Arc::new(recorder);
     let items = few();
-    let options = WriteOptions {
-        fsync: true,
-        ..options(io)
-    };
+    let options = WriteOptions { fsync: true, ..options(io) };
     let hook: Arc<dyn Hook> = recorder.clone();
     let result =
         create_on(&Disk::hooked(hook), dir, items.clone(), INFO, &options).and_then(|save| {
@@ -253,22 +203,10 @@ fn headers_follow_the_payload_to_the_disk() {
     let dir = tempdir().unwrap();
     let (recorder, result) = recorded(Recorder::default(), dir.path(), WriteIo::Direct);
     result.unwrap();
-    let mut calls: Vec<_> = recorder
-        .calls
-        .lock()
-        .unwrap()
-        .iter()
-        .map(|(call, _)| *call)
-        .collect();
+    let mut calls: Vec<_> = recorder.calls.lock().unwrap().iter().map(|(call, _)| *call).collect();
     // Where there is direct I/O it is asked for, once.
-    let opened = calls
-        .iter()
-        .filter(|call| **call == Call::OpenDirect)
-        .count();
-    assert_eq!(
-        opened,
-        usize::from(cfg!(all(target_os = "linux", not(posix_only))))
-    );
+    let opened = calls.iter().filter(|call| **call == Call::OpenDirect).count();
+    assert_eq!(opened, usize::from(cfg!(all(target_os = "linux", not(posix_only)))));
     calls.retain(|call| *call != Call::OpenDirect);
     assert_eq!(calls[..2], [Call::Create, Call::Allocate]);
     let is_payload = |call: &Call| matches!(call, Call::Write { offset, .. } if *offset > 0);
@@ -278,11 +216,7 @@ fn headers_follow_the_payload_to_the_disk() {
         calls[payload_end + 1..],
         [
             Call::Sync,
-            Call::Write {
-                offset: 0,
-                len: 4096,
-                direct: false
-            },
+            Call::Write { offset: 0, len: 4096, direct: false },
             Call::Sync,
             Call::SyncFolder
         ]
@@ -296,17 +230,10 @@ fn new_folders_are_synced_in_theirs() {
     result.unwrap();
     let calls = recorder.calls.lock().unwrap();
     let of = |wanted: Call| -> Vec<&str> {
-        calls
-            .iter()
-            .filter(|(call, _)| *call == wanted)
-            .map(|(_, name)| name.as_str())
-            .collect()
+        calls.iter().filter(|(call, _)| *call == wanted).map(|(_, name)| name.as_str()).collect()
     };
     assert_eq!(of(Call::CreateFolder), ["a", "b"]);
-    assert_eq!(
-        of(Call::SyncFolder),
-        ["b", "a", dir.path().file_name().unwrap().to_str().unwrap()]
-    );
+    assert_eq!(of(Call::SyncFolder), ["b", "a", dir.path().file_name().unwrap().to_str().unwrap()]);
 }
 
 #[test]
@@ -317,25 +244,13 @@ fn every_failing_call_is_reported_and_leaves_no_file() {
             loop {
                 let dir = tempdir().unwrap();
                 let fault = Some((at, errno));
-                let (recorder, result) = recorded(
-                    Recorder {
-                        fault,
-                        ..Recorder::default()
-                    },
-                    dir.path(),
-                    io,
-                );
+                let (recorder, result) =
+                    recorded(Recorder { fault, ..Recorder::default() }, dir.path(), io);
                 let Err(error) = result else { break };
                 let (call, name) = recorder.calls.lock().unwrap()[at].clone();
-                let Error::Io { path, source, .. } = &error else {
-                    panic!("{error}")
-                };
+                let Error::Io { path, source, .. } = &error else { panic!("{error}") };
                 assert_eq!(source.raw_os_error(), Some(errno), "{call:?}");
-                assert_eq!(
-                    path.file_name().unwrap().to_str().unwrap(),
-                    name,
-                    "{call:?}"
-                );
+                assert_eq!(path.file_name().unwrap().to_str().unwrap(), name, "{call:?}");
                 assert_eq!(names_in(dir.path()), Vec::<String>::new(), "{call:?}");
                 at += 1;
             }
@@ -348,11 +263,8 @@ fn every_failing_call_is_reported_and_leaves_no_file() {
 fn interrupted_short_and_refused_writes_are_completed() {
     for io in [WriteIo::Direct, WriteIo::Buffered] {
         for most in [4096, 5000, 300_000] {
-            let recorder = Recorder {
-                most: Some(most),
-                fault: Some((9, libc::EINTR)),
-                ..Recorder::default()
-            };
+            let recorder =
+                Recorder { most: Some(most), fault: Some((9, libc::EINTR)), ..Recorder::default() };
             let dir = tempdir().unwrap();
             let (_, result) = recorded(recorder, dir.path(), io);
             assert_saved(
@@ -367,10 +279,7 @@ fn interrupted_short_and_refused_writes_are_completed() {
 fn a_file_system_that_refuses_direct_writes_gets_buffered_ones() {
     let dir = tempdir().unwrap();
     let (_, result) = recorded(
-        Recorder {
-            refuse_direct: true,
-            ..Recorder::default()
-        },
+        Recorder { refuse_direct: true, ..Recorder::default() },
         dir.path(),
         WriteIo::Direct,
     );
@@ -408,9 +317,7 @@ fn a_name_that_is_taken_is_not_overwritten() {
     ];
     let taken = "g00000007-0000000000000abc-r00003-f00001.safetensors";
     fs::write(dir.path().join(taken), "theirs").unwrap();
-    let error = create(dir.path(), items.to_vec(), INFO, &WriteOptions::default())
-        .err()
-        .unwrap();
+    let error = create(dir.path(), items.to_vec(), INFO, &WriteOptions::default()).err().unwrap();
     assert!(
         matches!(&error, Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists),
         "{error}"
@@ -422,11 +329,7 @@ fn a_name_that_is_taken_is_not_overwritten() {
 #[test]
 fn parts_out_of_order_are_refused() {
     let data = content(0, 3 * MIB);
-    let part = |item, at: u64, len: u64| Part {
-        item,
-        at,
-        data: &data[..to_usize(len)],
-    };
+    let part = |item, at: u64, len: u64| Part { item, at, data: &data[..to_usize(len)] };
     for bad in [
         vec![part(1, 0, 1)],
         vec![part(0, MIB, MIB)],
@@ -458,10 +361,7 @@ fn a_cancelled_write_stops() {
     let save = create(dir.path(), items.clone(), INFO, &options(WriteIo::Direct)).unwrap();
     let control = Control::new();
     control.cancel();
-    assert!(matches!(
-        save.write(&parts(&contents(&items)), &control),
-        Err(Error::Interrupted)
-    ));
+    assert!(matches!(save.write(&parts(&contents(&items)), &control), Err(Error::Interrupted)));
     assert!(save.finish(&Control::new()).is_err());
 }
 
@@ -472,9 +372,7 @@ fn a_limit_on_file_sizes_is_an_error() {
     if let Ok(dir) = env::var(CHILD) {
         let items = vec![whole("w", "uint8", &[4 * MIB])];
         for io in [WriteIo::Direct, WriteIo::Buffered] {
-            let error = create(Path::new(&dir), items.clone(), INFO, &options(io))
-                .err()
-                .unwrap();
+            let error = create(Path::new(&dir), items.clone(), INFO, &options(io)).err().unwrap();
             assert!(
                 matches!(&error, Error::Io { source, .. } if source.raw_os_error() == Some(libc::EFBIG)),
                 "{error}"
@@ -486,20 +384,13 @@ fn a_limit_on_file_sizes_is_an_error() {
     let dir = tempdir().unwrap();
     let name = "write::engine::tests::a_limit_on_file_sizes_is_an_error";
     let child = Command::new("sh")
-        .args([
-            "-c",
-            "trap '' XFSZ; ulimit -f 1024; exec \"$0\" --exact \"$1\"",
-        ])
+        .args(["-c", "trap '' XFSZ; ulimit -f 1024; exec \"$0\" --exact \"$1\""])
         .arg(env::current_exe().unwrap())
         .arg(name)
         .env(CHILD, dir.path())
         .output()
         .unwrap();
-    assert!(
-        child.status.success(),
-        "{}",
-        String::from_utf8_lossy(&child.stdout)
-    );
+    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
 }
 
 #[test]
@@ -526,22 +417,14 @@ fn a_save_can_be_stopped_while_it_is_synced() {
         rows("a", "float32", &[4, 2], &[0, 0], &[2, 2]),
         rows("a", "float32", &[4, 2], &[2, 0], &[2, 2]),
     ];
-    let options = WriteOptions {
-        threads: 1,
-        ..WriteOptions::default()
-    };
+    let options = WriteOptions { threads: 1, ..WriteOptions::default() };
     for at in 0..4 {
         let dir = tempfile::tempdir().unwrap();
         let control = Arc::new(Control::new());
-        let hook = Arc::new(Stopping {
-            control: control.clone(),
-            syncs: 0.into(),
-            at,
-        });
+        let hook = Arc::new(Stopping { control: control.clone(), syncs: 0.into(), at });
         let disk = Disk::hooked(hook.clone());
         let save = create_on(&disk, dir.path(), items.clone(), INFO, &options).unwrap();
-        save.write(&parts(&contents(&items)), &Control::new())
-            .unwrap();
+        save.write(&parts(&contents(&items)), &Control::new()).unwrap();
         let stopped = save.finish(&control);
         assert!(matches!(stopped, Err(Error::Interrupted)), "{at}");
         let syncs = hook.syncs.load(std::sync::atomic::Ordering::SeqCst);
@@ -553,9 +436,7 @@ fn a_save_can_be_stopped_while_it_is_synced() {
 #[test]
 fn files_of_a_foreign_layout_have_their_checksums() {
     let dir = tempdir().unwrap();
-    let data: Vec<u8> = (0..4 * MIB + 99)
-        .map(|i| (i * 31 % 251).to_le_bytes()[0])
-        .collect();
+    let data: Vec<u8> = (0..4 * MIB + 99).map(|i| (i * 31 % 251).to_le_bytes()[0]).collect();
     let lengths = [3 * MIB + 5, 0, 17, MIB];
     for (sums, name) in [(Sums::Crc32, "a"), (Sums::None, "b")] {
         let mut values = Vec::new();
@@ -564,32 +445,20 @@ fn files_of_a_foreign_layout_have_their_checksums() {
             values.push((format!("v{offset}"), Place { file: 0, offset }, length));
             offset += length + 3;
         }
-        let files = vec![FilePlan {
-            name: name.into(),
-            header: vec![],
-            size: offset,
-            items: vec![],
-        }];
+        let files =
+            vec![FilePlan { name: name.into(), header: vec![], size: offset, items: vec![] }];
         let control = Control::default();
-        let save = Save::create_files(
-            dir.path(),
-            files,
-            values,
-            sums,
-            &options(WriteIo::Auto),
-            &control,
-        )
-        .unwrap();
+        let save =
+            Save::create_files(dir.path(), files, values, sums, &options(WriteIo::Auto), &control)
+                .unwrap();
         // The first comes in two calls.
         let part = |item, at: u64, length: u64| Part {
             item,
             at,
             data: &data[to_usize(at)..to_usize(at + length)],
         };
-        save.write(&[part(0, 0, 2 * MIB), part(2, 0, 17)], &control)
-            .unwrap();
-        save.write(&[part(0, 2 * MIB, MIB + 5), part(3, 0, MIB)], &control)
-            .unwrap();
+        save.write(&[part(0, 0, 2 * MIB), part(2, 0, 17)], &control).unwrap();
+        save.write(&[part(0, 2 * MIB, MIB + 5), part(3, 0, MIB)], &control).unwrap();
         if sums == Sums::Crc32 {
             let expected = lengths.map(|length| crc32fast::hash(&data[..to_usize(length)]));
             assert_eq!(save.crc32s(), expected);

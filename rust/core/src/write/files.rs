@@ -69,10 +69,7 @@ impl DataFiles {
             Ok(_) => {
                 self.disk.remove(to)?;
                 self.links.pop();
-                Ok(Err(Error::corrupt_file(
-                    from,
-                    format!("it is no longer {size} bytes long"),
-                )))
+                Ok(Err(Error::corrupt_file(from, format!("it is no longer {size} bytes long"))))
             }
             Err(error) => Err(Error::io("look at", to, error)),
         }
@@ -80,9 +77,7 @@ impl DataFiles {
 
     /// Puts the bytes of linked files on stable storage: whoever wrote them may not have.
     pub(super) fn sync_links(&self, control: &Control) -> Result<()> {
-        self.links
-            .iter()
-            .try_for_each(|path| self.disk.sync_at(path, control))
+        self.links.iter().try_for_each(|path| self.disk.sync_at(path, control))
     }
 
     /// Creates the files and gives them their lengths; with `claimed`, claims them. If that fails,
@@ -101,12 +96,7 @@ impl DataFiles {
         // Nobody removes the first file between its creation and the claim. The lock's own file is
         // made here and not when it is needed to clean up: the disk may be full then.
         let mut lock = if claimed && !plans.is_empty() {
-            Some(FolderLock::take_on(
-                &files.disk,
-                dir,
-                Mode::Shared,
-                control,
-            )?)
+            Some(FolderLock::take_on(&files.disk, dir, Mode::Shared, control)?)
         } else {
             None
         };
@@ -114,20 +104,14 @@ impl DataFiles {
             control.check()?;
             let path = dir.join(&plan.name);
             let plain = files.disk.create(&path)?;
-            files.files.push(DataFile {
-                path: path.clone(),
-                held: None,
-            });
+            files.files.push(DataFile { path: path.clone(), held: None });
             // The folder stays locked until the file is claimed.
             if let Some(_locked) = lock.take() {
                 files.claim = FileLock::claim(&files.disk, &path, control)?;
             }
             files.disk.allocate(&plain, &path, plan.size)?;
             if files.files.len() <= MAX_HELD {
-                let held = Some(Arc::new(Handles {
-                    plain,
-                    direct: files.open_direct(&path)?,
-                }));
+                let held = Some(Arc::new(Handles { plain, direct: files.open_direct(&path)? }));
                 files.files.last_mut().expect("one was just added").held = held;
             }
         }
@@ -144,10 +128,7 @@ impl DataFiles {
         if let Some(held) = held {
             return Ok(Arc::clone(held));
         }
-        Ok(Arc::new(Handles {
-            plain: self.disk.open(path)?,
-            direct: self.open_direct(path)?,
-        }))
+        Ok(Arc::new(Handles { plain: self.disk.open(path)?, direct: self.open_direct(path)? }))
     }
 
     /// Whether the handles of a file go away when their user lets go of them, and errors of the
@@ -157,11 +138,7 @@ impl DataFiles {
     }
 
     fn open_direct(&self, path: &Path) -> Result<Option<File>> {
-        if self.direct {
-            self.disk.open_direct(path)
-        } else {
-            Ok(None)
-        }
+        if self.direct { self.disk.open_direct(path) } else { Ok(None) }
     }
 
     /// Whether this is the process that created them.
@@ -180,11 +157,7 @@ impl DataFiles {
 impl Drop for DataFiles {
     fn drop(&mut self) {
         if self.is_own() {
-            for path in self
-                .links
-                .iter()
-                .chain(self.files.iter().map(|file| &file.path))
-            {
+            for path in self.links.iter().chain(self.files.iter().map(|file| &file.path)) {
                 // What led here is the error worth reporting, and no index names these files.
                 let _ = self.disk.remove(path);
             }

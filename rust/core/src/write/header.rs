@@ -46,10 +46,7 @@ impl ItemText {
         self.plain.clear();
         self.plain.extend(&self.entry[..name_len]);
         self.plain.extend(b":{\"saved_offsets\":");
-        push_list(
-            &mut self.plain,
-            item.offsets.iter().copied().chain(extra.map(|_| 0)),
-        );
+        push_list(&mut self.plain, item.offsets.iter().copied().chain(extra.map(|_| 0)));
         self.plain.push(b'}');
         push_escaped(&mut self.sharding, &self.plain);
 
@@ -97,23 +94,13 @@ impl FileText {
         linked: &[u8],
         spans: impl Iterator<Item = (usize, u64, u64)>,
     ) -> Vec<u8> {
-        let SaveInfo {
-            generation,
-            rank,
-            world_size,
-            ..
-        } = info;
+        let SaveInfo { generation, rank, world_size, .. } = info;
         let save_id = uuid(info.save_id);
         let head = format!(
             "{{\"version\":1,\"save_id\":\"{save_id}\",\"generation\":{generation},\"rank\":{rank},\
              \"world_size\":{world_size},\"file\":{file},\"files\":{files},\"tensors\":{{"
         );
-        let texts = [
-            self.entries.len(),
-            self.sharding.len(),
-            self.about.len(),
-            2 * linked.len(),
-        ];
+        let texts = [self.entries.len(), self.sharding.len(), self.about.len(), 2 * linked.len()];
         let capacity = texts.iter().sum::<usize>() + (OFFSETS_BOUND + 1) * self.ranges.len();
         let mut out = Vec::with_capacity(capacity.next_multiple_of(4096) + 4096);
         out.extend([0; 8]);
@@ -166,12 +153,8 @@ fn push_about(out: &mut Vec<u8>, item: &SaveItem) {
     match item.dtype {
         None => out.extend(b":{\"kind\":\"bytes\""),
         Some(dtype) => {
-            write!(
-                out,
-                ":{{\"kind\":\"tensor\",\"dtype\":\"{}\",\"shape\":",
-                dtype.name()
-            )
-            .expect("a Vec takes all");
+            write!(out, ":{{\"kind\":\"tensor\",\"dtype\":\"{}\",\"shape\":", dtype.name())
+                .expect("a Vec takes all");
             push_list(out, item.shape.iter().copied());
             write!(out, ",\"flags\":{}", item.flags).expect("a Vec takes all");
         }

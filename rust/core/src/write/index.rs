@@ -49,12 +49,7 @@ pub(super) fn build(saved: Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
             reused[item] = Some((file, chunk));
         }
     }
-    for (number, (item, place)) in saved
-        .items
-        .into_iter()
-        .zip(&saved.layout.places)
-        .enumerate()
-    {
+    for (number, (item, place)) in saved.items.into_iter().zip(&saved.layout.places).enumerate() {
         let tensor = builder.add_tensor(TensorEntry {
             name: item.name,
             kind: item.kind,
@@ -67,9 +62,8 @@ pub(super) fn build(saved: Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
         let (file, offset, digests, content) =
             if let (Some((file, chunk)), Some(parent)) = (reused[number], saved.parent) {
                 let view = parent.chunk(chunk);
-                let digests = view
-                    .digests
-                    .map(|range| range.map(|digest| parent.digest(digest)).collect());
+                let digests =
+                    view.digests.map(|range| range.map(|digest| parent.digest(digest)).collect());
                 (file, view.offset, digests, view.content)
             } else {
                 let (digests, content) = (saved.digests)(number);

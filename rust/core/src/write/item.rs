@@ -92,11 +92,9 @@ impl SaveItem {
             .and_then(|n| n.checked_mul(8 * dtype.size()));
         match bits {
             None => Err(self.refuse(format!("sizes {:?} overflow", self.sizes.as_slice()))),
-            Some(bits) if bits / 8 != self.length => Err(self.refuse(format!(
-                "{} bytes given, {} expected",
-                self.length,
-                bits / 8
-            ))),
+            Some(bits) if bits / 8 != self.length => {
+                Err(self.refuse(format!("{} bytes given, {} expected", self.length, bits / 8)))
+            }
             Some(_) => Ok(()),
         }
     }

@@ -25,11 +25,7 @@ impl Span<'_> {
     /// The part of its data that goes to these bytes of its file.
     pub(super) fn within(&self, bytes: &Range<u64>) -> Range<usize> {
         let begin = bytes.start.saturating_sub(self.offset);
-        let end = bytes
-            .end
-            .min(self.end())
-            .saturating_sub(self.offset)
-            .max(begin);
+        let end = bytes.end.min(self.end()).saturating_sub(self.offset).max(begin);
         to_usize(begin)..to_usize(end)
     }
 }
@@ -53,9 +49,7 @@ pub(super) fn cut(spans: &[Span], job_bytes: u64, alignment: u64) -> Vec<Job> {
     for (number, span) in spans.iter().enumerate() {
         let mut at = span.offset;
         while at < span.end() {
-            let open = jobs
-                .last_mut()
-                .filter(|job| job.file == span.file && job.bytes.end == at);
+            let open = jobs.last_mut().filter(|job| job.file == span.file && job.bytes.end == at);
             if let Some(job) = open {
                 let limit = limit(job.bytes.start, job_bytes, alignment);
                 if at < limit {
@@ -66,11 +60,7 @@ pub(super) fn cut(spans: &[Span], job_bytes: u64, alignment: u64) -> Vec<Job> {
                 }
             }
             let end = span.end().min(limit(at, job_bytes, alignment));
-            jobs.push(Job {
-                file: span.file,
-                bytes: at..end,
-                spans: number..number + 1,
-            });
+            jobs.push(Job { file: span.file, bytes: at..end, spans: number..number + 1 });
             at = end;
         }
     }
@@ -90,12 +80,7 @@ mod tests {
     static BYTES: [u8; 100_000] = [0; 100_000];
 
     fn span(file: u32, offset: u64, length: usize) -> Span<'static> {
-        Span {
-            file,
-            offset,
-            digest: 0,
-            data: &BYTES[..length],
-        }
+        Span { file, offset, digest: 0, data: &BYTES[..length] }
     }
 
     fn job(file: u32, bytes: Range<u64>, spans: Range<usize>) -> Job {
@@ -110,20 +95,12 @@ mod tests {
         let large = [span(0, 4100, 20_000), span(0, 24_100, 10)];
         assert_eq!(
             cut(&large, 8192, 4096),
-            [
-                job(0, 4100..12288, 0..1),
-                job(0, 12288..20480, 0..1),
-                job(0, 20480..24110, 0..2)
-            ]
+            [job(0, 4100..12288, 0..1), job(0, 12288..20480, 0..1), job(0, 20480..24110, 0..2)]
         );
         let apart = [span(0, 4096, 10), span(0, 4107, 10), span(1, 4117, 10)];
         assert_eq!(
             cut(&apart, 8192, 4096),
-            [
-                job(0, 4096..4106, 0..1),
-                job(0, 4107..4117, 1..2),
-                job(1, 4117..4127, 2..3)
-            ]
+            [job(0, 4096..4106, 0..1), job(0, 4107..4117, 1..2), job(1, 4117..4127, 2..3)]
         );
     }
 

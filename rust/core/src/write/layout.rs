@@ -99,10 +99,7 @@ pub(super) fn plan_files_within(
         let length = |position: usize| items[draft.items[position] as usize].length;
         let turn = |position: usize| beside.turns.get(draft.items[position] as usize);
         order.sort_by_cached_key(|&position| {
-            (
-                std::cmp::Reverse(alignment(length(position))),
-                turn(position),
-            )
+            (std::cmp::Reverse(alignment(length(position))), turn(position))
         });
 
         let mut spans = Vec::with_capacity(order.len());
@@ -117,16 +114,12 @@ pub(super) fn plan_files_within(
                 })?;
             spans.push((position, begin, end));
         }
-        let header = draft
-            .text
-            .header(info, number, files, note, spans.iter().copied());
+        let header = draft.text.header(info, number, files, note, spans.iter().copied());
         let data_start = header.len() as u64;
         debug_assert!(data_start <= header_limit);
         for &(position, begin, _) in &spans {
-            layout.places[draft.items[position] as usize] = Place {
-                file,
-                offset: data_start + begin,
-            };
+            layout.places[draft.items[position] as usize] =
+                Place { file, offset: data_start + begin };
         }
         let name = DataFileName {
             generation: info.generation,
@@ -138,10 +131,7 @@ pub(super) fn plan_files_within(
             name: name.to_string(),
             header,
             size: data_start + end,
-            items: spans
-                .iter()
-                .map(|&(position, ..)| draft.items[position])
-                .collect(),
+            items: spans.iter().map(|&(position, ..)| draft.items[position]).collect(),
         });
     }
     Ok(layout)
@@ -169,10 +159,8 @@ fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<
     let room = (header_limit - header_limit % PAYLOAD_ALIGNMENT).saturating_sub(FIXED_BOUND);
     let count =
         u32::try_from(items.len()).map_err(|_| Error::Plan("more than 4 billion items".into()))?;
-    let mut drafts = vec![Draft {
-        text_bound: escaped_len(&beside.note) as u64,
-        ..Draft::default()
-    }];
+    let mut drafts =
+        vec![Draft { text_bound: escaped_len(&beside.note) as u64, ..Draft::default() }];
     let mut first_open = 0;
     let mut seen: HashMap<&str, Seen> = HashMap::with_capacity(items.len());
     let mut text = ItemText::default();
@@ -181,9 +169,9 @@ fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<
         text.set(item);
         let bound = text.bound();
         if bound > room {
-            return Err(item.refuse(format!(
-                "takes {bound} bytes of a file's header, of at most {room}"
-            )));
+            return Err(
+                item.refuse(format!("takes {bound} bytes of a file's header, of at most {room}"))
+            );
         }
         let seen = match seen.entry(&item.name) {
             Entry::Occupied(entry) => {

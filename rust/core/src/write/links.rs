@@ -87,11 +87,7 @@ impl Links {
     pub(super) fn take(&mut self, parent: &Index, draft: Draft, source: ParentFile) {
         self.note = draft.note;
         self.files.push(Link {
-            entry: FileEntry {
-                name: draft.name,
-                linked: true,
-                ..parent.file(source.file).into()
-            },
+            entry: FileEntry { name: draft.name, linked: true, ..parent.file(source.file).into() },
             chunks: source.chunks,
         });
     }
@@ -121,16 +117,9 @@ fn push_note(
     ranges: &[(u64, u64)],
 ) -> bool {
     let Some(head) = head else { return false };
-    note.extend(if note.is_empty() {
-        b",\"linked\":[".as_slice()
-    } else {
-        b","
-    });
-    write!(
-        note,
-        "{{\"file\":{number},\"size\":{size},\"head\":\"{head:016x}\",\"bytes\":["
-    )
-    .expect("a Vec takes all");
+    note.extend(if note.is_empty() { b",\"linked\":[".as_slice() } else { b"," });
+    write!(note, "{{\"file\":{number},\"size\":{size},\"head\":\"{head:016x}\",\"bytes\":[")
+        .expect("a Vec takes all");
     for (at, (begin, end)) in ranges.iter().enumerate() {
         let comma = if at == 0 { "" } else { "," };
         write!(note, "{comma}[{begin},{end}]").expect("a Vec takes all");

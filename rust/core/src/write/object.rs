@@ -37,9 +37,7 @@ impl Object {
 
     /// Begins to store it in parts. Called once, or not at all.
     pub fn begin(&self, connection: &dyn StoringConnection, control: &Control) -> Result<()> {
-        let _ = self
-            .upload
-            .set(connection.begin(&self.path, self.condition, control)?);
+        let _ = self.upload.set(connection.begin(&self.path, self.condition, control)?);
         Ok(())
     }
 

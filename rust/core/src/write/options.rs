@@ -107,17 +107,11 @@ impl WriteOptions {
         let threads = threads.min(room / Buffer::footprint(0)).max(1);
         // One page less: a buffer begins at the page that its first byte lies in.
         let largest = Buffer::largest_within(room / threads) as u64;
-        let job_bytes = largest
-            .saturating_sub(alignment)
-            .clamp(alignment, JOB_BYTES);
+        let job_bytes = largest.saturating_sub(alignment).clamp(alignment, JOB_BYTES);
         Resolved {
             direct,
             threads,
-            few_threads: if self.threads == 0 {
-                FEW_THREADS
-            } else {
-                threads
-            },
+            few_threads: if self.threads == 0 { FEW_THREADS } else { threads },
             fsync: self.fsync,
             job_bytes,
             alignment,
@@ -170,11 +164,8 @@ mod tests {
     fn memory_is_bounded() {
         for max_inflight_bytes in [0, 5000, 100_000, 3 << 20, 64 << 20, u64::MAX] {
             for threads in [0, 1, 2, 1000] {
-                let options = WriteOptions {
-                    threads,
-                    max_inflight_bytes,
-                    ..WriteOptions::default()
-                };
+                let options =
+                    WriteOptions { threads, max_inflight_bytes, ..WriteOptions::default() };
                 let resolved = options.resolve(1, u64::MAX);
                 assert!(
                     resolved.job_bytes >= resolved.alignment
@@ -198,29 +189,8 @@ mod tests {
         let options = WriteOptions::default();
         assert!(options.resolve(1, 1 << 30).direct);
         assert!(!options.resolve(1, 1 << 20).direct);
-        assert!(
-            !WriteOptions {
-                fsync: false,
-                ..options
-            }
-            .resolve(1, 1 << 30)
-            .direct
-        );
-        assert!(
-            WriteOptions {
-                io: WriteIo::Direct,
-                ..options
-            }
-            .resolve(1, 1)
-            .direct
-        );
-        assert!(
-            !WriteOptions {
-                io: WriteIo::Buffered,
-                ..options
-            }
-            .resolve(1, 1 << 30)
-            .direct
-        );
+        assert!(!WriteOptions { fsync: false, ..options }.resolve(1, 1 << 30).direct);
+        assert!(WriteOptions { io: WriteIo::Direct, ..options }.resolve(1, 1).direct);
+        assert!(!WriteOptions { io: WriteIo::Buffered, ..options }.resolve(1, 1 << 30).direct);
     }
 }

@@ -72,16 +72,12 @@ impl Reuse {
         trusted: bool,
         control: &Control,
     ) -> Result<Self> {
-        let found: Vec<Option<u64>> = (items.iter())
-            .map(|item| find(parent.as_ref()?, item))
-            .collect();
+        let found: Vec<Option<u64>> =
+            (items.iter()).map(|item| find(parent.as_ref()?, item)).collect();
         let files = match &parent {
             Some(parent) => Files::look(
                 parent,
-                found
-                    .iter()
-                    .flatten()
-                    .map(|&chunk| parent.chunk_file(chunk)),
+                found.iter().flatten().map(|&chunk| parent.chunk_file(chunk)),
                 control,
             )?,
             None => Files::default(),
@@ -102,11 +98,7 @@ impl Reuse {
                 let found = found.filter(|(_, view)| trusted || view.content.is_some());
                 first_block.push(blocks);
                 if found.is_some() {
-                    blocks += if trusted {
-                        1
-                    } else {
-                        to_usize(block_count(item.length))
-                    };
+                    blocks += if trusted { 1 } else { to_usize(block_count(item.length)) };
                 }
                 Candidate {
                     length: item.length,
@@ -121,9 +113,7 @@ impl Reuse {
         Ok(Self {
             parent,
             first_block,
-            blocks: std::iter::repeat_with(BlockCell::default)
-                .take(blocks)
-                .collect(),
+            blocks: std::iter::repeat_with(BlockCell::default).take(blocks).collect(),
             compared: Mutex::new(vec![0; items.len()]),
             items,
             problems: files.problems,
@@ -179,15 +169,9 @@ impl Reuse {
             compared[number] += length;
             let first = part.at / BLOCK_SIZE;
             let last = first + block_count(length);
-            let last = if self.items[number].trusted {
-                last.min(1)
-            } else {
-                last
-            };
+            let last = if self.items[number].trusted { last.min(1) } else { last };
             jobs.extend(
-                (first..last)
-                    .step_by(to_usize(BLOCKS_AT_A_TIME))
-                    .map(|block| (part, block, last)),
+                (first..last).step_by(to_usize(BLOCKS_AT_A_TIME)).map(|block| (part, block, last)),
             );
         }
         drop(compared);
@@ -218,10 +202,7 @@ impl Reuse {
             let begin = to_usize(block * BLOCK_SIZE - part.at);
             let end = part.data.len().min(begin + to_usize(BLOCK_SIZE));
             let found = BlockDigests::of(&part.data[begin..end]);
-            let expected = chunk
-                .digests
-                .as_ref()
-                .map(|range| parent.digest(range.start + block));
+            let expected = chunk.digests.as_ref().map(|range| parent.digest(range.start + block));
             if expected != Some(found.digest) {
                 item.differs.store(true, Ordering::Relaxed);
                 return;
@@ -234,9 +215,7 @@ impl Reuse {
     /// word.
     fn same(&self, number: usize, compared: u64) -> Option<u64> {
         let item = &self.items[number];
-        let chunk = item
-            .chunk
-            .filter(|_| !item.differs.load(Ordering::Relaxed))?;
+        let chunk = item.chunk.filter(|_| !item.differs.load(Ordering::Relaxed))?;
         if item.trusted {
             return (compared > 0).then_some(chunk);
         }
@@ -251,9 +230,7 @@ impl Reuse {
     /// The chunks of the parent that items are the same as.
     pub fn chunks(&self) -> Vec<u64> {
         let compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
-        (0..self.items.len())
-            .filter_map(|item| self.same(item, compared[item]))
-            .collect()
+        (0..self.items.len()).filter_map(|item| self.same(item, compared[item])).collect()
     }
 
     /// Takes chunks of the parent for others than the items: they are damaged there.
@@ -301,20 +278,14 @@ impl Reuse {
         let mut by_file: BTreeMap<u32, Vec<(usize, u64)>> = BTreeMap::new();
         for number in 0..self.items.len() {
             if let Some(chunk) = self.same(number, compared[number]) {
-                by_file
-                    .entry(parent.chunk_file(chunk))
-                    .or_default()
-                    .push((number, chunk));
+                by_file.entry(parent.chunk_file(chunk)).or_default().push((number, chunk));
             }
         }
         by_file
             .into_iter()
             .filter_map(|(file, mut chunks)| {
                 chunks.sort_by_key(|&(_, chunk)| parent.chunk(chunk).offset);
-                let reused: u64 = chunks
-                    .iter()
-                    .map(|&(item, _)| self.items[item].length)
-                    .sum();
+                let reused: u64 = chunks.iter().map(|&(item, _)| self.items[item].length).sum();
                 let view = parent.file(file);
                 (reused >= (view.size - view.data_start).div_ceil(2))
                     .then_some(ParentFile { file, chunks })
@@ -343,19 +314,14 @@ impl Files {
                 && DataFileName::parse(view.name).is_some()
         });
         let files: Vec<u32> = usable.iter().copied().collect();
-        let connection = parent
-            .remote()
-            .filter(|_| !files.is_empty())
-            .map(|remote| remote.connect(0));
+        let connection =
+            parent.remote().filter(|_| !files.is_empty()).map(|remote| remote.connect(0));
         let looked = match connection {
             None => files.iter().map(|&file| check(parent, file)).collect(),
             Some(Err(Error::Interrupted)) => return Err(Error::Interrupted),
             // Nobody can look: nothing is reused, and the save itself may yet reach the store.
             Some(Err(problem)) => {
-                return Ok(Self {
-                    problems: vec![problem],
-                    ..Self::default()
-                });
+                return Ok(Self { problems: vec![problem], ..Self::default() });
             }
             Some(Ok(connection)) => {
                 let look = |i: usize| match check_remote(parent, files[i], &*connection, control) {
@@ -405,10 +371,7 @@ fn check_length(path: &Path, found: u64, expected: u64) -> Result<()> {
     if found == expected {
         return Ok(());
     }
-    Err(Error::corrupt_file(
-        path,
-        format!("it is {found} bytes long, expected {expected}"),
-    ))
+    Err(Error::corrupt_file(path, format!("it is {found} bytes long, expected {expected}")))
 }
 
 /// The chunk of the parent that is the same in all but, perhaps, its bytes.

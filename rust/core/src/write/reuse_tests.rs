@@ -29,28 +29,15 @@ fn items() -> Vec<SaveItem> {
 /// Of a run: a save of all ranks by one.
 fn info(number: u64) -> SaveInfo {
     let id = u8::try_from(number).unwrap();
-    SaveInfo {
-        save_id: [id; 16],
-        generation: 1,
-        token: number,
-        rank: 0,
-        world_size: 1,
-    }
+    SaveInfo { save_id: [id; 16], generation: 1, token: number, rank: 0, world_size: 1 }
 }
 
 fn bytes(changed: u64) -> Vec<Vec<u8>> {
     let items = items();
     (0..items.len())
         .map(|number| {
-            let salt = if items[number].name == "changes" {
-                changed
-            } else {
-                0
-            };
-            content(
-                number + usize::try_from(salt).unwrap() * 31,
-                items[number].length,
-            )
+            let salt = if items[number].name == "changes" { changed } else { 0 };
+            content(number + usize::try_from(salt).unwrap() * 31, items[number].length)
         })
         .collect()
 }
@@ -95,10 +82,7 @@ fn save_on(
     save.write(&parts(contents, |item| !reused[item]), &control)?;
     let index = save.finish(&control)?;
     commit(dir, index)?;
-    Ok(Done {
-        reused,
-        problems: problems.iter().map(ToString::to_string).collect(),
-    })
+    Ok(Done { reused, problems: problems.iter().map(ToString::to_string).collect() })
 }
 
 fn save(dir: &Path, number: u64, contents: &[Vec<u8>], reuse: Reuse) -> Done {
@@ -106,12 +90,7 @@ fn save(dir: &Path, number: u64, contents: &[Vec<u8>], reuse: Reuse) -> Done {
 }
 
 fn first(dir: &Path) {
-    save(
-        dir,
-        1,
-        &bytes(1),
-        Reuse::new(None, &items(), &[], false, &Control::new()).unwrap(),
-    );
+    save(dir, 1, &bytes(1), Reuse::new(None, &items(), &[], false, &Control::new()).unwrap());
 }
 
 fn after(parent: &Path) -> Reuse {
@@ -121,12 +100,7 @@ fn after(parent: &Path) -> Reuse {
 #[track_caller]
 fn assert_holds(dir: &Path, contents: &[Vec<u8>]) {
     let index = open(dir);
-    assert_eq!(
-        verify::verify(&index, false, 1, &Control::new())
-            .unwrap()
-            .problems,
-        []
-    );
+    assert_eq!(verify::verify(&index, false, 1, &Control::new()).unwrap().problems, []);
     for (item, data) in items().iter().zip(contents) {
         let tensor = index.tensor(index.find(&item.name).unwrap());
         let chunk = index.chunk(tensor.chunks.start);
@@ -146,21 +120,14 @@ fn of(index: &Index, name: &str) -> ChunkView {
 #[test]
 fn what_did_not_change_is_linked_and_outlives_the_parent() {
     let root = tempdir().unwrap();
-    let (one, two, three) = (
-        root.path().join("1"),
-        root.path().join("2"),
-        root.path().join("3"),
-    );
+    let (one, two, three) = (root.path().join("1"), root.path().join("2"), root.path().join("3"));
     first(&one);
     let done = save(&two, 2, &bytes(2), after(&one));
     assert_eq!(done.reused, [true, false, true, true, false]);
     assert!(done.problems.is_empty());
     let (a, b) = (open(&one), open(&two));
     let inode = |index: &Index, file| fs::metadata(index.file_path(file)).unwrap().ino();
-    assert_eq!(
-        inode(&a, of(&a, "large").file),
-        inode(&b, of(&b, "large").file)
-    );
+    assert_eq!(inode(&a, of(&a, "large").file), inode(&b, of(&b, "large").file));
     assert!(b.file(of(&b, "large").file).linked && !b.file(of(&b, "changes").file).linked);
     assert_eq!(of(&a, "large").content, of(&b, "large").content);
     assert_ne!(of(&a, "changes").content, of(&b, "changes").content);
@@ -222,10 +189,7 @@ fn of_what_the_caller_vouches_for_twice_the_first_block_is_compared() {
     };
     save(&dir(1), 1, &bytes(1), told(None, true));
     assert!(of(&open(&dir(1)), "large").frozen);
-    assert_ne!(
-        of(&open(&dir(1)), "large").file,
-        of(&open(&dir(1)), "small").file
-    ); // what stays lies apart
+    assert_ne!(of(&open(&dir(1)), "large").file, of(&open(&dir(1)), "small").file); // what stays lies apart
     assert!(told(Some(1), true).probes(0) && !told(Some(1), false).probes(0));
     save(&dir(2), 2, &bytes(2), told(Some(1), true));
     assert_holds(&dir(2), &bytes(2));
@@ -247,18 +211,10 @@ fn files_of_which_little_is_reused_are_written_apart_and_linked_the_next_time() 
     let dir = |number: u64| root.path().join(number.to_string());
     let with = |number: u64| {
         let mut contents = bytes(1);
-        contents[0] = content(
-            usize::try_from(number).unwrap() * 57,
-            contents[0].len() as u64,
-        ); // the large one changes
+        contents[0] = content(usize::try_from(number).unwrap() * 57, contents[0].len() as u64); // the large one changes
         contents
     };
-    save(
-        &dir(1),
-        1,
-        &with(1),
-        Reuse::new(None, &items(), &[], false, &Control::new()).unwrap(),
-    );
+    save(&dir(1), 1, &with(1), Reuse::new(None, &items(), &[], false, &Control::new()).unwrap());
     let second = save(&dir(2), 2, &with(2), after(&dir(1)));
     assert_eq!(second.reused, [false; 5]);
     let index = open(&dir(2));
@@ -282,27 +238,15 @@ fn other_shapes_flags_and_paths_are_other_items() {
     for change in differs {
         let mut items = items();
         assert!(
-            Reuse::new(
-                Some(Arc::clone(&parent)),
-                &items,
-                &[],
-                false,
-                &Control::new()
-            )
-            .unwrap()
-            .wants(2)
+            Reuse::new(Some(Arc::clone(&parent)), &items, &[], false, &Control::new())
+                .unwrap()
+                .wants(2)
         );
         change(&mut items);
         assert!(
-            !Reuse::new(
-                Some(Arc::clone(&parent)),
-                &items,
-                &[],
-                false,
-                &Control::new()
-            )
-            .unwrap()
-            .wants(2)
+            !Reuse::new(Some(Arc::clone(&parent)), &items, &[], false, &Control::new())
+                .unwrap()
+                .wants(2)
         );
     }
 }
@@ -345,10 +289,8 @@ fn where_links_cannot_be_all_is_written() {
     first(&one);
     let disk = Disk::hooked(Arc::new(NoLinks(libc::EEXIST))); // the name is another file's
     assert!(save_on(&disk, &two, 2, &bytes(2), after(&one)).is_err());
-    let left: Vec<_> = fs::read_dir(&two)
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name())
-        .collect();
+    let left: Vec<_> =
+        fs::read_dir(&two).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, [crate::store::LOCK_NAME]);
 }
 
@@ -362,12 +304,9 @@ fn a_parent_that_lost_a_file_or_is_cut_short_is_named_before_anything_is_written
         let file = parent.file_path(0);
         match cut {
             None => fs::remove_file(&file).unwrap(),
-            Some(length) => fs::File::options()
-                .write(true)
-                .open(&file)
-                .unwrap()
-                .set_len(length)
-                .unwrap(),
+            Some(length) => {
+                fs::File::options().write(true).open(&file).unwrap().set_len(length).unwrap()
+            }
         }
         let reuse = after(&one);
         let name = file.file_name().unwrap().to_str().unwrap().to_owned();
@@ -393,15 +332,10 @@ fn a_file_that_goes_between_the_look_and_the_link_is_written_again() {
 fn a_save_over_its_own_parent_keeps_what_it_links() {
     let root = tempdir().unwrap();
     first(root.path());
-    let next = SaveInfo {
-        generation: 2,
-        ..info(2)
-    };
+    let next = SaveInfo { generation: 2, ..info(2) };
     let control = Control::new();
     let (contents, reuse) = (bytes(2), after(root.path()));
-    reuse
-        .compare(&parts(&contents, |item| reuse.wants(item)), &control)
-        .unwrap();
+    reuse.compare(&parts(&contents, |item| reuse.wants(item)), &control).unwrap();
     let (save, _) = Save::create(
         root.path(),
         items(),
@@ -412,18 +346,13 @@ fn a_save_over_its_own_parent_keeps_what_it_links() {
     )
     .unwrap();
     let reused = save.is_reused();
-    save.write(&parts(&contents, |item| !reused[item]), &control)
-        .unwrap();
+    save.write(&parts(&contents, |item| !reused[item]), &control).unwrap();
     commit(root.path(), save.finish(&control).unwrap()).unwrap();
     assert_holds(root.path(), &contents);
-    let names: Vec<_> = fs::read_dir(root.path())
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name())
-        .collect();
+    let names: Vec<_> =
+        fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(
-        names
-            .iter()
-            .all(|name| !name.to_str().unwrap().starts_with("g00000001-")),
+        names.iter().all(|name| !name.to_str().unwrap().starts_with("g00000001-")),
         "{names:?}"
     );
 }
@@ -440,15 +369,11 @@ fn what_is_damaged_is_found_and_refused() {
     fs::write(&path, file).unwrap();
     let reuse = after(root.path());
     let contents = bytes(1);
-    reuse
-        .compare(&parts(&contents, |item| reuse.wants(item)), &Control::new())
-        .unwrap();
+    reuse.compare(&parts(&contents, |item| reuse.wants(item)), &Control::new()).unwrap();
     let chunks = reuse.chunks();
     assert_eq!(chunks.len(), 4);
     let damaged = verify::damaged_chunks(&parent, &chunks, 1, &Control::new()).unwrap();
-    let [(number, problem)] = damaged.as_slice() else {
-        panic!("{damaged:?}")
-    };
+    let [(number, problem)] = damaged.as_slice() else { panic!("{damaged:?}") };
     assert_eq!((problem.tensor.as_str(), problem.block), ("large", 2));
     reuse.refuse(&[*number]);
     assert_eq!(reuse.chunks().len(), 3);
@@ -460,12 +385,9 @@ fn parts_out_of_order_are_refused() {
     first(root.path());
     let contents = bytes(1);
     let data = contents[0].as_slice();
-    for (item, at, data) in [
-        (0, MIB, &data[..to_usize(MIB)]),
-        (0, 0, &data[..100]),
-        (4, 0, data),
-        (9, 0, data),
-    ] {
+    for (item, at, data) in
+        [(0, MIB, &data[..to_usize(MIB)]), (0, 0, &data[..100]), (4, 0, data), (9, 0, data)]
+    {
         let part = Part { item, at, data };
         assert!(matches!(
             after(root.path()).compare(&[part], &Control::new()),

@@ -129,9 +129,7 @@ impl Digests {
         Self {
             sums,
             first,
-            cells: std::iter::repeat_with(BlockCell::default)
-                .take(count)
-                .collect(),
+            cells: std::iter::repeat_with(BlockCell::default).take(count).collect(),
             shared: Mutex::default(),
         }
     }
@@ -206,11 +204,7 @@ impl Digests {
                 Sums::None => return Ok(()),
             };
             let new = || {
-                Arc::new(Mutex::new(Shared {
-                    hasher: hasher(),
-                    done: 0,
-                    early: BTreeMap::new(),
-                }))
+                Arc::new(Mutex::new(Shared { hasher: hasher(), done: 0, early: BTreeMap::new() }))
             };
             Arc::clone(shared.entry(part.cell).or_insert_with(new))
         };
@@ -231,10 +225,7 @@ impl Digests {
         }
         if block.done == part.block_len {
             self.cells[part.cell].set(block.found());
-            self.shared
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .remove(&part.cell);
+            self.shared.lock().unwrap_or_else(PoisonError::into_inner).remove(&part.cell);
         }
         Ok(())
     }
@@ -263,10 +254,7 @@ impl Digests {
     pub(super) fn of_item(&self, item: usize) -> (Vec<u64>, u128) {
         let blocks = &self.cells[self.first[item]..self.first[item + 1]];
         let digests = blocks.iter().map(BlockCell::digest).collect();
-        (
-            digests,
-            content_digest(blocks.iter().map(BlockCell::content)),
-        )
+        (digests, content_digest(blocks.iter().map(BlockCell::content)))
     }
 }
 
@@ -289,10 +277,7 @@ impl Shared {
 
 /// A CRC-32 in the place of a digest.
 fn of_crc32(crc: u32) -> BlockDigests {
-    BlockDigests {
-        digest: crc.into(),
-        content: 0,
-    }
+    BlockDigests { digest: crc.into(), content: 0 }
 }
 
 /// For lengths of what is in memory.

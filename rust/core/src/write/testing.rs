@@ -16,13 +16,8 @@ use crate::store::LOCK_NAME;
 use crate::store::disk::{Call, Disk, Hook};
 use crate::{Control, Dtype, Result, checkpoint};
 
-pub(crate) const INFO: SaveInfo = SaveInfo {
-    save_id: [7; 16],
-    generation: 7,
-    token: 0xabc,
-    rank: 3,
-    world_size: 5,
-};
+pub(crate) const INFO: SaveInfo =
+    SaveInfo { save_id: [7; 16], generation: 7, token: 0xabc, rank: 3, world_size: 5 };
 
 /// A tensor that is one chunk.
 pub(crate) fn whole(name: &str, dtype: &str, shape: &[u64]) -> SaveItem {
@@ -70,9 +65,7 @@ pub(crate) fn value(name: &str, length: u64) -> SaveItem {
 
 /// A prime number of bytes, so that they fall differently into every block.
 static NOISE: LazyLock<Vec<u8>> = LazyLock::new(|| {
-    (0..65_521_u64)
-        .map(|at| ((at * 2_654_435_761) >> 7).to_le_bytes()[0])
-        .collect()
+    (0..65_521_u64).map(|at| ((at * 2_654_435_761) >> 7).to_le_bytes()[0]).collect()
 });
 
 /// Bytes that differ from item to item and within one.
@@ -117,10 +110,7 @@ fn names() -> impl Strategy<Value = String> {
 }
 
 fn paths() -> impl Strategy<Value = Option<Value>> {
-    let part = prop_oneof![
-        ".{0,8}".prop_map(Value::Str),
-        any::<i64>().prop_map(Value::Int)
-    ];
+    let part = prop_oneof![".{0,8}".prop_map(Value::Str), any::<i64>().prop_map(Value::Int)];
     prop::option::of(prop::collection::vec(part, 1..4).prop_map(Value::Tuple))
 }
 
@@ -130,37 +120,23 @@ fn dtypes() -> impl Strategy<Value = Dtype> {
 
 /// The chunks of one tensor, by rows; or a value.
 fn entry() -> impl Strategy<Value = Vec<SaveItem>> {
-    let tensor = (
-        names(),
-        dtypes(),
-        prop::collection::vec(0_u64..9, 0..4),
-        0_u8..12,
-        paths(),
-        1_u64..4,
-    )
-        .prop_map(|(name, dtype, shape, flags, path, chunks)| {
-            let height = shape.first().copied().unwrap_or(1);
-            let step = if shape.is_empty() {
-                1
-            } else {
-                height.div_ceil(chunks).max(1)
-            };
-            let mut items = Vec::new();
-            for begin in (0..height.max(1)).step_by(usize::try_from(step).unwrap()) {
-                let (mut offsets, mut sizes) = (vec![0; shape.len()], shape.clone());
-                if !shape.is_empty() {
-                    offsets[0] = begin;
-                    sizes[0] = step.min(height - begin);
+    let tensor =
+        (names(), dtypes(), prop::collection::vec(0_u64..9, 0..4), 0_u8..12, paths(), 1_u64..4)
+            .prop_map(|(name, dtype, shape, flags, path, chunks)| {
+                let height = shape.first().copied().unwrap_or(1);
+                let step = if shape.is_empty() { 1 } else { height.div_ceil(chunks).max(1) };
+                let mut items = Vec::new();
+                for begin in (0..height.max(1)).step_by(usize::try_from(step).unwrap()) {
+                    let (mut offsets, mut sizes) = (vec![0; shape.len()], shape.clone());
+                    if !shape.is_empty() {
+                        offsets[0] = begin;
+                        sizes[0] = step.min(height - begin);
+                    }
+                    let item = rows(&name, dtype.name(), &shape, &offsets, &sizes);
+                    items.push(SaveItem { flags, path: path.clone(), ..item });
                 }
-                let item = rows(&name, dtype.name(), &shape, &offsets, &sizes);
-                items.push(SaveItem {
-                    flags,
-                    path: path.clone(),
-                    ..item
-                });
-            }
-            items
-        });
+                items
+            });
     prop_oneof![
         5 => tensor,
         1 => (names(), 0_u64..9000, paths()).prop_map(|(name, length, path)| vec![SaveItem { path, ..value(&name, length) }]),
@@ -181,18 +157,11 @@ prop_compose! {
 
 /// All bytes of all items, in one call.
 pub(crate) fn parts(contents: &[Vec<u8>]) -> Vec<Part<'_>> {
-    (0..)
-        .zip(contents)
-        .map(|(item, data)| Part { item, at: 0, data })
-        .collect()
+    (0..).zip(contents).map(|(item, data)| Part { item, at: 0, data }).collect()
 }
 
 pub(crate) fn contents(items: &[SaveItem]) -> Vec<Vec<u8>> {
-    items
-        .iter()
-        .enumerate()
-        .map(|(number, item)| content(number, item.length))
-        .collect()
+    items.iter().enumerate().map(|(number, item)| content(number, item.length)).collect()
 }
 
 /// A save that reuses nothing.
@@ -234,8 +203,7 @@ pub(crate) fn save(
     options: &WriteOptions,
 ) -> Index {
     let save = create(dir, items.to_vec(), info, options).unwrap();
-    save.write(&parts(&contents(items)), &Control::new())
-        .unwrap();
+    save.write(&parts(&contents(items)), &Control::new()).unwrap();
     Index::from_bytes(save.finish(&Control::new()).unwrap(), &dir.join(INDEX_NAME)).unwrap()
 }
 
@@ -243,16 +211,11 @@ pub(crate) fn save(
 pub(crate) fn assert_saved(index: &Index, items: &[SaveItem]) {
     let files: Vec<_> = (0..index.file_count())
         .map(|number| {
-            let (bytes, file) = (
-                fs::read(index.file_path(number)).unwrap(),
-                index.file(number),
-            );
+            let (bytes, file) = (fs::read(index.file_path(number)).unwrap(), index.file(number));
             assert_eq!(bytes.len() as u64, file.size);
             assert_eq!(
                 file.head_digest,
-                Some(block_digest(
-                    &bytes[..usize::try_from(file.data_start).unwrap()]
-                ))
+                Some(block_digest(&bytes[..usize::try_from(file.data_start).unwrap()]))
             );
             safetensors::SafeTensors::deserialize(&bytes).unwrap();
             bytes
@@ -272,20 +235,10 @@ pub(crate) fn assert_saved(index: &Index, items: &[SaveItem]) {
         let begin = usize::try_from(chunk.offset).unwrap();
         let bytes =
             &files[chunk.file as usize][begin..begin + usize::try_from(chunk.length).unwrap()];
-        assert!(
-            bytes == content(number, item.length),
-            "item {number}, {:?}",
-            item.name
-        );
+        assert!(bytes == content(number, item.length), "item {number}, {:?}", item.name);
         let digests: Vec<_> = chunk.digests.unwrap().map(|d| index.digest(d)).collect();
         let block_size = usize::try_from(BLOCK_SIZE).unwrap();
-        assert_eq!(
-            digests,
-            bytes
-                .chunks(block_size)
-                .map(block_digest)
-                .collect::<Vec<_>>()
-        );
+        assert_eq!(digests, bytes.chunks(block_size).map(block_digest).collect::<Vec<_>>());
     }
 }
 

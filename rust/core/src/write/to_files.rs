@@ -43,12 +43,7 @@ impl Sink for ToFiles {
     }
 
     fn hand<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn Hand + 'a> {
-        Box::new(OpenFile {
-            to: self,
-            digests,
-            control,
-            open: None,
-        })
+        Box::new(OpenFile { to: self, digests, control, open: None })
     }
 
     /// Headers are written last, after the payload is on stable storage: a file with a header is
@@ -61,11 +56,9 @@ impl Sink for ToFiles {
         for (number, plan) in (0..).zip(&self.layout.files) {
             control.check()?;
             let handles = self.files.handles(number)?;
-            self.disk
-                .write(&handles.plain, self.files.path(number), &plan.header, 0)?;
+            self.disk.write(&handles.plain, self.files.path(number), &plan.header, 0)?;
             if self.how.fsync && self.files.is_transient(number) {
-                self.disk
-                    .sync(&handles.plain, self.files.path(number), control)?;
+                self.disk.sync(&handles.plain, self.files.path(number), control)?;
             }
         }
         self.sync(control)?;
@@ -104,8 +97,7 @@ impl ToFiles {
             || (),
             |(), i| {
                 let handles = self.files.handles(numbers[i])?;
-                self.disk
-                    .sync(&handles.plain, self.files.path(numbers[i]), control)
+                self.disk.sync(&handles.plain, self.files.path(numbers[i]), control)
             },
         )
     }
@@ -127,8 +119,7 @@ impl ToFiles {
             if first < last {
                 let pages = &bytes[to_usize(first - start)..to_usize(last - start)];
                 let written =
-                    self.disk
-                        .write_direct(file, path, pages, first, to_usize(alignment))?;
+                    self.disk.write_direct(file, path, pages, first, to_usize(alignment))?;
                 direct = first..first + written as u64;
             }
         }
@@ -149,12 +140,7 @@ impl ToFiles {
 
 impl Hand for OpenFile<'_> {
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
-        let Self {
-            to,
-            digests,
-            control,
-            ..
-        } = *self;
+        let Self { to, digests, control, .. } = *self;
         let kept = self.open.take().filter(|(number, _)| *number == job.file);
         let handles = match kept {
             Some((_, handles)) => handles,

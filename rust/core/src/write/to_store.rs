@@ -97,11 +97,7 @@ impl ToStore {
             owner: std::process::id(),
         };
         begun.expect(items, reused);
-        let large: Vec<&File> = begun
-            .files
-            .iter()
-            .filter(|file| file.parts.len() > 1)
-            .collect();
+        let large: Vec<&File> = begun.files.iter().filter(|file| file.parts.len() > 1).collect();
         let begin = |(): &mut (), i: usize| large[i].object.begin(&*begun.connection, control);
         let done = begun.noted(parallel::for_each(large.len(), begun.threads, || (), begin));
         done.map_err(|error| with_leftovers(error, &begun.give_up()))?;
@@ -120,9 +116,7 @@ impl ToStore {
                 let next = ((number + 1) * self.part_bytes).min(end);
                 let part = self.files.get_mut(place.file as usize);
                 if let Some(part) = part.and_then(|file| file.parts.get_mut(to_usize(number))) {
-                    part.get_mut()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .missing += next - at;
+                    part.get_mut().unwrap_or_else(PoisonError::into_inner).missing += next - at;
                 }
                 at = next;
             }
@@ -203,21 +197,12 @@ impl ToStore {
         if completes {
             buffer.share.leave();
         }
-        let no_memory = |e| {
-            Error::io(
-                "take memory to write",
-                &self.files[job.file as usize].object.path,
-                e,
-            )
-        };
+        let no_memory =
+            |e| Error::io("take memory to write", &self.files[job.file as usize].object.path, e);
         let begin = to_usize(job.bytes.start - bytes.start);
         let copy = begin..begin + to_usize(length);
-        let rest = digests
-            .copy(spans, job, &mut buffer.bytes[copy.clone()])
-            .map_err(no_memory)?;
-        digests
-            .add_rest(rest, &buffer.bytes[copy])
-            .map_err(no_memory)?;
+        let rest = digests.copy(spans, job, &mut buffer.bytes[copy.clone()]).map_err(no_memory)?;
+        digests.add_rest(rest, &buffer.bytes[copy]).map_err(no_memory)?;
         part.missing -= length;
         if completes {
             let body = Body::new(std::mem::take(&mut buffer.bytes));
@@ -251,19 +236,11 @@ impl ToStore {
 
 impl Sink for ToStore {
     fn grain(&self, _total: u64) -> Grain {
-        Grain {
-            job_bytes: self.part_bytes,
-            alignment: self.part_bytes,
-            threads: self.threads,
-        }
+        Grain { job_bytes: self.part_bytes, alignment: self.part_bytes, threads: self.threads }
     }
 
     fn hand<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn Hand + 'a> {
-        Box::new(Sender {
-            to: self,
-            digests,
-            control,
-        })
+        Box::new(Sender { to: self, digests, control })
     }
 
     fn finish(&self, control: &Control) -> Result<()> {
@@ -303,16 +280,9 @@ impl Sink for ToStore {
         }
         let objects = || self.files.iter().map(|file| &file.object);
         let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
-        let files = objects()
-            .filter_map(Object::may_be_at)
-            .chain(self.copies.take());
+        let files = objects().filter_map(Object::may_be_at).chain(self.copies.take());
         let interrupted = self.interrupted.load(Ordering::Relaxed);
-        give_up(
-            &self.remote,
-            &files.collect::<Vec<_>>(),
-            &uploads,
-            interrupted,
-        )
+        give_up(&self.remote, &files.collect::<Vec<_>>(), &uploads, interrupted)
     }
 
     fn keep(mut self: Box<Self>) -> Option<FileLock> {
@@ -345,8 +315,7 @@ struct Sender<'a> {
 
 impl Hand for Sender<'_> {
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
-        self.to
-            .noted(self.to.write_job(job, spans, self.digests, self.control))
+        self.to.noted(self.to.write_job(job, spans, self.digests, self.control))
     }
 }
 
@@ -354,10 +323,7 @@ impl Hand for Sender<'_> {
 /// in the memory that there is.
 pub(super) fn part_bytes(largest: u64, memory: u64) -> u64 {
     let least = if memory < 4 * PART { LEAST_PART } else { PART };
-    largest
-        .div_ceil(MOST_PARTS)
-        .next_multiple_of(1 << 20)
-        .max(least)
+    largest.div_ceil(MOST_PARTS).next_multiple_of(1 << 20).max(least)
 }
 
 /// The memory for parts.
@@ -379,11 +345,7 @@ struct Taken {
 
 impl Room {
     fn new(most: u64) -> Self {
-        Self {
-            most,
-            taken: Mutex::default(),
-            given: Condvar::new(),
-        }
+        Self { most, taken: Mutex::default(), given: Condvar::new() }
     }
 
     fn taken(&self) -> MutexGuard<'_, Taken> {
@@ -412,11 +374,7 @@ impl Share {
             taken.leaving += bytes;
         }
         drop(taken);
-        Ok(Self {
-            room: Arc::clone(room),
-            bytes,
-            leaves,
-        })
+        Ok(Self { room: Arc::clone(room), bytes, leaves })
     }
 
     /// It is on its way.

@@ -56,13 +56,7 @@ impl Remote for Store {
 
 impl Connection for Store {
     fn look(&self, path: &Path, _: &Control) -> Result<Option<u64>> {
-        Ok(self
-            .0
-            .files
-            .lock()
-            .unwrap()
-            .get(path)
-            .map(|bytes| bytes.len() as u64))
+        Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
     }
 
     fn list(&self, _: &Path, _: &Control) -> Result<Option<store::Folder>> {
@@ -81,29 +75,16 @@ impl Connection for Store {
 
 impl StoringConnection for Store {
     fn put(&self, path: &Path, body: &Body, _: Condition, _: &Control) -> Result<()> {
-        let before = self
-            .0
-            .files
-            .lock()
-            .unwrap()
-            .insert(path.to_owned(), body.to_vec());
+        let before = self.0.files.lock().unwrap().insert(path.to_owned(), body.to_vec());
         assert!(before.is_none(), "{} was there", path.display());
         Ok(())
     }
 
     fn begin(&self, path: &Path, condition: Condition, _: &Control) -> Result<Upload> {
         let id = path.file_name().unwrap().to_str().unwrap().to_owned();
-        self.0
-            .uploads
-            .lock()
-            .unwrap()
-            .insert(id.clone(), HashMap::new());
+        self.0.uploads.lock().unwrap().insert(id.clone(), HashMap::new());
         let path = path.to_owned();
-        Ok(Upload {
-            path,
-            id,
-            condition,
-        })
+        Ok(Upload { path, id, condition })
     }
 
     fn put_part(&self, upload: &Upload, number: usize, body: &Body, _: &Control) -> Result<String> {
@@ -116,25 +97,16 @@ impl StoringConnection for Store {
             panic!("as a defect would");
         }
         let mut uploads = self.0.uploads.lock().unwrap();
-        let before = uploads
-            .get_mut(&upload.id)
-            .unwrap()
-            .insert(number, body.to_vec());
+        let before = uploads.get_mut(&upload.id).unwrap().insert(number, body.to_vec());
         assert!(before.is_none(), "part {number} was sent before");
         Ok(number.to_string())
     }
 
     fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, _: &Control) -> Result<()> {
         let mut there = self.0.uploads.lock().unwrap().remove(&upload.id).unwrap();
-        assert_eq!(
-            parts,
-            (0..there.len())
-                .map(|number| number.to_string())
-                .collect::<Vec<_>>()
-        );
-        let all: Vec<Vec<u8>> = (0..parts.len())
-            .map(|number| there.remove(&number).unwrap())
-            .collect();
+        assert_eq!(parts, (0..there.len()).map(|number| number.to_string()).collect::<Vec<_>>());
+        let all: Vec<Vec<u8>> =
+            (0..parts.len()).map(|number| there.remove(&number).unwrap()).collect();
         let (_, but_last) = all.split_last().unwrap();
         assert!(
             but_last
@@ -143,11 +115,7 @@ impl StoringConnection for Store {
         );
         let bytes = all.concat();
         assert_eq!(bytes.len() as u64, size);
-        self.0
-            .files
-            .lock()
-            .unwrap()
-            .insert(upload.path.clone(), bytes);
+        self.0.files.lock().unwrap().insert(upload.path.clone(), bytes);
         Ok(())
     }
 
@@ -163,9 +131,7 @@ impl StoringConnection for Store {
         _: &Control,
     ) -> Vec<Error> {
         if self.0.stuck {
-            let left = files
-                .iter()
-                .chain(uploads.iter().map(|upload| &upload.path));
+            let left = files.iter().chain(uploads.iter().map(|upload| &upload.path));
             return left.map(|path| refused("remove", path)).collect();
         }
         for path in files {
@@ -205,33 +171,19 @@ fn begin(store: &Store, items: &[SaveItem], options: &WriteOptions) -> Save {
 
 /// What is stored, as files; checked against the index.
 fn check(store: &Store, save: Save, items: &[SaveItem]) {
-    let (index, claim) = save
-        .finish_with(Value::None, &Control::new())
-        .unwrap()
-        .keep();
+    let (index, claim) = save.finish_with(Value::None, &Control::new()).unwrap().keep();
     assert!(claim.is_none() && store.0.uploads.lock().unwrap().is_empty());
     let dir = tempdir().unwrap();
     for (path, bytes) in store.0.files.lock().unwrap().iter() {
         fs::write(dir.path().join(path.file_name().unwrap()), bytes).unwrap();
     }
-    assert_saved(
-        &Index::from_bytes(index, &dir.path().join(INDEX_NAME)).unwrap(),
-        items,
-    );
+    assert_saved(&Index::from_bytes(index, &dir.path().join(INDEX_NAME)).unwrap(), items);
 }
 
 /// Lengths that share parts, span them, and begin them.
 fn items() -> Vec<SaveItem> {
-    let lengths = [
-        20 * MIB,
-        5,
-        9 * MIB + 4,
-        0,
-        3 * MIB,
-        4096,
-        8 * MIB - PAYLOAD_ALIGNMENT,
-        MIB + 1,
-    ];
+    let lengths =
+        [20 * MIB, 5, 9 * MIB + 4, 0, 3 * MIB, 4096, 8 * MIB - PAYLOAD_ALIGNMENT, MIB + 1];
     let tensors = lengths.iter().enumerate();
     let small = (0..200).map(|number| whole(&format!("s{number}"), "uint8", &[number * 7]));
     tensors
@@ -247,10 +199,7 @@ fn what_is_given_at_a_time_is_stored() {
     let save = begin(&store, &items, &WriteOptions::default());
     let control = Control::new();
     save.write(&parts(&contents(&items)), &control).unwrap();
-    assert_eq!(
-        control.done(),
-        items.iter().map(|item| item.length).sum::<u64>()
-    );
+    assert_eq!(control.done(), items.iter().map(|item| item.length).sum::<u64>());
     check(&store, save, &items);
 }
 
@@ -260,21 +209,14 @@ fn what_comes_in_pieces_is_stored() {
     let contents = contents(&items);
     for step in [MIB, 3 * MIB] {
         let store = Store::default();
-        let options = WriteOptions {
-            max_inflight_bytes: 16 << 20,
-            threads: 2,
-            ..WriteOptions::default()
-        };
+        let options =
+            WriteOptions { max_inflight_bytes: 16 << 20, threads: 2, ..WriteOptions::default() };
         let save = begin(&store, &items, &options);
         for (item, data) in (0..).zip(&contents) {
             let mut at = 0;
             while at < data.len() {
                 let end = (at + to_usize(step)).min(data.len());
-                let piece = Piece {
-                    item,
-                    at: at as u64,
-                    data: &data[at..end],
-                };
+                let piece = Piece { item, at: at as u64, data: &data[at..end] };
                 save.write(&[piece], &Control::new()).unwrap();
                 at = end;
             }
@@ -287,35 +229,18 @@ fn what_comes_in_pieces_is_stored() {
 fn nothing_is_left_of_what_fails_or_is_given_up() {
     let items = items();
     let data = contents(&items);
-    let store = Store(Arc::new(Memory {
-        refused: Some(2),
-        ..Memory::default()
-    }));
+    let store = Store(Arc::new(Memory { refused: Some(2), ..Memory::default() }));
     let save = begin(&store, &items, &WriteOptions::default());
     let refused = save.write(&parts(&data), &Control::new()).unwrap_err();
-    assert!(
-        matches!(
-            refused,
-            Error::Storage {
-                kind: StorageFault::Denied,
-                ..
-            }
-        ),
-        "{refused}"
-    );
+    assert!(matches!(refused, Error::Storage { kind: StorageFault::Denied, .. }), "{refused}");
     drop(save);
     assert!(store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty());
 
     for small in [true, false] {
         let store = Store::default();
-        let items = if small {
-            vec![value("v", 10)]
-        } else {
-            items.clone()
-        };
+        let items = if small { vec![value("v", 10)] } else { items.clone() };
         let save = begin(&store, &items, &WriteOptions::default());
-        save.write(&parts(&contents(&items)), &Control::new())
-            .unwrap();
+        save.write(&parts(&contents(&items)), &Control::new()).unwrap();
         drop(save.finish_with(Value::None, &Control::new()).unwrap());
         assert!(
             store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty()
@@ -328,22 +253,11 @@ fn nothing_is_left_of_what_fails_or_is_given_up() {
 #[test]
 fn what_could_not_be_removed_is_named() {
     let items = items();
-    let stuck = |refused| {
-        Store(Arc::new(Memory {
-            refused,
-            stuck: true,
-            ..Memory::default()
-        }))
-    };
+    let stuck = |refused| Store(Arc::new(Memory { refused, stuck: true, ..Memory::default() }));
     let save = begin(&stuck(Some(2)), &items, &WriteOptions::default());
-    let error = save
-        .write(&parts(&contents(&items)), &Control::new())
-        .unwrap_err();
+    let error = save.write(&parts(&contents(&items)), &Control::new()).unwrap_err();
     let text = error.to_string();
-    assert!(
-        text.contains("left something on the store: remove s3://bucket/ckpt/"),
-        "{text}"
-    );
+    assert!(text.contains("left something on the store: remove s3://bucket/ckpt/"), "{text}");
     assert!(save.abort().is_empty(), "it was told already");
 
     let save = begin(&stuck(None), &items, &WriteOptions::default());
@@ -353,18 +267,11 @@ fn what_could_not_be_removed_is_named() {
 #[test]
 fn memory_of_what_panics_is_given_back() {
     // Each part lies in so many pieces that it takes a buffer, and there is room for one.
-    let items: Vec<SaveItem> = (0..1600)
-        .map(|number| whole(&format!("t{number}"), "uint8", &[MIB / 20]))
-        .collect();
-    let store = Store(Arc::new(Memory {
-        panics: Some(2),
-        ..Memory::default()
-    }));
-    let options = WriteOptions {
-        max_inflight_bytes: LEAST_PART,
-        threads: 8,
-        ..WriteOptions::default()
-    };
+    let items: Vec<SaveItem> =
+        (0..1600).map(|number| whole(&format!("t{number}"), "uint8", &[MIB / 20])).collect();
+    let store = Store(Arc::new(Memory { panics: Some(2), ..Memory::default() }));
+    let options =
+        WriteOptions { max_inflight_bytes: LEAST_PART, threads: 8, ..WriteOptions::default() };
     let (done, is_done) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         let save = begin(&store, &items, &options);
@@ -373,11 +280,7 @@ fn memory_of_what_panics_is_given_back() {
         let _ = done.send(std::panic::catch_unwind(std::panic::AssertUnwindSafe(write)).is_err());
     });
     let panicked = is_done.recv_timeout(Duration::from_secs(60));
-    assert_eq!(
-        panicked,
-        Ok(true),
-        "threads wait for memory that nobody gives back"
-    );
+    assert_eq!(panicked, Ok(true), "threads wait for memory that nobody gives back");
 }
 
 #[test]
@@ -393,33 +296,19 @@ fn what_comes_in_turns_shares_few_parts() {
     let (store, options, control) = (Store::default(), WriteOptions::default(), Control::new());
     let remote = Arc::new(store.clone());
     let dir = Path::new(DIR);
-    let (save, _) = Save::create_remote(
-        remote,
-        dir,
-        items.clone(),
-        turns,
-        INFO,
-        &options,
-        None,
-        &control,
-    )
-    .unwrap();
+    let (save, _) =
+        Save::create_remote(remote, dir, items.clone(), turns, INFO, &options, None, &control)
+            .unwrap();
     let data = contents(&items);
     for turn in [0, 1] {
         let all = parts(&data);
-        let now: Vec<_> = all
-            .into_iter()
-            .filter(|part| turn_of(part.item as usize) == turn)
-            .collect();
+        let now: Vec<_> =
+            all.into_iter().filter(|part| turn_of(part.item as usize) == turn).collect();
         save.write(&now, &control).unwrap();
         // Of the three alignments (4096, 512 and 4), where the second turn begins in each, and
         // where the next begins.
         let most = if turn == 0 { 5 } else { 0 };
-        assert!(
-            save.buffers() <= most,
-            "{} buffers after turn {turn}",
-            save.buffers()
-        );
+        assert!(save.buffers() <= most, "{} buffers after turn {turn}", save.buffers());
     }
     check(&store, save, &items);
 }

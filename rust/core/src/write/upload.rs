@@ -31,11 +31,7 @@ pub fn upload_file(
     control: &Control,
 ) -> Result<()> {
     let connection = &*remote.connect_to_store(0)?;
-    let condition = if overwrite {
-        Condition::Unguarded
-    } else {
-        Condition::New
-    };
+    let condition = if overwrite { Condition::Unguarded } else { Condition::New };
     let sending = Sending::new(&[(from.to_owned(), to.to_owned())], condition, options)?;
     if sending.files.iter().all(|file| file.answers.len() > 1) {
         let sent = sending.send(connection, options, control);
@@ -74,9 +70,7 @@ pub fn upload_folder(
     }
     let sending = Sending::new(files, Condition::Always, options)?;
     let give_up = |error: Error| sending.give_up(remote, error, control);
-    sending
-        .send(connection, options, control)
-        .map_err(give_up)?;
+    sending.send(connection, options, control).map_err(give_up)?;
     if !is_ours().map_err(give_up)? {
         return Err(claimed(claim.0));
     }
@@ -117,28 +111,20 @@ impl Sending {
         condition: Condition,
         options: &WriteOptions,
     ) -> Result<Self> {
-        let opened: Vec<(File, u64)> = files
-            .iter()
-            .map(|(from, _)| open(from))
-            .collect::<Result<_>>()?;
+        let opened: Vec<(File, u64)> =
+            files.iter().map(|(from, _)| open(from)).collect::<Result<_>>()?;
         let largest = opened.iter().map(|(_, size)| *size).max().unwrap_or(0);
         let part_bytes = part_bytes(largest, options.max_inflight_bytes);
-        let sent = files
-            .iter()
-            .zip(opened)
-            .map(|((from, to), (file, size))| Sent {
-                file,
-                from: from.clone(),
-                size,
-                object: Object::new(to.clone(), condition),
-                answers: std::iter::repeat_with(Mutex::default)
-                    .take(to_usize(size.div_ceil(part_bytes).max(1)))
-                    .collect(),
-            });
-        Ok(Self {
-            files: sent.collect(),
-            part_bytes,
-        })
+        let sent = files.iter().zip(opened).map(|((from, to), (file, size))| Sent {
+            file,
+            from: from.clone(),
+            size,
+            object: Object::new(to.clone(), condition),
+            answers: std::iter::repeat_with(Mutex::default)
+                .take(to_usize(size.div_ceil(part_bytes).max(1)))
+                .collect(),
+        });
+        Ok(Self { files: sent.collect(), part_bytes })
     }
 
     fn send(
@@ -173,9 +159,7 @@ struct Sent {
 
 impl Sent {
     fn answer(&self, number: usize) -> MutexGuard<'_, String> {
-        self.answers[number]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.answers[number].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -221,8 +205,7 @@ fn store(
         |(), i| {
             let file = &files[i];
             let answers = (0..file.answers.len()).map(|number| file.answer(number).clone());
-            file.object
-                .complete(answers, file.size, connection, control)
+            file.object.complete(answers, file.size, connection, control)
         },
     )
 }

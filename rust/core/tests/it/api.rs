@@ -10,9 +10,7 @@ use twox_hash::XxHash3_64;
 
 /// A path from the root of the repository.
 pub fn fixture(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../..")
-        .join(path)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
 const NATIVE: &str = "tests/compat/v1/sharded";
@@ -45,11 +43,7 @@ fn json(path: &Path) -> Json {
 }
 
 fn shape(json: &Json) -> Vec<u64> {
-    json.as_array()
-        .unwrap()
-        .iter()
-        .map(|n| n.as_u64().unwrap())
-        .collect()
+    json.as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect()
 }
 
 #[test]
@@ -58,9 +52,7 @@ fn checkpoints_of_stock_torch_open_in_place() {
     for release in ["torch-2.4.1", "torch-2.8.0", "torch-2.15.0"] {
         for entry in fs::read_dir(fixture("tests/fixtures/stock").join(release)).unwrap() {
             let noted = entry.unwrap().path();
-            let is_case = noted
-                .extension()
-                .is_some_and(|extension| extension == "json");
+            let is_case = noted.extension().is_some_and(|extension| extension == "json");
             if !is_case || noted.ends_with("rank_local.json") || !json(&noted)["error"].is_null() {
                 continue;
             }
@@ -68,10 +60,7 @@ fn checkpoints_of_stock_torch_open_in_place() {
             let wanted = json(&noted);
             let wanted = wanted["tensors"].as_object().unwrap();
             let names: Vec<&str> = checkpoint.names().collect();
-            assert!(
-                names.is_sorted() && names.len() == wanted.len(),
-                "{noted:?} {names:?}"
-            );
+            assert!(names.is_sorted() && names.len() == wanted.len(), "{noted:?} {names:?}");
             for tensor in checkpoint.tensors() {
                 let wanted = &wanted[tensor.name];
                 assert_eq!(
@@ -79,17 +68,9 @@ fn checkpoints_of_stock_torch_open_in_place() {
                     wanted["dtype"].as_str().unwrap(),
                     "{noted:?} {tensor:?}"
                 );
-                assert_eq!(
-                    tensor.shape,
-                    shape(&wanted["shape"]),
-                    "{noted:?} {tensor:?}"
-                );
+                assert_eq!(tensor.shape, shape(&wanted["shape"]), "{noted:?} {tensor:?}");
                 let bytes = read(&checkpoint, tensor.name).unwrap();
-                assert_eq!(
-                    hex(&bytes),
-                    wanted["hex"].as_str().unwrap(),
-                    "{noted:?} {tensor:?}"
-                );
+                assert_eq!(hex(&bytes), wanted["hex"].as_str().unwrap(), "{noted:?} {tensor:?}");
                 tensors += 1;
             }
         }
@@ -101,10 +82,7 @@ fn checkpoints_of_stock_torch_open_in_place() {
 fn native_checkpoints_give_what_was_saved() {
     for kind in ["plain", "sharded", "cast", "reused"] {
         let folder = fixture("tests/compat/v1").join(kind);
-        let checkpoint = OpenOptions::new()
-            .check_digests(true)
-            .open(&folder)
-            .unwrap();
+        let checkpoint = OpenOptions::new().check_digests(true).open(&folder).unwrap();
         let saved = json(&folder.with_extension("json"));
         let mut tensors = 0;
         for item in saved["state"]["items"].as_array().unwrap() {
@@ -113,20 +91,13 @@ fn native_checkpoints_give_what_was_saved() {
                 let info = checkpoint.tensor(name).unwrap();
                 assert_eq!(info.dtype.name(), item[1]["tensor"].as_str().unwrap());
                 assert_eq!(info.shape, shape(&item[1]["shape"]));
-                assert_eq!(
-                    hex(&read(&checkpoint, name).unwrap()),
-                    hex_of,
-                    "{kind} {name}"
-                );
+                assert_eq!(hex(&read(&checkpoint, name).unwrap()), hex_of, "{kind} {name}");
                 tensors += 1;
             }
         }
         assert_eq!(checkpoint.names().count(), tensors, "values are no tensors");
         let verified = checkpoint.verify(&Control::new()).unwrap();
-        assert!(
-            verified.problems.is_empty() && verified.bytes > 0,
-            "{verified:?}"
-        );
+        assert!(verified.problems.is_empty() && verified.bytes > 0, "{verified:?}");
     }
 }
 
@@ -136,12 +107,10 @@ fn files_of_torch_save_open_in_place() {
         let checkpoint =
             Checkpoint::open(fixture("rust/fuzz/seeds/torch_file").join(file)).unwrap();
         // A transposed view: stored by columns, delivered by rows.
-        let wanted: Vec<u8> = [
-            0.0, 4.0, 8.0, 1.0, 5.0, 9.0, 2.0, 6.0, 10.0, 3.0, 7.0, 11.0_f32,
-        ]
-        .into_iter()
-        .flat_map(f32::to_le_bytes)
-        .collect();
+        let wanted: Vec<u8> = [0.0, 4.0, 8.0, 1.0, 5.0, 9.0, 2.0, 6.0, 10.0, 3.0, 7.0, 11.0_f32]
+            .into_iter()
+            .flat_map(f32::to_le_bytes)
+            .collect();
         assert_eq!(read(&checkpoint, "m.b").unwrap(), wanted, "{file}");
     }
 }
@@ -149,10 +118,7 @@ fn files_of_torch_save_open_in_place() {
 #[test]
 fn a_rank_local_checkpoint_opens_for_a_rank() {
     let folder = fixture("tests/compat/v1/rank_local");
-    assert!(matches!(
-        Checkpoint::open(&folder),
-        Err(Error::NotFound { .. })
-    ));
+    assert!(matches!(Checkpoint::open(&folder), Err(Error::NotFound { .. })));
     let checkpoint = OpenOptions::new().rank(1).open(&folder).unwrap();
     assert!(checkpoint.path().ends_with("__1.index.dcprs"));
     let name = checkpoint.names().next().unwrap();
@@ -190,17 +156,13 @@ fn every_region_is_a_part_of_the_whole() {
                 let at = usize::try_from((r * width + offsets[1]) * size).unwrap();
                 &whole[at..at + usize::try_from(sizes[1] * size).unwrap()]
             };
-            let wanted: Vec<u8> = (offsets[0]..offsets[0] + sizes[0])
-                .flat_map(row)
-                .copied()
-                .collect();
+            let wanted: Vec<u8> =
+                (offsets[0]..offsets[0] + sizes[0]).flat_map(row).copied().collect();
             assert_eq!(*got, wanted, "{name} {offsets:?} {sizes:?}");
         }
         let ([top, left], [rows, columns]) = regions[regions.len() / 2];
         let mut one = vec![0; buffers[regions.len() / 2].len()];
-        checkpoint
-            .read_region_into(name, &[top, left], &[rows, columns], &mut one)
-            .unwrap();
+        checkpoint.read_region_into(name, &[top, left], &[rows, columns], &mut one).unwrap();
         assert_eq!(one, buffers[regions.len() / 2]);
     }
 }
@@ -208,11 +170,7 @@ fn every_region_is_a_part_of_the_whole() {
 /// The tensor and the reason of a refusal; the path is that of the index.
 fn refused(checkpoint: &Checkpoint, result: Result<(), Error>) -> (String, String) {
     match result {
-        Err(Error::TensorPlan {
-            path,
-            tensor,
-            reason,
-        }) => {
+        Err(Error::TensorPlan { path, tensor, reason }) => {
             assert_eq!(path.as_deref(), Some(checkpoint.path()));
             (tensor, reason)
         }
@@ -225,15 +183,10 @@ fn wrong_names_lengths_and_regions_are_refused() {
     let checkpoint = Checkpoint::open(fixture(NATIVE)).unwrap();
     let mut buffer = [7_u8; 60];
     let (tensor, reason) = refused(&checkpoint, checkpoint.read_into("row", &mut buffer));
-    assert!(
-        tensor == "row" && reason.ends_with("holds no tensor of this name"),
-        "{reason}"
-    );
+    assert!(tensor == "row" && reason.ends_with("holds no tensor of this name"), "{reason}");
     for length in [0, 59] {
-        let (tensor, reason) = refused(
-            &checkpoint,
-            checkpoint.read_into("rows", &mut buffer[..length]),
-        );
+        let (tensor, reason) =
+            refused(&checkpoint, checkpoint.read_into("rows", &mut buffer[..length]));
         let wanted =
             format!("[5, 3] elements of float32 take 60 bytes, and the buffer has {length}");
         assert_eq!((tensor.as_str(), reason), ("rows", wanted));
@@ -251,18 +204,12 @@ fn wrong_names_lengths_and_regions_are_refused() {
     for (offsets, sizes) in wrong {
         let result = checkpoint.read_region_into("rows", offsets, sizes, &mut buffer);
         let (_, reason) = refused(&checkpoint, result);
-        assert!(
-            reason.contains("do not lie within [5, 3]"),
-            "{offsets:?} {sizes:?} {reason}"
-        );
+        assert!(reason.contains("do not lie within [5, 3]"), "{offsets:?} {sizes:?} {reason}");
     }
     assert_eq!(buffer, [7; 60]);
     let reused = Checkpoint::open(fixture("tests/compat/v1/reused")).unwrap();
     let (_, reason) = refused(&reused, reused.tensor("value").map(drop));
-    assert!(
-        reason.ends_with("holds a value of this name, not a tensor"),
-        "{reason}"
-    );
+    assert!(reason.ends_with("holds a value of this name, not a tensor"), "{reason}");
 }
 
 #[test]
@@ -274,20 +221,14 @@ fn a_batch_goes_on_after_a_refusal_and_can_be_stopped() {
     batch.add("rows", &mut rows).unwrap();
     batch.add("columns", &mut short).unwrap_err();
     batch.read(&control).unwrap();
-    assert_eq!(
-        (rows.to_vec(), short),
-        (read(&checkpoint, "rows").unwrap(), [7; 3])
-    );
+    assert_eq!((rows.to_vec(), short), (read(&checkpoint, "rows").unwrap(), [7; 3]));
     assert_eq!(control.done(), 60);
 
     control.cancel();
     let mut batch = checkpoint.batch();
     batch.add("rows", &mut rows).unwrap();
     assert!(matches!(batch.read(&control), Err(Error::Interrupted)));
-    assert!(matches!(
-        checkpoint.verify(&control),
-        Err(Error::Interrupted)
-    ));
+    assert!(matches!(checkpoint.verify(&control), Err(Error::Interrupted)));
 }
 
 #[test]
@@ -295,23 +236,17 @@ fn threads_share_a_checkpoint() {
     let checkpoint = Checkpoint::open(fixture(NATIVE)).unwrap();
     let wanted = read(&checkpoint, "columns").unwrap();
     std::thread::scope(|scope| {
-        let reads: Vec<_> = (0..4)
-            .map(|_| scope.spawn(|| read(&checkpoint, "columns").unwrap()))
-            .collect();
+        let reads: Vec<_> =
+            (0..4).map(|_| scope.spawn(|| read(&checkpoint, "columns").unwrap())).collect();
         assert!(reads.into_iter().all(|read| read.join().unwrap() == wanted));
     });
 }
 
 /// The one data file of a copy that holds the second half of `rows`.
 fn data_files(dir: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> = fs::read_dir(dir)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .collect();
-    files.retain(|path| {
-        path.extension()
-            .is_some_and(|extension| extension == "safetensors")
-    });
+    let mut files: Vec<PathBuf> =
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
     files.sort();
     files
 }
@@ -326,36 +261,19 @@ fn a_damaged_byte_is_named() {
 
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     let verified = checkpoint.verify(&Control::new()).unwrap();
-    let [problem] = verified.problems.as_slice() else {
-        panic!("{verified:?}")
-    };
+    let [problem] = verified.problems.as_slice() else { panic!("{verified:?}") };
     assert_eq!((&problem.path, problem.whole_file), (&file, false));
     let text = problem.to_string();
-    let parts = [
-        file.to_str().unwrap(),
-        problem.tensor.as_str(),
-        "at byte",
-        "expected",
-        "got",
-    ];
+    let parts = [file.to_str().unwrap(), problem.tensor.as_str(), "at byte", "expected", "got"];
     assert!(parts.iter().all(|part| text.contains(part)), "{text}");
 
     // Unchecked reads deliver it, and checked ones do not.
-    let checked = OpenOptions::new()
-        .check_digests(true)
-        .open(dir.path())
-        .unwrap();
+    let checked = OpenOptions::new().check_digests(true).open(dir.path()).unwrap();
     read(&checkpoint, &problem.tensor).unwrap();
     match read(&checked, &problem.tensor) {
-        Err(Error::CorruptData {
-            path,
-            tensor,
-            offset,
-            ..
-        }) => assert_eq!(
-            (path, tensor, offset),
-            (file, problem.tensor.clone(), Some(problem.offset))
-        ),
+        Err(Error::CorruptData { path, tensor, offset, .. }) => {
+            assert_eq!((path, tensor, offset), (file, problem.tensor.clone(), Some(problem.offset)))
+        }
         other => panic!("{other:?}"),
     }
 }
@@ -389,10 +307,7 @@ fn what_is_no_checkpoint_is_said() {
     let dir = tempfile::tempdir().unwrap();
     for path in [dir.path().to_owned(), dir.path().join("none")] {
         let error = Checkpoint::open(&path).unwrap_err();
-        assert!(
-            matches!(&error, Error::NotFound { path: at, .. } if *at == path),
-            "{error}"
-        );
+        assert!(matches!(&error, Error::NotFound { path: at, .. } if *at == path), "{error}");
     }
 }
 
@@ -417,18 +332,13 @@ fn a_forged_index_is_refused_or_reads_within_its_files() {
         match OpenOptions::new().threads(1).open(dir.path()) {
             Ok(checkpoint) => {
                 opened += 1;
-                for tensor in checkpoint
-                    .tensors()
-                    .filter(|tensor| tensor.nbytes() < 1 << 20)
-                {
+                for tensor in checkpoint.tensors().filter(|tensor| tensor.nbytes() < 1 << 20) {
                     let mut bytes = vec![0; tensor.nbytes()];
                     // Right or wrong: there is no memory that it may not write to.
                     let _ = checkpoint.read_into(tensor.name, &mut bytes);
                 }
             }
-            Err(Error::CorruptIndex {
-                path: at, offset, ..
-            }) => {
+            Err(Error::CorruptIndex { path: at, offset, .. }) => {
                 assert_eq!(at, path);
                 assert!(offset <= right.len() as u64);
                 refused += 1;
@@ -450,10 +360,7 @@ fn a_forged_index_is_refused_or_reads_within_its_files() {
     for length in (0..right.len()).step_by(7) {
         attempt(&right[..length]);
     }
-    assert!(
-        refused > 700 && opened > 100,
-        "{refused} refused, {opened} opened"
-    );
+    assert!(refused > 700 && opened > 100, "{refused} refused, {opened} opened");
 }
 
 #[test]
@@ -467,9 +374,6 @@ fn an_index_of_other_bytes_than_were_written_is_refused() {
         fs::remove_file(&path).unwrap();
         fs::write(&path, &damaged).unwrap();
         let error = Checkpoint::open(dir.path()).unwrap_err();
-        assert!(
-            error.to_string().contains("index.dcprs"),
-            "byte {at}: {error}"
-        );
+        assert!(error.to_string().contains("index.dcprs"), "byte {at}: {error}");
     }
 }

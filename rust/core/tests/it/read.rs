@@ -50,10 +50,7 @@ fn written(dir: &Path, name: &str, bytes: &[u8]) -> FileRef {
         size: bytes.len() as u64,
         mtime_ns: 0,
         mend: "",
-        links: Links::Within {
-            folder: dir.into(),
-            last: false,
-        },
+        links: Links::Within { folder: dir.into(), last: false },
         remote: None,
     }
 }
@@ -100,11 +97,7 @@ fn run(file: u32, offset: usize, length: usize, src_offset: usize, dst: &mut [u8
 }
 
 fn options(io: IoMode) -> ReadOptions {
-    ReadOptions {
-        io,
-        threads: 2,
-        ..ReadOptions::default()
-    }
+    ReadOptions { io, threads: 2, ..ReadOptions::default() }
 }
 
 fn go(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions) -> Result<ReadStats, Error> {
@@ -115,14 +108,10 @@ fn go(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions) -> Result<Read
 #[test]
 fn every_mode_delivers_the_same() {
     let dir = folder();
-    let data: Vec<_> = [(5 * MIB + 77, 1), (3 * MIB, 2), (100, 3)]
-        .map(|(len, seed)| noise(len, seed))
-        .into();
-    let files: Vec<_> = data
-        .iter()
-        .enumerate()
-        .map(|(i, d)| written(dir.path(), &i.to_string(), d))
-        .collect();
+    let data: Vec<_> =
+        [(5 * MIB + 77, 1), (3 * MIB, 2), (100, 3)].map(|(len, seed)| noise(len, seed)).into();
+    let files: Vec<_> =
+        data.iter().enumerate().map(|(i, d)| written(dir.path(), &i.to_string(), d)).collect();
     for io in MODES {
         for cold in [false, true] {
             files.iter().filter(|_| cold).for_each(drop_cache);
@@ -133,12 +122,7 @@ fn every_mode_delivers_the_same() {
                 run(0, 50, data[0].len() - 50, 50, &mut big),
                 run(1, 0, data[1].len(), 0, &mut whole),
             ];
-            reqs.extend(
-                small
-                    .iter_mut()
-                    .enumerate()
-                    .map(|(i, s)| run(2, i, 1, 0, s)),
-            );
+            reqs.extend(small.iter_mut().enumerate().map(|(i, s)| run(2, i, 1, 0, s)));
             let control = Control::new();
             // SAFETY: the destinations are exclusive and outlive the call.
             let stats =
@@ -149,10 +133,7 @@ fn every_mode_delivers_the_same() {
             assert_eq!(stats.bytes_wanted, (big.len() + whole.len() + 100) as u64);
             assert_eq!(control.done(), stats.bytes_wanted);
             assert!(stats.bytes_read >= stats.bytes_wanted, "{stats:?}");
-            assert!(
-                stats.bytes_read * 100 <= stats.bytes_wanted * 105 + 409_600,
-                "{stats:?}"
-            );
+            assert!(stats.bytes_read * 100 <= stats.bytes_wanted * 105 + 409_600, "{stats:?}");
         }
     }
 }
@@ -164,10 +145,7 @@ fn strided_sources_and_destinations() {
     let data = noise(64 + rows * cols * 4, 9);
     let file = written(dir.path(), "f", &data);
     let at = |r: usize, c: usize| 64 + (r * cols + c) * 4;
-    let shared = ReadOptions {
-        shared: Sharing::Guess,
-        ..options(IoMode::Auto)
-    };
+    let shared = ReadOptions { shared: Sharing::Guess, ..options(IoMode::Auto) };
     for options in MODES.map(options).into_iter().chain([shared]) {
         for cold in [false, true] {
             if cold {
@@ -214,9 +192,7 @@ fn strided_sources_and_destinations() {
                     "{options:?} {r}"
                 );
                 assert!(
-                    columns[r * 2800 + 2000..(r + 1) * 2800]
-                        .iter()
-                        .all(|&b| b == 0),
+                    columns[r * 2800 + 2000..(r + 1) * 2800].iter().all(|&b| b == 0),
                     "wrote between rows"
                 );
                 for c in 0..300 {
@@ -245,10 +221,7 @@ fn thin_rows_that_are_read_through_are_right() {
         dst_strides: smallvec![wide(width), 1],
         ..run(0, 96, rows * pitch, 0, &mut [])
     };
-    let few = ReadOptions {
-        max_inflight_bytes: 3 << 20,
-        ..options(IoMode::Direct)
-    };
+    let few = ReadOptions { max_inflight_bytes: 3 << 20, ..options(IoMode::Direct) };
     let stats = go(std::slice::from_ref(&file), &[req], &few).unwrap();
     for (row, got) in columns.chunks_exact(width).enumerate() {
         let at = 96 + row * pitch + width;
@@ -256,10 +229,7 @@ fn thin_rows_that_are_read_through_are_right() {
     }
     assert_eq!(stats.bytes_wanted, wide(rows * width));
     // Never more than all of it, and what is read to whole blocks twice.
-    assert!(
-        stats.bytes_read <= wide(rows * pitch) + stats.jobs * 2 * 4096,
-        "{stats:?}"
-    );
+    assert!(stats.bytes_read <= wide(rows * pitch) + stats.jobs * 2 * 4096, "{stats:?}");
 }
 
 #[test]
@@ -272,30 +242,16 @@ fn nothing_wanted_is_nothing_done() {
         links: Links::Any,
         remote: None,
     };
-    assert_eq!(
-        go(&[], &[], &options(IoMode::Auto)).unwrap(),
-        ReadStats::default()
-    );
+    assert_eq!(go(&[], &[], &options(IoMode::Auto)).unwrap(), ReadStats::default());
     let empty = run(0, 0, 0, 0, &mut []);
-    assert_eq!(
-        go(&[missing], &[empty], &options(IoMode::Auto)).unwrap(),
-        ReadStats::default()
-    );
+    assert_eq!(go(&[missing], &[empty], &options(IoMode::Auto)).unwrap(), ReadStats::default());
 }
 
 fn corrupt(result: Result<ReadStats, Error>) -> (String, String, Option<u64>, String) {
     match result {
-        Err(Error::CorruptData {
-            path,
-            tensor,
-            offset,
-            reason,
-        }) => (
-            path.file_name().unwrap().to_string_lossy().into(),
-            tensor,
-            offset,
-            reason,
-        ),
+        Err(Error::CorruptData { path, tensor, offset, reason }) => {
+            (path.file_name().unwrap().to_string_lossy().into(), tensor, offset, reason)
+        }
         other => panic!("expected corrupt data, got {other:?}"),
     }
 }
@@ -310,50 +266,22 @@ fn files_are_checked_before_reading() {
     for io in MODES {
         let attempt =
             |file: FileRef| corrupt(go(&[file], std::slice::from_ref(&req), &options(io)));
-        let (name, _, offset, reason) = attempt(FileRef {
-            path: dir.path().join("gone"),
-            ..good.clone()
-        });
-        assert_eq!(
-            (name.as_str(), reason.as_str()),
-            ("gone", "the file is missing")
-        );
+        let (name, _, offset, reason) =
+            attempt(FileRef { path: dir.path().join("gone"), ..good.clone() });
+        assert_eq!((name.as_str(), reason.as_str()), ("gone", "the file is missing"));
         assert_eq!(offset, None);
-        let (_, _, _, reason) = attempt(FileRef {
-            size: 10_001,
-            ..good.clone()
-        });
-        assert!(
-            reason.contains("10000") && reason.contains("10001"),
-            "{reason}"
-        );
-        let (_, _, _, reason) = attempt(FileRef {
-            mtime_ns: 12345,
-            mend: "index it anew",
-            ..good.clone()
-        });
-        assert!(
-            reason.contains("modified") && reason.ends_with("; index it anew"),
-            "{reason}"
-        );
+        let (_, _, _, reason) = attempt(FileRef { size: 10_001, ..good.clone() });
+        assert!(reason.contains("10000") && reason.contains("10001"), "{reason}");
+        let (_, _, _, reason) =
+            attempt(FileRef { mtime_ns: 12345, mend: "index it anew", ..good.clone() });
+        assert!(reason.contains("modified") && reason.ends_with("; index it anew"), "{reason}");
         let link = dir.path().join("link");
         let _ = std::os::unix::fs::symlink(&good.path, &link);
-        let (_, _, _, reason) = attempt(FileRef {
-            path: link.clone(),
-            ..good.clone()
-        });
+        let (_, _, _, reason) = attempt(FileRef { path: link.clone(), ..good.clone() });
         assert!(reason.contains("symbolic link"), "{reason}");
-        let followed = FileRef {
-            path: link,
-            links: Links::Any,
-            remote: None,
-            ..good.clone()
-        };
+        let followed = FileRef { path: link, links: Links::Any, remote: None, ..good.clone() };
         go(&[followed], std::slice::from_ref(&req), &options(io)).unwrap();
-        let folder = FileRef {
-            path: dir.path().into(),
-            ..good.clone()
-        };
+        let folder = FileRef { path: dir.path().into(), ..good.clone() };
         assert!(attempt(folder).3.contains("regular"));
     }
     assert!(dst == data[..100]);
@@ -364,27 +292,13 @@ fn verify_names_the_block_that_differs() {
     let dir = folder();
     let length = 3 * MIB + 123;
     let mut data = noise(4096 + length, 5);
-    let digests: Vec<u64> = data[4096..]
-        .chunks(MIB)
-        .map(twox_hash::XxHash3_64::oneshot)
-        .collect();
+    let digests: Vec<u64> = data[4096..].chunks(MIB).map(twox_hash::XxHash3_64::oneshot).collect();
     let file = written(dir.path(), "f", &data);
     let catalog = Digests([vec![1, 2, 3], digests].concat());
     let verified = |io, reqs: &[ReadReq]| {
-        let options = ReadOptions {
-            verify: Verify::All,
-            ..options(io)
-        };
+        let options = ReadOptions { verify: Verify::All, ..options(io) };
         // SAFETY: the destinations are exclusive and outlive the call.
-        unsafe {
-            read(
-                std::slice::from_ref(&file),
-                reqs,
-                &catalog,
-                &options,
-                &Control::new(),
-            )
-        }
+        unsafe { read(std::slice::from_ref(&file), reqs, &catalog, &options, &Control::new()) }
     };
     for io in MODES {
         let mut dst = vec![0u8; length];
@@ -421,10 +335,7 @@ fn verify_names_the_block_that_differs() {
                 (name.as_str(), tensor.as_str(), offset),
                 ("f", "layers.7.weight", Some((4096 + 2 * MIB) as u64))
             );
-            assert!(
-                reason.contains("block 2") && reason.contains("expected"),
-                "{reason}"
-            );
+            assert!(reason.contains("block 2") && reason.contains("expected"), "{reason}");
         }
         let mut dst = vec![0u8; 2 * MIB];
         let mut req = run(0, 4096, length, 0, &mut dst);
@@ -482,10 +393,7 @@ fn work_under_way_is_cancelled() {
     for io in MODES {
         let control = Control::new();
         let catalog = Canceller(&control, twox_hash::XxHash3_64::oneshot(&vec![7; MIB]));
-        let options = ReadOptions {
-            verify: Verify::All,
-            ..options(io)
-        };
+        let options = ReadOptions { verify: Verify::All, ..options(io) };
         // SAFETY: the destination is exclusive and outlives the call.
         let result = unsafe {
             read(
@@ -496,10 +404,7 @@ fn work_under_way_is_cancelled() {
                 &control,
             )
         };
-        assert!(
-            matches!(result, Err(Error::Interrupted)),
-            "{io:?} {result:?}"
-        );
+        assert!(matches!(result, Err(Error::Interrupted)), "{io:?} {result:?}");
         assert!(
             control.done() < length as u64 / 2,
             "{io:?}: {} bytes after the call",
@@ -513,12 +418,7 @@ fn a_request_outside_its_file_is_refused() {
     let dir = folder();
     let file = written(dir.path(), "f", &[0; 100]);
     let mut dst = vec![0u8; 60];
-    let error = go(
-        &[file],
-        &[run(0, 50, 60, 0, &mut dst)],
-        &options(IoMode::Auto),
-    )
-    .unwrap_err();
+    let error = go(&[file], &[run(0, 50, 60, 0, &mut dst)], &options(IoMode::Auto)).unwrap_err();
     assert!(
         matches!(&error, Error::TensorPlan { tensor, .. } if tensor == "layers.7.weight"),
         "{error}"
@@ -534,11 +434,7 @@ fn one_thread_and_little_memory_suffice() {
         drop_cache(&file);
         let mut dst = vec![0u8; data.len() - 1];
         let req = run(0, 0, data.len(), 1, &mut dst);
-        let options = ReadOptions {
-            threads: 1,
-            max_inflight_bytes: 1,
-            ..options(io)
-        };
+        let options = ReadOptions { threads: 1, max_inflight_bytes: 1, ..options(io) };
         go(std::slice::from_ref(&file), &[req], &options).unwrap();
         assert!(dst == data[1..], "{io:?}");
     }
@@ -573,13 +469,7 @@ fn elements_are_added_to_sums_in_every_mode() {
             dst: Destination(sums.as_mut_ptr().cast()),
             dst_strides: smallvec![4 * shape[1], 4],
             operation: Operation::Accumulate(sink),
-            ..run(
-                0,
-                offset,
-                2 * rows * columns,
-                2 * (row * columns + column),
-                &mut [],
-            )
+            ..run(0, offset, 2 * rows * columns, 2 * (row * columns + column), &mut [])
         };
         let reqs = [
             req(&mut sums, 1, 16, [rows as u64 - 1, width as u64]),

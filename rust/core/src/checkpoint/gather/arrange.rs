@@ -79,19 +79,14 @@ impl Turns {
 
     /// Whether what has this number has this turn.
     fn has(&self, turn: usize, i: usize) -> bool {
-        self.of
-            .as_ref()
-            .map_or(turn == 0, |of| of[i].is_some_and(|of| of as usize == turn))
+        self.of.as_ref().map_or(turn == 0, |of| of[i].is_some_and(|of| of as usize == turn))
     }
 
     pub(super) fn requests<'a>(&self, turn: usize, all: &'a [ReadReq]) -> Cow<'a, [ReadReq]> {
         if self.of.is_none() {
             return Cow::Borrowed(all);
         }
-        (0..all.len())
-            .filter(|&i| self.has(turn, i))
-            .map(|i| all[i].clone())
-            .collect()
+        (0..all.len()).filter(|&i| self.has(turn, i)).map(|i| all[i].clone()).collect()
     }
 }
 
@@ -108,11 +103,7 @@ impl Gather {
         let index = std::sync::Arc::clone(&self.index);
         let (tensor, dtype) = self.check(source, region)?;
         let name = index.name(tensor);
-        let bytes: Option<Dims> = to
-            .strides
-            .iter()
-            .map(|s| s.checked_mul(to.itemsize))
-            .collect();
+        let bytes: Option<Dims> = to.strides.iter().map(|s| s.checked_mul(to.itemsize)).collect();
         let lies = |start, sizes: &[u64]| {
             Footprint::new(to.device, start, to.itemsize, sizes, bytes.as_deref()?)
         };
@@ -123,15 +114,9 @@ impl Gather {
         let is_flat = is_run(&region.sizes, &to.strides);
         for part in parts(&index, source, region)? {
             let along = |strides: &[u64]| -> u64 {
-                part.region_offsets
-                    .iter()
-                    .zip(strides)
-                    .map(|(o, s)| o * s)
-                    .sum()
+                part.region_offsets.iter().zip(strides).map(|(o, s)| o * s).sum()
             };
-            let start = to
-                .address
-                .map(|address| address + along(&to.strides) * to.itemsize);
+            let start = to.address.map(|address| address + along(&to.strides) * to.itemsize);
             let footprint = start.and_then(|start| lies(start, &part.sizes));
             let flat = is_flat && is_run(&part.sizes, &row_major);
             let file = self.place(index.chunk_file(part.chunk))?;
@@ -192,16 +177,10 @@ impl Gather {
     /// Finds the turns. What a later destination hides has none.
     pub fn arrange(&self) -> Turns {
         let count = self.requests.len();
-        let mut reaches: Vec<_> = (0..count)
-            .map(|i| self.footprint(i).reach(number(i)))
-            .collect();
+        let mut reaches: Vec<_> = (0..count).map(|i| self.footprint(i).reach(number(i))).collect();
         for (i, elsewhere) in self.elsewhere.iter().enumerate() {
             let footprints = &elsewhere.write.footprints;
-            reaches.extend(
-                footprints
-                    .iter()
-                    .map(|footprint| footprint.reach(number(count + i))),
-            );
+            reaches.extend(footprints.iter().map(|footprint| footprint.reach(number(count + i))));
         }
         let runs = contested(&mut reaches);
         if runs.is_empty() {
@@ -219,15 +198,8 @@ impl Gather {
         for (i, turn) in sharing.into_iter().zip(memory::turns(&writes)) {
             of[i] = turn;
         }
-        let count = of
-            .iter()
-            .flatten()
-            .max()
-            .map_or(1, |&last| last as usize + 1);
-        Turns {
-            count,
-            of: Some(of),
-        }
+        let count = of.iter().flatten().max().map_or(1, |&last| last as usize + 1);
+        Turns { count, of: Some(of) }
     }
 
     /// Numbers of what the caller fills from slabs in a turn, for [`want`](Self::want).
@@ -251,17 +223,12 @@ impl Gather {
             How::Slab(_) => None,
             How::Opaque { target } => Some(*target),
         };
-        self.elsewhere(turns, turn)
-            .into_iter()
-            .filter_map(target)
-            .collect()
+        self.elsewhere(turns, turn).into_iter().filter_map(target).collect()
     }
 
     fn elsewhere(&self, turns: &Turns, turn: usize) -> Vec<usize> {
         let first = self.requests.len();
-        (0..self.elsewhere.len())
-            .filter(|i| turns.has(turn, first + i))
-            .collect()
+        (0..self.elsewhere.len()).filter(|i| turns.has(turn, first + i)).collect()
     }
 
     /// Places in the plan of all that is filled in a turn.
@@ -309,10 +276,7 @@ impl Gather {
 
     /// The requests come first, then what is elsewhere.
     fn at(&self, i: usize) -> u64 {
-        self.at
-            .get(i)
-            .copied()
-            .unwrap_or_else(|| self.elsewhere[i - self.at.len()].at)
+        self.at.get(i).copied().unwrap_or_else(|| self.elsewhere[i - self.at.len()].at)
     }
 
     fn file(&self, i: usize) -> u32 {
@@ -332,10 +296,7 @@ impl Gather {
 
     fn write(&self, i: usize) -> Write {
         match i.checked_sub(self.requests.len()) {
-            None => Write {
-                footprints: [self.footprint(i)].into_iter().collect(),
-                covers: true,
-            },
+            None => Write { footprints: [self.footprint(i)].into_iter().collect(), covers: true },
             Some(i) => self.elsewhere[i].write.clone(),
         }
     }

@@ -48,31 +48,19 @@ impl Sections {
             end = end.saturating_add(size);
             end
         }));
-        Self {
-            starts: starts.into(),
-            size: end.div_ceil(SECTIONS).max(MIN_SECTION),
-        }
+        Self { starts: starts.into(), size: end.div_ceil(SECTIONS).max(MIN_SECTION) }
     }
 
     /// The sections of bytes `start..end` of a file, and where the bytes are in each.
     fn of(&self, file: u32, start: u64, end: u64) -> impl Iterator<Item = (usize, u64, u64)> {
         let (first, last) = (self.starts[file as usize], self.starts[file as usize + 1]);
-        let (start, end) = (
-            first.saturating_add(start).min(last),
-            first.saturating_add(end).min(last),
-        );
+        let (start, end) =
+            (first.saturating_add(start).min(last), first.saturating_add(end).min(last));
         let size = self.size;
         (start / size..end.div_ceil(size)).map(move |section| {
             let begin = section * size;
-            let part = (
-                start.max(begin) - begin,
-                end.min(begin.saturating_add(size)) - begin,
-            );
-            (
-                usize::try_from(section).expect("256 at most"),
-                part.0,
-                part.1,
-            )
+            let part = (start.max(begin) - begin, end.min(begin.saturating_add(size)) - begin);
+            (usize::try_from(section).expect("256 at most"), part.0, part.1)
         })
     }
 }
@@ -90,11 +78,7 @@ impl Wanted {
     #[must_use]
     pub fn new(index: Arc<Index>) -> Self {
         let sections = Sections::new((0..index.file_count()).map(|file| index.file(file).size));
-        Self {
-            index,
-            sections,
-            read: vec![(0, 0); usize::try_from(SECTIONS).expect("256")],
-        }
+        Self { index, sections, read: vec![(0, 0); usize::try_from(SECTIONS).expect("256")] }
     }
 
     /// Adds what is filled in place of a batch of the same index.
@@ -103,13 +87,7 @@ impl Wanted {
         for request in &batch.requests {
             let (start, _) = span(request);
             let file = numbers[request.file as usize];
-            self.add_rectangle(
-                file,
-                start,
-                request.itemsize,
-                &request.shape,
-                &request.src_strides,
-            );
+            self.add_rectangle(file, start, request.itemsize, &request.shape, &request.src_strides);
         }
     }
 
@@ -120,12 +98,8 @@ impl Wanted {
             Source::Chunk(chunk) => self.add_part(chunk, &region.offsets, &region.sizes),
             Source::Tensor(tensor) if region.fits(&self.index.tensor(tensor).shape) => {
                 let index = Arc::clone(&self.index);
-                for Overlap {
-                    chunk,
-                    chunk_offsets,
-                    sizes,
-                    ..
-                } in overlap::touching(&index, tensor, region)
+                for Overlap { chunk, chunk_offsets, sizes, .. } in
+                    overlap::touching(&index, tensor, region)
                 {
                     self.add_part(chunk, &chunk_offsets, &sizes);
                 }
@@ -177,12 +151,7 @@ impl Wanted {
     fn add_rows(&mut self, file: u32, start: u64, run: u64, loops: &[(u64, u64)]) {
         if let Some((&(count, stride), inner)) = loops.split_first() {
             for i in 0..count {
-                self.add_rows(
-                    file,
-                    start.saturating_add(i.saturating_mul(stride)),
-                    run,
-                    inner,
-                );
+                self.add_rows(file, start.saturating_add(i.saturating_mul(stride)), run, inner);
             }
             return;
         }
@@ -211,10 +180,8 @@ impl Wanted {
     /// With what [`compare`] found for this rank. `None` where that is no answer.
     #[must_use]
     pub fn judged(&self, answer: &[u8]) -> Option<Common> {
-        (answer.len() == self.read.len() / 8).then(|| Common {
-            sections: self.sections.clone(),
-            shared: answer.into(),
-        })
+        (answer.len() == self.read.len() / 8)
+            .then(|| Common { sections: self.sections.clone(), shared: answer.into() })
     }
 }
 
@@ -233,25 +200,16 @@ fn hash(begin: u64, end: u64) -> u64 {
 pub fn compare(messages: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
     let sections = usize::try_from(SECTIONS).expect("256");
     let mut answers = vec![vec![0_u8; sections / 8]; messages.len()];
-    let entries: Vec<&[[u8; ENTRY]]> = messages
-        .iter()
-        .map(|message| message.as_chunks().0)
-        .collect();
-    if messages
-        .iter()
-        .any(|message| message.len() != sections * ENTRY)
-    {
+    let entries: Vec<&[[u8; ENTRY]]> =
+        messages.iter().map(|message| message.as_chunks().0).collect();
+    if messages.iter().any(|message| message.len() != sections * ENTRY) {
         let reason = "a rank sent an invalid message about the sections that it reads";
         return Err(Error::Plan(reason.into()));
     }
     for section in 0..sections {
         let part = |entry: [u8; ENTRY]| u64::from(u16::from_le_bytes([entry[0], entry[1]]));
-        let all = || {
-            entries
-                .iter()
-                .map(|entries| entries[section])
-                .filter(|&entry| part(entry) > 0)
-        };
+        let all =
+            || entries.iter().map(|entries| entries[section]).filter(|&entry| part(entry) > 0);
         let is_crowded = all().map(part).sum::<u64>() > SHARED && all().count() > 1;
         let mut same: HashMap<[u8; ENTRY], usize> = HashMap::new();
         all().for_each(|entry| *same.entry(entry).or_default() += 1);
@@ -440,26 +398,11 @@ mod tests {
     #[test]
     fn the_same_bytes_are_shared_and_bytes_beside_each_other_are_not() {
         const MIB: u64 = 1 << 20;
-        assert_eq!(
-            shared(&[&[(0, 64 * MIB)], &[(0, 64 * MIB)]]),
-            [true; 2],
-            "replicas"
-        );
+        assert_eq!(shared(&[&[(0, 64 * MIB)], &[(0, 64 * MIB)]]), [true; 2], "replicas");
         assert_eq!(shared(&[&[(0, 64 * MIB)]]), [false], "alone on the machine");
-        assert_eq!(
-            shared(&[&[(0, MIB), (0, MIB)]]),
-            [false],
-            "twice, by one rank"
-        );
-        let stages = [
-            [(0, 16 * MIB)],
-            [(16 * MIB, 32 * MIB)],
-            [(32 * MIB, 48 * MIB)],
-        ];
-        assert_eq!(
-            shared(&stages.each_ref().map(|stage| &stage[..])),
-            [false; 3]
-        );
+        assert_eq!(shared(&[&[(0, MIB), (0, MIB)]]), [false], "twice, by one rank");
+        let stages = [[(0, 16 * MIB)], [(16 * MIB, 32 * MIB)], [(32 * MIB, 48 * MIB)]];
+        assert_eq!(shared(&stages.each_ref().map(|stage| &stage[..])), [false; 3]);
         // Within one section: the same half, and a half each.
         assert_eq!(shared(&[&[(0, MIB / 2)], &[(0, MIB / 2)]]), [true; 2]);
         assert_eq!(shared(&[&[(0, MIB / 2)], &[(MIB / 2, MIB)]]), [false; 2]);
@@ -468,30 +411,21 @@ mod tests {
         assert_eq!(shared(&[&[one, two], &[two, one, own]]), [true; 2]);
         assert_eq!(shared(&[&[own, one], &[one]]), [false, true]);
         // Not quite the same, and more than there is.
-        assert_eq!(
-            shared(&[&[(0, 8 * MIB)], &[(9, 8 * MIB)], &[(7, 9 * MIB)]]),
-            [true; 3]
-        );
+        assert_eq!(shared(&[&[(0, 8 * MIB)], &[(9, 8 * MIB)], &[(7, 9 * MIB)]]), [true; 3]);
     }
 
     #[test]
     fn columns_are_read_with_what_lies_between_them_and_long_rows_are_not() {
-        for (row, pitch, is_shared) in [
-            (4096, 16384, true),
-            (65536, 1 << 18, false),
-            (4096, 1 << 20, false),
-        ] {
+        for (row, pitch, is_shared) in
+            [(4096, 16384, true), (65536, 1 << 18, false), (4096, 1 << 20, false)]
+        {
             let columns = |rank: u64| {
                 let mut wanted = Wanted::new(index());
                 wanted.add_rectangle(1, rank * row, 2, &[60, row / 2], &[pitch, 2]);
                 wanted
             };
             for (rank, common) in (0..).zip(judged(&[0, 1, 2, 3].map(columns))) {
-                assert_eq!(
-                    common.has(1, rank * row, 59 * pitch),
-                    is_shared,
-                    "{row} of {pitch}"
-                );
+                assert_eq!(common.has(1, rank * row, 59 * pitch), is_shared, "{row} of {pitch}");
             }
         }
     }
@@ -499,10 +433,7 @@ mod tests {
     #[test]
     fn what_is_no_message_is_refused() {
         let message = reads(&[(0, 9)]).to_bytes();
-        assert!(matches!(
-            compare(&[&message, &message[1..]]),
-            Err(Error::Plan(_))
-        ));
+        assert!(matches!(compare(&[&message, &message[1..]]), Err(Error::Plan(_))));
         assert!(reads(&[]).judged(&message).is_none());
     }
 
@@ -552,9 +483,7 @@ mod tests {
             by_region.add(source, &region);
         }
         assert_eq!(by_batch.to_bytes(), by_region.to_bytes());
-        let (Source::Tensor(layer), whole) = region(&index, "layer1") else {
-            panic!("a tensor")
-        };
+        let (Source::Tensor(layer), whole) = region(&index, "layer1") else { panic!("a tensor") };
         let mut by_chunk = Wanted::new(Arc::clone(&index));
         let chunk = index.tensor(layer).chunks.start;
         by_chunk.add(Source::Chunk(chunk), &whole);
@@ -562,10 +491,6 @@ mod tests {
         by_chunk.add(Source::Tensor(layer), &Region::new(&[0], &[1]));
         let (source, bias) = region(&index, "bias");
         by_chunk.add(source, &bias);
-        assert_eq!(
-            by_batch.to_bytes(),
-            by_chunk.to_bytes(),
-            "what does not fit is left out"
-        );
+        assert_eq!(by_batch.to_bytes(), by_chunk.to_bytes(), "what does not fit is left out");
     }
 }

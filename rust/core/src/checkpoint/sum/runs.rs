@@ -68,9 +68,8 @@ pub(super) unsafe fn sum_runs(
     control: &Control,
 ) -> Result<Vec<usize>> {
     let size = if is_double { 8 } else { 4 };
-    let (long, short): (Vec<_>, Vec<_>) = groups(sums, size)
-        .into_iter()
-        .partition(|group| elements(&sums[group.clone()]) >= FEW);
+    let (long, short): (Vec<_>, Vec<_>) =
+        groups(sums, size).into_iter().partition(|group| elements(&sums[group.clone()]) >= FEW);
     let mut left: Vec<usize> = short.into_iter().flatten().collect();
     if long.is_empty() {
         return Ok(left);
@@ -81,10 +80,8 @@ pub(super) unsafe fn sum_runs(
     let mut parts = Vec::new();
     for (number, group) in long.into_iter().enumerate() {
         let total = elements(&sums[group.clone()]);
-        let runs: Option<Vec<_>> = inputs
-            .iter()
-            .map(|input| runs(input, number, total, size))
-            .collect();
+        let runs: Option<Vec<_>> =
+            inputs.iter().map(|input| runs(input, number, total, size)).collect();
         match runs {
             Some(runs) => cut(&inputs, &runs, &sums[group.start], total, size, &mut parts),
             None => left.extend(group),
@@ -96,10 +93,7 @@ pub(super) unsafe fn sum_runs(
     };
     let state = || {
         let readers: Vec<Sequential> = inputs.iter().map(|_| Sequential::new(None)).collect();
-        (
-            readers,
-            vec![0_u64; if is_double { STEP } else { STEP / 2 }],
-        )
+        (readers, vec![0_u64; if is_double { STEP } else { STEP / 2 }])
     };
     parallel::for_each(parts.len(), threads, state, |(readers, memory), number| {
         control.check()?;
@@ -132,9 +126,7 @@ fn groups(sums: &[Sum], size: u64) -> Vec<Range<usize>> {
 }
 
 fn elements(sums: &[Sum]) -> u64 {
-    sums.iter()
-        .map(|sum| sum.region.sizes.iter().product::<u64>())
-        .sum()
+    sums.iter().map(|sum| sum.region.sizes.iter().product::<u64>()).sum()
 }
 
 /// What is read of one summand: requests of each group, whose destinations are places in the sums
@@ -172,16 +164,11 @@ fn runs(input: &Input, group: usize, total: u64, size: u64) -> Option<Vec<Run>> 
         let elements = request.shape.iter().product::<u64>();
         let is_dense = |strides: &[u64], size: u64| {
             let mut step = size;
-            request
-                .shape
-                .iter()
-                .zip(strides)
-                .rev()
-                .all(|(&n, &stride)| {
-                    let fits = n == 1 || stride == step;
-                    step *= n;
-                    fits
-                })
+            request.shape.iter().zip(strides).rev().all(|(&n, &stride)| {
+                let fits = n == 1 || stride == step;
+                step *= n;
+                fits
+            })
         };
         let file = &input.files[request.file as usize];
         let lies_within = request.src_offset + elements * request.itemsize <= request.chunk_length
@@ -192,11 +179,7 @@ fn runs(input: &Input, group: usize, total: u64, size: u64) -> Option<Vec<Run>> 
         if !is_run || !lies_within || !input.probe.maps(request.file) {
             return None;
         }
-        runs.push(Run {
-            request: number,
-            begin: request.dst.0.addr() as u64 / size,
-            elements,
-        });
+        runs.push(Run { request: number, begin: request.dst.0.addr() as u64 / size, elements });
     }
     runs.sort_by_key(|run| run.begin);
     // Each element once.
@@ -248,11 +231,7 @@ fn cut(
         let block = BLOCK_SIZE / itemsize;
         let to_block = block - byte / itemsize % block;
         // Whole blocks, from the end of one that was begun.
-        let most = if to_block < block {
-            to_block
-        } else {
-            PART.max(block)
-        };
+        let most = if to_block < block { to_block } else { PART.max(block) };
         let end = runs
             .iter()
             .zip(&at)
@@ -349,10 +328,8 @@ fn row<'a>(
     let Operation::Accumulate(sink) = request.operation else {
         return Err(Error::Internal("a summand that is not added".into()));
     };
-    let (checks, end) = (
-        input.verify && request.digests.is_some(),
-        begin + elements * request.itemsize,
-    );
+    let (checks, end) =
+        (input.verify && request.digests.is_some(), begin + elements * request.itemsize);
     let (from, to) = if checks {
         (
             begin / BLOCK_SIZE * BLOCK_SIZE,
@@ -362,14 +339,8 @@ fn row<'a>(
         (begin, end)
     };
     let range = request.chunk_offset + from..request.chunk_offset + to;
-    let bytes = reader.mapped(
-        &input.files,
-        request.file,
-        range,
-        &input.probe,
-        input.index,
-        control,
-    )?;
+    let bytes =
+        reader.mapped(&input.files, request.file, range, &input.probe, input.index, control)?;
     let is_whole = (from, to) == (begin, end);
     if checks && !is_whole {
         for (block, bytes) in (from / BLOCK_SIZE..).zip(bytes.chunks(fit(BLOCK_SIZE))) {

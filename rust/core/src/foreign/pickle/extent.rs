@@ -58,10 +58,7 @@ impl Pickle<'_> {
             Item::Node(part) => left.push(part),
             _ => small += 1,
         });
-        let sum = Extent {
-            depth: 0,
-            parts: small,
-        };
+        let sum = Extent { depth: 0, parts: small };
         Visit { node, left, sum }
     }
 
@@ -70,27 +67,15 @@ impl Pickle<'_> {
         match node {
             Node::Tuple { first, len } => {
                 let first = *first as usize;
-                self.pool[first..first + *len as usize]
-                    .iter()
-                    .copied()
-                    .for_each(each);
+                self.pool[first..first + *len as usize].iter().copied().for_each(each);
             }
             Node::List { items, .. } | Node::Set { items, .. } => {
                 items.iter().copied().for_each(each)
             }
             Node::Dict { pairs, state, .. } => {
-                pairs
-                    .iter()
-                    .flat_map(|(key, value)| [*key, *value])
-                    .chain(*state)
-                    .for_each(each);
+                pairs.iter().flat_map(|(key, value)| [*key, *value]).chain(*state).for_each(each);
             }
-            Node::Object {
-                callable,
-                args,
-                how,
-                then,
-            } => {
+            Node::Object { callable, args, how, then } => {
                 each(Item::Node(*callable));
                 each(Item::Node(*args));
                 if let Made::NewWith(named) = how {
@@ -100,10 +85,9 @@ impl Pickle<'_> {
                     match then {
                         Then::State(state) => each(*state),
                         Then::Append(items) => items.iter().copied().for_each(&mut each),
-                        Then::Set(pairs) => pairs
-                            .iter()
-                            .flat_map(|(key, value)| [*key, *value])
-                            .for_each(&mut each),
+                        Then::Set(pairs) => {
+                            pairs.iter().flat_map(|(key, value)| [*key, *value]).for_each(&mut each)
+                        }
                     }
                 }
             }

@@ -16,18 +16,10 @@ use crate::foreign::fault::{Fault, FaultResult};
 /// Reads the value that `input` begins with, and says how many bytes make it.
 pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickle<'a>, usize)> {
     if u32::try_from(input.len()).is_err() {
-        return Err(Fault::Unsupported(format!(
-            "a pickle of {} bytes",
-            input.len()
-        )));
+        return Err(Fault::Unsupported(format!("a pickle of {} bytes", input.len())));
     }
     let mut machine = Machine {
-        pickle: Pickle {
-            input,
-            nodes: Vec::new(),
-            pool: Vec::new(),
-            top: Item::None,
-        },
+        pickle: Pickle { input, nodes: Vec::new(), pool: Vec::new(), top: Item::None },
         rules,
         at: 0,
         op_at: 0,
@@ -198,10 +190,7 @@ impl Machine<'_, '_> {
                 let height = self.pop_mark()?.height;
                 self.stack.truncate(height);
             }
-            b'(' => self.marks.push(Mark {
-                height: self.stack.len(),
-                at: self.op_at,
-            }),
+            b'(' => self.marks.push(Mark { height: self.stack.len(), at: self.op_at }),
             b')' => self.empty_tuple()?,
             0x85..=0x87 => {
                 let count = usize::from(op - 0x84);
@@ -225,11 +214,7 @@ impl Machine<'_, '_> {
             }
             0x91 if self.rules.keep => {
                 let mark = self.pop_mark()?;
-                let items = self
-                    .stack
-                    .drain(mark.height..)
-                    .map(|slot| slot.item)
-                    .collect();
+                let items = self.stack.drain(mark.height..).map(|slot| slot.item).collect();
                 self.push_node(set(true, items), mark.at)?;
             }
             b'a' => {
@@ -272,13 +257,9 @@ impl Machine<'_, '_> {
                 self.global(module, name, self.op_at)?;
             }
             0x93 => match (self.pop()?.item, self.pop()?) {
-                (
-                    Item::Str(name),
-                    Slot {
-                        item: Item::Str(module),
-                        at,
-                    },
-                ) => self.global(module, name, at)?,
+                (Item::Str(name), Slot { item: Item::Str(module), at }) => {
+                    self.global(module, name, at)?
+                }
                 _ => return Err(self.fault("a global whose name is not text")),
             },
             b'R' => self.object(Made::Called)?,
@@ -300,9 +281,7 @@ impl Machine<'_, '_> {
             }
             // EXT1, EXT2, EXT4: a global by a number of the reader's own registry.
             0x82..=0x84 => {
-                return Err(Fault::Forbidden(
-                    "an entry of the extension registry".into(),
-                ));
+                return Err(Fault::Forbidden("an entry of the extension registry".into()));
             }
             _ => {
                 return Err(Fault::corrupt(
@@ -392,11 +371,7 @@ impl Machine<'_, '_> {
             self.push(Item::Long(span));
             return Ok(());
         }
-        let sign = if bytes.last().is_some_and(|b| b & 0x80 != 0) {
-            0xff
-        } else {
-            0
-        };
+        let sign = if bytes.last().is_some_and(|b| b & 0x80 != 0) { 0xff } else { 0 };
         let mut wide = [sign; 8];
         wide[..bytes.len()].copy_from_slice(bytes);
         self.push(Item::Int(i64::from_le_bytes(wide)));
@@ -417,10 +392,7 @@ impl Machine<'_, '_> {
 
     /// Pushes what this opcode alone makes.
     fn push(&mut self, item: Item) {
-        self.stack.push(Slot {
-            item,
-            at: self.op_at,
-        });
+        self.stack.push(Slot { item, at: self.op_at });
     }
 
     fn pop(&mut self) -> FaultResult<Slot> {
@@ -431,9 +403,7 @@ impl Machine<'_, '_> {
     }
 
     fn pop_mark(&mut self) -> FaultResult<Mark> {
-        self.marks
-            .pop()
-            .ok_or_else(|| self.fault("no mark on the stack"))
+        self.marks.pop().ok_or_else(|| self.fault("no mark on the stack"))
     }
 
     /// Picklers number what they remember from 0 up, without a gap.

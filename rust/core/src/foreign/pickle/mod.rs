@@ -135,10 +135,7 @@ impl<'a> Pickle<'a> {
         if used == pickle.len() {
             Ok(pickle)
         } else {
-            Err(Fault::corrupt(
-                used as u64,
-                "pickle: bytes after the end of the pickle",
-            ))
+            Err(Fault::corrupt(used as u64, "pickle: bytes after the end of the pickle"))
         }
     }
 
@@ -252,12 +249,8 @@ impl Pickle<'_> {
     /// done with it.
     #[allow(clippy::type_complexity)] // three parts that are taken apart at once
     pub(super) fn as_object(&self, item: Item) -> Option<((&str, &str), &[Item], Option<Item>)> {
-        let Node::Object {
-            callable,
-            args,
-            how: Made::Called | Made::New,
-            then,
-        } = self.node_of(item)?
+        let Node::Object { callable, args, how: Made::Called | Made::New, then } =
+            self.node_of(item)?
         else {
             return None;
         };
@@ -266,11 +259,7 @@ impl Pickle<'_> {
             [Then::State(state)] => Some(*state),
             _ => return None,
         };
-        Some((
-            self.as_global(Item::Node(*callable))?,
-            self.tuple(Item::Node(*args))?,
-            state,
-        ))
+        Some((self.as_global(Item::Node(*callable))?, self.tuple(Item::Node(*args))?, state))
     }
 
     /// The class of modules that a persistent id stands for, in files of torch before 1.6.
@@ -360,10 +349,7 @@ impl Pickle<'_> {
     /// The value of the last pair of `dict` with the key, as in Python.
     pub(super) fn get(&self, dict: Item, key: &str) -> Option<Item> {
         let pairs = self.as_dict(dict)?;
-        let found = pairs
-            .iter()
-            .rev()
-            .find(|(k, _)| self.as_str(*k) == Some(key));
+        let found = pairs.iter().rev().find(|(k, _)| self.as_str(*k) == Some(key));
         found.map(|(_, value)| *value)
     }
 }

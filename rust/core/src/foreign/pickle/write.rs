@@ -146,12 +146,7 @@ impl<'a> Writer<'a> {
 
     /// Protocol 2 has none: a call, as Python writes it.
     fn bytes(&mut self, span: Span) -> FaultResult<()> {
-        let latin: String = self
-            .pickle
-            .bytes(span)
-            .iter()
-            .map(|&byte| char::from(byte))
-            .collect();
+        let latin: String = self.pickle.bytes(span).iter().map(|&byte| char::from(byte)).collect();
         self.out.extend(b"c_codecs\nencode\n");
         let len = u32::try_from(latin.len())
             .map_err(|_| Fault::Unsupported("bytes over 2 GiB".into()))?;
@@ -201,17 +196,8 @@ impl<'a> Writer<'a> {
                 self.remember(Known::Node(id));
                 self.append(items, depth);
             }
-            Node::Dict {
-                ordered,
-                pairs,
-                state,
-                ..
-            } => {
-                let begin: &[u8] = if *ordered {
-                    b"ccollections\nOrderedDict\n)R"
-                } else {
-                    b"}"
-                };
+            Node::Dict { ordered, pairs, state, .. } => {
+                let begin: &[u8] = if *ordered { b"ccollections\nOrderedDict\n)R" } else { b"}" };
                 self.out.extend(begin);
                 self.remember(Known::Node(id));
                 if let Some(state) = state {
@@ -220,11 +206,8 @@ impl<'a> Writer<'a> {
                 self.set(pairs, depth);
             }
             Node::Set { frozen, items } => {
-                let class: &[u8] = if *frozen {
-                    b"c__builtin__\nfrozenset\n]"
-                } else {
-                    b"c__builtin__\nset\n]"
-                };
+                let class: &[u8] =
+                    if *frozen { b"c__builtin__\nfrozenset\n]" } else { b"c__builtin__\nset\n]" };
                 self.out.extend(class);
                 self.next([Task::Out(b"\x85R"), Task::Made(id)]);
                 self.append(items, depth);
@@ -239,12 +222,7 @@ impl<'a> Writer<'a> {
                 self.global(*module, *name)?;
                 self.remember(Known::Node(id));
             }
-            Node::Object {
-                callable,
-                args,
-                how,
-                ..
-            } => {
+            Node::Object { callable, args, how, .. } => {
                 let [callable, args] =
                     [*callable, *args].map(|id| Task::Item(Item::Node(id), depth));
                 let then = Task::Filled(id, depth);

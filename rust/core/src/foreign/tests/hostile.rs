@@ -32,28 +32,16 @@ fn parse(bytes: &[u8]) -> Error {
 #[test]
 fn globals_off_the_list_are_named() {
     let call = |function: Vec<u8>| {
-        [
-            b"\x80\x04".to_vec(),
-            function,
-            short("touch owned"),
-            b"\x85R.".to_vec(),
-        ]
-        .concat()
+        [b"\x80\x04".to_vec(), function, short("touch owned"), b"\x85R.".to_vec()].concat()
     };
     let cases = [
         (call(global("os", "system")), "os.system"),
         (call(b"cposix\nsystem\n".to_vec()), "posix.system"),
         (call(global("builtins", "eval")), "builtins.eval"),
         (call(global("torch", "os.system")), "torch.os.system"),
-        (
-            call(global("torch.distributed.checkpoint.metadata", "os.system")),
-            "metadata.os.system",
-        ),
+        (call(global("torch.distributed.checkpoint.metadata", "os.system")), "metadata.os.system"),
         (call(global("torch", "load")), "torch.load"),
-        (
-            call(global("torch.serialization", "load")),
-            "torch.serialization.load",
-        ),
+        (call(global("torch.serialization", "load")), "torch.serialization.load"),
         (b"\x80\x04(ios\nsystem\n.".to_vec(), "os.system"),
         (b"\x80\x04\x82\x01.".to_vec(), "extension registry"),
         (b"\x80\x04\x84\x01\0\0\0.".to_vec(), "extension registry"),
@@ -93,33 +81,21 @@ fn tricks_are_refused() {
         (b"\x80\x04j\xff\xff\xff\xff.".to_vec(), "memo index"),
         (b"\x80\x04\x94.".to_vec(), "too few"),
         (b"\x80\x04(\x94.".to_vec(), "too few"),
-        (
-            b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\xffx.".to_vec(),
-            "too early",
-        ),
-        (
-            b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x0fN.".to_vec(),
-            "a frame",
-        ),
+        (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\xffx.".to_vec(), "too early"),
+        (b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x0fN.".to_vec(), "a frame"),
         (b"\x80\x04\x8a\x09\0\0\0\0\0\0\0\0\0.".to_vec(), "64 bits"),
         (b"\x80\x04\x8c\x01\xff.".to_vec(), "UTF-8"),
         (b"\x80\x04NN.".to_vec(), "left on the stack"),
         (b"\x80\x04N(.".to_vec(), "too few|left"),
         (b"\x80\x04N.N".to_vec(), "after the end"),
-        (
-            b"\x80\x04](NNa.".to_vec(),
-            "not a list|too few|not a container",
-        ),
+        (b"\x80\x04](NNa.".to_vec(), "not a list|too few|not a container"),
         (b"\x80\x04}(NNNu.".to_vec(), "not a dict"),
         (b"".to_vec(), "too early"),
         (b"\x80\x04N.".to_vec(), "a Metadata was expected"),
     ];
     for (bytes, parts) in cases {
         let e = parse(&bytes).to_string();
-        assert!(
-            parts.split('|').any(|part| e.contains(part)),
-            "{bytes:?}: {e}"
-        );
+        assert!(parts.split('|').any(|part| e.contains(part)), "{bytes:?}: {e}");
     }
     assert!(matches!(parse(b"\x80\x06N."), Error::Unsupported(_)));
 }
@@ -143,11 +119,7 @@ fn nesting_and_sharing_cost_no_more_than_they_say() {
     };
     let deep = [b")".to_vec(), vec![0x85; 100_000]].concat();
     assert!(parse(&fields(deep)).to_string().contains("64 deep"));
-    assert!(
-        parse(&fields(b"]\x94h\x00a".to_vec()))
-            .to_string()
-            .contains("64 deep")
-    );
+    assert!(parse(&fields(b"]\x94h\x00a".to_vec())).to_string().contains("64 deep"));
     let mut laughs = [b"(".to_vec(), short("ha"), b"\x94".to_vec()].concat();
     for level in 0..30 {
         laughs.push(b'(');
@@ -156,11 +128,7 @@ fn nesting_and_sharing_cost_no_more_than_they_say() {
     }
     laughs.push(b't');
     assert!(parse(&fields(laughs)).to_string().contains("without bound"));
-    assert!(
-        parse(&fields(global("torch", "float32")))
-            .to_string()
-            .contains("plain values")
-    );
+    assert!(parse(&fields(global("torch", "float32"))).to_string().contains("plain values"));
 }
 
 #[test]
@@ -175,10 +143,7 @@ fn half_written_and_cut_checkpoints_are_noticed() {
     );
 
     let dir = copy("torch-2.15.0/sharded");
-    let file = OpenOptions::new()
-        .write(true)
-        .open(dir.path().join("__1_0.distcp"))
-        .unwrap();
+    let file = OpenOptions::new().write(true).open(dir.path().join("__1_0.distcp")).unwrap();
     file.set_len(file.metadata().unwrap().len() - 1).unwrap();
     let e = refusal(dir.path(), None);
     assert!(
@@ -187,11 +152,7 @@ fn half_written_and_cut_checkpoints_are_noticed() {
     );
 
     let dir = copy("torch-2.15.0/sharded");
-    fs::rename(
-        dir.path().join(".metadata"),
-        dir.path().join(".metadata.tmp"),
-    )
-    .unwrap();
+    fs::rename(dir.path().join(".metadata"), dir.path().join(".metadata.tmp")).unwrap();
     let e = refusal(dir.path(), None);
     assert!(
         matches!(&e, Error::NotFound { .. }) && e.to_string().contains("did not finish"),
@@ -213,39 +174,18 @@ fn patch(path: &Path, from: &[u8], to: &[u8]) -> usize {
     assert_eq!(from.len(), to.len());
     let bytes = fs::read(path).unwrap();
     let file = OpenOptions::new().write(true).open(path).unwrap();
-    let places = bytes
-        .windows(from.len())
-        .enumerate()
-        .filter(|(_, window)| *window == from);
-    places
-        .map(|(at, _)| file.write_all_at(to, at as u64).unwrap())
-        .count()
+    let places = bytes.windows(from.len()).enumerate().filter(|(_, window)| *window == from);
+    places.map(|(at, _)| file.write_all_at(to, at as u64).unwrap()).count()
 }
 
 #[test]
 fn archives_that_cannot_be_read_in_place_are_named() {
     let cases: [(&[u8], &[u8], &str); 6] = [
         (b"little", b"bigbig", "byte order \"bigbig\""),
-        (
-            b"FloatStorage",
-            b"QInt8Storage",
-            "stored in a torch.QInt8Storage",
-        ),
-        (
-            b"_rebuild_tensor_v2",
-            b"_rebuild_sparse_te",
-            "stored by torch._utils._rebuild_sparse_te",
-        ),
-        (
-            b"torch._utils",
-            b"os.path_more",
-            "stored with os.path_more._rebuild_tensor_v2",
-        ),
-        (
-            b"FloatStorage",
-            b"DoubleStorag",
-            "stored in a torch.DoubleStorag",
-        ),
+        (b"FloatStorage", b"QInt8Storage", "stored in a torch.QInt8Storage"),
+        (b"_rebuild_tensor_v2", b"_rebuild_sparse_te", "stored by torch._utils._rebuild_sparse_te"),
+        (b"torch._utils", b"os.path_more", "stored with os.path_more._rebuild_tensor_v2"),
+        (b"FloatStorage", b"DoubleStorag", "stored in a torch.DoubleStorag"),
         // Directory entries that say: deflated.
         (
             b"PK\x01\x02\0\0\0\0\x08\x08\0\0",
@@ -260,10 +200,7 @@ fn archives_that_cannot_be_read_in_place_are_named() {
         }
         let e = refusal(dir.path(), None);
         assert!(matches!(e, Error::Unsupported(_)), "{e}");
-        assert!(
-            e.to_string().contains(part) && e.to_string().contains("tensor \"w"),
-            "{e}"
-        );
+        assert!(e.to_string().contains(part) && e.to_string().contains("tensor \"w"), "{e}");
     }
 }
 

@@ -5,11 +5,7 @@ use proptest::prelude::*;
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Described, Pickle, Rules};
 
-const KEEP: Rules = Rules {
-    allow: |_, _| true,
-    persistent: true,
-    keep: true,
-};
+const KEEP: Rules = Rules { allow: |_, _| true, persistent: true, keep: true };
 
 fn kept(bytes: &[u8]) -> FaultResult<Pickle<'_>> {
     Pickle::parse(bytes, &KEEP)
@@ -59,29 +55,14 @@ fn anything_may_be_called_where_all_is_kept() {
 #[test]
 fn opcodes_of_other_protocols_become_those_of_protocol_2() {
     let cases: [(&[u8], &[u8]); 7] = [
-        (
-            b"\x80\x04\x8f\x94(K\x01K\x02\x90.",
-            b"c__builtin__\nset\n](J\x01\0\0\0J\x02\0\0\0e\x85R",
-        ),
-        (
-            b"\x80\x04(K\x01\x91\x94.",
-            b"c__builtin__\nfrozenset\n](J\x01\0\0\0e\x85R",
-        ),
-        (
-            b"\x80\x05\x96\x01\0\0\0\0\0\0\0x.",
-            b"c__builtin__\nbytearray\nc_codecs\n",
-        ),
-        (
-            b"\x80\x04cm\nC\n)}\x92.",
-            b"ccopyreg\n__newobj_ex__\n(cm\nC\n",
-        ),
+        (b"\x80\x04\x8f\x94(K\x01K\x02\x90.", b"c__builtin__\nset\n](J\x01\0\0\0J\x02\0\0\0e\x85R"),
+        (b"\x80\x04(K\x01\x91\x94.", b"c__builtin__\nfrozenset\n](J\x01\0\0\0e\x85R"),
+        (b"\x80\x05\x96\x01\0\0\0\0\0\0\0x.", b"c__builtin__\nbytearray\nc_codecs\n"),
+        (b"\x80\x04cm\nC\n)}\x92.", b"ccopyreg\n__newobj_ex__\n(cm\nC\n"),
         (b"\x80\x02T\x03\0\0\0abc.", b"X\x03\0\0\0abc"),
         (b"\x80\x02I4294967296\n.", b"\x8a\x08\0\0\0\0\x01\0\0\0"),
         // A tuple in a list in it: ([...],)
-        (
-            b"\x80\x02]q\0h\0\x85q\x01a0h\x01.",
-            b"(]r\0\0\0\0((j\0\0\0\0tr\x01\0\0\0et0j\x01\0\0\0",
-        ),
+        (b"\x80\x02]q\0h\0\x85q\x01a0h\x01.", b"(]r\0\0\0\0((j\0\0\0\0tr\x01\0\0\0et0j\x01\0\0\0"),
     ];
     for (bytes, part) in cases {
         let out = written(bytes);
@@ -96,10 +77,7 @@ fn opcodes_of_other_protocols_become_those_of_protocol_2() {
         b"\x80\x02T\xff\xff\xff\xffabc.",
         b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\xff\xffx.",
     ] {
-        assert!(
-            matches!(kept(bytes), Err(Fault::Corrupt { .. })),
-            "{bytes:?}"
-        );
+        assert!(matches!(kept(bytes), Err(Fault::Corrupt { .. })), "{bytes:?}");
     }
 }
 
@@ -119,18 +97,9 @@ fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
     }
     // A tuple that many lists within it lead back to.
     let lists: Vec<u8> = (0..200).flat_map(|i: u8| [b']', b'q', i]).collect();
-    let back: Vec<u8> = (0..200)
-        .flat_map(|i: u8| [b'h', i, b'h', 200, b'a', b'0'])
-        .collect();
-    let tuple = [
-        b"\x80\x02(",
-        &lists[..],
-        &b"K\x01".repeat(100_000),
-        b"tq\xc8",
-        &back,
-        b".",
-    ]
-    .concat();
+    let back: Vec<u8> = (0..200).flat_map(|i: u8| [b'h', i, b'h', 200, b'a', b'0']).collect();
+    let tuple =
+        [b"\x80\x02(", &lists[..], &b"K\x01".repeat(100_000), b"tq\xc8", &back, b"."].concat();
     let pickle = kept(&tuple).unwrap();
     match pickle.write(pickle.top()) {
         Err(Fault::Unsupported(what)) => assert!(what.contains("without bound"), "{what}"),
@@ -156,32 +125,17 @@ fn names_within_classes_are_written_as_python_writes_them() {
 #[test]
 fn an_ordered_dict_of_a_list_of_pairs_is_one() {
     let pair = |key: u8| [b"](X\x01\0\0\0", &[key][..], b"K", &[key], b"e"].concat();
-    let of = |list: &[u8]| {
-        [
-            b"\x80\x02ccollections\nOrderedDict\nq\0](",
-            list,
-            b"e\x85R.",
-        ]
-        .concat()
-    };
+    let of = |list: &[u8]| [b"\x80\x02ccollections\nOrderedDict\nq\0](", list, b"e\x85R."].concat();
     let bytes = of(&[pair(b'a'), pair(b'b')].concat());
     let pickle = kept(&bytes).unwrap();
     let pairs = pickle.as_dict(pickle.top()).unwrap();
-    let keys: Vec<_> = pairs
-        .iter()
-        .map(|(key, _)| pickle.as_str(*key).unwrap())
-        .collect();
+    let keys: Vec<_> = pairs.iter().map(|(key, _)| pickle.as_str(*key).unwrap()).collect();
     assert_eq!(keys, ["a", "b"]);
     assert_eq!(pickle.mapping_kind(pickle.top()), "OrderedDict");
     for (place, value) in pickle.places(pickle.top()).iter().zip([b"Ka", b"Kb"]) {
         assert_eq!(pickle.bytes(*place), value);
     }
-    for other in [
-        &b"K\x01"[..],
-        b"]",
-        b"](K\x01K\x02K\x03e",
-        b"K\x01K\x02\x86",
-    ] {
+    for other in [&b"K\x01"[..], b"]", b"](K\x01K\x02K\x03e", b"K\x01K\x02\x86"] {
         let bytes = of(other);
         let pickle = kept(&bytes).unwrap();
         assert!(pickle.as_dict(pickle.top()).is_none(), "{other:?}");
@@ -202,10 +156,9 @@ fn an_ordered_dict_of_a_list_of_pairs_is_one() {
     ]
     .concat();
     match kept(&bytes) {
-        Err(Fault::Unsupported(what)) => assert!(
-            what.contains("without bound") || what.contains("makes more than"),
-            "{what}"
-        ),
+        Err(Fault::Unsupported(what)) => {
+            assert!(what.contains("without bound") || what.contains("makes more than"), "{what}")
+        }
         other => panic!("{}", other.is_ok()),
     }
 }

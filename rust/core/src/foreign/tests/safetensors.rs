@@ -66,11 +66,7 @@ fn one_file_alone_and_in_a_folder() {
 fn an_index_says_which_file_counts() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), "one.safetensors", &[("w", &[2], None)]);
-    write(
-        dir.path(),
-        "two.safetensors",
-        &[("w", &[3], None), ("v", &[1], None)],
-    );
+    write(dir.path(), "two.safetensors", &[("w", &[3], None), ("v", &[1], None)]);
     write(dir.path(), "consolidated.safetensors", &[("w", &[3], None)]);
     let note = |map: &str| {
         fs::write(
@@ -88,17 +84,11 @@ fn an_index_says_which_file_counts() {
     note(r#""w":"one.safetensors","x":"two.safetensors""#).unwrap();
     refused(dir.path(), r#"tensor "x""#);
     note(r#""w":"gone.safetensors""#).unwrap();
-    assert!(matches!(
-        refused(dir.path(), "gone.safetensors"),
-        Error::CorruptData { .. }
-    ));
+    assert!(matches!(refused(dir.path(), "gone.safetensors"), Error::CorruptData { .. }));
     note(r#""w":"../one.safetensors""#).unwrap();
     refused(dir.path(), "leads out");
     fs::write(dir.path().join("model.safetensors.index.json"), "[").unwrap();
-    assert!(matches!(
-        refused(dir.path(), "line 1"),
-        Error::CorruptIndex { .. }
-    ));
+    assert!(matches!(refused(dir.path(), "line 1"), Error::CorruptIndex { .. }));
 }
 
 #[test]
@@ -116,10 +106,7 @@ fn shards_tile_or_are_refused() {
     );
     let index = open(dir.path(), None).unwrap();
     let w = index.tensor(0);
-    assert_eq!(
-        (w.shape.as_slice(), w.split_dim, w.chunks.count()),
-        (&[5, 4][..], Some(0), 2)
-    );
+    assert_eq!((w.shape.as_slice(), w.split_dim, w.chunks.count()), (&[5, 4][..], Some(0), 2));
     // A replica is not an overlap.
     write(
         dir.path(),
@@ -139,11 +126,7 @@ fn shards_tile_or_are_refused() {
         &[("w", &[1, 4], Some(&[7, 0]))],
     );
     refused(dir.path(), "misses shards: none holds the element at");
-    write(
-        dir.path(),
-        "shard-00003-model-00001-of-00001.safetensors",
-        &[("w", &[4], Some(&[5]))],
-    );
+    write(dir.path(), "shard-00003-model-00001-of-00001.safetensors", &[("w", &[4], Some(&[5]))]);
     refused(dir.path(), "1 dimensions here");
     write(
         dir.path(),
@@ -168,35 +151,13 @@ fn shards_tile_or_are_refused() {
 #[test]
 fn a_missing_file_of_a_series_is_noticed() {
     let dir = tempfile::tempdir().unwrap();
-    write(
-        dir.path(),
-        "model-00001-of-00003.safetensors",
-        &[("a", &[1], None)],
-    );
-    write(
-        dir.path(),
-        "model-00003-of-00003.safetensors",
-        &[("c", &[1], None)],
-    );
-    assert!(matches!(
-        refused(dir.path(), "model-00002-of-00003"),
-        Error::CorruptData { .. }
-    ));
-    write(
-        dir.path(),
-        "model-00002-of-00003.safetensors",
-        &[("b", &[1], None)],
-    );
+    write(dir.path(), "model-00001-of-00003.safetensors", &[("a", &[1], None)]);
+    write(dir.path(), "model-00003-of-00003.safetensors", &[("c", &[1], None)]);
+    assert!(matches!(refused(dir.path(), "model-00002-of-00003"), Error::CorruptData { .. }));
+    write(dir.path(), "model-00002-of-00003.safetensors", &[("b", &[1], None)]);
     assert_eq!(open(dir.path(), None).unwrap().tensor_count(), 3);
-    write(
-        dir.path(),
-        "model-00003-of-00003.safetensors",
-        &[("a", &[1], None)],
-    );
-    let e = refused(
-        dir.path(),
-        r#"tensor "a" is in "model-00001-of-00003.safetensors" too"#,
-    );
+    write(dir.path(), "model-00003-of-00003.safetensors", &[("a", &[1], None)]);
+    let e = refused(dir.path(), r#"tensor "a" is in "model-00001-of-00003.safetensors" too"#);
     assert!(matches!(e, Error::CorruptIndex { .. }));
 }
 
@@ -204,19 +165,12 @@ fn a_missing_file_of_a_series_is_noticed() {
 fn kinds_are_found_by_looking() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("nothing");
-    assert!(
-        refused(&missing, "no such path")
-            .to_string()
-            .contains("nothing")
-    );
+    assert!(refused(&missing, "no such path").to_string().contains("nothing"));
     refused(dir.path(), "the folder is empty");
     fs::write(dir.path().join("model.pt"), "PK").unwrap();
     refused(&dir.path().join("model.pt"), "not a file of torch.save");
     fs::write(dir.path().join("model.txt"), "PK").unwrap();
-    refused(
-        &dir.path().join("model.txt"),
-        "a single file must be a .safetensors file",
-    );
+    refused(&dir.path().join("model.txt"), "a single file must be a .safetensors file");
     fs::write(dir.path().join("__0_0.distcp"), "x").unwrap();
     refused(dir.path(), "the save did not finish");
 }
@@ -225,16 +179,9 @@ fn kinds_are_found_by_looking() {
 fn a_header_larger_than_the_first_read_is_read_whole() {
     let dir = tempfile::tempdir().unwrap();
     let names: Vec<String> = (0..2000).map(|i| format!("layers.{i}.weight")).collect();
-    let tensors: Vec<Tensor<'_>> = names
-        .iter()
-        .map(|name| (name.as_str(), &[1][..], None))
-        .collect();
+    let tensors: Vec<Tensor<'_>> =
+        names.iter().map(|name| (name.as_str(), &[1][..], None)).collect();
     write(dir.path(), "a.safetensors", &tensors);
-    assert!(
-        fs::metadata(dir.path().join("a.safetensors"))
-            .unwrap()
-            .len()
-            > 100_000
-    );
+    assert!(fs::metadata(dir.path().join("a.safetensors")).unwrap().len() > 100_000);
     assert_eq!(open(dir.path(), None).unwrap().tensor_count(), 2000);
 }

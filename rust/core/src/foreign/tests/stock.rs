@@ -76,46 +76,24 @@ fn path_of(json: &Json) -> Option<Value> {
 
 /// Compares an index with what `make_stock.py` noted.
 fn check(case: &str, index: &Index, expected: &Json) {
-    let (tensors, values) = (
-        expected["tensors"].as_object().unwrap(),
-        expected["values"].as_object().unwrap(),
-    );
-    assert_eq!(
-        index.tensor_count() as usize,
-        tensors.len() + values.len(),
-        "{case}"
-    );
+    let (tensors, values) =
+        (expected["tensors"].as_object().unwrap(), expected["values"].as_object().unwrap());
+    assert_eq!(index.tensor_count() as usize, tensors.len() + values.len(), "{case}");
     for (fqn, wanted) in tensors {
-        let t = index
-            .find(fqn)
-            .unwrap_or_else(|| panic!("{case}: no {fqn}"));
+        let t = index.find(fqn).unwrap_or_else(|| panic!("{case}: no {fqn}"));
         let tensor = index.tensor(t);
-        let shape: Vec<u64> = wanted["shape"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|n| n.as_u64().unwrap())
-            .collect();
+        let shape: Vec<u64> =
+            wanted["shape"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
         assert_eq!(tensor.kind, Kind::Tensor, "{case} {fqn}");
-        assert_eq!(
-            tensor.dtype.unwrap().name(),
-            wanted["dtype"].as_str().unwrap(),
-            "{case} {fqn}"
-        );
+        assert_eq!(tensor.dtype.unwrap().name(), wanted["dtype"].as_str().unwrap(), "{case} {fqn}");
         assert_eq!(tensor.shape.as_slice(), shape, "{case} {fqn}");
-        assert_eq!(
-            hex(&assemble(index, t)),
-            wanted["hex"].as_str().unwrap(),
-            "{case} {fqn}"
-        );
+        assert_eq!(hex(&assemble(index, t)), wanted["hex"].as_str().unwrap(), "{case} {fqn}");
         if let Some(path) = path_of(&wanted["path"]) {
             assert_eq!(index.planner_path(t), Some(path), "{case} {fqn}");
         }
     }
     for (fqn, path) in values {
-        let t = index
-            .find(fqn)
-            .unwrap_or_else(|| panic!("{case}: no {fqn}"));
+        let t = index.find(fqn).unwrap_or_else(|| panic!("{case}: no {fqn}"));
         let value = index.tensor(t);
         assert_eq!(value.kind, Kind::Bytes, "{case} {fqn}");
         let chunk = index.chunk(value.chunks.start);
@@ -137,18 +115,11 @@ fn stock_checkpoints_of_all_releases_read_the_same_bytes() {
         let release = release.unwrap().path();
         for entry in fs::read_dir(&release).unwrap() {
             let noted = entry.unwrap().path();
-            if noted
-                .extension()
-                .is_none_or(|extension| extension != "json")
-            {
+            if noted.extension().is_none_or(|extension| extension != "json") {
                 continue;
             }
             let folder = noted.with_extension("");
-            let case = folder
-                .strip_prefix(fixtures())
-                .unwrap()
-                .display()
-                .to_string();
+            let case = folder.strip_prefix(fixtures()).unwrap().display().to_string();
             let expected: Json = serde_json::from_slice(&fs::read(&noted).unwrap()).unwrap();
             cases += 1;
             if case.ends_with("rank_local") {
@@ -171,26 +142,14 @@ fn stock_checkpoints_of_all_releases_read_the_same_bytes() {
 fn a_rank_local_checkpoint_opens_for_a_rank() {
     let folder = fixtures().join("torch-2.15.0/rank_local");
     let e = refusal(&folder, None);
-    assert!(
-        matches!(&e, Error::NotFound { .. }) && e.to_string().contains("rank-local"),
-        "{e}"
-    );
+    assert!(matches!(&e, Error::NotFound { .. }) && e.to_string().contains("rank-local"), "{e}");
     for rank in 0..2_u8 {
         let index = open(&folder, Some(rank.into())).unwrap();
         let mine = assemble(&index, index.find("mine").unwrap());
         let expected = [f32::from(rank), f32::from(rank) + 1.0];
-        assert_eq!(
-            mine,
-            expected
-                .iter()
-                .flat_map(|x| x.to_le_bytes())
-                .collect::<Vec<_>>()
-        );
+        assert_eq!(mine, expected.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
         let rows = index.tensor(index.find("rows").unwrap());
-        assert_eq!(
-            (rows.shape.as_slice(), rows.chunks.count()),
-            (&[5, 3][..], 1)
-        );
+        assert_eq!((rows.shape.as_slice(), rows.chunks.count()), (&[5, 3][..], 1));
     }
     let e = refusal(&folder, Some(2));
     assert!(matches!(&e, Error::NotFound { .. }), "{e}");
@@ -199,19 +158,13 @@ fn a_rank_local_checkpoint_opens_for_a_rank() {
 #[test]
 fn layouts_are_kept_and_not_copied() {
     let index = open(&fixtures().join("torch-2.15.0/plain"), None).unwrap();
-    let strides = |fqn: &str| {
-        index
-            .chunk(index.tensor(index.find(fqn).unwrap()).chunks.start)
-            .strides
-    };
+    let strides =
+        |fqn: &str| index.chunk(index.tensor(index.find(fqn).unwrap()).chunks.start).strides;
     assert_eq!(strides("transposed").as_deref(), Some(&[1, 3][..]));
     assert_eq!(strides("channels_last").as_deref(), Some(&[8, 1, 4, 2][..]));
     assert_eq!(strides("float32"), None);
     assert_eq!(index.planner_root(), Value::Dict(vec![]));
     let index = open(&fixtures().join("torch-2.15.0/sharded"), None).unwrap();
     assert_eq!(index.tensor(index.find("rows").unwrap()).split_dim, Some(0));
-    assert_eq!(
-        index.tensor(index.find("columns").unwrap()).split_dim,
-        Some(1)
-    );
+    assert_eq!(index.tensor(index.find("columns").unwrap()).split_dim, Some(1));
 }

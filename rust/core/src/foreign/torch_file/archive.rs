@@ -30,11 +30,7 @@ const ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
 /// Everything may be named: nothing is made of names here, torch judges those of a value when the
 /// value is asked for.
-pub(super) const RULES: Rules = Rules {
-    allow: |_, _| true,
-    persistent: true,
-    keep: true,
-};
+pub(super) const RULES: Rules = Rules { allow: |_, _| true, persistent: true, keep: true };
 
 /// A file that was looked at.
 pub(super) struct TorchFile {
@@ -59,10 +55,7 @@ impl Parts {
     pub(super) fn storage(&self, key: &str) -> FaultResult<StorageRecord> {
         let found = self.storages.get(key).copied();
         found.ok_or_else(|| {
-            Fault::corrupt(
-                self.pickle_at,
-                format!("the archive has no record data/{key}"),
-            )
+            Fault::corrupt(self.pickle_at, format!("the archive has no record data/{key}"))
         })
     }
 }
@@ -99,11 +92,7 @@ impl TorchFile {
     pub(super) fn open(files: Files<'_>, path: &Path, threads: usize) -> Result<Self> {
         let stat = files.stat(path)?;
         let file = files.open(path)?;
-        let source = SourceFile {
-            file: &file,
-            path,
-            size: stat.size,
-        };
+        let source = SourceFile { file: &file, path, size: stat.size };
         let from = stat.size.saturating_sub(TAIL);
         let fetched = [source.fetch(from, stat.size - from)?];
         let parts =
@@ -132,10 +121,7 @@ fn name_fault(fault: Fault, path: &Path, tensor: &str) -> Error {
         Fault::Unsupported(what) => {
             Error::Unsupported(format!("tensor {tensor:?} in {}: {what}", path.display()))
         }
-        Fault::Forbidden(global) => Error::UnsafePickle {
-            path: path.to_owned(),
-            global,
-        },
+        Fault::Forbidden(global) => Error::UnsafePickle { path: path.to_owned(), global },
         Fault::Read(error) => error,
     }
 }
@@ -146,13 +132,7 @@ pub(super) fn look_at(
     fetched: &[Fetched],
     threads: usize,
 ) -> FaultResult<Parts> {
-    let window = Window {
-        source,
-        start: 0,
-        len: source.size,
-        max_piece: LONGEST,
-        fetched,
-    };
+    let window = Window { source, start: 0, len: source.size, max_piece: LONGEST, fetched };
     match kind_of(&window)? {
         Format::Zip => look_at_archive(&window, threads),
         Format::Legacy => legacy::look_at(&window),
@@ -161,13 +141,8 @@ pub(super) fn look_at(
 
 /// Takes a value apart, which is a file of `torch.save` in memory, and as large as it likes.
 pub(super) fn look_at_value(source: &SourceFile<'_>) -> FaultResult<Parts> {
-    let window = Window {
-        source,
-        start: 0,
-        len: source.size,
-        max_piece: source.size,
-        fetched: &[],
-    };
+    let window =
+        Window { source, start: 0, len: source.size, max_piece: source.size, fetched: &[] };
     match kind_of(&window)? {
         Format::Zip => look_at_archive(&window, 1),
         Format::Legacy => Err(Fault::Unsupported("it is not a zip archive".into())),
@@ -189,11 +164,7 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
         Vec::new()
     };
     let of_headers = Window {
-        fetched: if source.file.is_remote() {
-            &headers
-        } else {
-            window.fetched
-        },
+        fetched: if source.file.is_remote() { &headers } else { window.fetched },
         ..*window
     };
     let places = parallel::map(records.len(), threads_for(records.len(), threads), |i| {
@@ -226,9 +197,7 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
         };
         if *order != *b"little" {
             let order = String::from_utf8_lossy(&order).into_owned();
-            return Err(Fault::Unsupported(format!(
-                "stored in byte order {order:?}"
-            )));
+            return Err(Fault::Unsupported(format!("stored in byte order {order:?}")));
         }
     }
     let Some(&of_pickle) = by_name.get("data.pkl") else {
@@ -324,15 +293,8 @@ fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
             "it is a tar archive, as torch before 0.1.10 wrote them: torch.load it, and torch.save it again".into(),
         ));
     }
-    let why = if window.len == 0 {
-        "it is empty"
-    } else {
-        "it does not begin like one"
-    };
-    Err(Fault::corrupt(
-        0,
-        format!("it is not a file of torch.save: {why}"),
-    ))
+    let why = if window.len == 0 { "it is empty" } else { "it does not begin like one" };
+    Err(Fault::corrupt(0, format!("it is not a file of torch.save: {why}")))
 }
 
 /// Refuses records that share bytes.
@@ -340,13 +302,7 @@ fn check_apart(records: &[Record], payloads: &[u64]) -> FaultResult<()> {
     let mut extents: Vec<(u64, u64, &str)> = records
         .iter()
         .zip(payloads)
-        .map(|(record, payload)| {
-            (
-                record.header_at(),
-                payload + record.size,
-                record.name.as_str(),
-            )
-        })
+        .map(|(record, payload)| (record.header_at(), payload + record.size, record.name.as_str()))
         .collect();
     extents.sort_unstable();
     for pair in extents.windows(2) {
@@ -374,10 +330,7 @@ mod tests {
             ([b"\x80\x04", &frame[..], &LEGACY_MAGIC].concat(), true),
             ([b"\x80\x05", &frame[..], &LEGACY_MAGIC].concat(), true),
             ([b"\x80\x06", &frame[..], &LEGACY_MAGIC].concat(), false),
-            (
-                [b"\x80\x04", &frame[..], &LEGACY_MAGIC[..11]].concat(),
-                false,
-            ),
+            ([b"\x80\x04", &frame[..], &LEGACY_MAGIC[..11]].concat(), false),
             (b"\x80\x02N.".to_vec(), false),
         ] {
             assert_eq!(is_torch_file("x", &start), is_one, "{start:?}");

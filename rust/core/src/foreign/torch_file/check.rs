@@ -53,21 +53,14 @@ fn check(bytes: &[u8]) -> FaultResult<()> {
     check_storages(&parts)?;
     let extents = pickle.extents();
     if extents.iter().any(|extent| extent.depth > MAX_DEPTH) {
-        return Err(Fault::Unsupported(format!(
-            "it nests more than {MAX_DEPTH} deep"
-        )));
+        return Err(Fault::Unsupported(format!("it nests more than {MAX_DEPTH} deep")));
     }
     let top = match pickle.top() {
         Item::Node(id) => extents[id as usize].parts,
         _ => 1,
     };
-    let mut cost = Cost {
-        pickle,
-        extents: &extents,
-        most,
-        left: most,
-        objects: vec![0; extents.len()],
-    };
+    let mut cost =
+        Cost { pickle, extents: &extents, most, left: most, objects: vec![0; extents.len()] };
     // Whoever walks the value meets each part as often as something refers to it.
     cost.spend(top.saturating_mul(8))?;
     for id in 0..u32::try_from(extents.len()).expect("nodes have numbers of 32 bits") {
@@ -127,12 +120,7 @@ impl Cost<'_> {
             Node::ByteArray(span) => self.spend(u64::from(span.len)),
             Node::Global { .. } => Ok(()),
             Node::Persistent(_) => self.spend(256),
-            Node::Object {
-                callable,
-                args,
-                then,
-                ..
-            } => {
+            Node::Object { callable, args, then, .. } => {
                 let args = pickle.as_plain_tuple(*args);
                 self.call(Item::Node(*callable), args)?;
                 let copied = args.iter().map(|arg| self.length(*arg)).sum();
@@ -206,9 +194,7 @@ impl Cost<'_> {
                 {
                     Ok(())
                 }
-                _ => Err(Fault::Unsupported(
-                    "it encodes text other than bytes".into(),
-                )),
+                _ => Err(Fault::Unsupported("it encodes text other than bytes".into())),
             },
             "builtins.set"
             | "builtins.frozenset"
@@ -216,10 +202,7 @@ impl Cost<'_> {
             | "collections.Counter" => {
                 self.plain(&name, args)?;
                 for arg in args {
-                    let items = self
-                        .pickle
-                        .as_list(*arg)
-                        .or_else(|| self.pickle.as_tuple(*arg));
+                    let items = self.pickle.as_list(*arg).or_else(|| self.pickle.as_tuple(*arg));
                     self.hash(items.unwrap_or_default().iter().copied())?;
                 }
                 Ok(())
@@ -269,11 +252,7 @@ impl Cost<'_> {
         for arg in args {
             if let Item::Node(id) = arg
                 && let Node::Object { callable, .. } = self.pickle.node(*id)
-                && self
-                    .pickle
-                    .as_global(Item::Node(*callable))
-                    .map(full_name)
-                    .as_deref()
+                && self.pickle.as_global(Item::Node(*callable)).map(full_name).as_deref()
                     != Some("_codecs.encode")
             {
                 return Err(Fault::Unsupported(format!(
@@ -290,15 +269,10 @@ impl Cost<'_> {
             return Err(Fault::corrupt(0, "a tensor without sizes and strides"));
         };
         let has_storage = matches!(storage, Item::Node(id) if matches!(self.pickle.node(*id), Node::Persistent(_)));
-        let (sizes, strides) = (
-            tensor_pickle::dims(self.pickle, *sizes),
-            tensor_pickle::dims(self.pickle, *strides),
-        );
+        let (sizes, strides) =
+            (tensor_pickle::dims(self.pickle, *sizes), tensor_pickle::dims(self.pickle, *strides));
         let is_sound = has_storage && matches!(offset, Item::Int(0..)) && strides.is_some();
-        match sizes
-            .filter(|_| is_sound)
-            .map(|sizes| element_count(&sizes))
-        {
+        match sizes.filter(|_| is_sound).map(|sizes| element_count(&sizes)) {
             Some(Some(count)) if count.saturating_mul(16) <= self.most => Ok(()),
             Some(_) => Err(too_much(self.most)),
             None => Err(Fault::corrupt(0, "a tensor without sizes and strides")),
@@ -329,10 +303,7 @@ impl Cost<'_> {
 }
 
 fn is_number(item: Item) -> bool {
-    matches!(
-        item,
-        Item::Bool(_) | Item::Int(_) | Item::Long(_) | Item::Float(_)
-    )
+    matches!(item, Item::Bool(_) | Item::Int(_) | Item::Long(_) | Item::Float(_))
 }
 
 /// The name of a global as torch compares it: in one piece, with the modules of Python 2 renamed.

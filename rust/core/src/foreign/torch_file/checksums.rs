@@ -52,13 +52,7 @@ pub(crate) fn check_records(
         sums[number as usize].store(crc32fast::hash(bytes), Ordering::Relaxed);
         Ok(())
     };
-    read::visit(
-        std::slice::from_ref(file),
-        &parts,
-        threads,
-        &visitor,
-        control,
-    )?;
+    read::visit(std::slice::from_ref(file), &parts, threads, &visitor, control)?;
     let mut rest = parts.iter().zip(&sums);
     let mut checksum = |size| {
         let mut hasher = crc32fast::Hasher::new();
@@ -82,9 +76,8 @@ pub(crate) fn check_records(
     };
     let mut checked: Vec<Checked> = records.iter().map(checked).collect();
     let keys = records.iter().map(|(key, _)| key.as_str());
-    let damaged = keys
-        .zip(0..)
-        .filter(|&(_, i): &(_, usize)| checked[i].got != checked[i].expected);
+    let damaged =
+        keys.zip(0..).filter(|&(_, i): &(_, usize)| checked[i].got != checked[i].expected);
     name_values(&torch, &damaged.collect(), &mut checked)?;
     Ok((checked, torch.parts.pickle_is_checked))
 }
@@ -99,21 +92,13 @@ fn name_values(
         return Ok(());
     }
     let pickle = &torch.parts.pickle;
-    for leaf in torch
-        .leaves()?
-        .0
-        .into_iter()
-        .filter(|leaf| matches!(leaf.content, Content::Value))
+    for leaf in torch.leaves()?.0.into_iter().filter(|leaf| matches!(leaf.content, Content::Value))
     {
         // What cannot be written is no value that anybody gets.
         let Ok((_, storages)) = pickle.write(leaf.item) else {
             continue;
         };
-        let damaged = |id: &Item| {
-            damaged
-                .get(tensor_pickle::storage_key(pickle, *id)?)
-                .copied()
-        };
+        let damaged = |id: &Item| damaged.get(tensor_pickle::storage_key(pickle, *id)?).copied();
         if let Some(record) = storages.iter().find_map(damaged) {
             checked[record].values.push(leaf.name);
         }

@@ -30,61 +30,37 @@ pub(super) fn look_at(window: &Window<'_>) -> FaultResult<Parts> {
     }
     let system = cursor.pickle()?;
     if system.get(system.top(), "little_endian") != Some(Item::Bool(true)) {
-        return Err(Fault::Unsupported(
-            "stored in a byte order other than \"little\"".into(),
-        ));
+        return Err(Fault::Unsupported("stored in a byte order other than \"little\"".into()));
     }
     let pickle_at = cursor.at;
     let pickle = cursor.pickle()?;
     let keys = cursor.pickle()?;
-    let lengths: HashMap<&str, u64> = pickle
-        .persistent()
-        .filter_map(|id| tensor_pickle::storage_extent(&pickle, id))
-        .collect();
+    let lengths: HashMap<&str, u64> =
+        pickle.persistent().filter_map(|id| tensor_pickle::storage_extent(&pickle, id)).collect();
     let mut storages = HashMap::new();
     let bad = |at, what: &str| {
-        Fault::corrupt(
-            at,
-            format!("the storages of a file of torch before 1.6: {what}"),
-        )
+        Fault::corrupt(at, format!("the storages of a file of torch before 1.6: {what}"))
     };
-    for key in keys
-        .as_list(keys.top())
-        .ok_or_else(|| bad(cursor.at, "their keys are not a list"))?
+    for key in
+        keys.as_list(keys.top()).ok_or_else(|| bad(cursor.at, "their keys are not a list"))?
     {
-        let key = keys
-            .as_str(*key)
-            .ok_or_else(|| bad(cursor.at, "a key that is not text"))?;
+        let key = keys.as_str(*key).ok_or_else(|| bad(cursor.at, "a key that is not text"))?;
         let &size = lengths.get(key).ok_or_else(|| {
-            Fault::Unsupported(format!(
-                "storage {key:?} has a type that cannot be read in place"
-            ))
+            Fault::Unsupported(format!("storage {key:?} has a type that cannot be read in place"))
         })?;
         let at = cursor.at + 8;
         match at.checked_add(size) {
             Some(end) if end <= window.len => cursor.at = end,
             _ => {
-                return Err(bad(
-                    at,
-                    &format!("{size} bytes of {key:?} lead out of the file"),
-                ));
+                return Err(bad(at, &format!("{size} bytes of {key:?} lead out of the file")));
             }
         }
-        let record = StorageRecord {
-            at,
-            size,
-            crc: None,
-        };
+        let record = StorageRecord { at, size, crc: None };
         if storages.insert(key.to_owned(), record).is_some() {
             return Err(bad(at, &format!("{key:?} is there twice")));
         }
     }
-    Ok(Parts {
-        pickle,
-        pickle_at,
-        pickle_is_checked: false,
-        storages,
-    })
+    Ok(Parts { pickle, pickle_at, pickle_is_checked: false, storages })
 }
 
 struct Cursor<'a> {
@@ -95,11 +71,7 @@ struct Cursor<'a> {
 impl Cursor<'_> {
     /// The next pickle, of which only the content tells where it ends: more and more is read.
     fn pickle(&mut self) -> FaultResult<Pickle<'static>> {
-        let most = self
-            .window
-            .len
-            .saturating_sub(self.at)
-            .min(self.window.max_piece);
+        let most = self.window.len.saturating_sub(self.at).min(self.window.max_piece);
         let mut len = FIRST_READ.min(most);
         loop {
             let bytes = self.window.get(self.at, len)?.into_owned();

@@ -84,11 +84,7 @@ pub(crate) fn index_model(
         let (leaves, nesting) = file.leaves()?;
         builder.merge_nesting(nesting);
         for (position, leaf) in (0..).zip(leaves) {
-            if model
-                .weight_map
-                .get(&leaf.name)
-                .is_some_and(|of| of != name)
-            {
+            if model.weight_map.get(&leaf.name).is_some_and(|of| of != name) {
                 continue; // a copy: the index names another file for it
             }
             if let Some(other) = held_by.insert(leaf.name.clone(), name) {
@@ -98,10 +94,7 @@ pub(crate) fn index_model(
             add(&mut builder, &file, number, leaf, position)?;
         }
     }
-    let missing = model
-        .weight_map
-        .iter()
-        .filter(|(name, _)| !held_by.contains_key(*name));
+    let missing = model.weight_map.iter().filter(|(name, _)| !held_by.contains_key(*name));
     if let Some((name, of)) = missing.min() {
         let reason =
             "the index of the folder names the tensor for this file, which does not hold it";
@@ -118,12 +111,9 @@ fn add(
     position: u32,
 ) -> Result<()> {
     let (kind, dtype, shape, flags) = match &leaf.content {
-        Content::Tensor(tensor) => (
-            Kind::Tensor,
-            Some(tensor.dtype),
-            tensor.sizes.clone(),
-            u8::from(tensor.requires_grad),
-        ),
+        Content::Tensor(tensor) => {
+            (Kind::Tensor, Some(tensor.dtype), tensor.sizes.clone(), u8::from(tensor.requires_grad))
+        }
         Content::Value => (Kind::Bytes, None, Dims::new(), 0),
     };
     let place = match &leaf.content {
@@ -172,10 +162,7 @@ fn place_of(file: &Parts, tensor: &StoredTensor) -> FaultResult<Place> {
     if record.size < tensor.storage_len {
         return Err(Fault::corrupt(
             record.at,
-            format!(
-                "its storage has {} bytes, expected {}",
-                record.size, tensor.storage_len
-            ),
+            format!("its storage has {} bytes, expected {}", record.size, tensor.storage_len),
         ));
     }
     Ok(Place {

@@ -82,9 +82,7 @@ impl Walk<'_> {
                 self.budget = left;
                 Ok(())
             }
-            None => Err(Fault::Unsupported(
-                "it grows without bound as it repeats itself".into(),
-            )),
+            None => Err(Fault::Unsupported("it grows without bound as it repeats itself".into())),
         }
     }
 
@@ -98,13 +96,7 @@ impl Walk<'_> {
         let places = pickle.places(node);
         if let Some(items) = pickle.as_list(node) {
             for ((i, item), place) in (0_i64..).zip(items).zip(places) {
-                self.visit(
-                    *item,
-                    *place,
-                    (Value::Int(i), &i.to_string()),
-                    (prefix, path),
-                    depth,
-                )?;
+                self.visit(*item, *place, (Value::Int(i), &i.to_string()), (prefix, path), depth)?;
             }
             return Ok(());
         }
@@ -114,18 +106,13 @@ impl Walk<'_> {
         if kind != "dict" || (pairs.is_empty() && !path.is_empty()) {
             let position =
                 i64::try_from(self.leaves.len()).expect("the length of something in memory");
-            let fields = vec![
-                Value::Int(position),
-                Value::Tuple(path.to_vec()),
-                Value::Str(kind.into()),
-            ];
+            let fields =
+                vec![Value::Int(position), Value::Tuple(path.to_vec()), Value::Str(kind.into())];
             self.containers.push(Value::Tuple(fields));
         }
         // Of a key that is there twice, the last value counts.
-        let keys: Vec<_> = pairs
-            .iter()
-            .map(|(key, _)| (*key, self.key(*key).unwrap_or_default()))
-            .collect();
+        let keys: Vec<_> =
+            pairs.iter().map(|(key, _)| (*key, self.key(*key).unwrap_or_default())).collect();
         let same = |(key, text): &(Item, String)| (matches!(key, Item::Str(_)), text.clone());
         let last: HashMap<_, _> = keys.iter().map(same).zip(0..).collect();
         for (i, ((_, value), place)) in pairs.iter().zip(places).enumerate() {
@@ -151,11 +138,7 @@ impl Walk<'_> {
         (prefix, path): (&str, &[Value]),
         depth: u32,
     ) -> FaultResult<()> {
-        let name = if path.is_empty() {
-            text.to_owned()
-        } else {
-            format!("{prefix}.{text}")
-        };
+        let name = if path.is_empty() { text.to_owned() } else { format!("{prefix}.{text}") };
         // The name stands in the path once more.
         self.spend(2 * name.len() + (path.len() + 1) * size_of::<Value>() + size_of::<Leaf>())?;
         let mut path = path.to_vec();
@@ -175,13 +158,7 @@ impl Walk<'_> {
         } else {
             Content::Value
         };
-        self.leaves.push(Leaf {
-            name,
-            path: Value::Tuple(path),
-            item,
-            place,
-            content,
-        });
+        self.leaves.push(Leaf { name, path: Value::Tuple(path), item, place, content });
         Ok(())
     }
 

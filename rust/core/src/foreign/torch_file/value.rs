@@ -45,10 +45,7 @@ impl ValueReader {
             // Raises where the file is another one, or a link that is not followed.
             opened.open(false)?;
         }
-        let there = There {
-            file: &opened,
-            control,
-        };
+        let there = There { file: &opened, control };
         let known = self.known(view.file, &there)?;
         let item = known.items.get(&view.offset).ok_or_else(|| {
             let reason = "no value begins here: the file is another one than was indexed";

@@ -30,22 +30,14 @@ pub(crate) fn compare(bytes: &[u8]) -> Result<bool, String> {
             for tensor in &header.tensors {
                 let info = tensors[&tensor.name];
                 let same = info.dtype.to_string() == tensor.dtype.name()
-                    && info
-                        .shape
-                        .iter()
-                        .map(|s| *s as u64)
-                        .eq(tensor.shape.iter().copied())
+                    && info.shape.iter().map(|s| *s as u64).eq(tensor.shape.iter().copied())
                     && info.data_offsets == (usize_of(tensor.begin), usize_of(tensor.end));
                 if !same {
                     return Err(format!("different tensor {}", tensor.name));
                 }
             }
             let texts = theirs.metadata().clone().unwrap_or_default();
-            if !texts
-                .into_iter()
-                .collect::<BTreeMap<_, _>>()
-                .eq(&header.metadata)
-            {
+            if !texts.into_iter().collect::<BTreeMap<_, _>>().eq(&header.metadata) {
                 return Err("different texts".into());
             }
             Ok(true)
@@ -73,97 +65,25 @@ fn agrees_on_a_table_of_headers() {
         (t(f32x2), 7, false),
         (t(f32x2), 9, false),
         (t(r#"["F32",[2],[0,8]]"#), 8, true),
-        (
-            t(r#"{"dtype":{"F32":null},"shape":[2],"data_offsets":[0,8]}"#),
-            8,
-            true,
-        ),
-        (
-            t(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8],"more":[1,{}]}"#),
-            8,
-            true,
-        ),
-        (
-            t(r#"{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}"#),
-            8,
-            false,
-        ),
+        (t(r#"{"dtype":{"F32":null},"shape":[2],"data_offsets":[0,8]}"#), 8, true),
+        (t(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8],"more":[1,{}]}"#), 8, true),
+        (t(r#"{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}"#), 8, false),
         (t(r#"{"shape":[2],"data_offsets":[0,8]}"#), 8, false),
-        (
-            t(r#"{"dtype":"f32","shape":[2],"data_offsets":[0,8]}"#),
-            8,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}"#),
-            8,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}"#),
-            8,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"F32","shape":null,"data_offsets":[0,8]}"#),
-            8,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"F32","shape":[],"data_offsets":[0,4]}"#),
-            4,
-            true,
-        ),
-        (
-            t(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8,9]}"#),
-            8,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#),
-            8,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"F32","shape":[2],"data_offsets":[1,9]}"#),
-            9,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"F4","shape":[2],"data_offsets":[0,1]}"#),
-            1,
-            true,
-        ),
-        (
-            t(r#"{"dtype":"F4","shape":[3],"data_offsets":[0,1]}"#),
-            1,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}"#),
-            3,
-            true,
-        ),
-        (
-            t(r#"{"dtype":"U8","shape":[18446744073709551615],"data_offsets":[0,0]}"#),
-            0,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"U8","shape":[18446744073709551615,2,0],"data_offsets":[0,0]}"#),
-            0,
-            false,
-        ),
-        (
-            t(r#"{"dtype":"U8","shape":[0,18446744073709551615,2],"data_offsets":[0,0]}"#),
-            0,
-            true,
-        ),
-        (
-            t(r#"{"dtype":"U8","shape":[18446744073709551616],"data_offsets":[0,0]}"#),
-            0,
-            false,
-        ),
+        (t(r#"{"dtype":"f32","shape":[2],"data_offsets":[0,8]}"#), 8, false),
+        (t(r#"{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}"#), 8, false),
+        (t(r#"{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}"#), 8, false),
+        (t(r#"{"dtype":"F32","shape":null,"data_offsets":[0,8]}"#), 8, false),
+        (t(r#"{"dtype":"F32","shape":[],"data_offsets":[0,4]}"#), 4, true),
+        (t(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8,9]}"#), 8, false),
+        (t(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#), 8, false),
+        (t(r#"{"dtype":"F32","shape":[2],"data_offsets":[1,9]}"#), 9, false),
+        (t(r#"{"dtype":"F4","shape":[2],"data_offsets":[0,1]}"#), 1, true),
+        (t(r#"{"dtype":"F4","shape":[3],"data_offsets":[0,1]}"#), 1, false),
+        (t(r#"{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}"#), 3, true),
+        (t(r#"{"dtype":"U8","shape":[18446744073709551615],"data_offsets":[0,0]}"#), 0, false),
+        (t(r#"{"dtype":"U8","shape":[18446744073709551615,2,0],"data_offsets":[0,0]}"#), 0, false),
+        (t(r#"{"dtype":"U8","shape":[0,18446744073709551615,2],"data_offsets":[0,0]}"#), 0, true),
+        (t(r#"{"dtype":"U8","shape":[18446744073709551616],"data_offsets":[0,0]}"#), 0, false),
         (r#"{"__metadata__":null}"#.into(), 0, true),
         (r#"{"__metadata__":{}}"#.into(), 0, true),
         (r#"{"__metadata__":{"k":"v","l":"\u0041"}}"#.into(), 0, true),
@@ -172,23 +92,13 @@ fn agrees_on_a_table_of_headers() {
         (r#"{"a":"\ud800"}"#.into(), 0, false),
     ];
     for (json, payload, accepted) in cases {
-        assert_eq!(
-            compare(&file(json, *payload)),
-            Ok(*accepted),
-            "{json} with {payload} bytes"
-        );
+        assert_eq!(compare(&file(json, *payload)), Ok(*accepted), "{json} with {payload} bytes");
     }
 }
 
 #[test]
 fn agrees_on_lengths() {
-    for bytes in [
-        &b""[..],
-        &[0; 7],
-        &[0; 8],
-        &[255; 8],
-        &[3, 0, 0, 0, 0, 0, 0, 0, b'{', b'}'],
-    ] {
+    for bytes in [&b""[..], &[0; 7], &[0; 8], &[255; 8], &[3, 0, 0, 0, 0, 0, 0, 0, b'{', b'}']] {
         assert_eq!(compare(bytes), Ok(false), "{bytes:?}");
     }
     let mut long = (MAX_HEADER_LEN + 1).to_le_bytes().to_vec();
@@ -208,29 +118,16 @@ fn agrees_on_lengths() {
 fn refuses_a_name_that_stands_twice_where_the_crate_keeps_the_last() {
     let info = r#"{"dtype":"U8","shape":[1],"data_offsets":[0,1]}"#;
     let bytes = file(&format!(r#"{{"a":{info},"a":{info}}}"#), 1);
-    assert!(
-        ours(&bytes)
-            .unwrap_err()
-            .reason
-            .contains("\"a\" is there twice")
-    );
+    assert!(ours(&bytes).unwrap_err().reason.contains("\"a\" is there twice"));
     assert!(SafeTensors::read_metadata(&bytes).is_ok());
     let bytes = file(r#"{"__metadata__":{"k":"1","k":"2"}}"#, 0);
-    assert!(
-        ours(&bytes)
-            .unwrap_err()
-            .reason
-            .contains("\"k\" is there twice")
-    );
+    assert!(ours(&bytes).unwrap_err().reason.contains("\"k\" is there twice"));
     assert!(SafeTensors::read_metadata(&bytes).is_ok());
 }
 
 #[test]
 fn skips_the_value_of_an_unknown_field_where_the_crate_decodes_it() {
-    let bytes = file(
-        r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":1e999}}"#,
-        1,
-    );
+    let bytes = file(r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":1e999}}"#, 1);
     assert!(ours(&bytes).is_ok());
     assert!(SafeTensors::read_metadata(&bytes).is_err());
 }

@@ -69,13 +69,7 @@ fn cached_pages(file: &File, start: u64, end: u64) -> Option<u64> {
     // SAFETY: the kernel reads two and writes five 64-bit integers (struct cachestat_range and
     // struct cachestat), and both arrays live across the call; the descriptor is open.
     let result = unsafe {
-        libc::syscall(
-            SYS_CACHESTAT,
-            file.as_raw_fd(),
-            range.as_ptr(),
-            counts.as_mut_ptr(),
-            0,
-        )
+        libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0)
     };
     (result == 0).then_some(counts[0])
 }
@@ -102,12 +96,7 @@ fn sample(
 /// Whether the byte at `at` can be read without waiting for a disk.
 fn answers_at_once(file: &File, at: u64) -> Option<bool> {
     let mut byte = [0u8];
-    match preadv2(
-        file,
-        &mut [IoSliceMut::new(&mut byte)],
-        at,
-        ReadWriteFlags::NOWAIT,
-    ) {
+    match preadv2(file, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT) {
         Ok(read) => Some(read == 1),
         Err(error) => (error == Errno::AGAIN).then_some(false),
     }
@@ -118,9 +107,7 @@ fn answers_at_once(file: &File, at: u64) -> Option<bool> {
 fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
     let first = start / page * page;
     let mut options = MmapOptions::new();
-    options
-        .offset(first)
-        .len(usize::try_from(end - first).ok()?);
+    options.offset(first).len(usize::try_from(end - first).ok()?);
     let map = options.map_raw_read_only(file).ok()?;
     sample(start, end, page, |at| {
         let within = usize::try_from((at - first) / page * page).ok()?;
@@ -128,11 +115,7 @@ fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
         // SAFETY: the address is the first of a page of the mapping, which lives across the call;
         // one page has one byte of an answer.
         let result = unsafe {
-            libc::mincore(
-                map.as_mut_ptr().wrapping_add(within).cast(),
-                1,
-                &raw mut answer,
-            )
+            libc::mincore(map.as_mut_ptr().wrapping_add(within).cast(), 1, &raw mut answer)
         };
         (result == 0).then_some(answer & 1 == 1)
     })
@@ -207,10 +190,7 @@ pub fn map(file: &File) -> io::Result<(MmapRaw, usize, usize)> {
 
 /// [`map`], at a multiple of a huge page.
 pub fn map_aligned(file: &File, len: usize) -> io::Result<(MmapRaw, usize, usize)> {
-    let room = MmapOptions::new()
-        .len(len + HUGE_PAGE)
-        .no_reserve_swap()
-        .map_anon()?;
+    let room = MmapOptions::new().len(len + HUGE_PAGE).no_reserve_swap().map_anon()?;
     let room = MmapRaw::from(room);
     let skip = room.as_ptr().align_offset(HUGE_PAGE);
     let at = room.as_mut_ptr().wrapping_add(skip).cast();
@@ -302,9 +282,6 @@ mod tests {
             assert_eq!(sample(5, 3 << 20, page, |_| None), None);
         }
         assert_eq!(sample(7, 8, 4096, |at| Some(at == 7)), Some(1));
-        assert_eq!(
-            sample(5, (3 << 20) + 1, 4096, |_| Some(true)),
-            Some((3 << 20) - 4)
-        );
+        assert_eq!(sample(5, (3 << 20) + 1, 4096, |_| Some(true)), Some((3 << 20) - 4));
     }
 }

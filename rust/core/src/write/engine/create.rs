@@ -83,10 +83,7 @@ impl Save {
     /// # Errors
     /// [`Error::Plan`] for items that cannot be saved, [`Error::Storage`] where the store refuses.
     /// Nothing is left then.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "as `create`, and what only a store asks"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "as `create`, and what only a store asks")]
     pub fn create_remote(
         remote: Arc<dyn Remote>,
         dir: &Path,
@@ -98,18 +95,10 @@ impl Save {
         control: &Control,
     ) -> Result<(Self, Vec<Error>)> {
         let copies = Copies::new(remote);
-        let Links {
-            files: links,
-            note,
-            problems,
-        } = match &reuse {
-            Some(reuse) => copies.make(
-                dir,
-                &mut info,
-                reuse,
-                in_flight(options).min(COPIES),
-                control,
-            )?,
+        let Links { files: links, note, problems } = match &reuse {
+            Some(reuse) => {
+                copies.make(dir, &mut info, reuse, in_flight(options).min(COPIES), control)?
+            }
             None => Links::default(),
         };
         let beside = Beside {
@@ -160,10 +149,7 @@ impl Save {
         let (folders, files) = begin(&disk, dir)?;
         let sink = to_files(&disk, dir, folders, files, &layout, options, false, control)?;
         let save = Self::to(Box::new(sink), items, layout, OF_NOBODY, None, Vec::new());
-        Ok(Self {
-            digests: Digests::of(&save.items, sums),
-            ..save
-        })
+        Ok(Self { digests: Digests::of(&save.items, sums), ..save })
     }
 
     /// A save of which nothing is written yet.
@@ -182,10 +168,7 @@ impl Save {
             reuse,
             links,
             digests: Digests::of(&items, Sums::Digests),
-            progress: Mutex::new(Progress {
-                written: vec![0; items.len()],
-                failed: false,
-            }),
+            progress: Mutex::new(Progress { written: vec![0; items.len()], failed: false }),
             items,
         }
     }
@@ -201,10 +184,7 @@ fn begin(disk: &Disk, dir: &Path) -> Result<(Vec<PathBuf>, DataFiles)> {
 
 /// Creates the files of a layout; `claimed`: for a save that others may take for one that was
 /// killed.
-#[expect(
-    clippy::too_many_arguments,
-    reason = "what the two ways to create files have in common"
-)]
+#[expect(clippy::too_many_arguments, reason = "what the two ways to create files have in common")]
 fn to_files(
     disk: &Disk,
     dir: &Path,
@@ -240,23 +220,15 @@ fn beside(links: &[Link], note: Vec<u8>, reuse: Option<&Reuse>, items: usize) ->
 }
 
 /// Files of the caller's own layout are of no checkpoint of this crate.
-const OF_NOBODY: SaveInfo = SaveInfo {
-    save_id: [0; 16],
-    generation: 0,
-    token: 0,
-    rank: 0,
-    world_size: 1,
-};
+const OF_NOBODY: SaveInfo =
+    SaveInfo { save_id: [0; 16], generation: 0, token: 0, rank: 0, world_size: 1 };
 
 /// The layout of files that a caller made, and its values as items.
 fn laid_out(
     files: Vec<FilePlan>,
     values: Vec<(String, Place, u64)>,
 ) -> Result<(Layout, Vec<SaveItem>)> {
-    let mut layout = Layout {
-        files,
-        places: Vec::with_capacity(values.len()),
-    };
+    let mut layout = Layout { files, places: Vec::with_capacity(values.len()) };
     let mut items = Vec::with_capacity(values.len());
     for (name, place, length) in values {
         let fits = layout.files.get(place.file as usize).is_some_and(|file| {
@@ -264,11 +236,7 @@ fn laid_out(
             place.offset >= file.header.len() as u64 && end.is_some_and(|end| end <= file.size)
         });
         if !fits {
-            return Err(Error::tensor_plan(
-                None,
-                &name,
-                "it does not lie in its file",
-            ));
+            return Err(Error::tensor_plan(None, &name, "it does not lie in its file"));
         }
         layout.places.push(place);
         items.push(SaveItem {

@@ -12,10 +12,7 @@ impl Machine<'_, '_> {
         };
         self.made += size_of::<Node>();
         self.pickle.nodes.push(node);
-        self.stack.push(Slot {
-            item: Item::Node(id),
-            at,
-        });
+        self.stack.push(Slot { item: Item::Node(id), at });
         Ok(())
     }
 
@@ -33,10 +30,9 @@ impl Machine<'_, '_> {
     /// Makes a tuple of the stack from `from` up, which the input makes from `at` on.
     pub(super) fn tuple(&mut self, from: usize, at: usize) -> FaultResult<()> {
         let pool = &mut self.pickle.pool;
-        let (Ok(first), Ok(len)) = (
-            u32::try_from(pool.len()),
-            u32::try_from(self.stack.len() - from),
-        ) else {
+        let (Ok(first), Ok(len)) =
+            (u32::try_from(pool.len()), u32::try_from(self.stack.len() - from))
+        else {
             return Err(self.fault("too many values"));
         };
         pool.extend(self.stack.drain(from..).map(|slot| slot.item));
@@ -65,9 +61,7 @@ impl Machine<'_, '_> {
     pub(super) fn append(&mut self, from: usize) -> FaultResult<()> {
         let id = self.container(from)?;
         let new: Vec<Item> = self.stack[from..].iter().map(|slot| slot.item).collect();
-        let at: Vec<Span> = (from..self.stack.len())
-            .filter_map(|i| self.place(i))
-            .collect();
+        let at: Vec<Span> = (from..self.stack.len()).filter_map(|i| self.place(i)).collect();
         self.stack.truncate(from);
         self.made += (size_of::<Item>() + size_of::<Span>()) * new.len() + size_of::<Then>();
         match &mut self.pickle.nodes[id as usize] {
@@ -87,10 +81,7 @@ impl Machine<'_, '_> {
     pub(super) fn add(&mut self, from: usize) -> FaultResult<()> {
         let id = self.container(from)?;
         match &mut self.pickle.nodes[id as usize] {
-            Node::Set {
-                items,
-                frozen: false,
-            } => {
+            Node::Set { items, frozen: false } => {
                 self.made += size_of::<Item>() * (self.stack.len() - from);
                 items.extend(self.stack.drain(from..).map(|slot| slot.item));
                 Ok(())
@@ -105,10 +96,8 @@ impl Machine<'_, '_> {
         if !slots.len().is_multiple_of(2) {
             return Err(self.fault("a pair for what is not a dict"));
         }
-        let new: Vec<(Item, Item)> = slots
-            .chunks_exact(2)
-            .map(|pair| (pair[0].item, pair[1].item))
-            .collect();
+        let new: Vec<(Item, Item)> =
+            slots.chunks_exact(2).map(|pair| (pair[0].item, pair[1].item)).collect();
         let values = (from + 1..self.stack.len()).step_by(2);
         let at: Vec<Span> = values.filter_map(|i| self.place(i)).collect();
         self.stack.truncate(from);
@@ -144,12 +133,8 @@ impl Machine<'_, '_> {
             Some(("collections", "OrderedDict")) => self.dict_of_pairs(how, arguments, len)?,
             _ => None,
         };
-        let node = dict.unwrap_or(Node::Object {
-            callable,
-            args: arguments,
-            how,
-            then: Vec::new(),
-        });
+        let node =
+            dict.unwrap_or(Node::Object { callable, args: arguments, how, then: Vec::new() });
         self.push_node(node, made_by.at)
     }
 
@@ -172,9 +157,7 @@ impl Machine<'_, '_> {
         // A list that is used again and again counts again and again.
         self.made += (2 * size_of::<Item>() + size_of::<Span>()) * lists.len();
         if self.made as u64 > most_bytes(self.pickle.input.len()) {
-            return Err(Fault::Unsupported(
-                "it grows without bound as it repeats itself".into(),
-            ));
+            return Err(Fault::Unsupported("it grows without bound as it repeats itself".into()));
         }
         let (mut pairs, mut places) = (Vec::new(), Vec::new());
         for list in lists {
@@ -186,12 +169,7 @@ impl Machine<'_, '_> {
                 _ => return Ok(None),
             }
         }
-        Ok(Some(Node::Dict {
-            ordered: true,
-            pairs,
-            places,
-            state: None,
-        }))
+        Ok(Some(Node::Dict { ordered: true, pairs, places, state: None }))
     }
 
     fn not_a_call(&self) -> Fault {
@@ -208,11 +186,7 @@ impl Machine<'_, '_> {
                     then.push(Then::State(given));
                     return Ok(());
                 }
-                Node::Dict {
-                    ordered: true,
-                    state: state @ None,
-                    ..
-                } => {
+                Node::Dict { ordered: true, state: state @ None, .. } => {
                     *state = Some(given);
                     return Ok(());
                 }
@@ -224,12 +198,7 @@ impl Machine<'_, '_> {
 }
 
 pub(super) fn empty_dict(ordered: bool) -> Node {
-    Node::Dict {
-        ordered,
-        pairs: Vec::new(),
-        places: Vec::new(),
-        state: None,
-    }
+    Node::Dict { ordered, pairs: Vec::new(), places: Vec::new(), state: None }
 }
 
 pub(super) fn set(frozen: bool, items: Vec<Item>) -> Node {
