@@ -7,7 +7,7 @@ alive until the call returns. The GIL is released during all I/O, and Ctrl-C sto
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, final
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar, Unpack, final
 
 from typing_extensions import Buffer
 
@@ -25,6 +25,24 @@ class _ReadOptions(TypedDict, total=False):
     verify: bool | None
     shared: bool
     max_inflight_bytes: int
+
+class _WriteOptions(TypedDict):
+    """The keyword arguments of functions that create files; ``local_ranks`` defaults to 1."""
+
+    threads: int
+    fsync: bool
+    io: str
+    max_inflight_bytes: int
+    local_ranks: NotRequired[int]
+
+class _SaveOptions(_WriteOptions):
+    """The keyword arguments of functions that create the files of a save."""
+
+    save_id: builtins.bytes
+    generation: int
+    token: int
+    rank: int
+    world_size: int
 
 @final
 class FileMapping(Buffer):
@@ -321,56 +339,56 @@ class Index:
 class Batch:
     """All destinations of one load, planned, and checked as far as they can be without reading. The caller keeps the tensors.
 
-    Those that share memory are filled in turns. Targets and parts are those of ``dcp_rs.transfer.target`` and ``dcp_rs.tensors.memory``.
+    Those that share memory are filled in several passes. Targets and parts are those of ``dcp_rs.transfer.target`` and ``dcp_rs.tensors.memory``.
     """
 
     def __new__(cls, index: Index) -> Batch: ...
     def __len__(self) -> int: ...
     def add(self, targets: Sequence[Any]) -> None:
         """Adds targets in host memory that hold what is stored, to be filled in place."""
-    def add_elsewhere(self, number: int, target: Any, device: int, there: bool) -> None:
+    def add_device_target(self, number: int, target: Any, device: int, there: bool) -> None:
         """Adds a target that the caller fills through slabs, and calls ``number``; ``there``: its memory is there already."""
     def add_opaque(self, number: int, target: Any, parts: Sequence[Any]) -> None:
         """The same for a target that only its own class can fill, whose memory ``parts`` are."""
     def arrange(self) -> int:
-        """Finds the turns, once all is added; returns how many there are. What a later destination hides has none."""
-    def divide(self, common: Common) -> None:
-        """Says what others want too, once the turns were found."""
-    def wants(self, turn: int) -> list[int]:
-        """What goes through slabs in a turn, part by part: numbers for ``SlabReader.create``."""
-    def opaque(self, turn: int) -> list[int]:
-        """Numbers of the targets that their own class fills in a turn."""
-    def places(self, turn: int) -> list[int]:
-        """The places of all that is filled in a turn."""
+        """Finds the passes, once all is added; repasses how many there are. What a later destination hides has none."""
+    def divide(self, common: SharedSections) -> None:
+        """Says what others want too, once the passes were found."""
+    def wants(self, number: int) -> list[int]:
+        """What goes through slabs in a pass, part by part: numbers for ``SlabReader.create``."""
+    def opaque(self, number: int) -> list[int]:
+        """Numbers of the targets that their own class fills in a pass."""
+    def places(self, number: int) -> list[int]:
+        """The places of all that is filled in a pass."""
     def at_once(self) -> list[int]:
-        """The places of which all is filled in the first turn."""
+        """The places of which all is filled in the first pass."""
     def leave_out(self, places: Sequence[int]) -> None:
-        """Takes all of these places out of the turns."""
+        """Takes all of these places out of the passes."""
     def read(
         self,
-        turn: int,
+        number: int,
         *,
         progress: Callable[[int], object] | None = None,
         **options: Unpack[_ReadOptions],
     ) -> ReadStats:
-        """Fills what has this turn and is not elsewhere. ``progress`` hears now and then how many bytes of it are there."""
+        """Fills what has this pass and is not elsewhere. ``progress`` hears now and then how many bytes of it are there."""
 
 @final
-class Common:
+class SharedSections:
     """Which sections of a checkpoint other ranks of the machine read too."""
 
 @final
-class Wanted:
+class Sample:
     """What a rank reads of a checkpoint, told in the same number of bytes for any model."""
 
-    def __new__(cls, index: Index) -> Wanted: ...
+    def __new__(cls, index: Index) -> Sample: ...
     def add_batch(self, batch: Batch) -> None:
         """Adds what is filled in place of a batch of the same index."""
     def add(self, regions: Sequence[tuple[int, bool, _Extent, _Extent]]) -> None:
         """Adds regions (source, whether that is a chunk, offsets, sizes). What no chunk holds is left out."""
     def told(self) -> bytes:
         """For the coordinator: 1 KiB."""
-    def judged(self, answer: bytes) -> Common | None:
+    def judged(self, answer: bytes) -> SharedSections | None:
         """With the coordinator's answer. None: it is none."""
 
 def compare_wanted(told: Sequence[tuple[bytes, bytes]]) -> list[tuple[int, bytes]]:
@@ -424,19 +442,10 @@ class SavePlan:
         keep: bytes | None,
         lengths: Sequence[int],
         *,
-        save_id: bytes,
-        generation: int,
-        token: int,
-        rank: int,
-        world_size: int,
-        threads: int,
-        fsync: bool,
-        io: str,
-        max_inflight_bytes: int,
-        local_ranks: int = 1,
         turns: Sequence[int] | None = None,
         reuse: Reuse | None = None,
         store: Store | None = None,
+        **options: Unpack[_SaveOptions],
     ) -> Save:
         """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given, and in which turn each is written."""
     def reuse(
@@ -599,17 +608,8 @@ class Save:
         folder: str,
         items: Sequence[SaveItem],
         *,
-        save_id: builtins.bytes,
-        generation: int,
-        token: int,
-        rank: int,
-        world_size: int,
-        threads: int,
-        fsync: bool,
-        io: str,
-        max_inflight_bytes: int,
-        local_ranks: int = 1,
         store: Store | None = None,
+        **options: Unpack[_SaveOptions],
     ) -> Save:
         """Lays out the files for the items, and creates them."""
     @staticmethod
@@ -618,12 +618,8 @@ class Save:
         files: Sequence[tuple[str, bytes, int]],
         values: Sequence[PlacedValue],
         *,
-        threads: int,
-        fsync: bool,
-        io: str,
-        max_inflight_bytes: int,
-        local_ranks: int = 1,
         crc32: bool = False,
+        **options: Unpack[_WriteOptions],
     ) -> Save:
         """Files are (name, header, size), in the caller's own layout. ``finish`` returns nothing of use. With ``crc32``, :meth:`crc32s` does."""
     def write(self, parts: Sequence[Part]) -> None:

@@ -219,7 +219,7 @@ def test_slabs_are_filled_while_copies_run(ckpt, sim, device):
     targets = [whole(index, name, torch.empty(64 << 10, device=device)) for name in index.names()]
     batch = _core.Batch(index)
     for number, target in enumerate(targets):
-        batch.add_elsewhere(number, target, 1, there=True)
+        batch.add_device_target(number, target, 1, there=True)
     sim.delay = 20_000
     stream = copy_stream.copy_stream_for(device)
     options = ReadOptions(max_inflight_bytes=1 << 20)

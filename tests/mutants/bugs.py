@@ -182,18 +182,17 @@ MUTANTS = [
     Mutant(
         "chunk-ends-early",
         "rust/core/src/read/plan.rs",
-        "                src: at,\n                dst: run.dst + (at - run.src),\n",
-        "                src: if to == end && at > run.src { at - 1 } else { at },\n"
-        "                dst: run.dst + (at - run.src),\n",
+        "Piece { src: at, dst: run.dst + (at - run.src),",
+        "Piece { src: if to == end && at > run.src { at - 1 } else { at }, dst: run.dst + (at - run.src),",
         ("tests/dcp/test_threads.py",),
         "The last piece of a chunk is read from one byte before its place.",
     ),
     Mutant(
         "store-commit-unconditional",
         "rust/core/src/checkpoint/commit_remote.rs",
-        "    let condition = if begun.keeps_conditions {\n        Condition::Unchanged\n    } else {\n"
-        "        Condition::Unguarded\n    };\n    put_and_look(path, bytes, condition, connection, control)\n",
-        "    put_and_look(path, bytes, Condition::Unguarded, connection, control)\n",
+        "        if begun.keeps_conditions { Condition::Unchanged } else { Condition::Unguarded };\n"
+        "    put_and_look(path, bytes, condition, connection, control)\n",
+        "        Condition::Unguarded;\n    put_and_look(path, bytes, condition, connection, control)\n",
         ("tests/stores/test_commit.py",),
         "Of two jobs that save to one place the slower one replaces what it never saw.",
     ),

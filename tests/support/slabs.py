@@ -45,7 +45,7 @@ def batch_of(index):
             entry.shape, dtype=stored_dtype(entry.name, entry.dtype), device="meta"
         )
         target = Target(number, [0] * tensor.dim(), tensor, entry.name, tensor.dtype)
-        batch.add_elsewhere(number, target, 0, there=False)
+        batch.add_device_target(number, target, 0, there=False)
     return batch
 
 

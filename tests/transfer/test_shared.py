@@ -283,7 +283,7 @@ def planned(path, state):
 def test_machines_are_compared_apart(tmp_path):
     dcp_rs.save({"w": numbered()}, tmp_path, no_dist=True)
     index = RsReader(tmp_path).read_metadata().state_dict_metadata.index
-    wanted = [_core.Wanted(index) for _ in range(3)]
+    wanted = [_core.Sample(index) for _ in range(3)]
     for each in wanted:
         each.add([(0, False, (0, 0), SHAPE)])
     here, there = b"here", b"there"

@@ -114,7 +114,7 @@ def _through_slabs(
     made = _Made(stream, targets)
     batch = _core.Batch(index)
     for number, target in enumerate(targets):
-        batch.add_elsewhere(number, target, space_of(device), there=False)
+        batch.add_device_target(number, target, space_of(device), there=False)
     left = [target.nbytes for target in targets]
     with ExitStack() as stack:
         stack.callback(stream.order_before_caller)

@@ -46,17 +46,17 @@ class CommonReads:
 
 def sample_of(
     index: _core.Index, batch: _core.Batch, targets: Sequence[Target], options: ReadOptions
-) -> _core.Wanted | None:
+) -> _core.Sample | None:
     """Sample the reads of this rank; None if reads of other ranks make no difference."""
     if index.is_remote or not options.shares_page_cache:
         return None
-    sample = _core.Wanted(index)
+    sample = _core.Sample(index)
     sample.add_batch(batch)
     sample.add([(t.index, t.of_chunk, t.offsets, t.tensor.shape) for t in targets])
     return sample
 
 
-def share(sample: _core.Wanted | None) -> ReadSample | None:
+def share(sample: _core.Sample | None) -> ReadSample | None:
     """Prepare the sample for the coordinator."""
     return None if sample is None else ReadSample(_machine(), sample.told())
 
@@ -69,8 +69,8 @@ def compare_samples(samples: Sequence[ReadSample | None]) -> list[CommonReads | 
 
 
 def common_reads(
-    sample: _core.Wanted | None, reply: CommonReads | None, ranks: int
-) -> _core.Common | None:
+    sample: _core.Sample | None, reply: CommonReads | None, ranks: int
+) -> _core.SharedSections | None:
     """Return what other ranks of this machine read too; None if some of them sent no sample.
 
     Args:

@@ -224,7 +224,7 @@ class Plan:
     state_dict: dict[str, Any]
     stateful: dict[str, Any]
     reads: Reads
-    sample: _core.Wanted | None
+    sample: _core.Sample | None
     summary: _PlanSummary
     clock: Phases
     values: dict[str, Any] = field(default_factory=dict)
@@ -515,11 +515,11 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
         job = Load(plan.index, options, reads.batch, counts, common)
         try:
             if is_of_all and source.replicas != "each" and ranks.size > 1:
-                turns = _read_together(plan, job, counts, ranks)
+                passes = _read_together(plan, job, counts, ranks)
             else:
-                turns = _prepare(plan, job, counts)
-            for turn in range(turns):  # tensors that share memory take turns
-                job.run(turn)
+                passes = _prepare(plan, job, counts)
+            for number in range(passes):  # tensors that share memory take several
+                job.run(number)
         finally:
             # A failed read may have filled some. Autograd refuses gradients of changed tensors.
             plain = [reads.tensors[place] for place in reads.plain]
@@ -535,7 +535,7 @@ def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
     """Read the values, and arrange the reads of tensors. No tensor is written to.
 
     Returns:
-        The number of turns that the reads take.
+        The number of passes that the reads take.
     """
     index, reads, source = plan.index, plan.reads, plan.request.source
     if counts.watch is not None:
@@ -552,11 +552,11 @@ def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
         }
     if reads.targets:
         job.add(reads.targets)
-    turns = job.arrange()
+    passes = job.arrange()
     at_once = job.at_once()
     if len(at_once) < len(reads.plain) + len({target.place for target in reads.targets}):
         _warn_of_ties(plan, at_once)
-    return turns
+    return passes
 
 
 def _warn_of_ties(plan: Plan, first: Collection[int]) -> None:
@@ -564,7 +564,7 @@ def _warn_of_ties(plan: Plan, first: Collection[int]) -> None:
 
     Args:
         plan: the plan of this rank.
-        first: the places that are filled in the first turn, and that no later one overwrites.
+        first: the places that are filled in the first pass, and that no later one overwrites.
     """
     reads, source = plan.reads, plan.request.source
     planned = {*reads.plain, *(target.place for target in reads.targets)}
@@ -588,14 +588,14 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
     """Prepare on all ranks. Then read together what several ranks need, a part on each rank.
 
     Returns:
-        The number of turns that are left for this rank; 0 if another rank failed.
+        The number of passes that are left for this rank; 0 if another rank failed.
     """
     index, source = plan.index, plan.request.source
-    turns, own = 0, Offer()
+    passes, own = 0, Offer()
 
     def prepare() -> tuple[int, list[bytes]]:
-        nonlocal turns, own
-        turns = _prepare(plan, job, counts)
+        nonlocal passes, own
+        passes = _prepare(plan, job, counts)
         at_once = set(job.at_once())
         targets = [
             target
@@ -609,12 +609,12 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
 
     offers = ranks.all_gather(prepare)
     if not is_shared(offers):
-        return turns
+        return passes
     shared = share(own, offers, ranks.process_group)
     read, is_whole = read_shared(index, shared, source.read.alone(), ranks)
     counts.add(read)
     job.leave_out(target.place for group in shared for target in group.targets)
-    return turns if is_whole else 0
+    return passes if is_whole else 0
 
 
 # --- step 3: hand over ----------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Load:
         options: ReadOptions,
         batch: _core.Batch | None = None,
         counts: Counts | None = None,
-        common: _core.Common | None = None,
+        common: _core.SharedSections | None = None,
     ) -> None:
         self._common = common
         self._counts = Counts() if counts is None else counts
@@ -65,42 +65,44 @@ class Load:
             if is_plain(target.tensor, target.dtype):
                 direct.append(target)
             else:
-                self._add_elsewhere(target)
+                self._add_device_target(target)
         self._batch.add(direct)
 
-    def _add_elsewhere(self, target: Target) -> None:
+    def _add_device_target(self, target: Target) -> None:
         check_fillable(target.name, target.tensor)
         number = len(self._elsewhere)
         self._elsewhere.append(target)
         if is_opaque(target.tensor):
             self._batch.add_opaque(number, target, parts(target.tensor))
         else:
-            self._batch.add_elsewhere(number, target, space_of(target.tensor.device), there=True)
+            self._batch.add_device_target(
+                number, target, space_of(target.tensor.device), there=True
+            )
 
     def arrange(self) -> int:
-        """Arrange the targets after the last one was added, and return the number of turns."""
-        turns = self._batch.arrange()
+        """Arrange the targets after the last one was added, and return the number of passes."""
+        passes = self._batch.arrange()
         if self._common is not None:
             self._batch.divide(self._common)
-        return turns
+        return passes
 
     def at_once(self) -> list[int]:
-        """Return the places of the targets that are all filled in the first turn."""
+        """Return the places of the targets that are all filled in the first pass."""
         return self._batch.at_once()
 
     def leave_out(self, places: Iterable[int]) -> None:
         """Leave out the targets of some places, because other ranks send them."""
         self._batch.leave_out(list(places))
 
-    def run(self, turn: int) -> int:
-        """Fill the targets of a turn, and return the bytes read for those filled in place."""
+    def run(self, number: int) -> int:
+        """Fill the targets of one pass, and return the bytes read for those filled in place."""
         tell = None if self._counts.watch is None else self._counts.tell
-        stats = self._batch.read(turn, progress=tell, **self._options.engine())
+        stats = self._batch.read(number, progress=tell, **self._options.engine())
         self._counts.add(stats)
-        wants = self._batch.wants(turn)
+        wants = self._batch.wants(number)
         if wants:
             self._counts.add(upload(self._batch, wants, self._elsewhere, self._options, tell))
-        if opaque := self._batch.opaque(turn):
+        if opaque := self._batch.opaque(number):
             _fill_opaque(
                 self._index, [self._elsewhere[i] for i in opaque], self._options, self._counts
             )
@@ -108,7 +110,7 @@ class Load:
 
     def run_all(self) -> int:
         """Fill all targets, and return the bytes read for those filled in place."""
-        return sum(self.run(turn) for turn in range(self.arrange()))
+        return sum(self.run(number) for number in range(self.arrange()))
 
 
 def fill(

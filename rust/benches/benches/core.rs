@@ -203,7 +203,7 @@ fn copying(c: &mut Criterion) {
             group.bench_function(BenchmarkId::new(format!("{stores:?}, runs of"), run), |b| {
                 // SAFETY: both buffers are `len` long, which is what the loops reach.
                 b.iter(|| unsafe {
-                    copy_strided(to.as_mut_ptr(), from.as_ptr(), loops, run as u64, stores)
+                    copy_strided(to.as_mut_ptr(), from.as_ptr(), loops, run as u64, stores);
                 });
             });
         }
@@ -267,8 +267,8 @@ fn reading(c: &mut Criterion) {
         for io in [IoMode::Mmap, IoMode::Buffered] {
             let options = ReadOptions { io, ..ReadOptions::default() };
             group.bench_function(BenchmarkId::new(format!("{io:?}, chunks of"), size), |b| {
-                // SAFETY: every request fills its own part of `to`, and the file stays as it is.
                 b.iter(|| {
+                    // SAFETY: every request fills its own part of `to`, and the file stays as it is.
                     unsafe { read(&files, &requests, &Nothing, &options, &Control::default()) }
                         .expect("reads")
                 });

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use dcp_rs_core::checkpoint::gather::{Common, Gather, Rest, Source, Turns, Want};
+use dcp_rs_core::checkpoint::gather::{
+    DeviceTensor, Gather, Passes, SharedSections, SlabRegion, Source,
+};
 use dcp_rs_core::geometry::Region;
 use dcp_rs_core::geometry::memory::Footprint;
 use pyo3::exceptions::PyIndexError;
@@ -16,7 +18,7 @@ use crate::panics::guarded;
 use crate::plain::Layout;
 use crate::read::{self, Options, read_options};
 use crate::rows::ReadStats;
-use crate::wanted;
+use crate::sample;
 
 /// `dcp_rs.transfer.target.Target`: a region of a stored tensor or of a chunk, and the tensor that
 /// it goes to.
@@ -31,25 +33,25 @@ struct Target<'py> {
 
 /// `dcp_rs.tensors.memory.Part`: a tensor, and the number of the device whose memory it is.
 #[derive(FromPyObject)]
-pub struct Part<'py> {
+pub struct DeviceMemory<'py> {
     space: u32,
     tensor: Bound<'py, PyAny>,
 }
 
 /// Reads that are planned, and checked as far as they can be without reading. Destinations that
-/// share memory are filled in turns.
+/// share memory are filled in passes.
 #[pyclass(module = "dcp_rs._core")]
 pub struct Batch {
     index: Py<Index>,
     gather: Gather,
-    turns: Turns,
-    common: Option<Arc<Common>>,
+    passes: Passes,
+    common: Option<Arc<SharedSections>>,
 }
 
 impl Batch {
     /// A batch of plain tensors, each at its place.
     pub fn of_plain(index: Py<Index>, gather: Gather) -> Self {
-        Self { index, gather, turns: Turns::default(), common: None }
+        Self { index, gather, passes: Passes::default(), common: None }
     }
 
     /// What a target is a region of, and the tensor that this belongs to.
@@ -64,7 +66,7 @@ impl Batch {
         Ok((Source::Tensor(tensor), tensor))
     }
 
-    pub fn checked_wants(&self, numbers: &[usize]) -> PyResult<Vec<Want>> {
+    pub fn checked_wants(&self, numbers: &[usize]) -> PyResult<Vec<SlabRegion>> {
         let want = |&number: &usize| {
             let found = self.gather.want(number).cloned();
             found
@@ -82,15 +84,15 @@ impl Batch {
     }
 
     /// What is known of what others want.
-    pub fn common(&self) -> Option<&Common> {
+    pub fn common(&self) -> Option<&SharedSections> {
         self.common.as_deref()
     }
 
-    fn check_turn(&self, turn: usize) -> PyResult<()> {
-        if turn < self.turns.len() {
+    fn check_pass(&self, number: usize) -> PyResult<()> {
+        if number < self.passes.len() {
             return Ok(());
         }
-        Err(PyIndexError::new_err(format!("turn {turn} of {}", self.turns.len())))
+        Err(PyIndexError::new_err(format!("pass {number} of {}", self.passes.len())))
     }
 }
 
@@ -129,7 +131,7 @@ impl Batch {
 
     /// Adds a target that the caller fills through slabs, and calls `number`. `device` is the
     /// number of its device; `there`: its memory is there already.
-    fn add_elsewhere(
+    fn add_device_target(
         &mut self,
         py: Python<'_>,
         number: usize,
@@ -139,7 +141,7 @@ impl Batch {
     ) -> PyResult<()> {
         let (source, _) = self.source(&target)?;
         let layout = Layout::of(&target.tensor)?;
-        let to = Rest {
+        let to = DeviceTensor {
             device,
             address: there.then_some(layout.address as u64),
             itemsize: itemsize(&target.tensor)?,
@@ -147,7 +149,7 @@ impl Batch {
         };
         let region = Region { offsets: target.offsets.0, sizes: layout.shape };
         self.gather.set_place(target.place);
-        self.gather.add_elsewhere(number, source, &region, &to).into_py(py)
+        self.gather.add_device_target(number, source, &region, &to).into_py(py)
     }
 
     /// The same for a target that only its own class can fill. `parts` is the memory that it may
@@ -157,7 +159,7 @@ impl Batch {
         py: Python<'_>,
         number: usize,
         target: Target<'_>,
-        parts: Vec<Part<'_>>,
+        parts: Vec<DeviceMemory<'_>>,
     ) -> PyResult<()> {
         let (source, _) = self.source(&target)?;
         let footprints: Vec<_> = parts.iter().map(footprint).collect::<PyResult<_>>()?;
@@ -171,65 +173,65 @@ impl Batch {
         added.into_py(py)
     }
 
-    /// Finds the turns, once all is added; returns how many there are. What a later destination
+    /// Finds the passes, once all is added; returns how many there are. What a later destination
     /// hides has none.
     fn arrange(&mut self, py: Python<'_>) -> usize {
-        self.turns = py.detach(|| self.gather.arrange());
-        self.turns.len()
+        self.passes = py.detach(|| self.gather.arrange());
+        self.passes.len()
     }
 
-    /// Says what others want too, once the turns were found.
-    fn divide(&mut self, py: Python<'_>, common: &Bound<'_, wanted::Common>) {
+    /// Says what others want too, once the passes were found.
+    fn divide(&mut self, py: Python<'_>, common: &Bound<'_, sample::SharedSections>) {
         let common = Arc::clone(&common.get().inner);
         py.detach(|| self.gather.divide(&common));
         self.common = Some(common);
     }
 
-    /// What goes through slabs in a turn: numbers for `SlabReader.create`.
-    fn wants(&self, turn: usize) -> PyResult<Vec<usize>> {
-        self.check_turn(turn)?;
-        Ok(self.gather.wants(&self.turns, turn))
+    /// What goes through slabs in a pass: numbers for `SlabReader.create`.
+    fn wants(&self, number: usize) -> PyResult<Vec<usize>> {
+        self.check_pass(number)?;
+        Ok(self.gather.wants(&self.passes, number))
     }
 
-    /// Numbers of the targets that their own class fills in a turn.
-    fn opaque(&self, turn: usize) -> PyResult<Vec<usize>> {
-        self.check_turn(turn)?;
-        Ok(self.gather.opaque(&self.turns, turn))
+    /// Numbers of the targets that their own class fills in a pass.
+    fn opaque(&self, number: usize) -> PyResult<Vec<usize>> {
+        self.check_pass(number)?;
+        Ok(self.gather.opaque(&self.passes, number))
     }
 
-    /// The places of all that is filled in a turn.
-    fn places(&self, turn: usize) -> PyResult<Vec<u64>> {
-        self.check_turn(turn)?;
-        Ok(self.gather.places(&self.turns, turn))
+    /// The places of all that is filled in a pass.
+    fn places(&self, number: usize) -> PyResult<Vec<u64>> {
+        self.check_pass(number)?;
+        Ok(self.gather.places(&self.passes, number))
     }
 
-    /// The places of which all is filled in the first turn.
+    /// The places of which all is filled in the first pass.
     fn at_once(&self) -> Vec<u64> {
-        self.gather.at_once(&self.turns)
+        self.gather.at_once(&self.passes)
     }
 
-    /// Takes all of these places out of the turns.
+    /// Takes all of these places out of the passes.
     fn leave_out(&mut self, places: Vec<u64>) {
-        self.gather.leave_out(&mut self.turns, &places);
+        self.gather.leave_out(&mut self.passes, &places);
     }
 
-    /// Fills what has this turn and is not elsewhere. `progress` is called now and then with the
+    /// Fills what has this pass and is not elsewhere. `progress` is called now and then with the
     /// bytes of it that are there.
-    #[pyo3(signature = (turn, *, progress = None, **options))]
+    #[pyo3(signature = (number, *, progress = None, **options))]
     #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn read(
         &self,
         py: Python<'_>,
-        turn: usize,
+        number: usize,
         progress: Option<Py<PyAny>>,
         options: Option<Options>,
     ) -> PyResult<ReadStats> {
-        self.check_turn(turn)?;
+        self.check_pass(number)?;
         let options = read_options(options)?;
         // SAFETY: the contract of what added tensors: the caller holds them, and their memory,
         // until this returns.
         let stats = unsafe {
-            read::run_turn(py, &self.gather, &self.turns, turn, &options, progress.as_ref())?
+            read::run_pass(py, &self.gather, &self.passes, number, &options, progress.as_ref())?
         };
         Ok(stats.into())
     }
@@ -240,7 +242,7 @@ fn itemsize(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
 }
 
 /// The memory of a part; None where it ends beyond all memory.
-fn footprint(part: &Part<'_>) -> PyResult<Option<Footprint>> {
+fn footprint(part: &DeviceMemory<'_>) -> PyResult<Option<Footprint>> {
     let layout = Layout::of(&part.tensor)?;
     let itemsize = itemsize(&part.tensor)?;
     let strides: Option<Vec<u64>> =

@@ -301,7 +301,7 @@ impl Index {
         let source = |(tensor, offsets, sizes, dims, at): Rectangle| {
             self.check_tensor(tensor)?;
             let region = Region { offsets: offsets.0, sizes: sizes.0 };
-            Ok(format::Source { tensor, region, dims: dims.into(), at: at.0 })
+            Ok(format::ViewSource { tensor, region, dims: dims.into(), at: at.0 })
         };
         let logical = |(name, shape, rectangles): (String, Extent, Vec<Rectangle>)| {
             let sources = rectangles.into_iter().map(source).collect::<PyResult<_>>()?;

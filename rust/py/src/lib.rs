@@ -19,13 +19,13 @@ mod read;
 mod remote;
 mod reuse;
 mod rows;
+mod sample;
 mod save_item;
 mod save_plan;
 mod slabs;
 mod sum;
 mod template;
 mod verify;
-mod wanted;
 mod write;
 
 use pyo3::prelude::*;
@@ -58,6 +58,8 @@ mod _core {
         TensorEntry,
     };
     #[pymodule_export]
+    use crate::sample::{Sample, SharedSections, compare_wanted};
+    #[pymodule_export]
     use crate::save_item::SaveItem;
     #[pymodule_export]
     use crate::save_plan::{SavePlan, assign_saves};
@@ -71,8 +73,6 @@ mod _core {
     use crate::verify::{
         available_cores, block_digest, check_no_rank_indexes, has_native_data, recover, refusal,
     };
-    #[pymodule_export]
-    use crate::wanted::{Common, Wanted, compare_wanted};
     #[pymodule_export]
     use crate::write::Save;
 

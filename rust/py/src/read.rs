@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use dcp_rs_core::checkpoint;
-use dcp_rs_core::checkpoint::gather::{Gather, Memory, Source, Turns};
+use dcp_rs_core::checkpoint::gather::{Gather, Memory, Passes, Source};
 use dcp_rs_core::checkpoint::verify::verify_chunks;
 use dcp_rs_core::format::{Kind, SourceKind};
 use dcp_rs_core::geometry::Dims;
@@ -101,21 +101,21 @@ unsafe fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResul
     interrupt::run(py, |control| unsafe { gather.read(options, control) })
 }
 
-/// Reads one turn of a batch with the GIL released.
+/// Reads one pass of a batch with the GIL released.
 ///
 /// # Safety
-/// That of [`Gather::read_turn`].
-pub unsafe fn run_turn(
+/// That of [`Gather::read_pass`].
+pub unsafe fn run_pass(
     py: Python<'_>,
     gather: &Gather,
-    turns: &Turns,
-    turn: usize,
+    passes: &Passes,
+    pass: usize,
     options: &ReadOptions,
     progress: Option<&Py<PyAny>>,
 ) -> PyResult<ReadStats> {
     // SAFETY: as the caller vouches.
     interrupt::run_with(py, progress, 0, |control| unsafe {
-        gather.read_turn(turns, turn, options, control)
+        gather.read_pass(passes, pass, options, control)
     })
 }
 

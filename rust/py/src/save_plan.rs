@@ -21,7 +21,7 @@ use crate::plain::{BLOCK, HostTensor, Plain};
 use crate::remote::Store;
 use crate::reuse::Reuse;
 use crate::save_item::{self, items_of, name_of};
-use crate::write::{Save, bytes_at, to};
+use crate::write::{Save, bytes_at, save_options, to};
 
 const REQUIRES_GRAD: u8 = 1;
 
@@ -172,7 +172,7 @@ impl SavePlan {
     /// `Save.write_plain`; then the others, in the order of `kept_others`, whose lengths in bytes
     /// are `lengths`. `turns`, for each of these, where they are not written at a time: in which
     /// one, from 1 on.
-    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, local_ranks=1, turns=None, reuse=None, store=None))]
+    #[pyo3(signature = (folder, keep, lengths, *, turns = None, reuse = None, store = None, **options))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         &self,
@@ -180,19 +180,10 @@ impl SavePlan {
         folder: PathBuf,
         keep: Option<PyBackedBytes>,
         lengths: Vec<u64>,
-        save_id: [u8; 16],
-        generation: u64,
-        token: u64,
-        rank: u32,
-        world_size: u32,
-        threads: usize,
-        fsync: bool,
-        io: &str,
-        max_inflight_bytes: u64,
-        local_ranks: usize,
         turns: Option<Vec<u32>>,
         reuse: Option<&Bound<'_, Reuse>>,
         store: Option<&Bound<'_, Store>>,
+        options: Option<Bound<'_, PyDict>>,
     ) -> PyResult<Save> {
         let (items, mut planned) = self.kept(keep, lengths)?;
         if let Some(turns) = turns {
@@ -202,8 +193,7 @@ impl SavePlan {
                 return Err(PlanError::new_err("turns must be as many as lengths"));
             }
         }
-        let info = dcp_rs_core::write::SaveInfo { save_id, generation, token, rank, world_size };
-        let options = crate::write::options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
+        let (info, options) = save_options(options.as_ref())?;
         let reuse = reuse.map(|reuse| Arc::clone(&reuse.get().inner));
         Save::begin(py, &to(&folder, store), items, info, &options, planned, reuse)
     }

@@ -173,7 +173,7 @@ impl SlabReader {
 }
 
 impl SlabReader {
-    fn found(&self, batch: usize) -> PyResult<&slabs::Batch> {
+    fn found(&self, batch: usize) -> PyResult<&slabs::SlabBatch> {
         let found = self.plan.batches().get(batch);
         found.ok_or_else(|| PlanError::new_err(format!("no batch {batch}")))
     }

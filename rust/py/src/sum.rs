@@ -18,7 +18,7 @@ use crate::read::{Options, read_options};
 
 /// The tensors of a sum, offsets and sizes of the region, the address of the result, and whether it
 /// is of bfloat16.
-type Wanted = (Vec<u32>, Extent, Extent, usize, bool);
+type SumArguments = (Vec<u32>, Extent, Extent, usize, bool);
 
 /// Sums up regions of several checkpoints (an index and a weight each), in float32 or (`double`)
 /// float64.
@@ -31,7 +31,7 @@ type Wanted = (Vec<u32>, Extent, Extent, usize, bool);
 pub fn sum_regions(
     py: Python<'_>,
     inputs: Vec<(Bound<'_, Index>, f64)>,
-    sums: Vec<Wanted>,
+    sums: Vec<SumArguments>,
     double: bool,
     options: Option<Options>,
 ) -> PyResult<()> {

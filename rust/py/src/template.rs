@@ -112,7 +112,7 @@ impl Inner {
         let at = self.file.size();
         match self.holes.last_mut() {
             Some(last) if last.at + last.len == at && last.place + last.len == place => {
-                last.len += len
+                last.len += len;
             }
             _ => self.holes.push(Hole { at, place, len }),
         }

@@ -7,6 +7,7 @@ use dcp_rs_core::Error;
 use dcp_rs_core::format::Value;
 use dcp_rs_core::store::{FileLock, Remote};
 use dcp_rs_core::write::{self, FilePlan, Part, SaveInfo, Sums, WriteIo, WriteOptions};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::MutexExt as _;
@@ -61,26 +62,15 @@ struct State {
 impl Save {
     /// Lays out the files for `items` in `folder` and creates them.
     #[staticmethod]
-    #[pyo3(signature = (folder, items, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, local_ranks=1, store=None))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
+    #[pyo3(signature = (folder, items, *, store = None, **options))]
     fn create(
         py: Python<'_>,
         folder: PathBuf,
         items: Vec<Bound<'_, SaveItem>>,
-        save_id: [u8; 16],
-        generation: u64,
-        token: u64,
-        rank: u32,
-        world_size: u32,
-        threads: usize,
-        fsync: bool,
-        io: &str,
-        max_inflight_bytes: u64,
-        local_ranks: usize,
         store: Option<&Bound<'_, Store>>,
+        options: Option<Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let info = SaveInfo { save_id, generation, token, rank, world_size };
-        let options = options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
+        let (info, options) = save_options(options.as_ref())?;
         let to = to(&folder, store);
         Self::begin(py, &to, items_of(&items), info, &options, Planned::default(), None)
     }
@@ -88,19 +78,14 @@ impl Save {
     /// Creates files (name, header, size) of the caller's own layout, with values in them. With
     /// `crc32`, theirs are found out.
     #[staticmethod]
-    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes, local_ranks=1, crc32=false))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
+    #[pyo3(signature = (folder, files, values, *, crc32 = false, **options))]
     fn create_files(
         py: Python<'_>,
         folder: PathBuf,
         files: Vec<(String, Vec<u8>, u64)>,
         values: Vec<Bound<'_, PlacedValue>>,
-        threads: usize,
-        fsync: bool,
-        io: &str,
-        max_inflight_bytes: u64,
-        local_ranks: usize,
         crc32: bool,
+        options: Option<Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let files = files
             .into_iter()
@@ -108,7 +93,7 @@ impl Save {
             .collect();
         let values: Vec<_> = values.iter().map(|value| value.get().to_core()).collect();
         let bytes = values.iter().map(|(.., length)| length).sum();
-        let options = options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
+        let options = write_options(options.as_ref())?;
         let save = interrupt::run(py, |control| {
             let sums = if crc32 { Sums::Crc32 } else { Sums::None };
             write::Save::create_files(&folder, files, values, sums, &options, control)
@@ -386,14 +371,65 @@ pub fn parts_of(values: &[(u32, PyBackedBytes)]) -> Vec<Part<'_>> {
         .collect()
 }
 
-pub fn options(
+/// How files are written, as keyword arguments.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Options {
     threads: usize,
     fsync: bool,
-    io: &str,
+    io: String,
     max_inflight_bytes: u64,
+    #[pyo3(default = 1)]
     local_ranks: usize,
-) -> PyResult<WriteOptions> {
-    Ok(WriteOptions { threads, fsync, io: io_mode(io)?, max_inflight_bytes, local_ranks })
+}
+
+/// Which save it is, as keyword arguments.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Info {
+    save_id: [u8; 16],
+    generation: u64,
+    token: u64,
+    rank: u32,
+    world_size: u32,
+}
+
+fn write_options(options: Option<&Bound<'_, PyDict>>) -> PyResult<WriteOptions> {
+    let options: Options = options.ok_or_else(no_options)?.extract()?;
+    let io = match options.io.as_str() {
+        "auto" => WriteIo::Auto,
+        "direct" => WriteIo::Direct,
+        "buffered" => WriteIo::Buffered,
+        other => {
+            return Err(PlanError::new_err(format!(
+                "io is {other:?}: must be one of auto, direct, buffered"
+            )));
+        }
+    };
+    Ok(WriteOptions {
+        threads: options.threads,
+        fsync: options.fsync,
+        io,
+        max_inflight_bytes: options.max_inflight_bytes,
+        local_ranks: options.local_ranks,
+    })
+}
+
+/// The keyword arguments of `Save.create` and `SavePlan.create`.
+pub fn save_options(options: Option<&Bound<'_, PyDict>>) -> PyResult<(SaveInfo, WriteOptions)> {
+    let info: Info = options.ok_or_else(no_options)?.extract()?;
+    let info = SaveInfo {
+        save_id: info.save_id,
+        generation: info.generation,
+        token: info.token,
+        rank: info.rank,
+        world_size: info.world_size,
+    };
+    Ok((info, write_options(options)?))
+}
+
+fn no_options() -> PyErr {
+    PyTypeError::new_err("keyword arguments are missing")
 }
 
 const ENDED: &str = "the save has ended";
@@ -404,15 +440,4 @@ fn closed() -> PyErr {
 
 fn ended() -> Error {
     Error::Plan(ENDED.into())
-}
-
-fn io_mode(name: &str) -> PyResult<WriteIo> {
-    match name {
-        "auto" => Ok(WriteIo::Auto),
-        "direct" => Ok(WriteIo::Direct),
-        "buffered" => Ok(WriteIo::Buffered),
-        _ => Err(PlanError::new_err(format!(
-            "io is {name:?}: must be one of auto, direct, buffered"
-        ))),
-    }
 }

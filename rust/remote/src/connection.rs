@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use dcp_rs_core::store::{
-    Body, Condition, Connection, Folder, Listed, Part, StoringConnection, Upload, random_token,
+    Body, Condition, Connection, FetchRange, Folder, Listed, StoringConnection, Upload,
+    random_token,
 };
 use dcp_rs_core::{Control, Error, Result, StorageFault};
 use futures_util::StreamExt as _;
@@ -200,7 +201,7 @@ impl Connection for Connected {
         &self,
         path: &Path,
         size: u64,
-        parts: Vec<Part>,
+        parts: Vec<FetchRange>,
         control: &Control,
     ) -> Result<()> {
         let name = self.config.name(path)?;

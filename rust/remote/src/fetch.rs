@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dcp_rs_core::store::{Part, Run};
+use dcp_rs_core::store::{FetchRange, Run};
 use dcp_rs_core::{Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use object_store::{GetOptions, GetRange};
@@ -28,7 +28,7 @@ pub struct File {
 /// # Safety
 /// As [`Connection::fetch`](dcp_rs_core::store::Connection::fetch) has it, for as long as the
 /// future lives.
-pub async unsafe fn fetch(shared: Arc<Shared>, file: Arc<File>, part: Part) -> Result<()> {
+pub async unsafe fn fetch(shared: Arc<Shared>, file: Arc<File>, part: FetchRange) -> Result<()> {
     let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
     let mut retry = shared.retry();
     let mut progress = Progress { at: part.start, first: 0 };
@@ -155,7 +155,7 @@ struct Progress {
 async unsafe fn attempt(
     shared: &Shared,
     file: &File,
-    part: &Part,
+    part: &FetchRange,
     progress: &mut Progress,
     retry: &mut RetryState,
 ) -> std::result::Result<(), Failure> {

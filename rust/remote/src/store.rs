@@ -428,7 +428,7 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
             // It is another one, or is gone, or has its tag and the store compares something else;
             // or the store knows no such condition.
             (StorageFault::Precondition, _) | (_, Some(400 | 501)) if conditional.is_some() => {
-                conditional = None
+                conditional = None;
             }
             _ if retry.wait_to_retry(&failure).await => {}
             _ => return Err(refused(failure, retry.attempts())),

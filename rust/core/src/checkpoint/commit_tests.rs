@@ -255,7 +255,7 @@ fn where_there_are_no_locks_a_commit_looks_once_more() {
                     return Err(std::io::Error::from_raw_os_error(self.lock));
                 }
                 Call::Rename if path.ends_with(INDEX_NAME) && self.remove.exists() => {
-                    fs::remove_file(&self.remove)?
+                    fs::remove_file(&self.remove)?;
                 }
                 _ => {}
             }

@@ -4,7 +4,7 @@
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
 mod arrange;
-mod wanted;
+mod sample;
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use std::sync::Arc;
 use smallvec::{SmallVec, smallvec};
 
 use self::arrange::DeviceDestination;
-pub use self::arrange::{Rest, Turns, Want};
-pub use self::wanted::{Common, Wanted, compare};
+pub use self::arrange::{DeviceTensor, Passes, SlabRegion};
+pub use self::sample::{Sample, SharedSections, compare};
 use super::data_files::{check_each, explain, file_ref};
 use crate::copy::SignBits;
 use crate::format::{ChunkView, CodedChunk, Index};
@@ -346,7 +346,7 @@ impl Gather {
         }
     }
 
-    /// Reads all that was added, in turns where destinations share memory.
+    /// Reads all that was added, in passes where destinations share memory.
     ///
     /// # Errors
     /// Those of [`read::read`].
@@ -355,32 +355,32 @@ impl Gather {
     /// Every destination is valid for writes to all its elements, from any thread, until this
     /// returns.
     pub unsafe fn read(&self, options: &ReadOptions, control: &Control) -> Result<ReadStats> {
-        let turns = self.arrange();
+        let passes = self.arrange();
         let mut all = ReadStats::default();
-        for turn in 0..turns.len() {
+        for pass in 0..passes.len() {
             // SAFETY: the caller's promise, passed on.
-            all += unsafe { self.read_turn(&turns, turn, options, control)? };
+            all += unsafe { self.read_pass(&passes, pass, options, control)? };
         }
         Ok(all)
     }
 
-    /// Reads what has one turn.
+    /// Reads what has one pass.
     ///
     /// # Errors
     /// Those of [`read::read`].
     ///
     /// # Safety
     /// As [`read`](Self::read).
-    pub unsafe fn read_turn(
+    pub unsafe fn read_pass(
         &self,
-        turns: &Turns,
-        turn: usize,
+        passes: &Passes,
+        pass: usize,
         options: &ReadOptions,
         control: &Control,
     ) -> Result<ReadStats> {
-        let requests = turns.requests(turn, &self.requests);
+        let requests = passes.requests(pass, &self.requests);
         let options = &self.options(options);
-        // SAFETY: the caller's promise; no two requests of a turn share a byte. Files are never
+        // SAFETY: the caller's promise; no two requests of a pass share a byte. Files are never
         // made shorter (section 9 of the format).
         let read = unsafe { read::read(&self.files, &requests, &*self.index, options, control) };
         read.map_err(|error| explain(&self.index, error, control))

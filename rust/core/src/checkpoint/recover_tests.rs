@@ -10,7 +10,7 @@ use crate::format::{INDEX_NAME, Index};
 use crate::write::testing::{
     INFO, assert_saved, names_in, plan_files, rows, save, saves, value, whole,
 };
-use crate::write::{Layout, SaveInfo, SaveItem, WriteIo, WriteOptions};
+use crate::write::{SaveInfo, SaveItem, SaveLayout, WriteIo, WriteOptions};
 
 /// Of the save whose ranks all have this token.
 fn id(token: u64) -> [u8; 16] {
@@ -97,7 +97,7 @@ fn the_highest_complete_generation_is_taken() {
     let two = [rows("w", "int8", &[2], &[0], &[1]), rows("w", "int8", &[2], &[1], &[1])];
     let halved = save(dir.path(), &two, info(4, 4, 0, 1), &quick());
     fs::remove_file(halved.file_path(1)).unwrap();
-    let Layout { files, .. } = plan_files(&items, &info(5, 5, 0, 1)).unwrap();
+    let SaveLayout { files, .. } = plan_files(&items, &info(5, 5, 0, 1)).unwrap();
     fs::write(dir.path().join(&files[0].name), vec![0; usize::try_from(files[0].size).unwrap()])
         .unwrap();
 
@@ -235,7 +235,7 @@ fn forged(dir: &Path, edit: impl Fn(&str) -> String) -> Result<Index> {
         rows("w", "complex128", &[4, 2], &[1, 0], &[2, 2]),
         SaveItem { flags: 1, ..whole("x", "float32", &[3]) },
     ];
-    let Layout { files, .. } =
+    let SaveLayout { files, .. } =
         plan_files(&items, &SaveInfo { rank: 0, world_size: 1, ..INFO }).unwrap();
     let json = edit(std::str::from_utf8(&files[0].header[8..]).unwrap().trim_end());
     let mut bytes = (json.len() as u64).to_le_bytes().to_vec();

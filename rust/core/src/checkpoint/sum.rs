@@ -53,12 +53,12 @@ pub struct Sum {
 /// Sums of which one thread takes care at a time.
 #[derive(Default)]
 struct Unit {
-    parts: Vec<Part>,
+    parts: Vec<SumRegion>,
     elements: u64,
 }
 
 /// Consecutive elements of a sum.
-struct Part {
+struct SumRegion {
     sum: usize,
     /// The rectangle, in the tensors.
     region: Region,
@@ -209,7 +209,7 @@ fn units(sums: &[Sum], numbers: &[usize]) -> Vec<Unit> {
                 units.push(Unit::default());
             }
             let unit = units.last_mut().expect("there is one now");
-            unit.parts.push(Part {
+            unit.parts.push(SumRegion {
                 sum: number,
                 region: Region::new(&offsets, sizes),
                 begin,

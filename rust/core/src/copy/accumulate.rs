@@ -102,7 +102,7 @@ impl Accumulate {
                             src.add(i * fit(outer.src)),
                             rest,
                             run,
-                        )
+                        );
                     };
                 }
             }
@@ -320,7 +320,9 @@ mod tests {
     fn added(dtype: &str, weight: f64, bytes: &[u8], sums: &mut [f32]) {
         let sink = accumulate(dtype, weight, false).unwrap();
         // SAFETY: the tests give as many sums as there are elements.
-        unsafe { sink.run(sums.as_mut_ptr().cast(), bytes.as_ptr(), &[], bytes.len() as u64) };
+        unsafe {
+            sink.run(sums.as_mut_ptr().cast(), bytes.as_ptr(), &[], bytes.len() as u64);
+        };
     }
 
     #[test]
@@ -384,7 +386,9 @@ mod tests {
             let mut sum = 2.0_f64;
             let sink = accumulate(dtype, 0.3, true).unwrap();
             // SAFETY: one element, and one sum.
-            unsafe { sink.run((&raw mut sum).cast(), bytes.as_ptr(), &[], bytes.len() as u64) };
+            unsafe {
+                sink.run((&raw mut sum).cast(), bytes.as_ptr(), &[], bytes.len() as u64);
+            };
             assert_eq!(sum.to_bits(), wanted.to_bits(), "{dtype}");
         }
         for (dtype, is_double) in [

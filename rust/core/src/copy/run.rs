@@ -74,7 +74,9 @@ pub unsafe fn copy_strided_unfenced(
 /// As [`copy_strided`] for one run.
 pub unsafe fn copy_run_unfenced(dst: *mut u8, src: *const u8, run: usize, stores: Stores) {
     // SAFETY: as the caller vouches.
-    unsafe { one(dst, src, run, stores == Stores::Streaming && run >= STREAM_RUN) };
+    unsafe {
+        one(dst, src, run, stores == Stores::Streaming && run >= STREAM_RUN);
+    };
 }
 
 /// A [`Loop`] in units of memory.
@@ -181,7 +183,7 @@ unsafe fn tiles<T: Copy>(dst: *mut u8, src: *const u8, a: Step, b: Step) {
                         dst.add(i * a.dst + j * b.dst),
                         src.add(i * a.src + j * b.src),
                         columns,
-                    )
+                    );
                 };
             }
         }
@@ -240,7 +242,9 @@ mod tests {
             reference(&mut want, &src, itemsize, &dims);
         }
         // SAFETY: both buffers are as long as the extents of the copy.
-        unsafe { copy_strided(got.as_mut_ptr(), src.as_ptr(), &copy.loops, copy.run, stores) };
+        unsafe {
+            copy_strided(got.as_mut_ptr(), src.as_ptr(), &copy.loops, copy.run, stores);
+        };
         assert!(got == want, "{itemsize} {shape:?} {src_strides:?} {dst_strides:?} {stores:?}");
     }
 

@@ -165,7 +165,7 @@ mod tests {
                     src.as_ptr().add(3),
                     src_step,
                     len,
-                )
+                );
             };
             fence();
             for place in 0..4 {

@@ -46,7 +46,7 @@ impl Strided {
             match (shape[d], src[d], dst[d]) {
                 (1, ..) => {}
                 (n, s, t) if s == run && t == run && loops.is_empty() => {
-                    run = run.checked_mul(n)?
+                    run = run.checked_mul(n)?;
                 }
                 (n, s, t) => loops.push(Loop { n, src: s, dst: t }),
             }

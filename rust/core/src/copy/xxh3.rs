@@ -157,7 +157,7 @@ unsafe fn copy_rounds<const PLACES: usize>(
             for (i, sum) in sum.into_iter().enumerate() {
                 // SAFETY: eight lanes are as long as the vectors of a stripe.
                 unsafe {
-                    _mm256_storeu_si256(sums[round].0.as_mut_ptr().cast::<__m256i>().add(i), sum)
+                    _mm256_storeu_si256(sums[round].0.as_mut_ptr().cast::<__m256i>().add(i), sum);
                 };
             }
         }

@@ -237,9 +237,9 @@ fn check_tiling(shape: &[u64], chunks: &[Chunk]) -> std::result::Result<(), Stri
     let rectangles: Vec<(&[u64], &[u64])> =
         chunks.iter().map(|chunk| (&chunk.offsets[..], &chunk.sizes[..])).collect();
     tiling::check_tiling(shape, &rectangles).map_err(|fault| match fault {
-        tiling::Fault::Hole(at) => {
+        tiling::TilingFault::Hole(at) => {
             format!("of shape {shape:?} misses shards: none holds the element at {at:?}")
         }
-        tiling::Fault::Overlap(at) => format!("has shards that overlap, at {at:?}"),
+        tiling::TilingFault::Overlap(at) => format!("has shards that overlap, at {at:?}"),
     })
 }

@@ -48,7 +48,7 @@ impl Template {
         self.size += bytes.len() as u64;
         match self.pieces.last_mut() {
             Some(last) if last.at + last.bytes.len() as u64 == at => {
-                last.bytes.extend_from_slice(bytes)
+                last.bytes.extend_from_slice(bytes);
             }
             _ => self.pieces.push(Fetched { at, bytes: bytes.to_vec() }),
         }

@@ -326,7 +326,7 @@ mod tests {
         ] {
             match names(&bytes) {
                 Err(Fault::Corrupt { reason, .. }) => {
-                    assert!(reason.contains(part), "{part}: {reason}")
+                    assert!(reason.contains(part), "{part}: {reason}");
                 }
                 other => panic!("{part}: {other:?}"),
             }

@@ -16,7 +16,7 @@ use super::view::{CodedChunk, View};
 use super::{Value, block_count, validate};
 use crate::copy::Signs;
 use crate::geometry::{Dims, row_major, strided_length};
-use crate::quant::Part;
+use crate::quant::StoredRegion;
 use crate::store::Remote;
 use crate::{Dtype, Result};
 
@@ -418,7 +418,7 @@ impl Index {
         if let Some(coded) = &view.coded {
             let region = coded.region(&Dims::from_elem(0, view.sizes.len()), &view.sizes);
             let parts = coded.of.parts(&region.offsets, &region.sizes);
-            return (view.offset, parts.iter().map(Part::length).sum());
+            return (view.offset, parts.iter().map(StoredRegion::length).sum());
         }
         let itemsize = self.tensor(view.tensor).dtype.filter(|_| self.is_view());
         let Some(itemsize) = itemsize.map(Dtype::size) else {

@@ -24,4 +24,4 @@ pub use layout::{Kind, PAYLOAD_ALIGNMENT, SourceKind};
 pub(crate) use name::parse_rank_index_name;
 pub use name::{INDEX_NAME, from_header_name, parse_uuid, rank_index_name, to_header_name, uuid};
 pub use value::Value;
-pub use view::{CodedChunk, Logical, Origin, Source, derive};
+pub use view::{CodedChunk, Logical, Origin, ViewSource, derive};

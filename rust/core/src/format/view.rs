@@ -21,14 +21,14 @@ use crate::{Dtype, Error, Result};
 pub(super) struct View {
     pub is_logical: bool,
     /// By the numbers of chunks.
-    pub pieces: HashMap<u64, Piece>,
+    pub pieces: HashMap<u64, ChunkOrigin>,
     /// Second names of tensors.
     pub aliases: HashMap<String, u32>,
 }
 
 /// What the record of a chunk does not say.
 #[derive(Clone, Default)]
-pub(super) struct Piece {
+pub(super) struct ChunkOrigin {
     pub lead: u64,
     pub coded: Option<Arc<CodedChunk>>,
 }
@@ -86,12 +86,12 @@ pub enum Origin {
         /// Sizes of the logical tensor.
         shape: Dims,
         /// The rectangles. They do not overlap.
-        sources: Vec<Source>,
+        sources: Vec<ViewSource>,
     },
 }
 
 /// A rectangle of a tensor, and its place in a logical one.
-pub struct Source {
+pub struct ViewSource {
     /// The tensor.
     pub tensor: u32,
     /// What of it.
@@ -135,7 +135,7 @@ pub fn derive(
         ))?;
         for chunk in view.chunks {
             let view = base.chunk(chunk);
-            let piece = Piece { lead: view.lead, coded: view.coded.clone() };
+            let piece = ChunkOrigin { lead: view.lead, coded: view.coded.clone() };
             making.add(id, base.name(tensor), view, chunk, piece)?;
         }
     }
@@ -180,12 +180,12 @@ fn entry(base: &Index, tensor: u32, name: &str, dtype: Option<Dtype>, shape: Dim
 }
 
 /// Where a chunk is in its tensor: no two of one tensor are in one place.
-type Place = (String, Dims, Dims);
+type ChunkPlace = (String, Dims, Dims);
 
 struct Making<'a> {
     base: &'a Arc<Index>,
     builder: IndexBuilder,
-    pieces: HashMap<Place, Piece>,
+    pieces: HashMap<ChunkPlace, ChunkOrigin>,
 }
 
 impl Making<'_> {
@@ -197,7 +197,7 @@ impl Making<'_> {
         name: &str,
         view: ChunkView,
         number: u64,
-        piece: Piece,
+        piece: ChunkOrigin,
     ) -> Result<()> {
         if piece.lead > 0 || piece.coded.is_some() {
             let place = (name.to_owned(), view.offsets.clone(), view.sizes.clone());
@@ -247,10 +247,10 @@ impl Making<'_> {
         };
         let dims = (0..coded.shape.len()).map(Some).collect();
         let coded = CodedChunk { of: Arc::clone(coded), offsets, dims };
-        self.add(id, name, view, first, Piece { lead: 0, coded: Some(Arc::new(coded)) })
+        self.add(id, name, view, first, ChunkOrigin { lead: 0, coded: Some(Arc::new(coded)) })
     }
 
-    fn joined(&mut self, name: &str, shape: &Dims, sources: &[Source]) -> Result<()> {
+    fn joined(&mut self, name: &str, shape: &Dims, sources: &[ViewSource]) -> Result<()> {
         let refuse = |reason: String| Err(Error::tensor_plan(Some(self.base.path()), name, reason));
         let Some(first) = sources.first() else {
             return refuse("it is made of nothing".into());
@@ -310,12 +310,17 @@ impl Making<'_> {
             frozen: false,
             ..self.base.chunk(chunks.start)
         };
-        self.add(tensor, name, view, chunks.start, Piece::default())
+        self.add(tensor, name, view, chunks.start, ChunkOrigin::default())
     }
 }
 
 /// A part of a chunk of the base, as a chunk of a logical tensor.
-fn placed(base: &Index, source: &Source, part: &Overlap, itemsize: u64) -> (ChunkView, Piece) {
+fn placed(
+    base: &Index,
+    source: &ViewSource,
+    part: &Overlap,
+    itemsize: u64,
+) -> (ChunkView, ChunkOrigin) {
     let view = base.chunk(part.chunk);
     let dims = || source.dims.iter();
     let sizes: Dims = dims().map(|dim| dim.map_or(1, |dim| part.sizes[dim])).collect();
@@ -348,19 +353,22 @@ fn placed(base: &Index, source: &Source, part: &Overlap, itemsize: u64) -> (Chun
     };
     if coded.is_some() {
         made.strides = None;
-        return (made, Piece { lead: 0, coded });
+        return (made, ChunkOrigin { lead: 0, coded });
     }
     if made.digests.is_some() {
         // Digests are over the whole stretch, so that this stays what is checked.
-        return (made, Piece { lead, coded });
+        return (made, ChunkOrigin { lead, coded });
     }
     made.offset += lead;
     made.length = strided_length(&made.sizes, &strides, itemsize).unwrap_or(0);
-    (made, Piece::default())
+    (made, ChunkOrigin::default())
 }
 
 /// What stands beside the records, by the numbers that chunks have now.
-fn by_number(index: &Index, mut pieces: HashMap<Place, Piece>) -> HashMap<u64, Piece> {
+fn by_number(
+    index: &Index,
+    mut pieces: HashMap<ChunkPlace, ChunkOrigin>,
+) -> HashMap<u64, ChunkOrigin> {
     let mut found = HashMap::with_capacity(pieces.len());
     for chunk in 0..index.chunk_count() {
         let view = index.chunk(chunk);

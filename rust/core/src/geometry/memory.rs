@@ -1,4 +1,4 @@
-//! Which writes may touch the same memory, and the turns in which they happen so that the result is
+//! Which writes may touch the same memory, and the passes in which they happen so that the result is
 //! that of one after another.
 
 use std::collections::HashSet;
@@ -89,8 +89,8 @@ impl Footprint {
         self.run == 0
     }
 
-    fn layout(&self) -> Layout<'_> {
-        Layout { steps: &self.steps, run: self.run }
+    fn layout(&self) -> Loops<'_> {
+        Loops { steps: &self.steps, run: self.run }
     }
 
     /// From its first byte to just past its last, gaps included.
@@ -131,12 +131,12 @@ impl Footprint {
 
 /// A footprint without its place.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Layout<'a> {
+struct Loops<'a> {
     steps: &'a [Step],
     run: u64,
 }
 
-impl Layout<'_> {
+impl Loops<'_> {
     fn reach(self) -> u64 {
         self.steps.iter().fold(self.run, |sum, step| sum + (step.n - 1) * step.stride)
     }
@@ -181,7 +181,7 @@ pub fn contested(reaches: &mut [Reach]) -> Vec<Range<usize>> {
     runs
 }
 
-/// One write, for [`turns`].
+/// One write, for [`passes`].
 #[derive(Clone, Debug)]
 pub struct Write {
     /// The memory that it touches.
@@ -190,13 +190,13 @@ pub struct Write {
     pub covers: bool,
 }
 
-/// The turn of each write, so that the result is that of the writes one after another, in their
-/// order: those of one turn share no memory. `None`: it need not happen, as a later one writes the
+/// The pass of each write, so that the result is that of the writes one after another, in their
+/// order: those of one pass share no memory. `None`: it need not happen, as a later one writes the
 /// same bytes.
 ///
 /// Writes that may share memory follow each other. That they do not is seen where they lie apart,
 /// or side by side in the rows of a matrix.
-pub fn turns(writes: &[Write]) -> Vec<Option<u32>> {
+pub fn passes(writes: &[Write]) -> Vec<Option<u32>> {
     let mut seen = HashSet::new();
     let mut items = Vec::new();
     let mut happens = vec![true; writes.len()];
@@ -224,11 +224,11 @@ pub fn turns(writes: &[Write]) -> Vec<Option<u32>> {
     let mut next = vec![0; crowds.len()];
     (happens.into_iter().zip(crowds_of))
         .map(|(happens, crowds)| {
-            let turn = crowds.iter().map(|&crowd| next[crowd]).max().unwrap_or(0);
+            let pass = crowds.iter().map(|&crowd| next[crowd]).max().unwrap_or(0);
             for &crowd in &crowds {
-                next[crowd] = turn + 1;
+                next[crowd] = pass + 1;
             }
-            happens.then_some(turn)
+            happens.then_some(pass)
         })
         .collect()
 }
@@ -237,7 +237,7 @@ struct Stretch<'a> {
     write: usize,
     space: u32,
     start: u64,
-    layout: Layout<'a>,
+    layout: Loops<'a>,
 }
 
 impl Stretch<'_> {

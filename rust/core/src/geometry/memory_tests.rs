@@ -1,11 +1,11 @@
-//! Footprints and turns, against every byte.
+//! Footprints and passes, against every byte.
 
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 use smallvec::smallvec;
 
-use super::{Footprint, Write, contested, turns};
+use super::{Footprint, Write, contested, passes};
 
 fn footprint(start: u64, itemsize: u64, dims: &[(u64, u64)]) -> Footprint {
     let (shape, strides): (Vec<_>, Vec<_>) = dims.iter().copied().unzip();
@@ -80,7 +80,7 @@ fn many_columns_and_many_rows_are_apart() {
         })
     });
     let writes: Vec<_> = columns.chain(tiles).collect();
-    assert!(turns(&writes).iter().all(|turn| *turn == Some(0)));
+    assert!(passes(&writes).iter().all(|pass| *pass == Some(0)));
 }
 
 #[test]
@@ -92,11 +92,11 @@ fn ties_are_written_once_or_in_turn() {
         one(footprint(64, 8, &[(4, 8)])),
         one(footprint(96, 8, &[(4, 8)])),
     ];
-    assert_eq!(turns(&writes), [None, None, Some(0), Some(1), Some(0)]);
+    assert_eq!(passes(&writes), [None, None, Some(0), Some(1), Some(0)]);
     // What need not write all of its memory hides nothing.
     let some = Write { covers: false, ..writes[0].clone() };
     let writes = [writes[0].clone(), some.clone(), some];
-    assert_eq!(turns(&writes), [Some(0), Some(1), Some(2)]);
+    assert_eq!(passes(&writes), [Some(0), Some(1), Some(2)]);
 }
 
 type Dims = Vec<(u64, u64)>;
@@ -141,17 +141,17 @@ proptest! {
             (bytes(a.0, a.1, &a.2).into_iter().collect(), bytes(b.0, b.1, &b.2).into_iter().collect());
         if !p.is_empty() && !q.is_empty() {
             let writes = [one(x.clone()), one(y.clone())];
-            let apart = turns(&writes) == [Some(0), Some(0)];
+            let apart = passes(&writes) == [Some(0), Some(0)];
             prop_assert!(!apart || p.is_disjoint(&q));
-            let hidden = turns(&writes)[0].is_none();
+            let hidden = passes(&writes)[0].is_none();
             prop_assert!(!hidden || p == q);
             let mut reaches = [x.reach(0), y.reach(1)];
             prop_assert!(p.is_disjoint(&q) || !contested(&mut reaches).is_empty());
         }
     }
 
-    /// In turns, those of a turn in any order: the same bytes in the end as one after another, and
-    /// none seen twice in a turn.
+    /// In passes, those of a pass in any order: the same bytes in the end as one after another, and
+    /// none seen twice in a pass.
     #[test]
     fn turns_are_as_one_after_another(
         layouts in prop::collection::vec((either(), any::<bool>()), 0..12),
@@ -179,13 +179,13 @@ proptest! {
                 memory[usize::try_from(byte).unwrap()] = i;
             }
         }
-        let turns = turns(&writes);
+        let passes = passes(&writes);
         let mut in_turns = vec![usize::MAX; 400];
-        for turn in 0..=turns.iter().flatten().max().copied().unwrap_or(0) {
+        for pass in 0..=passes.iter().flatten().max().copied().unwrap_or(0) {
             let mut seen = BTreeSet::new();
-            for i in (0..writes.len()).rev().filter(|&i| turns[i] == Some(turn)) {
+            for i in (0..writes.len()).rev().filter(|&i| passes[i] == Some(pass)) {
                 for byte in touched[i].iter().copied().collect::<BTreeSet<_>>() {
-                    prop_assert!(seen.insert(byte), "two writes of one turn");
+                    prop_assert!(seen.insert(byte), "two writes of one pass");
                     in_turns[usize::try_from(byte).unwrap()] = i;
                 }
             }

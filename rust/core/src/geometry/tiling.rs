@@ -17,7 +17,7 @@ type Rectangle<'a> = (&'a [u64], &'a [u64]);
 
 /// Why rectangles are no tiling.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Fault {
+pub enum TilingFault {
     /// This element is in more than one.
     Overlap(Dims),
     /// This element is in none.
@@ -29,7 +29,7 @@ const MAX_CORNER_DIMS: usize = 8;
 
 /// Checks that rectangles, which all lie within `shape`, hold each of its elements exactly once.
 /// Empty ones do not count.
-pub fn check_tiling(shape: &[u64], rectangles: &[Rectangle<'_>]) -> Result<(), Fault> {
+pub fn check_tiling(shape: &[u64], rectangles: &[Rectangle<'_>]) -> Result<(), TilingFault> {
     if shape.contains(&0) {
         return Ok(());
     }
@@ -46,16 +46,16 @@ pub fn check_tiling(shape: &[u64], rectangles: &[Rectangle<'_>]) -> Result<(), F
     }
 }
 
-fn one(shape: &[u64], count: usize) -> Result<(), Fault> {
+fn one(shape: &[u64], count: usize) -> Result<(), TilingFault> {
     let origin = Dims::from_elem(0, shape.len());
     match count {
-        0 => Err(Fault::Hole(origin)),
+        0 => Err(TilingFault::Hole(origin)),
         1 => Ok(()),
-        _ => Err(Fault::Overlap(origin)),
+        _ => Err(TilingFault::Overlap(origin)),
     }
 }
 
-fn runs(shape: &[u64], d: usize, solid: &[Rectangle<'_>]) -> Result<(), Fault> {
+fn runs(shape: &[u64], d: usize, solid: &[Rectangle<'_>]) -> Result<(), TilingFault> {
     let mut ranges: Vec<(u64, u64)> =
         solid.iter().map(|(at, sizes)| (at[d], at[d] + sizes[d])).collect();
     ranges.sort_unstable();
@@ -63,22 +63,22 @@ fn runs(shape: &[u64], d: usize, solid: &[Rectangle<'_>]) -> Result<(), Fault> {
     let mut end = 0;
     for (begin, next) in ranges {
         if begin > end {
-            return Err(Fault::Hole(point(end)));
+            return Err(TilingFault::Hole(point(end)));
         }
         if begin < end {
-            return Err(Fault::Overlap(point(begin)));
+            return Err(TilingFault::Overlap(point(begin)));
         }
         end = next;
     }
     if end < shape[d] {
-        return Err(Fault::Hole(point(end)));
+        return Err(TilingFault::Hole(point(end)));
     }
     Ok(())
 }
 
 type Point = SmallVec<[u64; MAX_CORNER_DIMS]>;
 
-fn corners(shape: &[u64], split: &[usize], solid: &[Rectangle<'_>]) -> Result<(), Fault> {
+fn corners(shape: &[u64], split: &[usize], solid: &[Rectangle<'_>]) -> Result<(), TilingFault> {
     let mut net: HashMap<Point, i64> = HashMap::with_capacity(solid.len() * 2);
     let mut add = |at: &dyn Fn(usize) -> u64, end: &dyn Fn(usize) -> u64, sign: i64| {
         for corner in 0_u32..1 << split.len() {
@@ -101,14 +101,14 @@ fn corners(shape: &[u64], split: &[usize], solid: &[Rectangle<'_>]) -> Result<()
     for (&d, &x) in split.iter().zip(&point) {
         whole[d] = x;
     }
-    Err(if count > 0 { Fault::Overlap(whole) } else { Fault::Hole(whole) })
+    Err(if count > 0 { TilingFault::Overlap(whole) } else { TilingFault::Hole(whole) })
 }
 
 /// The slow way.
-fn pairs(shape: &[u64], solid: &[Rectangle<'_>]) -> Result<(), Fault> {
+fn pairs(shape: &[u64], solid: &[Rectangle<'_>]) -> Result<(), TilingFault> {
     if let Some((i, j)) = find_overlap(solid) {
         let point = solid[i].0.iter().zip(solid[j].0).map(|(a, b)| *a.max(b)).collect();
-        return Err(Fault::Overlap(point));
+        return Err(TilingFault::Overlap(point));
     }
     let volume =
         |sizes: &[u64]| sizes.iter().map(|&size| u128::from(size)).fold(1, u128::saturating_mul);
@@ -117,7 +117,7 @@ fn pairs(shape: &[u64], solid: &[Rectangle<'_>]) -> Result<(), Fault> {
     }
     // A corner of the hole is at the end of some rectangle (or at 0) in each dimension; looking for
     // it would take too long.
-    Err(Fault::Hole(Dims::from_elem(0, shape.len())))
+    Err(TilingFault::Hole(Dims::from_elem(0, shape.len())))
 }
 
 /// Two rectangles that have an element in common, by their places in the slice.
@@ -233,11 +233,11 @@ mod tests {
             for result in [check_tiling(&shape, &rectangles), pairs_of(&shape, &rectangles)] {
                 match result {
                     Ok(()) => prop_assert!(held.iter().all(|&n| n == 1)),
-                    Err(Fault::Overlap(cell)) => prop_assert!(times_held(&cell, &parts) > 1),
-                    Err(Fault::Hole(_)) => prop_assert!(held.contains(&0)),
+                    Err(TilingFault::Overlap(cell)) => prop_assert!(times_held(&cell, &parts) > 1),
+                    Err(TilingFault::Hole(_)) => prop_assert!(held.contains(&0)),
                 }
             }
-            if let Err(Fault::Hole(cell)) = check_tiling(&shape, &rectangles) {
+            if let Err(TilingFault::Hole(cell)) = check_tiling(&shape, &rectangles) {
                 prop_assert_eq!(times_held(&cell, &parts), 0);
             }
             match find_overlap(&rectangles) {
@@ -247,7 +247,7 @@ mod tests {
         }
     }
 
-    fn pairs_of(shape: &[u64], rectangles: &[Rectangle<'_>]) -> Result<(), Fault> {
+    fn pairs_of(shape: &[u64], rectangles: &[Rectangle<'_>]) -> Result<(), TilingFault> {
         let solid: Vec<_> =
             rectangles.iter().copied().filter(|(_, sizes)| !sizes.contains(&0)).collect();
         pairs(shape, &solid)

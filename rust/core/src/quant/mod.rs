@@ -143,7 +143,7 @@ impl fmt::Debug for Coded {
 }
 
 /// A region of a stored tensor, and the bytes that it takes.
-pub struct Part {
+pub struct StoredRegion {
     /// The tensor.
     pub tensor: u32,
     /// What of it.
@@ -152,7 +152,7 @@ pub struct Part {
     pub itemsize: u64,
 }
 
-impl Part {
+impl StoredRegion {
     /// Bytes of all elements.
     #[must_use]
     pub fn length(&self) -> u64 {
@@ -170,7 +170,7 @@ impl Coded {
     /// The stored parts of a rectangle: codes, scales, and what else there is of zeros and of a
     /// global scale.
     #[must_use]
-    pub fn parts(&self, offsets: &[u64], sizes: &[u64]) -> SmallVec<[Part; 4]> {
+    pub fn parts(&self, offsets: &[u64], sizes: &[u64]) -> SmallVec<[StoredRegion; 4]> {
         let lead = self.shape.len() - 2;
         let rectangle = |rows: u64, columns: u64| {
             let mut region = Region::new(&offsets[..lead], &sizes[..lead]);
@@ -190,7 +190,7 @@ impl Coded {
                 region
             };
             let itemsize = view.dtype.map_or(1, Dtype::size);
-            Part { tensor, region, itemsize }
+            StoredRegion { tensor, region, itemsize }
         };
         let mut codes = rectangle(1, self.format.unit().0);
         if self.format == Format::Mxfp4 {

@@ -248,7 +248,7 @@ unsafe fn fill_window(
         match req.operation {
             Operation::Copy => copy_strided(to, out.as_ptr(), &copy.loops, copy.run, stores(total)),
             Operation::Accumulate(sink) => {
-                sink.run(to, out.as_ptr(), &there(req, &copy.loops), copy.run)
+                sink.run(to, out.as_ptr(), &there(req, &copy.loops), copy.run);
             }
         }
     }

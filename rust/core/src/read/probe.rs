@@ -26,7 +26,7 @@ const PART_OPEN: usize = 4;
 
 /// What is wanted of a file.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Wanted {
+pub struct FileDemand {
     /// Bytes to deliver.
     pub bytes: u64,
     /// With what lies between the rows that are wanted.
@@ -43,8 +43,8 @@ pub fn spans(
     reqs: &[ReadReq],
     options: &ReadOptions,
     catalog: &dyn Catalog,
-) -> Result<Vec<Wanted>> {
-    let mut all = vec![Wanted::default(); files.len()];
+) -> Result<Vec<FileDemand>> {
+    let mut all = vec![FileDemand::default(); files.len()];
     let of_tensors = (options.shared == Sharing::Guess).then(|| bytes_of_tensors(reqs));
     for req in reqs {
         let Some(wanted) = all.get_mut(req.file as usize) else {
@@ -168,7 +168,7 @@ pub struct Found {
 
 /// Opens and checks every file that is needed before a byte of any is read, and decides how to read
 /// each.
-pub fn probe(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<Found> {
+pub fn probe(files: &[FileRef], wanted: &[FileDemand], options: &ReadOptions) -> Result<Found> {
     let mut all = Found {
         // What is there on a store, and how long it is, its first part tells. Of others, no job is
         // made where nothing is wanted.
@@ -222,7 +222,7 @@ pub fn probe(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Res
 fn access(
     file: &FileRef,
     open: &File,
-    wanted: &Wanted,
+    wanted: &FileDemand,
     options: &ReadOptions,
     most_mapped: u64,
 ) -> Access {

@@ -6,7 +6,7 @@ use super::plan::{Job, Piece, RUN};
 use super::segments::{Extent, Segment, each_step};
 use super::{Operation, ReadReq};
 use crate::format::BLOCK_SIZE;
-use crate::store::{Destination, Part, Run};
+use crate::store::{Destination, FetchRange, Run};
 
 /// Runs shorter than this are better gathered in a buffer first.
 const MIN_RUN: u64 = 512;
@@ -37,10 +37,10 @@ fn is_of_whole_blocks(req: &ReadReq, piece: &Piece) -> bool {
 }
 
 /// The parts to fetch for the extents of a job that [`goes_straight`], one for a segment.
-pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Part> {
-    let mut parts: Vec<Part> = segments
+pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<FetchRange> {
+    let mut parts: Vec<FetchRange> = segments
         .iter()
-        .map(|segment| Part { start: segment.start, end: segment.end, runs: Vec::new() })
+        .map(|segment| FetchRange { start: segment.start, end: segment.end, runs: Vec::new() })
         .collect();
     for extent in extents {
         let piece = &batch.plan.pieces[extent.piece];
@@ -65,8 +65,8 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Par
 }
 
 /// The parts to fetch all segments to their places in a buffer.
-pub fn whole(segments: &[Segment], buffer: *mut u8) -> Vec<Part> {
-    let part = |segment: &Segment| Part {
+pub fn whole(segments: &[Segment], buffer: *mut u8) -> Vec<FetchRange> {
+    let part = |segment: &Segment| FetchRange {
         start: segment.start,
         end: segment.end,
         runs: vec![Run {

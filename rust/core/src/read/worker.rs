@@ -332,7 +332,7 @@ impl Worker {
                 let src = locate(extent.segment, extent.src);
                 match req.operation {
                     Operation::Copy => {
-                        copy_strided_unfenced(dst, src, loops, piece.run, batch.stores)
+                        copy_strided_unfenced(dst, src, loops, piece.run, batch.stores);
                     }
                     Operation::Accumulate(sink) => {
                         sink.run(dst, src, &there(req, loops), piece.run);

@@ -4,7 +4,7 @@
 use std::cmp::{Ordering, Reverse};
 
 use super::request::{Requested, decode};
-use crate::geometry::tiling::{Fault, check_tiling, find_overlap};
+use crate::geometry::tiling::{TilingFault, check_tiling, find_overlap};
 use crate::geometry::{Dims, element_count};
 use crate::names::ByName;
 use crate::{Dtype, Error, Result};
@@ -274,7 +274,7 @@ impl Gathered {
         let (i, j) = if all_ranks {
             match check_tiling(&tensor.shape, &rectangles) {
                 Ok(()) => return Ok(()),
-                Err(Fault::Hole(point)) => {
+                Err(TilingFault::Hole(point)) => {
                     let held: u64 =
                         rectangles.iter().map(|(_, sizes)| sizes.iter().product::<u64>()).sum();
                     return Err(fault(
@@ -287,7 +287,7 @@ impl Gathered {
                         ),
                     ));
                 }
-                Err(Fault::Overlap(point)) => {
+                Err(TilingFault::Overlap(point)) => {
                     let mut both = (0..rectangles.len()).filter(|&i| {
                         let (offsets, sizes) = rectangles[i];
                         (0..point.len())

@@ -12,7 +12,7 @@ mod plan;
 mod session;
 mod split;
 
-pub use pack::{ALIGN, Batch};
+pub use pack::{ALIGN, SlabBatch};
 pub use plan::{Plan, SlabCopy, To};
 pub use session::{Next, Session, Slab};
 pub(crate) use split::split;

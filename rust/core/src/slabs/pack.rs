@@ -47,7 +47,7 @@ pub enum ItemPart {
 
 /// A part of an item, and its place in a slab.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct SlabPiece {
     /// Index of the item.
     pub item: usize,
     /// First byte in the slab.
@@ -60,21 +60,21 @@ pub struct Piece {
 
 /// What one slab is filled with.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Batch {
+pub struct SlabBatch {
     /// The group of all its items.
     pub group: u32,
     /// In the order of their places.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<SlabPiece>,
 }
 
 /// Packs items, in their order, into slabs of `slab_bytes`, a multiple of [`ALIGN`]. Batches of
 /// different groups take turns. With `verify`, items are cut where blocks of their chunks end, if a
 /// slab holds a block.
-pub fn pack(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<Batch> {
+pub fn pack(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<SlabBatch> {
     let mut groups: Vec<u32> = items.iter().map(|item| item.group).collect();
     groups.sort_unstable();
     groups.dedup();
-    let packed: Vec<Vec<Batch>> = groups
+    let packed: Vec<Vec<SlabBatch>> = groups
         .into_iter()
         .map(|group| {
             let mut packer = Packer::new(group, slab_bytes, verify);
@@ -87,7 +87,7 @@ pub fn pack(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<Batch> {
     take_turns(packed)
 }
 
-fn take_turns(lists: Vec<Vec<Batch>>) -> Vec<Batch> {
+fn take_turns(lists: Vec<Vec<SlabBatch>>) -> Vec<SlabBatch> {
     let mut lists: Vec<_> = lists.into_iter().map(Vec::into_iter).collect();
     let mut all = Vec::new();
     while !lists.is_empty() {
@@ -105,14 +105,20 @@ fn take_turns(lists: Vec<Vec<Batch>>) -> Vec<Batch> {
 struct Packer {
     slab: u64,
     verify: bool,
-    done: Vec<Batch>,
-    batch: Batch,
+    done: Vec<SlabBatch>,
+    batch: SlabBatch,
     used: u64,
 }
 
 impl Packer {
     fn new(group: u32, slab: u64, verify: bool) -> Self {
-        Self { slab, verify, done: Vec::new(), batch: Batch { group, pieces: Vec::new() }, used: 0 }
+        Self {
+            slab,
+            verify,
+            done: Vec::new(),
+            batch: SlabBatch { group, pieces: Vec::new() },
+            used: 0,
+        }
     }
 
     fn add(&mut self, i: usize, item: &SlabItem) {
@@ -170,19 +176,19 @@ impl Packer {
     fn push(&mut self, item: usize, length: u64, part: ItemPart) {
         let at = self.next();
         self.used = at + length;
-        self.batch.pieces.push(Piece { item, at, length, part });
+        self.batch.pieces.push(SlabPiece { item, at, length, part });
     }
 
     fn flush(&mut self) {
         let group = self.batch.group;
         let pieces = std::mem::take(&mut self.batch.pieces);
         if !pieces.is_empty() {
-            self.done.push(Batch { group, pieces });
+            self.done.push(SlabBatch { group, pieces });
         }
         self.used = 0;
     }
 
-    fn finish(mut self) -> Vec<Batch> {
+    fn finish(mut self) -> Vec<SlabBatch> {
         self.flush();
         self.done
     }

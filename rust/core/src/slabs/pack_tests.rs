@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::pack::{ALIGN, Batch, ItemPart, SlabItem, pack};
+use super::pack::{ALIGN, ItemPart, SlabBatch, SlabItem, pack};
 use crate::format::BLOCK_SIZE;
 use crate::geometry::Dims;
 
@@ -18,7 +18,7 @@ fn flat(file: u32, offset: u64, length: u64) -> SlabItem {
     }
 }
 
-fn places(batch: &Batch) -> Vec<(usize, u64, u64)> {
+fn places(batch: &SlabBatch) -> Vec<(usize, u64, u64)> {
     batch.pieces.iter().map(|p| (p.item, p.at, p.length)).collect()
 }
 

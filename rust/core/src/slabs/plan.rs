@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::pack::{ALIGN, Batch, ItemPart, SlabItem, pack};
+use super::pack::{ALIGN, ItemPart, SlabBatch, SlabItem, pack};
 use crate::checkpoint::explain;
-use crate::checkpoint::gather::{Common, Gather, Memory, Source, Want, bytes_of};
+use crate::checkpoint::gather::{Gather, Memory, SharedSections, SlabRegion, Source, bytes_of};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
@@ -15,11 +15,11 @@ use crate::{Control, Error, Result};
 /// All batches of a load, and what it takes to fill them.
 pub struct Plan {
     pub(super) index: Arc<Index>,
-    wants: Vec<Want>,
+    wants: Vec<SlabRegion>,
     pub(super) files: Vec<FileRef>,
     /// For every piece of every batch. Destinations are places in the slab.
     pub(super) requests: Vec<ReadReq>,
-    pub(super) batches: Vec<Batch>,
+    pub(super) batches: Vec<SlabBatch>,
     /// The requests of each batch.
     pub(super) ranges: Vec<Range<usize>>,
     pub(super) probe: FileProbe,
@@ -39,11 +39,11 @@ impl Plan {
     pub fn new(
         index: Arc<Index>,
         allow_external: bool,
-        wants: Vec<Want>,
+        wants: Vec<SlabRegion>,
         slab_bytes: u64,
         sort: bool,
         options: &ReadOptions,
-        common: Option<&Common>,
+        common: Option<&SharedSections>,
     ) -> Result<Self> {
         if slab_bytes == 0 || !slab_bytes.is_multiple_of(ALIGN) {
             return Err(Error::Plan(format!("slabs of {slab_bytes} bytes")));
@@ -118,12 +118,12 @@ impl Plan {
 
     /// The batches, in the order in which they are handed out.
     #[must_use]
-    pub fn batches(&self) -> &[Batch] {
+    pub fn batches(&self) -> &[SlabBatch] {
         &self.batches
     }
 
     /// The copies that empty a batch, in the order of their places in the slab.
-    pub fn copies(&self, batch: &Batch) -> impl Iterator<Item = SlabCopy> {
+    pub fn copies(&self, batch: &SlabBatch) -> impl Iterator<Item = SlabCopy> {
         batch.pieces.iter().map(|piece| {
             let want = &self.wants[piece.item];
             SlabCopy {
@@ -144,7 +144,7 @@ impl Plan {
 
     /// The number of the device that a batch goes to.
     #[must_use]
-    pub fn device(&self, batch: &Batch) -> u32 {
+    pub fn device(&self, batch: &SlabBatch) -> u32 {
         self.wants[batch.pieces[0].item].device
     }
 
@@ -190,7 +190,7 @@ fn sum(a: &[u64], b: &[u64]) -> Dims {
 }
 
 /// Packs items in the order of their files.
-fn pack_sorted(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<Batch> {
+fn pack_sorted(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<SlabBatch> {
     let mut order: Vec<usize> = (0..items.len()).collect();
     order.sort_by_key(|&i| (items[i].file, items[i].offset));
     let sorted: Vec<SlabItem> = order.iter().map(|&i| items[i].clone()).collect();
@@ -206,7 +206,7 @@ fn place(at: u64) -> Result<Destination> {
     Ok(Destination(std::ptr::without_provenance_mut(at)))
 }
 
-fn item(index: &Index, want: &Want) -> Result<SlabItem> {
+fn item(index: &Index, want: &SlabRegion) -> Result<SlabItem> {
     let view = index.chunk(want.chunk);
     let tensor = index.tensor(view.tensor);
     let refuse = |reason: String| Error::tensor_plan(Some(index.path()), tensor.name, reason);

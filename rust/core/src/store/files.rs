@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::remote::{Connection, Destination, Part, Remote, Run};
+use super::remote::{Connection, Destination, FetchRange, Remote, Run};
 use super::{open_file, read_all};
 use crate::{Control, Error, Result};
 
@@ -232,13 +232,17 @@ fn read_exact(
 }
 
 /// A range of a file on its way to one place, as requests of at most [`PART`] bytes.
-fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = Part> {
+fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = FetchRange> {
     (0..len.div_ceil(PART)).map(move |number| {
         let from = number * PART;
         let len = PART.min(len - from);
         // What is in memory fits in it.
         let to = Destination(to.0.wrapping_add(usize::try_from(from).unwrap_or(usize::MAX)));
-        Part { start: at + from, end: at + from + len, runs: vec![Run { at: at + from, len, to }] }
+        FetchRange {
+            start: at + from,
+            end: at + from + len,
+            runs: vec![Run { at: at + from, len, to }],
+        }
     })
 }
 

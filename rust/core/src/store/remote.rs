@@ -39,7 +39,7 @@ pub struct Run {
 
 /// A range of a file that is fetched by one request. What no run wants is dropped as it comes.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct FetchRange {
     /// First byte.
     pub start: u64,
     /// The byte after the last.
@@ -151,7 +151,7 @@ pub trait Connection: Send + Sync {
         &self,
         path: &Path,
         size: u64,
-        parts: Vec<Part>,
+        parts: Vec<FetchRange>,
         control: &Control,
     ) -> Result<()>;
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::index;
 use super::item::{SaveInfo, SaveItem};
 use super::jobs::{Span, cut};
-use super::layout::Layout;
+use super::layout::SaveLayout;
 use super::links::Link;
 use super::object::with_leftovers;
 use super::reuse::Reuse;
@@ -34,7 +34,7 @@ pub struct Save {
     sink: Box<dyn Sink>,
     info: SaveInfo,
     items: Vec<SaveItem>,
-    layout: Arc<Layout>,
+    layout: Arc<SaveLayout>,
     /// What a parent holds, and the files of it that are linked.
     reuse: Option<Arc<Reuse>>,
     links: Vec<Link>,

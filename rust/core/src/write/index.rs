@@ -1,7 +1,7 @@
 //! The index of what one rank saved.
 
 use super::item::{SaveInfo, SaveItem};
-use super::layout::Layout;
+use super::layout::SaveLayout;
 use super::links::Link;
 use crate::Result;
 use crate::copy::Signs;
@@ -13,7 +13,7 @@ use crate::format::{
 pub(super) struct Saved<'a> {
     pub info: &'a SaveInfo,
     pub items: Vec<SaveItem>,
-    pub layout: &'a Layout,
+    pub layout: &'a SaveLayout,
     /// For each item, whether the caller says that it does not change.
     pub frozen: &'a dyn Fn(usize) -> bool,
     /// The digests of an item that was written, by block, and of its content.

@@ -38,7 +38,7 @@ pub struct Place {
 
 /// Where everything goes.
 #[derive(Clone, Debug)]
-pub struct Layout {
+pub struct SaveLayout {
     /// The files; at least one, so that every rank leaves a trace of its part (recovery counts on
     /// it).
     pub files: Vec<FilePlan>,
@@ -83,12 +83,12 @@ pub(super) fn plan_files_within(
     info: &SaveInfo,
     beside: &Beside,
     header_limit: u64,
-) -> Result<Layout> {
+) -> Result<SaveLayout> {
     let drafts = assign(items, beside, header_limit)?;
     let written = u32::try_from(drafts.len()).ok();
     let files = written.and_then(|written| written.checked_add(beside.links));
     let files = files.ok_or_else(|| Error::Plan("more than 4 billion files".into()))?;
-    let mut layout = Layout {
+    let mut layout = SaveLayout {
         files: Vec::with_capacity(drafts.len()),
         places: vec![Place::default(); items.len()],
     };

@@ -14,7 +14,7 @@ use crate::format::{Value, to_header_name};
 use crate::geometry::Dims;
 
 /// The files as they would be written.
-fn files(layout: &Layout, items: &[SaveItem]) -> Vec<Vec<u8>> {
+fn files(layout: &SaveLayout, items: &[SaveItem]) -> Vec<Vec<u8>> {
     let mut files: Vec<_> = layout.files.iter().map(|file| file.header.clone()).collect();
     for (bytes, plan) in files.iter_mut().zip(&layout.files) {
         for &item in &plan.items {
@@ -31,7 +31,7 @@ fn metadata(file: &[u8]) -> HashMap<String, String> {
 }
 
 /// Everything that section 2 of the format says.
-fn assert_well_formed(items: &[SaveItem], layout: &Layout, limit: u64) {
+fn assert_well_formed(items: &[SaveItem], layout: &SaveLayout, limit: u64) {
     let mut placed = 0;
     for (number, (plan, bytes)) in layout.files.iter().zip(files(layout, items)).enumerate() {
         let file = SafeTensors::deserialize(&bytes).unwrap();

@@ -21,7 +21,7 @@ mod upload;
 
 pub use engine::{Finished, Part, Save};
 pub use item::{SaveInfo, SaveItem};
-pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place};
+pub use layout::{FilePlan, HEADER_LIMIT, Place, SaveLayout};
 pub use options::{WriteIo, WriteOptions};
 pub use reuse::Reuse;
 pub use sink::Sums;

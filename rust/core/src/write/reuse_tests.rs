@@ -305,7 +305,7 @@ fn a_parent_that_lost_a_file_or_is_cut_short_is_named_before_anything_is_written
         match cut {
             None => fs::remove_file(&file).unwrap(),
             Some(length) => {
-                fs::File::options().write(true).open(&file).unwrap().set_len(length).unwrap()
+                fs::File::options().write(true).open(&file).unwrap().set_len(length).unwrap();
             }
         }
         let reuse = after(&one);

@@ -9,7 +9,7 @@ use smallvec::smallvec;
 
 use super::layout::{Beside, plan_files_within};
 use super::sink::to_usize;
-use super::{HEADER_LIMIT, Layout, Part, Save, SaveInfo, SaveItem, WriteOptions};
+use super::{HEADER_LIMIT, Part, Save, SaveInfo, SaveItem, SaveLayout, WriteOptions};
 use crate::format::{BLOCK_SIZE, INDEX_NAME, Index, Kind, Value, block_digest};
 use crate::geometry::Dims;
 use crate::store::LOCK_NAME;
@@ -185,7 +185,7 @@ pub(crate) fn create_on(
 }
 
 /// A layout beside no other save's files.
-pub(crate) fn plan_files(items: &[SaveItem], info: &SaveInfo) -> Result<Layout> {
+pub(crate) fn plan_files(items: &[SaveItem], info: &SaveInfo) -> Result<SaveLayout> {
     plan_files_within(items, info, &Beside::default(), HEADER_LIMIT)
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::files::{DataFiles, Handles};
 use super::jobs::{Job, Span};
-use super::layout::Layout;
+use super::layout::SaveLayout;
 use super::options::Resolved;
 use super::sink::{Digests, Grain, Hand, Sink, to_usize};
 use crate::store::disk::Disk;
@@ -18,7 +18,7 @@ pub(super) struct ToFiles {
     pub disk: Disk,
     /// The folder, after those that it had to be created in.
     pub folders: Vec<PathBuf>,
-    pub layout: Arc<Layout>,
+    pub layout: Arc<SaveLayout>,
     pub how: Resolved,
     pub files: DataFiles,
     /// Buffers that no thread uses at the moment.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::copies::Copies;
 use super::item::SaveItem;
 use super::jobs::{Job, Span};
-use super::layout::Layout;
+use super::layout::SaveLayout;
 use super::object::{Object, give_up, with_leftovers};
 use super::options::WriteOptions;
 use super::sink::{Digests, Grain, Hand, Sink, to_usize};
@@ -32,7 +32,7 @@ pub(super) struct ToStore {
     remote: Arc<dyn Remote>,
     /// For the length of the save.
     connection: Arc<dyn StoringConnection>,
-    layout: Arc<Layout>,
+    layout: Arc<SaveLayout>,
     files: Vec<File>,
     /// What the store copied for it.
     copies: Copies,
@@ -48,12 +48,12 @@ pub(super) struct ToStore {
 
 struct File {
     object: Object,
-    parts: Vec<Mutex<Part>>,
+    parts: Vec<Mutex<UploadPart>>,
 }
 
 /// A part on its way.
 #[derive(Default)]
-struct Part {
+struct UploadPart {
     /// Bytes of items that are still to come.
     missing: u64,
     /// What came, where not all came at a time.
@@ -68,7 +68,7 @@ impl ToStore {
     pub(super) fn begin(
         copies: Copies,
         dir: &Path,
-        layout: Arc<Layout>,
+        layout: Arc<SaveLayout>,
         items: &[SaveItem],
         reused: &[bool],
         options: &WriteOptions,
@@ -136,7 +136,7 @@ impl ToStore {
         &header[within(bytes.start)..within(bytes.end)]
     }
 
-    fn part(&self, file: u32, number: usize) -> MutexGuard<'_, Part> {
+    fn part(&self, file: u32, number: usize) -> MutexGuard<'_, UploadPart> {
         let part = &self.files[file as usize].parts[number];
         part.lock().unwrap_or_else(PoisonError::into_inner)
     }

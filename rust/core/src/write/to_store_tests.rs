@@ -68,7 +68,7 @@ impl Connection for Store {
     }
 
     #[allow(unsafe_code)] // the trait has it so
-    unsafe fn fetch(&self, _: &Path, _: u64, _: Vec<store::Part>, _: &Control) -> Result<()> {
+    unsafe fn fetch(&self, _: &Path, _: u64, _: Vec<store::FetchRange>, _: &Control) -> Result<()> {
         Err(Error::Interrupted)
     }
 }

@@ -272,7 +272,10 @@ fn a_damaged_byte_is_named() {
     read(&checkpoint, &problem.tensor).unwrap();
     match read(&checked, &problem.tensor) {
         Err(Error::CorruptData { path, tensor, offset, .. }) => {
-            assert_eq!((path, tensor, offset), (file, problem.tensor.clone(), Some(problem.offset)))
+            assert_eq!(
+                (path, tensor, offset),
+                (file, problem.tensor.clone(), Some(problem.offset))
+            );
         }
         other => panic!("{other:?}"),
     }

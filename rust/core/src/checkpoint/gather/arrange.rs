@@ -1,4 +1,4 @@
-//! The turns in which the destinations of a load are filled, where some of them share memory.
+//! The passes in which the destinations of a load are filled, where some of them share memory.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -20,14 +20,14 @@ pub(super) struct DeviceDestination {
 
 enum How {
     /// From a slab.
-    Slab(Want),
+    Slab(SlabRegion),
     /// All of it at once, by its own class.
     Opaque { target: usize },
 }
 
 /// A rectangle of a chunk, and the part of a target that it fills.
 #[derive(Clone, Debug)]
-pub struct Want {
+pub struct SlabRegion {
     /// Number of the target.
     pub target: usize,
     /// The chunk.
@@ -46,7 +46,7 @@ pub struct Want {
 }
 
 /// A tensor that the caller fills, as far as it is known where its elements lie.
-pub struct Rest {
+pub struct DeviceTensor {
     /// Number of its device.
     pub device: u32,
     /// Address of the first element; `None`: the memory comes into being later.
@@ -57,48 +57,48 @@ pub struct Rest {
     pub strides: Dims,
 }
 
-/// In which turn what is filled. Those of one turn share no memory. By default all of it in one.
-pub struct Turns {
+/// In which pass what is filled. Those of one pass share no memory. By default all of it in one.
+pub struct Passes {
     count: usize,
     /// Of the requests, then of what the caller fills: `None` is never filled.
     of: Option<Vec<Option<u32>>>,
 }
 
-impl Default for Turns {
+impl Default for Passes {
     fn default() -> Self {
         Self { count: 1, of: None }
     }
 }
 
-impl Turns {
+impl Passes {
     /// How many there are, at least one.
     #[expect(clippy::len_without_is_empty, reason = "there is always one")]
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether what has this number has this turn.
-    fn has(&self, turn: usize, i: usize) -> bool {
-        self.of.as_ref().map_or(turn == 0, |of| of[i].is_some_and(|of| of as usize == turn))
+    /// Whether what has this number has this pass.
+    fn has(&self, pass: usize, i: usize) -> bool {
+        self.of.as_ref().map_or(pass == 0, |of| of[i].is_some_and(|of| of as usize == pass))
     }
 
-    pub(super) fn requests<'a>(&self, turn: usize, all: &'a [ReadReq]) -> Cow<'a, [ReadReq]> {
+    pub(super) fn requests<'a>(&self, pass: usize, all: &'a [ReadReq]) -> Cow<'a, [ReadReq]> {
         if self.of.is_none() {
             return Cow::Borrowed(all);
         }
-        (0..all.len()).filter(|&i| self.has(turn, i)).map(|i| all[i].clone()).collect()
+        (0..all.len()).filter(|&i| self.has(pass, i)).map(|i| all[i].clone()).collect()
     }
 }
 
 impl Gather {
-    /// Adds a region that the caller fills, so that it gets a turn. `target`: the caller's number
+    /// Adds a region that the caller fills, so that it gets a pass. `target`: the caller's number
     /// for it.
-    pub fn add_elsewhere(
+    pub fn add_device_target(
         &mut self,
         target: usize,
         source: Source,
         region: &Region,
-        to: &Rest,
+        to: &DeviceTensor,
     ) -> Result<()> {
         let index = std::sync::Arc::clone(&self.index);
         let (tensor, dtype) = self.check(source, region)?;
@@ -130,7 +130,7 @@ impl Gather {
                         .collect(),
                     covers: true,
                 },
-                how: How::Slab(Want {
+                how: How::Slab(SlabRegion {
                     target,
                     chunk: part.chunk,
                     begin: flat.then(|| along(&row_major) * dtype.size()),
@@ -174,8 +174,8 @@ impl Gather {
         Ok(())
     }
 
-    /// Finds the turns. What a later destination hides has none.
-    pub fn arrange(&self) -> Turns {
+    /// Finds the passes. What a later destination hides has none.
+    pub fn arrange(&self) -> Passes {
         let count = self.requests.len();
         let mut reaches: Vec<_> = (0..count).map(|i| self.footprint(i).reach(number(i))).collect();
         for (i, elsewhere) in self.elsewhere.iter().enumerate() {
@@ -184,7 +184,7 @@ impl Gather {
         }
         let runs = contested(&mut reaches);
         if runs.is_empty() {
-            return Turns::default();
+            return Passes::default();
         }
         let mut sharing: Vec<usize> = runs
             .into_iter()
@@ -195,66 +195,66 @@ impl Gather {
         sharing.dedup();
         let writes: Vec<Write> = sharing.iter().map(|&i| self.write(i)).collect();
         let mut of = vec![Some(0); self.count()];
-        for (i, turn) in sharing.into_iter().zip(memory::turns(&writes)) {
-            of[i] = turn;
+        for (i, pass) in sharing.into_iter().zip(memory::passes(&writes)) {
+            of[i] = pass;
         }
         let count = of.iter().flatten().max().map_or(1, |&last| last as usize + 1);
-        Turns { count, of: Some(of) }
+        Passes { count, of: Some(of) }
     }
 
-    /// Numbers of what the caller fills from slabs in a turn, for [`want`](Self::want).
-    pub fn wants(&self, turns: &Turns, turn: usize) -> Vec<usize> {
-        let mut all = self.elsewhere(turns, turn);
+    /// Numbers of what the caller fills from slabs in a pass, for [`want`](Self::want).
+    pub fn wants(&self, passes: &Passes, pass: usize) -> Vec<usize> {
+        let mut all = self.elsewhere(passes, pass);
         all.retain(|&i| self.want(i).is_some());
         all
     }
 
     /// What has this number, if it is filled from slabs.
-    pub fn want(&self, number: usize) -> Option<&Want> {
+    pub fn want(&self, number: usize) -> Option<&SlabRegion> {
         match &self.elsewhere.get(number)?.how {
             How::Slab(want) => Some(want),
             How::Opaque { .. } => None,
         }
     }
 
-    /// The targets that their own class fills in a turn.
-    pub fn opaque(&self, turns: &Turns, turn: usize) -> Vec<usize> {
+    /// The targets that their own class fills in a pass.
+    pub fn opaque(&self, passes: &Passes, pass: usize) -> Vec<usize> {
         let target = |i: usize| match &self.elsewhere[i].how {
             How::Slab(_) => None,
             How::Opaque { target } => Some(*target),
         };
-        self.elsewhere(turns, turn).into_iter().filter_map(target).collect()
+        self.elsewhere(passes, pass).into_iter().filter_map(target).collect()
     }
 
-    fn elsewhere(&self, turns: &Turns, turn: usize) -> Vec<usize> {
+    fn elsewhere(&self, passes: &Passes, pass: usize) -> Vec<usize> {
         let first = self.requests.len();
-        (0..self.elsewhere.len()).filter(|i| turns.has(turn, first + i)).collect()
+        (0..self.elsewhere.len()).filter(|i| passes.has(pass, first + i)).collect()
     }
 
-    /// Places in the plan of all that is filled in a turn.
-    pub fn places(&self, turns: &Turns, turn: usize) -> Vec<u64> {
-        let filled = (0..self.count()).filter(|&i| turns.has(turn, i));
+    /// Places in the plan of all that is filled in a pass.
+    pub fn places(&self, passes: &Passes, pass: usize) -> Vec<u64> {
+        let filled = (0..self.count()).filter(|&i| passes.has(pass, i));
         let mut places: Vec<u64> = filled.map(|i| self.at(i)).collect();
         places.sort_unstable();
         places.dedup();
         places
     }
 
-    /// Places in the plan of which all is filled in the first turn.
-    pub fn at_once(&self, turns: &Turns) -> Vec<u64> {
-        let late = (0..self.count()).filter(|&i| !turns.has(0, i));
+    /// Places in the plan of which all is filled in the first pass.
+    pub fn at_once(&self, passes: &Passes) -> Vec<u64> {
+        let late = (0..self.count()).filter(|&i| !passes.has(0, i));
         let late: HashSet<u64> = late.map(|i| self.at(i)).collect();
-        let mut first = self.places(turns, 0);
+        let mut first = self.places(passes, 0);
         first.retain(|place| !late.contains(place));
         first
     }
 
-    /// Takes all of these places out of the turns.
-    pub fn leave_out(&self, turns: &mut Turns, places: &[u64]) {
+    /// Takes all of these places out of the passes.
+    pub fn leave_out(&self, passes: &mut Passes, places: &[u64]) {
         let places: HashSet<u64> = places.iter().copied().collect();
-        let of = turns.of.get_or_insert_with(|| vec![Some(0); self.count()]);
-        for (i, turn) in of.iter_mut().enumerate() {
-            *turn = turn.filter(|_| !places.contains(&self.at(i)));
+        let of = passes.of.get_or_insert_with(|| vec![Some(0); self.count()]);
+        for (i, pass) in of.iter_mut().enumerate() {
+            *pass = pass.filter(|_| !places.contains(&self.at(i)));
         }
     }
 

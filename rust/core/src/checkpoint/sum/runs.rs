@@ -35,7 +35,7 @@ struct Run {
 
 /// Elements that one thread sums up. Each summand has them in one run: of a request, from this byte
 /// of its chunk.
-struct Part {
+struct CommonRun {
     to: Destination,
     is_bfloat16: bool,
     elements: u64,
@@ -213,7 +213,7 @@ fn cut(
     first: &Sum,
     total: u64,
     size: u64,
-    parts: &mut Vec<Part>,
+    parts: &mut Vec<CommonRun>,
 ) {
     let written = if first.is_bfloat16 { 2 } else { size };
     let mut at: Vec<usize> = vec![0; runs.len()];
@@ -239,7 +239,7 @@ fn cut(
             .fold(begin + most, u64::min);
         // What is in memory fits in it.
         let offset = usize::try_from(begin * written).unwrap_or(usize::MAX);
-        parts.push(Part {
+        parts.push(CommonRun {
             to: Destination(first.to.0.wrapping_add(offset)),
             is_bfloat16: first.is_bfloat16,
             elements: end - begin,
@@ -265,7 +265,7 @@ fn cut(
 /// # Safety
 /// The destination is valid for writes of all its elements, and nothing else uses it meanwhile.
 unsafe fn add_up(
-    part: &Part,
+    part: &CommonRun,
     inputs: &[Input],
     readers: &mut [Sequential],
     memory: &mut [u64],

@@ -70,7 +70,7 @@ impl Pickle<'_> {
                 self.pool[first..first + *len as usize].iter().copied().for_each(each);
             }
             Node::List { items, .. } | Node::Set { items, .. } => {
-                items.iter().copied().for_each(each)
+                items.iter().copied().for_each(each);
             }
             Node::Dict { pairs, state, .. } => {
                 pairs.iter().flat_map(|(key, value)| [*key, *value]).chain(*state).for_each(each);
@@ -86,7 +86,10 @@ impl Pickle<'_> {
                         Then::State(state) => each(*state),
                         Then::Append(items) => items.iter().copied().for_each(&mut each),
                         Then::Set(pairs) => {
-                            pairs.iter().flat_map(|(key, value)| [*key, *value]).for_each(&mut each)
+                            pairs
+                                .iter()
+                                .flat_map(|(key, value)| [*key, *value])
+                                .for_each(&mut each);
                         }
                     }
                 }

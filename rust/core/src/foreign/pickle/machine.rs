@@ -258,7 +258,7 @@ impl Machine<'_, '_> {
             }
             0x93 => match (self.pop()?.item, self.pop()?) {
                 (Item::Str(name), Slot { item: Item::Str(module), at }) => {
-                    self.global(module, name, at)?
+                    self.global(module, name, at)?;
                 }
                 _ => return Err(self.fault("a global whose name is not text")),
             },

@@ -157,7 +157,7 @@ fn an_ordered_dict_of_a_list_of_pairs_is_one() {
     .concat();
     match kept(&bytes) {
         Err(Fault::Unsupported(what)) => {
-            assert!(what.contains("without bound") || what.contains("makes more than"), "{what}")
+            assert!(what.contains("without bound") || what.contains("makes more than"), "{what}");
         }
         other => panic!("{}", other.is_ok()),
     }

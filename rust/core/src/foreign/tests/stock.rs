@@ -128,7 +128,7 @@ fn stock_checkpoints_of_all_releases_read_the_same_bytes() {
             match (open(&folder, None), expected["error"].as_str()) {
                 (Ok(index), None) => check(&case, &index, &expected),
                 (Err(e @ Error::Unsupported(_)), Some(part)) => {
-                    assert!(e.to_string().contains(part), "{case}: {e}")
+                    assert!(e.to_string().contains(part), "{case}: {e}");
                 }
                 (Ok(_), Some(part)) => panic!("{case}: expected an error with {part}"),
                 (Err(e), _) => panic!("{case}: {e}"),

@@ -120,7 +120,7 @@ fn add(
         Content::Tensor(tensor) => {
             place_of(&file.parts, tensor).map_err(|fault| file.name_fault(fault, &leaf.name))?
         }
-        Content::Value => Place {
+        Content::Value => StoredPlace {
             offset: file.parts.pickle_at + u64::from(leaf.place.at),
             length: leaf.place.len.into(),
             strides: None,
@@ -150,14 +150,14 @@ fn add(
 }
 
 /// Where in the file a chunk is.
-struct Place {
+struct StoredPlace {
     offset: u64,
     length: u64,
     strides: Option<Dims>,
     signs: Signs,
 }
 
-fn place_of(file: &Parts, tensor: &StoredTensor) -> FaultResult<Place> {
+fn place_of(file: &Parts, tensor: &StoredTensor) -> FaultResult<StoredPlace> {
     let record = file.storage(&tensor.key)?;
     if record.size < tensor.storage_len {
         return Err(Fault::corrupt(
@@ -165,7 +165,7 @@ fn place_of(file: &Parts, tensor: &StoredTensor) -> FaultResult<Place> {
             format!("its storage has {} bytes, expected {}", record.size, tensor.storage_len),
         ));
     }
-    Ok(Place {
+    Ok(StoredPlace {
         offset: record.at + tensor.offset,
         length: tensor.length(),
         strides: (!tensor.is_contiguous()).then(|| tensor.steps()),

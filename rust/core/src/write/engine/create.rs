@@ -12,7 +12,7 @@ use crate::store::{FolderLock, Mode, Remote};
 use crate::write::copies::Copies;
 use crate::write::files::DataFiles;
 use crate::write::item::{SaveInfo, SaveItem};
-use crate::write::layout::{Beside, FilePlan, HEADER_LIMIT, Layout, Place, plan_files_within};
+use crate::write::layout::{Beside, FilePlan, HEADER_LIMIT, Place, SaveLayout, plan_files_within};
 use crate::write::links::{Link, Links};
 use crate::write::options::WriteOptions;
 use crate::write::reuse::Reuse;
@@ -156,7 +156,7 @@ impl Save {
     fn to(
         sink: Box<dyn Sink>,
         items: Vec<SaveItem>,
-        layout: Arc<Layout>,
+        layout: Arc<SaveLayout>,
         info: SaveInfo,
         reuse: Option<Arc<Reuse>>,
         links: Vec<Link>,
@@ -190,7 +190,7 @@ fn to_files(
     dir: &Path,
     folders: Vec<PathBuf>,
     files: DataFiles,
-    layout: &Arc<Layout>,
+    layout: &Arc<SaveLayout>,
     options: &WriteOptions,
     claimed: bool,
     control: &Control,
@@ -227,8 +227,8 @@ const OF_NOBODY: SaveInfo =
 fn laid_out(
     files: Vec<FilePlan>,
     values: Vec<(String, Place, u64)>,
-) -> Result<(Layout, Vec<SaveItem>)> {
-    let mut layout = Layout { files, places: Vec::with_capacity(values.len()) };
+) -> Result<(SaveLayout, Vec<SaveItem>)> {
+    let mut layout = SaveLayout { files, places: Vec::with_capacity(values.len()) };
     let mut items = Vec::with_capacity(values.len());
     for (name, place, length) in values {
         let fits = layout.files.get(place.file as usize).is_some_and(|file| {

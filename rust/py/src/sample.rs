@@ -17,23 +17,23 @@ use crate::panics::guarded;
 
 /// What a rank reads of a checkpoint, as a message of fixed size.
 #[pyclass(module = "dcp_rs._core")]
-pub struct Wanted {
+pub struct Sample {
     index: Py<Index>,
-    inner: gather::Wanted,
+    inner: gather::Sample,
 }
 
 /// Which sections of a checkpoint others read too.
 #[pyclass(frozen, module = "dcp_rs._core")]
-pub struct Common {
-    pub inner: Arc<gather::Common>,
+pub struct SharedSections {
+    pub inner: Arc<gather::SharedSections>,
 }
 
 #[guarded]
 #[pymethods]
-impl Wanted {
+impl Sample {
     #[new]
     fn new(index: Py<Index>) -> Self {
-        let inner = gather::Wanted::new(Arc::clone(&index.get().inner));
+        let inner = gather::Sample::new(Arc::clone(&index.get().inner));
         Self { index, inner }
     }
 
@@ -70,13 +70,13 @@ impl Wanted {
     }
 
     /// With the coordinator's answer. None: it is none.
-    fn judged(&self, answer: &[u8]) -> Option<Common> {
+    fn judged(&self, answer: &[u8]) -> Option<SharedSections> {
         let common = self.inner.judged(answer);
-        common.map(|common| Common { inner: Arc::new(common) })
+        common.map(|common| SharedSections { inner: Arc::new(common) })
     }
 }
 
-/// The coordinator's part, for what ranks told it: for each (its machine, `Wanted.told`), how many
+/// The coordinator's part, for what ranks told it: for each (its machine, `Sample.told`), how many
 /// of them are on that machine, and the answer.
 #[guarded]
 #[pyfunction]

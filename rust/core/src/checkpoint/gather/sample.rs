@@ -66,14 +66,14 @@ impl Sections {
 }
 
 /// What one rank reads, all of its batches together.
-pub struct Wanted {
+pub struct Sample {
     index: Arc<Index>,
     sections: Sections,
     /// Of each section, bytes and fingerprint.
     read: Vec<(u64, u64)>,
 }
 
-impl Wanted {
+impl Sample {
     /// Nothing, yet.
     #[must_use]
     pub fn new(index: Arc<Index>) -> Self {
@@ -179,9 +179,9 @@ impl Wanted {
 
     /// With what [`compare`] found for this rank. `None` where that is no answer.
     #[must_use]
-    pub fn judged(&self, answer: &[u8]) -> Option<Common> {
+    pub fn judged(&self, answer: &[u8]) -> Option<SharedSections> {
         (answer.len() == self.read.len() / 8)
-            .then(|| Common { sections: self.sections.clone(), shared: answer.into() })
+            .then(|| SharedSections { sections: self.sections.clone(), shared: answer.into() })
     }
 }
 
@@ -192,7 +192,7 @@ fn hash(begin: u64, end: u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// Tells each of the ranks of one machine, by what [`Wanted::to_bytes`] gave, which sections it
+/// Tells each of the ranks of one machine, by what [`Sample::to_bytes`] gave, which sections it
 /// shares with others: a bit for each.
 ///
 /// # Errors
@@ -224,13 +224,13 @@ pub fn compare(messages: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
 
 /// The sections that a rank shares with others.
 #[derive(Clone, Debug)]
-pub struct Common {
+pub struct SharedSections {
     sections: Sections,
     /// A bit for each.
     shared: Arc<[u8]>,
 }
 
-impl Common {
+impl SharedSections {
     /// Whether most of bytes `start..end` of a file is shared.
     fn has(&self, file: u32, start: u64, end: u64) -> bool {
         let (mut shared, mut all) = (0_u64, 0_u64);
@@ -247,7 +247,7 @@ impl Common {
 impl Gather {
     /// What is known of what others want. Of a file of which they want a part, that becomes a file
     /// of its own. Comes after the turns were found, whose order goes by files.
-    pub fn divide(&mut self, common: &Common) {
+    pub fn divide(&mut self, common: &SharedSections) {
         if self.common.is_some() {
             return;
         }
@@ -372,16 +372,16 @@ mod tests {
         gather
     }
 
-    fn judged(wanted: &[Wanted]) -> Vec<Common> {
-        let told: Vec<_> = wanted.iter().map(Wanted::to_bytes).collect();
+    fn judged(wanted: &[Sample]) -> Vec<SharedSections> {
+        let told: Vec<_> = wanted.iter().map(Sample::to_bytes).collect();
         let answers = compare(&told.iter().map(Vec::as_slice).collect::<Vec<_>>()).unwrap();
-        let judged = |(wanted, answer): (&Wanted, Vec<u8>)| wanted.judged(&answer).unwrap();
+        let judged = |(wanted, answer): (&Sample, Vec<u8>)| wanted.judged(&answer).unwrap();
         wanted.iter().zip(answers).map(judged).collect()
     }
 
     /// A rank that reads these stretches of file 1.
-    fn reads(stretches: &[(u64, u64)]) -> Wanted {
-        let mut wanted = Wanted::new(index());
+    fn reads(stretches: &[(u64, u64)]) -> Sample {
+        let mut wanted = Sample::new(index());
         for &(start, end) in stretches {
             wanted.add_rectangle(1, start, 1, &[end - start], &[1]);
         }
@@ -391,7 +391,8 @@ mod tests {
     /// What each rank shares of its first stretch.
     fn shared(ranks: &[&[(u64, u64)]]) -> Vec<bool> {
         let common = judged(&ranks.iter().map(|rank| reads(rank)).collect::<Vec<_>>());
-        let first = |(common, rank): (Common, &&[(u64, u64)])| common.has(1, rank[0].0, rank[0].1);
+        let first =
+            |(common, rank): (SharedSections, &&[(u64, u64)])| common.has(1, rank[0].0, rank[0].1);
         common.into_iter().zip(ranks).map(first).collect()
     }
 
@@ -420,7 +421,7 @@ mod tests {
             [(4096, 16384, true), (65536, 1 << 18, false), (4096, 1 << 20, false)]
         {
             let columns = |rank: u64| {
-                let mut wanted = Wanted::new(index());
+                let mut wanted = Sample::new(index());
                 wanted.add_rectangle(1, rank * row, 2, &[60, row / 2], &[pitch, 2]);
                 wanted
             };
@@ -443,7 +444,7 @@ mod tests {
         let names: Vec<_> = (0..4).map(|i| format!("layer{i}")).collect();
         let wants = |layer: &str| {
             let batch = batch(&index, &["bias", layer, "embedding"]);
-            let mut wanted = Wanted::new(Arc::clone(&index));
+            let mut wanted = Sample::new(Arc::clone(&index));
             wanted.add_batch(&batch);
             (batch, wanted)
         };
@@ -475,16 +476,16 @@ mod tests {
     #[test]
     fn regions_are_the_same_wants_as_batches() {
         let index = index();
-        let mut by_batch = Wanted::new(Arc::clone(&index));
+        let mut by_batch = Sample::new(Arc::clone(&index));
         by_batch.add_batch(&batch(&index, &["layer1", "bias"]));
-        let mut by_region = Wanted::new(Arc::clone(&index));
+        let mut by_region = Sample::new(Arc::clone(&index));
         for name in ["bias", "layer1"] {
             let (source, region) = region(&index, name);
             by_region.add(source, &region);
         }
         assert_eq!(by_batch.to_bytes(), by_region.to_bytes());
         let (Source::Tensor(layer), whole) = region(&index, "layer1") else { panic!("a tensor") };
-        let mut by_chunk = Wanted::new(Arc::clone(&index));
+        let mut by_chunk = Sample::new(Arc::clone(&index));
         let chunk = index.tensor(layer).chunks.start;
         by_chunk.add(Source::Chunk(chunk), &whole);
         by_chunk.add(Source::Chunk(chunk), &Region::new(&[1, 0], &[ROWS, 1024]));
