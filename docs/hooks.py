@@ -39,11 +39,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def _command_line() -> str:
     """Return the help of every command."""
-    import dcp_rs.cli.run  # noqa: F401  # adds the commands
-    from dcp_rs.cli.app import app
+    from dcp_rs.cli.app import COMMANDS
 
     parts = ["# Command line", "Exit codes: 0 success, 1 damage or a difference found, 2 error."]
-    for name in ["", *app.commands]:
+    for name in ["", *COMMANDS]:
         # As a process of its own: what is printed is what a terminal of this width shows.
         environment = os.environ | {"COLUMNS": "90", "NO_COLOR": "1", "TERM": "dumb"}
         command = [sys.executable, "-m", "dcp_rs", *filter(None, [name]), "--help"]

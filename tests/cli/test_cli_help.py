@@ -9,10 +9,10 @@ import torch
 
 import dcp_rs
 from dcp_rs._url import location
-from dcp_rs.cli import app
+from dcp_rs.cli.app import all_commands
 from dcp_rs.cli.output import for_command_line
 
-COMMANDS = sorted(app.commands)
+COMMANDS = all_commands()
 
 
 def takes_url(command):
@@ -23,7 +23,7 @@ def takes_url(command):
 
 
 def test_most_commands_take_urls():
-    assert len([name for name in COMMANDS if takes_url(app.commands[name])]) >= 10
+    assert len([name for name in COMMANDS if takes_url(COMMANDS[name])]) >= 10
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -31,12 +31,12 @@ def test_the_help_of_what_takes_a_url_says_how_to_reach_the_store(name, dcp_rs_c
     """It stood in the help of no command."""
     status, out, _ = dcp_rs_cli(name, "--help")
     assert status == 0
-    assert ("--storage-option" in out) == takes_url(app.commands[name])
+    assert ("--storage-option" in out) == takes_url(COMMANDS[name])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_explained(name):
-    for option in app.commands[name].params:
+    for option in COMMANDS[name].params:
         if isinstance(option, click.Option):
             assert option.help, option.name
             assert option.help.endswith((".", "]")), option.name

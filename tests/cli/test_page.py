@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from dcp_rs.checkpoint.compare import Difference
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.stats import stats
 from dcp_rs.cli import main, page
-from dcp_rs.cli.contents import Entry, Piece, open_contents
+from dcp_rs.cli.contents import Entry, open_contents
 from support import nested_state
 from support.both import save_rs
 
@@ -25,6 +25,15 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     None,
 )
+
+
+class Chunk(NamedTuple):
+    """A chunk as an index gives it."""
+
+    file: int
+    length: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 def in_a_browser(file: Path, query: str = "", flags: Sequence[str] = ()) -> str:
@@ -154,14 +163,14 @@ def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     entries = [
         Entry(name, i, "bfloat16", (64, 64), 2, 8192) for i, name in enumerate(sorted(names))
     ]
-    cut = [Piece(0, 0, 4096, (0, 0), (32, 64)), Piece(1, 0, 4096, (32, 0), (32, 64))]
+    cut = [Chunk(0, 4096, (0, 0), (32, 64)), Chunk(1, 4096, (32, 0), (32, 64))]
     contents: Any = SimpleNamespace(
         path=Path("big"),
         format="dcp-rs",
         facts={"version": 1},
         files=[("a.safetensors", 1), ("b.safetensors", 1)],
         entries=entries,
-        pieces=lambda entry: cut,
+        stored_chunks=lambda entry: cut,
     )
     size = page.write(page.render(contents), tmp_path / "page.html")
     assert size < 30e6
@@ -289,7 +298,7 @@ def test_it_fits_the_window(
 def test_two_of_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     names = sorted(f"model.layers.{i // 100}.experts.{i % 100}.weight" for i in range(100_000))
     entries = [Entry(name, i, "bfloat16", (64, 64), 1, 8192) for i, name in enumerate(names)]
-    one = [Piece(0, 0, 8192, (0, 0), (64, 64))]
+    one = [Chunk(0, 8192, (0, 0), (64, 64))]
     contents: Any = SimpleNamespace(
         path=Path("big"),
         format="dcp-rs",
@@ -297,7 +306,7 @@ def test_two_of_a_hundred_thousand_tensors(tmp_path: Path) -> None:
         files=[("a.safetensors", 1)],
         entries=entries,
         tensors=100_000,
-        pieces=lambda entry: one,
+        stored_chunks=lambda entry: one,
     )
     differences = [
         Difference(

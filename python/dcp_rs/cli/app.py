@@ -1,23 +1,41 @@
-"""The program ``dcp-rs``. The modules of :mod:`dcp_rs.cli.commands` add their commands to it."""
+"""The program ``dcp-rs``. Each module of :mod:`dcp_rs.cli.commands` adds commands to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import click
 
 from dcp_rs._core import __version__
 
-__all__ = ["app", "command"]
+__all__ = ["COMMANDS", "all_commands", "app", "command"]
+
+
+#: The commands, in the order of the help, and their modules.
+COMMANDS = {
+    **{name: name for name in ("ls", "tree", "inspect", "stats", "verify", "diff", "clean")},
+    "steps": "runs",
+    "prune": "runs",
+    "convert": "convert",
+    "merge": "convert",
+    **{name: name for name in ("index", "bench", "completion")},
+}
 
 
 class _Program(click.Group):
-    """A group that lists its commands in the order in which they were added."""
+    """A group that imports a command when it is used: ``dcp-rs ls`` waits for no other one."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the commands."""
-        return list(self.commands)
+    def list_commands(self, ctx: click.Context | None = None) -> list[str]:
+        """Return the names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
+        """Return a command, or None if there is none of that name."""
+        if cmd_name in COMMANDS:
+            import_module(f"dcp_rs.cli.commands.{COMMANDS[cmd_name]}")
+        return self.commands.get(cmd_name)
 
 
 @click.group(
@@ -30,14 +48,16 @@ class _Program(click.Group):
     "--debug", is_flag=True, expose_value=False, help="Show the whole traceback of an error."
 )
 def app() -> None:
-    """Inspect, verify, compare and convert PyTorch checkpoints: dcp-rs, stock DCP, safetensors, torch.save.
+    """Inspect, verify, compare and convert PyTorch checkpoints.
+
+    Formats: dcp-rs, stock DCP, safetensors, torch.save.
 
     Exit codes: 0 success, 1 damage or a difference found, 2 error.
     """
 
 
 def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Adds a function to the program, with its docstring as help, which ``examples`` end as they are typed."""
+    """Add a function to the program. Its docstring and the examples are the help."""
     epilog = "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
 
     def add(function: Callable[..., Any]) -> click.Command:
@@ -45,3 +65,8 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.C
         return app.command(name, short_help=sentence, epilog=epilog)(function)
 
     return add
+
+
+def all_commands() -> dict[str, click.Command]:
+    """Import all commands, and return them by name."""
+    return {name: found for name in COMMANDS if (found := app.get_command(None, name))}

@@ -1,37 +1,40 @@
-"""List the contents of a checkpoint for commands. Only values import torch."""
+"""The contents of a checkpoint, as commands show them. Values and statistics alone import torch."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dcp_rs import _core
+from dcp_rs._progress import watching
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.metadata import merged_from
 from dcp_rs.checkpoint.views import Layout
-from dcp_rs.cli.output import for_command_line, printable
+from dcp_rs.cli.output import count, for_command_line, is_json, printable, size
 from dcp_rs.errors import DcpRsError, UnsupportedError
 from dcp_rs.tensors.elements import ITEMSIZES
 
-__all__ = ["UNSHOWN", "Contents", "Entry", "Piece", "open_contents", "value_text"]
+if TYPE_CHECKING:
+    from dcp_rs.checkpoint.stats import TensorStats
 
-#: Why a value is not shown. ``ValueError``: an integer of thousands of digits. ``RecursionError``:
-#: nested too deep for ``repr``.
-UNSHOWN = (DcpRsError, ValueError, RecursionError)
+__all__ = [
+    "Contents",
+    "Entry",
+    "decoded_text",
+    "entries_text",
+    "open_contents",
+    "stats_by_name",
+    "tensor_stats",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stored piece of an entry: where in the tensor, and where on the disk."""
-
-    file: int
-    offset: int
-    nbytes: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+#: Errors of values that cannot be shown. ``ValueError``: an integer of thousands of digits.
+#: ``RecursionError``: nested too deep for ``repr``.
+_UNSHOWN = (DcpRsError, ValueError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +49,36 @@ class Entry:
     nbytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the entry for ``--json``."""
         return {
             "name": self.name,
             "kind": "value" if self.dtype is None else "tensor",
             "dtype": self.dtype,
-            "shape": None if self.dtype is None else list(self.shape),
+            "shape": None if self.dtype is None else self.shape,
             "chunks": self.chunks,
             "bytes": self.nbytes,
         }
 
 
 class Contents:
-    """What is at a path.
+    """The entries and files of a checkpoint.
 
     Attributes:
         path: as it was given.
+        index: the opened index.
         format: ``dcp-rs``, ``dcp``, ``safetensors`` or ``torch``.
-        facts: more about it, by name.
+        facts: version, writer and save of the index, by name; none if it was made in memory.
         files: (name, size in bytes).
-        merged_from: the inputs of :func:`dcp_rs.merge`, if it wrote this.
+        merged_from: the inputs of :func:`dcp_rs.merge`, if it wrote the checkpoint.
         entries: sorted by name.
     """
 
-    def __init__(
-        self, path: Path, *, allow_external: bool, rank: int | None, layout: Layout | None = None
-    ) -> None:
-        self.path = path
-        self.facts: dict[str, Any] = {}
-        index = self._index = open_index(
-            path, rank=rank, allow_external=allow_external, layout=layout
-        )
+    def __init__(self, path: Path, index: _core.Index) -> None:
+        self.path, self.index = path, index
         self.format = index.source
-        self.indexed = not index.is_in_memory
         self.files = [(file.name, file.size) for file in index.files()]
-        if self.indexed:
+        self.facts: dict[str, Any] = {}
+        if not index.is_in_memory:
             self.facts = {
                 "index": str(index.path),
                 "version": index.version,
@@ -93,66 +91,57 @@ class Contents:
         self.entries = [self._entry(number) for number in range(index.tensor_count)]
 
     def _entry(self, number: int) -> Entry:
-        tensor = self._index.tensor(number)
+        tensor = self.index.tensor(number)
         if tensor.dtype is None:
-            nbytes = self._index.chunks(number)[0].length
+            nbytes = self.index.chunks(number)[0].length
         else:
             nbytes = math.prod(tensor.shape) * ITEMSIZES.get(tensor.dtype, 1)
         return Entry(tensor.name, number, tensor.dtype, tensor.shape, tensor.chunk_count, nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Of all entries."""
+        """The bytes of all entries."""
         return sum(entry.nbytes for entry in self.entries)
 
     @property
     def tensors(self) -> int:
-        """How many entries are tensors."""
-        return sum(1 for entry in self.entries if entry.dtype is not None)
+        """The number of tensors."""
+        return sum(entry.dtype is not None for entry in self.entries)
 
-    def find(self, name: str) -> Entry | None:
-        """The entry of that name."""
-        return next((entry for entry in self.entries if entry.name == name), None)
-
-    def pieces(self, entry: Entry) -> list[Piece]:
-        """The stored pieces of an entry."""
-        return [
-            Piece(chunk.file, chunk.offset, chunk.length, chunk.offsets, chunk.sizes)
-            for chunk in self._index.chunks(entry.number)
-        ]
+    def stored_chunks(self, entry: Entry) -> list[_core.ChunkEntry]:
+        """Return the stored chunks of an entry."""
+        return self.index.chunks(entry.number)
 
     def state_path(self, entry: Entry) -> tuple[Any, ...] | None:
-        """Where in the state dict an entry was."""
-        return self._index.planner_path(entry.number)
+        """Return the path of an entry in the state dict."""
+        return self.index.planner_path(entry.number)
 
     def decoded_from(self, entry: Entry) -> tuple[str, list[str]] | None:
-        """The format and the stored tensors of a quantized weight; None of what is stored as it is."""
-        return None if entry.dtype is None else self._index.coded_from(entry.number)
+        """Return the format and the stored tensors of a quantized weight, or None."""
+        return None if entry.dtype is None else self.index.coded_from(entry.number)
 
     def decoded(self) -> tuple[int, int]:
-        """How many tensors are decoded, and the bytes that are stored of them."""
-        entries = self.entries if self._index.is_view else []
-        stored = [self.pieces(entry) for entry in entries if self.decoded_from(entry) is not None]
-        return len(stored), sum(piece.nbytes for pieces in stored for piece in pieces)
+        """Return the number of tensors that are decoded, and their stored bytes."""
+        entries = self.entries if self.index.is_view else []
+        coded = [self.stored_chunks(entry) for entry in entries if self.decoded_from(entry)]
+        return len(coded), sum(chunk.length for chunks in coded for chunk in chunks)
 
     def sharing(self, entry: Entry) -> list[str]:
-        """The other tensors that have bytes of this one: in files of ``torch.save`` they are views of storages."""
+        """Return the other tensors with bytes of this one.
+
+        In files of ``torch.save``, tensors are views of storages.
+        """
         if self.format != "torch" or entry.dtype is None:
             return []
-        (own,) = self.pieces(entry)
-        others = (
-            (other, piece)
-            for other in self.entries
-            if other is not entry
-            for piece in self.pieces(other)
-        )
+        (own,) = self.stored_chunks(entry)
         return [
             other.name
-            for other, piece in others
-            if other.dtype is not None
-            and piece.file == own.file
-            and piece.offset < own.offset + own.nbytes
-            and own.offset < piece.offset + piece.nbytes
+            for other in self.entries
+            if other is not entry and other.dtype is not None
+            for chunk in self.stored_chunks(other)
+            if chunk.file == own.file
+            and chunk.offset < own.offset + own.length
+            and own.offset < chunk.offset + chunk.length
         ]
 
     def value(self, entry: Entry) -> Any:
@@ -164,15 +153,38 @@ class Contents:
         """
         from dcp_rs.tensors import pickles  # it imports torch
 
-        first = self._index.first_chunk(entry.number)
-        (data,) = self._index.read_bytes(
+        first = self.index.first_chunk(entry.number)
+        (data,) = self.index.read_bytes(
             [first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22
         )
         value = pickles.load(entry.name, data, weights_only=True)
         if not _is_short(value, 16 * len(data)):
-            msg = f"value {entry.name!r} repeats itself: it is much longer as text than the {len(data):,} bytes that are stored"
+            msg = (
+                f"value {entry.name!r} repeats itself: it is much longer as text than the "
+                f"{len(data):,} bytes that are stored"
+            )
             raise UnsupportedError(msg, tensor=entry.name)
         return value
+
+    def value_json(self, entry: Entry) -> dict[str, Any]:
+        """Return ``value`` if JSON can hold it, else its ``repr``, else the ``problem``."""
+        if entry.dtype is not None:
+            return {}
+        try:
+            value = self.value(entry)
+            return {"value": value} if is_json(value) else {"repr": repr(value)}
+        except _UNSHOWN as error:
+            return {"problem": for_command_line(str(error))}
+
+    def value_text(self, entry: Entry, most: int) -> str:
+        """Return a value, or why it cannot be shown, in one line; nothing for a tensor."""
+        if entry.dtype is not None:
+            return ""
+        try:
+            text = printable(repr(self.value(entry)))
+        except _UNSHOWN as error:
+            return f"({printable(for_command_line(str(error)))})"
+        return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 def _is_short(value: Any, most: int) -> bool:
@@ -201,16 +213,50 @@ def open_contents(
     allow_external: bool = False,
     layout: Layout | None = None,
 ) -> Contents:
-    """Opens whatever is at ``path`` to look at it, with ``layout`` at its logical tensors. No data is read."""
-    return Contents(location(path), allow_external=allow_external, rank=rank, layout=layout)
+    """Open a checkpoint to list its entries, with ``layout`` its logical tensors."""
+    where = location(path)
+    return Contents(
+        where, open_index(where, rank=rank, allow_external=allow_external, layout=layout)
+    )
 
 
-def value_text(contents: Contents, entry: Entry, most: int) -> str:
-    """What a value is, in one line; nothing for a tensor. One that cannot be told is said to be so."""
-    if entry.dtype is not None:
-        return ""
-    try:
-        text = printable(repr(contents.value(entry)))
-    except UNSHOWN as error:
-        return f"({printable(for_command_line(str(error)))})"
-    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+def entries_text(entries: Sequence[Entry]) -> str:
+    """Return ``2 tensors, 1 value``."""
+    tensors = sum(entry.dtype is not None for entry in entries)
+    values = len(entries) - tensors
+    return count(tensors, "tensor") + (f", {count(values, 'value')}" if values else "")
+
+
+def decoded_text(contents: Contents) -> str:
+    """Return the end of a line of totals, if tensors are decoded."""
+    number, nbytes = contents.decoded()
+    return f"; {number:,} of them decoded from {size(nbytes)} that are stored" if number else ""
+
+
+def tensor_stats(
+    index: _core.Index, chosen: Callable[[str], bool] | None = None, threads: int | None = None
+) -> tuple[list[TensorStats], int]:
+    """Return statistics of the tensors, with a progress bar, and the number of bytes read."""
+    from dcp_rs.checkpoint.stats import stats
+
+    numbers = [
+        number
+        for number in index.file_order()
+        if not index.tensor(number).is_bytes and (chosen is None or chosen(index.name(number)))
+    ]
+    nbytes = 0
+    with watching(True, "reading") as progress:
+
+        def seen(done: int, total: int) -> None:
+            nonlocal nbytes
+            nbytes = done
+            if progress is not None:
+                progress(done, total)
+
+        return list(stats(index, numbers, threads=threads, progress=seen)), nbytes
+
+
+def stats_by_name(contents: Contents) -> dict[str, TensorStats]:
+    """Return statistics of all tensors, by name."""
+    found, _ = tensor_stats(contents.index)
+    return {one.name: one for one in found}

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options of several commands."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "any_checkpoint",
+    "check_stats",
     "checkpoint",
-    "chosen",
     "dequantize",
     "exclude",
     "external",
-    "globs",
     "html",
     "include",
     "json",
     "layout",
     "location_argument",
     "location_arguments",
-    "path_argument",
     "rank",
+    "selection",
     "show_all",
     "storage",
     "threads",
@@ -43,22 +42,17 @@ __all__ = [
 ]
 
 
-#: What an option or an argument is added to.
+#: A function that options and arguments are added to.
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def path_argument(name: str) -> Callable[[Command], Command]:
-    """An argument that is a path of the file system, which the shell completes."""
-    return click.argument(name, type=local_path, shell_complete=_files)
-
-
 def location_argument(name: str) -> Callable[[Command], Command]:
-    """An argument that is a path, or a URL of an object store."""
+    """Add an argument that is a path, or a URL of an object store."""
     return click.argument(name, type=location, shell_complete=_files)
 
 
 def location_arguments(name: str) -> Callable[[Command], Command]:
-    """One or more arguments that are paths, or URLs of object stores."""
+    """Add one or more arguments that are paths, or URLs of object stores."""
     return click.argument(name, type=location, nargs=-1, required=True, shell_complete=_files)
 
 
@@ -70,7 +64,7 @@ def _files(
     return [CompletionItem(incomplete, type="file")]
 
 
-#: The URL of the stores that an option is for, before its name.
+#: An option of one store, with the store's URL before its name.
 _FOR = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^=]*):([^:/=]+)")
 
 
@@ -79,7 +73,7 @@ def _use_store(_context: click.Context, _parameter: click.Parameter, pairs: Sequ
     for pair in pairs:
         key, is_there, value = pair.partition("=")
         if not is_there or not key:
-            raise click.BadParameter("not KEY=VALUE")  # not what it is, which may be a secret
+            raise click.BadParameter("not KEY=VALUE")  # the text may be a secret
         limited = _FOR.fullmatch(key)
         store, name = limited.groups() if limited else ("", key)
         options.setdefault(store, {})[name] = value
@@ -92,8 +86,9 @@ storage = click.option(
     multiple=True,
     expose_value=False,
     callback=_use_store,
-    help="Set an option of the object store of a URL, such as aws_region=eu-west-1. Put a URL before it to limit it to that store: "
-    "s3://other:aws_region=us-east-2. Repeatable. Pass secrets in environment variables.",
+    help="Set an option of the object store of a URL, such as aws_region=eu-west-1. Put a URL "
+    "before it to limit it to that store: s3://other:aws_region=us-east-2. Repeatable. Pass "
+    "secrets in environment variables.",
 )
 
 
@@ -101,15 +96,19 @@ _FOLDERS = "PATH is a folder of dcp-rs, stock DCP or Hugging Face"
 
 
 def checkpoint(function: Command) -> Command:
-    """Adds the argument ``path``: of what has an index, or is given one when it is opened."""
-    return path_argument("path")(
-        _explained(function, f"{_FOLDERS}, or a .safetensors file or its .index.json.")
+    """Add the argument ``path``: a local checkpoint that is no file of torch.save."""
+    kinds = f"{_FOLDERS}, or a .safetensors file or its .index.json."
+    return click.argument("path", type=local_path, shell_complete=_files)(
+        _explained(function, kinds)
     )
 
 
 def any_checkpoint(function: Command) -> Command:
-    """The same, which takes files of torch.save too."""
-    kinds = f"{_FOLDERS}, a .safetensors file or its .index.json, or a torch.save file; or the URL of a folder or a .safetensors file."
+    """Add the argument ``path``: any checkpoint, or its URL."""
+    kinds = (
+        f"{_FOLDERS}, a .safetensors file or its .index.json, or a torch.save file; "
+        "or the URL of a folder or a .safetensors file."
+    )
     return location_argument("path")(_explained(function, kinds))
 
 
@@ -126,7 +125,7 @@ dequantize = click.option(
 
 
 def layout(function: Command) -> Command:
-    """Adds the options that say how stored tensors are seen, and passes them as ``layout``."""
+    """Add ``--dequantize`` and ``--views``, and pass them as ``layout``."""
 
     @functools.wraps(function)
     def with_layout(*args: Any, dequantize: bool, views: Path | None, **kwargs: Any) -> Any:
@@ -139,9 +138,10 @@ def layout(function: Command) -> Command:
         metavar="FILE",
         type=local_path,
         shell_complete=_files,
-        help='Join, cut or turn tensors first, by a JSON list: [{"stack": "a.{n}.w", "into": "a.w"}, ...].',
+        help="Join, cut or turn tensors first, by a JSON list: "
+        '[{"stack": "a.{n}.w", "into": "a.w"}, ...].',
     )(with_layout)
-    return dequantize(described)  # type: ignore[return-value]  # what it is called with is its own business
+    return dequantize(described)  # type: ignore[return-value]  # its own arguments differ
 
 
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -157,7 +157,6 @@ rank = click.option(
     type=click.IntRange(min=0),
     help="Of a rank-local save, show the part that rank N wrote.",
 )
-globs = click.argument("patterns", metavar="[GLOB]...", nargs=-1, type=text_argument)
 include = click.option(
     "--include",
     metavar="GLOB",
@@ -172,6 +171,26 @@ exclude = click.option(
     type=text_argument,
     help="Leave out names that match. Repeatable.",
 )
+
+
+def selection(function: Command) -> Command:
+    """Add globs, ``--include`` and ``--exclude``, and pass a test of names as ``chosen``."""
+
+    @functools.wraps(function)
+    def with_selection(
+        *args: Any,
+        patterns: Sequence[str],
+        include: Sequence[str],
+        exclude: Sequence[str],
+        **kwargs: Any,
+    ) -> Any:
+        chosen = selector([*patterns, *include] or None, list(exclude) or None)
+        return function(*args, chosen=chosen, **kwargs)
+
+    globs = click.argument("patterns", metavar="[GLOB]...", nargs=-1, type=text_argument)
+    return globs(include(exclude(with_selection)))  # type: ignore[return-value]  # as above
+
+
 html = click.option(
     "--html",
     metavar="FILE",
@@ -193,8 +212,7 @@ external = click.option(
 show_all = click.option("--all", "show_all", is_flag=True, help="Print long lists in full.")
 
 
-def chosen(
-    patterns: Sequence[str], include: Sequence[str], exclude: Sequence[str]
-) -> Callable[[str], bool] | None:
-    """Return what tells whether a name was asked for, by globs, ``--include`` and ``--exclude``; None where all are."""
-    return selector([*patterns, *include] or None, list(exclude) or None)
+def check_stats(with_stats: bool, html: Path | None) -> None:
+    """Raise if ``--stats`` was given without ``--html``."""
+    if with_stats and html is None:
+        raise click.UsageError("--stats needs --html; dcp-rs stats prints statistics")

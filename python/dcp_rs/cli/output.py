@@ -39,7 +39,7 @@ __all__ = [
 
 
 def line(*parts: str | tuple[str, str]) -> None:
-    """Prints one line of texts, or (text, style), as ``bold red``. It is never cut or wrapped."""
+    """Print one line of texts, or of (text, style), as ``bold red``. It is never cut or wrapped."""
     fitting = [
         _fitting(part) if isinstance(part, str) else _styled(_fitting(part[0]), part[1])
         for part in parts
@@ -48,7 +48,7 @@ def line(*parts: str | tuple[str, str]) -> None:
 
 
 def _styled(text: str, style: str) -> str:
-    """The text with its style, where a terminal shows it: https://no-color.org, and ``TERM=dumb``."""
+    """Return the text with its style, if a terminal shows it: https://no-color.org."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     words = style.split()
@@ -57,15 +57,18 @@ def _styled(text: str, style: str) -> str:
 
 
 class _Outlet(io.FileIO):
-    """A standard stream, of which whoever read may have had enough, as `head` does. The command goes on to its exit status; the rest goes nowhere."""
+    """A standard stream that drops its data once the reader has gone, as ``head`` does.
+
+    The command goes on to its exit code.
+    """
 
     def write(self, data: Buffer, /) -> int:
-        """Writes, or drops what nobody reads.
+        """Write, or drop the data if nobody reads.
 
         Raises:
-            OSError: standard output is on a disk that is full, or fails. It is raised once: the
-                rest goes nowhere, and no second one takes the exit status away as Python ends. That
-                standard error fails there is no way to say.
+            OSError: standard output is on a disk that is full, or fails. It is raised once: a
+                second error, as Python exits, would replace the exit code. Failures of standard
+                error are not raised, as there is no way to print them.
         """
         try:
             return super().write(data)
@@ -76,14 +79,14 @@ class _Outlet(io.FileIO):
             return super().write(data)
 
 
-#: Descriptors of standard output, and of standard error.
+#: Descriptors of standard output and standard error.
 _OUT, _ERROR = 1, 2
 
 
 def _with_outlet(stream: TextIO, descriptor: int) -> TextIO:
-    """The stream, by way of an outlet where that is what the descriptor is for, and no terminal."""
+    """Return the stream through an outlet, if it is that of the descriptor, and no terminal."""
     buffer = getattr(stream, "buffer", None)
-    behind = getattr(buffer, "raw", buffer)  # there is no buffer under PYTHONUNBUFFERED
+    behind = getattr(buffer, "raw", buffer)  # with PYTHONUNBUFFERED there is no buffer
     if (
         not isinstance(stream, io.TextIOWrapper)
         or not isinstance(behind, io.FileIO)
@@ -98,28 +101,34 @@ def _with_outlet(stream: TextIO, descriptor: int) -> TextIO:
     )
 
 
-def _open_what_is_closed() -> None:
-    """Has something at the descriptors 0 to 2, which else were those of the next files that are opened, and in these what torch prints."""
+def _open_closed_streams() -> None:
+    """Open the descriptors 0 to 2 if they are closed.
+
+    Else the next files that are opened get them, and receive the text that torch prints.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free descriptor, which is this one
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115  # until Python ends
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
 def prepare_streams() -> None:
-    """From here on a character that the terminal's encoding lacks is written out, and no error; nor is a reader that went away, or never was there."""
-    _open_what_is_closed()
+    """Let the standard streams accept any character, and a reader that has gone, or never was.
+
+    A character that the terminal's encoding lacks is written as an escape.
+    """
+    _open_closed_streams()
     sys.stdout, sys.stderr = _with_outlet(sys.stdout, _OUT), _with_outlet(sys.stderr, _ERROR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-#: What is drawn, where the terminal's encoding lacks it.
+#: Replacements of drawing characters that the terminal's encoding lacks.
 _PLAIN = str.maketrans(
     {"█": "#", "·": ".", "…": "...", "─": "-", "│": "|", **dict.fromkeys("┌┐└┘", "+")}
 )
@@ -139,7 +148,10 @@ def _fits(text: str) -> bool:
 
 
 def text_argument(argument: str) -> str:
-    """A name or a pattern of the command line, as it was typed: UTF-8, whatever Python takes it for. A path stays what Python can open."""
+    """Return a name or a pattern as it was typed, in UTF-8, whatever encoding Python assumes.
+
+    Paths stay as Python can open them.
+    """
     try:
         return os.fsencode(argument).decode()
     except UnicodeError:
@@ -147,16 +159,17 @@ def text_argument(argument: str) -> str:
 
 
 def readable(text: str) -> str:
-    """The text with paths in it as they are meant: bytes that Python could not decode are UTF-8 nearly always."""
+    """Return the text with bytes that Python could not decode taken as UTF-8."""
     if text.isascii() or not any("\udc80" <= c <= "\udcff" for c in text):
         return text
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document, in UTF-8 or in ASCII. NaN and infinities become text, as JSON has no such numbers.
+    """Print one JSON document, in UTF-8 or in ASCII.
 
-    Characters that a terminal could take for a command are escaped.
+    NaN and infinities become text, as JSON has no such numbers. Characters that a terminal could
+    take for a command are escaped.
     """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False)
     if not text.replace("\n", "").isprintable():
@@ -172,7 +185,7 @@ def _escaped(character: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can have it."""
+    """Return the value as JSON can store it."""
     if isinstance(value, dict):
         return {readable(str(key)): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -184,12 +197,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-#: Of an integer that Python writes in decimals, and programs read: 4,300 digits have more.
+#: Bits of the largest integer that Python prints: its limit of 4,300 digits is a little more.
 _BITS = 14_000
 
 
 def is_json(value: Any) -> bool:
-    """Whether the value comes back from JSON as it was, but for tuples, and for numbers that JSON has not."""
+    """Return whether JSON can store the value, with tuples as lists, and infinities as text."""
     if isinstance(value, dict):
         return all(type(key) is str and is_json(entry) for key, entry in value.items())
     if isinstance(value, list | tuple):
@@ -199,7 +212,7 @@ def is_json(value: Any) -> bool:
     return value is None or type(value) in (bool, float, str)
 
 
-#: Arguments of functions whose options have other names.
+#: Arguments of functions whose options have different names.
 _OPTIONS = {"weights_only=False": "--trust-pickles", "(exclude=)": "(--exclude)"}
 _CALL = re.compile(r"\bdcp_rs\.([a-z]+)(?:\(path((?:, [a-z_]+=True)*)\))?(?![\w(.])")
 _ARGUMENT = re.compile(r"\b([a-z_]+)=(True\b)?(?=(['\"\d(\[])?)")
@@ -207,17 +220,16 @@ _ARGUMENT = re.compile(r"\b([a-z_]+)=(True\b)?(?=(['\"\d(\[])?)")
 
 def for_command_line(text: str) -> str:
     """Return a message of the package in terms of commands and options."""
-    from dcp_rs.cli.app import app
+    from dcp_rs.cli.app import COMMANDS, all_commands
 
-    options = {
-        name for each in app.commands.values() for option in each.params for name in option.opts
-    }
+    parameters = [each for command in all_commands().values() for each in command.params]
+    options = {name for parameter in parameters for name in parameter.opts}
     for name, here in _OPTIONS.items():
         text = text.replace(name, here)
 
     def call(found: re.Match[str]) -> str:
         arguments = (found[2] or "").replace(",", "")
-        return f"dcp-rs {found[1]}{arguments}" if found[1] in app.commands else found[0]
+        return f"dcp-rs {found[1]}{arguments}" if found[1] in COMMANDS else found[0]
 
     def argument(found: re.Match[str]) -> str:
         option = "--" + found[1].replace("_", "-")
@@ -229,7 +241,7 @@ def for_command_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with anything that a terminal could take for a command written out."""
+    """Return the text with characters escaped that a terminal could take for a command."""
     text = readable(text)
     if text.isprintable():
         return text
@@ -239,42 +251,42 @@ def printable(text: str) -> str:
 
 
 def rate(nbytes: int, seconds: float) -> str:
-    """Bytes a second."""
+    """Return bytes a second as text."""
     return f"{size(nbytes / seconds)}/s" if seconds > 0 else ""
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things: ``1 file``, ``2 files``."""
+    """Return ``1 file``, ``2 files``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def entries(number: int) -> str:
-    """``1 entry``, ``2 entries``."""
+    """Return ``1 entry``, ``2 entries``."""
     return "1 entry" if number == 1 else f"{number:,} entries"
 
 
 def show_shape(shape: Any) -> str:
-    """A shape as torch shows it."""
+    """Return a shape as torch prints it."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def bar(share: float, width: int = 20) -> str:
-    """A share as a bar of at most ``width`` characters; something for anything."""
+    """Return a bar of at most ``width`` characters for a share; at least one if it is not 0."""
     return "█" * max(1 if share > 0 else 0, round(share * width))
 
 
-def table(headings: list[str], align: list[str], rows: list[list[str]], indent: str = "") -> None:
-    """Columns as wide as they need to be; the last one may run over the edge, and is never cut."""
+def table(columns: list[tuple[str, str]], rows: list[list[str]], indent: str = "") -> None:
+    """Print a table of columns, each (heading, alignment ``<`` or ``>``). The last is never cut."""
     if not rows:
         return
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    headings = [heading for heading, _ in columns]
+    widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
     widths[-1] = 0
 
     def fields(row: list[str]) -> str:
-        cells = [
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)
-        ]
-        return indent + "  ".join(cells).rstrip()
+        cells = zip(row, columns, widths, strict=True)
+        joined = "  ".join(f"{cell:{side}{width}}" for cell, (_, side), width in cells)
+        return indent + joined.rstrip()
 
     line((fields(headings), "dim"))
     for row in rows:

@@ -1,10 +1,11 @@
-"""A checkpoint, or two beside each other, as one page of HTML that needs nothing else: no network, no library."""
+"""A checkpoint, or two side by side, as one page of HTML without a network or a library."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -13,41 +14,56 @@ from typing import TYPE_CHECKING, Any
 from dcp_rs._core import __version__
 from dcp_rs.checkpoint.names import natural
 from dcp_rs.checkpoint.stats import TensorStats
-from dcp_rs.cli.contents import Contents, Entry, value_text
-from dcp_rs.cli.output import plain
+from dcp_rs.cli.contents import Contents, Entry
+from dcp_rs.cli.output import line, plain, printable, size
+from dcp_rs.errors import PlanError
 
 if TYPE_CHECKING:
     from dcp_rs.checkpoint.compare import Difference  # it needs torch
 
-__all__ = ["render", "render_both", "write"]
+__all__ = ["put", "render", "render_both", "write"]
 
-#: Of tensors, by name.
+#: Statistics of tensors, by name.
 Statistics = Mapping[str, TensorStats]
 
-#: More pieces of one tensor than this are counted, not drawn.
+#: Chunks of one tensor that are drawn. The page says how many there are.
 _MAX_PIECES = 512
-#: More values than this are not shown.
+#: Values that are shown.
 _MAX_VALUES = 5_000
 
 
+def put(text: str, out: Path, *, as_json: bool) -> int:
+    """Write a page to a file, or to standard output for ``-``. Return its length in bytes."""
+    if str(out) == "-":
+        if as_json:
+            raise PlanError("--html - and --json both print: choose one of them")
+        sys.stdout.write(text)
+        return len(text)
+    nbytes = write(text, out)
+    if not as_json:
+        wrote = f"wrote {printable(str(out))} ({size(nbytes)})"
+        line(f"{wrote}: open it in a browser, it needs no other files")
+    return nbytes
+
+
 def write(page: str, out: Path) -> int:
-    """Writes a page, in one step; what is no file (a pipe, a device) is written to. Returns its length in bytes."""
+    """Write a page in one step, or into a pipe or a device. Return its length in bytes."""
     data = page.encode()
     if out.exists() and not out.is_file():
         out.write_bytes(data)
         return len(data)
-    out = out.resolve()  # what a link leads to is the page: in /dev there are some
+    out = out.resolve()  # replace the target of a link: /dev has links
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.write_bytes(data)
-        os.replace(temporary, out)  # noqa: PTH105  # the same
+        os.replace(temporary, out)  # noqa: PTH105  # atomic
     finally:
         temporary.unlink(missing_ok=True)
     return len(data)
 
 
 def render(contents: Contents, statistics: Statistics | None = None) -> str:
-    """The page of a checkpoint, and of what its tensors hold where that is given."""
+    """Return the page of a checkpoint, with statistics of its tensors if they are given."""
     return _fill(_data(contents, contents.entries, statistics or {}))
 
 
@@ -58,11 +74,11 @@ def render_both(
     statistics_a: Statistics | None = None,
     statistics_b: Statistics | None = None,
 ) -> str:
-    """The page of two checkpoints and of what differs between them: ``b``, with what only ``a`` has."""
+    """Return the page of two checkpoints: the entries of ``b`` and those of ``a`` alone."""
     in_a, in_b = ({entry.name: entry for entry in side.entries} for side in (a, b))
     entries = [*b.entries, *(entry for name, entry in in_a.items() if name not in in_b)]
     known = {**in_a, **in_b}
-    # What differs may be a dict, which is no entry.
+    # A container that differs, such as a dict, is no entry.
     entries += [
         Entry(name, -1, None, (), 0, 0)
         for name in {d.name: None for d in differences if d.name not in known}
@@ -97,7 +113,7 @@ def render_both(
 def _fill(page: dict[str, Any]) -> str:
     template = resources.files("dcp_rs.cli").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(plain(page), ensure_ascii=False, separators=(",", ":"))
-    # Names are anyone's: nothing in them may end the script, or begin another.
+    # A name may contain any text: it must not end the script, or begin another.
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return template.replace("/*DATA*/null", data, 1)
 
@@ -108,19 +124,21 @@ def _data(
     statistics: Statistics,
     own: Mapping[str, Entry] | None = None,
 ) -> dict[str, Any]:
-    """Columns, as a row for each of 100,000 tensors would repeat its keys. Of ``own`` entries alone there are pieces, values and bytes here."""
+    """Return columns, as a row for each of 100,000 tensors would repeat its keys.
+
+    If ``own`` is given, these entries alone have chunks, values and bytes.
+    """
     entries = sorted(unsorted, key=lambda entry: natural(entry.name))
     dtypes = sorted({entry.dtype or "value" for entry in entries})
     number = {dtype: i for i, dtype in enumerate(dtypes)}
-    # [file, bytes] for an entry in one piece; else [file, bytes, offsets, sizes] for each of its
-    # pieces.
+    # The file of an entry of one chunk; else [file, bytes, offsets, sizes] of each chunk.
     pieces: list[Any] = []
     for entry in entries:
-        stored = contents.pieces(entry) if own is None or entry.name in own else []
+        stored = contents.stored_chunks(entry) if own is None or entry.name in own else []
         if len(stored) == 1:
             pieces.append(stored[0].file)
         else:
-            pieces.append([[p.file, p.nbytes, p.offsets, p.sizes] for p in stored[:_MAX_PIECES]])
+            pieces.append([[c.file, c.length, c.offsets, c.sizes] for c in stored[:_MAX_PIECES]])
     values = [
         (i, entry)
         for i, entry in enumerate(entries)
@@ -144,7 +162,7 @@ def _data(
             for i, entry in enumerate(entries)
             if entry.name in statistics
         },
-        "values": {i: value_text(contents, entry, 400) for i, entry in values},
+        "values": {i: contents.value_text(entry, 400) for i, entry in values},
     }
 
 

@@ -1,11 +1,10 @@
-"""A command, run to its exit status: 0 success, 1 a finding, 2 error. Errors become one line, and under ``--json`` a document too."""
+"""A run of the program. An error becomes one line and, with ``--json``, a document."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import warnings
-from importlib import import_module
 from typing import Any
 
 import click
@@ -16,25 +15,23 @@ from dcp_rs.errors import DcpRsError
 
 __all__ = ["main"]
 
-# In the order of the help.
-for _commands in ("look", "check", "runs", "write", "measure", "completion"):
-    import_module(f"dcp_rs.cli.commands.{_commands}")
-
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command and exits with its status."""
+    """Run a command and exit with its status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    # Anywhere on the line: it is added after an error, at the end.
-    debug = "--debug" in arguments[:end]
-    arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i > end]
-    as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
+    given, names = arguments[:end], arguments[end:]
+    # ``--debug`` may stand anywhere: people add it at the end of a line that failed.
+    debug, as_json = "--debug" in given, "--json" in given
+    arguments = [argument for argument in given if argument != "--debug"] + names
     signal.signal(signal.SIGTERM, _terminate)
     prepare_streams()
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _warn
-            status = _run(arguments)
+            warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
+            result = app(arguments, prog_name="dcp-rs", standalone_mode=False)
+            sys.stdout.flush()
+            status = result if isinstance(result, int) else 0
     except Exception as error:  # every error becomes one line
         if debug:
             raise
@@ -45,16 +42,6 @@ def main(arguments: list[str] | None = None) -> None:
         _say("interrupted")
         status = 130
     sys.exit(status)
-
-
-def _run(arguments: list[str]) -> int:
-    status = app(arguments, prog_name="dcp-rs", standalone_mode=False)
-    sys.stdout.flush()
-    return status if isinstance(status, int) else 0
-
-
-def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    _say(f"warning: {message}")
 
 
 def _terminate(number: int, _: Any) -> None:
@@ -81,7 +68,8 @@ def _report(error: Exception, *, as_json: bool) -> int:
 def _message(error: Exception) -> str:
     if hasattr(error, "format_message"):  # the command line itself is wrong
         context = getattr(error, "ctx", None)
-        return f"{error.format_message()} ({'dcp-rs' if context is None else context.command_path} --help)"
+        command = "dcp-rs" if context is None else context.command_path
+        return f"{error.format_message()} ({command} --help)"
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and not isinstance(error, DcpRsError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

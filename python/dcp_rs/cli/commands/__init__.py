@@ -1,1 +1,1 @@
-"""What the command line takes. A command's function only hands its options on to who does the work."""
+"""The commands, one module each. A module of two commands has what they share."""

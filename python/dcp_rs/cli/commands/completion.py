@@ -1,4 +1,4 @@
-"""The command ``completion``."""
+"""``completion``: scripts for shells."""
 
 from __future__ import annotations
 

@@ -1,15 +1,26 @@
-"""Commands on the folder of a run, with its steps: ``steps``, ``prune``."""
+"""``steps`` and ``prune``: the folder of a run."""
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from dcp_rs._url import Url, location
+from dcp_rs.checkpoint.folders import holds_index
+from dcp_rs.checkpoint.names import some
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
+from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, size, table
+from dcp_rs.errors import CheckpointNotFoundError, PlanError
+
+# The modules of steps are imported where they are used: ``ls`` of a checkpoint starts without them.
+if TYPE_CHECKING:
+    from dcp_rs.steps.step_store import Listing, SkippedStep, Step, StepStore
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {"": 1, "B": 1} | {
@@ -56,9 +67,62 @@ def _steps(root: Path, step_name: str, as_json: bool) -> None:
 
     ROOT is the folder of a run, which holds a folder step-N for each step, or its URL.
     """
-    from dcp_rs.cli.steps import steps
+    list_steps(root, step_name=step_name, as_json=as_json)
 
-    steps(root, step_name=step_name, as_json=as_json)
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is that of a run, and no checkpoint itself."""
+    where = location(path)
+    if not isinstance(where, Url) and (where.is_file() or holds_index(where)):
+        return False
+    from dcp_rs.steps.object_store import step_store_at
+
+    return step_store_at(path).is_run()
+
+
+def list_steps(path: Path, *, step_name: str = "step-{}", as_json: bool) -> None:
+    """Print a line for each step, and the steps that are passed over."""
+    from dcp_rs.steps.retention import used
+
+    _, found = _look(path, step_name)
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "latest": found.steps[-1].number if found.steps else None,
+                "bytes": used(found.steps),
+                "steps": [_to_json(step) for step in found.steps],
+                "passed_over": [_skipped_to_json(skipped) for skipped in found.passed_over],
+            }
+        )
+        return
+    now = time.time()
+    table(
+        [
+            ("step", ">"),
+            ("age", ">"),
+            ("size", ">"),
+            ("new", ">"),
+            ("reused", ">"),
+            ("verified", "<"),
+            ("metrics", "<"),
+        ],
+        [
+            [
+                str(step.number),
+                _age(now - step.saved),
+                size(step.nbytes),
+                size(step.written),
+                size(step.reused) if step.reused else "",
+                "yes" if step.verified else "",
+                printable(" ".join(f"{k}={v:.6g}" for k, v in sorted(step.metrics.items()))),
+            ]
+            for step in found.steps
+        ],
+    )
+    for skipped in found.passed_over:
+        line(("passed over  ", "yellow"), printable(for_command_line(str(skipped))))
+    line((f"{count(len(found.steps), 'step')}, {size(used(found.steps))}", "bold"))
 
 
 @command(
@@ -79,7 +143,8 @@ def _steps(root: Path, step_name: str, as_json: bool) -> None:
     "--keep-within",
     type=_seconds,
     metavar="TIME",
-    help="Keep steps that were saved within this time before the newest: 90 (seconds), 45m, 12h, 7d.",
+    help="Keep steps that were saved within this time before the newest: "
+    "90 (seconds), 45m, 12h, 7d.",
 )
 @click.option("--keep-best", type=_number, metavar="N", help="Keep the N best steps by --metric.")
 @click.option("--metric", metavar="NAME", help="The metric that decides which steps are best.")
@@ -118,13 +183,12 @@ def _prune(
     step_name: str,
     as_json: bool,
 ) -> int:
-    """List the steps that no --keep option keeps, and what killed saves left behind. With --yes, remove them.
+    """List the steps that no --keep option keeps, and remains of killed saves.
 
-    ROOT is the folder of a run, or its URL. The latest step is never removed. Exit code 1:
-    something could not be removed.
+    With --yes, remove them. ROOT is the folder of a run, or its URL. The latest step is never
+    removed. Exit code 1: something could not be removed.
     """
-    from dcp_rs.cli.steps import prune
-    from dcp_rs.steps.retention import Policies
+    from dcp_rs.steps.retention import Policies, Pruned, prune, unneeded, used
 
     policies = Policies(
         keep_last=keep_last,
@@ -135,4 +199,94 @@ def _prune(
         metric=metric,
         mode=mode,
     )
-    return prune(root, policies, step_name=step_name, verify=verify, yes=yes, as_json=as_json)
+    opened, found = _look(root, step_name)
+    _check_metric(metric, found.steps)
+    if yes:
+        done = prune(opened, policies, verify=verify)
+    else:
+        done = Pruned(unneeded(found.steps, policies), found.left)
+    removed = {step.number for step in done.removed}
+    kept = [step for step in found.steps if step.number not in removed]
+    nbytes = used(found.steps) - used(kept)
+    if as_json:
+        print_json(
+            {
+                "path": str(root),
+                "removed" if yes else "found": [_to_json(step) for step in done.removed],
+                "unfinished": [_skipped_to_json(skipped) for skipped in done.swept],
+                "kept": [_to_json(step) for step in kept],
+                "bytes": nbytes,
+                "problems": done.problems,
+            }
+        )
+        return 1 if done.problems else 0
+    what, style = ("removed", "red") if yes else ("to remove", "yellow")
+    for title, title_style, steps in (("kept", "dim", kept), (what, style, done.removed)):
+        width = max((len(step.path.name) for step in steps), default=0)
+        for step in steps:
+            name = f"{step.path.name:<{width}}"
+            line((f"{title:<11}", title_style), f"{name}  {size(step.nbytes):>9}")
+    for skipped in done.swept:
+        unfinished = ("its save did not finish", "yellow")
+        line((f"{what:<11}", style), f"{skipped.path.name}  ", unfinished)
+    for problem in done.problems:
+        line(("problem    ", "red"), printable(for_command_line(problem)))
+    number = len(done.removed) + len(done.swept)
+    total = f"{count(number, 'step')}, {size(nbytes)}"
+    if not number:
+        line("nothing to remove")
+    else:
+        line((f"removed {total}" if yes else f"{total} to remove: run again with --yes", "bold"))
+    return 1 if done.problems else 0
+
+
+def _look(path: Path, step_name: str) -> tuple[StepStore, Listing]:
+    from dcp_rs.steps.object_store import step_store_at
+    from dcp_rs.steps.step_store import StepNames
+
+    root = step_store_at(path, names=StepNames(step_name))
+    found = root.look()
+    if not found.steps and not found.passed_over:
+        name = root.folder(0).name.replace("0", "N")
+        msg = f"{root.path} is not the folder of a run: it has no folder {name}"
+        raise CheckpointNotFoundError(msg, path=root.path)
+    return root, found
+
+
+def _check_metric(metric: str | None, steps: Sequence[Step]) -> None:
+    """Raise if no step has the metric: all steps but the latest would be removed."""
+    known = sorted({name for step in steps for name in step.metrics})
+    if metric is not None and steps and metric not in known:
+        they = f"they have {some(known)}" if known else "they have none"
+        msg = f"no step has the metric {metric!r}: {they}"
+        raise PlanError(msg)
+
+
+def _to_json(step: Step) -> dict[str, Any]:
+    return {
+        "step": step.number,
+        "path": str(step.path),
+        "save_id": step.save_id,
+        "saved": step.saved,
+        "bytes": step.nbytes,
+        "written": step.written,
+        "reused": step.reused,
+        "verified": step.verified,
+        "metrics": dict(step.metrics),
+    }
+
+
+def _skipped_to_json(skipped: SkippedStep) -> dict[str, Any]:
+    return {
+        "step": skipped.number,
+        "path": str(skipped.path),
+        "kind": skipped.kind,
+        "why": skipped.why,
+    }
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,4 +1,4 @@
-"""``diff``."""
+"""``diff``: two checkpoints, compared."""
 
 from __future__ import annotations
 
@@ -7,43 +7,72 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from dcp_rs._progress import watching
 from dcp_rs.checkpoint.names import natural, selector
 from dcp_rs.checkpoint.views import Layout
-from dcp_rs.cli.contents import open_contents
-from dcp_rs.cli.listing import put_page, statistics_of
+from dcp_rs.cli import options
+from dcp_rs.cli.app import command
+from dcp_rs.cli.contents import open_contents, stats_by_name
 from dcp_rs.cli.output import count, entries, line, print_json, printable, size
 
 if TYPE_CHECKING:
-    from dcp_rs.checkpoint.compare import Comparison, Difference  # they need torch
+    from dcp_rs.checkpoint.compare import Comparison, Difference  # they import torch
 
-__all__ = ["diff"]
-
-#: What differs, in the order in which it is printed.
+#: The kinds of differences, in the order in which they are printed.
 _KINDS = ("only in a", "only in b", "kind", "path", "shape", "dtype", "value", "elements")
 #: Lines of one kind that are printed without ``--all``, and the width of a column of names.
 _SOME, _WIDTH = 10, 60
 
 
-def diff(
+@command(
+    "diff",
+    "dcp-rs diff before/ after/",
+    "dcp-rs diff ckpt/ hf_model/ --include 'model.*' --tolerance 1e-3",
+    "dcp-rs diff before/ after/ --html page.html --stats",
+)
+@options.location_argument("a")
+@options.location_argument("b")
+@options.include
+@options.exclude
+@options.show_all
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    help="Ignore absolute differences up to this.",
+)
+@options.html
+@options.with_stats
+@options.dequantize
+@options.external
+@options.threads
+@options.storage
+@options.json
+def _diff(
     a: Path,
     b: Path,
-    *,
     include: Sequence[str],
     exclude: Sequence[str],
     show_all: bool,
     tolerance: float,
     html: Path | None,
     with_stats: bool,
-    layout: Layout,
+    dequantize: bool,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """Compare and print, or write a page. Return 1 if something differs."""
-    from dcp_rs.checkpoint.compare import compare
-    from dcp_rs.cli import page
+    """Compare two checkpoints: names, shapes, dtypes and every element. Exit code 1: they differ.
 
+    A and B are two checkpoints of any kinds, torch.save files and URLs included. How they are
+    sharded makes no difference.
+    """
+    options.check_stats(with_stats, html)
+    from dcp_rs.checkpoint.compare import compare
+
+    layout = Layout.of(dequantize, None)
     with watching(True, "comparing") as progress:
         found = compare(
             a,
@@ -57,26 +86,21 @@ def diff(
             progress=progress,
         )
     differences = found.differences
+    status = 1 if differences else 0
     if html is not None:
+        from dcp_rs.cli import page
+
         sides = [
             open_contents(path, allow_external=allow_external, layout=layout) for path in (a, b)
         ]
-        held = [
-            statistics_of(path, rank=None, allow_external=allow_external, layout=layout)
-            if with_stats
-            else {}
-            for path in (a, b)
-        ]
-        passes = selector(list(include) or None, list(exclude) or None)
+        chosen = selector(list(include) or None, list(exclude) or None)
+        stats = [stats_by_name(side) if with_stats else {} for side in sides]
         for side in sides:
-            side.entries = [entry for entry in side.entries if passes is None or passes(entry.name)]
-        put_page(
-            page.render_both(sides[0], sides[1], differences, held[0], held[1]),
-            html,
-            as_json=as_json,
-        )
+            side.entries = [entry for entry in side.entries if chosen is None or chosen(entry.name)]
+        text = page.render_both(sides[0], sides[1], differences, *stats)
+        page.put(text, html, as_json=as_json)
         if str(html) == "-":
-            return 1 if differences else 0
+            return status
     if as_json:
         print_json(
             {
@@ -88,31 +112,29 @@ def diff(
                 "differences": [asdict(difference) for difference in differences],
             }
         )
-        return 1 if differences else 0
-    if differences:
+    elif differences:
+        groups = _grouped(differences)
         if html is None:
-            _list(differences, show_all=show_all)
-        line(
-            (_verdict(found), "bold red"),
-            f" ({_counts(differences)}; {size(found.bytes)} compared)",
-        )
-        return 1
-    line(("the same", "green"), f": {entries(found.entries)}, {size(found.bytes)}")
-    return 0
+            _list(groups, show_all=show_all)
+        counts = ", ".join(f"{kind}: {len(group):,}" for kind, group in groups.items())
+        line((_verdict(found), "bold red"), f" ({counts}; {size(found.bytes)} compared)")
+    else:
+        line(("the same", "green"), f": {entries(found.entries)}, {size(found.bytes)}")
+    return status
 
 
-def _list(differences: Sequence[Difference], *, show_all: bool) -> None:
+def _list(groups: dict[str, list[Difference]], *, show_all: bool) -> None:
     """Print a line for each difference, grouped by what differs."""
-    groups = _grouped(differences)
-    shown = {kind: group if show_all else group[:_SOME] for kind, group in groups.items()}
-    width = max(len(printable(one.name)) for group in shown.values() for one in group)
-    for kind, group in shown.items():
+    printed = {kind: group if show_all else group[:_SOME] for kind, group in groups.items()}
+    width = max(len(printable(one.name)) for group in printed.values() for one in group)
+    for kind, group in printed.items():
         style = "yellow" if kind in ("elements", "dtype") else "red"
         for one in group:
             name = f"{printable(one.name):<{min(width, _WIDTH)}}"
             line((f"{kind:<9}  ", style), f"{name}  ", (printable(_details(one)), "dim"))
-        if len(groups[kind]) > len(group):
-            line((f"{'':9}  and {len(groups[kind]) - len(group):,} more (--all)", "dim"))
+        more = len(groups[kind]) - len(group)
+        if more:
+            line((f"{'':9}  and {more:,} more (--all)", "dim"))
 
 
 def _grouped(differences: Sequence[Difference]) -> dict[str, list[Difference]]:
@@ -125,20 +147,15 @@ def _grouped(differences: Sequence[Difference]) -> dict[str, list[Difference]]:
 def _details(one: Difference) -> str:
     details = [" | ".join(filter(None, (one.a, one.b)))]
     if one.elements is not None:
-        details.append(
-            count(one.elements, "element") + (" differs" if one.elements == 1 else " differ")
-        )
+        verb = "differs" if one.elements == 1 else "differ"
+        details.append(f"{count(one.elements, 'element')} {verb}")
     if one.max_abs is not None and one.elements:
         details.append(f"by at most {one.max_abs:.3g}")
     return ", ".join(filter(None, details))
 
 
-def _counts(differences: Sequence[Difference]) -> str:
-    return ", ".join(f"{kind}: {len(group):,}" for kind, group in _grouped(differences).items())
-
-
 def _verdict(found: Comparison) -> str:
-    """How many differ, each name once: of the entries that ``ls`` lists, and of the containers that it does not."""
+    """Return how many entries differ, and how many containers, which ``ls`` does not list."""
     names = {difference.name for difference in found.differences if not difference.container}
     containers = {difference.name for difference in found.differences if difference.container}
     more = f", and {count(len(containers), 'container')}" if containers else ""

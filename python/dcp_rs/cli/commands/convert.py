@@ -1,0 +1,229 @@
+"""``convert`` and ``merge``: a checkpoint made from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from dcp_rs._url import location
+from dcp_rs.checkpoint.views import Layout
+from dcp_rs.cli import options
+from dcp_rs.cli.app import command
+from dcp_rs.cli.options import Command
+from dcp_rs.cli.output import (
+    count,
+    entries,
+    line,
+    print_json,
+    printable,
+    rate,
+    size,
+    text_argument,
+)
+from dcp_rs.errors import PlanError
+
+if TYPE_CHECKING:
+    from dcp_rs.conversion import ConvertReport  # it imports torch
+
+_FORMATS = click.Choice(["dcp-rs", "dcp", "safetensors", "torch"])
+_CONFLICTS = {
+    "error": "",
+    "first": "taken from the first input",
+    "last": "taken from the last input",
+    "drop": "dropped",
+}
+
+
+def _writing(*, to: str, dtype: str, rename: str, verify: str) -> Callable[[Command], Command]:
+    """Add the options that ``convert`` and ``merge`` share, with the help that differs."""
+    added = [
+        click.option("--to", type=_FORMATS, help=to),
+        click.option("--dtype", metavar="DTYPE", help=dtype),
+        click.option(
+            "--shards", metavar="N", type=click.IntRange(min=1), help="Write N data files."
+        ),
+        options.include,
+        options.exclude,
+        click.option("--rename", metavar="OLD=NEW", multiple=True, type=text_argument, help=rename),
+        click.option(
+            "--skip-unsupported",
+            is_flag=True,
+            help="Leave out entries that the format cannot store.",
+        ),
+        click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT."),
+        click.option("--verify/--no-verify", default=True, help=verify),
+        click.option(
+            "--trust-pickles",
+            is_flag=True,
+            help="Unpickle anything in a torch.save file. Such a file can run code.",
+        ),
+        options.layout,
+        options.external,
+        options.threads,
+        options.storage,
+        options.json,
+    ]
+
+    def add(function: Command) -> Command:
+        for option in reversed(added):
+            function = option(function)
+        return function
+
+    return add
+
+
+def _arguments(
+    *,
+    dtype: str | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    rename: Sequence[str],
+    trust_pickles: bool,
+    layout: Layout,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the arguments of ``dcp_rs.convert`` and ``dcp_rs.merge`` for these options."""
+    import torch
+
+    from dcp_rs.conversion.job import parse_dtype
+
+    # Weights are decoded to the dtype that was asked for, so that they are rounded once. For other
+    # dtypes they are cast from float32, in which they are computed.
+    target = parse_dtype(dtype)
+    dequantize: bool | torch.dtype = layout.dequantize is not None
+    if dequantize and target is not None:
+        dequantize = target if target in (torch.bfloat16, torch.float16) else torch.float32
+    renames = {}
+    for pair in rename:
+        old, equals, new = pair.partition("=")
+        if not equals:
+            msg = f"--rename {pair}: it takes OLD=NEW"
+            raise PlanError(msg)
+        renames[old] = new
+    return options | {
+        "dtype": dtype,
+        "include": list(include) or None,
+        "exclude": list(exclude) or None,
+        "rename": renames or None,
+        "weights_only": not trust_pickles,
+        "dequantize": dequantize,
+        "views": layout.views,
+        "progress": True,
+    }
+
+
+@command(
+    "convert",
+    "dcp-rs convert hf_model/ ckpt/",
+    "dcp-rs convert ckpt/ hf_model/ --to safetensors --include 'model.*' --rename model=",
+    "dcp-rs convert model.pt ckpt/ --to dcp",
+)
+@options.any_checkpoint
+@options.location_argument("out")
+@_writing(
+    to="The format of OUT.  [default: by the ending of OUT: torch for .pt, .pth and .bin, "
+    "safetensors for .safetensors, else dcp-rs]",
+    dtype="Cast floating-point tensors: bf16, fp16, fp32, ...",
+    rename="Rename an entry, or the prefix of names up to a dot. OLD= removes a prefix, =NEW adds "
+    "one to all names. Repeatable.",
+    verify="Check the digests of PATH while reading, if it has any.",
+)
+def _convert(path: Path, out: Path, as_json: bool, **given: Any) -> None:
+    """Convert a checkpoint to another format. OUT appears when it is complete, or not at all.
+
+    OUT is a new folder, a .pt, .pth, .bin or .safetensors file, or a URL.
+    """
+    import dcp_rs
+
+    report = dcp_rs.convert(path, out, **_arguments(**given))
+    if as_json:
+        print_json({"path": str(path), "out": str(out), "to": given["to"], **asdict(report)})
+    else:
+        _show_written(report, out)
+
+
+def _parse_weights(
+    _context: click.Context, _parameter: click.Parameter, text: str | None
+) -> list[float] | None:
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of numbers such as 0.5,0.3,0.2") from None
+
+
+@command(
+    "merge",
+    "dcp-rs merge run/step-100 run/step-110 run/step-120 -o averaged/ --include 'model.*'",
+    "dcp-rs merge a/ b/ c/ -o merged/ --weights 0.5,0.3,0.2 --to safetensors --dtype bf16",
+)
+@options.location_arguments("paths")
+@click.option(
+    "-o",
+    "--out",
+    metavar="OUT",
+    required=True,
+    type=location,
+    help="The result, as OUT of dcp-rs convert.",
+)
+@click.option(
+    "--weights",
+    metavar="W,W,...",
+    callback=_parse_weights,
+    help="A number for each input, used as given. If the first is negative, write "
+    "--weights=-0.5,1.5.  [default: the mean]",
+)
+@click.option(
+    "--conflicts",
+    type=click.Choice(list(_CONFLICTS)),
+    default="error",
+    show_default=True,
+    help="What to do with an integer, a boolean or another value that differs between inputs.",
+)
+@_writing(
+    to="The format of OUT, as for dcp-rs convert.",
+    dtype="The type of the sums: bf16, fp16, fp32, ...  [default: that of the first input]",
+    rename="Rename an entry, or the prefix of names up to a dot. Repeatable.",
+    verify="Check the digests of the inputs while reading, if they have any.",
+)
+def _merge(
+    paths: Sequence[Path],
+    out: Path,
+    weights: list[float] | None,
+    conflicts: Literal["error", "first", "last", "drop"],
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Write the weighted sum of checkpoints, by default their mean.
+
+    OUT appears when it is complete, or not at all. PATHS are checkpoints of one model, in any
+    format and sharding. The state of optimizers is left out, unless --include names it.
+    """
+    import dcp_rs
+
+    report = dcp_rs.merge(paths, out, weights=weights, conflicts=conflicts, **_arguments(**given))
+    if as_json:
+        inputs = {"paths": [str(path) for path in paths], "out": str(out)}
+        print_json(inputs | {"to": given["to"], **asdict(report)})
+        return
+    if report.left_out:
+        state = f"{entries(len(report.left_out))} of optimizer state (--include takes it in)"
+        line(("left out  ", "yellow"), state)
+    for name in report.conflicts:
+        line(("differs   ", "yellow"), f"{printable(name)}: {_CONFLICTS[conflicts]}")
+    for path, weight in zip(paths, report.weights, strict=True):
+        line(("summed    ", "dim"), f"{weight:g} * {printable(str(path))}")
+    _show_written(report, out)
+
+
+def _show_written(report: ConvertReport, out: Path) -> None:
+    for name, reason in report.skipped.items():
+        line(("left out  ", "yellow"), f"{printable(name)}: {reason}")
+    for name, kept in report.tied.items():
+        line(("tied      ", "dim"), f"{printable(name)} is {printable(kept)}")
+    written = f"{entries(len(report.written))}, {size(report.bytes)}"
+    took = f"{report.seconds:.1f} s ({rate(report.bytes, report.seconds)})"
+    line(f"wrote {out}: {written} in {count(report.files, 'file')}, {took}")
