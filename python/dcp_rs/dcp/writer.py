@@ -533,9 +533,9 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writ
         fqn, is_raw = item.index.fqn, True
         if isinstance(data, torch.Tensor):
             data = _torch.wait_tensor(data)
-            is_raw = data.is_meta or why_not_raw(data) is None
-            if is_raw and not data.is_meta:
-                data = owned.copy_unless_owned(data)
+            if not owned.holds(data):
+                is_raw = data.is_meta or why_not_raw(data) is None
+                data = data if data.is_meta or not is_raw else _copy(data)
         if is_raw and _is_whole(item):
             whole.append(item)
             tensors.append(data)
@@ -605,7 +605,7 @@ class _Storages:
     """Storages of the tensors that a planner's state dict holds.
 
     A planner may resolve each item in the memory of the one before, as torch's writer writes one
-    before it asks for the next. Tensors in other memory than the state dict's are copied.
+    before it asks for the next. So tensors in other memory than the state dict's are copied.
 
     Args:
         planner: the planner. State dicts of planners that it wraps count, too.
@@ -620,12 +620,18 @@ class _Storages:
             for tensor in _memory(value)
         }
 
-    def copy_unless_owned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor if its memory is the state dict's, else a copy."""
-        if _torch.storage_id(tensor) in self._known:
-            return tensor
-        made = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return made.requires_grad_(tensor.requires_grad)
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return true if the memory of a tensor is the state dict's."""
+        return _is_strided(tensor) and _torch.storage_id(tensor) in self._known
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    made = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _state_dicts(planner: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
@@ -641,9 +647,11 @@ def _state_dicts(planner: object, seen: set[int]) -> Iterator[Mapping[str, Any]]
 
 def _memory(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that hold the elements of a value of a state dict."""
-    if isinstance(value, ShardedTensor):
+    if type(value) in PLAIN_TYPES and value.layout == torch.strided:
+        yield value
+    elif isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             yield from _memory(shard.tensor)
-    elif isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
+    elif isinstance(value, torch.Tensor) and _is_strided(value):
         with torch.no_grad():
             yield from (part.tensor for part in parts(value))
