@@ -1,4 +1,4 @@
-"""Experts of a mixture, for servers: one tensor each, and only those of one rank."""
+"""Experts of a mixture for servers: one tensor each, and those of one rank."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def names_of_rank(
     begin = rank * share + min(rank, more)
     own = set(range(begin, begin + share + (rank < more)))
     if placement == "round_robin":
-        # For models without groups of experts, vLLM goes back to "linear" and says so nowhere but
-        # in its log.
+        # For models without groups of experts, vLLM falls back to "linear", which only its log says.
         own.update(range(rank, experts, size))
     elif placement != "linear":
         return every
@@ -55,15 +54,15 @@ def names_of_rank(
 
 
 def single_experts(names: Mapping[str, str], config: Any) -> list[LayoutView]:
-    """Return the views that take the fused experts of transformers 5 apart, into those that servers know.
+    """Return the views that split the fused experts of transformers 5 into one tensor each.
 
     Args:
-        names: what transformers calls each stored tensor.
+        names: the name in transformers of each stored tensor.
         config: as for :func:`dcp_rs.views_for`.
 
     Returns:
-        No views where nothing is fused, or where the names behind a prefix are not those of
-        transformers.
+        The views; none if nothing is fused, or if names differ from transformers' by more than a
+        prefix.
     """
     fused = [(stored, name) for stored, name in names.items() if _FUSED.fullmatch(name)]
     prefixes = {stored.removesuffix(name) for stored, name in fused}

@@ -1,4 +1,4 @@
-"""What an integration says where its framework is not installed."""
+"""Imports of frameworks, with an error that says what to install."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ __all__ = ["framework"]
 
 
 def framework(name: str, package: str) -> ModuleType:
-    """The module ``name``.
+    """Import a module of a framework.
 
     Raises:
-        ImportError: it is not there; the message says what to install.
+        ImportError: it is not installed. The message says what to install.
     """
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or name.split(".", maxsplit=1)[0] != error.name.split(".")[0]:
+        top, _, _ = name.partition(".")
+        if error.name is None or error.name.partition(".")[0] != top:
             raise
-        msg = f"this part of dcp_rs works with {name.split('.', maxsplit=1)[0]}, which is not installed: pip install {package}"
+        msg = f"this part of dcp_rs works with {top}, which is not installed: pip install {package}"
         raise ModuleNotFoundError(msg, name=error.name) from error

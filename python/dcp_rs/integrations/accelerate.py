@@ -1,4 +1,7 @@
-"""accelerate: the weights of a sharded checkpoint in one file. Its saves and loads go by :func:`dcp_rs.installed`."""
+"""accelerate: the weights of a sharded checkpoint in one file.
+
+Use :func:`dcp_rs.installed` for its saves and loads.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,7 @@ from dcp_rs.errors import CheckpointNotFoundError
 
 __all__ = ["merge_fsdp_weights"]
 
-#: What accelerate calls the folders of the first model and the first optimizer, in the one that
-#: ``save_state`` wrote.
+#: The folders of the first model and the first optimizer in one that ``save_state`` wrote.
 _PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 
 
@@ -57,14 +59,18 @@ def merge_fsdp_weights(
 def _merge(folder: Path, output: Path, safe: bool, remove: bool) -> None:
     inside = [part for part in _PARTS if (folder / part).is_dir()]
     if inside:
-        msg = f"{folder} was made by save_state: pass {' or '.join(str(folder / part) for part in inside)}"
+        parts = " or ".join(str(folder / part) for part in inside)
+        msg = f"{folder} was made by save_state: pass {parts}"
         raise CheckpointNotFoundError(msg, path=folder)
     if remove and folder.resolve() in (output.resolve(), *output.resolve().parents):
-        msg = f"{output} is in {folder}, which remove_checkpoint_dir=True would remove with it: write it elsewhere"
+        msg = (
+            f"{output} is in {folder}, which remove_checkpoint_dir=True would remove with it: "
+            "write it elsewhere"
+        )
         raise ValueError(msg)
     index = open_index(folder, rank=None, allow_external=False)
     paths = [index.planner_path(number) for number in range(index.tensor_count)]
-    # {"model": ...} or {"optimizer": ...}, as accelerate saves them: what is in it is written.
+    # accelerate saves {"model": ...} or {"optimizer": ...}. The inner dict is written.
     tops = {path[0] if path is not None and len(path) > 1 else None for path in paths}
     top = tops.pop() if len(tops) == 1 else None
     output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``install``: whoever asks torch for its ``FileSystemReader`` and ``FileSystemWriter`` gets those of this package."""
+"""``install`` replaces torch's ``FileSystemReader`` and ``FileSystemWriter`` by those of dcp-rs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _OURS = {"FileSystemReader": RsReader, "FileSystemWriter": RsWriter}
 _lock = threading.Lock()
 #: Calls of :func:`install` that were not undone.
 _count = 0
-#: What has to be put back: (module or class, name, what it was).
+#: Replaced attributes: (module or class, name, old value).
 _replaced: list[tuple[Any, str, Any]] = []
 
 
 class _StandIn(ABCMeta):
-    """The class of what stands for one of stock's classes: called, it makes one of ours; as a base, it is stock's.
+    """The metaclass of a stand-in for one of torch's classes.
 
-    A class that derives from stock's relies on what is in it, so it goes on to derive from it.
+    A call makes an instance of the class of dcp-rs. A class that derives from the stand-in derives
+    from torch's class, since it relies on its internals.
     """
 
     def __new__(
@@ -100,7 +101,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes one :func:`install`.
+    """Undo one :func:`install`.
 
     Raises:
         RuntimeError: there is none to undo.
@@ -126,7 +127,9 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """:func:`install` for as long as the context lasts. Saves that were begun in it are written by dcp-rs, also if they go on after it.
+    """Call :func:`install` for the duration of a ``with`` block.
+
+    Saves that began within it are written by dcp-rs, even if they go on after it.
 
     Returns:
         A context manager.
@@ -150,7 +153,10 @@ def _replace(where: Any, name: str, new: Any) -> None:
 
 
 def _with_writer(execute_save: Any) -> Any:
-    """Makes the writer where the save is asked for: a thread may come to it after ``uninstall``, another process knows nothing of ``install``."""
+    """Wrap a function of torch so that the writer is made in the thread that asks for the save.
+
+    A background thread may run after ``uninstall``, and another process without ``install``.
+    """
 
     @functools.wraps(execute_save)
     def execute(

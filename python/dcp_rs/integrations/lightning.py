@@ -1,4 +1,4 @@
-"""Lightning: whole checkpoints by a ``CheckpointIO``, sharded ones by strategies. Of what is called ``lightning`` or ``pytorch_lightning``."""
+"""Lightning: a ``CheckpointIO`` for whole checkpoints, and strategies for sharded ones."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dcp_rs.options import WriterArguments
 
 __all__ = ["DcpRsCheckpointIO", "DcpRsFSDPStrategy", "DcpRsModelParallelStrategy", "DcpRsSharded"]
 
-#: The one package has two names, with classes of their own.
+#: Lightning is published under two names, with classes of their own.
 _FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _PYTORCH = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
 def _names() -> list[str]:
-    """The names under which Lightning is in use; where it is not yet, one that is installed."""
+    """Return the names under which Lightning is imported, or the one that is installed."""
     used = [name for name in _FABRIC if name in sys.modules]
     if not used and find_spec("lightning") is None and find_spec("pytorch_lightning") is not None:
         used = ["pytorch_lightning"]
@@ -38,7 +38,7 @@ def _names() -> list[str]:
 
 
 def _bases(modules: dict[str, str], inner: str, name: str) -> Any:
-    """The class, under every name that is in use, as bases of ours."""
+    """Return a base class that derives from the class of that name in each package in use."""
     for package in _names():
         framework(package, "lightning")
     found = [getattr(import_module(f"{modules[package]}.{inner}"), name) for package in _names()]
@@ -70,16 +70,20 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Saves to the folder ``path``. A file that is there (of Lightning's own), or a link, gives way once the save is complete; what a link leads to stays.
+        """Save to the folder ``path``.
+
+        A file of Lightning's own, or a link, is replaced once the save is complete. The target of a
+        link stays.
 
         Raises:
             TypeError: there are ``storage_options``.
-            CheckpointExistsError: what gives way was changed meanwhile; it is still there.
+            CheckpointExistsError: the file changed meanwhile. It is still there.
             Exception: as :func:`dcp_rs.save`.
         """
         if storage_options is not None:
             raise TypeError(
-                "DcpRsCheckpointIO takes no storage_options: it takes the arguments of dcp_rs.save when it is made"
+                "DcpRsCheckpointIO takes no storage_options: "
+                "it takes the arguments of dcp_rs.save when it is made"
             )
         self.wait()
         target = local_path(path)
@@ -97,17 +101,17 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint at ``path``, its tensors in memory of their own.
+        """Load the checkpoint at ``path``, with tensors in memory of their own.
 
         Args:
-            path: a folder of this package, or a file of Lightning's own.
-            map_location: a device, where tensors go. A mapping or a callable, which torch asks for
+            path: a folder of dcp-rs, or a file of Lightning's own.
+            map_location: the device of the tensors. A mapping or a callable, which torch calls for
                 each storage, leaves them on the CPU.
-            weights_only: as for ``torch.load``; None is True.
+            weights_only: as for ``torch.load``. None is True.
 
         Raises:
-            CheckpointNotFoundError: (a ``FileNotFoundError``) there is nothing.
-            UnsafePickleError: a value that needs ``weights_only=False``.
+            CheckpointNotFoundError: there is no checkpoint. It is a ``FileNotFoundError``.
+            UnsafePickleError: a value needs ``weights_only=False``.
         """
         self.wait()
         device = map_location if isinstance(map_location, str | int | torch.device) else "cpu"
@@ -117,7 +121,7 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
             return checkpoint.state_dict(copy=True)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes what is at ``path``, once no save is under way."""
+        """Remove the checkpoint at ``path``, after a save in flight is done."""
         self.wait()
         target = local_path(path)
         if target.is_dir() and not target.is_symlink():
@@ -126,39 +130,41 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
             target.unlink(missing_ok=True)
 
     def wait(self) -> None:
-        """Returns when no save is under way; raises what the last one raised."""
+        """Wait for the save in flight, and raise its error."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
     def teardown(self) -> None:
-        """Waits for a save that is under way."""
+        """Wait for the save in flight, and raise its error."""
         self.wait()
 
 
 class DcpRsSharded:
-    """A base before one of Lightning's strategies that save a folder by DCP, in ``lightning.pytorch`` and in ``lightning.fabric``.
+    """A base class before a strategy of Lightning that saves a folder by DCP.
 
-    They save and load by this package then: every rank its own part. Folders that they wrote before
-    load too.
+    The strategy, of ``lightning.pytorch`` or ``lightning.fabric``, then saves and loads with dcp-rs.
+    Folders that it wrote before load too.
     """
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As the strategy's own."""
+        """Save as the strategy does, with dcp-rs."""
         with installed():
             super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As the strategy's own."""
+        """Load as the strategy does, with dcp-rs."""
         with installed():
             return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 
-class DcpRsFSDPStrategy(DcpRsSharded, _bases(_PYTORCH, "strategies", "FSDPStrategy")):  # type: ignore[misc]
-    """``FSDPStrategy``, whose sharded checkpoints are of this package (``state_dict_type="sharded"``)."""
+_FSDP: Any = _bases(_PYTORCH, "strategies", "FSDPStrategy")
+_ModelParallel: Any = _bases(_PYTORCH, "strategies", "ModelParallelStrategy")
 
 
-class DcpRsModelParallelStrategy(
-    DcpRsSharded, _bases(_PYTORCH, "strategies", "ModelParallelStrategy")
-):  # type: ignore[misc]
-    """``ModelParallelStrategy``, whose distributed checkpoints are of this package."""
+class DcpRsFSDPStrategy(DcpRsSharded, _FSDP):  # type: ignore[misc]
+    """``FSDPStrategy`` with sharded checkpoints of dcp-rs (``state_dict_type="sharded"``)."""
+
+
+class DcpRsModelParallelStrategy(DcpRsSharded, _ModelParallel):  # type: ignore[misc]
+    """``ModelParallelStrategy`` with distributed checkpoints of dcp-rs."""

@@ -1,4 +1,4 @@
-"""``load_file`` and ``save_file``, in the place of those of ``safetensors.torch``."""
+"""``load_file`` and ``save_file``, as in ``safetensors.torch``."""
 
 from __future__ import annotations
 
@@ -131,16 +131,18 @@ def save_file(
     options = WriteOptions(
         io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
     )
-    target = Path(os.path.abspath(local_path(filename)))  # noqa: PTH100  # Path.resolve would follow the last link
+    target = Path(os.path.abspath(local_path(filename)))  # noqa: PTH100  # a link at the end is replaced
     if target.is_dir() and not target.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(filename))
     _check_text(metadata)
-    # Large elements first, so that every tensor is aligned.
-    entries = sorted(_entries(tensors), key=lambda entry: -entry.data.element_size())  # type: ignore[union-attr]
+    entries = _entries(tensors)
     _check_apart(entries)
+    dtypes = {entry.fqn: tensors[entry.fqn].dtype for entry in entries}
+    # Large elements first, so that every tensor is aligned.
+    entries.sort(key=lambda entry: -dtypes[entry.fqn].itemsize)
     head = header(
-        metadata, ((entry.fqn, entry.data.dtype, entry.shape, entry.nbytes) for entry in entries)
-    )  # type: ignore[union-attr]
+        metadata, ((entry.fqn, dtypes[entry.fqn], entry.shape, entry.nbytes) for entry in entries)
+    )
     values, at = [], len(head)
     for entry in entries:
         values.append(_core.PlacedValue(entry.fqn, 0, at, entry.nbytes))
@@ -179,7 +181,10 @@ def _entries(tensors: Any) -> list[Entry]:
             raise UnsupportedError(msg, path=None, tensor=name)
         refuse_meta(name, tensor)
         if not tensor.is_contiguous():
-            msg = f"tensor {name!r} is not contiguous: save tensor.contiguous(), or the whole of what it is a part of"
+            msg = (
+                f"tensor {name!r} is not contiguous: save tensor.contiguous(), "
+                "or the whole of what it is a part of"
+            )
             raise PlanError(msg, tensor=name)
         shape = tuple(tensor.shape)
         entries.append(Entry(name, tensor.detach(), shape, (0,) * len(shape), shape))
@@ -198,7 +203,7 @@ def _why_not(name: str, tensor: Any) -> str | None:
 
 
 def _check_apart(entries: list[Entry]) -> None:
-    """Raises for tensors that share memory: the file would hold it twice, and what is loaded would be tied no more."""
+    """Raise if tensors share memory: the file would store it twice, and a load would untie them."""
     places = sorted(
         (str(entry.data.device), entry.data.data_ptr(), entry.nbytes, entry.fqn)  # type: ignore[union-attr]
         for entry in entries
@@ -208,8 +213,8 @@ def _check_apart(entries: list[Entry]) -> None:
     for device, begin, nbytes, name in places:
         if (device, begin) < end and device == end[0]:
             msg = (
-                f"tensors {last!r} and {name!r} share memory: leave one out and tie them again after a load "
-                "(safetensors.torch.save_model does so), or save a clone of it"
+                f"tensors {last!r} and {name!r} share memory: leave one out and tie them again "
+                "after a load (safetensors.torch.save_model does so), or save a clone of it"
             )
             raise PlanError(msg, tensor=name)
         end, last = (device, begin + nbytes), name

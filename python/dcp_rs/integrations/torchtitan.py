@@ -28,8 +28,8 @@ _tools: Any = framework("torchtitan.tools.utils", "torchtitan")
 
 _MODEL: str = _checkpointer.MODEL
 _Mode: Any = _checkpointer.AsyncMode
-#: What torchtitan itself takes for a step that can be loaded.
-_OF_OTHERS = (".metadata", "model.safetensors.index.json")
+#: The files by which torchtitan recognizes a step that can be loaded.
+_STOCK_FILES = (".metadata", "model.safetensors.index.json")
 
 
 class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[misc]
@@ -49,16 +49,16 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
 
     @dataclass(kw_only=True, slots=True)
     class Config(_checkpointer.CheckpointManager.Config):  # type: ignore[misc]
-        """The fields of torchtitan's, and some of :class:`dcp_rs.RsWriter` and :class:`dcp_rs.RsReader`."""
+        """The fields of torchtitan's, and some of those of readers and writers."""
 
         threads: int | None = None
-        """Reads or writes in flight. Default: as many as keep the disk busy."""
+        """Reads or writes in flight. Default: enough to keep the disk busy."""
 
         fsync: bool = True
-        """Whether a step is made durable before it counts as saved."""
+        """Make a step durable before it counts as saved."""
 
         verify: Literal["auto"] | bool = False
-        """Whether what is loaded is checked against its digests."""
+        """Check loaded data against its digests."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
@@ -81,7 +81,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         enable_garbage_collection: bool = False,  # torchtitan's signature
         to_hf: bool = False,
     ) -> Any:
-        """Saves: as torchtitan's, with its result for each mode.
+        """Save as torchtitan's manager does, with its result for each mode.
 
         Raises:
             Exception: as :func:`dcp_rs.save` and :func:`dcp_rs.async_save`.
@@ -95,8 +95,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
                 state_dict, checkpoint_id, process_group=self.pg, **self._write_options
             )
         elif async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
-            # Torch 2.8 has none, and torchtitan does not run on it: what is missing there is said
-            # by its name.
+            # Not at the top: torch 2.8 has none, on which torchtitan does not run.
             from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
             saving: Any = async_save(
@@ -115,9 +114,9 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         return result
 
     def _export(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
-        """A Hugging Face folder: what all ranks save is put together by the first, with bounded memory."""
+        """Save on all ranks, then write a Hugging Face folder on the first, in bounded memory."""
         target, ranks = Path(checkpoint_id), RankGroup()
-        # A name that dcp_rs.clean knows, if this is killed.
+        # dcp_rs.clean removes a folder of this name, if this process is killed.
         sharded = ranks.broadcast(
             lambda: target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
         )
@@ -144,7 +143,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Loads into the state dict, and into the model: as torchtitan's.
+        """Load into the state dict and the model, as torchtitan's manager does.
 
         Raises:
             Exception: as :func:`dcp_rs.load`.
@@ -160,18 +159,17 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         if _MODEL in self.states:
             self.states[_MODEL].load_state_dict(state_dict)
 
-    # What has a default in the two that follow is given by torchtitan after 0.3.0.
+    # Releases of torchtitan after 0.3.0 pass the arguments of the next two that have defaults.
 
     def _find_load_step(self, folder: str = "", max_step: int | None = None) -> int:
-        """Find the newest step that can be loaded, of this package or of torchtitan's own manager.
+        """Find the newest step that can be loaded, of dcp-rs or of torchtitan's own manager.
 
         Returns:
             Its number; -1 if there is none.
 
         Raises:
-            UnsupportedError: nothing tells whether a newer step is whole, so no older one takes its
-                place.
-            OSError: a newer step cannot be looked at, and may be whole.
+            UnsupportedError: a newer step may be whole, and nothing shows whether it is.
+            OSError: a newer step cannot be read, and may be whole.
         """
         root = FolderStepStore(folder) if folder else self._root
         for found in root.newest():
@@ -181,17 +179,18 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
                 return found.number
             if found.kind in MAY_BE_WHOLE and not _is_unfinished_of_others(found.path):
                 msg = (
-                    f"{root.path} cannot be resumed: {found}. Nothing tells whether {found.path.name} is whole. "
-                    "To resume from another step, set checkpoint.load_step, or remove that folder"
+                    f"{root.path} cannot be resumed: {found}. Nothing tells whether "
+                    f"{found.path.name} is whole. To resume from another step, set checkpoint.load_step, or remove that folder"
                 )
                 raise UnsupportedError(msg, path=found.path)
             _log.warning("passed over %s", found)
         return -1
 
     def _purge_stale_checkpoints(self, *, saving_step: int | None = None, **_: Any) -> None:
-        """Keeps the newest ``keep_latest_k``, what ``purge_exempt`` names, and if none of the newest is whole yet, the newest that is.
+        """Remove old steps, but the newest ``keep_latest_k`` and those of ``purge_exempt``.
 
-        The step that is being saved is one of them, whether or not its folder is there yet.
+        The step that is being saved counts as one of the newest, even without a folder. If none of
+        the newest is whole yet, the newest whole step stays, too.
         """
         if not self._should_purge():
             return
@@ -206,7 +205,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         for step in old:
             if not is_exempt(step.number):
                 self._root.set_aside(step.number)
-        for path in self._root.set_aside_before():  # what a kill left, too
+        for path in self._root.set_aside_before():  # also those that a killed process left
             self.purge_queue.put(os.fspath(path))
 
     def _close(self) -> None:
@@ -222,4 +221,4 @@ def _is_unfinished_of_others(path: Path) -> bool:
 
 
 def _is_of_others(path: Path) -> bool:
-    return any((path / name).is_file() for name in _OF_OTHERS)
+    return any((path / name).is_file() for name in _STOCK_FILES)

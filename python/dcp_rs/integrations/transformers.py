@@ -1,4 +1,4 @@
-"""Models of transformers straight from training checkpoints, and folders that transformers, diffusers and peft load."""
+"""Models of transformers from training checkpoints, and folders that their libraries load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -33,9 +33,9 @@ from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["from_pretrained", "save_pretrained"]
 
-#: How many modules a model may be wrapped in: ``model.``, ``state_dict.model.`` of Lightning.
+#: Modules that a model may be wrapped in: ``model.``, or ``state_dict.model.`` of Lightning.
 _PREFIX_PARTS = 3
-#: Arguments of ``from_pretrained`` that say how to look at the hub.
+#: Arguments of ``from_pretrained`` for the hub.
 _OF_THE_HUB = (
     "cache_dir",
     "code_revision",
@@ -46,7 +46,7 @@ _OF_THE_HUB = (
     "subfolder",
     "token",
 )
-#: Those that would be taken for fields of the configuration.
+#: Arguments that are no fields of a configuration.
 _OF_THE_MODEL = (
     "dtype",
     "generation_config",
@@ -54,24 +54,24 @@ _OF_THE_MODEL = (
     "torch_dtype",
     "trust_remote_code",
 )
-#: What of a model's folder is no weights: configuration, tokenizer, code.
+#: Endings of files beside the weights: configuration, tokenizer, code.
 _BESIDE = frozenset(
     {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md", ".spm", ".codes", ".tokenizer"}
 )
-#: And of one of several templates, the folder of all but the first.
+#: The folder of chat templates, if there are several.
 _TEMPLATES = "additional_chat_templates"
-#: What embeddings of words are called, that output weights may be tied to.
+#: Names of word embeddings, which output weights may be tied to.
 _EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "shared.weight")
-#: Bytes of a tensor that are compared at a time.
+#: Bytes of a tensor that are compared at once.
 _COMPARED_BYTES = 16 << 20
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json", _core.LOCK_NAME)
 
 
 class StoredTensor:
-    """A stored tensor that is read when it is indexed, into memory of its own, as a slice of safetensors is.
+    """A stored tensor that is read when it is indexed, as a slice of safetensors is.
 
-    transformers asks for one slice at a time from each of its threads, and says of none before what
-    it will ask for. So the slices of a rank are not read in one batch.
+    transformers asks for one slice at a time from each of its threads, and does not announce the
+    next. So the slices of a rank are not read in one batch.
     """
 
     def __init__(self, index: _core.Index, number: int, options: ReadOptions) -> None:
@@ -81,7 +81,7 @@ class StoredTensor:
         self.shape = torch.Size(entry.shape)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """The elements that ``key`` selects: only they are read."""
+        """Read the elements that ``key`` selects, into memory of their own."""
         offsets, sizes, local = selection(key, self.shape)
         values = torch.empty(tuple(sizes), dtype=self.dtype, device="cpu")
         fill(
@@ -92,11 +92,11 @@ class StoredTensor:
         return values[local]
 
     def get_shape(self) -> list[int]:
-        """The sizes, as slices of safetensors give them."""
+        """Return the shape, as a slice of safetensors does."""
         return safetensors_shape(NAMES[self.dtype], self.shape)
 
     def get_dtype(self) -> str:
-        """What a header of safetensors calls the dtype."""
+        """Return the name of the dtype in a header of safetensors."""
         return safetensors_name(NAMES[self.dtype])
 
 
@@ -112,26 +112,29 @@ def from_pretrained(
     read_options: ReadArguments | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A model of transformers with the weights of a checkpoint of any kind: ``cls.from_pretrained``, without a conversion before.
+    """Make a model of transformers with the weights of a checkpoint of any kind.
 
-    transformers makes the model and places it, with its dtypes, devices, ties and conversions; this
-    package reads what it asks for.
+    This is ``cls.from_pretrained`` without a conversion first. transformers makes the model and
+    places it, with its dtypes, devices, ties and conversions. dcp-rs reads the weights.
 
     Args:
         cls: a class of a model (``LlamaForCausalLM``), or an auto class (``AutoModelForCausalLM``).
-        path: a checkpoint: of this package, of stock DCP, of Hugging Face, or a file of
-            ``torch.save``. Entries that are no tensors are passed over.
-        config: the model's configuration, or where it is (a folder, a file, a name of the hub),
-            with that of its generation. Default: ``config.json`` in ``path``.
-        rename: from stored names to those of the model, as for :func:`dcp_rs.convert`. Default:
-            what the names of the model are behind (``model.`` in a state dict of model and
-            optimizer) is found out, and what is not behind it is left alone.
+        path: a checkpoint of dcp-rs, stock DCP or Hugging Face, or a file of ``torch.save``.
+            Entries that are not tensors are ignored.
+        config: the model's configuration, or its folder, file or name on the hub, which also gives
+            the generation configuration. Default: ``config.json`` in ``path``.
+        rename: from stored names to those of the model, as for :func:`dcp_rs.convert`. By default
+            a common prefix (``model.`` in a state dict of model and optimizer) is found, and names
+            without it are ignored.
         include, exclude: globs over stored names.
-        allow_partial_load: take a checkpoint that lacks weights of the model; transformers makes
-            them anew, and says so in its log.
+        allow_partial_load: accept a checkpoint that lacks weights of the model. transformers
+            initializes them, and says so in its log.
         read_options: see :class:`dcp_rs.options.ReadOptions`.
-        kwargs: those of ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation``,
-            ``trust_remote_code``, fields of a configuration that is read ...
+        kwargs: those of ``from_pretrained``, such as ``dtype``, ``device_map``,
+            ``attn_implementation``, ``trust_remote_code``, and fields of the configuration.
+
+    Returns:
+        The model. With ``output_loading_info=True``, a tuple of it and transformers' information.
 
     Raises:
         PlanError: weights of the model are missing, or no single prefix fits.
@@ -144,31 +147,17 @@ def from_pretrained(
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
     where = _where_configured(config, Path(path))
     config, kwargs = _config(cls, config, where, hub, kwargs)
-    chosen = selector(include, exclude)
-    stored = {
-        name: number
-        for number, name in enumerate(index.names())
-        if not index.tensor(number).is_bytes
-    }
-    stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
+    stored = stored_tensors(index, include, exclude)
     skeleton = skeleton_of(cls, config, trust_remote_code=kwargs.get("trust_remote_code"))
     config = _own_config(type(skeleton), config)
-    wanted = list(skeleton.state_dict())
-    if rename is None:
-        prefix = prefix_of(stored, wanted)
-        taken = {
-            name.removeprefix(prefix): number
-            for name, number in stored.items()
-            if name.startswith(prefix)
-        }
-    else:
-        taken = renamed(index, stored, rename)
-    state = {name: StoredTensor(index, number, options) for name, number in taken.items()}
+    names = list(skeleton.state_dict())
+    numbers = numbers_in_model(index, stored, names, rename)
+    state = {name: StoredTensor(index, number, options) for name, number in numbers.items()}
     if (
         kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) in (None, "auto")
         and config.dtype is None
     ):
-        # transformers would ask the tensors themselves.
+        # transformers would look into the tensors.
         kwargs["dtype"] = next(
             (s.dtype for s in state.values() if s.dtype.is_floating_point),
             torch.get_default_dtype(),
@@ -183,13 +172,13 @@ def from_pretrained(
     if missing and not allow_partial_load:
         msg = f"{os.fspath(path)} lacks {len(missing)} weights of the model, {missing[0]!r} first"
         raise PlanError(
-            msg + explain_missing(missing, wanted, stored), path=index.path, tensor=missing[0]
+            msg + explain_missing(missing, names, stored), path=index.path, tensor=missing[0]
         )
     return (model, info) if wants_info else model
 
 
 def _where_configured(config: Any, path: Path) -> Any:
-    """The folder, or the name of the hub, where the files beside a model's weights are."""
+    """Return the folder, or the name on the hub, of the files beside a model's weights."""
     if isinstance(config, str | os.PathLike):
         return Path(config).parent if Path(config).is_file() else config
     return path if path.is_dir() else path.parent
@@ -198,12 +187,15 @@ def _where_configured(config: Any, path: Path) -> Any:
 def _config(
     cls: Any, config: Any, where: Any, hub: dict[str, Any], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """A configuration of its own, that of the checkpoint's folder where none is given, and what of ``kwargs`` is not for it."""
+    """Return a copy of the configuration, or that of the checkpoint, and the remaining arguments."""
     transformers = framework("transformers", "transformers")
     if isinstance(config, transformers.PreTrainedConfig):
         return copy.deepcopy(config), kwargs
     if config is None and not (where / "config.json").is_file():
-        msg = f"there is no config.json in {where}: say which model it is with config=, a configuration or where one is"
+        msg = (
+            f"there is no config.json in {where}: say which model it is with config=, "
+            "a configuration or where one is"
+        )
         raise FileNotFoundError(msg)
     of_model = {name: kwargs.pop(name) for name in _OF_THE_MODEL if name in kwargs}
     trusted = {name: of_model[name] for name in ("trust_remote_code",) if name in of_model}
@@ -217,7 +209,7 @@ def _config(
 
 
 def _own_config(cls: Any, config: Any) -> Any:
-    """What of a configuration a model is made with: of those for text in a composite one that of the text, as auto classes choose."""
+    """Return the part of a composite configuration that auto classes choose for the model class."""
     text = config.sub_configs.get("text_config")
     if text is None or getattr(cls, "config_class", None) != text:
         return config
@@ -228,7 +220,7 @@ def _own_config(cls: Any, config: Any) -> Any:
 
 
 def _generation_config(where: Any, hub: dict[str, Any]) -> Any:
-    """What a model's folder says of generation, or its configuration does; None where neither is there."""
+    """Return the generation configuration of a model's folder, or that in its configuration."""
     maker = framework("transformers", "transformers").GenerationConfig
     for name, how in (
         ("generation_config.json", {}),
@@ -236,14 +228,14 @@ def _generation_config(where: Any, hub: dict[str, Any]) -> Any:
     ):
         if Path(where).is_dir() and not Path(where, hub.get("subfolder", ""), name).is_file():
             continue
-        with suppress(OSError):  # what a name of the hub does not have
+        with suppress(OSError):  # the hub has no such file
             return maker.from_pretrained(where, config_file_name=name, **hub, **how)
     return None
 
 
 def skeleton_of(cls: Any, config: Any, *, trust_remote_code: bool | None = None) -> Any:
-    """The model on meta, of the class that an auto class chooses."""
-    make = getattr(cls, "from_config", None)  # what auto classes have
+    """Return the model on meta, of the class that an auto class chooses."""
+    make = getattr(cls, "from_config", None)  # of auto classes
     with torch.device("meta"):
         return (
             cls._from_config(config)
@@ -252,13 +244,49 @@ def skeleton_of(cls: Any, config: Any, *, trust_remote_code: bool | None = None)
         )
 
 
-def prefix_of(stored: Iterable[str], wanted: Iterable[str]) -> str:
-    """What the wanted names are behind, in a checkpoint that holds more than the model.
+def stored_tensors(
+    index: _core.Index,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+) -> dict[str, int]:
+    """Return the numbers of the stored tensors that are chosen, by name."""
+    chosen = selector(include, exclude)
+    return {
+        name: number
+        for number, name in enumerate(index.names())
+        if not index.tensor(number).is_bytes and (chosen is None or chosen(name))
+    }
+
+
+def numbers_in_model(
+    index: _core.Index, stored: Mapping[str, int], names: Iterable[str], rename: Rename
+) -> dict[str, int]:
+    """Return the numbers of stored tensors by their names in the model, which has ``names``.
 
     Raises:
-        PlanError: there are several models.
+        PlanError: no single prefix fits, or ``rename`` gives two tensors one name.
     """
-    known = set(wanted)
+    if rename is None:
+        prefix = _prefix(stored, names)
+        with_prefix = (name for name in stored if name.startswith(prefix))
+        return {name.removeprefix(prefix): stored[name] for name in with_prefix}
+    new_name = renamer(rename)
+    numbers: dict[str, int] = {}
+    for name, number in stored.items():
+        other = numbers.setdefault(new_name(name), number)
+        if other != number:
+            msg = f"{index.name(other)!r} and {name!r} would both be named {new_name(name)!r}"
+            raise PlanError(msg, path=index.path, tensor=name)
+    return numbers
+
+
+def _prefix(stored: Iterable[str], names: Iterable[str]) -> str:
+    """Return the prefix of a model's names in a checkpoint.
+
+    Raises:
+        PlanError: several prefixes fit equally well.
+    """
+    known = set(names)
     found: dict[str, int] = {}
     for name in stored:
         at = 0
@@ -279,22 +307,6 @@ def prefix_of(stored: Iterable[str], wanted: Iterable[str]) -> str:
     return best[0] if best else ""
 
 
-def renamed(index: _core.Index, stored: Mapping[str, int], rename: Rename) -> dict[str, int]:
-    """The numbers of what is stored, by the names that it is to have.
-
-    Raises:
-        PlanError: two would have one name.
-    """
-    new_name = renamer(rename)
-    taken: dict[str, int] = {}
-    for name, number in stored.items():
-        other = taken.setdefault(new_name(name), number)
-        if other != number:
-            msg = f"{index.name(other)!r} and {name!r} would both be named {new_name(name)!r}"
-            raise PlanError(msg, path=index.path, tensor=name)
-    return taken
-
-
 def save_pretrained(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -307,32 +319,31 @@ def save_pretrained(
     shards: int | None = None,
     overwrite: bool = False,
 ) -> ConvertReport:
-    """Makes of a checkpoint of any kind a folder that transformers, diffusers or peft load, under the names that each looks for.
+    """Write a checkpoint of any kind as a folder that transformers, diffusers or peft load.
 
-    Memory stays bounded; no model is made. The folder appears in one step, when it is complete.
-    Output weights that are the same as the embeddings are left out where the configuration says
-    ``"tie_word_embeddings": true``, as transformers does.
+    Memory stays bounded, and no model is made. The folder appears in one step, when it is complete.
+    If the configuration says ``"tie_word_embeddings": true``, output weights that equal the
+    embeddings are left out, as transformers does.
 
     Args:
         path: the checkpoint.
         out: the new folder.
-        config: a folder with the model's configuration, whose configuration, tokenizer and code are
-            copied. What is in it decides whose names the files get: ``adapter_config.json`` is of
-            peft, a ``_class_name`` in ``config.json`` of diffusers. Default: ``path``, if it is a
-            folder.
-        rename, include, exclude, dtype: as for :func:`dcp_rs.convert`; names are those of the
-            model, so that ``rename={"model": ""}`` and ``include="model.*"`` take it out of a
-            training state. Fused experts of transformers 5 are exported one by one, under the names
-            of the hub; globs and ``rename`` see those.
-        shards: how many files; default: as many as keep each below 5 GB. Peft reads one.
-        overwrite: replace such a folder at ``out``, of one model.
+        config: a folder with the model's configuration, tokenizer and code, which are copied. Its
+            files decide the names: ``adapter_config.json`` belongs to peft, and a ``_class_name``
+            in ``config.json`` to diffusers. Default: ``path``, if it is a folder.
+        rename, include, exclude, dtype: as for :func:`dcp_rs.convert`. Use ``rename={"model": ""}``
+            and ``include="model.*"`` to take a model out of a training state. Fused experts of
+            transformers 5 are exported one by one, under the names of the hub. Globs and
+            ``rename`` apply to those.
+        shards: the number of files. Default: as many as keep each below 5 GB. Peft reads one.
+        overwrite: replace the folder of a model at ``out``.
 
     Raises:
-        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than
-            such a folder; or something was created meanwhile.
+        CheckpointExistsError: ``out`` exists, and ``overwrite`` is not set; or it holds more than
+            the files of a model; or it was created meanwhile.
         FileNotFoundError: there is no configuration.
-        ValueError: several files for peft; ``out`` is the checkpoint or the folder of the
-            configuration, or holds a file of one, wherever links and an index lead.
+        ValueError: several files for peft; or ``out`` is, or contains, a file or a folder that is
+            read, also through links or an index.
         Exception: as :func:`dcp_rs.convert`.
     """
     source = local_path(config) if config is not None else local_path(path)
@@ -358,7 +369,7 @@ def save_pretrained(
             msg = f"shards={shards!r}: peft reads an adapter from one file"
             raise ValueError(msg)
         shards = 1
-    target = Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow the last link
+    target = Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # a link at the end is replaced
     index = open_index(path, rank=None, allow_external=False)
     if os.path.lexists(target) and not target.is_dir():
         msg = f"{target} is no folder, and is not replaced"
@@ -368,7 +379,7 @@ def save_pretrained(
     chosen, new_name = selector(include, exclude), renamer(rename)
     names = {name: new_name(name) for name in index.names() if chosen is None or chosen(name)}
     views = single_experts(names, source) if kind == "config.json" else []
-    tied = _tied_head(index, beside[kind], rename, chosen)
+    tied = _tied_head(index, stored_tensors(index, include, exclude), beside[kind], rename)
     if tied:
         left_out = [exclude] if isinstance(exclude, str) else list(exclude or ())
         exclude = [*left_out, *map(escape, tied)]
@@ -393,9 +404,9 @@ def save_pretrained(
 
 
 def _tied_head(
-    index: _core.Index, config: Path, rename: Rename, chosen: Callable[[str], bool] | None
+    index: _core.Index, stored: Mapping[str, int], config: Path, rename: Rename
 ) -> dict[str, str]:
-    """Find output weights that are the embeddings once more, where the configuration ties the two.
+    """Find output weights that equal the embeddings, if the configuration ties the two.
 
     Returns:
         Their stored name, and that of the embeddings. transformers stores one of the two, and ties
@@ -406,24 +417,17 @@ def _tied_head(
     if True not in (said.get("tie_word_embeddings"), text.get("tie_word_embeddings")):
         return {}
     new_name = renamer(rename)
-    tensors = [number for number in range(index.tensor_count) if not index.tensor(number).is_bytes]
-    tensors = [number for number in tensors if chosen is None or chosen(index.name(number))]
-    heads = [
-        number
-        for number in tensors
-        if f".{new_name(index.name(number))}".endswith(".lm_head.weight")
-    ]
-    inputs = [number for number in tensors if index.name(number).endswith(_EMBEDDINGS)]
+    heads = [name for name in stored if f".{new_name(name)}".endswith(".lm_head.weight")]
     return {
-        index.name(head): index.name(kept)
+        head: embeddings
         for head in heads[:1]
-        for kept in inputs
-        if _same(index, head, kept)
+        for embeddings in stored
+        if embeddings.endswith(_EMBEDDINGS) and _same(index, stored[head], stored[embeddings])
     }
 
 
 def _same(index: _core.Index, one: int, other: int) -> bool:
-    """Return whether two stored tensors are the same to the bit, a bounded number of rows at a time."""
+    """Return whether two stored tensors are equal bit for bit, in bounded memory."""
     a, b = (StoredTensor(index, number, ReadOptions()) for number in (one, other))
     if a.shape != b.shape or a.dtype != b.dtype or len(a.shape) != 2 or 0 in a.shape:
         return False
@@ -435,7 +439,7 @@ def _same(index: _core.Index, one: int, other: int) -> bool:
 
 
 def _beside(folder: Path) -> dict[str, Path]:
-    """What of a model's folder is to be copied, by its path from there: files (of the hub's cache: what links lead to)."""
+    """Return the files beside the weights of a model's folder, by their paths within it."""
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     beside = {file.name: file for file in files if _is_beside(file.name) and file.is_file()}
     templates = sorted((folder / _TEMPLATES).glob("*.jinja"))
@@ -443,14 +447,15 @@ def _beside(folder: Path) -> dict[str, Path]:
 
 
 def _is_beside(name: str) -> bool:
-    """Whether a file of this name is none of weights. Those of Mistral are ``tokenizer.model.v3`` and so on."""
+    """Return whether a file of this name belongs beside the weights."""
     if name.endswith(_WEIGHTS):
         return False
+    # Mistral has ``tokenizer.model.v3``.
     return Path(name).suffix in _BESIDE or name.startswith("tokenizer.model.")
 
 
 def _stem(config: Path) -> str:
-    """What the files of weights are called."""
+    """Return the stem of the names of files of weights."""
     if config.name == "adapter_config.json":
         return "adapter_model"
     return (
@@ -461,7 +466,7 @@ def _stem(config: Path) -> str:
 
 
 def _is_of_a_model(entry: Path) -> bool:
-    """Whether a file, or a folder, may be in a model's folder."""
+    """Return whether a file or a folder belongs to the folder of a model."""
     if entry.is_dir():
         return entry.name == _TEMPLATES and all(
             file.suffix == ".jinja" and file.is_file() for file in entry.iterdir()

@@ -1,4 +1,7 @@
-"""vLLM: a model is served from a training checkpoint as it is, with ``load_format="dcp_rs"``. vLLM finds :func:`register` by its entry point."""
+"""vLLM serves models from training checkpoints, with ``load_format="dcp_rs"``.
+
+vLLM finds :func:`register` by its entry point.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs._reports import size
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.names import explain_missing, selector
+from dcp_rs.checkpoint.names import explain_missing
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import PlanError
 from dcp_rs.integrations._experts import names_of_rank, single_experts
 from dcp_rs.integrations._needs import framework
-from dcp_rs.integrations.transformers import prefix_of, renamed, skeleton_of
+from dcp_rs.integrations.transformers import numbers_in_model, skeleton_of, stored_tensors
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer.target import stored_dtype
 
 __all__ = ["DcpRsModelLoader", "register"]
 
 _loaders: Any = framework("vllm.model_executor.model_loader", "vllm")
-#: What of ``model_loader_extra_config`` is no option of reading.
+#: Fields of ``model_loader_extra_config`` that are no options of reading.
 _OWN = ("checkpoint", "rename", "include", "exclude", "allow_partial_load")
 
 #: A logger below vLLM's own, so that its lines are in the log of the server.
@@ -36,7 +39,7 @@ _log = logging.getLogger("vllm.dcp_rs")
 
 @cache  # vLLM may call it more than once
 def register() -> None:
-    """Makes ``load_format="dcp_rs"`` known to vLLM, in this process. Where both are installed vLLM does it."""
+    """Register ``load_format="dcp_rs"`` with vLLM in this process. vLLM calls it by itself."""
     _loaders.register_model_loader("dcp_rs")(DcpRsModelLoader)
 
 
@@ -79,7 +82,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         )
 
     def download_model(self, model_config: Any) -> None:
-        """Raises unless the checkpoint is there: nothing is downloaded.
+        """Check that the checkpoint exists. Nothing is downloaded.
 
         Raises:
             CheckpointNotFoundError, CorruptIndexError: see :mod:`dcp_rs.errors`.
@@ -87,7 +90,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         self._index(model_config)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Loads into a model of vLLM.
+        """Load the weights into a model of vLLM.
 
         Raises:
             PlanError: weights of the model are missing, no single prefix fits, or ``rename`` gives
@@ -119,7 +122,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
             index.path,
             size(skipped_bytes),
         )
-        # Models of vLLM say what they loaded, under their own names. What is quantized has
+        # Models of vLLM return the names of the parameters that they loaded. Quantized models have
         # parameters that no checkpoint has.
         if (
             loaded is None
@@ -142,23 +145,12 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         )
 
     def _names(self, index: _core.Index, config: Any) -> dict[int, str]:
-        """What transformers calls the tensors of the model, by number."""
-        chosen = selector(self._own.get("include"), self._own.get("exclude"))
-        stored = {
-            name: number
-            for number, name in enumerate(index.names())
-            if not index.tensor(number).is_bytes
-        }
-        stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
-        if (rename := self._own.get("rename")) is not None:
-            return {number: name for name, number in renamed(index, stored, rename).items()}
-        wanted = _wanted(config)
-        prefix = prefix_of(stored, wanted) if wanted else ""
-        return {
-            number: name.removeprefix(prefix)
-            for name, number in stored.items()
-            if name.startswith(prefix)
-        }
+        """Return the names in transformers of the model's tensors, by number."""
+        stored = stored_tensors(index, self._own.get("include"), self._own.get("exclude"))
+        rename = self._own.get("rename")
+        names = _names_in_transformers(config) if rename is None else ()
+        numbers = numbers_in_model(index, stored, names, rename)
+        return {number: name for name, number in numbers.items()}
 
     def _weights(
         self, index: _core.Index, names: Mapping[int, str], device: torch.device, counts: Counts
@@ -172,7 +164,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
 
 
 def _names_to_read(names: Collection[str], model_config: Any) -> set[str]:
-    """Return the names of the tensors that this rank reads: all, unless vLLM is to skip experts of other ranks."""
+    """Return the names of the tensors that this rank reads: all, unless vLLM skips experts."""
     config = framework("vllm.config", "vllm").get_current_vllm_config_or_none()
     parallel = None if config is None else config.parallel_config
     skips = getattr(parallel, "enable_expert_parallel", False) and getattr(
@@ -191,8 +183,8 @@ def _names_to_read(names: Collection[str], model_config: Any) -> set[str]:
     )
 
 
-def _wanted(config: Any) -> list[str]:
-    """The names of the model's state dict, if transformers has the model."""
+def _names_in_transformers(config: Any) -> list[str]:
+    """Return the names of the model's state dict, if transformers has the model."""
     transformers = framework("transformers", "transformers")
     classes = (
         getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()
