@@ -15,15 +15,18 @@ __all__ = ["assert_state_equal", "raw_bytes", "same_bits", "state_differences"]
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether dtype, shape and every bit agree; of a ``DTensor`` those of its local part, and its placements."""
+    """Return whether dtype, shape and every bit are equal.
+
+    Of two ``DTensor`` objects, the placements and the local tensors are compared.
+    """
     return not _tensor_differences(left, right, "")
 
 
 def state_differences(got: Any, want: Any, path: str = "state") -> list[str]:
-    """One line for each place where the two differ; empty when they are the same.
+    """Return a line for each difference. The list is empty if there is none.
 
-    Sparse and quantized tensors, and others that raw bytes cannot hold, are compared by what they
-    are made of, with their devices and ``requires_grad``.
+    Sparse and quantized tensors, and others that raw bytes cannot hold, are compared by their
+    parts, with devices and ``requires_grad``.
     """
     if isinstance(want, torch.Tensor):
         return _tensor_differences(got, want, path)
@@ -48,8 +51,8 @@ def state_differences(got: Any, want: Any, path: str = "state") -> list[str]:
 
 
 def _is_same(got: Any, want: Any) -> bool:
-    """Of numbers and arrays, every bit; what else is equal is the same, and what pickles to the same bytes."""
-    with suppress(Exception):  # of whatever type: it cannot be compared
+    """Compare numbers and arrays bit for bit. Other values are equal, or pickle to equal bytes."""
+    with suppress(Exception):  # a comparison may raise anything
         if not isinstance(want, float | complex | np.ndarray) and got == want:
             return True
     with suppress(Exception):
@@ -88,7 +91,7 @@ def _tensor_differences(got: Any, want: torch.Tensor, path: str) -> list[str]:
 
 
 def assert_state_equal(got: Any, want: Any) -> None:
-    """Fail with a line for each place where `got` is not bit for bit `want`."""
+    """Fail with a line for each difference between ``got`` and ``want``, bit for bit."""
     differences = state_differences(got, want)
     if differences:
         shown = "\n".join(f"  {line}" for line in differences[:20])

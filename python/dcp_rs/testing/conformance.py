@@ -1,4 +1,4 @@
-"""Whether a reader of the format reads what it has to, and refuses what it has to: for readers other than this package's.
+"""Conformance cases for other readers of the format: what to read, and what to refuse.
 
 A test of such a reader, a function of a folder: ::
 
@@ -6,7 +6,7 @@ A test of such a reader, a function of a folder: ::
     def test_my_reader(case, tmp_path):
         case.check(my_read, tmp_path)
 
-Checkpoints are written by this release, on one process, and some are then changed.
+One process of this release writes the checkpoints. Some are then damaged.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ __all__ = ["Case", "Entry", "NonconformingError", "Read", "cases"]
 #: A tensor: its dtype (a name of section 6 of the format), its shape, its elements in row-major
 #: order, little-endian. A value: its bytes.
 Entry = tuple[str, tuple[int, ...], bytes] | bytes
-#: A reader: what the folder holds, by name. It raises whatever it likes where it refuses.
+#: A reader returns the entries of a folder by name. It refuses one with any exception.
 Read = Callable[[Path], Mapping[str, Entry]]
 
 INDEX = "index.dcprs"
-#: Where fields of the header are (section 3.1 of the format).
+#: Offsets of fields in the header (section 3.1 of the format).
 VERSION, COMPAT, INCOMPAT, DIGEST, RESERVED_END = 8, 16, 24, 40, 232
 
 
 class NonconformingError(AssertionError):
-    """The reader did not do what the format asks of it."""
+    """The reader does not conform to the format."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that a reader has to do.
+    """A checkpoint that a reader must read, or refuse.
 
     Attributes:
-        name: of the case, as ``str`` gives it.
-        about: what it is about, in a sentence.
-        make: writes the checkpoint to a folder that is not there yet; returns what is in it, by
-            name: tensors and values. None: it is to be refused.
+        name: of the case, as ``str`` returns it.
+        about: the subject, in a phrase.
+        make: writes the checkpoint to a new folder. It returns the tensors and values by name, or
+            None if a reader must refuse it.
     """
 
     name: str
@@ -67,18 +67,17 @@ class Case:
         return self.name
 
     def check(self, read: Read, folder: Path) -> None:
-        """Makes the checkpoint in an empty folder, and reads it.
+        """Write the checkpoint in an empty folder, and read it.
 
         Raises:
-            NonconformingError: it was read otherwise than it was written, or taken where it had to
-                be refused.
+            NonconformingError: the reader returned other entries, or did not refuse.
         """
         path = folder / "checkpoint"
         want = self.make(path)
         if want is None:
             try:
                 read(path)
-            except Exception:  # noqa: BLE001 - a reader refuses in whatever way it likes
+            except Exception:  # noqa: BLE001  # a reader refuses with any exception
                 return
             raise NonconformingError(
                 f"{self.name}: it was taken, and had to be refused: {self.about}"
@@ -114,12 +113,12 @@ def _check_entry(what: str, got: Entry, want: Any) -> None:
         raise NonconformingError(f"{what}: {differences[0]}")
 
 
-# --- what is to be read
+# --- checkpoints to read
 # ----------------------------------------------------------------------------
 
 
 class _Cut(DefaultSavePlanner):
-    """Saves tensors of two dimensions in pieces, as ranks would: of two rows, or of two rows and two columns."""
+    """A planner that saves matrices in chunks of two rows, or of two rows and two columns."""
 
     def __init__(self, *, columns: bool) -> None:
         super().__init__()
@@ -238,7 +237,7 @@ def _with_other_bits(path: Path) -> dict[str, Any]:
     return state
 
 
-# --- what is to be refused
+# --- checkpoints to refuse
 # -------------------------------------------------------------------------
 
 
@@ -247,7 +246,7 @@ def _small(path: Path) -> dict[str, Any]:
 
 
 def _change(path: Path, fields: dict[int, bytes], *, refit: bool = True) -> None:
-    """Overwrites bytes of the index; with ``refit`` its digest fits again."""
+    """Overwrite bytes of the index. With ``refit``, correct its digest."""
     raw = bytearray((path / INDEX).read_bytes())
     for at, new in fields.items():
         raw[at : at + len(new)] = new
@@ -262,7 +261,7 @@ def _data_file(path: Path) -> Path:
 
 
 def _renamed(path: Path) -> None:
-    """The data file's name leads out of the folder, where such a file is."""
+    """Move the data file out of the folder, and let its name in the index lead there."""
     file = _data_file(path)
     outside = "../" + file.name[3:]
     raw = (path / INDEX).read_bytes()
@@ -342,10 +341,10 @@ _REFUSED: list[tuple[str, str, Callable[[Path], None]]] = [
 
 
 def cases(*, digests: bool = True) -> list[Case]:
-    """All cases.
+    """Return all cases.
 
     Args:
-        digests: with those that only a reader finds that compares payloads with their digests.
+        digests: include the damage that shows only in the digests of payloads.
     """
     refused = [case for case in _REFUSED if digests or case[0] != "payload"]
     return [Case(*case) for case in [*_READ, *refused]]

@@ -15,31 +15,30 @@ __all__ = ["FailingDisk", "SmallDisk"]
 
 
 class FailingDisk:
-    """Lets one call fail of those by which this process changes a folder.
+    """A disk on which one call fails, of those by which this process changes a folder.
 
-    A program is stopped by a full disk, and what it had saved before is looked at: ::
+    This stops a program by a full disk, and checks the earlier save: ::
 
         with pytest.raises(OSError), FailingDisk(path, at=3, error=errno.ENOSPC):
             my_training_loop(path)
-        assert dcp_rs.verify(path)  # what was there is there
+        assert dcp_rs.verify(path)  # the earlier save is intact
 
-    Counted are the calls of dcp-rs (create, open, allocate, write, sync, rename, remove, lock), in
-    this process and below the folder. Calls of torch or of anything else are not. One disk at a
-    time.
+    It counts the calls of dcp-rs (create, open, allocate, write, sync, rename, remove, lock) in
+    this process and below the folder. Calls of torch and of others do not count. There is one disk
+    at a time.
 
     Args:
-        folder: the folder, or one above it; it need not be there.
-        at: which call fails, counted from 0.
-        error: what it fails with, a number of :mod:`errno`.
+        folder: the folder, or one above it. It need not exist.
+        at: the number of the call that fails, from 0.
+        error: the error, a number of :mod:`errno`.
 
     Attributes:
-        calls: how many calls there were, once it was left.
-        failed: the call that failed, ``"write"`` or ``"rename"`` for example; None where there were
-            fewer calls than ``at``.
+        calls: the number of calls, after the block.
+        failed: the call that failed, such as ``"write"`` or ``"rename"``, or None.
 
     Raises:
         ValueError: ``at`` is negative.
-        RuntimeError: one is entered, and another one is already.
+        RuntimeError: another disk is entered already.
     """
 
     _is_entered: ClassVar[bool] = False
@@ -72,12 +71,13 @@ class FailingDisk:
 
 
 class SmallDisk:
-    """Files of this process cannot grow beyond some bytes while it is entered (``RLIMIT_FSIZE``), whoever writes them: ``OSError`` with ``EFBIG``.
+    """A limit on the size of files that this process writes (``RLIMIT_FSIZE``).
 
-    Enter it in the main thread.
+    A write beyond it is an ``OSError`` with ``EFBIG``, in dcp-rs and in all other code. Enter it in
+    the main thread.
 
     Args:
-        nbytes: the bound, in bytes; None: there is none.
+        nbytes: the limit in bytes, or None.
     """
 
     def __init__(self, nbytes: int | None) -> None:

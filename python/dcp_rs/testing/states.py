@@ -1,5 +1,6 @@
-"""State dicts that cover what a checkpoint can hold."""
+"""State dicts that cover the kinds of entries of a checkpoint."""
 
+import math
 from typing import Any
 
 import torch
@@ -25,24 +26,19 @@ ALL_DTYPES: list[torch.dtype] = list(NAMES)
 def random_tensor(
     shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> torch.Tensor:
-    """Random bits, so that NaNs with payloads, infinities and subnormal numbers occur."""
+    """Return random bits, so that NaNs with payloads, infinities and subnormal numbers occur."""
     generator = torch.Generator().manual_seed(seed)
-    count = 1
-    for size in shape:
-        count *= size
     if dtype == torch.bool:
         return torch.randint(
             0, 2, shape, generator=generator, dtype=torch.uint8, device="cpu"
         ).view(dtype)
-    itemsize = dtype.itemsize
-    raw = torch.randint(
-        0, 256, (count * itemsize,), generator=generator, dtype=torch.uint8, device="cpu"
-    )
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8, device="cpu")
     return raw.view(dtype).reshape(shape)
 
 
 def can_copy(dtype: torch.dtype) -> bool:
-    """Whether the installed torch copies tensors of this dtype, as stock DCP does: older ones cannot with their youngest (2.8: float4)."""
+    """Return whether the installed torch copies tensors of this dtype: 2.8 cannot copy float4."""
     try:
         source = random_tensor((4, 4), dtype)[:, ::2]
         torch.empty_like(source).copy_(source)
@@ -52,7 +48,7 @@ def can_copy(dtype: torch.dtype) -> bool:
 
 
 def blank(state: Any) -> Any:
-    """A destination for `state`: contiguous tensors that differ in every byte, and no other values."""
+    """Return a destination for a state: contiguous tensors that differ from it in every byte."""
     if isinstance(state, torch.Tensor):
         if state.dtype == torch.bool:
             return ~state
@@ -65,7 +61,7 @@ def blank(state: Any) -> Any:
 
 
 def dtypes_state(shape: tuple[int, ...] = (5, 3), seed: int = 0) -> dict[str, torch.Tensor]:
-    """A tensor of each dtype."""
+    """Return a tensor of each dtype."""
     return {
         str(dtype).removeprefix("torch."): random_tensor(shape, dtype, seed + i)
         for i, dtype in enumerate(ALL_DTYPES)
@@ -73,7 +69,7 @@ def dtypes_state(shape: tuple[int, ...] = (5, 3), seed: int = 0) -> dict[str, to
 
 
 def shapes_state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Scalars, empty tensors, and views that are not contiguous or are lazily conjugated or negated."""
+    """Return scalars, empty tensors, and views with strides, conjugations and negations."""
     base = random_tensor((6, 8), seed=seed)
     # Finite numbers where a view computes its elements.
     numbers = torch.arange(24, dtype=torch.float32, device="cpu").reshape(4, 6)
@@ -100,7 +96,7 @@ def shapes_state(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def nested_state(seed: int = 0) -> dict[str, Any]:
-    """A training state in small: model, optimizer with a list of groups, plain values."""
+    """Return a small training state: a model, an optimizer with groups, and plain values."""
     parameter = random_tensor((8, 4), torch.bfloat16, seed)
     return {
         "model": {
@@ -129,7 +125,7 @@ def nested_state(seed: int = 0) -> dict[str, Any]:
 
 
 def strange_names_state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Names that are legal as keys and awkward as anything else."""
+    """Return tensors with names that are legal, and awkward in paths, JSON and terminals."""
     names = [
         "",
         " ",

@@ -1,4 +1,4 @@
-"""Strategies of hypothesis for what a checkpoint can hold, and for how it lies on ranks."""
+"""Strategies of hypothesis for state dicts and for their sharding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["dtypes", "meshes", "names", "placements", "state_dicts", "tensors", 
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """The dtypes that the format has and the installed torch can copy: older ones cannot copy their youngest."""
+    """Return a strategy for the dtypes of the format that the installed torch can copy."""
     return st.sampled_from([dtype for dtype in ALL_DTYPES if can_copy(dtype)])
 
 
@@ -33,16 +33,16 @@ def tensors(
     max_dims: int = 4,
     max_side: int = 4,
 ) -> torch.Tensor:
-    """Tensors on the CPU of random bits, so that NaNs with payloads and infinities occur.
+    """Draw a tensor of random bits on the CPU, so that NaNs with payloads and infinities occur.
 
-    They are views of every kind: with steps, permuted or expanded dimensions, lazily conjugated or
-    negated; scalars, empty ones; some are parameters.
+    It may be a scalar, empty, a parameter, or a view: with steps, permuted or expanded, lazily
+    conjugated or negated.
 
     Args:
-        draw: hypothesis gives it.
-        dtype: default: :func:`dtypes`.
-        max_dims: how many dimensions at most; one more where it is expanded.
-        max_side: how many elements at most along each.
+        draw: passed by hypothesis.
+        dtype: a strategy for the dtype. Default: :func:`dtypes`.
+        max_dims: the most dimensions. An expanded tensor has one more.
+        max_side: the most elements along a dimension.
     """
     kind = draw(dtypes() if dtype is None else dtype)
     shape = tuple(draw(st.lists(st.integers(0, max_side), max_size=max_dims)))
@@ -68,7 +68,7 @@ def tensors(
 
 
 def values() -> st.SearchStrategy[Any]:
-    """Values that are no tensors, and load under ``torch.load(weights_only=True)``."""
+    """Return a strategy for non-tensor values that ``torch.load(weights_only=True)`` loads."""
     return st.one_of(
         st.none(),
         st.booleans(),
@@ -80,19 +80,19 @@ def values() -> st.SearchStrategy[Any]:
 
 
 def names() -> st.SearchStrategy[str]:
-    """Keys of state dicts: any text, and those that are awkward as anything else."""
+    """Return a strategy for keys of state dicts: any text, and awkward names."""
     awkward = ["", "__metadata__", "__metadata__~", "a.b", "a/b", "@"]
     return st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from(awkward)
 
 
 def state_dicts(max_leaves: int = 8) -> st.SearchStrategy[dict[str, Any]]:
-    """State dicts: tensors and values in dicts (also with numbers for keys), lists and tuples.
+    """Return a strategy for tensors and values in dicts, lists and tuples.
 
-    Some have two paths of one name (``{"a.b": 1, "a": {"b": 2}}``): torch refuses these with a
-    ``ValueError``, and so does dcp-rs.
+    Some keys are numbers. Some state dicts have two paths with one name
+    (``{"a.b": 1, "a": {"b": 2}}``), which torch and dcp-rs refuse with a ``ValueError``.
 
     Args:
-        max_leaves: how many tensors and values a top-level entry has at most.
+        max_leaves: the most tensors and values below a top-level key.
     """
     inner = st.recursive(
         tensors() | values(),
@@ -107,11 +107,11 @@ def state_dicts(max_leaves: int = 8) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def meshes(ranks: int, max_dims: int = 2) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of device meshes with that many ranks: ``(4,)``, ``(2, 2)``, ``(1, 4)``.
+    """Return a strategy for shapes of device meshes: ``(4,)``, ``(2, 2)``, ``(1, 4)``.
 
     Args:
-        ranks: how many.
-        max_dims: how many dimensions at most.
+        ranks: the number of ranks.
+        max_dims: the most dimensions.
     """
     shapes: list[tuple[int, ...]] = [()]
     for _ in range(max_dims - 1):
@@ -127,12 +127,12 @@ def meshes(ranks: int, max_dims: int = 2) -> st.SearchStrategy[tuple[int, ...]]:
 def placements(
     mesh: Sequence[int], dims: int, *, partial: bool = False
 ) -> st.SearchStrategy[tuple[Placement, ...]]:
-    """Where a ``DTensor`` lies on a mesh: a placement for each dimension of the mesh.
+    """Return a strategy for the placements of a ``DTensor``, one for each mesh dimension.
 
     Args:
         mesh: the shape of the mesh.
-        dims: how many dimensions the tensor has.
-        partial: draw pending sums, too, which cannot be saved.
+        dims: the number of dimensions of the tensor.
+        partial: also draw ``Partial``, which cannot be saved.
     """
     kinds: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(dims))]
     if partial:
