@@ -1,4 +1,4 @@
-"""A planner of one's own: it merges low-rank adapters into the weights that it loads.
+"""A custom planner that merges low-rank adapters into the weights that it loads.
 
 python examples/custom_planner.py /tmp/planner
 """
@@ -15,7 +15,7 @@ from dcp_rs import RsLoadPlanner
 
 
 class MergeAdapters(RsLoadPlanner):
-    """Adds ``scale * up @ down`` of another checkpoint to every weight that has adapters there.
+    """A planner that adds ``scale * up @ down`` of another checkpoint to weights with adapters.
 
     A planner that overrides ``resolve_tensor`` or ``commit_tensor`` sees each item of its rank, as
     with torch's own.
@@ -27,10 +27,10 @@ class MergeAdapters(RsLoadPlanner):
         self.scale = scale
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Called with each tensor once it is filled."""
+        """Add the adapters to a tensor that was filled."""
         name = read_item.dest_index.fqn
         if f"{name}.up" in self.adapters:
-            # Only the rows and columns that this item is about: the weight may be sharded.
+            # The rows and columns of this item: the weight may be sharded.
             (row, column), (rows, columns) = read_item.storage_offsets, read_item.lengths
             offset = read_item.storage_index.offset or (0, 0)
             row, column = row + offset[0], column + offset[1]
@@ -41,7 +41,7 @@ class MergeAdapters(RsLoadPlanner):
 
 
 def main(folder: str) -> dict[str, torch.Tensor]:
-    """Makes a checkpoint and adapters for it, and loads both as one."""
+    """Save a checkpoint and adapters for it, and load both as one."""
     base, adapters = Path(folder) / "base", Path(folder) / "adapters"
     weight, bias = torch.randn(6, 8), torch.randn(6)
     up, down = torch.randn(6, 2), torch.randn(2, 8)

@@ -32,15 +32,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
 
-# The name in the table, the folder, and the call.
+# The name in the table, the folder, and the function.
 _Way = tuple[str, Path, Callable[[dict[str, Any]], None]]
 
-# A restore is timed this often, and the best time counts: the first one may find the files cold.
+# Restores that are timed. The best time counts: the first restore may read from a cold disk.
 _ROUNDS = 3
 
 
 class DemoError(Exception):
-    """The demonstration cannot run here, as on a disk that is too full."""
+    """The demonstration cannot run here, for example on a full disk."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Row:
     how: str
     seconds: float
     nbytes: int
-    same: bool | None = None  # None: nothing was restored that could differ
+    same: bool | None = None  # None: nothing was restored
 
 
 def run_demo(size_mb: int = 300, keep: bool = False, console: Console | None = None) -> bool:
@@ -175,7 +175,7 @@ def _restores(theirs: Path, ours: Path) -> list[_Way]:
 
 
 def _open_one(path: Path, state: dict[str, Any]) -> _Row:
-    """One tensor by name, without a copy."""
+    """Read one tensor by name, without a copy."""
     want = state["model"]["output.weight"].cpu()
     begin = time.perf_counter()
     with dcp_rs.open(path) as checkpoint:
@@ -197,7 +197,7 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _blank(state: Any) -> Any:
-    """A destination of the same structure: tensors of their own, and none of the other values."""
+    """Return a destination of the same structure, without the other values."""
     if isinstance(state, torch.Tensor):
         return torch.empty_like(state)
     if isinstance(state, dict):
@@ -208,7 +208,7 @@ def _blank(state: Any) -> Any:
 
 
 def _spoil(state: Any) -> None:
-    """Overwrite what the last restore left, which also makes sure that all memory is there."""
+    """Overwrite the last restore, which also allocates all memory."""
     if isinstance(state, torch.Tensor):
         state.reshape(-1).view(torch.uint8).fill_(0xA5)
         return
@@ -255,7 +255,7 @@ def _timed(action: Callable[[], object], device: torch.device) -> float:
 
 
 def _read_all(path: Path) -> None:
-    """Bring the files into the page cache: a writer that went around it would lose to one that did not."""
+    """Read the files into the page cache, which not every writer fills."""
     buffer = bytearray(1 << 20)
     for file in path.iterdir():
         with file.open("rb", buffering=0) as stream:
@@ -276,7 +276,7 @@ def _name(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Without torch's warnings of a deprecated name and of a missing process group, both meant."""
+    """Hide torch's warnings of a deprecated name and of a missing process group."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", FutureWarning)
@@ -310,7 +310,7 @@ def _table(rows: list[_Row]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run from a command line; the exit status: 0 all the same, 1 a difference, 2 cannot run."""
+    """Run the demonstration. Exit codes: 0 success, 1 a difference, 2 it cannot run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size-mb", type=int, default=300, help="size of the model's weights")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints on the disk")

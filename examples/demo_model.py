@@ -1,4 +1,4 @@
-"""A small decoder-only transformer after one real training step, for the demonstration."""
+"""A small decoder-only transformer after one training step, for the demonstration."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
     @staticmethod
     def of_size(size_mb: int) -> Transformer:
-        """The widest with at least four blocks whose weights take about `size_mb` MB (10^6 bytes)."""
+        """Return the widest model of at least four blocks with about `size_mb` MB of weights."""
         parameters = size_mb * 1_000_000 / _BYTES_A_PARAMETER
         for width in (8192, 4096, 2048, 1024, 512, 256, 128, 64):
             square = width * width
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
         return Transformer(64, 4)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token, for each of `tokens` (batch, length)."""
+        """Return the logits of the next token for each of `tokens` (batch, length)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         angles = torch.outer(positions, self.frequencies)
         x = self.tok_embeddings(tokens)
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
 
 
 def training_state(size_mb: int, device: torch.device) -> dict[str, Any]:
-    """The nested state of a model of about `size_mb` MB and its AdamW optimizer, one step in."""
+    """Return the state of a model of about `size_mb` MB and its AdamW optimizer after one step."""
     torch.manual_seed(0)
     with device:
         model = Transformer.of_size(size_mb)

@@ -1,4 +1,4 @@
-"""FSDP1: its optimizer state saved with FSDP's own functions, and resumed in three ways.
+"""FSDP1: save the optimizer state with FSDP's own functions, and resume in three ways.
 
 torchrun --nproc-per-node 2 examples/fsdp1_optimizer.py /tmp/fsdp1
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  # as everyone calls it
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from torch.distributed.fsdp import StateDictType
 
 import dcp_rs
@@ -23,7 +23,7 @@ SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
 def build(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
-    """A model in two FSDP units. On a CPU, FSDP1 has to be told so."""
+    """Return a model in two FSDP units. On a CPU, FSDP1 needs the device."""
     torch.manual_seed(seed)
     cpu = torch.device("cpu")
     inner = FSDP(nn.Sequential(nn.Linear(8, 32), nn.ReLU()), device_id=cpu)
@@ -32,7 +32,7 @@ def build(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
 
 
 def train(model: FSDP, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """One step, on the same batch on each rank."""
+    """Make one step, with the same batch on each rank."""
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
     loss = model(x).square().mean()
     loss.backward()
@@ -42,8 +42,8 @@ def train(model: FSDP, optimizer: torch.optim.Optimizer, step: int) -> float:
 
 
 def main(folder: str) -> tuple[float, list[float]]:
-    """The loss after the save, and the same of each way to resume."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 says that FSDP2 is there
+    """Return the loss after the save, and after each way to resume."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 recommends FSDP2
     path = Path(folder) / "ckpt"
     model, optimizer = build(seed=0)
     for step in range(3):
@@ -67,10 +67,9 @@ def main(folder: str) -> tuple[float, list[float]]:
     load_optim_state_dict(path, model, optimizer)
     got.append(train(model, optimizer, 3))
 
-    # 2. By hand: memory of the right sharding from FSDP, filled by RsReader, and given back to
-    # FSDP.
+    # 2. By hand: FSDP allocates the shards, RsReader fills them, and FSDP takes them.
     model, optimizer = resumed()
-    train(model, optimizer, 9)  # so that the optimizer has state to take the place of
+    train(model, optimizer, 9)  # allocates the optimizer state
     with FSDP.state_dict_type(model, SHARDED):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
         dcp.load(state, storage_reader=RsReader(path))

@@ -1,8 +1,7 @@
-"""FSDP2 training that goes on where it stopped, on any number of ranks.
+"""FSDP2 training that resumes on any number of ranks.
 
-torchrun --nproc-per-node 4 examples/fsdp2_restart.py /tmp/run     # trains 10 steps, or what is
-left of them torchrun --nproc-per-node 2 examples/fsdp2_restart.py /tmp/run 20  # goes on with two
-ranks
+torchrun --nproc-per-node 4 examples/fsdp2_restart.py /tmp/run     # trains to step 10
+torchrun --nproc-per-node 2 examples/fsdp2_restart.py /tmp/run 20  # resumes on two ranks
 """
 
 import sys
@@ -22,7 +21,7 @@ SAVE_EVERY = 5
 
 
 def build() -> nn.Module:
-    """Three layers, each its own FSDP unit."""
+    """Return a model of three layers, each an FSDP unit."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
@@ -36,7 +35,7 @@ def build() -> nn.Module:
 
 
 def main(folder: str, steps: int = 10) -> list[float]:
-    """Trains up to ``steps``; returns the losses of the steps made now."""
+    """Train up to ``steps``. Return the losses of the steps of this call."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
@@ -56,7 +55,7 @@ def main(folder: str, steps: int = 10) -> list[float]:
         losses.append(loss.item())
         if (step + 1) % SAVE_EVERY == 0:
             extra["step"] = step + 1
-            # The folder may hold the checkpoint before: it stays whole until the new one is.
+            # The last checkpoint stays whole until the new one is.
             save_training_state(path, model, optimizer, extra)
     return losses
 

@@ -1,4 +1,4 @@
-"""A server that loads a float32 training checkpoint into a bfloat16 model, without ever holding it in float32.
+"""Load a float32 training checkpoint into a bfloat16 model, without a float32 copy.
 
 python examples/inference_bf16.py /tmp/inference
 """
@@ -15,12 +15,12 @@ from dcp_rs.optim import save_training_state
 
 
 def build() -> nn.Module:
-    """The model, on whatever device is the default."""
+    """Return the model, on the default device."""
     return nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 100))
 
 
 def main(folder: str) -> nn.Module:
-    """Makes a training checkpoint, and loads the model of it."""
+    """Save a training checkpoint, and load its model."""
     path = Path(folder) / "ckpt"
     trained = build()
     save_training_state(path, trained, torch.optim.AdamW(trained.parameters()))
@@ -28,8 +28,7 @@ def main(folder: str) -> nn.Module:
     with torch.device("meta"):  # no memory yet
         model = build()
     state = model.state_dict()
-    # The training checkpoint calls it "model.<name>", and holds the optimizer's state, which is not
-    # read.
+    # The names in the checkpoint are "model.<name>". Its optimizer state is not read.
     planner = RsLoadPlanner(dtype=torch.bfloat16, device="cpu", rename={"model": ""})
     dcp_rs.load(state, path, planner=planner)
     model.load_state_dict(state, assign=True)

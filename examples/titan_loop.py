@@ -1,4 +1,4 @@
-"""A loop in the manner of torchtitan: FSDP2 over tensor parallelism, checkpoints in the background, the newest ones kept.
+"""A training loop as in torchtitan: FSDP2 over tensor parallelism, with async checkpoints.
 
 torchrun --nproc-per-node 4 examples/titan_loop.py /tmp/titan
 """
@@ -29,34 +29,34 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` of (batch, 16)."""
+        """Apply the block to ``x`` of (batch, 16)."""
         return x + self.down(torch.relu(self.up(x)))
 
 
 class Loader:
-    """A data loader that knows how far it has come: each data-parallel rank another part of the data."""
+    """A data loader with a position. Each data-parallel rank reads a part of the data."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.at = rank, 0
 
     def next(self) -> torch.Tensor:
-        """The next batch."""
+        """Return the next batch."""
         self.at += 1
         return torch.randn(
             4, 16, generator=torch.Generator().manual_seed(1000 * self.rank + self.at)
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
+        """Return the position."""
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a position."""
+        """Set the position."""
         self.at = state["at"]
 
 
 def main(folder: str, steps: int = 6) -> list[float]:
-    """Trains up to ``steps``; returns the losses of the steps made now."""
+    """Train up to ``steps``. Return the losses of the steps of this call."""
     size = dist.get_world_size()
     mesh = init_device_mesh(
         "cpu", (size // 2, 2) if size > 1 else (1, 1), mesh_dim_names=("dp", "tp")
@@ -84,7 +84,7 @@ def main(folder: str, steps: int = 6) -> list[float]:
     ) as manager:
         manager.load_training_state(
             model, optimizer, extra
-        )  # the newest that is whole, if there is one
+        )  # the newest whole step, if there is one
         for step in range(extra["step"] + 1, steps + 1):
             x = loader.next()
             loss = (model(x) - x.mean(1, keepdim=True)).square().mean()

@@ -1,4 +1,4 @@
-"""A file of torch.save, read as a checkpoint: tensors by name, and an FSDP1 run that goes on from it.
+"""Read a file of torch.save as a checkpoint: tensors by name, and an FSDP1 run that resumes.
 
 torchrun --nproc-per-node 2 examples/torch_file.py /tmp/torch_file
 """
@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  # as everyone calls it
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
@@ -21,7 +21,7 @@ from dcp_rs.optim import load_optim_state_dict
 
 
 def by_name(path: Path) -> dict[str, torch.Tensor]:
-    """One tensor onto a device as a dtype, and several onto several devices. Nothing else is read."""
+    """Load tensors, each to a device and a dtype. Nothing else is read."""
     planner = RsLoadPlanner(checkpoint=path)
     first = planner.resolve_tensor("model.0.0.weight", device="cpu", dtype=torch.bfloat16)
     places = {
@@ -34,27 +34,27 @@ def by_name(path: Path) -> dict[str, torch.Tensor]:
 
 
 class Doubled(RsLoadPlanner):
-    """A planner of one's own: tensors are read into memory that it chooses, and changed once they are there."""
+    """A custom planner: it chooses the memory of tensors, and changes them after the load."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Memory for what is read."""
+        """Return the memory for a tensor."""
         return torch.empty_like(super().resolve_tensor(read_item))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """What was read is there."""
+        """Change a tensor that was loaded."""
         self.state_dict[read_item.dest_index.fqn].copy_(2 * tensor)
         super().commit_tensor(read_item, tensor)
 
 
 def doubled(path: Path) -> torch.Tensor:
-    """A tensor, by that planner."""
+    """Load a tensor with the planner."""
     state = {"model": {"1.bias": torch.zeros(4)}}
     dcp.load(state, storage_reader=RsReader(path), planner=Doubled(), no_dist=True)
     return state["model"]["1.bias"]
 
 
 def build(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
-    """A model in two FSDP units. On a CPU, FSDP1 has to be told so."""
+    """Return a model in two FSDP units. On a CPU, FSDP1 needs the device."""
     torch.manual_seed(seed)
     cpu = torch.device("cpu")
     inner = FSDP(nn.Sequential(nn.Linear(8, 32), nn.ReLU()), device_id=cpu)
@@ -69,7 +69,7 @@ def build(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
 
 
 def train(model: FSDP, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """One step, on the same batch on each rank."""
+    """Make one step, with the same batch on each rank."""
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
     loss = model(x).square().mean()
     loss.backward()
@@ -79,8 +79,8 @@ def train(model: FSDP, optimizer: torch.optim.Optimizer, step: int) -> float:
 
 
 def main(folder: str) -> tuple[list[float], list[list[float]]]:
-    """Two losses after the save, and the same of each way to resume."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 says that FSDP2 is there
+    """Return two losses after the save, and after each way to resume."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 recommends FSDP2
     path = Path(folder) / "checkpoint.pth"
     model, optimizer = build(seed=0)
     for step in range(3):
@@ -93,8 +93,8 @@ def main(folder: str) -> tuple[list[float], list[list[float]]]:
     want = [train(model, optimizer, 3), train(model, optimizer, 4)]
 
     got = []
-    # 1. As in the documentation of FSDP, with dcp_rs.open in the place of torch.load: views of the
-    # file, of which a rank reads its part.
+    # 1. As in the documentation of FSDP, with dcp_rs.open in place of torch.load. A rank reads its
+    # part of the file.
     model, optimizer = build(seed=1)
     with dcp_rs.open(path) as checkpoint:
         state = checkpoint.state_dict()
