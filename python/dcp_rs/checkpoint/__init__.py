@@ -1,1 +1,1 @@
-"""What is on disk, without DCP: found, opened, streamed, verified, compared."""
+"""Checkpoints in storage: how they are found, opened, streamed, verified and compared."""

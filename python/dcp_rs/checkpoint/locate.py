@@ -26,7 +26,7 @@ _MARKS = (
     STOCK_NAME,
     *(name + end for name in _MODELS for end in (".safetensors", ".safetensors.index.json")),
 )
-#: How many folders a suggestion looks at, and how many it names.
+#: The most folders that a suggestion looks at, and names.
 _LOOKED_AT, _NAMED = 1_000, 6
 
 

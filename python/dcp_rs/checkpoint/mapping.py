@@ -172,7 +172,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         if chunk.sizes != tuple(shape) or chunk.length == 0 or not index.is_in_place(first):
             return None
         if self._options.verify is True:
-            if index.is_view:  # a read verifies the blocks that it needs, and no others
+            if index.is_view:  # a read verifies only the blocks that it needs
                 return None
             index.verify_chunks([first], **self._options.engine())
         mapping = self._files.get(chunk.file)
@@ -183,7 +183,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
 
     @property
     def _can_view(self) -> bool:
-        """Whether tensors may be views of their files."""
+        """True if tensors may be views of their files."""
         return not self._index.is_remote
 
     @abstractmethod

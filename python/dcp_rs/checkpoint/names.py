@@ -259,7 +259,7 @@ class LoadNames:
 
     @property
     def is_selective(self) -> bool:
-        """Whether there is an ``include`` or ``exclude``."""
+        """True if there is an ``include`` or ``exclude``."""
         return self._passes is not None
 
     def wants(self, fqn: str) -> bool:

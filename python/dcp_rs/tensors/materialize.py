@@ -58,7 +58,7 @@ class NewTensors:
 
     @property
     def reaches_plain(self) -> bool:
-        """Return whether CPU tensors may need new ones. Otherwise only tensors on ``meta`` do."""
+        """True if CPU tensors may need new ones. Otherwise only tensors on ``meta`` do."""
         return self._dtype is not None or self._device is not None
 
     def apply_to_any(self, names: Iterable[str], values: Sequence[Any]) -> bool:

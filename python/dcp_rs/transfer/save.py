@@ -59,7 +59,7 @@ class Entry:
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether memory, of any device, holds the payload as it is written."""
+        """True if memory, of any device, holds the payload as it is written."""
         data = self.data
         return isinstance(data, bytes) or (
             self.dtype in (None, data.dtype)
