@@ -91,7 +91,7 @@ test:  ## All tests but the slow ones: minutes
 
 .PHONY: rust-tests
 rust-tests:
-	cargo test --quiet --no-run --package dcp-rs-core --package dcp-rs-remote --tests
+	+cargo test --quiet --no-run --package dcp-rs-core --package dcp-rs-remote --tests
 
 # Where it cannot be built, each test that needs it says why.
 $(VENV)/.simulated: $(VENV)/.deps tests/support/simulated/device.cpp
@@ -101,9 +101,10 @@ $(VENV)/.simulated: $(VENV)/.deps tests/support/simulated/device.cpp
 test-all: test-rust $(VENV)/.fast  ## The slow Python tests as well
 	$(PY) $(PYTEST) --slow $(ARGS)
 
+# `+`: cargo takes its share of make's jobs.
 test-rust: $(VENV)/.uv  ## The Rust tests alone
-	cargo test --no-fail-fast --package dcp-rs-core --package dcp-rs-remote --tests
-	cargo test --package dcp-rs-core --package dcp-rs-remote --doc
+	+cargo test --no-fail-fast --package dcp-rs-core --package dcp-rs-remote --tests
+	+cargo test --package dcp-rs-core --package dcp-rs-remote --doc
 
 test-python: $(VENV)/.fast  ## The Python tests alone
 	$(PY) $(PYTEST) $(ARGS)
