@@ -50,9 +50,9 @@ def test_a_training_checkpoint_is_served_as_what_transformers_saved(tmp_path, mo
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         "vllm.general_plugins"
     ]
-    installed = tmp_path / "site" / "dcp_rs-0.1.0.dist-info"
+    installed = tmp_path / "site" / "dcp_rs-0.2.0.dist-info"
     installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: dcp-rs\nVersion: 0.1.0\n")
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: dcp-rs\nVersion: 0.2.0\n")
     named = [f"{name} = {where}" for name, where in points.items()]
     (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *named]))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'python'}:{tmp_path / 'site'}")
