@@ -1,20 +1,25 @@
 """Options, markers, profiles and the fixtures that all tests share."""
 
+from __future__ import annotations
+
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
-from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from support.programs import start_server, stop_server
-from support.ranks import close_shared_pool
-from support.simulated import Simulated, UnavailableError, install
+
+# The process that only deals out the tests imports no torch, so that the others start at once.
+if TYPE_CHECKING:
+    import torch
+
+    from support.simulated import Simulated
 
 # No deadline: the machine may be busy. Derandomized: a red run is red again; `thorough` explores.
 settings.register_profile(
@@ -31,9 +36,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bounded"))
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(
-        1
-    )  # several processes share the cores, and torch's threads wait by spinning
     start_server()  # for this process and for those that share the tests, which inherit its address
 
 
@@ -43,25 +45,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _mark_what_repeats(items: list[pytest.Item]) -> None:
-    """Mark as slow what tests marked `each` or `pairs` need not run to meet each value, or each pair."""
-    products: dict[tuple[str, int], list[pytest.Item]] = {}
+    """Mark as slow what of a product of parameters is not needed to meet each value once."""
+    products: dict[str, list[pytest.Item]] = {}
     for item in items:
-        for together, marker in enumerate(("each", "pairs"), 1):
-            if item.get_closest_marker(marker):
-                products.setdefault((item.nodeid.partition("[")[0], together), []).append(item)
-    for (_, together), product in products.items():
-        seen: set[tuple[tuple[str, int], ...]] = set()
-        # By steps that have no divisor in common with most sizes: neighbours differ in one value
-        # only.
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and len(callspec.params) > 1:
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for product in products.values():
+        seen: set[tuple[str, int]] = set()
         size = len(product)
+        # Neighbours differ in one value only. So go by steps without a divisor of most sizes.
         for at in sorted(range(size), key=lambda at, size=size: at * 7919 % size):
             item = product[at]
-            parameters = item.callspec.params  # type: ignore[attr-defined]
-            values = [(name, id(value)) for name, value in sorted(parameters.items())]
-            pairs = set(combinations(values, min(together, len(values))))
-            if pairs <= seen:
+            if item.get_closest_marker("slow"):
+                continue
+            values = {(name, id(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+            if values <= seen:
                 item.add_marker("slow")
-            seen |= pairs
+            seen |= values
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,13 +89,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gone]
 
 
+def pytest_collection() -> None:
+    import torch
+
+    # Several processes share the cores, and torch's threads wait by spinning.
+    torch.set_num_threads(1)
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # a collection in a test looks at what tests made, and not at all of torch
 
 
 def pytest_sessionfinish() -> None:
-    close_shared_pool()
+    if "support.ranks" in sys.modules:
+        sys.modules["support.ranks"].close_shared_pool()
 
 
 def pytest_unconfigure() -> None:
@@ -123,6 +132,7 @@ def dcp_rs_cli(
 def sim() -> Iterator[Simulated]:
     """The simulated accelerator, with nothing set and nothing under way."""
     import dcp_rs
+    from support.simulated import UnavailableError, install
 
     try:
         simulated = install()
@@ -138,18 +148,24 @@ def sim() -> Iterator[Simulated]:
 @pytest.fixture
 def device(sim: Simulated) -> torch.device:
     """The first of the simulated devices."""
+    import torch
+
     return torch.device("sim", 0)
 
 
 @pytest.fixture
 def other_device(sim: Simulated) -> torch.device:
     """The second."""
+    import torch
+
     return torch.device("sim", 1)
 
 
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest) -> torch.device:
     """A real one, if this machine has one, else the first of the simulated devices."""
+    import torch
+
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type == "sim":
         return request.getfixturevalue("device")

@@ -68,7 +68,6 @@ def test_an_index_tells_of_its_end(world, tmp_path):
 @pytest.mark.parametrize("source", ["ours", "stock"])
 @pytest.mark.parametrize("planner", [RsLoadPlanner, DefaultLoadPlanner])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.each
 def test_a_load_tells_of_its_end(world, source, planner, dtype):
     """In place, and by way of slabs, where it is cast."""
     seen = Seen()

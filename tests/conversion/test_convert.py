@@ -28,7 +28,6 @@ def test_nested_state_survives(source: str, to: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch", "safetensors"])
 @pytest.mark.parametrize("source", [*SOURCES, "safetensors"])
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.each
 def test_flat_tensors_survive(source: str, to: str, shards: int, tmp_path: Path) -> None:
     state = {f"layers.{i}.w": random_tensor((3, i, 5), torch.bfloat16, seed=i) for i in range(7)}
     state |= {

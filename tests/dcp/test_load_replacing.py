@@ -162,7 +162,6 @@ def cast(tree, dtype):
     )
 
 
-@pytest.mark.each
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
 def test_new_tensors_come_with_what_was_read(way, device, options):
     way.save(STATE)
@@ -171,7 +170,6 @@ def test_new_tensors_come_with_what_was_read(way, device, options):
     assert_state_equal(state, cast(STATE, options.get("dtype")))
 
 
-@pytest.mark.each
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
 def test_what_fails_in_planning_has_replaced_nothing(way, device, options):
     way.save(STATE)
@@ -242,7 +240,6 @@ def damage(path):
         file.write_bytes(data)
 
 
-@pytest.mark.each
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
 def test_a_read_that_fails_is_raised_and_our_own_leaves_the_old_tensors(
     way, tmp_path, device, options
@@ -310,7 +307,6 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-@pytest.mark.each
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
 def test_one_tensor_under_two_names_becomes_one(way, device, options):
     way.save({"model": {"embedding.weight": W, "head.weight": W, "other": W}})

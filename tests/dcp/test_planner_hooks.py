@@ -114,7 +114,6 @@ def without_filtered(state, body):
     node[last] = torch.full_like(node[last], -1.0)
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(LOADS))
 def test_loads_do_what_stock_does(folders, monkeypatch, name, body, way):
@@ -132,7 +131,6 @@ def test_loads_do_what_stock_does(folders, monkeypatch, name, body, way):
         assert_state_equal(got[0], want[0])
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(LOADS))
 def test_loads_by_torchs_planner_do_what_stock_does(folders, monkeypatch, name, body, way):
@@ -157,7 +155,6 @@ def save_with(path, writer, reader, planner):
     return got
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(SAVES))
 def test_saves_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
@@ -175,7 +172,6 @@ def test_saves_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
         assert_state_equal(got[0], want[0])
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(SAVES))
 def test_saves_by_torchs_planner_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
@@ -288,7 +284,6 @@ def hooks_on_two_ranks(path, ways, kind):
     return wrong
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("kind", ["loads", "saves"])
 @pytest.mark.parametrize(
     "ways",

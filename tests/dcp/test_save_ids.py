@@ -48,7 +48,6 @@ def save_often(path, planner, caching, saves):
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, RsSavePlanner])
-@pytest.mark.each
 def test_all_ranks_write_what_the_coordinator_chose(ckpt, planner, caching):
     """A planner that keeps plans hands writers an old one: of an earlier save."""
     ids = run_ranks(2, save_often, ckpt, planner, caching, 4, fresh=True)

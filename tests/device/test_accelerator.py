@@ -42,7 +42,6 @@ def host(tensors):
 
 @pytest.mark.parametrize("io", ["auto", "mmap", "direct", "buffered"])
 @pytest.mark.parametrize("verify", [False, True, "auto"])
-@pytest.mark.each
 def test_load(ckpt, device, io, verify):
     want = state()
     dcp_rs.save(want, ckpt)

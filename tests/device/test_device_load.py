@@ -153,7 +153,6 @@ def test_another_device_may_be_the_current_one(ckpt, sim, device):
 
 @pytest.mark.parametrize("io", ["mmap", "direct", "buffered"])
 @pytest.mark.parametrize("verify", [False, True, "auto"])
-@pytest.mark.each
 def test_every_way_to_read(ckpt, sim, device, io, verify):
     want = state() | {"large": torch.randn(1500, 1000), "tall": torch.randn(70_001, 3)}
     index = saved(ckpt, want)

@@ -36,13 +36,7 @@ def check_killed_on_nfs(kills):
 
 
 @needs_compiler
-@pytest.mark.timeout(300)
-def test_on_nfs_every_restart_goes_on_at_once():
-    check_killed_on_nfs(4)
-
-
-@needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_on_nfs_every_restart_of_many_goes_on_at_once():
+def test_on_nfs_every_restart_goes_on_at_once():
     check_killed_on_nfs(50)  # `make crash` kills 500

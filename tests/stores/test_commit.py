@@ -83,7 +83,6 @@ def silent_after_the_commit(server):
 @pytest.mark.filterwarnings("ignore:the store of")
 @pytest.mark.parametrize("ignores_conditions", [False, True])
 @pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.each
 def test_an_unclear_commit_is_said_and_nothing_removed(server, existing, ignores_conditions):
     """It is done, and no answer to it, nor to the question after it, arrives."""
     server.ignores_conditions = ignores_conditions

@@ -82,7 +82,6 @@ class TestOverAnother:
 
     @pytest.mark.parametrize(("to", "out"), FORMATS)
     @pytest.mark.parametrize("what", NOT_DONE.values(), ids=NOT_DONE)
-    @pytest.mark.each
     def test_what_was_not_done_is_done_again(self, two, server, to, out, what):
         """It was taken for done: the old one had the length of the new one."""
         old, new = two

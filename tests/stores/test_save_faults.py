@@ -56,7 +56,6 @@ KINDS = {
 }
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "fault",
@@ -90,7 +89,6 @@ def test_what_passes_is_tried_again(server, kind, fault):
     ids=str,
 )
 @pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.each
 def test_lost_answers_of_the_commit(server, fault, existing):
     """Twice: what is tried again meets its own index, and knows it."""
     if existing:
@@ -139,7 +137,6 @@ def test_one_request_in_ten_fails(server):
     ("status", "code", "kind_of"),
     [(403, "AccessDenied", StoragePermissionError), (507, "XMinioStorageFull", StorageError)],
 )
-@pytest.mark.each
 def test_what_stays_is_an_error_and_leaves_nothing(server, kind, status, code, kind_of):
     first = large_state(1)
     save(server, first)

@@ -26,7 +26,6 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("make", [small_state, large_state])
 @pytest.mark.parametrize("write", [{}, {"max_inflight_bytes": 1 << 20}, {"threads": 1}], ids=str)
-@pytest.mark.each
 def test_what_is_saved_loads_back(server, tmp_path, make, write):
     state = make()
     dcp_rs.save(state, server.url("ckpt"), storage_options=server.options(), **write)

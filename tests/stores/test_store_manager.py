@@ -185,7 +185,6 @@ def test_a_damaged_step_is_passed_over(make, server):
 
 @pytest.mark.parametrize("reuse", [True, "frozen"])
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.each
 def test_what_stays_the_same_is_not_sent_again(make, server, reuse, background):
     frozen = torch.randn(500_000)
     with make(keep_last=2, reuse=reuse) as manager:
