@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,12 @@ from crash import faults, power
 from crash.folder import Folder
 from crash.process import kills
 from crash.states import found_number, rank_state, stray_files
-from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError
+from dcp_rs._core import LOCK_NAME
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    SaveInProgressError,
+)
 from support import files_in, run_ranks
 from support.places import TESTS
 
@@ -371,8 +377,8 @@ def test_a_writer_that_moved_on_discards_where_it_wrote(tmp_path, monkeypatch):
     assert not second.exists()
 
 
-def test_a_save_commits_where_it_wrote(tmp_path):
-    """The writer of a save in the background is reset to another path before the commit."""
+def test_a_save_whose_writer_is_reset_meanwhile_fails_and_leaves_nothing(tmp_path):
+    """The writer of a save in the background is given another path before the commit."""
     writer = dcp_rs.RsWriter(tmp_path / "first")
     begun, go_on = threading.Event(), threading.Event()
     finish = writer.finish
@@ -383,17 +389,17 @@ def test_a_save_commits_where_it_wrote(tmp_path):
         finish(metadata, results)
 
     writer.finish = wait_and_finish
-    thread = threading.Thread(
-        target=dcp.save,
-        args=(rank_state(1, 0),),
-        kwargs={"storage_writer": writer, "no_dist": True},
-    )
-    thread.start()
-    assert begun.wait(60)
-    writer.reset(tmp_path / "second")
-    go_on.set()
-    thread.join()
-    assert found_number(tmp_path / "first", 1) == 1
+    how = {"storage_writer": writer, "no_dist": True}
+    with ThreadPoolExecutor(1) as pool:
+        saved = pool.submit(dcp.save, rank_state(1, 0), **how)
+        assert begun.wait(60)
+        writer.reset(tmp_path / "second")
+        go_on.set()
+        with pytest.raises(CheckpointException) as error:
+            saved.result(60)
+    (failure,) = error.value.failures.values()
+    assert isinstance(failure[0], SaveInProgressError)
+    assert [name for name in os.listdir(tmp_path / "first") if name != LOCK_NAME] == []
     assert not (tmp_path / "second").exists()
 
 
