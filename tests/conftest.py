@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.programs import start_server, stop_server
+from programs import start_server, stop_server
 
 # The process that only deals out the tests imports no torch, so that the others start at once.
 if TYPE_CHECKING:

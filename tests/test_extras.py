@@ -2,7 +2,7 @@
 
 import sys
 
-from support import programs
+import programs
 
 #: Makes modules look as if they were not installed.
 WITHOUT = """

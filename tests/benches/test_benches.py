@@ -7,7 +7,7 @@ import sys
 import pytest
 from torch.distributed.checkpoint import staging
 
-from support import programs
+import programs
 from support.places import ROOT
 
 pytestmark = pytest.mark.slow

@@ -14,11 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_rs
+import programs
 from crash.states import found_number, rank_state
 from dcp_rs import _core
 from dcp_rs.cli import main
 from dcp_rs.errors import CheckpointNotFoundError, CorruptIndexError
-from support import files_in, programs, run_ranks
+from support import files_in, run_ranks
 from support.places import TESTS
 
 

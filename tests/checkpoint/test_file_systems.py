@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import dcp_rs
-from support import programs
+import programs
 
 STATE = {f"w{i}": torch.arange(1 << 18) + i for i in range(8)}
 

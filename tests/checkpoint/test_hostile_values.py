@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import dcp_rs
+import programs
 from dcp_rs.errors import CorruptDataError, UnsupportedError
 from dcp_rs.tensors import pickles
-from support import programs, same_bits
+from support import same_bits
 from support.torch_files import rich_state
 
 PROTO = b"\x80\x02"

@@ -19,10 +19,11 @@ import pytest
 import torch
 
 import dcp_rs
+import programs
 from crash.states import found_number, rank_state
 from dcp_rs import _core
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, InternalError, PlanError
-from support import files_in, programs
+from support import files_in
 from support.both import save_stock
 from support.forged import whole_item
 from support.places import ROOT, TESTS

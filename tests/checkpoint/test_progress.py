@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
+import programs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter
-from support import assert_state_equal, blank, programs, run_ranks
+from support import assert_state_equal, blank, run_ranks
 from support.both import save_rs, save_stock
 from support.terminal import shown_on_a_terminal
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import dcp_rs
+import programs
 from dcp_rs.cli import output
-from support import programs
 from support.both import save_rs
 from support.commands import in_a_process
 

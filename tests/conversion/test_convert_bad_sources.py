@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dcp_rs
+import programs
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -17,7 +18,7 @@ from dcp_rs.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from support import programs, random_tensor
+from support import random_tensor
 from support.formats import make
 
 

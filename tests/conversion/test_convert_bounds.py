@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import dcp_rs
-from support import assert_state_equal, programs
+import programs
+from support import assert_state_equal
 from support.formats import load_hf, make
 
 GROWTH = """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dcp_rs
-from support import programs
+import programs
 from support.formats import make
 
 STOPPED = """

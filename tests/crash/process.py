@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from support import programs
+import programs
 from support.places import TESTS
 
 __all__ = ["kills"]

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 import dcp_rs
+import programs
 from dcp_rs import CheckpointManager, HostStager
 from dcp_rs.engine import background
 from dcp_rs.errors import StateChangedError, UnsupportedError
 from dcp_rs.optim import training_state
-from support import assert_state_equal, programs, run_ranks
+from support import assert_state_equal, run_ranks
 from support.faults import Slow
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import dcp_rs
-from support import programs
+import programs
 from support.places import TESTS
 
 INTERRUPTED = """
 import os, random, signal, sys, threading, time
 import torch, dcp_rs
-from support import programs, threads
+import programs
+from support import threads
 torch.set_num_threads(1)
 random.seed(0)
 path, what = sys.argv[1:]

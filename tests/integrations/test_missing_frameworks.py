@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from support import programs
+import programs
 
 SAYS = """
 import sys

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import dcp_rs
+import programs
 from dcp_rs import CheckpointManager, RsSavePlanner
 from dcp_rs.errors import (
     CheckpointExistsError,
@@ -27,7 +28,6 @@ from dcp_rs.errors import (
 from dcp_rs.optim import training_state
 from dcp_rs.steps import folder_store
 from dcp_rs.steps.folder_store import FolderStepStore
-from support import programs
 from support.numbered import loaded, names_in, numbers
 
 

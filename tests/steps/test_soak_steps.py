@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+import programs
 from crash import nfs
-from support import programs
 from support.places import TESTS
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

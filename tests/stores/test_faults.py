@@ -11,6 +11,7 @@ import time
 import pytest
 
 import dcp_rs
+import programs
 from dcp_rs.errors import (
     DcpRsError,
     StorageError,
@@ -18,7 +19,7 @@ from dcp_rs.errors import (
     StoragePermissionError,
     StoragePreconditionError,
 )
-from support import assert_state_equal, blank, programs
+from support import assert_state_equal, blank
 from support.object_server import Fault
 
 

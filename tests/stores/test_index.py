@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dcp_rs
+import programs
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -17,7 +18,7 @@ from dcp_rs.errors import (
     StoragePreconditionError,
     UnsupportedError,
 )
-from support import assert_state_equal, blank, programs
+from support import assert_state_equal, blank
 from support.object_server import Fault
 
 INDEX = "hf/index.dcprs"

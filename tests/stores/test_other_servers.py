@@ -17,9 +17,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dcp_rs
+import programs
 from dcp_rs import _core
 from dcp_rs.errors import CheckpointNotFoundError, StorageNotFoundError, StoragePreconditionError
-from support import assert_state_equal, blank, programs
+from support import assert_state_equal, blank
 
 boto3 = pytest.importorskip(
     "boto3", reason="boto3 is not installed: the group `stores` of pyproject.toml"

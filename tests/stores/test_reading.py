@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dcp_rs
+import programs
 from dcp_rs import RsReader
 from dcp_rs._url import location
 from dcp_rs.errors import (
@@ -24,7 +25,7 @@ from dcp_rs.errors import (
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target
-from support import assert_state_equal, blank, programs, threads
+from support import assert_state_equal, blank, threads
 from support.places import TESTS
 
 MIB = 1 << 20

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import distributed as dist
 
 import dcp_rs
+import programs
 from dcp_rs import RsSavePlanner, RsWriter
-from support import assert_state_equal, programs, run_ranks
+from support import assert_state_equal, run_ranks
 from support.both import HAS_RANK_LOCAL, through_stock
 from support.object_server import Fault, object_server
 from support.places import TESTS

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+import programs
 from dcp_rs import CheckpointManager
-from support import programs
 
 
 @pytest.fixture

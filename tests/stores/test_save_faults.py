@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import dcp_rs
+import programs
 from dcp_rs.errors import StorageError, StoragePermissionError, StorageUnclearError
-from support import assert_state_equal, programs
+from support import assert_state_equal
 from support.object_server import Fault
 from support.stored import large_state, loaded, names
 

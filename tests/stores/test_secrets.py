@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 import dcp_rs
+import programs
 from dcp_rs import RsReader
 from dcp_rs._url import StorageOptions
 from dcp_rs.errors import DcpRsError, UnsupportedError
-from support import blank, programs
+from support import blank
 from support.object_server import Fault
 
 SECRETS = ("test-secret-key-0123456789", "session-token-9876543210")

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
+import programs
 from dcp_rs import CheckpointManager
 from dcp_rs.errors import (
     CheckpointExistsError,
@@ -28,7 +29,7 @@ from dcp_rs.errors import (
 from dcp_rs.optim import training_state
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.retention import Policies, prune
-from support import programs, run_ranks
+from support import run_ranks
 from support.numbered import loaded, numbers
 from support.object_server import Fault
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import dcp_rs
+import programs
 from dcp_rs import _url
 from dcp_rs.cli import main
 from dcp_rs.errors import (
@@ -22,7 +23,7 @@ from dcp_rs.errors import (
     StoragePreconditionError,
     UnsupportedError,
 )
-from support import assert_state_equal, blank, programs
+from support import assert_state_equal, blank
 from support.object_server import Fault
 
 DAY = 24 * 60 * 60

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+import programs
 from dcp_rs.checkpoint.compare import compare
 from dcp_rs.errors import StoragePermissionError
-from support import programs
 from support.object_server import object_server
 
 

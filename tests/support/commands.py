@@ -4,7 +4,7 @@ import subprocess
 import sys
 from typing import Any
 
-from support import programs
+import programs
 
 COMMAND = [sys.executable, "-m", "dcp_rs"]
 

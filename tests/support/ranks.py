@@ -1,6 +1,6 @@
 """Functions run in real rank processes, each a member of a gloo process group.
 
-The processes are forked from the server of `support.programs`. They stay alive between calls; each
+The processes are forked from the server of `programs`. They stay alive between calls; each
 call makes a new process group among the first `n` of them. A function is sent by name, so it must
 be at the top level of its module.
 """
@@ -21,7 +21,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support import programs
+import programs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,9 @@ from hypothesis import find, given
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import dcp_rs
+import programs
 from dcp_rs.testing import strategies
-from support import assert_state_equal, programs
+from support import assert_state_equal
 from support.states import blank
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import programs
+import programs
 
 LITTLE_MEMORY = """
 import resource, sys

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.fork_server import LENGTH, NUMBER
+from programs.fork_server import LENGTH, NUMBER
 
 #: The variable with the server's address, for the processes that share the tests.
 ADDRESS = "DCP_RS_TESTS_FORK_SERVER"

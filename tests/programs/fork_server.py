@@ -2,7 +2,7 @@
 
 Importing torch takes seconds, and most child processes of the tests spend most of their time there.
 `python fork_server.py SOCKET` imports it once. Each connection to its socket asks for one program:
-a pickled dict (`support.programs.request`), with the descriptors that the program takes over. The
+a pickled dict (`programs.request`), with the descriptors that the program takes over. The
 server answers with the program's number, and at the program's end with its exit status.
 
 The fork happens before the server has a thread, a process group or this package: the program begins
@@ -221,5 +221,5 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder; its modules are `support.…`
+    del sys.path[0]  # this folder
     main(sys.argv[1])
