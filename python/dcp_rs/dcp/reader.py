@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -366,7 +366,8 @@ class ItemReads:
             self._planner.load_bytes(item, io.BytesIO(data))
 
     def _read_tensors(self, items: list[tuple[int, ReadItem]]) -> None:
-        resolve, limit = self._planner.resolve_tensor, BATCH_BYTES
+        resolve: Callable[[ReadItem], torch.Tensor] = self._planner.resolve_tensor
+        limit = BATCH_BYTES
         if not _overrides(self._planner, "resolve_tensor", "lookup_tensor", "transform_tensor"):
             resolve, limit = self._resolve, sys.maxsize  # the memory of the state dict
         if self._commits:

@@ -69,25 +69,25 @@ def read_shared(
         RankLostError: a collective failed.
     """
 
-    def prepare() -> tuple[list[_Exchange], dict[torch.device, _Room]]:
+    def prepare() -> tuple[list[_Exchange], dict[torch.device, _Memory]]:
         exchanges = [_Exchange(index, reads, options, ranks) for reads in shared]
         ways = {exchange.way for exchange in exchanges}
         return exchanges, {
-            way: _Room(way, [exchange for exchange in exchanges if exchange.way == way])
+            way: _Memory(way, [exchange for exchange in exchanges if exchange.way == way])
             for way in ways
         }
 
-    exchanges, rooms = ranks.run(prepare)
+    exchanges, memories = ranks.run(prepare)
     halted = False
     try:
         for exchange in exchanges:
             exchange.halted = halted
             with ranks.talking():
-                exchange.run(rooms[exchange.way])
+                exchange.run(memories[exchange.way])
             halted = exchange.halted
     finally:
-        for room in rooms.values():
-            room.close()
+        for memory in memories.values():
+            memory.close()
     error = next((exchange.error for exchange in exchanges if exchange.error is not None), None)
     if error is not None:
         raise error
@@ -131,13 +131,13 @@ class _Exchange:
         in_place = self._on_host and all(piece.memory() is not None for piece in pieces)
         self.nbytes = 0 if in_place else max(piece.nbytes for piece in pieces)
 
-    def run(self, room: _Room) -> None:
+    def run(self, memory: _Memory) -> None:
         """Send and receive, round by round, until all pieces are there or a rank failed."""
-        ready = self._read(0, room)
+        ready = self._read(0, memory)
         for number, pieces in enumerate(self._rounds):
-            buffers, works = self._start(pieces, ready, room)
+            buffers, works = self._start(pieces, ready, memory)
             # The next piece is read while this one is sent.
-            ready = self._read(number + 1, room)
+            ready = self._read(number + 1, memory)
             for work in works:
                 work.wait()
             if self._flags.any():  # the same on all ranks that share
@@ -145,16 +145,16 @@ class _Exchange:
                 return
             self._unpack(pieces, buffers)
 
-    def _read(self, number: int, room: _Room) -> torch.Tensor | None:
+    def _read(self, number: int, memory: _Memory) -> torch.Tensor | None:
         """Read this rank's piece of a round, if it has one."""
         if number >= len(self._rounds) or self._me >= len(self._rounds[number]):
             return None
         piece = self._rounds[number][self._me]
         # Two buffers take turns: the other one is being sent.
-        buffer = self._buffer(piece, room.slots[self._me if number % 2 else len(self._ranks)])
+        buffer = self._buffer(piece, memory.slots[self._me if number % 2 else len(self._ranks)])
         if not self.halted:
             try:
-                self._fill(piece, buffer, room.stages)
+                self._fill(piece, buffer, memory.stages)
             except BaseException as error:  # noqa: BLE001  # raised when no rank waits
                 self._fail(error)
         return buffer
@@ -169,7 +169,7 @@ class _Exchange:
             stages.send(memory, buffer)
 
     def _start(
-        self, pieces: Sequence[_Piece], mine: torch.Tensor | None, room: _Room
+        self, pieces: Sequence[_Piece], mine: torch.Tensor | None, memory: _Memory
     ) -> tuple[list[torch.Tensor], list[Any]]:
         """Begin to send this rank's piece of a round, and to receive the other pieces."""
         buffers: list[torch.Tensor] = []
@@ -187,7 +187,7 @@ class _Exchange:
                             dist.P2POp(dist.isend, part, rank, self._group) for part in (flag, mine)
                         ]
                 continue
-            buffers.append(self._buffer(piece, room.slots[owner]))
+            buffers.append(self._buffer(piece, memory.slots[owner]))
             operations += [
                 dist.P2POp(dist.irecv, part, self._ranks[owner], self._group)
                 for part in (flag, buffers[-1])
@@ -210,7 +210,7 @@ class _Exchange:
         self.error, self.halted = error, True
 
 
-class _Room:
+class _Memory:
     """Memory that the exchanges of one device use in turn.
 
     Attributes:

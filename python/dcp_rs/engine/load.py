@@ -369,8 +369,10 @@ def plan_reads(
     stored, tensors = list(wanted.values()), [flat.values[fqn] for fqn in wanted]
     batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
     # Without `dtype` and `device`, only tensors on `meta` are replaced, and they are not plain.
-    keeps_plain = options.dtype is None and options.device is None
-    may_replace = [tensors[place] for place in others] if keeps_plain else tensors
+    may_replace = tensors
+    if options.dtype is None and options.device is None:
+        not_plain = (tensors[place] for place in others)
+        may_replace = [value for value in not_plain if isinstance(value, torch.Tensor)]
     if may_replace and new.apply_to_any(wanted, may_replace):
         found = match.match(wanted)
         flat = match.flat
@@ -477,9 +479,10 @@ def compare(summaries: list[_PlanSummary]) -> list[cache_sharing.CommonReads | N
         PlanError: the ranks do not load in the same way; or no rank has anything to load, though
             there are entries.
     """
-    if not all(isinstance(summary, _PlanSummary) for summary in summaries):
-        raise PlanError(MIXED_PLANNERS)
-    path = summaries[0].path
+    plans = [summary for summary in summaries if isinstance(summary, _PlanSummary)]
+    path = plans[0].path  # the coordinator's, at least
+    if len(plans) < len(summaries):
+        raise PlanError(MIXED_PLANNERS, path=path)
     if len(replicas := {summary.replicas for summary in summaries}) > 1:
         msg = f"the ranks give replicas= different values: {sorted(replicas)}"
         raise PlanError(msg, path=path)

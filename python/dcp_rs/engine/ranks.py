@@ -217,7 +217,7 @@ class RankGroup:
     def _attempt(self) -> Iterator[_Attempt]:
         """Do the work of a step within this context. Among several ranks, an error is kept."""
         handled = sys.exception()  # by the caller: Python puts it into the context of each error
-        self._error = None
+        self._error, self.failures, self.may_be_committed = None, {}, False
         mine = _Attempt()
         try:
             yield mine
