@@ -106,23 +106,25 @@ def _lost_with(out: Path, paths: Iterable[Path]) -> Path | None:
     """Return a path that would be lost if ``out`` was replaced."""
     target = out.resolve()
     here = _identity(target) if target.is_dir() else None
+    above = _identity(target.parent)
+
+    def is_target(path: Path) -> bool:
+        # One folder has several paths if a file system is mounted twice.
+        return (
+            path == target
+            or (here is not None and _identity(path) == here)
+            or (above is not None and path.name == target.name and _identity(path.parent) == above)
+        )
+
     seen: set[Path] = set()
     for path in paths:
         for place in _places(path):
-            if place == target:
-                return path
-            folders = [folder for folder in (place, *place.parents) if folder not in seen]
-            seen.update(folders)
-            # One folder has several paths if a file system is mounted twice.
-            if target in folders or (
-                here is not None and any(_identity(folder) == here for folder in folders)
-            ):
-                return path
-            if (
-                place.name == target.name
-                and _identity(place.parent) == _identity(target.parent) is not None
-            ):
-                return path
+            for part in (place, *place.parents):
+                if part in seen:
+                    break
+                seen.add(part)
+                if is_target(part):
+                    return path
     return None
 
 

@@ -125,18 +125,14 @@ class ObjectStepStore(StepStore):
         (note,) = self._read([path / saving_name(save_id)])
         if note is not None:
             self._put(path / saved_name(save_id), note)
-        files = self._list([path])[0] or {}
-        replaced = {name for name in files if notes.id_of(name) not in (None, save_id)}
-        # The note of another save that may go on stays.
-        going_on = {
+        # The note of another save that may go on stays for a day: see `_sweep_removals`.
+        replaced = [
             name
-            for name in replaced
-            if name.startswith("saving-")
-            and _is_young(files[name])
-            and saved_name(notes.id_of(name) or "") not in files
-        }
-        doomed = (replaced - going_on) | ({saving_name(save_id)} & files.keys())
-        self._remove_files([path / name for name in sorted(doomed)])
+            for name in self._list([path])[0] or {}
+            if notes.id_of(name) not in (None, save_id) and not name.startswith("saving-")
+        ]
+        doomed = [*replaced, saving_name(save_id)] if note is not None else replaced
+        self._remove_files([path / name for name in doomed])
 
     # --- removal
 
