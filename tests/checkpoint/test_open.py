@@ -1,7 +1,6 @@
 """`dcp_rs.open`: a checkpoint as a mapping."""
 
 import uuid
-from collections import OrderedDict
 from collections.abc import Mapping
 
 import pytest
@@ -175,32 +174,3 @@ def test_a_skeleton_reads_no_tensor(sharded, tmp_path):
         target = checkpoint.state_dict()
     dcp_rs.load(target, sharded, no_dist=True)  # what people want it for
     assert torch.equal(target["columns"], WHOLE)
-
-
-def test_a_load_unwraps_what_was_kept_whole(ckpt):
-    kept = {5: {}, "six": OrderedDict(a=[])}
-    dcp_rs.save(
-        {"a": ("dcp_rs.whole", kept), "deep": {"b": [torch.ones(1), ("dcp_rs.whole", [{}])]}},
-        ckpt,
-        no_dist=True,
-    )
-    got = {"a": None, "deep": {"b": [torch.zeros(1), None]}}
-    dcp_rs.load(got, ckpt, no_dist=True)
-    assert got == {"a": kept, "deep": {"b": [torch.ones(1), [{}]]}}
-    assert type(got["a"]["six"]) is OrderedDict
-
-
-@pytest.mark.parametrize("kind", ["stock", "a file of torch.save"])
-def test_nothing_is_unwrapped_that_this_package_did_not_wrap(ckpt, kind):
-    """A pair of a user's own that looks like what was kept whole came back as its second part."""
-    state = {"a": ("dcp_rs.whole", {5: {}}), "deep": {"b": [torch.ones(1), ("dcp_rs.whole", 1)]}}
-    if kind == "stock":
-        dcp.save(state, checkpoint_id=ckpt, no_dist=True)
-    else:
-        torch.save(state, ckpt)
-    for framework in ("pt", "np"):
-        with dcp_rs.open(ckpt, framework=framework) as checkpoint:
-            assert checkpoint["a"] == ("dcp_rs.whole", {5: {}})
-    got = {"a": None, "deep": {"b": [torch.zeros(1), None]}}
-    dcp_rs.load(got, ckpt, no_dist=True)
-    assert got == state
