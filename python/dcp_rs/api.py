@@ -228,7 +228,7 @@ def load(
             weights_only=weights_only is None or bool(weights_only),
             allow_external=allow_external,
             replicas=replicas,
-            storage_options=StorageOptions.of(storage_options) if storage_options else None,
+            storage_options=StorageOptions.of(storage_options),
             layout=Layout.of(dequantize, views) if has_views else None,
             progress=progress,
         )

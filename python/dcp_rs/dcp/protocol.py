@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -145,7 +146,9 @@ def save(
     finally:
         if writer is not None:
             writer.close()
-    return SavedMetadata._of(saved, None if writer is None else writer.report)
+    report = None if writer is None else writer.report
+    given = {known.name: getattr(saved, known.name) for known in fields(Metadata)}
+    return SavedMetadata(**given, report=report)
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -165,12 +165,6 @@ class SavedMetadata(Metadata):
     """
 
     report: SaveReport | None = None
-
-    @classmethod
-    def _of(cls, metadata: Metadata, report: SaveReport | None) -> SavedMetadata:
-        """Add a report to metadata."""
-        given = {known.name: getattr(metadata, known.name) for known in fields(metadata)}
-        return cls(**given, report=report)
 
     def __str__(self) -> str:
         return repr(self) if self.report is None else str(self.report)

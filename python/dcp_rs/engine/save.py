@@ -37,8 +37,6 @@ __all__ = [
     "SavePlace",
     "SaveRequest",
     "WrittenFiles",
-    "compress_index",
-    "decompress_index",
     "save",
     "write_files",
 ]
@@ -122,14 +120,15 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
         if options.parent is not None:
             options.parent.warn(to, written.save.problems)
         clock.end("write")
-        return compress_index(written.index, ranks.size)
+        # To a sixth of its size, for the coordinator.
+        return written.index if ranks.is_alone else zlib.compress(written.index, 1)
 
     def commit(indexes: list[bytes]) -> Metadata:
         options = request.options
         with options.guard():
             index = to.commit(
                 None,
-                [decompress_index(index) for index in indexes],
+                indexes if ranks.is_alone else list(map(zlib.decompress, indexes)),
                 save_id=place.save_id,
                 generation=place.generation,
                 planner_data={} if plan.flatten else None,
@@ -158,7 +157,7 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
             written.release()
     assert written is not None  # noqa: S101  # step 2 is over
     clock.report(written.report)
-    return SavedMetadata._of(metadata, written.report)
+    return SavedMetadata(**vars(metadata), report=written.report)
 
 
 class SaveOptions:
@@ -336,17 +335,3 @@ def write_files(
         requests=save.requests,
     )
     return WrittenFiles(to, place, index, save, report, os.getpid())
-
-
-#: First bytes of every index (section 3.1 of the format).
-_INDEX_MAGIC = b"\x89DCPRS"
-
-
-def compress_index(index: bytes, ranks: int) -> bytes:
-    """Compress an index for the coordinator, to a sixth of its size; not for a single rank."""
-    return index if ranks <= 1 else zlib.compress(index, 1)
-
-
-def decompress_index(data: bytes) -> bytes:
-    """Return the index that a rank sent."""
-    return data if data.startswith(_INDEX_MAGIC) else zlib.decompress(data)
