@@ -11,7 +11,7 @@ import torch
 from dcp_rs.checkpoint.source import Item, Request, Source
 from dcp_rs.tensors.regions import BLOCK_BYTES, Cut, cut, read_ahead, unflatten
 
-__all__ = ["Block", "Region", "Slabs", "blocks"]
+__all__ = ["Region", "RegionBlock", "Slabs", "blocks"]
 
 #: Room for a block of the smallest dtype, made of elements of the largest.
 _MIN_SLAB_BYTES = 16 * BLOCK_BYTES
@@ -56,7 +56,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RegionBlock:
     """Bytes of a region, valid until the next blocks are asked for.
 
     Attributes:
@@ -94,7 +94,7 @@ class Slabs:
 _CAST = 2
 
 
-def blocks(source: Source, regions: Sequence[Region], slabs: Slabs) -> Iterator[list[Block]]:
+def blocks(source: Source, regions: Sequence[Region], slabs: Slabs) -> Iterator[list[RegionBlock]]:
     """Yield the blocks of all regions in order, while a thread reads the next slab."""
 
     def read(cuts: list[Cut], turn: int) -> torch.Tensor:
@@ -122,11 +122,11 @@ def _to_cut(region: Region) -> tuple[int, int, int]:
     return region.numel, size, BLOCK_BYTES // region.dtype.itemsize
 
 
-def _block(region: Region, part: Cut, slab: torch.Tensor, slabs: Slabs) -> Block:
+def _block(region: Region, part: Cut, slab: torch.Tensor, slabs: Slabs) -> RegionBlock:
     dtype, end = region.source_dtype, part.at + part.count * region.dtype.itemsize
     data = slab[part.at : part.at + part.count * dtype.itemsize]
     if region.dtype != dtype:
         cast = slabs.get(_CAST, max(end, slab.numel()))[part.at : end]
         cast.view(region.dtype).copy_(data.view(dtype))
         data = cast
-    return Block(part.number, part.begin * region.dtype.itemsize, data)
+    return RegionBlock(part.number, part.begin * region.dtype.itemsize, data)

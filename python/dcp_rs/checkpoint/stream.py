@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from dcp_rs.tensors.memory import space_of
 from dcp_rs.tensors.regions import read_ahead
 from dcp_rs.transfer.copy_stream import CopyStream, copy_stream_for, is_accelerator
 from dcp_rs.transfer.load import fill
-from dcp_rs.transfer.target import Target, groups
+from dcp_rs.transfer.target import Target, groups, stored_dtype
 from dcp_rs.transfer.upload import SlabLoad, make_transfer
 
 __all__ = ["stream"]
@@ -46,12 +47,12 @@ def stream(
     counts = Counts() if counts is None else counts
     chosen = [n for n in index.file_order() if numbers is None or n in numbers]
     stored = {n: entry for n in chosen if not (entry := index.tensor(n)).is_bytes}
-    # On meta: the streams make the memory when they need it.
-    targets = [Target.whole(number, entry, "meta") for number, entry in stored.items()]
     if is_accelerator(device):
+        # On meta: memory is made when its first bytes are there.
+        targets = [Target.whole(number, entry, "meta") for number, entry in stored.items()]
         tensors = _through_slabs(index, targets, device, options, counts)
     else:
-        tensors = _read_ahead(index, targets, options, counts)
+        tensors = _read_ahead(index, stored, options, counts)
     try:
         for number in chosen:
             name = index.name(number)
@@ -61,21 +62,25 @@ def stream(
 
 
 def _read_ahead(
-    index: _core.Index, targets: Sequence[Target], options: ReadOptions, counts: Counts
+    index: _core.Index,
+    entries: Mapping[int, _core.TensorEntry],
+    options: ReadOptions,
+    counts: Counts,
 ) -> Generator[torch.Tensor, None, None]:
     """Yield tensors in host memory, while a thread reads the next group of them."""
 
-    def read(group: Sequence[Target], _: int) -> list[torch.Tensor]:
-        made = [
-            replace(target, tensor=torch.empty_like(target.tensor, device="cpu"))
-            for target in group
-        ]
-        fill(index, made, options, counts)
-        return [target.tensor for target in made]
+    def read(group: Sequence[int], _: int) -> list[torch.Tensor]:
+        targets = [Target.whole(number, entries[number], "cpu") for number in group]
+        fill(index, targets, options, counts)
+        return [target.tensor for target in targets]
 
+    sizes = [
+        (number, stored_dtype(entry.name, entry.dtype).itemsize * math.prod(entry.shape))
+        for number, entry in entries.items()
+    ]
     # Two groups are in memory, one in use and one that is being read.
     limit = max(1, options.inflight_bytes(accelerator=False) // 2)
-    for _, tensors in read_ahead(groups(targets, limit), read):
+    for _, tensors in read_ahead(groups(sizes, limit), read):
         tensors.reverse()
         while tensors:
             yield tensors.pop()  # the consumer has the only reference

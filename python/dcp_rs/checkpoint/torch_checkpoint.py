@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,12 +41,9 @@ def read_whole(
     Raises:
         PlanError: the checkpoint does not hold all of a tensor.
     """
-    wanted = [Target.whole(number, index.tensor(number), "meta") for number in numbers]
-    check_held(index, [(one.index, one.offsets, one.tensor.shape) for one in wanted])
-    targets = [
-        replace(one, tensor=torch.empty(one.tensor.shape, dtype=one.dtype, device=device))
-        for one in wanted
-    ]
+    entries = [(number, index.tensor(number)) for number in numbers]
+    check_held(index, [(number, [0] * len(entry.shape), entry.shape) for number, entry in entries])
+    targets = [Target.whole(number, entry, device) for number, entry in entries]
     fill(index, targets, options, counts)
     return {target.name: target.tensor for target in targets}
 

@@ -52,7 +52,7 @@ from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
-from dcp_rs.tensors.memory import parts, why_not_raw
+from dcp_rs.tensors.memory import memory_of, why_not_raw
 from dcp_rs.transfer.save import Entry, as_object, refuse_meta
 from dcp_rs.transfer.stage import HostStager, Staging
 
@@ -653,4 +653,4 @@ def _memory(value: Any) -> Iterator[torch.Tensor]:
             yield from _memory(shard.tensor)
     elif isinstance(value, torch.Tensor) and _is_strided(value):
         with torch.no_grad():
-            yield from (part.tensor for part in parts(value))
+            yield from (part.tensor for part in memory_of(value))

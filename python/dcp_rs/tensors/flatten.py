@@ -18,7 +18,6 @@ __all__ = [
     "Flat",
     "flatten",
     "get_at",
-    "holds_only_tensors",
     "is_plain_state_dict",
     "is_stateful",
     "number_parameters",

@@ -16,7 +16,7 @@ from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES
 
 __all__ = [
-    "Part",
+    "DeviceMemory",
     "changes_seen",
     "check_fillable",
     "check_made",
@@ -24,7 +24,7 @@ __all__ = [
     "identity",
     "is_opaque",
     "is_plain",
-    "parts",
+    "memory_of",
     "space_of",
     "twins",
     "why_not_raw",
@@ -32,11 +32,11 @@ __all__ = [
 
 
 @dataclass(slots=True)
-class Part:
+class DeviceMemory:
     """Memory of one device.
 
     Attributes:
-        space: the number of the device. Parts of different devices share no bytes.
+        space: the number of the device. Two devices share no bytes.
         tensor: a tensor over the memory.
     """
 
@@ -80,11 +80,11 @@ def is_opaque(tensor: torch.Tensor) -> bool:
     )
 
 
-def parts(tensor: torch.Tensor) -> list[Part]:
+def memory_of(tensor: torch.Tensor) -> list[DeviceMemory]:
     """Return the memory of a tensor; of an opaque one, that of the tensors it names as inner."""
     if is_opaque(tensor):
-        return [part for inner in _torch.inner_tensors(tensor) for part in parts(inner)]
-    return [Part(space_of(tensor.device), tensor)] if _torch.has_memory(tensor) else []
+        return [part for inner in _torch.inner_tensors(tensor) for part in memory_of(inner)]
+    return [DeviceMemory(space_of(tensor.device), tensor)] if _torch.has_memory(tensor) else []
 
 
 #: Numbers of devices in this process. Host memory is 0.

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 __all__ = [
     "CopyStream",
-    "PairedCopyStream",
     "Transfer",
     "copy_stream_for",
     "is_accelerator",

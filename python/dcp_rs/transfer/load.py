@@ -11,7 +11,14 @@ from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.memory import check_fillable, check_made, is_opaque, is_plain, parts, space_of
+from dcp_rs.tensors.memory import (
+    check_fillable,
+    check_made,
+    is_opaque,
+    is_plain,
+    memory_of,
+    space_of,
+)
 from dcp_rs.transfer.target import Target, groups
 from dcp_rs.transfer.upload import upload
 
@@ -73,7 +80,7 @@ class Load:
         number = len(self._elsewhere)
         self._elsewhere.append(target)
         if is_opaque(target.tensor):
-            self._batch.add_opaque(number, target, parts(target.tensor))
+            self._batch.add_opaque(number, target, memory_of(target.tensor))
         else:
             self._batch.add_device_target(
                 number, target, space_of(target.tensor.device), there=True
@@ -129,7 +136,8 @@ def _fill_opaque(
     index: _core.Index, targets: Sequence[Target], options: ReadOptions, counts: Counts
 ) -> None:
     """Fill tensors that only their class can access, by ``copy_`` from host memory."""
-    for group in groups(targets, options.inflight_bytes(accelerator=False)):
+    sizes = ((target, target.nbytes) for target in targets)
+    for group in groups(sizes, options.inflight_bytes(accelerator=False)):
         stored = [
             replace(
                 target,

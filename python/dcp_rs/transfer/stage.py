@@ -217,7 +217,7 @@ class Staging:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _TensorCopy:
     """A tensor of a state dict to copy.
 
     Attributes:
@@ -243,7 +243,7 @@ class _Layout:
     """
 
     def __init__(self) -> None:
-        self.entries: dict[int, _Entry] = {}
+        self.entries: dict[int, _TensorCopy] = {}
         self.sizes: list[int] = []
         self._places: dict[Hashable, tuple[int, int]] = {}
 
@@ -255,7 +255,7 @@ class _Layout:
                 key = identity(source)
                 if key not in self._places:
                     self._places[key] = self._reserve(source.nbytes)
-                self.entries[id(value)] = _Entry(name, value, source, *self._places[key])
+                self.entries[id(value)] = _TensorCopy(name, value, source, *self._places[key])
         elif isinstance(value, Mapping):
             for key, entry in value.items():
                 self.add(entry, f"{name}.{key}" if name else str(key))

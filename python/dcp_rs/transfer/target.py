@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ from dcp_rs.tensors.dtypes import BY_NAME
 from dcp_rs.tensors.regions import unflatten
 
 __all__ = ["Target", "fills", "groups", "stored_dtype"]
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -52,16 +55,21 @@ class Target:
         return self.tensor.numel() * self.dtype.itemsize
 
 
-def groups(targets: Iterable[Target], max_bytes: int) -> Iterator[list[Target]]:
-    """Yield consecutive targets of up to ``max_bytes`` together, but at least one."""
-    group: list[Target] = []
-    nbytes = 0
-    for target in targets:
-        if group and nbytes + target.nbytes > max_bytes:
+def groups(items: Iterable[tuple[T, int]], max_bytes: int) -> Iterator[list[T]]:
+    """Yield consecutive items of up to ``max_bytes`` together, but at least one.
+
+    Args:
+        items: each item with its bytes.
+        max_bytes: the bound on the bytes of a group.
+    """
+    group: list[T] = []
+    total = 0
+    for item, nbytes in items:
+        if group and total + nbytes > max_bytes:
             yield group
-            group, nbytes = [], 0
-        group.append(target)
-        nbytes += target.nbytes
+            group, total = [], 0
+        group.append(item)
+        total += nbytes
     if group:
         yield group
 

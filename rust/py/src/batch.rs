@@ -31,7 +31,7 @@ struct Target<'py> {
     tensor: Bound<'py, PyAny>,
 }
 
-/// `dcp_rs.tensors.memory.Part`: a tensor, and the number of the device whose memory it is.
+/// `dcp_rs.tensors.memory.DeviceMemory`: a tensor, and the number of the device whose memory it is.
 #[derive(FromPyObject)]
 pub struct DeviceMemory<'py> {
     space: u32,
