@@ -104,7 +104,7 @@ test-all: test-rust $(VENV)/.fast  ## The slow Python tests as well
 # `+`: cargo takes its share of make's jobs.
 test-rust: $(VENV)/.uv  ## The Rust tests alone
 	+cargo test --no-fail-fast --package dcp-rs-core --package dcp-rs-remote --tests
-	+cargo test --package dcp-rs-core --doc
+	+cargo test --package dcp-rs-core --package dcp-rs-remote --doc
 
 test-python: $(VENV)/.fast  ## The Python tests alone
 	$(PY) $(PYTEST) $(ARGS)

@@ -44,10 +44,10 @@ def save(path, number):
 
 @pytest.mark.timeout(900)
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path):
-    one, four = kills("--kills", "16", "--kills-of-four", "4", "--folder", tmp_path)
-    assert (one["kills"], four["kills"], four["one_rank_only"]) == (16, 4, 2)
+    one, four = kills("--kills", "20", "--kills-of-four", "8", "--folder", tmp_path)
+    assert (one["kills"], four["kills"], four["one_rank_only"]) == (20, 8, 4)
     assert one["kept_old"] > 0
-    assert one["by_way"] == dict.fromkeys(Folder.ways, 6)
+    assert one["by_way"] == dict.fromkeys(Folder.ways, 4)
     assert one["children"] > 0
     assert four["by_way"] == {way: 2 for way in Folder.ways if way != "forks"}
 
