@@ -106,7 +106,8 @@ def test_a_save_tells_of_its_end(tmp_path, state):
 def test_readers_and_writers_go_to_other_processes_without_it(world):
     assert pickle.loads(pickle.dumps(RsReader(world, progress=print)))._source.progress is None
     assert (
-        pickle.loads(pickle.dumps(RsWriter(world, progress=lambda *_: None)))._how.progress is None
+        pickle.loads(pickle.dumps(RsWriter(world, progress=lambda *_: None)))._options.progress
+        is None
     )
 
 
