@@ -230,7 +230,7 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
-/// How to open a checkpoint.
+/// Options of [`Checkpoint::open_with`].
 ///
 /// ```
 /// # let path = "../../tests/compat/v1/sharded";

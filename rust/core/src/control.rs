@@ -1,4 +1,4 @@
-//! How a caller follows a long read or write, and stops it.
+//! Progress and cancellation of a long read or write.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -86,7 +86,7 @@ impl Control {
     }
 }
 
-/// When a wait is to be told of.
+/// Schedule of the notices about a wait.
 #[derive(Debug)]
 pub struct Reminder {
     begin: Instant,

@@ -81,13 +81,13 @@ impl Dtype {
         self.row().name
     }
 
-    /// Whether it is a real floating-point type, as torch counts them.
+    /// Returns whether it is a real floating-point type, as torch counts them.
     pub fn is_floating_point(self) -> bool {
         let name = self.name();
         name.starts_with("float") || name == "bfloat16"
     }
 
-    /// Whether its elements have an imaginary part.
+    /// Returns whether its elements have an imaginary part.
     pub fn is_complex(self) -> bool {
         self.name().starts_with("complex")
     }
@@ -97,12 +97,13 @@ impl Dtype {
         u64::from(self.row().size)
     }
 
-    /// What a data file's header calls it: `U8` for what safetensors or torch's reader cannot name.
+    /// Returns its name in a data file's header: `U8` for types that safetensors or torch's reader
+    /// cannot name.
     pub fn header_name(self) -> &'static str {
         self.row().header
     }
 
-    /// Whether the data file's header can name the type itself.
+    /// Returns whether a data file's header can name the type itself.
     pub fn is_native_to_safetensors(self) -> bool {
         self == Self::UINT8 || self.header_name() != "U8"
     }

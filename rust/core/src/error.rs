@@ -14,7 +14,7 @@ pub enum Error {
     /// There is no checkpoint at the path.
     #[error("no checkpoint at {}: {reason}", path.display())]
     NotFound {
-        /// What was looked for.
+        /// The path.
         path: PathBuf,
         /// Why it does not count as a checkpoint.
         reason: String,
@@ -24,7 +24,7 @@ pub enum Error {
     CorruptIndex {
         /// The index or header file.
         path: PathBuf,
-        /// Where in that file.
+        /// The offset in that file.
         offset: u64,
         /// The rule that does not hold.
         reason: String,
@@ -36,9 +36,9 @@ pub enum Error {
         path: PathBuf,
         /// FQN of the tensor concerned; empty where the whole file is.
         tensor: String,
-        /// Where in that file; none where the whole file is concerned.
+        /// The offset in that file; `None` if the whole file is concerned.
         offset: Option<u64>,
-        /// What is wrong: expected and got.
+        /// The reason: expected and got.
         reason: String,
     },
     /// Another save replaced the checkpoint since its index was opened, and removed the data files
@@ -55,15 +55,15 @@ pub enum Error {
         /// The place.
         path: PathBuf,
     },
-    /// What made room for a result could not be put back when that failed. It is whole, and in
-    /// another place.
+    /// A result could not be put in place, and the replaced folder could not be put back. That
+    /// folder is whole, at another path.
     #[error("could not put {} back: it is at {} now; move it back yourself: {source}", path.display(), at.display())]
     Displaced {
-        /// Where it was.
+        /// The original path.
         path: PathBuf,
-        /// Where it is.
+        /// The present path.
         at: PathBuf,
-        /// What failed first.
+        /// The first failure.
         source: Box<Error>,
     },
     /// A pickle asks for something that is not on the list of what is taken from one. Nothing was
@@ -72,7 +72,7 @@ pub enum Error {
     UnsafePickle {
         /// The file the pickle is in.
         path: PathBuf,
-        /// What it asks for, as `module.name`.
+        /// The global in the pickle, as `module.name`.
         global: String,
     },
     /// A quantized weight of a format that this version cannot read, or a part of one that is
@@ -83,7 +83,7 @@ pub enum Error {
         path: PathBuf,
         /// FQN of the weight, or of the part.
         tensor: String,
-        /// What was found.
+        /// The reason.
         reason: String,
     },
     /// Well-formed, but something this version cannot do.
@@ -99,31 +99,31 @@ pub enum Error {
         path: Option<PathBuf>,
         /// Its FQN.
         tensor: String,
-        /// What is wrong: for a save, with which chunk of which rank.
+        /// The reason; for a save, with the chunk and the rank.
         reason: String,
     },
     /// The operating system failed a call.
     #[error("{action} {}: {source}", path.display())]
     Io {
-        /// What was being done, as in "read".
+        /// The operation, as in "read".
         action: &'static str,
         /// The file it was done to.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A store refused a request, or did not answer it within the limits that were set.
     #[error("{action} {}: {reason}{}", path.display(), after(*attempts))]
     Storage {
-        /// What a caller can do about it.
+        /// The kind of fault, which decides what a caller can do.
         kind: StorageFault,
-        /// What was being done, as in "read".
+        /// The operation, as in "read".
         action: &'static str,
         /// The URL.
         path: PathBuf,
-        /// How often it was tried.
+        /// Number of attempts.
         attempts: u32,
-        /// What the store said, without anything that is secret.
+        /// The store's message, without secrets.
         reason: String,
     },
     /// Another process keeps a folder locked.
@@ -131,7 +131,7 @@ pub enum Error {
     Busy {
         /// The file that is locked.
         path: PathBuf,
-        /// How long it was waited for.
+        /// Length of the wait.
         seconds: u64,
     },
     /// A defect of this crate.
@@ -166,8 +166,8 @@ fn after(attempts: u32) -> String {
     }
 }
 
-/// What a file is to a checkpoint: the headers of data files serve as an index where there is no
-/// other.
+/// Returns the role of a file in a checkpoint. The headers of data files serve as an index if there
+/// is no other.
 fn kind_of(path: &Path) -> &'static str {
     match path.extension().and_then(OsStr::to_str) {
         Some("safetensors" | "distcp") => "header of the data file",
@@ -187,7 +187,7 @@ fn at_byte(offset: Option<u64>) -> String {
 
 #[doc(hidden)] // for the crates of this repository
 impl Error {
-    /// What a store did with one request.
+    /// Outcome of one request to a store.
     #[doc(hidden)]
     pub fn storage(
         kind: StorageFault,

@@ -1,6 +1,6 @@
-//! What fuzzers, and the tests that replay their inputs, do with bytes: take them as what they
-//! claim to be, and use all that the checks let through. A panic, a large allocation or a hang is
-//! the finding; each function says whether it accepted.
+//! Entry points of the fuzzers, and of the tests that replay their inputs. Each parses bytes and
+//! uses everything that passes the checks. A panic, a large allocation or a hang is a finding; each
+//! function returns whether it accepted the input.
 
 use std::path::Path;
 
@@ -137,8 +137,8 @@ mod tests {
         }
     }
 
-    /// What fuzzers do without feedback: changes bytes, takes some out, repeats some, puts in
-    /// numbers that are likely to hurt.
+    /// Mutates an input as fuzzers do without feedback: changes, removes and repeats bytes, and
+    /// inserts numbers that are likely to break a parser.
     fn mutate(seed: &[u8], other: &[u8], numbers: &mut Numbers) -> Vec<u8> {
         const NASTY: [u64; 8] = [0, 1, 0x7f, 0xff, 0xffff_ffff, i64::MAX as u64, 1 << 63, u64::MAX];
         let mut bytes = seed.to_vec();

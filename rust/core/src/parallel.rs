@@ -11,7 +11,7 @@ use crate::store::spare_address_space;
 
 /// Calls that tell whether the others will wait.
 const FIRST: usize = 8;
-/// What takes longer waits for a server, or for a program: a look into memory takes some
+/// A call that takes longer waits for a server or for a program; a memory access takes
 /// microseconds.
 const WAIT: Duration = Duration::from_micros(100);
 /// Calls that wait at a time.
@@ -82,7 +82,7 @@ pub(crate) fn map<T: Send + Sync>(
     Ok(made.into_iter().filter_map(OnceLock::into_inner).collect())
 }
 
-/// What [`map_waiting`] made, and whether it had to wait for it.
+/// Result of [`map_waiting`], and whether the call waited.
 pub(crate) struct Waited<T> {
     pub made: Vec<T>,
     pub waits: bool,
@@ -114,7 +114,7 @@ pub(crate) fn map_waiting<T: Send + Sync>(
     Ok(Waited { made, waits })
 }
 
-/// What both make, at a time: the first on a thread of its own, where the system has one to give.
+/// Runs both at a time: the first on a thread of its own, if the system has one to give.
 pub(crate) fn both<A: Send, B>(
     first: impl FnOnce() -> A + Send,
     second: impl FnOnce() -> B,

@@ -1,12 +1,12 @@
-//! What stays in the folder of a checkpoint, and what leads out of it: the one rule, for names in
-//! indexes, in the metadata of others, and for symbolic links.
+//! The one rule about paths that leave the folder of a checkpoint: for names in indexes, in foreign
+//! metadata, and for symbolic links.
 
 use std::ffi::OsStr;
 use std::io;
 use std::path::{Component, Path};
 use std::sync::Arc;
 
-/// Where a name leads to, by its letters, seen from the folder of whatever names it.
+/// Target of a name, by its letters, seen from the folder of the index that contains it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
     /// To something in the folder, in the one way to write that: parts with `/` between, none of
@@ -20,7 +20,7 @@ pub enum Reach {
     Nowhere,
 }
 
-/// Where `name` leads to.
+/// Classifies the target of `name`.
 #[must_use]
 pub fn reach(name: &str) -> Reach {
     if name.is_empty() || name.contains('\0') {
@@ -37,7 +37,7 @@ pub fn reach(name: &str) -> Reach {
     }
 }
 
-/// Which symbolic links are followed to a data file.
+/// Policy for symbolic links to a data file.
 #[derive(Clone, Debug)]
 pub enum Links {
     /// Any: the caller allows it, or the name was found by looking into the folder and not in a
@@ -48,12 +48,12 @@ pub enum Links {
     Within {
         /// The folder.
         folder: Arc<Path>,
-        /// Whether the last part of a path may be a link to something in it. The parts before may.
+        /// True if the last part of a path may be a link to a file in it. Earlier parts may.
         last: bool,
     },
 }
 
-/// What becomes of a path.
+/// Decision about a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It may be opened, links followed.
@@ -65,7 +65,7 @@ pub enum Verdict {
 }
 
 impl Links {
-    /// Whether a path can lead through links before its last part.
+    /// Returns whether a path can lead through links before its last part.
     pub(crate) fn may_turn(&self, path: &Path) -> bool {
         matches!(self, Self::Within { folder, .. } if path.parent() != Some(folder))
     }
@@ -96,9 +96,9 @@ impl Links {
     }
 }
 
-/// Whether `folder` lies in a snapshot of a repository in Hugging Face's cache, and `target` is a
-/// file of the same repository: `models--org--name/snapshots/<revision>/…` and
-/// `models--org--name/blobs/<digest>`. Both without links.
+/// Returns whether `folder` lies in a snapshot of a repository in Hugging Face's cache and `target`
+/// is a file of the same repository: `models--org--name/snapshots/<revision>/…` and
+/// `models--org--name/blobs/<digest>`. Both are without links.
 fn is_in_hub_cache(folder: &Path, target: &Path) -> bool {
     let is_repository = |name: &OsStr| {
         let name = name.as_encoded_bytes();

@@ -4,8 +4,8 @@ use proc_macro::TokenStream;
 use quote::quote;
 use syn::{Block, Error, ImplItem, Item, ReturnType, Type, parse_macro_input, parse_quote};
 
-/// Of a `#[pyfunction]`, or of all functions of a `#[pymethods]` block (it stands before either): a
-/// panic becomes an `InternalError`. What returns no `PyResult` returns one then.
+/// Turns a panic into an `InternalError`, in a `#[pyfunction]` or in all functions of a
+/// `#[pymethods]` block. It stands before either. A function without a `PyResult` gets one.
 #[proc_macro_attribute]
 pub fn guarded(_: TokenStream, item: TokenStream) -> TokenStream {
     let mut item = parse_macro_input!(item as Item);

@@ -54,7 +54,7 @@ impl Batch {
         Self { index, gather, passes: Passes::default(), common: None }
     }
 
-    /// What a target is a region of, and the tensor that this belongs to.
+    /// Returns the source of a target's region, and the tensor that it belongs to.
     fn source(&self, target: &Target<'_>) -> PyResult<(Source, u32)> {
         let index = self.index.get();
         if target.of_chunk {
@@ -83,7 +83,7 @@ impl Batch {
         &self.gather
     }
 
-    /// What is known of what others want.
+    /// Returns the sections that other ranks read too, if they are known.
     pub fn common(&self) -> Option<&SharedSections> {
         self.common.as_deref()
     }
@@ -187,7 +187,7 @@ impl Batch {
         self.common = Some(common);
     }
 
-    /// What goes through slabs in a pass: numbers for `SlabReader.create`.
+    /// Returns the numbers of a pass for `SlabReader.create`.
     fn wants(&self, number: usize) -> PyResult<Vec<usize>> {
         self.check_pass(number)?;
         Ok(self.gather.wants(&self.passes, number))

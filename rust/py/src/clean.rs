@@ -1,4 +1,4 @@
-//! What killed saves left, as Python sees it.
+//! Leftovers of killed saves, for Python.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::interrupt;
 use crate::panics::guarded;
 use crate::rows::Leftover;
 
-/// What killed saves and conversions left at `path`; nothing is changed.
+/// Lists the leftovers of killed saves and conversions at `path`; changes nothing.
 #[guarded]
 #[pyfunction]
 pub fn leftovers(
@@ -36,7 +36,7 @@ pub fn clean(py: Python<'_>, path: PathBuf, older_than: Option<f64>) -> PyResult
     Ok(to_rows(cleaned))
 }
 
-/// What is gone, what was left alone, and why other things could not be removed.
+/// Removed leftovers, kept ones, and errors of removals.
 pub type CleanedRows = (Vec<Leftover>, Vec<Leftover>, Vec<String>);
 
 pub fn to_rows(cleaned: Cleaned) -> CleanedRows {

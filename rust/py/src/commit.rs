@@ -1,5 +1,4 @@
-//! What makes a save visible: its index, merged and put in place; and what of its folder comes
-//! before and after, as Python sees them.
+//! Commits, for Python: merges and publishes an index, and handles the files before and after.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -79,7 +78,7 @@ pub fn commit_indexes(
     commit_one(py, &folder, rank, || Index::from_bytes(builder.build()?, &path), items, &to)
 }
 
-/// What is committed to, and what is asked of it.
+/// Destination of a commit, and its options.
 enum To<'a> {
     Disk { replace: bool, fsync: bool },
     Store(&'a Store),

@@ -22,8 +22,8 @@ const CPU: i32 = 1;
 /// Code, bits and lanes.
 pub type ElementType = [u8; 4];
 
-/// Whether only one of torch's dtypes is called so. Integers of a few bits are called as those of 8
-/// are; and of two complex types of 32 bits one is refused, so far.
+/// Returns whether only one of torch's dtypes has this element type. Integers of a few bits share
+/// it with those of 8 bits, and one of two complex types of 32 bits is refused so far.
 pub const fn is_one_dtype([code, bits, ..]: ElementType) -> bool {
     const INT: u8 = 0;
     const UINT: u8 = 1;
@@ -62,13 +62,13 @@ type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
 /// raised.
 pub struct Refused;
 
-/// What a class of tensors offers.
+/// DLPack functions of a class of tensors.
 pub struct Exchange {
     describe: Describe,
 }
 
 impl Exchange {
-    /// That of `class`, if it has one of this version.
+    /// Returns those of `class`, if it has some of this version.
     pub fn of(class: &Bound<'_, PyAny>) -> Option<Self> {
         let found = class.getattr(intern!(class.py(), "__dlpack_c_exchange_api__")).ok()?;
         let table =
@@ -79,8 +79,8 @@ impl Exchange {
         (table.major == MAJOR).then_some(Self { describe: table.describe? })
     }
 
-    /// Of what type the elements of a tensor of the class are, and where they lie; `None` where
-    /// that is no address in host memory.
+    /// Returns the element type and layout of a tensor of the class; `None` if it is not in host
+    /// memory.
     pub fn layout(
         &self,
         tensor: &Bound<'_, PyAny>,

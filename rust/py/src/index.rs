@@ -28,9 +28,9 @@ use crate::rows::{ChunkEntry, FileEntry, TensorEntry};
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Index {
     pub inner: Arc<format::Index>,
-    /// Whether names that lead out of the folder may be opened.
+    /// True if names that lead out of the folder may be opened.
     pub allow_external: bool,
-    /// Of what files of `torch.save` hold.
+    /// Reader of the values in files of `torch.save`.
     pub values: ValueReader,
 }
 
@@ -91,13 +91,13 @@ impl Index {
         FsPath(self.inner.path().to_owned())
     }
 
-    /// Whether no file holds it: it was made of what others wrote at `path`.
+    /// Returns whether no file holds it: it was derived from a foreign checkpoint at `path`.
     #[getter]
     fn is_in_memory(&self) -> bool {
         self.inner.is_in_memory()
     }
 
-    /// Whether the data files are no files of this system.
+    /// Returns whether the data files are on a store.
     #[getter]
     fn is_remote(&self) -> bool {
         self.inner.remote().is_some()
@@ -144,7 +144,7 @@ impl Index {
         self.inner.chunk_count()
     }
 
-    /// Whether any chunk has digests.
+    /// Returns whether any chunk has digests.
     fn has_digests(&self) -> bool {
         (0..self.inner.chunk_count()).any(|chunk| self.inner.chunk(chunk).digests.is_some())
     }
@@ -243,14 +243,14 @@ impl Index {
         self.inner.chunk(chunk).strides.map(|strides| extent_to_py(py, &strides)).transpose()
     }
 
-    /// Whether the bytes of a chunk are its elements, so that they can be used where they lie.
+    /// Returns whether the bytes of a chunk are its elements, so that they can be used in place.
     fn is_in_place(&self, chunk: u64) -> PyResult<bool> {
         self.check_chunk(chunk)?;
         let view = self.inner.chunk(chunk);
         Ok(view.coded.is_none() && !view.signs.conjugate && !view.signs.negative)
     }
 
-    /// Whether it has logical tensors, of which no index file knows.
+    /// Returns whether it has logical tensors, which no index file lists.
     #[getter]
     fn is_view(&self) -> bool {
         self.inner.is_view()
@@ -313,8 +313,8 @@ impl Index {
         Ok(self.view(derived.into_py(py)?))
     }
 
-    /// Whether the elements of a chunk are the conjugates of its bytes, and whether they are their
-    /// negatives.
+    /// Returns whether the elements of a chunk are the conjugates of its bytes, and whether they
+    /// are the negatives.
     fn chunk_signs(&self, chunk: u64) -> PyResult<(bool, bool)> {
         self.check_chunk(chunk)?;
         let signs = self.inner.chunk(chunk).signs;
@@ -365,7 +365,7 @@ impl Index {
         used.into_iter().zip(linked).collect()
     }
 
-    /// Where the data files are, in the order of `files`.
+    /// Returns the paths of the data files, in the order of `files`.
     fn file_paths(&self) -> Vec<FsPath> {
         let count = self.inner.file_count();
         (0..count).map(|file| FsPath(self.inner.file_path(file))).collect()

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::error::IntoPy;
 
-/// How often signals are looked at.
+/// Interval at which signals are checked.
 const PERIOD: Duration = Duration::from_millis(20);
 
 /// [`run_with`] without progress.

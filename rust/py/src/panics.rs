@@ -11,7 +11,7 @@ use crate::error::InternalError;
 
 pub use dcp_rs_py_macros::guarded;
 
-/// What the last panic said, and where. It may be caught by another thread than it happened on.
+/// Message and place of the last panic. Another thread than the panicking one may catch it.
 static LAST: Mutex<Option<(String, String)>> = Mutex::new(None);
 
 /// Runs what Python asked for.
@@ -33,7 +33,7 @@ pub fn internal_error(what: &str, place: Option<&str>) -> PyErr {
     ))
 }
 
-/// Has panics say where they happened.
+/// Installs a hook that remembers the places of panics.
 pub fn remember_places() {
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info: &PanicHookInfo<'_>| {

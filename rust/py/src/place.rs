@@ -1,4 +1,4 @@
-//! How a result takes the place of what was there before, as Python sees it.
+//! Replacement of an earlier result, for Python.
 
 use std::path::PathBuf;
 
@@ -9,13 +9,13 @@ use crate::error::IntoPy as _;
 use crate::interrupt;
 use crate::panics::guarded;
 
-/// What is at a path, to tell later whether it is still that.
+/// Fingerprint of a path, to tell later whether it has changed.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Fingerprint {
     inner: store::Fingerprint,
 }
 
-/// What is at a path now; `None` where there is nothing.
+/// Returns the fingerprint of a path, or `None` if nothing is there.
 #[guarded]
 #[pyfunction]
 pub fn fingerprint(py: Python<'_>, path: PathBuf) -> PyResult<Option<Fingerprint>> {

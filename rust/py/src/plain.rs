@@ -23,17 +23,17 @@ use crate::index::Index;
 use crate::interrupt;
 use crate::panics::guarded;
 
-/// What the planner says is plain: exact types, and the dtypes of the format.
+/// The planner's definition of plain tensors: exact types, and the dtypes of the format.
 pub struct Plain<'py> {
     types: Vec<Bound<'py, PyType>>,
     dtypes: HashMap<usize, Dtype>,
     strided: Bound<'py, PyAny>,
-    /// Where torch has it.
+    /// DLPack's functions, if torch has them.
     exchange: Option<Exchange>,
-    /// What it calls the dtypes that were met so far, as far as it calls no others so.
+    /// Dtypes met so far, by element type; `None` if other dtypes share it.
     met: RefCell<Vec<(ElementType, Option<Dtype>)>>,
-    /// Whether it refused a tensor. That takes as long as a thousand tensors do, so none is tried
-    /// again.
+    /// True if DLPack refused a tensor. A refusal takes as long as a thousand tensors, so there is
+    /// no second try.
     refused: Cell<bool>,
 }
 
@@ -45,8 +45,7 @@ pub struct HostTensor {
     pub address: usize,
 }
 
-/// Where the elements of a strided tensor lie. Strides are in elements; what was freed has the
-/// address 0.
+/// Layout of a strided tensor. Strides are in elements; freed memory has the address 0.
 pub struct Layout {
     pub shape: Dims,
     pub strides: Dims,
@@ -81,7 +80,7 @@ impl Layout {
 /// No storage lies below it; what a freed one leaves of the address of a view is the offset.
 const LOWEST: usize = 1 << 32;
 
-/// Whether nothing is behind the address of a tensor.
+/// Returns whether the memory of a tensor was freed.
 fn is_freed(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = tensor.py();
     let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
@@ -135,8 +134,8 @@ impl<'py> Plain<'py> {
         Ok((!freed).then_some(HostTensor { dtype, shape, strides, address }))
     }
 
-    /// Of what dtype the elements are, and where they lie; `None` of what is not strided, not in
-    /// host memory, or of none of the dtypes.
+    /// Returns the dtype and layout of a tensor; `None` if it is not strided, not in host memory,
+    /// or of another dtype.
     fn layout(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<(Dtype, Layout)>> {
         if let Some(exchange) = self.exchange.as_ref().filter(|_| !self.refused.get()) {
             match exchange.layout(tensor) {
@@ -227,9 +226,9 @@ struct Matches<'a> {
     gather: Gather,
     /// The places of those that are not plain, or do not fit.
     others: Vec<usize>,
-    /// How many were added.
+    /// Number of tensors that were added.
     count: usize,
-    /// Where the next name may be: state dicts are often in the order of their names, or nearly.
+    /// Guess for the next name: state dicts are often nearly in the order of their names.
     near: u32,
 }
 
@@ -257,7 +256,7 @@ impl<'a> Matches<'a> {
         }
     }
 
-    /// What it is in the index, if the next tensor was added.
+    /// Returns the number of the tensor in the index, if the next tensor can be added.
     fn find(&mut self, host: HostTensor) -> Option<u32> {
         let stored = self.index.find_near(&self.names[self.count], self.near)?;
         let view = self.index.tensor(stored);

@@ -58,7 +58,7 @@ impl Store {
         Ok(begun.generation)
     }
 
-    /// Whether a folder has an index; with `rank`, of that rank alone.
+    /// Returns whether a folder has an index; with `rank`, a rank-local one.
     fn has_index(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>) -> PyResult<bool> {
         self.ask(py, |connection, control| {
             checkpoint::is_there_remote(&folder, rank, connection, control)
@@ -106,8 +106,8 @@ impl Store {
         Ok(to_rows(cleaned))
     }
 
-    /// What is right in each of some folders: its files (name, length, seconds since it was stored,
-    /// tag), and the names of its folders.
+    /// Lists some folders: for each its files (name, length, seconds since it was stored, tag) and
+    /// the names of its folders.
     fn list(&self, py: Python<'_>, folders: Vec<PathBuf>) -> PyResult<Vec<FolderRows>> {
         let found =
             self.ask(py, |connection, control| store::list_folders(&folders, connection, control))?;
@@ -135,7 +135,7 @@ impl Store {
         })
     }
 
-    /// Whether the store refuses to store a file in `folder` whose condition does not hold.
+    /// Returns whether the store refuses a file in `folder` whose condition does not hold.
     fn asks_conditions(&self, py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
         self.ask(py, |connection, control| connection.keeps_conditions(&folder, control))
     }
@@ -149,7 +149,7 @@ impl Store {
         })
     }
 
-    /// Whether a file has these bytes, and is the one that was seen before, if one was.
+    /// Returns whether a file has these bytes, and is the version seen before, if one was seen.
     fn has(&self, py: Python<'_>, path: PathBuf, data: Vec<u8>) -> PyResult<bool> {
         let found =
             self.ask(py, |connection, control| store::has(&path, &data, connection, control))?;
@@ -218,14 +218,14 @@ impl Store {
         })
     }
 
-    /// Whether the store refuses to replace what is not what it was; true as long as that is not
-    /// known.
+    /// Returns whether the store refuses to replace an object that changed meanwhile; true until
+    /// that is known.
     #[getter]
     fn keeps_conditions(&self) -> bool {
         self.begun().is_none_or(|begun| begun.keeps_conditions)
     }
 
-    /// Whether there was an index when the save began, which it replaces.
+    /// Returns whether there was an index when the save began, which it replaces.
     #[getter]
     fn replaces(&self) -> bool {
         self.begun().is_some_and(|begun| begun.replaces)
@@ -290,8 +290,7 @@ fn told_with(
     done.map_err(|raised| with_cause(py, raised, stored))
 }
 
-/// What a signal raised stands for what came of it, and says no more than that: `stored` is its
-/// cause.
+/// Sets `stored`, the outcome of a request, as the cause of the exception that a signal raised.
 pub fn with_cause(py: Python<'_>, raised: PyErr, stored: Option<Error>) -> PyErr {
     if let Some(stored) = stored
         && !raised.is_instance_of::<StorageUnclearError>(py)

@@ -1,4 +1,4 @@
-//! What a save need not write, as Python compares it.
+//! Comparison of items with a parent checkpoint, for Python.
 
 use std::sync::Arc;
 

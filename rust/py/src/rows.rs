@@ -1,5 +1,4 @@
-//! What crosses to Python and back in more than three fields: objects that cannot be changed, with
-//! a name for each field.
+//! Immutable objects that cross to Python and back, with a name for each field.
 
 use std::path::PathBuf;
 
@@ -40,7 +39,7 @@ impl TensorEntry {
     }
 }
 
-/// Where a chunk is in its file, and in its tensor.
+/// Place of a chunk in its file and in its tensor.
 #[pyclass(frozen, get_all, module = "dcp_rs._core")]
 pub struct ChunkEntry {
     file: u32,
@@ -85,7 +84,7 @@ impl FileEntry {
     }
 }
 
-/// What a chunk holds of a region.
+/// Part of a region in one chunk.
 #[pyclass(frozen, get_all, module = "dcp_rs._core")]
 pub struct Overlap {
     chunk: u64,
@@ -131,7 +130,7 @@ impl Damage {
     }
 }
 
-/// What a killed save or conversion left.
+/// Leftover of a killed save or conversion.
 #[pyclass(frozen, get_all, module = "dcp_rs._core")]
 pub struct Leftover {
     path: PathBuf,
@@ -161,7 +160,7 @@ impl From<checkpoint::Leftover> for Leftover {
     }
 }
 
-/// What a read took, in bytes; and the pieces of files that it asked for, each in one go.
+/// Statistics of a read, in bytes, and the number of its jobs.
 #[pyclass(frozen, get_all, module = "dcp_rs._core")]
 pub struct ReadStats {
     wanted: u64,

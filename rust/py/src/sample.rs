@@ -1,4 +1,4 @@
-//! What the ranks of a machine want alike, as Python sees it.
+//! Bytes that several ranks of a machine read, for Python.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use crate::error::{IntoPy, PlanError};
 use crate::index::Index;
 use crate::panics::guarded;
 
-/// What a rank reads of a checkpoint, as a message of fixed size.
+/// Bytes that a rank reads of a checkpoint, as a message of fixed size.
 #[pyclass(module = "dcp_rs._core")]
 pub struct Sample {
     index: Py<Index>,
     inner: gather::Sample,
 }
 
-/// Which sections of a checkpoint others read too.
+/// Sections of a checkpoint that other ranks read too.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct SharedSections {
     pub inner: Arc<gather::SharedSections>,

@@ -55,7 +55,7 @@ impl SaveItem {
     }
 }
 
-/// What `items` are, for the core.
+/// Converts `items` for the core.
 pub fn items_of(items: &[Bound<'_, SaveItem>]) -> Vec<write::SaveItem> {
     items.iter().map(|item| item.get().inner.clone()).collect()
 }

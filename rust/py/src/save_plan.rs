@@ -1,4 +1,4 @@
-//! What one rank saves, and the coordinator's part of it.
+//! Items of one rank, and the coordinator's part of a save plan.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -39,12 +39,12 @@ struct Inner {
     plain: Vec<usize>,
 }
 
-/// What of a plan goes to the files of a save.
+/// Items of a plan that go to the files of a save.
 #[derive(Default)]
 pub struct Planned {
     /// Number in the save, place in the list, bytes; of those that are written.
     pub plain: Vec<(u32, usize, u64)>,
-    /// How many of the items are plain.
+    /// Number of plain items.
     pub count: usize,
     /// For each item, in which turn it is written; empty where nobody says it.
     pub turns: Vec<u32>,
@@ -154,7 +154,7 @@ impl SavePlan {
         self.lock().items.len()
     }
 
-    /// What the coordinator has to know of the items, in few bytes.
+    /// Returns the items in few bytes, for the coordinator.
     fn request<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &save_plan::encode(&self.lock().items))
     }
@@ -198,8 +198,8 @@ impl SavePlan {
         Save::begin(py, &to(&folder, store), items, info, &options, planned, reuse)
     }
 
-    /// What `parent` may hold of what `create` would write. `frozen`, for each item: the caller
-    /// says that it never changes; `trusted`: also that it did not since the parent was saved.
+    /// Compares the items of `create` with `parent`. `frozen`, for each item: the caller says that
+    /// it never changes; `trusted`: nor did it since the parent was saved.
     fn reuse(
         &self,
         py: Python<'_>,

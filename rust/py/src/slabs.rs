@@ -17,7 +17,7 @@ use crate::panics::guarded;
 use crate::read::{Options, read_options};
 use crate::rows::ReadStats;
 
-/// How often signals are looked at.
+/// Interval at which signals are checked.
 const PERIOD: Duration = Duration::from_millis(20);
 
 /// Bytes of a slab, and the part of a target that they fill.
@@ -25,7 +25,7 @@ const PERIOD: Duration = Duration::from_millis(20);
 pub struct Copy {
     /// Number of the target.
     target: usize,
-    /// Which of the wants that the reader was given it is a part of.
+    /// Number of the reader's region that it is a part of.
     want: usize,
     /// First byte in the slab.
     at: u64,
@@ -61,7 +61,7 @@ impl Copy {
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct SlabReader {
     plan: Arc<Plan>,
-    /// What holds the memory of the slabs comes after the session, so that it goes after it.
+    /// The owner of the slabs' memory is declared after the session, so that it is dropped later.
     running: OnceLock<(Session, Py<PyAny>)>,
 }
 
@@ -92,13 +92,13 @@ impl SlabReader {
         Ok(Self { plan: Arc::new(plan), running: OnceLock::new() })
     }
 
-    /// How many batches there are.
+    /// Returns the number of batches.
     #[getter]
     fn batch_count(&self) -> usize {
         self.plan.batches().len()
     }
 
-    /// How many slabs are best filled at a time.
+    /// Returns the number of slabs to fill at a time.
     #[getter]
     fn workers(&self) -> usize {
         self.plan.workers()

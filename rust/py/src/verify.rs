@@ -92,7 +92,7 @@ pub fn block_digest(data: &[u8]) -> u64 {
     dcp_rs_core::format::block_digest(data)
 }
 
-/// Whether `folder` holds data files of this package.
+/// Returns whether `folder` holds data files of this package.
 #[guarded]
 #[pyfunction]
 pub fn has_native_data(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {

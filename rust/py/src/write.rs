@@ -29,10 +29,10 @@ use crate::template::Template;
 pub struct Save {
     inner: Mutex<State>,
     planned: Planned,
-    /// Of all items that are written, in bytes.
+    /// Bytes of all items that are written.
     #[pyo3(get)]
     bytes: u64,
-    /// Of those that a parent holds, and that are linked, or copied by a store.
+    /// Bytes of items that a parent holds, and that are linked, or copied by a store.
     #[pyo3(get)]
     bytes_reused: u64,
     /// Requests to a store that have the bytes in them, or have it copy some.
@@ -41,8 +41,8 @@ pub struct Save {
     /// Why files of the parent could not be linked, or copied.
     #[pyo3(get)]
     problems: Vec<String>,
-    /// Whether all that is to be written is collected first: parts of a store's objects that wait
-    /// for others take memory.
+    /// True if all parts are collected before the first write: incomplete parts of a store's
+    /// objects take memory.
     at_once: bool,
     process: u32,
 }
@@ -157,7 +157,7 @@ impl Save {
         Ok(self.lock(py)?.save.as_ref().ok_or_else(closed)?.is_reused())
     }
 
-    /// How many plain tensors come first among the items, where the save was created from a plan.
+    /// Returns the number of plain tensors, which come first among the items of a plan.
     #[getter]
     fn plain_count(&self) -> usize {
         self.planned.count
@@ -298,7 +298,7 @@ impl Save {
         }
     }
 
-    /// What a fork holds of it is its parent's: one of the parent's threads may have had the lock.
+    /// Locks the state. In a fork it fails: a thread of the parent may have had the lock.
     fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, State>> {
         if self.process != std::process::id() {
             return Err(PlanError::new_err(
@@ -309,7 +309,7 @@ impl Save {
     }
 }
 
-/// Where a save goes.
+/// Destination of a save.
 pub enum To<'a> {
     Folder(&'a Path),
     Store(&'a Path, Arc<dyn Remote>),
@@ -371,7 +371,7 @@ pub fn parts_of(values: &[(u32, PyBackedBytes)]) -> Vec<Part<'_>> {
         .collect()
 }
 
-/// How files are written, as keyword arguments.
+/// Keyword arguments of [`WriteOptions`].
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct Options {
@@ -383,7 +383,7 @@ struct Options {
     local_ranks: usize,
 }
 
-/// Which save it is, as keyword arguments.
+/// Keyword arguments of [`SaveInfo`].
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct Info {

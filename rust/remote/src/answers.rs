@@ -1,5 +1,5 @@
-//! What an error of a client means: whether to try again, and what to tell the caller. Of what
-//! servers send no more is told than its code: an error's body may repeat what was signed.
+//! Classification of a client's errors: whether to try again, and the message for the caller. A
+//! message has only the server's error code, as an error's body may repeat signed data.
 
 use std::error::Error as StdError;
 use std::path::Path;
@@ -47,9 +47,9 @@ pub struct Failure {
     pub kind: StorageFault,
     pub is_worth_another_try: bool,
     pub reason: String,
-    /// What the server answered with, if it answered.
+    /// The server's status, if it answered.
     pub status: Option<u16>,
-    /// Whether it came as far as to be sent.
+    /// True if the request was sent.
     pub was_sent: bool,
 }
 
@@ -76,7 +76,7 @@ impl Failure {
         }
     }
 
-    /// What a client said.
+    /// Classifies a client's error.
     pub fn of(error: &object_store::Error) -> Self {
         let text = chain(error);
         let status = status(&text);
@@ -88,7 +88,7 @@ impl Failure {
         }
     }
 
-    /// Whether the store may have done what it was asked, and its answer was lost.
+    /// Returns whether the store may have carried out the request although its answer was lost.
     pub fn may_be_done(&self) -> bool {
         let passes = |status| matches!(status, 408 | 500 | 502..=506 | 508..);
         self.was_sent && self.status.is_none_or(passes)
@@ -213,12 +213,12 @@ pub fn blames_credentials(status: u16, text: &str) -> bool {
     }
 }
 
-/// Whether the bucket, or the container, is not there.
+/// Returns whether the bucket, or the container, does not exist.
 fn is_no_bucket(text: &str) -> bool {
     matches!(code(text), Some("NoSuchBucket" | "ContainerNotFound"))
 }
 
-/// Whether a client that sends nothing says so.
+/// Returns whether the client itself refused to send the request.
 fn is_of_the_client(error: &object_store::Error, text: &str) -> bool {
     use object_store::Error as E;
     matches!(error, E::NotImplemented { .. } | E::InvalidPath { .. })
@@ -226,7 +226,7 @@ fn is_of_the_client(error: &object_store::Error, text: &str) -> bool {
         || text.contains("Version required")
 }
 
-/// What happened to a request that got no answer.
+/// Classifies a request without an answer.
 fn transport(error: &(dyn StdError + 'static)) -> Option<HttpErrorKind> {
     found::<HttpError>(error).map(HttpError::kind)
 }

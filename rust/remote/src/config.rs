@@ -22,7 +22,7 @@ use crate::secrets::Secrets;
 use crate::transport::{Hold, Transport};
 use crate::unsupported;
 
-/// What speaks for itself.
+/// Protocols of stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreKind {
     S3,
@@ -31,7 +31,7 @@ pub enum StoreKind {
     Http,
 }
 
-/// How long, and how often, a request is tried.
+/// Time limits and numbers of attempts of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Since it last got anywhere.
@@ -55,7 +55,7 @@ impl Default for Limits {
     }
 }
 
-/// Where a store is, and how to speak to it. Its options may be secret: it has no `Debug`.
+/// Location of a store, and its options. They may be secret, so there is no `Debug`.
 pub struct Config {
     pub root: String,
     pub kind: StoreKind,
@@ -68,16 +68,15 @@ pub struct Config {
     authorities: Option<String>,
 }
 
-/// What speaks to a store.
+/// Clients of a store.
 #[derive(Clone)]
 pub struct Client {
     pub objects: Arc<dyn ObjectStore>,
-    /// Where objects can be stored in parts; elsewhere they are only read.
+    /// Client for objects in parts; `None` if the store is read only.
     pub parts: Option<Arc<dyn MultipartStore>>,
-    /// What says page by page which objects there are. A server of plain files has no way to say
-    /// it.
+    /// Client that lists objects page by page; `None` for a server of plain files.
     pub pages: Option<Arc<dyn PaginatedListStore>>,
-    /// What copies an object on a condition. Other clients than that for S3 have no way to say one.
+    /// Client for conditional copies; `None` except for S3.
     pub copying: Option<Arc<Copying>>,
 }
 
@@ -98,13 +97,13 @@ impl Client {
     }
 }
 
-/// What makes clients of S3 for copies, each of which names the tag that the source has to have:
-/// where the client would ask that nothing is of the new name, which is nobody else's here, it asks
-/// for that. Their connections are of one pool.
+/// Builder of S3 clients for copies, each of which names the tag that the source must have. The
+/// client's condition that the new name is free is replaced by that one: no other save uses the
+/// name. All clients share one pool of connections.
 pub struct Copying(AmazonS3Builder);
 
 impl Copying {
-    /// What copies only an object with this tag
+    /// Builds a client that copies only an object with this tag
     /// ([`CopyMode::Create`](object_store::CopyMode::Create)).
     pub fn only(&self, tag: &str) -> object_store::Result<Arc<dyn ObjectStore>> {
         let asks = S3CopyIfNotExists::Header("x-amz-copy-source-if-match".into(), tag.into());
@@ -195,7 +194,7 @@ impl Config {
         Ok(())
     }
 
-    /// What the environment says of such a store.
+    /// Returns the settings for such a store in the environment.
     fn environment(&self) -> Vec<(String, String)> {
         let prefix = match self.kind {
             StoreKind::S3 => "AWS_",
@@ -210,7 +209,7 @@ impl Config {
             .collect()
     }
 
-    /// What tells this store, and how it is spoken to, from others in this process.
+    /// Returns a hash that tells this store and its options from others in this process.
     pub fn fingerprint(&self) -> u64 {
         let mut options = self.environment();
         options.extend_from_slice(&self.options);
@@ -319,9 +318,9 @@ impl Config {
         builder.with_bucket_name(&self.place).with_retry(once())
     }
 
-    /// What removes an object only if it has this tag: a client whose requests all say so, for it
-    /// has no word for it where something is removed. `None` of stores whose clients have no way to
-    /// say it at all.
+    /// Builds a client that removes an object only if it has this tag. The client has no condition
+    /// for removals, so the header goes with all of its requests. `None` for stores whose clients
+    /// cannot send one.
     pub fn removing(
         client: &Client,
         tag: &str,
@@ -332,7 +331,7 @@ impl Config {
         Ok(Some(Arc::new(copying.saying(IF_MATCH, tag)?)))
     }
 
-    /// What completes an upload only where there is no object of its name; as
+    /// Builds a client that completes an upload only if no object has its name; as
     /// [`removing`](Self::removing).
     pub fn completing_new(
         client: &Client,

@@ -1,4 +1,4 @@
-//! What lives for a call: what a store is asked over a session.
+//! Connection to a store for the length of a call.
 #![allow(unsafe_code)] // parts are fetched to memory by address
 
 use std::collections::HashMap;

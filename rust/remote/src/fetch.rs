@@ -65,10 +65,10 @@ pub async fn start(
     }
 }
 
-/// What came so far of the beginning of a file.
+/// The beginning of a file so far.
 #[derive(Default)]
 struct Begun {
-    /// What the file was when it was first answered for.
+    /// The version of the file in the first answer.
     seen: Option<Seen>,
     bytes: Vec<u8>,
 }
@@ -136,7 +136,7 @@ fn too_slow() -> Failure {
     Failure::passing("the store sends too slowly")
 }
 
-/// What is missing, or has another length, is what it is for files.
+/// Reports a missing file, or one of another length, as it is reported for files on disk.
 fn explain(shared: &Shared, file: &File, failure: Failure, retry: &RetryState) -> Error {
     match failure.kind {
         StorageFault::NotFound => Error::corrupt_file(&file.path, "the file is missing"),
@@ -144,7 +144,7 @@ fn explain(shared: &Shared, file: &File, failure: Failure, retry: &RetryState) -
     }
 }
 
-/// How far a part is.
+/// Progress of a range.
 struct Progress {
     /// The next byte.
     at: u64,

@@ -29,12 +29,12 @@ use dcp_rs_core::{Error, Result};
 use self::config::{Config, StoreKind};
 use self::connection::Connected;
 
-/// What a file was when it was first seen: it has to stay so.
+/// Version of a file when it was first seen; it must stay the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Seen {
     size: u64,
     tag: Option<String>,
-    /// What some stores have beside it, and compare where something is stored.
+    /// A version that some stores have beside the tag, and compare in conditions.
     version: Option<String>,
     /// In seconds: what tells of objects without a tag whether they are still the same.
     modified: i64,
@@ -58,8 +58,8 @@ pub struct Store {
 }
 
 impl Store {
-    /// Where `url` leads. What `options` do not say comes from the environment. Nothing is asked of
-    /// the store yet.
+    /// Opens the store of `url`. Options that are missing in `options` come from the environment.
+    /// It makes no request.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a URL of another kind, or an option that is not known; its value
@@ -68,7 +68,7 @@ impl Store {
         Ok(Self { config: Arc::new(Config::new(url, options)?), seen: Arc::default() })
     }
 
-    /// What URLs on this store begin with, as `s3://bucket`.
+    /// Returns the start of all URLs on this store, such as `s3://bucket`.
     #[must_use]
     pub fn root(&self) -> &str {
         &self.config.root

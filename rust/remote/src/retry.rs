@@ -1,4 +1,4 @@
-//! How long a request is tried again: for a time, and so often.
+//! Retries of a request, bounded in time and number.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,10 +17,10 @@ const SLOWEST: u64 = 256 << 10;
 /// is given up: a server that sends a byte now and then would hold it for ever.
 const LEAST_RATE: u64 = 1 << 10;
 
-/// What is left of it, for one request.
+/// Retries left for one request.
 pub struct RetryState {
     limits: Limits,
-    /// When it last got anywhere.
+    /// Time of the last progress.
     since: Instant,
     /// Since then.
     failures: u32,
@@ -52,19 +52,18 @@ impl RetryState {
         passed < self.limits.time
     }
 
-    /// How long to wait for an answer.
+    /// Returns the time limit for an answer.
     pub fn silence(&self) -> Duration {
         let left = self.limits.time.saturating_sub(self.since.elapsed());
         self.limits.silence.min(left).max(Duration::from_millis(1))
     }
 
-    /// How long it takes at least to send so many bytes: how many of them are on their way is not
-    /// known.
+    /// Returns the least time for sending so many bytes; the number already sent is unknown.
     pub const fn sending(bytes: u64) -> Duration {
         Duration::from_millis(bytes.saturating_mul(1000) / SLOWEST)
     }
 
-    /// How long to wait for the answer to a request that takes so long.
+    /// Returns the time limit for the answer to a request that takes `work`.
     pub fn answer(&self, work: Duration) -> Duration {
         self.silence().saturating_add(work.saturating_mul(1 << self.failures.min(8)))
     }
@@ -102,7 +101,7 @@ impl RetryState {
         (wait < left).then_some(wait)
     }
 
-    /// How often it was tried.
+    /// Returns the number of attempts.
     pub fn attempts(&self) -> u32 {
         self.total.max(1)
     }

@@ -1,4 +1,4 @@
-//! What must not be said.
+//! Secrets, kept out of messages.
 
 /// Options whose values are no secret, by what their names end with. All others are.
 const PLAIN: &[&str] = &[

@@ -21,13 +21,12 @@ use crate::transport::Hold;
 
 /// Requests in flight at most, of one connection.
 const IN_FLIGHT: usize = 96;
-/// How often a waiting call looks whether it is to stop.
+/// Interval at which a waiting call checks for cancellation.
 const PERIOD: Duration = Duration::from_millis(50);
-/// What is in the midst of something when a session ends is waited for no longer than this: a
-/// look-up of a name can hang.
+/// Longest wait for running tasks when a session ends: a DNS look-up can hang.
 const LAST_WAIT: Duration = Duration::from_millis(200);
 
-/// What every request needs.
+/// State that every request needs.
 pub struct Shared {
     pub config: Arc<Config>,
     pub client: Client,
@@ -130,7 +129,7 @@ pub struct Session {
     handle: Handle,
     /// Taken when it ends.
     runtime: Option<Runtime>,
-    /// That made it: forks of it have none of its threads.
+    /// Process that made it: forks have none of its threads.
     process: u32,
 }
 

@@ -25,7 +25,7 @@ use crate::retry::RetryState;
 use crate::session::Shared;
 use crate::{Seen, see};
 
-/// How long a store takes to make a part one with the others, at most.
+/// Longest time in which a store joins one part with the others.
 const JOINING: Duration = Duration::from_millis(50);
 /// Bytes that a store copies in a second, at least.
 const COPYING: u64 = 4 << 20;
@@ -47,7 +47,7 @@ async fn answered<T>(
     }
 }
 
-/// What stores objects in parts: not a server of files.
+/// Returns the client that stores objects in parts; a server of files has none.
 fn parts(shared: &Shared, path: &Path) -> Result<Arc<dyn MultipartStore>> {
     shared
         .client
@@ -56,7 +56,7 @@ fn parts(shared: &Shared, path: &Path) -> Result<Arc<dyn MultipartStore>> {
         .ok_or_else(|| Error::Unsupported(format!("{}: a web server is read only", path.display())))
 }
 
-/// What is sent, without a copy, and its length.
+/// Returns the payload without a copy, and its length.
 fn payload(body: Body) -> (PutPayload, u64) {
     struct Owner(Body);
     impl AsRef<[u8]> for Owner {
@@ -241,10 +241,10 @@ struct Made {
     tag: Option<String>,
 }
 
-/// What came of an attempt that was not answered, as far as the object tells.
+/// Outcome of an attempt without an answer, judged by the object.
 enum Came {
     Stored,
-    /// What is there is what was there before.
+    /// The object is the one from before.
     Nothing,
     Unknown,
 }
@@ -290,12 +290,12 @@ fn there_is_one(shared: &Shared, path: &Path, attempts: u32) -> Error {
     failure.into_error("write", path, attempts, &shared.config.secrets)
 }
 
-/// How long it takes a store to copy so many bytes, at most; it says nothing meanwhile.
+/// Returns the longest time in which a store copies so many bytes; it sends nothing meanwhile.
 const fn copying(bytes: u64) -> Duration {
     Duration::from_millis(bytes.saturating_mul(1000) / COPYING)
 }
 
-/// Has the store copy an object of this length: the one that was seen.
+/// Makes the store copy an object of this length: the version that was seen.
 pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u64) -> Result<()> {
     let refused = |failure: Failure, attempts| {
         failure.into_error("copy", path, attempts, &shared.config.secrets)
@@ -333,13 +333,13 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
     }
 }
 
-/// Whether there is an object of this length: nobody else stores one of this name.
+/// Returns whether an object of this length exists: no other save stores one of this name.
 async fn is_stored(shared: &Shared, path: &Path, name: &Name, size: u64) -> Result<bool> {
     let found = found(shared, path, name).await?;
     Ok(found.is_some_and(|found| found.size == size))
 }
 
-/// What is said of an object, now; `None` where there is none.
+/// Returns the metadata of an object now; `None` if there is none.
 async fn found(shared: &Shared, path: &Path, name: &Name) -> Result<Option<ObjectMeta>> {
     let looked = shared.persist("look at", path, 0, || shared.client.objects.head(name)).await;
     match looked {
@@ -349,7 +349,7 @@ async fn found(shared: &Shared, path: &Path, name: &Name) -> Result<Option<Objec
     }
 }
 
-/// What is to be removed.
+/// Objects to remove.
 pub enum Removal {
     File(PathBuf, Name),
     Upload(Upload, Name),
@@ -437,7 +437,7 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
     Ok(())
 }
 
-/// Whether there is an object, and it is the one that was seen.
+/// Returns whether the object exists and is the version that was seen.
 ///
 /// # Errors
 /// [`StorageFault::Precondition`] where it is another.
@@ -454,8 +454,8 @@ async fn is_as_seen(shared: &Shared, path: &Path, name: &Name, attempts: u32) ->
     Ok(true)
 }
 
-/// Whether the store keeps conditions. It is asked once in a process: for an object that cannot be
-/// stored.
+/// Returns whether the store checks conditions. It asks once in a process, for an object that
+/// cannot be stored.
 pub async fn keeps_conditions(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
     static KNOWN: Mutex<Option<HashMap<u64, bool>>> = Mutex::new(None);
     let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);

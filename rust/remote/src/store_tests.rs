@@ -35,8 +35,8 @@ fn completed(
     (done, asked.len() - looked, looked)
 }
 
-/// Of the first attempt nothing is known, and the object is there a moment later only; the second
-/// meets an upload that is none any more.
+/// The first attempt has no answer, and its object appears a moment later; the second finds no
+/// upload any more.
 fn second(status: u16, code: &'static str) -> impl Fn(usize) -> Reply + Send + Sync {
     move |before| match before {
         0 => Reply::of(503, "ServerBusy"),

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// What is answered.
+/// Answer of the server.
 pub struct Reply {
     pub status: u16,
     /// The value of `Content-Length` where the body, as that of a HEAD, is not sent.
@@ -150,7 +150,7 @@ fn converse(
     Some(())
 }
 
-/// What leads to a server, of one of the kinds of stores.
+/// Options that lead to a server, for one of the kinds of stores.
 pub fn options(scheme: &str, url: &str, more: &[(&str, &str)]) -> Vec<(String, String)> {
     let kind: &[(&str, &str)] = match scheme {
         "gs" => &[("google_base_url", url), ("google_skip_signature", "true")],

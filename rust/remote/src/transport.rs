@@ -80,7 +80,7 @@ impl Hold {
         *hold = (*hold).max(until);
     }
 
-    /// How much longer.
+    /// Returns the remaining time.
     pub fn left(&self) -> Duration {
         let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
         until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
@@ -91,7 +91,7 @@ impl Hold {
 #[derive(Clone, Debug)]
 pub struct Transport {
     kind: StoreKind,
-    /// Of the configuration whose credentials the requests have.
+    /// Fingerprint of the configuration whose credentials the requests have.
     fingerprint: u64,
     authorities: Option<Arc<[Certificate]>>,
     hold: Arc<Hold>,

@@ -1,4 +1,4 @@
-//! What killed saves and conversions left behind, and its removal.
+//! Files and folders that killed saves and conversions left behind, and their removal.
 //!
 //! A save removes only what the index that it replaces had named, so the files of one that was
 //! killed stay. They are told from those of a save that goes on, perhaps on another machine, by its
@@ -21,11 +21,10 @@ use crate::store::{
 };
 use crate::{Control, Error, Result};
 
-/// Where nothing tells whether a process is still at a file, one that was not written to for so
-/// long is taken for left.
+/// Age after which a file without a usable lock counts as left behind.
 const LONG_AGO: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// What a leftover is.
+/// Kinds of leftovers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeftoverKind {
     /// A data file that no index names.
@@ -39,7 +38,7 @@ pub enum LeftoverKind {
     Conversion,
 }
 
-/// Whether a leftover may be removed.
+/// Decision about a leftover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Nobody needs it.
@@ -55,30 +54,30 @@ pub enum Verdict {
 /// A file or folder that no checkpoint needs.
 #[derive(Clone, Debug)]
 pub struct Leftover {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
     /// Its length; of a folder, that of all in it.
     pub bytes: u64,
-    /// What it is.
+    /// Its kind.
     pub kind: LeftoverKind,
-    /// Whether it may be removed.
+    /// The decision: removable or not.
     pub verdict: Verdict,
 }
 
-/// What [`clean`] did.
+/// Result of [`clean`].
 #[derive(Debug, Default)]
 pub struct Cleaned {
-    /// What is gone now.
+    /// Leftovers that were removed.
     pub removed: Vec<Leftover>,
-    /// What was left alone, for its verdict.
+    /// Leftovers that stay, because of their verdict.
     pub kept: Vec<Leftover>,
     /// Why others could not be removed.
     pub failed: Vec<Error>,
 }
 
-/// What killed saves left in the folder at `path`, and killed conversions to `path` beside it; in
-/// the order of the names. Changes nothing, and waits for nobody: of a save that begins or ends at
-/// this moment it may tell.
+/// Lists leftovers of killed saves in the folder at `path`, and of killed conversions to `path`
+/// beside it, sorted by name. It changes nothing and waits for no lock, so it may list files of a
+/// save that begins or ends at this moment.
 ///
 /// `older_than`: what was written to since is young. `None`: nothing is where locks tell who is at
 /// work; a day where they do not, as on a network.
@@ -167,14 +166,14 @@ fn clean_locked(
 pub(super) struct Unneeded<'a> {
     pub name: &'a str,
     pub kind: LeftoverKind,
-    /// What it is called, where it is a data file.
+    /// Its parsed name, if it is a data file.
     pub data: Option<DataFileName>,
-    /// Whether it is part of a save that only lacks its index.
+    /// True if it belongs to a save that lacks only its index.
     pub is_whole: bool,
 }
 
-/// What no index needs of a folder with files of these names. Of temporary files only those of
-/// indexes count.
+/// Returns the files, out of a folder with these names, that no index needs. Of temporary files,
+/// only those of indexes count.
 pub(super) fn unneeded<'a>(
     files: Files<'_>,
     dir: &Path,
@@ -216,7 +215,7 @@ pub(super) fn unneeded<'a>(
     Ok(names.iter().filter_map(judge).collect())
 }
 
-/// Of saves into the folder, whose lock may be held.
+/// Lists leftovers of saves into the folder, whose lock may be taken.
 fn of_saves(
     dir: &Path,
     older_than: Option<Duration>,
@@ -245,7 +244,7 @@ fn of_saves(
     Ok(found)
 }
 
-/// Of conversions to `path`.
+/// Lists leftovers of conversions to `path`.
 fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Leftover>> {
     let Some(name) = path.file_name().and_then(OsStr::to_str) else {
         return Ok(Vec::new());
@@ -288,10 +287,10 @@ fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Lefto
     Ok(found)
 }
 
-/// Of a longer name than that, so many characters are in the name of the folder of a conversion.
+/// A conversion's folder name holds at most this many characters of the destination's name.
 const LONG_NAME: usize = 200;
 
-/// Who is at work in a folder.
+/// Claims on the files of a folder.
 struct Claims<'a> {
     dir: &'a Path,
     of_parts: HashMap<(u64, u64, u32), Claimed>,
@@ -312,8 +311,8 @@ impl<'a> Claims<'a> {
         }
     }
 
-    /// Whether someone is at this data file, by the claim on the first of its rank and save; or,
-    /// for an index, at the folder.
+    /// Returns the claim on the first file of the same rank and save; for an index, the claim on
+    /// the folder.
     fn of(&mut self, data: Option<DataFileName>) -> Result<Claimed> {
         let dir = self.dir;
         let look = |path: PathBuf| match FileLock::is_claimed(&path) {
@@ -360,7 +359,7 @@ fn age(meta: &Metadata) -> Duration {
     since.elapsed().unwrap_or_default()
 }
 
-/// What is at a path; nothing, where it is gone since the folder was listed.
+/// Returns the metadata of a path, or `None` if the file vanished since the folder was listed.
 fn look(path: &Path) -> Result<Option<Metadata>> {
     match path.symlink_metadata() {
         Ok(meta) => Ok(Some(meta)),

@@ -1,5 +1,5 @@
-//! What killed saves left on a store, and its removal. Nothing tells there who is at work: only the
-//! age of an object does.
+//! Leftovers of killed saves on a store, and their removal. A store has no locks: only the age of
+//! an object tells whether a save is still running.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! What is left, what only seems so, and what is removed.
+//! Leftovers, files that only look like leftovers, and their removal.
 
 use super::super::discard;
 use super::*;

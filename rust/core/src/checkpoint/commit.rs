@@ -16,10 +16,10 @@ use crate::store::disk::Disk;
 use crate::store::{Fingerprint, FolderLock, LOCK_NAME, Mode, publish_on, read_all};
 use crate::{Control, Error, Result};
 
-/// What a discard waits for the folder. What it cannot remove, `clean` does.
+/// Longest wait of a discard for the folder's lock. `clean` removes the rest.
 const DISCARD_PATIENCE: Duration = Duration::from_secs(5);
 
-/// What a commit did besides committing.
+/// Side effects of a commit.
 #[derive(Debug, Default)]
 pub struct Committed {
     /// Data files of the checkpoint that was replaced, which are gone now.

@@ -14,19 +14,18 @@ use crate::{Control, Error, Result, StorageFault, parallel};
 
 /// Looks at data files at a time.
 const LOOKS: usize = 32;
-/// What the removal of files takes at most, after a commit or a failure. What it does not get done,
-/// `clean` does.
+/// Time limit for removing files after a commit or a failure. `clean` removes the rest.
 const CLEANING: Duration = Duration::from_secs(60);
 
-/// What a save found where it begins.
+/// State of the destination when a save begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Begun {
     /// The number of the save: 1 + the highest that a data file or the index carries.
     pub generation: u64,
-    /// Whether there is an index, which is to be replaced.
+    /// True if there is an index that the save replaces.
     pub replaces: bool,
-    /// Whether the store refuses to replace what is not what it was, as far as it can be told from
-    /// others. Where it does not, the last of two savers wins.
+    /// True if the store refuses to replace an object that changed meanwhile. If it does not, the
+    /// last of two savers wins.
     pub keeps_conditions: bool,
 }
 
@@ -55,7 +54,7 @@ pub fn begin_remote(
     })
 }
 
-/// Which save is published, now; `None` where none is.
+/// Returns the identity of the published save, if there is one.
 fn published(
     connection: &dyn StoringConnection,
     path: &Path,
@@ -209,8 +208,8 @@ fn take_back(
     })
 }
 
-/// What is to be said of the storing of a file whose end the caller did not wait for: that it is
-/// there, or may be. `None` where it is not.
+/// Returns the notice for a caller that did not wait for a request to end: the file is stored, or
+/// may be. `None` if it is not.
 #[must_use]
 pub fn may_be_stored<T>(path: &Path, stored: &Result<T>) -> Option<Error> {
     let (path, attempts, reason) = match stored {
@@ -291,7 +290,7 @@ pub fn discard_remote(
     left.into_iter().next().map_or(Ok(()), Err)
 }
 
-/// Whether a folder on a store has a checkpoint of all ranks, or with `rank` of that one.
+/// Returns whether a folder on a store has a checkpoint of all ranks, or with `rank` of that rank.
 ///
 /// # Errors
 /// [`Error::Storage`], [`Error::Interrupted`].

@@ -10,7 +10,7 @@ use crate::format::{FileEntry, FileView, Index, IndexBuilder, block_count, block
 use crate::store::Storage;
 use crate::{Control, Error, Result};
 
-/// How an index is to be copied.
+/// Options of [`copy_index`].
 #[derive(Clone, Debug, Default)]
 pub struct CopyOptions {
     /// Put this folder before every relative file name, for an index that is to lie elsewhere than

@@ -10,8 +10,8 @@ use crate::read::FileRef;
 use crate::store::{Files, PrivateMapping, Remote};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
-/// What the engine needs to know of a data file. `allow_external`: whether names, and symbolic
-/// links, may lead out of the folder.
+/// Describes a data file for the engine. With `allow_external`, names and symbolic links may lead
+/// out of the folder.
 ///
 /// # Errors
 /// [`Error::Unsupported`] where the name leads out, and may not. Links are looked at when the file
@@ -48,7 +48,7 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
     })
 }
 
-/// What to do about data files that are not those of the index.
+/// Returns the advice for data files that do not match the index.
 fn mend(index: &Index) -> &'static str {
     match index.source() {
         SourceKind::Native => "dcp_rs.verify(path) lists what is lost",
@@ -107,8 +107,8 @@ pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
     })
 }
 
-/// What an error of a read means: a data file that is gone, or changed, may have gone with the
-/// checkpoint it belonged to. What is refused by those who know no index gets its path.
+/// Explains an error of a read: a data file that is gone or changed may belong to a checkpoint that
+/// was replaced. Adds the index's path to errors that lack it.
 pub fn explain(index: &Index, error: Error, control: &Control) -> Error {
     let path = index.path().to_owned();
     match error {
@@ -124,7 +124,7 @@ pub fn explain(index: &Index, error: Error, control: &Control) -> Error {
     }
 }
 
-/// Whether another save has been committed in the place of this index since it was opened.
+/// Returns whether another save has been committed here since the index was opened.
 fn was_replaced(index: &Index, control: &Control) -> bool {
     if index.source() != SourceKind::Native {
         return false; // no save removes the files of others
@@ -143,7 +143,7 @@ fn was_replaced(index: &Index, control: &Control) -> bool {
     }
 }
 
-/// Which save an index on a store is of now.
+/// Returns the identity of the index that is on a store now.
 fn remote_identity(remote: &dyn Remote, path: &Path, control: &Control) -> Option<Identity> {
     let connection = remote.connect(1).ok()?;
     let start = connection.start(path, Identity::LEN as u64, true, control);

@@ -1,4 +1,4 @@
-//! What the header of a data file of ours says: section 2 of `docs/format.md`, read back.
+//! Headers of native data files, read back: section 2 of `docs/format.md`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -19,15 +19,15 @@ use crate::{Dtype, Error, Result};
 pub(super) struct DataHeader {
     pub path: PathBuf,
     pub name: DataFileName,
-    /// Which save wrote it.
+    /// Id of the save that wrote the file.
     pub save_id: [u8; 16],
-    /// How many ranks saved together; 0: this one for itself alone.
+    /// Number of ranks that saved together; 0 for a rank-local save.
     pub world_size: u32,
-    /// How many files the rank wrote.
+    /// Number of files that the rank wrote.
     pub files: u32,
     pub entry: FileEntry,
     pub chunks: Vec<HeaderChunk>,
-    /// What the rank has of files of other saves, under names of this one.
+    /// Linked files of other saves, under names of this one.
     pub linked: Vec<DataHeader>,
 }
 
@@ -124,7 +124,7 @@ impl DataHeader {
         Ok(header)
     }
 
-    /// What of a linked file this save has.
+    /// Reads the part of a linked file that this save uses.
     fn linked_file(&self, files: Files<'_>, dir: &Path, link: &Linked) -> Result<Self> {
         let name = DataFileName { file: link.file, ..self.name };
         let path = dir.join(name.to_string());
@@ -152,7 +152,7 @@ impl DataHeader {
     }
 }
 
-/// What a header says, whatever its file is called.
+/// Contents of a header, whatever the name of its file.
 struct Read {
     about: About,
     entry: FileEntry,
@@ -201,7 +201,8 @@ impl Read {
     }
 }
 
-/// Which part of a checkpoint a safetensors file is, where it is one of ours and not all of it.
+/// Returns the part of a checkpoint that a native safetensors file holds, if it does not hold all
+/// of it.
 pub(crate) fn part_of(header: &Header) -> Option<String> {
     let About { rank, world_size, file, files, .. } =
         serde_json::from_str(header.metadata.get("DCPRS")?).ok()?;
@@ -212,7 +213,7 @@ pub(crate) fn part_of(header: &Header) -> Option<String> {
     }
 }
 
-/// What is read of a file before it is known how long its header is.
+/// First read of a file, before the length of its header is known.
 const FIRST: u64 = 64 << 10;
 
 /// The bytes before the payload, and the length of the file.

@@ -25,7 +25,7 @@ use crate::read::{
 };
 use crate::{Control, Dtype, Error, Result};
 
-/// What a region is of.
+/// Source of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A tensor: it comes from whichever chunks hold it.
@@ -37,7 +37,7 @@ pub enum Source {
 /// Memory for a rectangle: its address, and the step in bytes along each dimension.
 #[derive(Clone, Debug)]
 pub struct Memory {
-    /// Where the first element goes.
+    /// Destination of the first element.
     pub address: Destination,
     /// Bytes from an element to the next of each dimension.
     pub strides: Dims,
@@ -55,7 +55,7 @@ pub struct Gather {
     at: Vec<u64>,
     next_at: u64,
     elsewhere: Vec<DeviceDestination>,
-    /// Of each of `files`, whether others want it too, once that is known.
+    /// For each of `files`, true if other ranks want it too; set once that is known.
     common: Option<Arc<[bool]>>,
 }
 
@@ -75,9 +75,9 @@ impl Gather {
         }
     }
 
-    /// What is added from now on has this place in the plan. Destinations that share memory are
-    /// filled as if one after another, in the order of the plan within a data file, and file by
-    /// file as the plan first comes to them: what stock DCP's readers do.
+    /// Sets the place in the plan of everything that is added next. Destinations that share memory
+    /// are filled one after another, as stock DCP's readers do: in the plan's order within a data
+    /// file, and file by file in the order in which the plan first reaches them.
     pub fn set_place(&mut self, place: u64) {
         self.next_at = place;
     }
@@ -309,7 +309,7 @@ impl Gather {
         Ok(place)
     }
 
-    /// How many rectangles were added, empty ones aside.
+    /// Returns the number of rectangles that were added, without empty ones.
     pub fn len(&self) -> usize {
         self.requests.len()
     }
@@ -387,15 +387,15 @@ impl Gather {
     }
 }
 
-/// Where something is that lies at `offsets` of what begins at an address.
+/// Returns the destination at `offsets` from an address.
 fn step_by(address: Destination, offsets: &[u64], strides: &[u64]) -> Result<Destination> {
     let bytes: u64 = offsets.iter().zip(strides).map(|(offset, stride)| offset * stride).sum();
     let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
     Ok(Destination(address.0.wrapping_add(bytes)))
 }
 
-/// Where a rectangle of a chunk begins in its stretch, and how far elements are apart; in bytes. Of
-/// codes, about so.
+/// Returns the first byte of a rectangle within its chunk, and the strides in bytes. For codes both
+/// are estimates.
 pub(crate) fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64, Dims) {
     if let Some(chunk) = &view.coded {
         return coded_bytes(view, chunk, offsets);
@@ -406,8 +406,8 @@ pub(crate) fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64
     (view.lead + first.sum::<u64>(), strides)
 }
 
-/// Where codes of a rectangle lie, about: for those who compare what ranks want. The last dimension
-/// is taken as one byte a row.
+/// Estimates the bytes of a rectangle of codes, to compare the demand of ranks. The last dimension
+/// counts as one byte a row.
 fn coded_bytes(view: &ChunkView, chunk: &CodedChunk, offsets: &[u64]) -> (u64, Dims) {
     let numbers: u64 = chunk.of.shape.iter().product();
     let own = row_major(&chunk.of.shape);

@@ -37,7 +37,7 @@ pub fn open_index(path: &Path) -> Result<Index> {
     Index::from_bytes(IndexMapping(mapping), path)
 }
 
-/// Which save an index file is of, without a look at the rest of it.
+/// Returns the identity of an index file without reading the rest of it.
 pub(crate) fn identity_of(path: &Path) -> Option<Identity> {
     let mut start = [0; Identity::LEN];
     read_at(&open_file(path).ok()?, &mut start, 0).ok()?;

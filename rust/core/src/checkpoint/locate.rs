@@ -1,4 +1,4 @@
-//! What kind of checkpoint a path is: found out by looking.
+//! Detection of the kind of checkpoint at a path.
 
 use std::io::{ErrorKind, Read as _};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_
 use crate::store::{self, Files, LOCK_NAME};
 use crate::{Error, Result};
 
-/// What a path holds.
+/// Kinds of checkpoints.
 pub(super) enum Found {
     /// The file of an index of this crate, over data of whichever kind, and its bytes where looking
     /// was reading.
@@ -19,8 +19,8 @@ pub(super) enum Found {
     Foreign(Foreign),
 }
 
-/// What is at `path`; with `rank`, what that rank wrote for itself. An index comes first: it may be
-/// over any of the others.
+/// Detects the checkpoint at `path`; with `rank`, the rank-local one. An index comes first, as it
+/// may stand over any other kind.
 ///
 /// A folder is listed only where neither of the two names is there that make one a checkpoint: it
 /// may hold a hundred thousand files. On a store each look is a request, so an index is asked for
@@ -48,7 +48,7 @@ pub(super) fn find(files: Files<'_>, path: &Path, rank: Option<u32>) -> Result<F
     }
 }
 
-/// What others wrote at `path`, whatever index of this crate lies there.
+/// Detects a foreign checkpoint at `path`, whether or not an index of this crate is there too.
 pub(super) fn find_data(files: Files<'_>, path: &Path) -> Result<Foreign> {
     if let Some(model) = file(files, path)? {
         return Ok(model);
@@ -63,7 +63,7 @@ fn no<T>(path: &Path, reason: impl Into<String>) -> Result<T> {
     Err(Error::NotFound { path: path.to_owned(), reason: reason.into() })
 }
 
-/// What a single file is; nothing where the path is a folder. On a store only its name tells.
+/// Detects the kind of a single file, or `None` for a folder. On a store only the name tells.
 fn file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
     let is_local = !files.is_remote();
     if is_local {
@@ -136,7 +136,7 @@ fn models(files: Files<'_>, path: &Path) -> Result<Foreign> {
     }
 }
 
-/// Whether there is something of this name, and be it a link that leads nowhere.
+/// Returns whether the name exists, even as a dangling link.
 fn is_there(files: Files<'_>, path: &Path) -> Result<bool> {
     if files.is_remote() {
         return files.has(path);

@@ -16,7 +16,7 @@ use crate::paths::Links;
 use crate::store::{FileRef, Files, Remote, Storage};
 use crate::{Control, Error, Result, parallel};
 
-/// Which save to recover, and how.
+/// Options of [`recover`].
 #[derive(Clone, Debug, Default)]
 pub struct RecoverOptions {
     /// Only this generation. `None`: the highest that is complete.
@@ -174,8 +174,8 @@ fn saves(headers: Vec<DataHeader>) -> BTreeMap<[u8; 16], Vec<DataHeader>> {
     saves
 }
 
-/// Whether these files, sorted, are all that the ranks wrote: each rank under one token, and agreed
-/// on how many ranks and files there are.
+/// Returns whether these files, sorted, are all that the ranks wrote: each rank has one token, and
+/// all agree on the numbers of ranks and files.
 fn is_complete(save: &[DataHeader]) -> bool {
     let mut ranks = 0..save.first().map_or(0, |header| header.world_size);
     let mut agrees = |part: &[DataHeader]| {

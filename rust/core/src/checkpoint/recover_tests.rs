@@ -1,4 +1,4 @@
-//! What is recovered is what was saved.
+//! A recovered checkpoint equals the saved one.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ use crate::write::testing::{
 };
 use crate::write::{SaveInfo, SaveItem, SaveLayout, WriteIo, WriteOptions};
 
-/// Of the save whose ranks all have this token.
+/// Id of the save whose ranks all have this token.
 fn id(token: u64) -> [u8; 16] {
     u128::from(token).to_be_bytes()
 }

@@ -30,9 +30,9 @@ const BUFFER: usize = 2 << 20;
 
 /// A checkpoint, and what its elements are multiplied by.
 pub struct Summand {
-    /// Where the tensors are.
+    /// Index of the tensors.
     pub index: Arc<Index>,
-    /// Whether data files outside of its folder are read.
+    /// True if data files outside of its folder may be read.
     pub allow_external: bool,
     /// The factor.
     pub weight: f64,
@@ -42,11 +42,11 @@ pub struct Summand {
 pub struct Sum {
     /// The tensors, in the order of the summands.
     pub tensors: Vec<u32>,
-    /// What is summed of each.
+    /// Region of each tensor to sum.
     pub region: Region,
-    /// Where the rounded sum goes, in row-major order.
+    /// Destination of the rounded sum, in row-major order.
     pub to: Destination,
-    /// Whether it is rounded to bfloat16. Otherwise it stays as it was summed up.
+    /// True if the sum is rounded to bfloat16; otherwise it keeps the type of the sum.
     pub is_bfloat16: bool,
 }
 
@@ -68,7 +68,7 @@ struct SumRegion {
     elements: u64,
 }
 
-/// What is read of one summand.
+/// Reads of one summand.
 struct Input<'a> {
     index: &'a Index,
     files: Vec<FileRef>,
@@ -258,7 +258,7 @@ fn add(gather: &mut Gather, tensor: u32, region: &Region, at: u64, sink: Accumul
     gather.add_with(Source::Tensor(tensor), region, &to, Operation::Accumulate(sink))
 }
 
-/// How the elements of a tensor are added.
+/// Returns the operation that adds the elements of a tensor.
 fn sink(summand: &Summand, tensor: u32, is_double: bool) -> Result<Accumulate> {
     let index = &summand.index;
     let dtype = index.tensor(tensor).dtype;

@@ -21,15 +21,15 @@ pub struct Problem {
     /// FQN of the tensor or value concerned; empty where it is a part that belongs to none, or the
     /// whole file.
     pub tensor: String,
-    /// Whether nothing in the file is what was indexed.
+    /// True if no block of the file matches.
     pub whole_file: bool,
     /// Number of the block in its chunk.
     pub block: u64,
-    /// Where in the file the block, or what is wrong, begins.
+    /// Offset in the file of the block or the damage.
     pub offset: u64,
-    /// What the index says.
+    /// Value in the index.
     pub expected: String,
-    /// What was found.
+    /// Value that was found.
     pub got: String,
 }
 
@@ -46,7 +46,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// What [`verify`] did.
+/// Result of [`verify`].
 #[derive(Clone, Debug, Default)]
 pub struct Verified {
     /// Everything that is wrong, in the order of files and offsets.
@@ -202,7 +202,7 @@ fn compare_all(
     Ok(problems.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// What is wrong with a block that hashes to `got`, if that is not what the index says.
+/// Returns the problem of a block that hashes to `got`, if the index says otherwise.
 fn compare(
     index: &Index,
     files: &BTreeMap<u32, FileRef>,

@@ -38,7 +38,7 @@ pub fn dequantize(
     derive(index, &found.hidden, &logical, found.aliases).map(Some)
 }
 
-/// What the configuration in the folder says.
+/// Reads the quantization configuration of the folder.
 fn config(index: &Index, control: &Control) -> Result<Option<Config>> {
     let path: PathBuf = index.folder().join("config.json");
     let Some(json) = Storage::new(index.remote(), 1, control)?.files().read(&path)? else {

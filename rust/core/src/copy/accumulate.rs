@@ -21,7 +21,7 @@ pub struct Accumulate {
     is_double: bool,
 }
 
-/// How an element becomes a number.
+/// Conversions from a stored element to a number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Stored {
     Float8(&'static Table),

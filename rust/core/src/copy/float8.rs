@@ -24,7 +24,7 @@ pub fn float8(dtype: Dtype) -> Option<&'static Table> {
     }
 }
 
-/// Which bytes are not finite numbers.
+/// Byte values that are not finite numbers.
 #[derive(Clone, Copy)]
 enum Special {
     /// The largest exponent stands for infinity and NaN.

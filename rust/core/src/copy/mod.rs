@@ -21,7 +21,7 @@ pub use run::copy_strided;
 pub use signs::{SignBits, Signs};
 pub use strided::{Loop, Strided};
 
-/// How the destination's cache lines are written.
+/// Kinds of stores to the destination's cache lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stores {
     /// Through the cache, for small amounts that are used next.

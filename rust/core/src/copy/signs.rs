@@ -3,7 +3,7 @@
 
 use crate::Dtype;
 
-/// What bytes stand for.
+/// Meaning of stored bytes: conjugated, negated, or neither.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signs {
     /// Complex numbers: for their conjugates.
@@ -35,7 +35,7 @@ impl Signs {
 pub struct SignBits(u16);
 
 impl SignBits {
-    /// Whether there are none.
+    /// Returns whether no sign changes.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }

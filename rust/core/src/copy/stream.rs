@@ -14,10 +14,10 @@ mod x86 {
 
     /// Bytes of a cache line, and what a step of the kernel moves.
     pub const LINE: usize = 64;
-    /// How far apart the four places are at most.
+    /// Largest distance between the four places.
     const STEP: usize = 64 << 10;
 
-    /// Whether the CPU has what the kernel needs.
+    /// Returns whether the CPU has the instructions.
     pub fn is_there() -> bool {
         is_x86_feature_detected!("avx2")
     }

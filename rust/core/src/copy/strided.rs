@@ -108,7 +108,7 @@ impl Strided {
         self.loops.iter().fold(self.run, |sum, l| sum + (l.n - 1) * l.dst)
     }
 
-    /// Whether it is one run.
+    /// Returns whether it is one run.
     #[must_use]
     pub fn is_contiguous(&self) -> bool {
         self.loops.is_empty()

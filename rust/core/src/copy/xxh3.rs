@@ -24,12 +24,12 @@ const STRIPES: usize = 16;
 const ROUND: usize = STRIPE * STRIPES;
 /// Rounds of a place at most: places lie so many rounds apart.
 const MOST: usize = 64;
-/// Of fewer bytes XXH3 is another function.
+/// Shortest input of this variant; XXH3 hashes shorter ones differently.
 const LONG: usize = 241;
 
 /// From a stripe to the next, the secret moves on by this many bytes.
 const SECRET_STEP: usize = 8;
-/// Where the secret is of the last stripe, of scrambling, and of the end.
+/// Offsets in the secret: for the last stripe, for scrambling, and for the end.
 const SECRET_LAST: usize = DEFAULT_SECRET_LENGTH - STRIPE - 7;
 const SECRET_SCRAMBLE: usize = DEFAULT_SECRET_LENGTH - STRIPE;
 const SECRET_END: usize = 11;
@@ -105,8 +105,7 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(*bytes[at..].first_chunk().expect("it ends before what it is read from"))
 }
 
-/// Whether the CPU has what [`copy_unfenced`] needs, and so many bytes can be copied to `dst` by
-/// it.
+/// Returns whether [`copy_unfenced`] can copy `len` bytes to `dst` on this CPU.
 pub fn can_copy(dst: *const u8, len: usize) -> bool {
     len >= LONG && dst.align_offset(STRIPE) == 0 && is_x86_feature_detected!("avx2")
 }

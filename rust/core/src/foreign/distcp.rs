@@ -132,7 +132,8 @@ fn batches(items: &[StockItem]) -> Vec<&[StockItem]> {
     files.flat_map(|of_file| of_file.chunks(BATCH)).collect()
 }
 
-/// Where the directory's end and the pickle are, in nearly every archive: at the ends of the item.
+/// Bytes at both ends of an item that hold the directory's end and the pickle of nearly every
+/// archive.
 const HEAD: u64 = 1024;
 const TAIL: u64 = 1024;
 /// Reading this much that is not needed costs no more than another call.

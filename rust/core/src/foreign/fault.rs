@@ -1,4 +1,4 @@
-//! What can be wrong with an item, before anyone knows which tensor of which file it is.
+//! Faults of an item, before the tensor and the file are known.
 
 use std::path::Path;
 

@@ -10,18 +10,18 @@ use crate::geometry::Dims;
 use crate::paths::{Reach, reach};
 use crate::{Dtype, Result};
 
-/// What a `.metadata` says, as plain data.
+/// Contents of a `.metadata` file as plain data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StockMetadata {
     /// The data files, relative to the folder.
     pub files: Vec<String>,
     /// The tensors and other values, each FQN once.
     pub entries: Vec<TensorEntry>,
-    /// Where their chunks are stored.
+    /// Places of their chunks.
     pub items: Vec<StockItem>,
     /// Planner data that belongs to no entry, as section 5 of `docs/format.md` has it.
     pub root: Value,
-    /// Of the save, where it is a UUID; else zeros.
+    /// Id of the save if it is a UUID, else zeros.
     pub save_id: [u8; 16],
 }
 
@@ -30,9 +30,9 @@ pub struct StockMetadata {
 pub struct StockItem {
     /// Index in the entries.
     pub entry: u32,
-    /// Where the chunk begins in the tensor; empty for values.
+    /// Offsets of the chunk in the tensor; empty for values.
     pub offsets: Dims,
-    /// How far it extends.
+    /// Sizes of the chunk.
     pub sizes: Dims,
     /// Index in the files.
     pub file: u32,
@@ -44,7 +44,7 @@ pub struct StockItem {
 
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
 const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
-/// Where releases before 2.3 took the class of tensor properties from.
+/// Module of the class of tensor properties before torch 2.3.
 const OLD_PROPERTIES: &str = "torch.distributed._shard.sharded_tensor.metadata";
 
 /// Element types that torch can name in a `.metadata` and that have no raw bytes of their own.
@@ -136,7 +136,7 @@ struct Reader<'a> {
     budget: u64,
     entries: Vec<TensorEntry>,
     ids: HashMap<&'a str, u32>,
-    /// Of each entry, sorted by offsets.
+    /// The chunks of each entry, sorted by offsets.
     chunks: Vec<Vec<Chunk>>,
     files: Vec<String>,
     file_ids: HashMap<&'a str, u32>,

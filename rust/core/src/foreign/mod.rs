@@ -1,4 +1,4 @@
-//! What others wrote, read in place: each checkpoint becomes an index over its own files.
+//! Foreign checkpoints, read in place: each becomes an index over its own files.
 //!
 //! Opening reads headers, archive directories and small pickles, never tensor data. No pickle is
 //! executed: `pickle` is an interpreter that knows no Python and only builds plain data.
@@ -35,14 +35,14 @@ pub enum Foreign {
     Safetensors {
         /// The folder they are in.
         dir: PathBuf,
-        /// Which of the files there.
+        /// The files of the model.
         model: Model,
     },
     /// Files of `torch.save`.
     Torch {
         /// The folder they are in.
         dir: PathBuf,
-        /// Which of the files there.
+        /// The files of the model.
         model: Model,
     },
 }

@@ -1,4 +1,4 @@
-//! Which files of a folder are one model.
+//! Selection of the files of a folder that make up one model.
 //!
 //! A folder may hold several: weights and an adapter, one for each precision, a copy in another
 //! layout. transformers and diffusers go by names; what they would load is what opens here, and
@@ -17,14 +17,13 @@ use crate::{Error, Result};
 /// A kind of files that models are kept in.
 #[derive(Debug)]
 pub(crate) struct Family {
-    /// What the names of files end with.
+    /// Suffix of the file names.
     suffix: &'static str,
-    /// What those of a model begin with, one of these; whatever, where there are none.
+    /// Possible prefixes of a model's file names; empty for any.
     stems: &'static [&'static str],
-    /// What is between the name of a model and `.json` in the name of the file that maps its
-    /// tensors to files.
+    /// Text between a model's name and `.json` in the name of the file that maps tensors to files.
     index: &'static str,
-    /// What loaders take, the first that is there: transformers (`SAFE_WEIGHTS_NAME`,
+    /// Names that loaders look for, first match first: transformers (`SAFE_WEIGHTS_NAME`,
     /// `SAFE_WEIGHTS_INDEX_NAME` and the like in `utils/__init__.py`,
     /// `_get_resolved_checkpoint_files` in `modeling_utils.py`, seen in 5.23), and diffusers, which
     /// looks for the index first (`from_pretrained` in `models/modeling_utils.py`, seen in 0.42).
@@ -102,9 +101,9 @@ impl Model {
 }
 
 impl Family {
-    /// Whether a file of this name is somebody's model. Hidden ones are leftovers of downloads and
-    /// of macOS; native data files count only where an index names them: without one they are of a
-    /// save that did not finish, or that lost it.
+    /// Returns whether a file of this name belongs to a model. Hidden files are leftovers of
+    /// downloads and of macOS. Native data files count only if an index names them: without one,
+    /// their save did not finish, or lost its index.
     fn is_model_file(&self, name: &str) -> bool {
         let is_named =
             self.stems.is_empty() || self.stems.iter().any(|stem| name.starts_with(stem));
@@ -114,8 +113,8 @@ impl Family {
             && DataFileName::parse(name).is_none()
     }
 
-    /// Whether a file of this name maps tensors to files: `model.safetensors.index.json`, or with
-    /// the name of a variant before `.json`.
+    /// Returns whether a file of this name maps tensors to files: `model.safetensors.index.json`,
+    /// or with the name of a variant before `.json`.
     fn is_index(&self, name: &str) -> bool {
         let rest = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(self.index));
         rest.is_some_and(|(_, variant)| variant.is_empty() || variant.starts_with('.'))
@@ -161,7 +160,8 @@ pub(crate) fn choose(
     }
 }
 
-/// Of the names that loaders look for, those that are there: for a folder that cannot be listed.
+/// Returns the existing files among the names that loaders look for, for a folder that cannot be
+/// listed.
 pub(crate) fn known_names(from: Files<'_>, dir: &Path) -> Result<Vec<String>> {
     let Files::Remote(connection, control) = from else {
         return Ok(Vec::new());
@@ -176,8 +176,8 @@ pub(crate) fn known_names(from: Files<'_>, dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// What makes files one model, by their names alone: all ranks of one distributed save, a series
-/// with its length, or a file for itself.
+/// Group of a file by its name alone: all ranks of one distributed save, a series with its length,
+/// or a file by itself.
 type Key<'a> = (Grouping, &'a str, &'a str, u64);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

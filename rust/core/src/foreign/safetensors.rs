@@ -17,7 +17,7 @@ use crate::geometry::{Dims, element_count, tiling};
 use crate::store::{Files, Stat};
 use crate::{Dtype, Error, Result, parallel};
 
-/// What the names of safetensors files end with.
+/// Suffix of safetensors file names.
 pub const SUFFIX: &str = ".safetensors";
 
 /// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie
@@ -69,7 +69,7 @@ fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<ModelFile> {
     Ok(ModelFile { name: name.to_owned(), stat, header, sharding })
 }
 
-/// What is known of a tensor when all files are read.
+/// A tensor as known once all files are read.
 struct Known {
     dtype: Dtype,
     shape: Dims,
@@ -78,7 +78,8 @@ struct Known {
 
 struct Chunk {
     part: usize,
-    /// Whether the header noted where it lies: then an equal one of another rank is a replica.
+    /// True if the header notes the chunk's place: then an equal chunk of another rank is a
+    /// replica.
     noted: bool,
     offsets: Dims,
     sizes: Dims,

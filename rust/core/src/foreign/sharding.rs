@@ -20,7 +20,7 @@ struct Saved {
 }
 
 impl Sharding {
-    /// What `header` notes; all tensors are whole where it notes nothing.
+    /// Reads the note of `header`; without one all tensors are whole.
     pub(super) fn of(header: &Header) -> FaultResult<Self> {
         match header.metadata.get(KEY) {
             None => Ok(Self(None)),
@@ -33,12 +33,12 @@ impl Sharding {
         }
     }
 
-    /// Whether the file holds chunks and not whole tensors.
+    /// Returns whether the file holds chunks rather than whole tensors.
     pub(super) fn is_noted(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Where the chunk `tensor` begins in its tensor.
+    /// Returns the offsets of the chunk `tensor` in its tensor.
     pub(super) fn offsets(&self, tensor: &HeaderTensor) -> FaultResult<Dims> {
         let Some(saved) = &self.0 else {
             return Ok(Dims::from_elem(0, tensor.shape.len()));

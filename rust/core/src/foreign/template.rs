@@ -19,7 +19,7 @@ use crate::{Error, Result, parallel};
 pub struct Filled {
     /// The first.
     pub at: u64,
-    /// How many.
+    /// Number of bytes.
     pub len: u64,
     /// Their CRC-32.
     pub crc: u32,
@@ -59,7 +59,7 @@ impl Template {
         self.size += len;
     }
 
-    /// What is in memory, with its first byte in the file, in order.
+    /// Iterates over the pieces in memory, in order, each with its first byte in the file.
     pub fn pieces(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.pieces.iter().map(|piece| (piece.at, piece.bytes.as_slice()))
     }

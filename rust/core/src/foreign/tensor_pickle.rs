@@ -14,18 +14,18 @@ pub(super) struct StoredTensor {
     /// Length of the storage in bytes, as the pickle says.
     pub storage_len: u64,
     pub dtype: Dtype,
-    /// Of the first element, in bytes from the start of the storage.
+    /// Offset of the first element, in bytes from the start of the storage.
     pub offset: u64,
     pub sizes: Dims,
     /// In elements.
     pub strides: Dims,
-    /// What its bytes stand for.
+    /// Meaning of its bytes.
     pub signs: Signs,
     pub requires_grad: bool,
 }
 
 impl StoredTensor {
-    /// Whether the elements lie in row-major order without gaps.
+    /// Returns whether the elements lie in row-major order without gaps.
     pub(super) fn is_contiguous(&self) -> bool {
         if self.sizes.contains(&0) {
             return true;
@@ -79,8 +79,8 @@ const QUANTIZED: [(&str, u64); 5] = [
     ("QUInt8Storage", 1),
 ];
 
-/// What may be named. More than can be read: what is known to be a tensor of another kind is
-/// reported as that.
+/// Returns whether a global may be named. The list also has tensor types that cannot be read, so
+/// that errors can name them.
 fn allow(module: &str, name: &str) -> bool {
     match module {
         "torch._utils" => name.starts_with("_rebuild_"),
@@ -129,7 +129,7 @@ pub(super) fn storage_extent<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'
     Some((key, count.checked_mul(size)?))
 }
 
-/// Whether an item is a tensor of any kind, as far as what makes it tells.
+/// Returns whether an item is a tensor of any kind, judged by the global that makes it.
 pub(super) fn is_tensor(pickle: &Pickle<'_>, item: Item) -> bool {
     match pickle.as_object(item) {
         Some((("torch._utils", name), ..)) => {
@@ -298,7 +298,7 @@ impl<'a> Reader<'a> {
         Ok((*class, key, count))
     }
 
-    /// What a storage of this class holds; `None` for bytes without a type.
+    /// Returns the dtype of a storage class; `None` for bytes without a type.
     fn element(&self, class: Item) -> FaultResult<Option<Dtype>> {
         match self.pickle.as_global(class) {
             Some(("torch.storage", "UntypedStorage")) => Ok(None),

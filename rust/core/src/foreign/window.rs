@@ -36,7 +36,7 @@ impl SourceFile<'_> {
     }
 }
 
-/// Has `read` look at a file that is these bytes, and in memory.
+/// Calls `read` with an in-memory file of these bytes.
 #[cfg(any(test, fuzzing))]
 pub(super) fn in_memory<T>(
     path: &str,

@@ -16,20 +16,20 @@ use super::window::Window;
 
 const END_LEN: u64 = 22;
 const END_MAGIC: [u8; 4] = *b"PK\x05\x06";
-/// How far from the end of a file its end record may be: a comment is no longer. Torch looks as
-/// far.
+/// Longest distance of the end record from the end of a file: a comment is no longer. Torch looks
+/// as far.
 const LONGEST_COMMENT: u64 = 0xffff;
 const LOCATOR_LEN: u64 = 20;
 const END64_LEN: u64 = 56;
 const ENTRY_LEN: usize = 46;
 const LOCAL_LEN: u64 = 30;
 const ZIP64_EXTRA: u16 = 1;
-/// Of a 16 or 32 bit field whose value stands in the zip64 part.
+/// Value of a 16 or 32 bit field whose real value is in the zip64 part.
 const IN_ZIP64: u64 = 0xffff_ffff;
 
-/// What every archive begins with.
+/// Start of every archive.
 pub(super) const LOCAL_MAGIC: [u8; 4] = *b"PK\x03\x04";
-/// What a descriptor begins with.
+/// Start of a descriptor.
 pub(super) const DESCRIPTOR_MAGIC: [u8; 4] = *b"PK\x07\x08";
 
 /// A record's entry in the directory.
@@ -39,7 +39,7 @@ pub(super) struct Record {
     pub size: u64,
     /// CRC-32 of its payload; 0 where none was computed.
     pub crc: u32,
-    /// Of its entry in the directory.
+    /// Offset of its entry in the directory.
     entry_at: u64,
     header_at: u64,
     method: u16,
@@ -55,7 +55,7 @@ impl Record {
         [self.entry_at + 16, beside]
     }
 
-    /// Where its local header begins.
+    /// Returns the offset of its local header.
     pub(super) fn header_at(&self) -> u64 {
         self.header_at
     }
@@ -66,7 +66,7 @@ impl Record {
         (self.header_at, self.header_at.saturating_add(length))
     }
 
-    /// Whether a descriptor follows the payload.
+    /// Returns whether a descriptor follows the payload.
     pub(super) fn has_descriptor(&self) -> bool {
         self.flags & 8 != 0
     }
@@ -144,7 +144,7 @@ impl Archive {
         &self.records
     }
 
-    /// Where the payload of `record` begins; all of it lies before the directory.
+    /// Returns the offset of the payload of `record`; all of it lies before the directory.
     pub(super) fn payload(&self, window: &Window<'_>, record: &Record) -> FaultResult<u64> {
         let at = record.header_at;
         if record.flags & 1 != 0 {
@@ -182,7 +182,7 @@ impl Archive {
     }
 }
 
-/// Where the last end record is.
+/// Returns the offset of the last end record.
 fn find_end(window: &Window<'_>) -> FaultResult<u64> {
     let Some(last) = window.len.checked_sub(END_LEN) else {
         return Err(Fault::corrupt(

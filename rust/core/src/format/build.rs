@@ -120,12 +120,12 @@ impl IndexBuilder {
         true
     }
 
-    /// Whether a tensor or value with this FQN was added, and has a path.
+    /// Returns whether a tensor or value with this FQN was added and has a path.
     pub fn has_path(&self, fqn: &str) -> bool {
         self.tensor_id(fqn).is_some_and(|id| self.tensors[id as usize].path.is_some())
     }
 
-    /// Whether a tensor or value with this FQN was added.
+    /// Returns whether a tensor or value with this FQN was added.
     pub fn has_tensor(&self, fqn: &str) -> bool {
         self.tensor_id(fqn).is_some()
     }

@@ -186,7 +186,7 @@ fn every_flipped_byte_and_every_truncation_is_noticed() {
     }
 }
 
-/// What an attacker can do, who can compute digests too.
+/// Recomputes the digests of changed bytes, as an attacker can.
 fn resealed(mut bytes: Vec<u8>) -> Vec<u8> {
     if bytes.len() >= HEADER_LEN {
         let digest = index_digest(&bytes, DIGEST_AT);

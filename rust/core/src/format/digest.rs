@@ -10,10 +10,10 @@ use twox_hash::{XxHash3_64, XxHash3_128, xxhash3_128};
 /// Bytes of payload that one digest covers.
 pub const BLOCK_SIZE: u64 = 1 << 20;
 
-/// Of more bytes than this, the lower half of XXH3-128 is XXH3-64.
+/// Longest input for which the lower half of XXH3-128 differs from XXH3-64.
 const SHORT: usize = 240;
 
-/// How many digests a chunk of `length` bytes has.
+/// Returns the number of digests of a chunk of `length` bytes.
 pub const fn block_count(length: u64) -> u64 {
     length.div_ceil(BLOCK_SIZE)
 }
@@ -23,8 +23,7 @@ pub fn block_digest(block: &[u8]) -> u64 {
     XxHash3_64::oneshot(block)
 }
 
-/// What is known of the bytes of a block: its digest, and what it adds to that of its chunk's
-/// content.
+/// Digest of a block, and its share of the digest of the chunk's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockDigests {
     /// [`block_digest`].
@@ -47,7 +46,7 @@ impl BlockDigests {
 #[derive(Default)]
 pub(crate) struct BlockHasher {
     wide: xxhash3_128::Hasher,
-    /// Of the first bytes, as many as a block may have for the halves of its two digests to differ.
+    /// Hash of the first bytes, as long as the two digests of a block can differ.
     narrow: Hasher,
     len: usize,
 }

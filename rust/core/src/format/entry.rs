@@ -1,4 +1,4 @@
-//! What an index is built of: data files, tensors, chunks.
+//! Entries of an index: data files, tensors, chunks.
 
 use super::{FileView, Kind, Value};
 use crate::Dtype;
@@ -12,11 +12,11 @@ pub struct FileEntry {
     pub name: String,
     /// Length in bytes.
     pub size: u64,
-    /// Where the payload begins.
+    /// Offset of the payload.
     pub data_start: u64,
-    /// Whether someone else wrote the file.
+    /// True if another program wrote the file.
     pub external: bool,
-    /// Whether it is a link to what another save wrote.
+    /// True if it is a link to a file of another save.
     pub linked: bool,
     /// XXH3-64 of what precedes the payload.
     pub head_digest: Option<u64>,
@@ -61,26 +61,26 @@ pub struct TensorEntry {
 /// its bytes.
 #[derive(Clone, Debug, Default)]
 pub struct ChunkEntry {
-    /// What [`IndexBuilder::add_tensor`](super::IndexBuilder::add_tensor) returned.
+    /// Number that [`IndexBuilder::add_tensor`](super::IndexBuilder::add_tensor) returned.
     pub tensor: u32,
-    /// What [`IndexBuilder::add_file`](super::IndexBuilder::add_file) returned.
+    /// Number that [`IndexBuilder::add_file`](super::IndexBuilder::add_file) returned.
     pub file: u32,
     /// First byte in the file.
     pub offset: u64,
     /// Bytes in the file.
     pub length: u64,
-    /// Where the chunk begins in the tensor.
+    /// Offsets of the chunk in the tensor.
     pub offsets: Dims,
-    /// How far it extends.
+    /// Sizes of the chunk.
     pub sizes: Dims,
     /// Strides in elements, where it is not contiguous.
     pub strides: Option<Dims>,
-    /// What its bytes stand for; other than themselves only in adopted data.
+    /// Meaning of its bytes; other than the default only in adopted data.
     pub signs: Signs,
     /// A digest for each block.
     pub digests: Option<Vec<u64>>,
     /// The digest of its content, in native data.
     pub content: Option<u128>,
-    /// Whether the caller said that it does not change.
+    /// True if the caller said that the chunk does not change.
     pub frozen: bool,
 }

@@ -43,11 +43,11 @@ pub struct FileView<'a> {
     pub name: &'a str,
     /// Length in bytes.
     pub size: u64,
-    /// Where the payload begins.
+    /// Offset of the payload.
     pub data_start: u64,
-    /// Whether the file was written by someone else and is only pointed at.
+    /// True if another program wrote the file, and the index only points at it.
     pub external: bool,
-    /// Whether it is a link to what another save wrote.
+    /// True if it is a link to a file of another save.
     pub linked: bool,
     /// XXH3-64 of what precedes the payload.
     pub head_digest: Option<u64>,
@@ -87,24 +87,24 @@ pub struct ChunkView {
     pub offset: u64,
     /// Bytes in the data file.
     pub length: u64,
-    /// Where the chunk begins in the tensor.
+    /// Offsets of the chunk in the tensor.
     pub offsets: Dims,
-    /// How far it extends.
+    /// Sizes of the chunk.
     pub sizes: Dims,
     /// Strides in elements, where it is not contiguous.
     pub strides: Option<Dims>,
-    /// What its bytes stand for.
+    /// Meaning of its bytes.
     pub signs: Signs,
     /// Its digests, as indices for [`Index::digest`].
     pub digests: Option<Range<u64>>,
     /// The digest of its content, where it is known.
     pub content: Option<u128>,
-    /// Whether the caller of its save said that it does not change.
+    /// True if the caller of its save said that the chunk does not change.
     pub frozen: bool,
     /// Bytes of the stretch in the file that come before its first element. In a view, several
     /// chunks may be parts of one stretch.
     pub lead: u64,
-    /// How its elements come from stored codes, in a view.
+    /// Stored codes of its elements, in a view.
     pub coded: Option<Arc<CodedChunk>>,
 }
 
@@ -153,7 +153,7 @@ impl Index {
         Ok(index)
     }
 
-    /// Whether it has logical tensors, of which no index file knows.
+    /// Returns whether it has logical tensors, which no index file lists.
     pub fn is_view(&self) -> bool {
         self.view.is_logical
     }
@@ -171,12 +171,12 @@ impl Index {
         Self { remote, ..self }
     }
 
-    /// What leads to the data files, if they are no files of this system: paths are URLs then.
+    /// Returns the store of the data files, if they are on one; paths are URLs then.
     pub fn remote(&self) -> Option<&Arc<dyn Remote>> {
         self.remote.as_ref()
     }
 
-    /// Whether it was made of what others wrote, and no file holds it.
+    /// Returns whether it was derived from a foreign checkpoint and no file holds it.
     pub fn is_in_memory(&self) -> bool {
         self.is_in_memory
     }
@@ -252,24 +252,24 @@ impl Index {
         self.header().generation.get()
     }
 
-    /// What the data files are.
+    /// Returns the kind of the data files.
     pub fn source(&self) -> SourceKind {
         SourceKind::from_code(self.header().source.get()).expect("validated at open")
     }
 
-    /// How many data files there are.
+    /// Returns the number of data files.
     #[expect(clippy::cast_possible_truncation, reason = "validated at open")]
     pub fn file_count(&self) -> u32 {
         self.file_records().len() as u32
     }
 
-    /// How many tensors and other values there are.
+    /// Returns the number of tensors and other values.
     #[expect(clippy::cast_possible_truncation, reason = "validated at open")]
     pub fn tensor_count(&self) -> u32 {
         self.tensor_records().len() as u32
     }
 
-    /// How many chunks there are.
+    /// Returns the number of chunks.
     pub fn chunk_count(&self) -> u64 {
         self.chunk_records().len() as u64
     }
@@ -303,7 +303,7 @@ impl Index {
         }
     }
 
-    /// Where a data file is.
+    /// Returns the path of a data file.
     pub fn file_path(&self, file: u32) -> PathBuf {
         self.folder.join(self.file(file).name)
     }
@@ -479,7 +479,7 @@ impl Index {
         self.planner_values().0
     }
 
-    /// Which containers there were, where that is known: a value that [is
+    /// Returns the containers of the state dict, if they are known: a value that [is
     /// nesting](Value::is_nesting).
     pub fn nesting(&self) -> Value {
         self.planner_values().1

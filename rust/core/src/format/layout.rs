@@ -16,7 +16,7 @@ pub(super) const MAX_NDIM: usize = 64;
 pub(super) const NO_SPLIT: u32 = u32::MAX;
 pub(super) const NO_POSITION: u32 = u32::MAX;
 
-/// Where the payload of a data file begins: at a multiple of this.
+/// The payload of a data file begins at a multiple of this.
 pub const PAYLOAD_ALIGNMENT: u64 = 4096;
 
 /// The feature bits of version 1.
@@ -39,7 +39,7 @@ pub(super) const CHUNK_FROZEN: u32 = 4;
 pub(super) const CHUNK_CONJUGATE: u32 = 8;
 pub(super) const CHUNK_NEGATIVE: u32 = 16;
 
-/// Which save an index is of.
+/// Identity of the save that an index belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub save_id: [u8; 16],
@@ -61,7 +61,7 @@ impl Identity {
     }
 }
 
-/// What the data files of a checkpoint are.
+/// Kinds of data files of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceKind {
     /// Written by this crate.
@@ -95,7 +95,7 @@ impl SourceKind {
     }
 }
 
-/// What an entry of the state dict is.
+/// Kinds of entries of a state dict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A tensor.

@@ -1,4 +1,4 @@
-//! What is on disk, and nothing about how it gets there: `docs/format.md` in code, with its names.
+//! The format on disk, without I/O: `docs/format.md` in code, with its names.
 
 mod build;
 mod data_file;

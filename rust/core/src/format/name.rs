@@ -35,8 +35,8 @@ pub(crate) fn parse_rank_index_name(name: &str) -> Option<u32> {
     (rank_index_name(rank) == name).then_some(rank)
 }
 
-/// What a data file's header calls the tensor `fqn`: the same, but for the one name that
-/// safetensors keeps for itself.
+/// Returns the name of the tensor `fqn` in a data file's header: the same, except for the one name
+/// that safetensors reserves.
 pub fn to_header_name(fqn: &str) -> String {
     if fqn == RESERVED || fqn.starts_with(ESCAPED) { format!("{fqn}~") } else { fqn.to_owned() }
 }

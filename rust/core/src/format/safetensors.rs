@@ -31,7 +31,7 @@ pub const PREFIX_LEN: u64 = 8;
 /// The header of one file, checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Where the payload begins in the file.
+    /// Offset of the payload in the file.
     pub data_start: u64,
     /// The tensors, in the order of their bytes in the file.
     pub tensors: Vec<HeaderTensor>,
@@ -57,7 +57,7 @@ pub struct HeaderTensor {
 /// Why a header was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeaderError {
-    /// Where in the file, in bytes.
+    /// Offset in the file, in bytes.
     pub offset: u64,
     /// The rule that does not hold.
     pub reason: String,
@@ -104,7 +104,7 @@ pub enum HeaderDtype {
 }
 
 impl HeaderDtype {
-    /// How the header spells it.
+    /// Returns the header's spelling of the dtype.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -100,7 +100,7 @@ fn range(
     Ok(start..start + usize::try_from(length).expect("checked against the length"))
 }
 
-/// Where the header says where the contents are.
+/// Offset of the header's field that points at the contents.
 const CONTENTS_AT: usize = std::mem::offset_of!(Header, contents);
 
 /// Checks the digest, and every record: no record is trusted for a right digest.

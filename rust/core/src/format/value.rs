@@ -92,13 +92,13 @@ impl Value {
         out
     }
 
-    /// Whether it can be the path of a tensor: a tuple of at least one part.
+    /// Returns whether it can be the path of a tensor: a tuple of at least one part.
     pub fn is_path(&self) -> bool {
         matches!(self, Self::Tuple(parts) if !parts.is_empty() && parts.iter().all(Self::is_part))
     }
 
-    /// Whether it says which containers there are: `None`, or a list of (position, path, kind),
-    /// where the path of the state dict itself is empty.
+    /// Returns whether it lists containers: `None`, or a list of (position, path, kind), where the
+    /// path of the state dict itself is empty.
     pub fn is_nesting(&self) -> bool {
         let is_container = |container: &Self| match container {
             Self::Tuple(fields) => matches!(
@@ -125,7 +125,7 @@ impl Value {
         }
     }
 
-    /// Whether it can be a key of a mapping that is no text.
+    /// Returns whether it can be a key of a mapping that is no text.
     fn is_other_key(&self) -> bool {
         match self {
             Self::None | Self::Bool(_) | Self::Int(_) => true,
@@ -137,7 +137,7 @@ impl Value {
         }
     }
 
-    /// Whether it can be a key of a dict: nothing in it is a list or a dict.
+    /// Returns whether it can be a key of a dict: nothing in it is a list or a dict.
     fn is_key(&self) -> bool {
         match self {
             Self::List(_) | Self::Dict(_) => false,

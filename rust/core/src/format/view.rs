@@ -16,7 +16,7 @@ use crate::geometry::{Dims, row_major, strided_length};
 use crate::quant::Coded;
 use crate::{Dtype, Error, Result};
 
-/// What the records of a view do not say.
+/// Properties of a view that its records lack.
 #[derive(Default)]
 pub(super) struct View {
     pub is_logical: bool,
@@ -26,7 +26,7 @@ pub(super) struct View {
     pub aliases: HashMap<String, u32>,
 }
 
-/// What the record of a chunk does not say.
+/// Properties of a chunk that its record lacks.
 #[derive(Clone, Default)]
 pub(super) struct ChunkOrigin {
     pub lead: u64,
@@ -38,7 +38,7 @@ pub(super) struct ChunkOrigin {
 pub struct CodedChunk {
     /// The tensor.
     pub of: Arc<Coded>,
-    /// Where in it the chunk begins.
+    /// Offsets of the chunk in the coded tensor.
     pub offsets: Dims,
     /// For each dimension of the tensor, that of the chunk; the chunk has one element of the
     /// others.
@@ -73,11 +73,11 @@ pub type Axes = SmallVec<[Option<usize>; 4]>;
 pub struct Logical {
     /// FQN.
     pub name: String,
-    /// What it is made of.
+    /// Its stored parts.
     pub origin: Origin,
 }
 
-/// What a logical tensor is made of.
+/// Stored parts of a logical tensor.
 pub enum Origin {
     /// Codes, of the index that the view is of.
     Coded(Arc<Coded>),
@@ -94,12 +94,12 @@ pub enum Origin {
 pub struct ViewSource {
     /// The tensor.
     pub tensor: u32,
-    /// What of it.
+    /// Region of it.
     pub region: Region,
     /// For each dimension of the logical tensor that of the other one; none for a dimension that is
     /// new. The region has one element of those that are missing here.
     pub dims: Axes,
-    /// Where its first element goes.
+    /// Offsets of its first element in the logical tensor.
     pub at: Dims,
 }
 
@@ -179,7 +179,7 @@ fn entry(base: &Index, tensor: u32, name: &str, dtype: Option<Dtype>, shape: Dim
     }
 }
 
-/// Where a chunk is in its tensor: no two of one tensor are in one place.
+/// Place of a chunk in its tensor; no two chunks of one tensor share it.
 type ChunkPlace = (String, Dims, Dims);
 
 struct Making<'a> {
@@ -364,7 +364,7 @@ fn placed(
     (made, ChunkOrigin::default())
 }
 
-/// What stands beside the records, by the numbers that chunks have now.
+/// Orders the properties beside the records by the chunks' present numbers.
 fn by_number(
     index: &Index,
     mut pieces: HashMap<ChunkPlace, ChunkOrigin>,

@@ -33,7 +33,7 @@ pub fn row_major(sizes: &[u64]) -> Dims {
     strides
 }
 
-/// Whether elements in row-major order follow each other.
+/// Returns whether elements in row-major order follow each other.
 pub fn is_run(sizes: &[u64], strides: &[u64]) -> bool {
     let mut expected = 1;
     sizes.iter().zip(strides).rev().all(|(&size, &stride)| {

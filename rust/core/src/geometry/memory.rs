@@ -1,5 +1,5 @@
-//! Which writes may touch the same memory, and the passes in which they happen so that the result is
-//! that of one after another.
+//! Writes that may touch the same memory, and the passes that make their result that of one write
+//! after another.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -84,7 +84,7 @@ impl Footprint {
         Some(())
     }
 
-    /// Whether it touches nothing.
+    /// Returns whether it touches no byte.
     pub fn is_empty(&self) -> bool {
         self.run == 0
     }
@@ -103,7 +103,7 @@ impl Footprint {
         }
     }
 
-    /// Whether two of its elements share a byte.
+    /// Returns whether two of its elements share a byte.
     pub fn overlaps_itself(&self) -> bool {
         let mut reach = self.run;
         let is_nested = self.steps.iter().rev().all(|step| {
@@ -186,7 +186,7 @@ pub fn contested(reaches: &mut [Reach]) -> Vec<Range<usize>> {
 pub struct Write {
     /// The memory that it touches.
     pub footprints: SmallVec<[Footprint; 1]>,
-    /// Whether it is known to write all of that memory.
+    /// True if the write covers all of that memory.
     pub covers: bool,
 }
 
@@ -269,8 +269,8 @@ fn find_crowds(items: &mut [Stretch<'_>], crowds: &mut Vec<Vec<usize>>) {
     }
 }
 
-/// Where all have the same outermost loop, and together fit between its steps, as columns of a
-/// matrix do, only those in the same step can meet: takes the loop away.
+/// Removes the outermost loop if all have the same one and together fit between its steps, as
+/// columns of a matrix do: then only writes of the same step can meet.
 fn enter_common_loop(items: &mut [Stretch<'_>]) -> bool {
     let Some((outer, _)) = items[0].layout.split() else {
         return false;

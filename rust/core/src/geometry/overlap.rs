@@ -1,4 +1,4 @@
-//! Which chunks hold a region of a tensor, and whether they hold all of it.
+//! Chunks that hold a region of a tensor, and whether they hold all of it.
 
 use crate::format::Index;
 use crate::geometry::Dims;
@@ -8,20 +8,20 @@ use crate::geometry::Dims;
 pub struct Overlap {
     /// The chunk, for [`Index::chunk`].
     pub chunk: u64,
-    /// Where the part begins in the chunk.
+    /// Offsets of the part in the chunk.
     pub chunk_offsets: Dims,
-    /// Where it begins in the region.
+    /// Offsets of the part in the region.
     pub region_offsets: Dims,
-    /// How far it extends.
+    /// Sizes of the part.
     pub sizes: Dims,
 }
 
 /// A rectangle of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// Where it begins.
+    /// Offsets of the region.
     pub offsets: Dims,
-    /// How far it extends.
+    /// Sizes of the region.
     pub sizes: Dims,
 }
 
@@ -31,7 +31,7 @@ impl Region {
         Self { offsets: Dims::from_slice(offsets), sizes: Dims::from_slice(sizes) }
     }
 
-    /// Whether it lies within `shape`.
+    /// Returns whether it lies within `shape`.
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offsets.len() == shape.len()
             && self.sizes.len() == shape.len()
@@ -62,7 +62,7 @@ impl Region {
         Some(both)
     }
 
-    /// What is left of `self` without `hole`, which lies within it, as disjoint rectangles.
+    /// Adds the rest of `self` without `hole`, which lies within it, as disjoint rectangles.
     fn without(&self, hole: &Self, out: &mut Vec<Self>) {
         let mut rest = self.clone();
         for d in 0..self.offsets.len() {

@@ -1,4 +1,4 @@
-//! Whether chunks hold every element of a tensor exactly once, in linear time.
+//! Check in linear time that chunks hold every element of a tensor exactly once.
 //!
 //! Each rectangle is the sum of its corners with alternating signs: `1[a <= x < b]` is `1[x >= a] -
 //! 1[x >= b]`, and the product of that over the dimensions. So the rectangles tile the whole

@@ -1,4 +1,4 @@
-//! What `config.json` says of how a model was quantized.
+//! Quantization settings in `config.json`.
 
 use serde_json::Value;
 
@@ -11,8 +11,8 @@ pub struct Config {
     pub group: Option<u64>,
 }
 
-/// What a configuration may say, and who says it: `quant_method` of transformers, `format` of
-/// compressed-tensors, `quant_algo` of modelopt.
+/// Known methods: `quant_method` of transformers, `format` of compressed-tensors, `quant_algo` of
+/// modelopt.
 const METHODS: [&str; 5] = ["fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"];
 const FORMATS: [&str; 6] = [
     "dense",

@@ -1,5 +1,5 @@
-//! Which stored tensors are parts of quantized weights: found by their names, and checked by their
-//! dtypes and shapes.
+//! Detection of quantized weights: by the names of their stored parts, checked by dtypes and
+//! shapes.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ pub struct Found {
     pub aliases: Vec<(String, String)>,
 }
 
-/// What is stored beside the codes of a weight: the end of its name, after that of the weight.
+/// Suffixes of the tensors stored beside the codes of a weight.
 const BESIDE: [&str; 8] = [
     "_scale_inv",
     "_scale",
@@ -30,7 +30,7 @@ const BESIDE: [&str; 8] = [
     "_g_idx",
     "_packed",
 ];
-/// What is stored of activations, which no weight needs.
+/// Suffixes of tensors about activations, which no weight needs.
 const ACTIVATIONS: [&str; 9] = [
     "input_scale",
     "output_scale",
@@ -115,7 +115,7 @@ impl Detector<'_> {
         self.index.tensor(tensor).dtype.map_or("no tensor", Dtype::name)
     }
 
-    /// How a tensor is called in messages.
+    /// Names a tensor for messages.
     fn describe(&self, tensor: u32) -> String {
         let shape = self.index.tensor(tensor).shape;
         let name = self.index.name(tensor);

@@ -7,7 +7,7 @@
 
 use super::Target;
 
-/// What a stored byte holds.
+/// Codes in a stored byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Code {
     /// One `float8_e4m3fn`.
@@ -19,7 +19,7 @@ pub enum Code {
 }
 
 impl Code {
-    /// How many numbers are in a byte.
+    /// Returns the number of codes in a byte.
     pub const fn per_byte(self) -> usize {
         match self {
             Self::E4m3 => 1,
@@ -31,7 +31,7 @@ impl Code {
 /// One row of codes, and the scales of its groups of columns.
 #[derive(Clone, Copy)]
 pub struct Row<'a> {
-    /// What `bytes` hold.
+    /// The kind of codes in `bytes`.
     pub code: Code,
     /// The codes.
     pub bytes: &'a [u8],
@@ -39,7 +39,7 @@ pub struct Row<'a> {
     pub skip: usize,
     /// A scale for each group of columns, from that of the first column on.
     pub scales: &'a [f32],
-    /// What is subtracted from the codes of each group; empty: nothing.
+    /// Zero points, subtracted from the codes of each group; empty for none.
     pub zeros: &'a [f32],
     /// Columns of a group.
     pub group: usize,
@@ -64,7 +64,7 @@ pub fn decode(row: Row<'_>, target: Target, out: &mut [u8]) {
     decode_any(row, target, out);
 }
 
-/// What each byte of codes becomes with one scale, in `SIZE` bytes.
+/// Decoded elements for each byte of codes under one scale, in `SIZE` bytes.
 pub type Table<const SIZE: usize> = [[u8; SIZE]; 256];
 
 /// The table of a scale. `SIZE` is that of the elements that one byte holds.

@@ -70,7 +70,7 @@ impl Target {
     }
 }
 
-/// How the codes of a weight are stored.
+/// Formats of the codes of a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// A `float8_e4m3fn` for each number.
@@ -84,7 +84,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// What it is called in messages and listings.
+    /// Returns its name in messages and listings.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -120,9 +120,9 @@ pub struct Coded {
     pub index: Arc<Index>,
     /// Sizes of the logical tensor.
     pub shape: Dims,
-    /// What its elements are.
+    /// Dtype of its elements.
     pub target: Target,
-    /// How its codes are stored.
+    /// Format of its codes.
     pub format: Format,
     /// Rows and columns that share a scale. The last ones may be fewer.
     pub block: [u64; 2],
@@ -130,9 +130,9 @@ pub struct Coded {
     pub codes: u32,
     /// A scale for each block.
     pub scale: u32,
-    /// What is subtracted from the codes, packed as they are, but along the rows.
+    /// Zero points, packed like the codes but along the rows.
     pub zeros: Option<u32>,
-    /// What the scales are multiplied with, or (true) divided by.
+    /// Global scale: the scales are multiplied by it or, if true, divided.
     pub global: Option<(u32, bool)>,
 }
 
@@ -146,7 +146,7 @@ impl fmt::Debug for Coded {
 pub struct StoredRegion {
     /// The tensor.
     pub tensor: u32,
-    /// What of it.
+    /// Region of it.
     pub region: Region,
     /// Bytes of an element.
     pub itemsize: u64,

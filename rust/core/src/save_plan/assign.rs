@@ -9,18 +9,18 @@ use crate::geometry::{Dims, element_count};
 use crate::names::ByName;
 use crate::{Dtype, Error, Result};
 
-/// What a value other than a tensor weighs, in bytes, when ranks are balanced: `torch.save` makes
-/// about this of a number.
+/// Weight of a non-tensor value, in bytes, when ranks are balanced: `torch.save` makes about this
+/// of a number.
 const VALUE_BYTES: u64 = 1024;
 
-/// How to assign.
+/// Options of [`assign`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rules {
     /// Give what several ranks hold to the lowest of them, rather than balance the ranks by bytes.
     pub lowest_rank: bool,
 }
 
-/// Who saves what.
+/// Assignment of chunks to ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Assignment {
     /// For each rank, a bit for each item of its request, the lowest first: whether that rank saves
@@ -100,7 +100,7 @@ struct Held {
     tensor: u32,
     rank: u32,
     item: u32,
-    /// Where its offsets and sizes begin in the pool.
+    /// Start of its offsets and sizes in the pool.
     dims: Option<u32>,
 }
 
@@ -120,8 +120,8 @@ struct Gathered {
     held: Vec<Held>,
     /// Offsets and sizes of chunks that are not whole tensors.
     pool: Vec<u64>,
-    /// What the last item of a rank was found to be: requests name tensors in nearly the same
-    /// order, so this saves most look-ups.
+    /// Number of the last item of a rank. Requests name tensors in nearly the same order, so this
+    /// saves most look-ups.
     next: u32,
 }
 

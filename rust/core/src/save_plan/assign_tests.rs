@@ -182,7 +182,7 @@ proptest! {
         }
     }
 
-    /// What all ranks hold is spread as evenly as its largest piece allows.
+    /// Items that all ranks hold are spread as evenly as the largest of them allows.
     #[test]
     fn replicas_balance(lengths in prop::collection::vec(1..100_u64, 0..30), ranks in 1..6_usize) {
         let items: Vec<_> = lengths.iter().enumerate().map(|(i, &n)| whole(&format!("t{i}"), &[n])).collect();

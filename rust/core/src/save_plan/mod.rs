@@ -1,4 +1,4 @@
-//! Who saves what: each rank says in few bytes what it holds, and one of them assigns every chunk
+//! Save planning: each rank lists its items in few bytes, and the coordinator assigns every chunk
 //! to exactly one rank.
 //!
 //! Pure. The requests of all ranks are gathered on the coordinator, so their size and the time that

@@ -1,4 +1,4 @@
-//! What one rank holds, as bytes that cross a collective.
+//! List of one rank's items, as bytes that cross a collective.
 //!
 //! ```text
 //! version u8 | count varint | items

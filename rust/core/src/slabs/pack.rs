@@ -6,8 +6,8 @@ use crate::geometry::Dims;
 
 /// Slabs, and the pieces in them, begin at multiples of this.
 pub const ALIGN: u64 = 64;
-/// What is left of a slab is left empty rather than filled with the first bytes of something large,
-/// if it is less than this part.
+/// A slab's free end stays empty if it is less than this part of the slab, rather than take the
+/// first bytes of a large item.
 const LEFT_OVER: u64 = 16;
 
 /// Something to load.
@@ -23,7 +23,7 @@ pub struct SlabItem {
     pub itemsize: u64,
     /// Elements in each dimension.
     pub sizes: Dims,
-    /// Whether it is one run of bytes, both in the file and where it goes.
+    /// True if it is one run of bytes, both in the file and at its destination.
     pub flat: bool,
     /// Items of different groups never share a slab.
     pub group: u32,
@@ -36,7 +36,7 @@ impl SlabItem {
     }
 }
 
-/// Which part of an item.
+/// Part of an item.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ItemPart {
     /// Bytes from this one on, of a flat item.
@@ -54,11 +54,11 @@ pub struct SlabPiece {
     pub at: u64,
     /// Bytes.
     pub length: u64,
-    /// Of the item.
+    /// The part of the item.
     pub part: ItemPart,
 }
 
-/// What one slab is filled with.
+/// Contents of one slab.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SlabBatch {
     /// The group of all its items.
@@ -152,7 +152,8 @@ impl Packer {
         }
     }
 
-    /// How much of the rest of an item goes into `room` bytes that cannot hold all of it.
+    /// Returns the bytes of the rest of an item that go into `room` bytes, which cannot hold all of
+    /// it.
     fn cut(&self, item: &SlabItem, from: u64, room: u64) -> u64 {
         let room = room / ALIGN * ALIGN;
         let begin = item.chunk_begin + from;
@@ -168,7 +169,7 @@ impl Packer {
         }
     }
 
-    /// Where the next piece begins.
+    /// Returns the start of the next piece.
     fn next(&self) -> u64 {
         self.used.next_multiple_of(ALIGN)
     }

@@ -1,4 +1,4 @@
-//! What is packed is all that is wanted, once, within slabs.
+//! Packing covers all items, once, within slabs.
 
 use proptest::prelude::*;
 

@@ -154,7 +154,7 @@ impl Plan {
         self.slab_bytes
     }
 
-    /// How many slabs are best filled at a time.
+    /// Returns the number of slabs to fill at a time.
     #[must_use]
     pub fn workers(&self) -> usize {
         self.probe.workers(self.threads).min(self.batches.len())
@@ -166,17 +166,17 @@ impl Plan {
 pub struct SlabCopy {
     /// Number of the target.
     pub target: usize,
-    /// Which of the wants of the plan it is a part of.
+    /// Number of the plan's region that it is a part of.
     pub want: usize,
     /// First byte in the slab.
     pub at: u64,
     /// Bytes.
     pub length: u64,
-    /// Where they go.
+    /// Destination.
     pub to: To,
 }
 
-/// Where in a target elements go.
+/// Destinations within a target.
 #[derive(Clone, Debug)]
 pub enum To {
     /// One after another, from this byte on, counted as they are stored.

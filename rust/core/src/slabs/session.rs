@@ -17,7 +17,7 @@ use crate::{Control, Error, Result, parallel};
 #[derive(Clone, Copy, Debug)]
 pub struct Slab(pub Destination);
 
-/// What [`Session::next`] found.
+/// Result of [`Session::next`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// This batch is in this slab.
@@ -203,14 +203,14 @@ impl Session {
         }
     }
 
-    /// What the threads that have ended did.
+    /// Returns the statistics of threads that have ended.
     #[must_use]
     pub fn stats(&self) -> ReadStats {
         if self.is_own() { self.shared.lock().stats } else { ReadStats::default() }
     }
 
-    /// Whether this is the process that began it. In a fork of that one the threads are not there,
-    /// and one of them may have had the lock of the state.
+    /// Returns whether this process began the load. A fork has none of the threads, and one of them
+    /// may have had the lock of the state.
     fn is_own(&self) -> bool {
         std::process::id() == self.process
     }

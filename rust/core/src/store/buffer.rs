@@ -65,7 +65,7 @@ impl Buffer {
         len.max(1).checked_next_multiple_of(unit).unwrap_or(usize::MAX)
     }
 
-    /// How many bytes a buffer can have that takes no more than `room`, above [`STEP`].
+    /// Returns the largest size, above [`STEP`], of a buffer that takes no more than `room`.
     pub(crate) fn largest_within(room: usize) -> usize {
         if room >= HUGE_PAGE {
             room - room % HUGE_PAGE

@@ -88,7 +88,7 @@ pub(crate) fn put_over(
     }
 }
 
-/// Whether a file has these bytes, for ids may be given twice; `None` where there is none.
+/// Compares a file with these bytes, as ids may occur twice; `None` if there is no file.
 ///
 /// # Errors
 /// Those of [`Connection`](super::Connection).

@@ -1,4 +1,4 @@
-//! How many files a process may have open.
+//! Limit on the open files of a process.
 
 use rustix::process::{Resource, getrlimit};
 

@@ -59,11 +59,11 @@ pub(crate) enum Call {
 /// second.
 const WRITE_BACK: usize = 64 << 20;
 
-/// What a file system says that has no locks; `EBADF`: for a file that is not open for writing.
+/// Errors of file systems without locks; `EBADF` for a file that is not open for writing.
 const NO_LOCKS: [i32; 5] =
     [libc::ENOTSUP, libc::EOPNOTSUPP, libc::ENOLCK, libc::ENOSYS, libc::EBADF];
 
-/// What a file system says that has plain renames only.
+/// Errors of file systems that have plain renames only.
 const NO_SUCH_RENAME: [i32; 4] = [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOTSUP];
 
 fn is_same_file(a: &Path, b: &Path) -> bool {
@@ -71,7 +71,7 @@ fn is_same_file(a: &Path, b: &Path) -> bool {
     identity(a).is_some_and(|a| Some(a) == identity(b))
 }
 
-/// Who has a lock that was asked for.
+/// Outcome of a request for a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Locked {
     /// Whoever asked.
@@ -82,7 +82,7 @@ pub(crate) enum Locked {
     Impossible,
 }
 
-/// What a test may do to a call.
+/// Hook with which a test changes a call.
 pub(crate) trait Hook: Send + Sync {
     /// Looks at a call before it is made. An error stands in for the call; for a write, a number is
     /// the most bytes that the call may take.
@@ -395,8 +395,8 @@ fn is_unsupported(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported)
 }
 
-/// What a direct write fails with where a buffered one of the same bytes may succeed: alignment, or
-/// memory that a device driver mapped.
+/// Returns whether a buffered write of the same bytes may succeed where the direct one failed:
+/// alignment, or memory that a device driver mapped.
 fn is_refused(error: &io::Error) -> bool {
     is_unsupported(error) || error.raw_os_error() == Some(libc::EFAULT)
 }

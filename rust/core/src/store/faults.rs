@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::disk::Call;
 
-/// Whether there is anything to ask for: all that a call costs otherwise.
+/// True if a fault is armed; otherwise a call costs only this look.
 static ARMED: AtomicBool = AtomicBool::new(false);
 static FAULT: Mutex<Option<Fault>> = Mutex::new(None);
 
@@ -20,7 +20,7 @@ struct Fault {
     failed: Option<&'static str>,
 }
 
-/// What became of a fault.
+/// Outcome of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Faulted {
     /// Calls that concerned the folder.

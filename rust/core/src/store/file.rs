@@ -12,23 +12,23 @@ use super::remote::Remote;
 use crate::paths::{Links, Verdict};
 use crate::{Error, Result};
 
-/// Of an index over the data of others; those of this crate do not depend on times.
+/// Reason for refusing a data file of a foreign checkpoint; native ones do not depend on times.
 const MODIFIED: &str = "the file was modified after it was indexed, or copied without its time";
 
 /// A file to read from, and what must be true of it.
 #[derive(Clone, Debug)]
 pub struct FileRef {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
     /// Its length in bytes.
     pub size: u64,
     /// Its modification time in nanoseconds since 1970; 0: not to be compared.
     pub mtime_ns: i64,
-    /// Which symbolic links may lead to it.
+    /// Policy for symbolic links to it.
     pub links: Links,
-    /// What to do where it is missing, or another one; may be empty.
+    /// Advice for a file that is missing or changed; may be empty.
     pub mend: &'static str,
-    /// Where it is no file of this system: what `path` is a URL of.
+    /// The store of which `path` is a URL, if it is on one.
     pub remote: Option<Arc<dyn Remote>>,
 }
 

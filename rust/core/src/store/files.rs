@@ -11,7 +11,7 @@ use super::remote::{Connection, Destination, FetchRange, Remote, Run};
 use super::{open_file, read_all};
 use crate::{Control, Error, Result};
 
-/// Of a remote file that is read whole, so much is asked for at first: one request for most.
+/// First request for a remote file that is read whole: it is enough for most files.
 const FIRST: u64 = 4 << 20;
 /// One request each for what is left.
 const PART: u64 = 8 << 20;
@@ -20,7 +20,7 @@ const STEP: usize = 64 << 20;
 /// Looks that wait for a store at a time.
 const LOOKS: usize = 32;
 
-/// Where paths lead.
+/// Place of the files: the file system, or a store.
 #[derive(Clone, Copy)]
 pub(crate) enum Files<'a> {
     /// To the file system.
@@ -29,8 +29,7 @@ pub(crate) enum Files<'a> {
     Remote(&'a dyn Connection, &'a Control),
 }
 
-/// Where the files of a call are: a file system, or a store, with a connection for the length of
-/// the call.
+/// Files of one call: on a file system, or on a store with a connection for the length of the call.
 pub(crate) struct Storage<'a> {
     connection: Option<Arc<dyn Connection>>,
     control: &'a Control,
@@ -64,12 +63,12 @@ pub(crate) struct Stat {
 }
 
 impl<'a> Files<'a> {
-    /// Whether every look waits for somebody else.
+    /// Returns whether every look is a request to a store.
     pub fn is_remote(&self) -> bool {
         matches!(self, Self::Remote(..))
     }
 
-    /// How many threads look at files where `threads` were asked for.
+    /// Returns the number of threads that look at files when `threads` were asked for.
     pub fn threads(&self, threads: usize) -> usize {
         if self.is_remote() { LOOKS } else { threads }
     }
@@ -163,7 +162,7 @@ pub(crate) enum Opened<'a> {
 }
 
 impl Opened<'_> {
-    /// Whether every read waits for somebody else.
+    /// Returns whether every read is a request to a store.
     pub fn is_remote(&self) -> bool {
         matches!(self, Self::Remote(..))
     }

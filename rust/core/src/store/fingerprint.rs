@@ -1,5 +1,5 @@
-//! What has a name in a folder: noted before work that takes long, and compared when its result is
-//! to get that name.
+//! Fingerprint of a file or folder: taken before long work, and compared when the result takes the
+//! name.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -42,7 +42,7 @@ impl Entry {
 }
 
 impl Fingerprint {
-    /// What is at `path`; a link is not followed. `None` where there is nothing.
+    /// Returns the fingerprint of `path`, or `None` if nothing is there. It does not follow a link.
     ///
     /// # Errors
     /// [`Error::Io`].

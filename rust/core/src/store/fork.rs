@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 /// No descriptor.
 const FREE: i32 = -1;
-/// Of as many files at a time a child lets go; of others when it ends. A save has two.
+/// Descriptors that a forked child closes at once; it closes others when it ends. A save has two.
 static OPEN: [AtomicI32; 256] = [const { AtomicI32::new(FREE) }; 256];
 
 unsafe extern "C" {
@@ -64,7 +64,7 @@ impl OwnFile {
         }
     }
 
-    /// Whether this is the process that opened it. In any other, its descriptor may be another
+    /// Returns whether this process opened it. In another process, the descriptor may be another
     /// file's.
     pub(super) fn is_own(&self) -> bool {
         self.process == std::process::id()

@@ -23,7 +23,7 @@ const SLICES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(5
 /// Whoever holds a lock of a folder for longer than that is stuck.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Whether others may have the lock too.
+/// Modes of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Those that ask for a shared one.
@@ -32,7 +32,7 @@ pub enum Mode {
     Exclusive,
 }
 
-/// Whether a process is at a file.
+/// Claim of a process on a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Claimed {
     /// One is.
@@ -96,7 +96,7 @@ impl FileLock {
         Self::wait(disk, file, path, Mode::Exclusive, control, PATIENCE)
     }
 
-    /// Whether a process claims the file at `path`.
+    /// Returns whether a process claims the file at `path`.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -168,14 +168,14 @@ impl FolderLock {
         }
     }
 
-    /// Whether it keeps out everyone: there are locks, and no other machine may have locks of its
-    /// own.
+    /// Returns whether the lock excludes every process: the file system has locks, and no other
+    /// machine may have locks of its own.
     pub(crate) fn is_certain(&self) -> bool {
         self.lock.as_ref().is_some_and(|lock| !is_remote(&lock.file))
     }
 }
 
-/// Whether the file at `path` is this one.
+/// Returns whether the file at `path` is this one.
 fn is_at(file: &File, path: &Path) -> bool {
     let at = |found: &std::fs::Metadata| (found.dev(), found.ino());
     match (file.metadata(), path.symlink_metadata()) {

@@ -1,4 +1,4 @@
-//! Who gets a lock, who waits, and for how long.
+//! Locks: owners, waiters, and time limits.
 #![allow(unsafe_code)] // forks
 
 use std::io::{self, Read as _, Write as _};

@@ -11,7 +11,7 @@ use super::platform;
 /// slice, because nothing can promise that no other process changes the file.
 #[derive(Debug)]
 pub struct Mapping {
-    /// What is mapped: the file, or more, in which it begins after so many bytes.
+    /// The mapped range: the file, or a larger one in which it begins at an offset.
     raw: MmapRaw,
     skip: usize,
     len: usize,
@@ -36,14 +36,14 @@ impl Mapping {
         self.len
     }
 
-    /// Whether nothing is mapped.
+    /// Returns whether nothing is mapped.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether [`populate`](Self::populate) can: without it, a disk that fails is a signal at the
-    /// first touch.
+    /// Returns whether [`populate`](Self::populate) works here. Without it, a failing disk is a
+    /// signal at the first access.
     #[must_use]
     pub fn tells_errors() -> bool {
         platform::populates()

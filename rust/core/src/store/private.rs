@@ -34,7 +34,7 @@ impl PrivateMapping {
         self.map.len()
     }
 
-    /// Whether nothing is mapped.
+    /// Returns whether nothing is mapped.
     pub fn is_empty(&self) -> bool {
         self.map.is_empty()
     }

@@ -6,8 +6,8 @@ use super::disk::Disk;
 use super::{Fingerprint, FolderLock, Mode, random_token};
 use crate::{Control, Error, Result};
 
-/// What the name of a folder ends in that makes room for the one that replaces it, where that takes
-/// two steps. After a crash between them, there is this one.
+/// Suffix of a folder that makes room for its replacement, if that takes two steps. It remains
+/// after a crash between them.
 pub const ASIDE: &str = "replaced";
 
 /// Puts a file into a folder in one step, in the place of any that has its name: a temporary name,

@@ -15,7 +15,7 @@ use crate::{Control, Error, Result, parallel};
 /// Questions that wait for a store at a time.
 const QUESTIONS: usize = 32;
 
-/// Where bytes go: an address that the caller keeps valid for the length of the call.
+/// Destination of bytes: an address that the caller keeps valid for the length of the call.
 #[derive(Clone, Copy, Debug)]
 pub struct Destination(pub *mut u8);
 
@@ -33,7 +33,7 @@ pub struct Run {
     pub at: u64,
     /// Bytes; at least one.
     pub len: u64,
-    /// Where the first goes.
+    /// Destination of the first byte.
     pub to: Destination,
 }
 
@@ -44,11 +44,11 @@ pub struct FetchRange {
     pub start: u64,
     /// The byte after the last.
     pub end: u64,
-    /// What is wanted of it, in the order of the file. Two runs may want the same bytes.
+    /// Parts to deliver, in the order of the file. Two runs may have the same bytes.
     pub runs: Vec<Run>,
 }
 
-/// What has to be so for a file to be stored.
+/// Conditions for storing a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
     /// Nothing, and whoever asks does not mind who stored it: it is of a name that is nobody
@@ -67,9 +67,9 @@ pub enum Condition {
 pub struct Upload {
     /// Its path.
     pub path: PathBuf,
-    /// How the store calls what is on its way.
+    /// Id that the store gave the upload.
     pub id: String,
-    /// What has to be so when it is completed.
+    /// Condition for completing it.
     pub condition: Condition,
 }
 
@@ -82,11 +82,11 @@ pub struct Listed {
     pub size: u64,
     /// Since it was stored, by the clocks of the store and of this machine.
     pub age: Duration,
-    /// What tells it from others of its name, where the store says so.
+    /// Tag that tells it from other objects of its name, if the store has tags.
     pub tag: Option<String>,
 }
 
-/// What is right in a folder of a store.
+/// Direct contents of a folder on a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Folder {
     /// The files.
@@ -121,7 +121,7 @@ pub trait Connection: Send + Sync {
     /// The length of a file, if it is there.
     fn look(&self, path: &Path, control: &Control) -> Result<Option<u64>>;
 
-    /// What is right in a folder; `None` where the store cannot list.
+    /// Lists the direct contents of a folder; `None` if the store cannot list.
     fn list(&self, folder: &Path, control: &Control) -> Result<Option<Folder>>;
 
     /// The names of the files.
@@ -206,7 +206,7 @@ pub trait StoringConnection: Connection {
         control: &Control,
     ) -> Result<()>;
 
-    /// Whether the store copies a file of `size` bytes at all; nothing is asked of it.
+    /// Returns an error if the store cannot copy a file of `size` bytes. It makes no request.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where it does not.
@@ -214,10 +214,10 @@ pub trait StoringConnection: Connection {
         Ok(())
     }
 
-    /// Has the store copy the file `from`, of `size` bytes, to another name: no byte of it comes
-    /// here. It is copied as it was when it was first seen, as far as the store looks at that;
-    /// whether it did is for the caller to find out. `to` is of a name that is nobody else's. If
-    /// this fails, a file may yet appear there.
+    /// Makes the store copy the file `from`, of `size` bytes, to another name, without a transfer.
+    /// It copies the version that was first seen, as far as the store checks that; the caller has
+    /// to verify it. No other save uses the name `to`. After a failure, a file may yet appear
+    /// there.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where the store does not hold both, or does not copy so much at a
@@ -245,18 +245,18 @@ pub trait StoringConnection: Connection {
     /// which is left alone.
     fn remove_seen(&self, path: &Path, control: &Control) -> Result<()>;
 
-    /// Whether what was seen of a file is enough for [`Condition::Unchanged`]: some stores give no
-    /// tag to know it by, or a weak one.
+    /// Returns whether the known tag is enough for [`Condition::Unchanged`]: some stores give no
+    /// tag, or a weak one.
     fn tells_apart(&self, _path: &Path) -> bool {
         true
     }
 
-    /// Whether the store refuses to store a file in `folder` whose condition does not hold. Some
-    /// ignore conditions, and say nothing.
+    /// Returns whether the store refuses a file in `folder` whose condition does not hold. Some
+    /// stores ignore conditions silently.
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool>;
 }
 
-/// What is right in each of several folders of a store.
+/// Lists the direct contents of several folders of a store.
 ///
 /// # Errors
 /// [`Error::Unsupported`] of a store that cannot list; those of [`Connection`].

@@ -1,4 +1,4 @@
-//! How much of a file is in the page cache.
+//! Bytes of a file that are in the page cache.
 
 use std::fs::File;
 

@@ -14,14 +14,14 @@ use crate::format::{Index, block_digest};
 use crate::store::{Remote, StoringConnection, random_token};
 use crate::{Control, Error, Result, parallel};
 
-/// How often a rank has files copied, all under one token: where one was refused, once more without
-/// it, and then it writes all.
+/// Rounds of copies for a rank, each under one token. After a refusal there is one more round
+/// without that file; then the rank writes everything.
 const ROUNDS: usize = 2;
 
 /// The copies of one rank. Dropped before they are [taken](Self::take), it removes them.
 pub(super) struct Copies {
     remote: Arc<dyn Remote>,
-    /// What may be there.
+    /// Paths that may exist.
     paths: Mutex<Vec<PathBuf>>,
     interrupted: AtomicBool,
     /// The process that began it.
@@ -47,7 +47,7 @@ impl Copies {
         self.paths().len()
     }
 
-    /// What may be there, for others to keep or to remove.
+    /// Takes the paths that may exist, to be kept or removed.
     pub(super) fn take(&self) -> Vec<PathBuf> {
         std::mem::take(&mut *self.paths())
     }
@@ -161,9 +161,8 @@ impl Drop for Copies {
     }
 }
 
-/// Has one file copied, and looks what came of it: the copy has the length and the first bytes that
-/// the index knows, and what it was made of is still what was there before, for not every store
-/// looks at that.
+/// Makes the store copy one file, and checks the result: the copy has the length and the first
+/// bytes in the index, and the original is unchanged, as not every store checks that.
 fn copy(
     parent: &Index,
     file: u32,
@@ -199,8 +198,8 @@ fn copy(
     }
 }
 
-/// What keeps a file from being copied, and the save from nothing: it writes what the file would
-/// have held.
+/// Returns the reason, if an error only keeps a file from being copied: the save then writes its
+/// contents.
 fn tolerable(error: Error) -> Result<Error> {
     match error {
         Error::Storage { .. }

@@ -1,4 +1,4 @@
-//! What a store copies is the parent's file or nothing, and a name that a copy was refused under is
+//! A copy on a store is the parent's file or does not exist, and a name whose copy was refused is
 //! never used.
 
 use std::collections::{HashMap, HashSet};
@@ -20,8 +20,7 @@ const ONE: &str = "s3://bucket/1";
 const TWO: &str = "s3://bucket/2";
 const LENGTH: u64 = 1 << 16;
 
-/// What a store does to a copy: of which it is told what is copied, and how many were asked for
-/// before.
+/// Replacement for the copy: it gets the source, the target, and the number of copies before.
 type Copier = dyn Fn(&Memory, &Path, &Path, usize) -> Result<()> + Send + Sync;
 
 struct Memory {
@@ -311,7 +310,7 @@ fn save(store: &Store, parent: Arc<Index>) -> Done {
     Done { reused, problems: problems.iter().map(ToString::to_string).collect() }
 }
 
-/// How many files so many items are written to: what stays, and what changed, apart.
+/// Number of files for so many items: unchanged and changed items are apart.
 fn store_files(written: usize) -> usize {
     if written > 1 { 2 } else { 1 }
 }

@@ -21,7 +21,7 @@ use crate::{Control, Error, Result, parallel};
 pub struct Part<'a> {
     /// Index of the item.
     pub item: u32,
-    /// Where in the item they begin.
+    /// Offset in the item.
     pub at: u64,
     /// The bytes.
     pub data: &'a [u8],
@@ -35,7 +35,7 @@ pub struct Save {
     info: SaveInfo,
     items: Vec<SaveItem>,
     layout: Arc<SaveLayout>,
-    /// What a parent holds, and the files of it that are linked.
+    /// The parent's items, and its files that are linked.
     reuse: Option<Arc<Reuse>>,
     links: Vec<Link>,
     digests: Digests,
@@ -56,7 +56,7 @@ impl Save {
         reused(&self.links, self.items.len())
     }
 
-    /// How many requests to a store have the bytes in them, or have it copy some; 0 on a disk.
+    /// Returns the number of requests to a store that carry or copy data; 0 on a disk.
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.sink.requests()
@@ -107,7 +107,7 @@ impl Save {
         }
     }
 
-    /// How many buffers there are between calls.
+    /// Returns the number of buffers between calls.
     #[cfg(test)]
     pub(in crate::write) fn buffers(&self) -> usize {
         self.sink.buffers()

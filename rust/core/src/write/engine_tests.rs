@@ -1,4 +1,4 @@
-//! What is written is what was given, however it is cut up, and whatever the disk does.
+//! Written files equal their input, however it is cut, and whatever the disk does.
 
 use std::path::Path;
 use std::process::Command;

@@ -131,8 +131,8 @@ impl DataFiles {
         Ok(Arc::new(Handles { plain: self.disk.open(path)?, direct: self.open_direct(path)? }))
     }
 
-    /// Whether the handles of a file go away when their user lets go of them, and errors of the
-    /// page cache with them.
+    /// Returns whether the handles of a file close when their user drops them, which loses errors
+    /// of the page cache.
     pub(super) fn is_transient(&self, file: u32) -> bool {
         self.files[file as usize].held.is_none()
     }
@@ -141,7 +141,7 @@ impl DataFiles {
         if self.direct { self.disk.open_direct(path) } else { Ok(None) }
     }
 
-    /// Whether this is the process that created them.
+    /// Returns whether this process created them.
     pub(super) fn is_own(&self) -> bool {
         self.owner == std::process::id()
     }

@@ -14,7 +14,7 @@ pub(super) const FIXED_BOUND: u64 = 512;
 /// Digits of the largest offset, twice, and the punctuation of an entry.
 const OFFSETS_BOUND: usize = 2 * 20 + 8;
 
-/// What one item adds to a header, in all three places.
+/// Additions of one item to a header, in all three places.
 #[derive(Default)]
 pub(super) struct ItemText {
     /// Its entry, up to the offsets.
@@ -139,7 +139,7 @@ pub(super) fn in_header(item: &SaveItem) -> (&'static str, Option<u64>) {
     }
 }
 
-/// Whether the entry in `DCPRS` says nothing that the rest of the header does not (section 2.2).
+/// Returns whether the entry in `DCPRS` follows from the rest of the header (section 2.2).
 fn is_derivable(item: &SaveItem) -> bool {
     item.kind == Kind::Tensor
         && item.dtype.is_some_and(Dtype::is_native_to_safetensors)

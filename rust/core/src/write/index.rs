@@ -9,7 +9,7 @@ use crate::format::{
     ChunkEntry, FileEntry, Index, IndexBuilder, SourceKind, TensorEntry, Value, block_digest,
 };
 
-/// What the parts of an index are made from.
+/// Sources of an index's parts.
 pub(super) struct Saved<'a> {
     pub info: &'a SaveInfo,
     pub items: Vec<SaveItem>,
@@ -18,7 +18,7 @@ pub(super) struct Saved<'a> {
     pub frozen: &'a dyn Fn(usize) -> bool,
     /// The digests of an item that was written, by block, and of its content.
     pub digests: &'a dyn Fn(usize) -> (Vec<u64>, u128),
-    /// What was reused, and from where.
+    /// Reused files.
     pub links: &'a [Link],
     pub parent: Option<&'a Index>,
 }

@@ -1,4 +1,4 @@
-//! What a save is made of: the items of one rank, and which save they are of.
+//! Items of one rank, and the save that they belong to.
 
 use crate::format::{Kind, Value};
 use crate::geometry::Dims;
@@ -23,15 +23,15 @@ pub struct SaveItem {
     pub path: Option<Value>,
     /// Its place among the entries of the state dict.
     pub position: Option<u32>,
-    /// Where the chunk begins in the tensor.
+    /// Offsets of the chunk in the tensor.
     pub offsets: Dims,
-    /// How far it extends.
+    /// Sizes of the chunk.
     pub sizes: Dims,
     /// Its bytes: elements times element size, for a tensor.
     pub length: u64,
 }
 
-/// Which save this is, and whose part of it.
+/// Identity of a save, and of the rank in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SaveInfo {
     /// Random: identifies the save, on all ranks.
@@ -42,7 +42,7 @@ pub struct SaveInfo {
     pub token: u64,
     /// The rank that writes.
     pub rank: u32,
-    /// How many ranks write; 0: this one, for itself alone.
+    /// Number of ranks that write; 0 for a rank-local save.
     pub world_size: u32,
 }
 

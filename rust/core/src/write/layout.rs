@@ -1,4 +1,4 @@
-//! Which file each chunk goes to, and where in it: section 2 of `docs/format.md`. Pure.
+//! Layout of the chunks in files: section 2 of `docs/format.md`. Pure.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -23,11 +23,11 @@ pub struct FilePlan {
     pub header: Vec<u8>,
     /// Its length in bytes.
     pub size: u64,
-    /// What is in it, in the order of the bytes: indices of items.
+    /// Its items, by number, in the order of the bytes.
     pub items: Vec<u32>,
 }
 
-/// Where the bytes of an item go.
+/// Place of an item's bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Place {
     /// Index of the file.
@@ -36,7 +36,7 @@ pub struct Place {
     pub offset: u64,
 }
 
-/// Where everything goes.
+/// Places of all items.
 #[derive(Clone, Debug)]
 pub struct SaveLayout {
     /// The files; at least one, so that every rank leaves a trace of its part (recovery counts on
@@ -46,8 +46,8 @@ pub struct SaveLayout {
     pub places: Vec<Place>,
 }
 
-/// What the files of a save are laid out beside, and by: files of another save that are linked, and
-/// when items come.
+/// Constraints on the layout of a save: linked files of another save, and the turns in which items
+/// come.
 #[derive(Debug, Default)]
 pub(super) struct Beside {
     /// For each item, whether a linked file holds it; none where there are no links.
@@ -58,10 +58,9 @@ pub(super) struct Beside {
     /// For each item, in which turn it is written: what comes together lies together, as far as
     /// alignment lets it. None: in one.
     pub turns: Vec<u32>,
-    /// How many linked files there are. They have the numbers after that of the first file that is
-    /// written.
+    /// Number of linked files. Their numbers follow that of the first file that is written.
     pub links: u32,
-    /// What the header of that file says of them, as JSON.
+    /// Note about the links in the header of the first file, as JSON.
     pub note: Vec<u8>,
     /// The most bytes of items in a file that has several; `None`: any number.
     pub most_bytes: Option<u64>,
@@ -145,11 +144,11 @@ struct Draft {
     text_bound: u64,
     bytes: u64,
     full: bool,
-    /// Whether it is for items that are likely to stay as they are; not known while it has none.
+    /// True if its items are unlikely to change; `None` while it has no items.
     stays: Option<bool>,
 }
 
-/// What the items of one name have in common, and the first file that has none of them.
+/// First item of a name, and the first file without items of that name.
 struct Seen<'a> {
     item: &'a SaveItem,
     next_file: usize,

@@ -10,7 +10,7 @@ use super::reuse::{ParentFile, Reuse};
 use crate::format::{DataFileName, FileEntry, Index};
 use crate::{Control, Error, Result};
 
-/// What the header of a rank's first file may say of its links, in bytes; what does not fit is
+/// Longest note about links in the header of a rank's first file, in bytes. Files beyond it are
 /// written.
 const NOTE_LIMIT: usize = 8 << 20;
 
@@ -101,7 +101,7 @@ impl Links {
     }
 }
 
-/// What a file that is linked next would be called, and what would be said of all.
+/// Name of the next linked file, and the note about all.
 pub(super) struct Draft {
     pub name: String,
     note: Vec<u8>,

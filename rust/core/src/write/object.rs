@@ -9,14 +9,14 @@ use std::time::Duration;
 use crate::store::{Body, Condition, Remote, StoringConnection, Upload, unclear};
 use crate::{Control, Error, Result};
 
-/// How long a failed save takes to remove what it stored; and one that was interrupted.
+/// Time limit of a failed save for removing its objects, and of an interrupted one.
 const CLEANING: Duration = Duration::from_secs(10);
 const LEAVING: Duration = Duration::from_millis(700);
 
 pub(super) struct Object {
     pub path: PathBuf,
     condition: Condition,
-    /// Of one that has several parts.
+    /// The upload of an object in several parts.
     upload: OnceLock<Upload>,
     /// It may be there.
     stored: AtomicBool,
@@ -80,13 +80,13 @@ impl Object {
         Ok(())
     }
 
-    /// Where it may be there, its path; not of one whose name may be another's.
+    /// Returns the path if the object may exist and its name cannot be another object's.
     pub fn may_be_at(&self) -> Option<PathBuf> {
         let is_own = self.condition == Condition::Always;
         (is_own && self.stored.load(Ordering::Relaxed)).then(|| self.path.clone())
     }
 
-    /// What was begun, and is not completed.
+    /// Returns the upload that was begun and not completed.
     pub fn open_upload(&self) -> Option<Upload> {
         let is_open = !self.complete.load(Ordering::Relaxed);
         self.upload.get().filter(|_| is_open).cloned()

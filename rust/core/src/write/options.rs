@@ -4,7 +4,7 @@ use crate::format::PAYLOAD_ALIGNMENT;
 use crate::parallel;
 use crate::store::Buffer;
 
-/// Where bytes go on their way to the disk.
+/// Ways of writing to the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WriteIo {
     /// Direct for large files that are synced, else buffered.
@@ -16,16 +16,16 @@ pub enum WriteIo {
     Buffered,
 }
 
-/// How to write; data with defaults, no environment variables.
+/// Options of a write; data with defaults, no environment variables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WriteOptions {
-    /// Where bytes go on their way to the disk.
+    /// Way of writing to the disk.
     pub io: WriteIo,
     /// Threads, each with one write in flight. 0: 16 for direct writes, of which most wait for the
     /// disk; for buffered ones as many as the cores that this process may use, at most four a file;
     /// fewer of both where there is little to write.
     pub threads: usize,
-    /// Whether everything is on stable storage when a save is done.
+    /// True if all files are on stable storage when a save is done.
     pub fsync: bool,
     /// The most memory that a save may take for bytes in flight.
     pub max_inflight_bytes: u64,
@@ -69,8 +69,8 @@ pub(super) struct Resolved {
     pub few_threads: usize,
     pub fsync: bool,
     pub job_bytes: u64,
-    /// Of offsets, lengths and memory, for direct writes. A page, so that a direct and a buffered
-    /// write never meet in one page of the cache.
+    /// Alignment of offsets, lengths and memory for direct writes. It is a page, so that a direct
+    /// and a buffered write never share one page of the cache.
     pub alignment: u64,
 }
 

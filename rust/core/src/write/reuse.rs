@@ -1,5 +1,5 @@
-//! What a save need not write, since another checkpoint, its *parent*, holds it: found by digests,
-//! or by the caller's word.
+//! Items that another checkpoint, the *parent*, already has and a save need not write: found by
+//! digests, or by the caller's word.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -130,12 +130,12 @@ impl Reuse {
         &self.problems
     }
 
-    /// Whether the bytes of an item are to be given to [`compare`](Self::compare).
+    /// Returns whether [`compare`](Self::compare) needs the bytes of an item.
     pub fn wants(&self, item: usize) -> bool {
         self.items[item].chunk.is_some()
     }
 
-    /// Whether the first block of an item is all that is to be given.
+    /// Returns whether the first block of an item is enough.
     pub fn probes(&self, item: usize) -> bool {
         self.wants(item) && self.items[item].trusted
     }
@@ -242,7 +242,7 @@ impl Reuse {
         }
     }
 
-    /// Whether the caller says of an item that it does not change.
+    /// Returns whether the caller says that an item does not change.
     pub(super) fn is_frozen(&self, item: usize) -> bool {
         self.items[item].frozen
     }
@@ -294,7 +294,7 @@ impl Reuse {
     }
 }
 
-/// What is known of files of the parent.
+/// Known state of the parent's files.
 #[derive(Default)]
 struct Files {
     /// Those that may be linked.
@@ -342,7 +342,7 @@ impl Files {
     }
 }
 
-/// Whether a file is as its index says.
+/// Checks that a file is as its index says.
 fn check(parent: &Index, file: u32) -> Result<()> {
     let path = parent.file_path(file);
     match fs::symlink_metadata(&path) {

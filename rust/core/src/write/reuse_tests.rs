@@ -1,5 +1,4 @@
-//! What a parent holds is linked and not written; what it does not is written; and recovery knows
-//! of both.
+//! Unchanged items are linked and not written, changed ones are written, and recovery knows both.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -26,7 +25,7 @@ fn items() -> Vec<SaveItem> {
     ]
 }
 
-/// Of a run: a save of all ranks by one.
+/// Identity of a save of a run with one rank.
 fn info(number: u64) -> SaveInfo {
     let id = u8::try_from(number).unwrap();
     SaveInfo { save_id: [id; 16], generation: 1, token: number, rank: 0, world_size: 1 }

@@ -1,4 +1,4 @@
-//! Where the bytes of a save go: to files, or to objects of a store.
+//! Destinations of a save's bytes: files, or objects of a store.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -13,7 +13,7 @@ use crate::format::{
 use crate::store::FileLock;
 use crate::{Control, Error, Result};
 
-/// How a call cuts what it writes.
+/// Sizes into which a call cuts its writes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Grain {
     /// The most bytes of a job; a multiple of `alignment`.
@@ -27,25 +27,24 @@ pub(super) struct Grain {
 /// Takes the bytes of one rank's data files. Dropped without [`keep`](Self::keep), it removes what
 /// it made.
 pub(super) trait Sink: Send + Sync {
-    /// How a call that writes `total` bytes is cut.
+    /// Returns the sizes for a call that writes `total` bytes.
     fn grain(&self, total: u64) -> Grain;
 
-    /// What one thread writes with, in one call.
+    /// Returns the writer of one thread in one call.
     fn hand<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn Hand + 'a>;
 
     /// Everything was written: makes the files valid and durable.
     fn finish(&self, control: &Control) -> Result<()>;
 
-    /// Whether this is the process that began it: a forked child has neither its threads nor its
-    /// files.
+    /// Returns whether this process began it: a forked child has neither its threads nor its files.
     fn is_own(&self) -> bool;
 
-    /// How many requests to a store have the bytes in them, or have it copy some.
+    /// Returns the number of requests to a store that carry or copy data.
     fn requests(&self) -> u64 {
         0
     }
 
-    /// How many buffers there are between calls.
+    /// Returns the number of buffers between calls.
     #[cfg(test)]
     fn buffers(&self) -> usize;
 
@@ -60,16 +59,16 @@ pub(super) trait Sink: Send + Sync {
     fn keep(self: Box<Self>) -> Option<FileLock>;
 }
 
-/// What one thread writes with.
+/// Writer of one thread.
 pub(super) trait Hand {
     /// Writes a job, of which `spans` are the bytes, and takes their digests.
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()>;
 }
 
-/// What is found out about the bytes of a save on their way.
+/// Digests that are computed while bytes are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sums {
-    /// What an index has of them: XXH3, by block and of content.
+    /// The digests of an index: XXH3, by block and of content.
     Digests,
     /// CRC-32, which zip archives have.
     Crc32,
@@ -109,7 +108,7 @@ enum Hasher {
 /// The bytes of a job that do not begin a block: the job before this one has its first bytes.
 pub(super) struct Rest {
     cell: usize,
-    /// Of the whole block.
+    /// Length of the whole block.
     block_len: usize,
     /// The offset of the bytes in the block.
     at: usize,
@@ -139,7 +138,8 @@ impl Digests {
         self.sums == Sums::None
     }
 
-    /// Where those of an item begin, from its byte `at` on, which begins a block.
+    /// Returns the number of the first digest of an item, from its byte `at` on, which begins a
+    /// block.
     pub(super) fn start(&self, item: usize, at: u64) -> usize {
         self.first[item] + to_usize(at / BLOCK_SIZE)
     }

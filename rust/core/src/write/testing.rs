@@ -144,7 +144,7 @@ fn entry() -> impl Strategy<Value = Vec<SaveItem>> {
 }
 
 prop_compose! {
-    /// What a rank may save: consistent items in any order.
+    /// Items of a rank: consistent, in any order.
     pub(crate) fn saves(most: usize)(entries in prop::collection::vec(entry(), 0..most))(
         items in Just({
             let mut names = std::collections::HashSet::new();
@@ -257,11 +257,11 @@ pub(crate) fn names_in(dir: &Path) -> Vec<String> {
 #[derive(Default)]
 pub(crate) struct Recorder {
     pub calls: Mutex<Vec<(Call, String)>>,
-    /// What happens to the call of this number.
+    /// The number of the call that fails, and its error.
     pub fault: Option<(usize, i32)>,
     /// The most bytes of a write, where that is limited.
     pub most: Option<usize>,
-    /// What every direct write fails with.
+    /// True if every direct write fails.
     pub refuse_direct: bool,
 }
 

@@ -102,7 +102,7 @@ impl ToFiles {
         )
     }
 
-    /// Whether direct writes can start from this memory for this place in a file.
+    /// Returns whether direct writes can start from this memory for this place in a file.
     fn is_aligned_alike(&self, bytes: &[u8], offset: u64) -> bool {
         bytes.as_ptr().addr() as u64 % self.how.alignment == offset % self.how.alignment
     }

@@ -18,13 +18,13 @@ use crate::{Control, Error, Result, parallel};
 
 /// Bytes of a part.
 const PART: u64 = 8 << 20;
-/// What stores take as a part, but for the last.
+/// Smallest part that stores take, except for the last.
 const LEAST_PART: u64 = 5 << 20;
 /// Parts that stores take.
 const MOST_PARTS: u64 = 10_000;
 /// Requests in flight, where nobody says how many.
 const IN_FLIGHT: usize = 32;
-/// How often a thread that waits for memory looks whether it is to stop.
+/// Interval at which a thread that waits for memory checks for cancellation.
 const PERIOD: Duration = Duration::from_millis(50);
 
 /// The objects of one rank.
@@ -34,13 +34,13 @@ pub(super) struct ToStore {
     connection: Arc<dyn StoringConnection>,
     layout: Arc<SaveLayout>,
     files: Vec<File>,
-    /// What the store copied for it.
+    /// Files that the store copied for it.
     copies: Copies,
     part_bytes: u64,
     threads: usize,
     room: Arc<Room>,
     interrupted: AtomicBool,
-    /// What it stored was removed, as far as that could be.
+    /// True if its objects were removed, as far as that was possible.
     given_up: AtomicBool,
     /// The process that began it.
     owner: u32,
@@ -56,9 +56,9 @@ struct File {
 struct UploadPart {
     /// Bytes of items that are still to come.
     missing: u64,
-    /// What came, where not all came at a time.
+    /// Bytes so far, if they did not all come at a time.
     buffer: Option<Buffer>,
-    /// What the store answered.
+    /// The store's answer.
     sent: Option<String>,
 }
 
@@ -129,7 +129,7 @@ impl ToStore {
         start..(start + self.part_bytes).min(self.layout.files[file as usize].size)
     }
 
-    /// What of the header lies in these bytes of the file.
+    /// Returns the header bytes within this range of the file.
     fn header(&self, file: u32, bytes: &Range<u64>) -> &[u8] {
         let header = &self.layout.files[file as usize].header;
         let within = |at: u64| usize::try_from(at).map_or(header.len(), |at| at.min(header.len()));
@@ -306,7 +306,7 @@ pub(super) fn in_flight(options: &WriteOptions) -> usize {
     }
 }
 
-/// What a thread sends with.
+/// Sender of one thread.
 struct Sender<'a> {
     to: &'a ToStore,
     digests: &'a Digests,
@@ -353,7 +353,7 @@ impl Room {
     }
 }
 
-/// What was taken of the room. Dropped, it is given back.
+/// A share of the memory limit, returned when it is dropped.
 struct Share {
     room: Arc<Room>,
     bytes: u64,

@@ -1,5 +1,4 @@
-//! What is stored is what was given, in parts that a store takes, however it comes; and nothing is
-//! left of what fails.
+//! Stored objects equal their input, in parts that a store takes, and a failed save leaves nothing.
 
 use std::collections::HashMap;
 use std::fs;
@@ -18,7 +17,7 @@ use crate::write::testing::{INFO, assert_saved, contents, parts, saves, value, w
 const MIB: u64 = 1 << 20;
 const DIR: &str = "s3://bucket/ckpt";
 
-/// What is stored, in memory.
+/// Stored objects, in memory.
 #[derive(Debug, Default)]
 struct Memory {
     files: Mutex<HashMap<PathBuf, Vec<u8>>>,
@@ -169,7 +168,7 @@ fn begin(store: &Store, items: &[SaveItem], options: &WriteOptions) -> Save {
     .0
 }
 
-/// What is stored, as files; checked against the index.
+/// Writes the stored objects as files, and checks them against the index.
 fn check(store: &Store, save: Save, items: &[SaveItem]) {
     let (index, claim) = save.finish_with(Value::None, &Control::new()).unwrap().keep();
     assert!(claim.is_none() && store.0.uploads.lock().unwrap().is_empty());

@@ -153,7 +153,7 @@ struct Sent {
     from: PathBuf,
     size: u64,
     object: Object,
-    /// What the store answered for each part.
+    /// The store's answer for each part.
     answers: Vec<Mutex<String>>,
 }
 

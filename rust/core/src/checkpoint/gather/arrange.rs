@@ -32,14 +32,14 @@ pub struct SlabRegion {
     pub target: usize,
     /// The chunk.
     pub chunk: u64,
-    /// Where in it the rectangle begins.
+    /// Offsets of the rectangle in the chunk.
     pub chunk_offsets: Dims,
-    /// Where in the target it goes.
+    /// Offsets in the target.
     pub offsets: Dims,
-    /// How far it extends.
+    /// Sizes of the rectangle.
     pub sizes: Dims,
-    /// Where it goes is one run of memory, from this byte of the target on, counted as the elements
-    /// are stored. It may be cut at any element.
+    /// First byte in the target, in units of stored elements, if the destination is one run of
+    /// memory. Such a rectangle may be cut at any element.
     pub begin: Option<u64>,
     /// Number of the target's device: what goes to different ones never shares a slab.
     pub device: u32,
@@ -60,7 +60,7 @@ pub struct DeviceTensor {
 /// In which pass what is filled. Those of one pass share no memory. By default all of it in one.
 pub struct Passes {
     count: usize,
-    /// Of the requests, then of what the caller fills: `None` is never filled.
+    /// The pass of each request, then of each device destination; `None` is never filled.
     of: Option<Vec<Option<u32>>>,
 }
 
@@ -71,13 +71,13 @@ impl Default for Passes {
 }
 
 impl Passes {
-    /// How many there are, at least one.
+    /// Returns the number of passes, at least one.
     #[expect(clippy::len_without_is_empty, reason = "there is always one")]
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether what has this number has this pass.
+    /// Returns whether destination `i` belongs to this pass.
     fn has(&self, pass: usize, i: usize) -> bool {
         self.of.as_ref().map_or(pass == 0, |of| of[i].is_some_and(|of| of as usize == pass))
     }
@@ -209,7 +209,7 @@ impl Gather {
         all
     }
 
-    /// What has this number, if it is filled from slabs.
+    /// Returns the slab region of this number, if it is filled from slabs.
     pub fn want(&self, number: usize) -> Option<&SlabRegion> {
         match &self.elsewhere.get(number)?.how {
             How::Slab(want) => Some(want),

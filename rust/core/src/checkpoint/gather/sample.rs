@@ -1,5 +1,5 @@
-//! What the ranks of a machine read alike, found out from what each of them says in a message of
-//! fixed size.
+//! Bytes that several ranks of a machine read, estimated from one message of fixed size for each
+//! rank.
 //!
 //! The data files, laid end to end, are cut into equal sections. A rank says of each section how
 //! much of it it reads, and a fingerprint of which bytes. Ranks share a section if two of them read
@@ -20,7 +20,7 @@ use crate::{Error, Result};
 const SECTIONS: u64 = 256;
 /// Bytes of a section, at least.
 const MIN_SECTION: u64 = 1 << 20;
-/// What says that all of a section is read.
+/// Value that stands for a section that is read whole.
 const WHOLE: u64 = 1 << 12;
 /// Ranks share a section of which they read more than this, each of them what the others do not
 /// read apart.
@@ -32,10 +32,10 @@ const ENTRY: usize = 4;
 const SHORT_ROW: u64 = 32 << 10;
 const MAX_PITCH: u64 = 256 << 10;
 
-/// Where the sections of a checkpoint are: the same on every rank that opened it.
+/// Division of a checkpoint into sections, the same on every rank that opened it.
 #[derive(Clone, Debug)]
 struct Sections {
-    /// Where each file begins, and where the last one ends.
+    /// First byte of each file, and the end of the last one.
     starts: Arc<[u64]>,
     size: u64,
 }
@@ -65,11 +65,11 @@ impl Sections {
     }
 }
 
-/// What one rank reads, all of its batches together.
+/// Bytes that one rank reads, in all of its batches.
 pub struct Sample {
     index: Arc<Index>,
     sections: Sections,
-    /// Of each section, bytes and fingerprint.
+    /// Bytes and fingerprint of each section.
     read: Vec<(u64, u64)>,
 }
 
@@ -231,7 +231,7 @@ pub struct SharedSections {
 }
 
 impl SharedSections {
-    /// Whether most of bytes `start..end` of a file is shared.
+    /// Returns whether most of the bytes `start..end` of a file are shared.
     fn has(&self, file: u32, start: u64, end: u64) -> bool {
         let (mut shared, mut all) = (0_u64, 0_u64);
         for (section, begin, end) in self.sections.of(file, start, end) {
@@ -245,8 +245,8 @@ impl SharedSections {
 }
 
 impl Gather {
-    /// What is known of what others want. Of a file of which they want a part, that becomes a file
-    /// of its own. Comes after the turns were found, whose order goes by files.
+    /// Splits each file in two: the part that other ranks read, and the rest. Call it after the
+    /// passes were found, whose order goes by files.
     pub fn divide(&mut self, common: &SharedSections) {
         if self.common.is_some() {
             return;
@@ -388,7 +388,7 @@ mod tests {
         wanted
     }
 
-    /// What each rank shares of its first stretch.
+    /// Returns whether each rank's first stretch is shared.
     fn shared(ranks: &[&[(u64, u64)]]) -> Vec<bool> {
         let common = judged(&ranks.iter().map(|rank| reads(rank)).collect::<Vec<_>>());
         let first =

@@ -47,7 +47,7 @@ struct Row<'a> {
     sink: Accumulate,
     itemsize: usize,
     bytes: &'a [u8],
-    /// Where blocks are hashed as they are summed: the number of the one that is being hashed.
+    /// The block that is being hashed while it is summed, if blocks are hashed, and its number.
     hashed: Option<(Hasher, u64)>,
 }
 
@@ -129,8 +129,8 @@ fn elements(sums: &[Sum]) -> u64 {
     sums.iter().map(|sum| sum.region.sizes.iter().product::<u64>()).sum()
 }
 
-/// What is read of one summand: requests of each group, whose destinations are places in the sums
-/// of the group.
+/// Plans the reads of one summand: for each group, requests with offsets into its sums as
+/// destinations.
 fn input<'a>(
     number: usize,
     summands: &'a [Summand],

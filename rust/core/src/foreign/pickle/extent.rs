@@ -1,4 +1,4 @@
-//! How deep the values of a pickle nest, and how large they are where nothing is shared.
+//! Depth of the values of a pickle, and their size where nothing is shared.
 
 use super::{Item, Made, Node, Pickle, Then};
 

@@ -378,7 +378,7 @@ impl Machine<'_, '_> {
         Ok(())
     }
 
-    /// Where the part of the stack that belongs to the innermost mark begins.
+    /// Returns the start of the stack's part that belongs to the innermost mark.
     fn base(&self) -> usize {
         self.marks.last().map_or(0, |mark| mark.height)
     }

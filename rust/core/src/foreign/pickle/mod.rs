@@ -79,11 +79,11 @@ pub(super) enum Node {
         how: Made,
         then: Vec<Then>,
     },
-    /// What a persistent id stands for.
+    /// Object that a persistent id stands for.
     Persistent(Item),
 }
 
-/// How an object is made.
+/// Ways of making an object.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Made {
     Called,
@@ -92,7 +92,7 @@ pub(super) enum Made {
     NewWith(Item),
 }
 
-/// What is done with a new object.
+/// Operations on a new object.
 #[derive(Debug)]
 pub(super) enum Then {
     State(Item),
@@ -100,21 +100,21 @@ pub(super) enum Then {
     Set(Vec<(Item, Item)>),
 }
 
-/// What an item is.
+/// Description of an item, for messages.
 pub(super) enum Described {
     Plain(&'static str),
-    /// What names it, or made it.
+    /// The global that names it or made it.
     Object(String),
 }
 
-/// What a pickle may hold.
+/// Limits on the contents of a pickle.
 pub(super) struct Rules {
-    /// Whether a global may be named at all.
+    /// Returns whether a global may be named at all.
     pub allow: fn(module: &str, name: &str) -> bool,
-    /// Whether persistent ids may occur.
+    /// True if persistent ids may occur.
     pub persistent: bool,
-    /// Whether all is kept that a pickle written from the nodes needs, also what means nothing here
-    /// (integers of any length, objects that are filled), and the place of every part.
+    /// True if everything is kept that a pickle written from the nodes needs: values without a
+    /// meaning here (integers of any length, objects that are filled), and the place of every part.
     pub keep: bool,
 }
 
@@ -221,7 +221,7 @@ impl Pickle<'_> {
         }
     }
 
-    /// What kind of mapping an item is, in the words of section 5 of `docs/format.md`.
+    /// Returns the kind of mapping, in the words of section 5 of `docs/format.md`.
     pub(super) fn mapping_kind(&self, item: Item) -> &'static str {
         match (self.as_object(item), self.dict_of(item)) {
             (Some((("collections", "Counter"), ..)), _) => "Counter",
@@ -324,7 +324,7 @@ impl Pickle<'_> {
         }
     }
 
-    /// What an item is, for messages.
+    /// Describes an item for messages.
     pub(super) fn describe(&self, item: Item) -> Described {
         let object = |made_by| Described::Object(self.name_of(made_by));
         Described::Plain(match item {

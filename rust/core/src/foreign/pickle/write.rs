@@ -34,14 +34,15 @@ struct Writer<'a> {
     out: Vec<u8>,
     /// Some parts are written as often as they are used: honest values stay far below this.
     longest: u64,
-    /// What is to be written, the next last. No depth of nesting can exhaust the stack.
+    /// Tasks, the next one last. A list of tasks cannot exhaust the stack, however deep values
+    /// nest.
     todo: Vec<Task<'a>>,
     /// The number of each node and text in the new memo.
     memo: HashMap<Known, u32>,
     persistent: Vec<Item>,
 }
 
-/// What is to be written. The numbers are how deep it is.
+/// Tasks of the writer. The numbers are depths.
 #[derive(Clone, Copy)]
 enum Task<'a> {
     Out(&'static [u8]),
@@ -50,11 +51,11 @@ enum Task<'a> {
     Pairs(&'a [(Item, Item)], u32),
     /// The end of a node, which is remembered.
     Made(u32),
-    /// What is done with an object that was made.
+    /// The operations on an object that was made.
     Filled(u32, u32),
 }
 
-/// What the memo knows.
+/// Keys of the memo.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Known {
     Node(u32),
@@ -278,7 +279,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// What is done with an object, unless it was made before.
+    /// Writes the operations on an object, unless it was made before.
     fn fill(&mut self, id: u32, depth: u32) {
         if self.remember_unless_made(id) {
             return;
@@ -295,7 +296,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Of a storage. What torch before 1.6 wrote has a sixth part, for views, which is `None`.
+    /// Writes the id of a storage. Torch before 1.6 wrote a sixth part, for views, which is `None`.
     fn persistent_id(&mut self, item: Item, depth: u32) {
         match self.pickle.tuple(item) {
             Some([parts @ .., Item::None]) if parts.len() == 5 => {

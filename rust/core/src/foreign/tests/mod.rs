@@ -12,7 +12,7 @@ use crate::checkpoint;
 use crate::format::Index;
 use crate::{Control, Error};
 
-/// What `tests/fixtures/make_stock.py` made.
+/// Output of `tests/fixtures/make_stock.py`.
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/stock")
 }

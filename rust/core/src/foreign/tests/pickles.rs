@@ -11,7 +11,7 @@ fn kept(bytes: &[u8]) -> FaultResult<Pickle<'_>> {
     Pickle::parse(bytes, &KEEP)
 }
 
-/// What is written for the value, which can be read again.
+/// Writes the value of a pickle again, and checks that the result can be read.
 fn written(bytes: &[u8]) -> Vec<u8> {
     let pickle = kept(bytes).unwrap();
     let (out, _) = pickle.write(pickle.top()).unwrap();
@@ -204,8 +204,8 @@ const PARTS: &[&[u8]] = &[
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// What is kept can be described, written and looked through, or is refused; what is written
-    /// can be read.
+    /// Kept values can be described, written and walked, or are refused; written values can be
+    /// read.
     #[test]
     fn noise_is_safe(bytes in prop::collection::vec(prop::sample::select(PARTS), 0..40)) {
         let bytes = [b"\x80\x04", &bytes.concat()[..], b"."].concat();

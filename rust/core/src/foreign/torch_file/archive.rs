@@ -17,7 +17,7 @@ use crate::{Error, Result, parallel};
 /// Longest directory, and longest pickle. All of one is in memory, and what is made of it takes
 /// some thirty times as much at worst.
 const LONGEST: u64 = 256 << 20;
-/// Where the end of a directory is, and all of a small one.
+/// Bytes at the end of a file that hold the directory's end, and all of a small directory.
 const TAIL: u64 = 64 << 10;
 /// Headers no further apart are fetched together.
 const NEAR: u64 = 4 << 10;
@@ -42,9 +42,9 @@ pub(super) struct TorchFile {
 /// The parts of a file.
 pub(super) struct Parts {
     pub pickle: Pickle<'static>,
-    /// Where in the file the pickle begins.
+    /// Offset of the pickle in the file.
     pub pickle_at: u64,
-    /// Whether the file has a checksum of the pickle, which was right.
+    /// True if the file has a checksum of the pickle; it was compared.
     pub pickle_is_checked: bool,
     /// By key.
     pub storages: HashMap<String, StorageRecord>,
@@ -60,7 +60,7 @@ impl Parts {
     }
 }
 
-/// Where the bytes of a storage are.
+/// Place of a storage's bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StorageRecord {
     pub at: u64,
@@ -69,15 +69,15 @@ pub(super) struct StorageRecord {
     pub crc: Option<u32>,
 }
 
-/// Whether a file of this name, which begins so, is to be read as one of `torch.save`. (A
-/// safetensors file has a `{` where a zip archive has how its first record is compressed.)
+/// Returns whether a file with this name and start is one of `torch.save`. (In a safetensors file a
+/// `{` stands where a zip archive has the compression method of its first record.)
 pub(crate) fn is_torch_file(name: &str, start: &[u8]) -> bool {
     let is_zip = start.starts_with(&LOCAL_MAGIC) && start.get(8) != Some(&b'{');
     is_zip || is_legacy(start) || ENDINGS.iter().any(|ending| name.ends_with(ending))
 }
 
-/// Whether a file begins with the number, in a pickle of any protocol; from the fourth on, it is in
-/// a frame.
+/// Returns whether a file begins with the magic number, in a pickle of any protocol. From protocol
+/// 4 on, the number is in a frame.
 fn is_legacy(start: &[u8]) -> bool {
     match start {
         [0x80, 2 | 3, number @ ..] | [0x80, 4 | 5, 0x95, _, _, _, _, _, _, _, _, number @ ..] => {
@@ -272,7 +272,7 @@ fn shift(fault: Fault, by: u64) -> Fault {
     }
 }
 
-/// How a file is laid out.
+/// Layouts of a file.
 enum Format {
     Zip,
     /// As torch before 1.6 has it.

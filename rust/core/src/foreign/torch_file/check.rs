@@ -92,7 +92,7 @@ struct Cost<'a> {
     extents: &'a [Extent],
     most: u64,
     left: u64,
-    /// Of each object, the bytes that it copied from its arguments.
+    /// For each object, the bytes that it copied from its arguments.
     objects: Vec<u64>,
 }
 

@@ -18,12 +18,11 @@ pub(crate) struct Checked {
     /// First byte in the file.
     pub at: u64,
     pub size: u64,
-    /// Where the file has one.
+    /// The checksum in the file, if it has one.
     pub expected: Option<u32>,
-    /// Of what was read; where there was something to compare it with.
+    /// The checksum of the bytes, if there was one to compare with.
     pub got: Option<u32>,
-    /// Where it is damaged: the values that it is part of, without those that other damage was
-    /// found in.
+    /// For a damaged record, the values that use it and in which no other damage was found.
     pub values: Vec<String>,
 }
 

@@ -149,7 +149,7 @@ fn add(
     })
 }
 
-/// Where in the file a chunk is.
+/// Place of a chunk in the file.
 struct StoredPlace {
     offset: u64,
     length: u64,

@@ -16,7 +16,7 @@ use crate::format::Value;
 pub(super) struct Leaf {
     /// FQN.
     pub name: String,
-    /// Where it was in the state dict.
+    /// Its path in the state dict.
     pub path: Value,
     pub item: Item,
     /// The part of the pickle that makes it.
@@ -67,7 +67,7 @@ struct Walk<'a> {
     pickle: &'a Pickle<'a>,
     /// Bytes that may still be made. Shared containers are entered as often as they are used.
     budget: u64,
-    /// Whether a list, by its number, is entered.
+    /// For each list, by its number, whether it is entered.
     inner: HashMap<u32, bool>,
     /// By the number of a dict: true if its items are entries of their own.
     mappings: HashMap<u32, bool>,

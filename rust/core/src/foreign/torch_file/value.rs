@@ -25,8 +25,8 @@ struct Known {
 }
 
 impl ValueReader {
-    /// What `torch.save` writes for the value that `chunk` names: bytes to be loaded as those that
-    /// DCP's planners make.
+    /// Returns the value that `chunk` names, in the form that `torch.save` writes and DCP's
+    /// planners load.
     ///
     /// # Errors
     /// [`Error::CorruptData`]: the file is another one than was indexed. [`Error::Unsupported`]: a

@@ -38,11 +38,12 @@ pub fn write_back(file: &File, start: u64, len: u64) -> io::Result<Option<()>> {
 
 /// Pages looked at where the kernel only answers for one at a time.
 const SAMPLES: u64 = 64;
-/// What direct I/O is aligned to where the file system does not say.
+/// Alignment of direct I/O if the file system does not state one.
 const USUAL_BLOCK: u64 = 4096;
 /// Bytes of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
-/// Of `statfs(2)`. Its files are those of another file system, in whose page cache they are.
+/// Magic number of overlayfs in `statfs(2)`. Its files are in the page cache of another file
+/// system.
 const OVERLAYFS: u32 = 0x794c_7630;
 
 /// Bytes of `[start, end)`, which is not empty, that are in the page cache, to the page. `None`
@@ -93,7 +94,7 @@ fn sample(
     u64::try_from(u128::from(end - start) * u128::from(resident) / u128::from(samples)).ok()
 }
 
-/// Whether the byte at `at` can be read without waiting for a disk.
+/// Returns whether the byte at `at` can be read without waiting for a disk.
 fn answers_at_once(file: &File, at: u64) -> Option<bool> {
     let mut byte = [0u8];
     match preadv2(file, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT) {
@@ -121,8 +122,8 @@ fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
     })
 }
 
-/// Whether the file lies on a network or user-space file system: those can stall a page fault for
-/// as long as they like or fail it with a signal, so they are never mapped unasked.
+/// Returns whether the file lies on a network or user-space file system. Those can stall a page
+/// fault for any time or fail it with a signal, so by default they are not mapped.
 #[must_use]
 pub fn is_remote(file: &File) -> bool {
     /// Magic numbers of `statfs(2)` and the kernel's `magic.h`.
@@ -152,8 +153,7 @@ fn kind(file: &File) -> Option<u32> {
     u32::try_from(i128::from(kind) & 0xffff_ffff).ok()
 }
 
-/// What offsets and lengths of direct reads of this file must be multiples of, or `None` where it
-/// takes none.
+/// Returns the alignment of direct reads of this file, or `None` if it takes none.
 #[must_use]
 pub fn direct_align(file: &File) -> Option<u64> {
     // With an empty path it is about the descriptor.
@@ -167,7 +167,8 @@ pub fn direct_align(file: &File) -> Option<u64> {
     Some(USUAL_BLOCK)
 }
 
-/// Whether [`populate`] can: without it, a disk that fails is a signal at the first touch.
+/// Returns whether [`populate`] works here. Without it, a failing disk is a signal at the first
+/// access.
 pub fn populates() -> bool {
     static POPULATES: OnceLock<bool> = OnceLock::new();
     let try_it =
@@ -234,7 +235,7 @@ pub fn spare_address_space() -> Option<u64> {
     Some(taken.map_or(0, |taken| limit.saturating_sub(taken)))
 }
 
-/// Whether there are huge pages of 2 MiB, to be asked for.
+/// Returns whether the system has huge pages of 2 MiB on request.
 pub fn has_huge_pages() -> bool {
     rustix::param::page_size() == 4096
 }

@@ -1,5 +1,4 @@
-//! What operating systems do each in their own way: asked for here, and told apart nowhere else in
-//! this crate.
+//! Differences between operating systems, and the only place in this crate that knows them.
 //!
 //! `--cfg posix_only` takes what Linux alone has away from it: `make test-posix` runs the tests of
 //! this crate as on macOS.

@@ -1,5 +1,5 @@
-//! How a save begins: its files are laid out, what a parent holds is linked, the rest is created
-//! with its space reserved.
+//! Start of a save: lay out its files, link the parent's, and create the rest with their space
+//! reserved.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -207,7 +207,7 @@ fn to_files(
     })
 }
 
-/// What a save of so many items is laid out beside.
+/// Returns the constraints on the layout of a save of so many items.
 fn beside(links: &[Link], note: Vec<u8>, reuse: Option<&Reuse>, items: usize) -> Result<Beside> {
     Ok(Beside {
         reused: reused(links, items),

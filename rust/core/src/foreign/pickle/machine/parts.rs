@@ -1,4 +1,4 @@
-//! What opcodes make of the values on the stack: containers, and records of calls.
+//! Containers and records of calls that opcodes build from values on the stack.
 
 use super::{Machine, Slot};
 use crate::foreign::fault::{Fault, FaultResult};
@@ -138,8 +138,8 @@ impl Machine<'_, '_> {
         self.push_node(node, made_by.at)
     }
 
-    /// What an `OrderedDict` of these arguments is: of none, or called with a list of lists of two,
-    /// as Python 2 has it.
+    /// Builds an `OrderedDict` from these arguments: none, or a list of lists of two, as Python 2
+    /// writes it.
     fn dict_of_pairs(
         &mut self,
         how: Made,
