@@ -90,7 +90,7 @@ fn opening(c: &mut Criterion) {
     }
 }
 
-/// What every rank of a save sends of the model: its rows of each tensor, which `holders` ranks
+/// Returns the request of every rank of a save: its rows of each tensor, which `holders` ranks
 /// share.
 fn requests(tensors: u64, ranks: u64, holders: u64) -> Vec<Vec<u8>> {
     let parts = (ranks / holders).max(1);
@@ -268,7 +268,7 @@ fn reading(c: &mut Criterion) {
             let options = ReadOptions { io, ..ReadOptions::default() };
             group.bench_function(BenchmarkId::new(format!("{io:?}, chunks of"), size), |b| {
                 b.iter(|| {
-                    // SAFETY: every request fills its own part of `to`, and the file stays as it is.
+                    // SAFETY: requests fill parts of `to` that are apart; the file stays as it is.
                     unsafe { read(&files, &requests, &Nothing, &options, &Control::default()) }
                         .expect("reads")
                 });

@@ -230,7 +230,7 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
-/// Options of [`Checkpoint::open_with`].
+/// Options for opening a checkpoint.
 ///
 /// ```
 /// # let path = "../../tests/compat/v1/sharded";

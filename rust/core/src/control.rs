@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
 
-/// A wait that lasts so long is told of.
+/// A longer wait is reported.
 pub const NOTICE: Duration = Duration::from_secs(10);
 /// And again after so long.
 pub const NOTICE_AGAIN: Duration = Duration::from_secs(60);

@@ -2,8 +2,8 @@
 // The public interface is `api` and what is re-exported below. The modules marked `doc(hidden)` are
 // shared with the other crates of this workspace and promise nothing: `format` and `geometry` do no
 // I/O; `store` knows no format; `read` and `write` know files, ranges and memory; `foreign` makes
-// indexes of what others wrote; `checkpoint` joins them. What may lie outside a checkpoint's folder
-// is decided in `paths`, for all. `docs/format.md` defines what is on disk.
+// indexes of foreign checkpoints; `checkpoint` joins them. What may lie outside a checkpoint's
+// folder is decided in `paths`, for all. `docs/format.md` defines what is on disk.
 
 mod api;
 #[cfg(target_endian = "big")]

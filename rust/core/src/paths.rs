@@ -44,7 +44,8 @@ pub enum Links {
     /// file that anyone may have made.
     Any,
     /// Those that end in a folder, and those that Hugging Face's cache made of a snapshot to the
-    /// files of the same repository: they are the user's own, whoever wrote the names.
+    /// files of the same repository: they are the user's own, even if another program wrote the
+    /// names.
     Within {
         /// The folder.
         folder: Arc<Path>,

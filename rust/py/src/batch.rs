@@ -1,4 +1,4 @@
-//! A batch: all destinations of one load, whoever fills them.
+//! A batch: all destinations of one load.
 
 use std::sync::Arc;
 
@@ -180,7 +180,7 @@ impl Batch {
         self.passes.len()
     }
 
-    /// Says what others want too, once the passes were found.
+    /// Splits the reads by the sections that other ranks read too. Call it after `arrange`.
     fn divide(&mut self, py: Python<'_>, common: &Bound<'_, sample::SharedSections>) {
         let common = Arc::clone(&common.get().inner);
         py.detach(|| self.gather.divide(&common));

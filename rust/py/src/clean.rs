@@ -47,7 +47,7 @@ pub fn to_rows(cleaned: Cleaned) -> CleanedRows {
     )
 }
 
-/// The lock of a folder, alone: whoever holds it is at work there.
+/// Exclusive lock of a folder, for the process that works there.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct FolderLock {
     _lock: store::FolderLock,

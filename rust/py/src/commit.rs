@@ -26,7 +26,10 @@ use crate::{index, interrupt};
 /// how many chunks and values there must be, where that is known; or names that must be there.
 #[guarded]
 #[pyfunction]
-#[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync, overwrite=true, store=None))]
+#[pyo3(signature = (
+    folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync,
+    overwrite=true, store=None
+))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
 pub fn commit_indexes(
     py: Python<'_>,

@@ -60,7 +60,7 @@ impl Index {
         Ok(Self::new(Arc::new(inner), allow_external))
     }
 
-    /// Indexes what others wrote at `path`, whatever index lies there. With `storage_options`,
+    /// Indexes the foreign checkpoint at `path`, even if there is an index. With `storage_options`,
     /// `path` is a URL.
     #[staticmethod]
     #[pyo3(signature = (path, storage_options = None))]

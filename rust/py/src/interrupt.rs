@@ -125,7 +125,7 @@ fn run_all<I: Send, T: Send>(
             let run = Arc::clone(&run);
             move || run()
         });
-        // The worker alone keeps `done`: if it panics, whoever waits hears of it.
+        // The worker alone keeps `done`: if it panics, the waiting thread notices.
         let worker = match spawned {
             Ok(worker) => {
                 drop(run);

@@ -284,8 +284,8 @@ impl Index {
             let region = Region::new(&fill.offsets.0, &fill.sizes.0);
             gather.add(source, &region, &to).into_py(py)?;
         }
-        // SAFETY: the contract of whoever calls this: the caller holds the tensors at the
-        // addresses. Shapes and strides are the tensors' own.
+        // SAFETY: this method's contract: the caller keeps the tensors at the addresses. Shapes and
+        // strides are the tensors' own.
         Ok(unsafe { run(py, &gather, &options)? }.into())
     }
 

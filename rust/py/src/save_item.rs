@@ -21,7 +21,10 @@ impl SaveItem {
     /// `dtype`: none for a value, of which `length` is all that there is to say. `path` and
     /// `position`: in the state dict.
     #[new]
-    #[pyo3(signature = (name, length, *, dtype=None, shape=None, offsets=None, sizes=None, flags=0, path=None, position=None))]
+    #[pyo3(signature = (
+        name, length, *, dtype=None, shape=None, offsets=None, sizes=None, flags=0, path=None,
+        position=None
+    ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn new(
         name: &Bound<'_, PyAny>,

@@ -62,7 +62,9 @@ impl SavePlan {
     /// it (floating-point ones of more than 8 bits and of another dtype), and `shapes` those of
     /// another shape. Returns the places of the others. `paths` and `positions` are those in the
     /// state dict, or None.
-    #[pyo3(signature = (names, paths, tensors, types, dtypes, *, positions=None, cast=None, shapes=None))]
+    #[pyo3(signature = (
+        names, paths, tensors, types, dtypes, *, positions=None, cast=None, shapes=None
+    ))]
     #[expect(clippy::too_many_arguments, reason = "what torch is, in two of them")]
     fn add_plain<'py>(
         &self,
@@ -172,7 +174,7 @@ impl SavePlan {
     /// `Save.write_plain`; then the others, in the order of `kept_others`, whose lengths in bytes
     /// are `lengths`. `turns`, for each of these, where they are not written at a time: in which
     /// one, from 1 on.
-    #[pyo3(signature = (folder, keep, lengths, *, turns = None, reuse = None, store = None, **options))]
+    #[pyo3(signature = (folder, keep, lengths, *, turns=None, reuse=None, store=None, **options))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         &self,

@@ -57,7 +57,7 @@ impl Copy {
     }
 }
 
-/// A load in progress: threads that fill slabs ahead of whoever empties them.
+/// A load in progress: threads that fill slabs ahead of the consumer.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct SlabReader {
     plan: Arc<Plan>,

@@ -37,7 +37,7 @@ struct Hole {
 #[guarded]
 #[pymethods]
 impl Template {
-    /// `nbytes` from `address` on stand for others. They are never read.
+    /// `nbytes` from `address` on stand for the bytes of tensors. They are never read.
     #[new]
     fn new(address: usize, nbytes: usize) -> Self {
         Self {
@@ -107,7 +107,7 @@ impl Template {
 }
 
 impl Inner {
-    /// Memory that stands for others may come in several writes.
+    /// Stand-in memory may come in several writes.
     fn skip(&mut self, place: u64, len: u64) {
         let at = self.file.size();
         match self.holes.last_mut() {

@@ -40,7 +40,7 @@ pub struct Limits {
     pub retries: u32,
     /// Without a byte, until one is taken as lost.
     pub silence: Duration,
-    /// Without getting anywhere, until it is told of.
+    /// Time without progress until a notice.
     pub notice: Duration,
 }
 
@@ -358,7 +358,7 @@ impl Config {
         })
     }
 
-    /// The name in the store of what is at a URL.
+    /// Returns the object's name for a URL.
     pub fn name(&self, path: &Path) -> Result<object_store::path::Path> {
         let text =
             path.to_str().ok_or_else(|| unsupported(format!("{}: not UTF-8", path.display())))?;
@@ -391,7 +391,7 @@ fn once() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
-/// Seconds of a year: whoever says more waits for as long as that.
+/// Longest time that an option can set, in seconds: a year.
 const LONGEST: f64 = 366.0 * 24.0 * 3600.0;
 
 fn seconds(key: &str, value: &str) -> Result<Duration> {

@@ -44,7 +44,7 @@ impl<P: Clone> Kept<P> {
         self.with(|kept| kept.remove(&fingerprint));
     }
 
-    /// `None` where another thread is at it, or was when this process was forked: nobody waits.
+    /// `None` if another thread uses it, or did when this process was forked: no one waits.
     fn with<T>(&self, work: impl FnOnce(&mut HashMap<u64, P>) -> T) -> Option<T> {
         let mut kept = self.0.try_lock().ok()?;
         let process = std::process::id();

@@ -1,5 +1,5 @@
-//! One part of a file: asked for, asked for again from where it was cut off, and laid where it is
-//! wanted as it comes.
+//! Fetch of one range of a file: it resumes where an answer was cut off, and copies bytes to their
+//! destinations as they come.
 #![allow(unsafe_code)] // runs are written by address
 
 use std::path::{Path, PathBuf};
@@ -199,7 +199,7 @@ async unsafe fn attempt(
     Ok(())
 }
 
-/// Lays bytes that came next to where they are wanted.
+/// Copies the next bytes to their destinations.
 ///
 /// # Safety
 /// The memory of every run is valid for writes.

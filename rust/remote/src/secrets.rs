@@ -1,6 +1,6 @@
 //! Secrets, kept out of messages.
 
-/// Options whose values are no secret, by what their names end with. All others are.
+/// Suffixes of the names of options whose values are not secret. All other values are.
 const PLAIN: &[&str] = &[
     "region",
     "bucket",

@@ -1,4 +1,4 @@
-//! What the benchmarks ask for, line by line.
+//! Answers to the benchmarks, line by line.
 
 use std::fs::OpenOptions;
 use std::io::{BufRead, Write};

@@ -43,7 +43,7 @@ pub enum LeftoverKind {
 pub enum Verdict {
     /// Nobody needs it.
     Left,
-    /// A process is at it.
+    /// A process uses it.
     InUse,
     /// It is not old enough to be sure.
     Young,
@@ -71,7 +71,7 @@ pub struct Cleaned {
     pub removed: Vec<Leftover>,
     /// Leftovers that stay, because of their verdict.
     pub kept: Vec<Leftover>,
-    /// Why others could not be removed.
+    /// Errors of removals.
     pub failed: Vec<Error>,
 }
 

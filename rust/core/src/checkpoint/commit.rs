@@ -24,7 +24,7 @@ const DISCARD_PATIENCE: Duration = Duration::from_secs(5);
 pub struct Committed {
     /// Data files of the checkpoint that was replaced, which are gone now.
     pub removed: Vec<String>,
-    /// Why others of them could not be removed. The new checkpoint is whole all the same.
+    /// Errors of removals. The new checkpoint is whole all the same.
     pub left: Vec<Error>,
 }
 
@@ -103,9 +103,9 @@ pub(super) fn commit_index_on(
     Ok(committed)
 }
 
-/// Makes `index` the index of a folder whose data files are what they were: of others, or of a save
-/// whose index was lost. No file is removed. `before`: the index that was there before the data was
-/// looked at, if any: what has come since is not replaced.
+/// Makes `index` the index of a folder whose data files stay as they are: foreign ones, or those of
+/// a save whose index was lost. No file is removed. `before`: the index that was there before the
+/// data was looked at, if any: what has come since is not replaced.
 ///
 /// # Errors
 /// [`Error::Exists`], [`Error::Replaced`]: a save was committed meanwhile, or the data is gone;
@@ -156,7 +156,7 @@ fn replace_locked(
 }
 
 /// Gives an exclusive lock back. In a folder without data of this package its file goes too: it
-/// would be copied along with the data of others.
+/// would be copied along with foreign data.
 pub(super) fn give_back(lock: FolderLock, disk: &Disk, dir: &Path) {
     let is_own = |name: &str| DataFileName::parse(name).is_some();
     // Nothing is removed from a folder that cannot be listed.
@@ -249,7 +249,7 @@ pub fn discard(
     if !dir.exists() || identity_of(&path).is_some_and(is_of_this_save) {
         return Ok(());
     }
-    // Whoever waits here has an error to raise.
+    // The caller has an error to raise.
     let _lock =
         FolderLock::take_within(&Disk::default(), dir, Mode::Exclusive, control, DISCARD_PATIENCE)?;
     let published = match read_all(&path) {

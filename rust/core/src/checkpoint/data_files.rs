@@ -38,7 +38,7 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
         size: view.size,
         mtime_ns: view.mtime_ns,
         mend: mend(index),
-        // Of an index in memory, links are those of whoever made the folder (a cache of downloads).
+        // The links beside an index in memory were made with the folder (a cache of downloads).
         links: if allow_external || index.is_in_memory() {
             Links::Any
         } else {

@@ -30,7 +30,7 @@ use crate::{Control, Dtype, Error, Result};
 pub enum Source {
     /// A tensor: it comes from whichever chunks hold it.
     Tensor(u32),
-    /// One chunk, for whoever plans by chunks.
+    /// One chunk, for planners that plan by chunks.
     Chunk(u64),
 }
 
@@ -335,7 +335,7 @@ impl Gather {
         (self.files, self.requests)
     }
 
-    /// These options, with what is known of what others want.
+    /// Returns these options with the files that other ranks read too.
     pub(crate) fn options<'a>(&self, options: &'a ReadOptions) -> Cow<'a, ReadOptions> {
         match &self.common {
             None => Cow::Borrowed(options),

@@ -30,15 +30,15 @@ pub fn open(
     Ok(index.on(remote))
 }
 
-/// Indexes what others wrote at `path`, whatever index lies there; as [`open`] does it.
+/// Indexes the foreign checkpoint at `path` as [`open`] does, even if there is an index.
 pub fn open_data(path: &Path, remote: Option<Arc<dyn Remote>>, control: &Control) -> Result<Index> {
     let storage = Storage::new(remote.as_ref(), 0, control)?;
     let files = storage.files();
     Ok(index_of(files, path, &find_data(files, path)?, None, 0)?.on(remote))
 }
 
-/// Indexes a checkpoint of others: in memory, over its own files, nothing is written. The index is
-/// as one that lies in the folder of the data.
+/// Indexes a foreign checkpoint in memory, over its own files, and writes nothing. The index is as
+/// one that lies in the folder of the data.
 fn index_of(
     files: Files<'_>,
     path: &Path,

@@ -1,5 +1,5 @@
 //! Adds weighted elements to sums, in place of a copy.
-#![allow(unsafe_code)] // Reads and writes raw memory of any origin: this is one of the few places that need it.
+#![allow(unsafe_code)] // Reads and writes raw memory of any origin
 #![expect(
     clippy::inline_always,
     reason = "only what is inlined is compiled for the features of its caller"

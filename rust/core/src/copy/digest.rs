@@ -1,5 +1,5 @@
 //! Copies and hashes in one pass over the source.
-#![allow(unsafe_code)] // Copies from raw memory: this is one of the few places that need it.
+#![allow(unsafe_code)] // Copies from raw memory
 
 use std::hash::Hasher as _;
 
@@ -31,7 +31,7 @@ pub unsafe fn copy_with_digest_unfenced(
 ) -> u64 {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if stores == Stores::Streaming && len == block_len && xxh3::can_copy(dst, len) {
-        // SAFETY: as the caller vouches; all of the block is wanted.
+        // SAFETY: as the caller vouches; the block is copied whole.
         return unsafe { xxh3::copy_unfenced(dst, block, len) };
     }
     // SAFETY: as the caller vouches.

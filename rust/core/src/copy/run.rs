@@ -1,5 +1,5 @@
 //! Carries out a [`Strided`] copy.
-#![allow(unsafe_code)] // Copies between raw memory of any origin: this is one of the few places that need it.
+#![allow(unsafe_code)] // Copies between raw memory of any origin
 
 use smallvec::SmallVec;
 

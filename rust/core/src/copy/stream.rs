@@ -1,9 +1,9 @@
 //! Copies that write around the cache (non-temporal stores).
 //!
-//! On x86-64 with AVX2; others have `memcpy`. On aarch64 they are plain ones: its cores notice by
+//! On x86-64 with AVX2; other CPUs use `memcpy`. On aarch64 stores are plain: its cores notice by
 //! themselves that whole lines are written one after the other, and stop reading them first; its
 //! non-temporal stores are a hint on top of that, which nobody has measured for this crate.
-#![allow(unsafe_code)] // Vector intrinsics on raw memory: this is one of the few places that need it.
+#![allow(unsafe_code)] // Vector intrinsics on raw memory
 
 /// Streaming stores write whole lines without reading them first. Four places of the copy advance
 /// together: that keeps more DRAM pages and line buffers busy than one sequential walk, and is a

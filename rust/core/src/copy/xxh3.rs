@@ -6,7 +6,7 @@
 //! advances that wants its speed from memory, and their sums are taken in order afterwards.
 //! Constants and places in the secret are those of xxHash's specification; the library that hashes
 //! elsewhere is what tests compare with.
-#![allow(unsafe_code)] // Vector intrinsics on raw memory: this is one of the few places that need it.
+#![allow(unsafe_code)] // Vector intrinsics on raw memory
 
 use std::arch::x86_64::{
     __m256i, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32, _mm256_setzero_si256,

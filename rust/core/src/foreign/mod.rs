@@ -26,7 +26,7 @@ pub use template::{Filled, Template};
 
 use std::path::PathBuf;
 
-/// A checkpoint that others wrote.
+/// A foreign checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Foreign {
     /// A stock DCP folder.

@@ -1,8 +1,7 @@
-//! Files as torch writes them, but for the bytes of tensors: those are left out, and come from
-//! elsewhere.
+//! Files as torch writes them, with holes for the bytes of tensors.
 //!
 //! torch writes archives, pickles and directories, in one thread and with CRC-32 at half a gigabyte
-//! a second; it is told to leave checksums out. The bytes of tensors are written around it, past
+//! a second; so its checksums are switched off. The bytes of tensors are written around it, past
 //! the page cache and on all cores, and summed up on the way. Then the checksums are entered,
 //! before the rest is written.
 

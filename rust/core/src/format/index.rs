@@ -158,8 +158,8 @@ impl Index {
         self.view.is_logical
     }
 
-    /// The index of what others wrote at `path`, which has no index file. Data files were found by
-    /// looking, so that those may be symbolic links.
+    /// The index of a foreign checkpoint at `path`, which has no index file. Data files were found
+    /// by looking, so that those may be symbolic links.
     #[must_use]
     pub(crate) fn made_of(self, path: &Path) -> Self {
         Self { path: path.to_owned(), is_in_memory: true, ..self }

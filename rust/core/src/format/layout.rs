@@ -1,7 +1,8 @@
 //! The records of an index, field by field as section 3 of `docs/format.md` draws them.
 //!
 //! ```text
-//! header 256 | files 64 each | tensors 64 each | chunks 48 each | dims 8 | digests 8 | strings | planner | contents 16
+//! header 256 | files 64 each | tensors 64 each | chunks 48 each | dims 8 | digests 8
+//! strings | planner | contents 16
 //! ```
 
 use zerocopy::little_endian::{I64, U32, U64};

@@ -1,5 +1,5 @@
 //! One thread's part: takes a job, fetches it, checks it and copies it out.
-#![allow(unsafe_code)] // Writes to destinations and reads from mappings: this is one of the few places that need it.
+#![allow(unsafe_code)] // Writes to destinations and reads from mappings
 
 use std::fs::File;
 use std::io;

@@ -187,20 +187,25 @@ proptest! {
     fn replicas_balance(lengths in prop::collection::vec(1..100_u64, 0..30), ranks in 1..6_usize) {
         let items: Vec<_> = lengths.iter().enumerate().map(|(i, &n)| whole(&format!("t{i}"), &[n])).collect();
         let assignment = run(&vec![items; ranks], Rules::default()).unwrap();
-        let (most, least) = (assignment.bytes.iter().max().unwrap(), assignment.bytes.iter().min().unwrap());
+        let bytes = || assignment.bytes.iter();
+        let (most, least) = (bytes().max().unwrap(), bytes().min().unwrap());
         prop_assert!(most - least <= 4 * lengths.iter().max().unwrap_or(&0));
         prop_assert_eq!(assignment.bytes.iter().sum::<u64>(), 4 * lengths.iter().sum::<u64>());
     }
 
     #[test]
     fn a_lost_part_is_noticed(job in job(), at in any::<prop::sample::Index>()) {
-        let names: BTreeSet<(String, Dims)> = job.iter().flatten().map(|i| (i.name.clone(), i.offsets.clone())).collect();
+        let names: BTreeSet<(String, Dims)> =
+            job.iter().flatten().map(|i| (i.name.clone(), i.offsets.clone())).collect();
         prop_assume!(job.len() > 1 && !names.is_empty());
         let (name, offsets) = names.iter().nth(at.index(names.len())).unwrap().clone();
         prop_assume!(names.iter().filter(|(n, _)| *n == name).count() > 1);
         let poorer: Vec<Vec<SaveItem>> = job
             .iter()
-            .map(|items| items.iter().filter(|i| i.name != name || i.offsets != offsets).cloned().collect())
+            .map(|items| {
+                let kept = items.iter().filter(|i| i.name != name || i.offsets != offsets);
+                kept.cloned().collect()
+            })
             .collect();
         let (tensor, reason) = message(&poorer);
         prop_assert_eq!(tensor, name);

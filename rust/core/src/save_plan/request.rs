@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! version u8 | count varint | items
-//! item: shared varint, rest varint, rest bytes (the name: as many bytes of the name before it, then these)
+//! item: shared varint, rest varint, rest bytes (the name: `shared` bytes of the one before it, then
+//!       these)
 //!       tag u8: bits 0-4 dtype (0: a value, and nothing follows), bit 5 WHOLE, bit 6 SAME_SHAPE
 //!       without SAME_SHAPE: ndim varint, shape varints
 //!       without WHOLE: offsets varints, sizes varints

@@ -3,7 +3,7 @@
 //!
 //! Everything wanted is packed into batches, each of which fills one slab. A [`Session`] fills
 //! slabs ahead with threads that live as long as it does, one slab a thread, and hands them out in
-//! the order of the batches; whoever takes one gives it back for another batch.
+//! the order of the batches; the consumer returns each slab for another batch.
 
 mod pack;
 #[cfg(test)]

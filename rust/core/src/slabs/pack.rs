@@ -1,4 +1,4 @@
-//! Packs what is wanted into slabs: pure, so that tables and properties can test it.
+//! Packing of regions into slabs: pure, so that tables and properties can test it.
 
 use super::split::split;
 use crate::format::BLOCK_SIZE;

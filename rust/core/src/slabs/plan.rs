@@ -1,4 +1,4 @@
-//! From what is wanted of an index to batches, and the requests that fill them.
+//! Plan of a load through slabs: regions of an index become batches, and requests that fill them.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The threads that fill slabs, and the queue between them and whoever empties those.
+//! The threads that fill slabs, and the queue between them and the consumer.
 #![allow(unsafe_code)] // slabs are handed over by address
 
 use std::collections::VecDeque;

@@ -74,7 +74,7 @@ fn is_same_file(a: &Path, b: &Path) -> bool {
 /// Outcome of a request for a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Locked {
-    /// Whoever asked.
+    /// The caller.
     Yes,
     /// Another process, or another open file of this one.
     ByOthers,
@@ -365,7 +365,7 @@ impl Disk {
         }
     }
 
-    /// Gives the lock of an open file back, also for whoever else has that file open.
+    /// Releases the lock of an open file, for all who have that open file.
     pub(crate) fn unlock(file: &File) {
         // What is left is its end with the file's.
         let _ = retry(|| Ok(flock(file, FlockOperation::Unlock)?));

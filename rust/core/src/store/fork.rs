@@ -1,9 +1,9 @@
-//! Files that stay with the process that opened them: a forked child lets go of its copies at once.
+//! Files that stay with the process that opened them: a forked child closes its copies at once.
 //!
 //! A lock belongs to the open file, which a child of `fork` shares. Were its copy to stay open, the
 //! lock of a parent that is killed would last as long as the child: a worker that loads data, or a
 //! daemon.
-#![allow(unsafe_code)] // what runs between fork and the child's first line of code, and descriptors it closes
+#![allow(unsafe_code)] // code between fork and the child's first line, and its descriptors
 
 use std::fs::File;
 use std::mem::ManuallyDrop;

@@ -20,7 +20,7 @@ pub const LOCK_NAME: &str = ".dcprs.lock";
 
 /// A lock is asked for again after so long, and longer and longer up to this.
 const SLICES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
-/// Whoever holds a lock of a folder for longer than that is stuck.
+/// A process that keeps the lock of a folder for longer is stuck.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Modes of a lock.
@@ -86,8 +86,8 @@ impl FileLock {
         }
     }
 
-    /// Marks the file at `path`, which is there, as one that this process is at. `None` where the
-    /// file system has no locks.
+    /// Claims the existing file at `path` for this process. `None` where the file system has no
+    /// locks.
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
@@ -160,8 +160,8 @@ impl FolderLock {
         loop {
             let lock =
                 FileLock::wait(disk, disk.open_lock(&path, true)?, &path, mode, control, patience)?;
-            // Whoever removed or replaced it meanwhile, or the folder, made room for a second
-            // holder.
+            // A process that removed or replaced it meanwhile, or the folder, made room for a
+            // second holder.
             if lock.as_ref().is_none_or(|lock| is_at(&lock.file, &path)) {
                 return Ok(Self { lock });
             }

@@ -65,7 +65,7 @@ fn one_has_it_or_several_share_it() {
     drop(second);
     let third = third.recv().unwrap().unwrap();
     assert!(third.is_certain() || is_remote(&File::open(dir.path()).unwrap()));
-    // Others share it, and who wants it alone waits for both.
+    // Shared locks coexist, and an exclusive one waits for both.
     let fourth = FolderLock::take(dir.path(), Mode::Shared, &Control::new()).unwrap();
     let last = taker(Disk::default(), dir.path(), Mode::Exclusive);
     drop(third);

@@ -1,7 +1,7 @@
 //! Files that no file system has: objects of a store, pages of a server. Their paths are URLs.
 //!
-//! This crate knows no protocol. Whoever does implements [`Remote`] and [`Connection`]; the plans,
-//! the checks and the engines are those of files.
+//! Implement [`Remote`] and [`Connection`] to add a protocol; the plans, the checks and the engines
+//! are those of files.
 #![allow(unsafe_code)] // `Connection::fetch` writes to addresses that it is given.
 
 use std::fmt::Debug;
@@ -19,7 +19,7 @@ const QUESTIONS: usize = 32;
 #[derive(Clone, Copy, Debug)]
 pub struct Destination(pub *mut u8);
 
-// SAFETY: an address alone is harmless; whoever asks for bytes to be written to it vouches that its
+// SAFETY: an address alone is harmless; the caller of a function that writes to it vouches that its
 // memory may be written from any thread.
 unsafe impl Send for Destination {}
 // SAFETY: as above; nothing is written through a shared `Destination` but what its holder was asked
@@ -51,8 +51,7 @@ pub struct FetchRange {
 /// Conditions for storing a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// Nothing, and whoever asks does not mind who stored it: it is of a name that is nobody
-    /// else's.
+    /// Nothing: no other save uses the name.
     Always,
     /// Nothing, though it matters: the store would not look.
     Unguarded,

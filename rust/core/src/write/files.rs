@@ -9,8 +9,8 @@ use crate::store::disk::Disk;
 use crate::store::{FileLock, FolderLock, Mode};
 use crate::{Control, Error, Result};
 
-/// Files that stay open for the length of a save. Those beyond are opened by whoever writes to
-/// them.
+/// Files that stay open for the length of a save. Those beyond are opened by the thread that writes
+/// to them.
 const MAX_HELD: usize = 64;
 
 /// The ways to write to one file.
@@ -32,10 +32,9 @@ pub(super) struct DataFiles {
     direct: bool,
     files: Vec<DataFile>,
     links: Vec<PathBuf>,
-    /// On the first file: whoever removes what killed saves left takes all of them for those of a
-    /// save that goes on.
+    /// On the first file: `clean` takes all of them for files of a save that goes on.
     claim: Option<FileLock>,
-    /// The process that created them: a forked child that lets go of its copy removes nothing.
+    /// The process that created them: a forked child that drops its copy removes nothing.
     owner: u32,
 }
 
@@ -75,7 +74,7 @@ impl DataFiles {
         }
     }
 
-    /// Puts the bytes of linked files on stable storage: whoever wrote them may not have.
+    /// Puts the bytes of linked files on stable storage, as the save that wrote them may not have.
     pub(super) fn sync_links(&self, control: &Control) -> Result<()> {
         self.links.iter().try_for_each(|path| self.disk.sync_at(path, control))
     }

@@ -1,4 +1,4 @@
-//! Files of this machine, stored as they are: what others' formats are made of.
+//! Uploads of local files as they are, for checkpoints in foreign formats.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ pub fn upload_file(
 
 /// Stores files under other names, `(from, to)`, in parts, many at a time; then `last`, that says
 /// what the others are, by one request, of which there must be none. All the while a file, the
-/// `claim`, has to hold the bytes that whoever calls this put there: what keeps others out.
+/// `claim`, has to hold the bytes that the caller put there: it keeps other jobs out.
 ///
 /// # Errors
 /// Those of the store; [`Error::Io`] for a file that cannot be read. What fails leaves nothing. But

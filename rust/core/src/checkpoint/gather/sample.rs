@@ -28,7 +28,7 @@ const SHARED: u64 = WHOLE + WHOLE / 4;
 /// Bytes of a message for each section: how much of it, and the fingerprint.
 const ENTRY: usize = 4;
 /// Rows shorter than this are read with what lies between them, if they are no further apart than
-/// [`MAX_PITCH`]: columns, of which others have the rest.
+/// [`MAX_PITCH`]: columns, the rest of which other ranks read.
 const SHORT_ROW: u64 = 32 << 10;
 const MAX_PITCH: u64 = 256 << 10;
 
@@ -163,7 +163,7 @@ impl Sample {
         }
     }
 
-    /// For the others.
+    /// Returns the message for the coordinator.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let entry = |&(bytes, fingerprint): &(u64, u64)| {
@@ -222,7 +222,7 @@ pub fn compare(messages: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
     Ok(answers)
 }
 
-/// The sections that a rank shares with others.
+/// Sections that a rank shares with other ranks.
 #[derive(Clone, Debug)]
 pub struct SharedSections {
     sections: Sections,
@@ -252,7 +252,7 @@ impl Gather {
             return;
         }
         let numbers = self.numbers();
-        // The entry of what others want, and of what they do not.
+        // The entry that other ranks do not read, and the one that they read.
         let mut entries: Vec<[Option<u32>; 2]> = vec![[None; 2]; self.files.len()];
         let mut known = vec![false; self.files.len()];
         for request in &mut self.requests {

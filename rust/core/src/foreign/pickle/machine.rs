@@ -135,7 +135,7 @@ impl Machine<'_, '_> {
                 let len = self.take::<1>()?[0].into();
                 self.text(len)?;
             }
-            // SHORT_BINSTRING, of Python 2: text to whoever reads it
+            // SHORT_BINSTRING, of Python 2: readers take it as text
             b'U' if self.rules.keep => {
                 let len = self.take::<1>()?[0].into();
                 self.text(len)?;

@@ -1,4 +1,4 @@
-//! Checkpoints of others, whole, damaged and hostile.
+//! Foreign checkpoints: whole, damaged and hostile.
 
 mod hostile;
 mod pickles;

@@ -23,7 +23,7 @@ const TAIL: u64 = 64 << 10;
 const NEAR: u64 = 4 << 10;
 /// The number whose pickle files of torch before 1.6 begin with.
 const LEGACY_MAGIC: [u8; 12] = *b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
-/// The longest beginning by which a file is told: that pickle, with its protocol and a frame.
+/// Longest start that identifies a file: that pickle, with its protocol and a frame.
 pub(crate) const START: usize = 2 + 9 + LEGACY_MAGIC.len();
 /// A file whose name ends so is one of `torch.save`, or should be.
 const ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];

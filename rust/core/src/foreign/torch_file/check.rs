@@ -61,7 +61,7 @@ fn check(bytes: &[u8]) -> FaultResult<()> {
     };
     let mut cost =
         Cost { pickle, extents: &extents, most, left: most, objects: vec![0; extents.len()] };
-    // Whoever walks the value meets each part as often as something refers to it.
+    // A walk over the value meets each part as often as something refers to it.
     cost.spend(top.saturating_mul(8))?;
     for id in 0..u32::try_from(extents.len()).expect("nodes have numbers of 32 bits") {
         cost.node(id)?;
@@ -268,7 +268,10 @@ impl Cost<'_> {
         let [storage, offset, sizes, strides, ..] = args else {
             return Err(Fault::corrupt(0, "a tensor without sizes and strides"));
         };
-        let has_storage = matches!(storage, Item::Node(id) if matches!(self.pickle.node(*id), Node::Persistent(_)));
+        let has_storage = matches!(
+            storage,
+            Item::Node(id) if matches!(self.pickle.node(*id), Node::Persistent(_))
+        );
         let (sizes, strides) =
             (tensor_pickle::dims(self.pickle, *sizes), tensor_pickle::dims(self.pickle, *strides));
         let is_sound = has_storage && matches!(offset, Item::Int(0..)) && strides.is_some();

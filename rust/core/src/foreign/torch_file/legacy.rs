@@ -1,7 +1,8 @@
 //! Files of torch before 1.6, which are no archives.
 //!
 //! ```text
-//! pickles: a magic number, the version of the protocol, facts about the system, what was saved, the keys of the storages
+//! pickles: a magic number, the version of the protocol, facts about the system, the saved value,
+//!          the keys of the storages
 //! of each storage, in that order: the number of its elements (8 bytes), the elements
 //! ```
 

@@ -18,7 +18,7 @@ pub struct ValueReader {
     files: Mutex<HashMap<u32, Arc<Known>>>,
 }
 
-/// A file, and what is at each place of its pickle that is an entry.
+/// A file, and the item at each place of its pickle that is an entry.
 struct Known {
     file: TorchFile,
     items: HashMap<u64, Item>,

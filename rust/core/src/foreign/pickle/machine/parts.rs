@@ -125,7 +125,7 @@ impl Machine<'_, '_> {
             return Err(self.not_a_call());
         };
         let global = self.pickle.as_global(made_by.item);
-        // Of what is kept, anything may be called: whoever loads it finds out whether it can.
+        // Kept values may call anything: torch decides when it loads them.
         if global.is_none() && !self.rules.keep {
             return Err(self.not_a_call());
         }
