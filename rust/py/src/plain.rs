@@ -271,8 +271,7 @@ impl<'a> Matches<'a> {
             strides: strides?,
         };
         let whole = Region { offsets: Dims::from_elem(0, host.shape.len()), sizes: host.shape };
-        // What the chunks do not hold, and what cannot be written to, is reported by the planner,
-        // which has the words for it.
+        // The planner reports parts that no chunk holds and memory that cannot be written to.
         let before = self.gather.len();
         self.gather.set_place(self.count as u64);
         if self.gather.add(Source::Tensor(stored), &whole, &to).is_err() {

@@ -150,7 +150,7 @@ impl Index {
         options: Option<Options>,
     ) -> PyResult<rows::ReadStats> {
         self.fill(py, fills, options, |source| {
-            // What is no number of a tensor is none of a checkpoint of so many either.
+            // A number beyond 32 bits is no tensor's.
             let tensor = u32::try_from(source).unwrap_or(u32::MAX);
             self.check_tensor(tensor)?;
             Ok((Source::Tensor(tensor), tensor))

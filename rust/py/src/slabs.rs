@@ -135,7 +135,7 @@ impl SlabReader {
         // only between `next` and `release`.
         let session = unsafe { Session::start(plan, slabs, workers) };
         let session = Python::attach(|py| session.into_py(py))?;
-        // Of two calls at once, one comes too late; its session stops again.
+        // If two calls race, the session of the later one stops again.
         let _ = self.running.set((session, memory));
         Ok(())
     }

@@ -101,7 +101,7 @@ impl Failure {
             (E::NotFound { .. }, _) => Self::lasting(StorageFault::NotFound, told),
             // S3 says 404 of an object that was to be replaced and is not there.
             (E::Precondition { .. }, _) => Self::lasting(StorageFault::Precondition, told),
-            // What clients say of a list.
+            // Answer to a listing.
             (_, Some(404)) if is_no_bucket(text) => Self::lasting(StorageFault::NotFound, told),
             // Not of the object: an endpoint that gives credentials has none, for now.
             (_, Some(404)) => Self { kind: StorageFault::Denied, ..Self::passing(told) },
@@ -125,7 +125,7 @@ impl Failure {
                 Self::passing(told)
             }
             (E::AlreadyExists { .. }, _) => Self::lasting(StorageFault::Precondition, told),
-            // What it does not know, or has no room for, stays so.
+            // A missing feature or lack of room does not pass.
             (_, Some(501 | 507)) => Self::lasting(StorageFault::Failed, told),
             (_, Some(408 | 409 | 429 | 500..=599)) => Self::passing(told),
             (_, Some(400)) if code(text).is_some_and(|code| PASSING.contains(&code)) => {

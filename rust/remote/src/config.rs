@@ -382,7 +382,7 @@ fn client_options() -> ClientOptions {
     // With HTTP/2 all requests would share one connection. Servers that are idle close theirs:
     // those of a call are new.
     let client = ClientOptions::new().with_http1_only().with_pool_max_idle_per_host(1024);
-    // How long a request may take depends on what is sent, and is bounded here.
+    // The time limit of a request depends on its size, and is set in this crate.
     client.with_timeout_disabled()
 }
 

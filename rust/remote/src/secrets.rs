@@ -34,14 +34,14 @@ pub struct Secrets(Vec<String>);
 impl Secrets {
     /// Notes the value of an option, if it may be secret.
     pub fn note(&mut self, key: &str, value: &str) {
-        // What is shorter would be found by chance everywhere, and keeps no secret.
+        // A shorter text would be found everywhere by chance, and keeps no secret.
         let mut note = |secret: &str| {
             if secret.len() >= 4 {
                 self.0.push(secret.to_owned());
             }
         };
         if let Some((user, _)) = value.rsplit_once('@') {
-            // Of an endpoint: credentials may stand in it.
+            // An endpoint may contain credentials.
             note(value);
             let user = user.split_once("://").map_or(user, |(_, user)| user);
             note(user);

@@ -147,7 +147,7 @@ impl Session {
             .map_err(|error| Error::io("start threads for", Path::new(&config.root), error))?;
         let hold = Arc::default();
         let client = {
-            // What it sets up by and by belongs to this runtime.
+            // Tasks that the client starts later belong to this runtime.
             let _entered = runtime.enter();
             config.client(Arc::clone(&hold))?
         };
@@ -208,7 +208,7 @@ impl Drop for Session {
     fn drop(&mut self) {
         let runtime = self.runtime.take();
         if std::process::id() == self.process {
-            // What is in flight ends with it.
+            // Requests in flight end with it.
             if let Some(runtime) = runtime {
                 runtime.shutdown_timeout(LAST_WAIT);
             }

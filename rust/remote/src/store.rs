@@ -203,8 +203,7 @@ pub async fn complete(
             continue;
         }
         may_be_done |= failure.may_be_done();
-        // What was completed by an attempt whose answer was lost is no upload any more: stores say
-        // 404 of it, or 400, each in its way.
+        // An upload that a lost answer completed no longer exists: stores answer 404 or 400.
         let is_gone = failure.status == Some(404);
         let mut is_known = !may_be_done || upload.condition == Condition::Always;
         if may_be_done || is_gone {
@@ -304,7 +303,7 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
         (Some(copying), Some(tag)) => {
             let objects = copying.only(&tag);
             let objects = objects.map_err(|error| refused(Failure::of(&error), 1))?;
-            // What it asks for then is what `only` says.
+            // The client then sends the condition of `only`.
             (objects, CopyMode::Create)
         }
         _ => (Arc::clone(&shared.client.objects), CopyMode::Overwrite),

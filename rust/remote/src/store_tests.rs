@@ -47,7 +47,7 @@ fn second(status: u16, code: &'static str) -> impl Fn(usize) -> Reply + Send + S
 fn late(before: usize) -> Reply {
     match before {
         0 => Reply::of(404, ""),
-        // What looks is tried again.
+        // Looks are tried again.
         1 | 2 => Reply::of(503, "SlowDown"),
         _ => Reply::head(SIZE),
     }
@@ -172,7 +172,7 @@ fn what_replaced_it_is_found() {
     }
     let (done, _) = replaced(Condition::Unguarded, lost, then("\"x\"", SIZE + 1));
     assert_eq!(fault(&done), Some(StorageFault::Unclear));
-    // Of one whose upload was gone before, it was not this that did it.
+    // If the upload was gone before, another attempt completed it.
     let (done, _) =
         replaced(Condition::Unguarded, completed_as(404, "NoSuchUpload"), then("\"x\"", SIZE));
     assert_eq!(fault(&done), Some(StorageFault::NotFound));

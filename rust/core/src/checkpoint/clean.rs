@@ -302,7 +302,7 @@ impl<'a> Claims<'a> {
         Self {
             dir,
             of_parts: HashMap::new(),
-            // Who holds the lock knows that nobody else does.
+            // The holder of the exclusive lock knows that no other process works here.
             of_folder: lock.map(
                 |lock| {
                     if lock.is_certain() { Claimed::No } else { Claimed::Unknown }

@@ -144,7 +144,7 @@ fn replace_locked(
         });
     }
     check_no_rank_indexes(dir)?;
-    // Of a save that was under way, and failed.
+    // Files of a save that failed.
     for file in written(index) {
         control.check()?;
         if fs::metadata(dir.join(file.name)).is_ok_and(|found| found.len() == file.size) {

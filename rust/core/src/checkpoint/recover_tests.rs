@@ -92,7 +92,7 @@ fn the_highest_complete_generation_is_taken() {
     let items = [whole("w", "float32", &[100])];
     save(dir.path(), &items, info(1, 1, 0, 1), &quick());
     save(dir.path(), &items, info(2, 2, 0, 1), &quick());
-    // Of generation 3 a rank is missing, 4 has a file of two, of 5 there is no header yet.
+    // Generation 3 lacks a rank, 4 has one file of two, and 5 has no header yet.
     save(dir.path(), &items, info(3, 3, 0, 2), &quick());
     let two = [rows("w", "int8", &[2], &[0], &[1]), rows("w", "int8", &[2], &[1], &[1])];
     let halved = save(dir.path(), &two, info(4, 4, 0, 1), &quick());

@@ -137,7 +137,7 @@ pub unsafe fn sum(
     let workers = wanted.unwrap_or(1).min(threads.max(WAITING / of_one));
     let connections =
         inputs.iter().map(|input| connect(&input.files, threads)).collect::<Result<Vec<_>>>()?;
-    // What is in memory fits in it.
+    // Sizes of memory fit in a `usize`.
     let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
     let size = if is_double { 8 } else { 4 };
     let state = || {
@@ -147,7 +147,7 @@ pub unsafe fn sum(
     parallel::for_each(units.len(), workers, state, |(readers, memory, requests), number| {
         let unit = &units[number];
         let bytes = unit.elements * size;
-        // Of whole words, so that the sums are aligned.
+        // Whole words, so that the sums are aligned.
         let words = usize::try_from(bytes.div_ceil(8))
             .map_err(|_| Error::Plan("too much to sum up".into()))?;
         if memory.len() < words {

@@ -267,7 +267,7 @@ fn verify_records(
                 continue;
             };
             verified.bytes += record.size;
-            // Of a tensor that is elsewhere, this file has a copy.
+            // This file has a copy of a tensor in another file.
             let is_here =
                 |tensor: &u32| index.chunk_file(index.tensor(*tensor).chunks.start) == number;
             let values = record.values.iter().filter_map(|name| index.find(name)).filter(is_here);

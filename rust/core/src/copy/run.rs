@@ -55,7 +55,7 @@ pub unsafe fn copy_strided_unfenced(
         let mut order: SmallVec<[Step; 4]> = loops.iter().map(Step::from).collect();
         order.sort_by_key(|l| std::cmp::Reverse((l.dst, l.src)));
         if matches!(run, 1 | 2 | 4 | 8 | 16) && order.len() > 1 {
-            // Where the source's fastest loop is not the destination's, bring the two together for
+            // If the fastest loops of source and destination differ, bring the two together for
             // tiling.
             let fastest = (0..order.len()).min_by_key(|&i| order[i].src).unwrap_or(0);
             let last = order.len() - 1;

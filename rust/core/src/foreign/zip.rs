@@ -190,7 +190,7 @@ fn find_end(window: &Window<'_>) -> FaultResult<u64> {
             format!("{} bytes are too few for a zip archive", window.len),
         ));
     };
-    // Where it nearly always is.
+    // The usual place.
     if window.get(last, END_LEN)?.starts_with(&END_MAGIC) {
         return Ok(last);
     }

@@ -110,7 +110,7 @@ pub(super) fn check(index: &Index) -> Result<()> {
     }
     let (digest, records) =
         parallel::both(|| digest(index), || records(index, parallel::available()));
-    // What is damaged is called so, whatever its records look like by now.
+    // Damage is reported as such, whatever the records look like by now.
     digest.and(records)
 }
 

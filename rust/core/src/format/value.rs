@@ -87,7 +87,7 @@ impl Value {
     /// The encoding of a value that was decoded, or can be encoded.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let mut out = Vec::new();
-        // What cannot be encoded is refused when the index is built.
+        // A value that cannot be encoded is refused when the index is built.
         let _ = self.encode(&mut out);
         out
     }

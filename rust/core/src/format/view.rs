@@ -171,7 +171,7 @@ fn entry(base: &Index, tensor: u32, name: &str, dtype: Option<Dtype>, shape: Dim
         dtype,
         shape,
         flags: view.flags,
-        // What is at a path of its own keeps it. In folders of Hugging Face nothing has one.
+        // Entries with a path of their own keep it. Hugging Face folders have none.
         path: base
             .planner_path(tensor)
             .map(|path| if is_same { path } else { Value::Tuple(vec![Value::Str(name.into())]) }),

@@ -93,7 +93,7 @@ fn ties_are_written_once_or_in_turn() {
         one(footprint(96, 8, &[(4, 8)])),
     ];
     assert_eq!(passes(&writes), [None, None, Some(0), Some(1), Some(0)]);
-    // What need not write all of its memory hides nothing.
+    // A write that may leave out some of its memory hides no other.
     let some = Write { covers: false, ..writes[0].clone() };
     let writes = [writes[0].clone(), some.clone(), some];
     assert_eq!(passes(&writes), [Some(0), Some(1), Some(2)]);

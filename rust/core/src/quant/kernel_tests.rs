@@ -71,7 +71,7 @@ fn nearest(x: f32, from: impl Fn(u16) -> f32, infinity: u16) -> u16 {
             high = middle;
         }
     }
-    // What comes after the largest number is where infinity begins to be nearer.
+    // Above the largest number, infinity begins to be nearer.
     let above = if high == infinity {
         2.0 * f64::from(from(low)) - f64::from(from(low - 1))
     } else {

@@ -367,7 +367,7 @@ impl Disk {
 
     /// Releases the lock of an open file, for all who have that open file.
     pub(crate) fn unlock(file: &File) {
-        // What is left is its end with the file's.
+        // Otherwise it ends with the file.
         let _ = retry(|| Ok(flock(file, FlockOperation::Unlock)?));
     }
 

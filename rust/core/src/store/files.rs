@@ -235,7 +235,7 @@ fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = FetchRange>
     (0..len.div_ceil(PART)).map(move |number| {
         let from = number * PART;
         let len = PART.min(len - from);
-        // What is in memory fits in it.
+        // Sizes of memory fit in a `usize`.
         let to = Destination(to.0.wrapping_add(usize::try_from(from).unwrap_or(usize::MAX)));
         FetchRange {
             start: at + from,

@@ -201,7 +201,7 @@ impl Child {
             }
         }
         drop(theirs);
-        // What happens between the fork and its first line has happened.
+        // The handlers between the fork and its first line have run.
         ours.read_exact(&mut [0]).unwrap();
         Self { process, ours }
     }

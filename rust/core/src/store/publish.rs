@@ -46,7 +46,7 @@ pub(crate) fn publish_on(
         disk.rename(&temporary, &dir.join(file_name))
     })();
     if published.is_err() {
-        // What failed before is the error worth reporting.
+        // The earlier failure is the error worth reporting.
         let _ = disk.remove(&temporary);
     }
     published?;
@@ -106,7 +106,7 @@ fn put_in_place_on(
     before: Option<&Fingerprint>,
 ) -> Result<()> {
     if from.is_dir() {
-        // What it holds is durable before its name is.
+        // Its contents are durable before its name is.
         disk.sync_folder(from)?;
     }
     match Fingerprint::at(to)? {
@@ -181,7 +181,7 @@ fn take_free_name(disk: &Disk, from: &Path, to: &Path) -> Result<()> {
     if to.symlink_metadata().is_ok() {
         return Err(came_meanwhile(to));
     }
-    // Of a folder it replaces an empty one at most.
+    // A rename of a folder replaces an empty one at most.
     disk.rename(from, to).map_err(refused)
 }
 
@@ -259,7 +259,7 @@ mod tests {
             let free = dir.path().join("free");
             put(&disk, &old, &free, None).unwrap();
             assert_eq!((read(&free).as_deref(), read(&old)), (Some("new"), None));
-            // What was there and is gone leaves a free name.
+            // A removed folder leaves a free name.
             let before = Fingerprint::at(&free).unwrap();
             std::fs::remove_dir_all(&free).unwrap();
             put(&disk, &new, &free, before.as_ref()).unwrap();

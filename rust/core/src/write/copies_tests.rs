@@ -394,7 +394,7 @@ fn nothing_is_copied_more_than_twice() {
 
 #[test]
 fn a_store_that_cannot_be_reached_for_a_while_is_a_reason_to_write() {
-    // Where the parent is looked at, and where its files would be copied.
+    // The store fails when the parent is read, or when its files are copied.
     for (refuses, looked) in [(1, false), (2, false), (1, true)] {
         let store = Store::new();
         let parent = parent(&store);

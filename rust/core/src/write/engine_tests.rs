@@ -204,7 +204,7 @@ fn headers_follow_the_payload_to_the_disk() {
     let (recorder, result) = recorded(Recorder::default(), dir.path(), WriteIo::Direct);
     result.unwrap();
     let mut calls: Vec<_> = recorder.calls.lock().unwrap().iter().map(|(call, _)| *call).collect();
-    // Where there is direct I/O it is asked for, once.
+    // Direct I/O, if there is any, is asked for once.
     let opened = calls.iter().filter(|call| **call == Call::OpenDirect).count();
     assert_eq!(opened, usize::from(cfg!(all(target_os = "linux", not(posix_only)))));
     calls.retain(|call| *call != Call::OpenDirect);

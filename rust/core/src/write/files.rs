@@ -157,7 +157,7 @@ impl Drop for DataFiles {
     fn drop(&mut self) {
         if self.is_own() {
             for path in self.links.iter().chain(self.files.iter().map(|file| &file.path)) {
-                // What led here is the error worth reporting, and no index names these files.
+                // The earlier failure is the error worth reporting, and no index names these files.
                 let _ = self.disk.remove(path);
             }
         }

@@ -171,7 +171,7 @@ fn a_file_may_have_a_bound() {
     assert_eq!(bound(None).files.len(), 1);
     let layout = bound(Some(1000));
     assert_well_formed(&items, &layout, HEADER_LIMIT);
-    // What is larger is alone.
+    // A larger item is alone.
     let lengths: Vec<u64> =
         (layout.files.iter()).map(|file| file.size - file.header.len() as u64).collect();
     assert_eq!(lengths, [900, 5000, 100 + 900, 1]);

@@ -69,7 +69,7 @@ impl Object {
             self.stored.store(true, Ordering::Relaxed);
             let done = connection.complete(upload, answers.collect(), size, control);
             done.map_err(|error| match error {
-                // What was sent may yet be done.
+                // The store may yet carry out the request.
                 Error::Interrupted if self.condition != Condition::Always => {
                     unclear(&self.path, error)
                 }
@@ -104,7 +104,7 @@ pub(super) fn give_up(
         return Vec::new();
     }
     let within = if interrupted { LEAVING } else { CLEANING };
-    // What failed may have broken the connection.
+    // The failure may have broken the connection.
     match remote.connect_to_store(1) {
         Ok(connection) => connection.remove(files, uploads, within, &Control::new()),
         Err(error) => vec![error],

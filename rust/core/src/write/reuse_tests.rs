@@ -192,14 +192,14 @@ fn of_what_the_caller_vouches_for_twice_the_first_block_is_compared() {
     assert!(told(Some(1), true).probes(0) && !told(Some(1), false).probes(0));
     save(&dir(2), 2, &bytes(2), told(Some(1), true));
     assert_holds(&dir(2), &bytes(2));
-    // What trained after all, or was loaded from elsewhere, is written.
+    // Items that changed after all, or were loaded from elsewhere, are written.
     let mut changed = bytes(2);
     changed[0].iter_mut().for_each(|byte| *byte ^= 1);
     save(&dir(4), 4, &changed, told(Some(1), true));
     assert_holds(&dir(4), &changed);
     // Without its first block it is nothing.
     assert_eq!(told(Some(1), true).chunks(), Vec::<u64>::new());
-    // Where the parent's save was not told so, the word does not count.
+    // Without the caller's word at the parent's save, the word does not count.
     save(&dir(3), 3, &bytes(3), after(&dir(2)));
     assert!(!told(Some(3), true).probes(0));
 }

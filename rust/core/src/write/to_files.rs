@@ -157,7 +157,7 @@ impl Hand for OpenFile<'_> {
         let pool = || to.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let kept = pool().pop();
         let mut buffer = kept.unwrap_or_default();
-        // Where the job begins in its first page, it begins in the buffer.
+        // The job begins in the buffer at the same offset as in its first page.
         let begin = to_usize(job.bytes.start % to.how.alignment);
         let end = begin + to_usize(job.bytes.end - job.bytes.start);
         let no_memory = |e| Error::io("take memory to write", to.files.path(job.file), e);

@@ -304,8 +304,8 @@ fn what_comes_in_turns_shares_few_parts() {
         let now: Vec<_> =
             all.into_iter().filter(|part| turn_of(part.item as usize) == turn).collect();
         save.write(&now, &control).unwrap();
-        // Of the three alignments (4096, 512 and 4), where the second turn begins in each, and
-        // where the next begins.
+        // For the three alignments (4096, 512 and 4): the start of the second turn in each, and the
+        // start of the next one.
         let most = if turn == 0 { 5 } else { 0 };
         assert!(save.buffers() <= most, "{} buffers after turn {turn}", save.buffers());
     }

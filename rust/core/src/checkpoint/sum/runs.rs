@@ -237,7 +237,7 @@ fn cut(
             .zip(&at)
             .map(|(runs, &i)| runs[i].begin + runs[i].elements)
             .fold(begin + most, u64::min);
-        // What is in memory fits in it.
+        // Sizes of memory fit in a `usize`.
         let offset = usize::try_from(begin * written).unwrap_or(usize::MAX);
         parts.push(CommonRun {
             to: Destination(first.to.0.wrapping_add(offset)),
@@ -272,7 +272,7 @@ unsafe fn add_up(
     is_double: bool,
     control: &Control,
 ) -> Result<()> {
-    // What is in memory fits in it.
+    // Sizes of memory fit in a `usize`.
     let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
     let mut rows: SmallVec<[Row; 4]> = SmallVec::new();
     for ((input, reader), &(number, begin)) in inputs.iter().zip(readers).zip(&part.runs) {

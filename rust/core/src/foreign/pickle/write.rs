@@ -244,7 +244,7 @@ impl<'a> Writer<'a> {
                 }
             }
             Node::Persistent(item) => {
-                // Of a class of modules, files of torch before 1.6 have the source too.
+                // Files of torch before 1.6 have the source of a class of modules, too.
                 if let Some(class) = pickle.module_class(*item) {
                     self.next([Task::Item(class, depth)]);
                     return Ok(());

@@ -93,7 +93,7 @@ fn name_values(
     let pickle = &torch.parts.pickle;
     for leaf in torch.leaves()?.0.into_iter().filter(|leaf| matches!(leaf.content, Content::Value))
     {
-        // What cannot be written is no value that anybody gets.
+        // A value that cannot be written is never loaded.
         let Ok((_, storages)) = pickle.write(leaf.item) else {
             continue;
         };

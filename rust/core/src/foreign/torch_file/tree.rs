@@ -110,7 +110,7 @@ impl Walk<'_> {
                 vec![Value::Int(position), Value::Tuple(path.to_vec()), Value::Str(kind.into())];
             self.containers.push(Value::Tuple(fields));
         }
-        // Of a key that is there twice, the last value counts.
+        // A key may occur twice: the last value counts.
         let keys: Vec<_> =
             pairs.iter().map(|(key, _)| (*key, self.key(*key).unwrap_or_default())).collect();
         let same = |(key, text): &(Item, String)| (matches!(key, Item::Str(_)), text.clone());
