@@ -62,7 +62,7 @@ type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
 /// raised.
 pub struct Refused;
 
-/// DLPack functions of a class of tensors.
+/// `DLPack` functions of a class of tensors.
 pub struct Exchange {
     describe: Describe,
 }

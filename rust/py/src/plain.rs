@@ -28,11 +28,11 @@ pub struct Plain<'py> {
     types: Vec<Bound<'py, PyType>>,
     dtypes: HashMap<usize, Dtype>,
     strided: Bound<'py, PyAny>,
-    /// DLPack's functions, if torch has them.
+    /// `DLPack`'s functions, if torch has them.
     exchange: Option<Exchange>,
     /// Dtypes met so far, by element type; `None` if other dtypes share it.
     met: RefCell<Vec<(ElementType, Option<Dtype>)>>,
-    /// True if DLPack refused a tensor. A refusal takes as long as a thousand tensors, so there is
+    /// True if `DLPack` refused a tensor. A refusal takes as long as a thousand tensors, so there is
     /// no second try.
     refused: Cell<bool>,
 }

@@ -1,5 +1,4 @@
 //! Connection to a store for the length of a call.
-#![allow(unsafe_code)] // parts are fetched to memory by address
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -197,20 +196,18 @@ impl Connection for Connected {
         Ok(Some((bytes, size)))
     }
 
-    unsafe fn fetch(
+    fn fetch(
         &self,
         path: &Path,
         size: u64,
-        parts: Vec<FetchRange>,
+        ranges: Vec<FetchRange>,
         control: &Control,
     ) -> Result<()> {
         let name = self.config.name(path)?;
         let file = Arc::new(File { path: path.to_owned(), name, size });
         self.ask(control, |shared| async move {
-            // SAFETY: the caller's promise, for as long as this call lasts; `ask` returns once the
-            // task and with it every part has ended.
-            let each = |part| unsafe { fetch::fetch(Arc::clone(&shared), Arc::clone(&file), part) };
-            let mut fetches: FuturesUnordered<_> = parts.into_iter().map(each).collect();
+            let each = |range| fetch::fetch(Arc::clone(&shared), Arc::clone(&file), range);
+            let mut fetches: FuturesUnordered<_> = ranges.into_iter().map(each).collect();
             while let Some(fetched) = fetches.next().await {
                 fetched?;
             }

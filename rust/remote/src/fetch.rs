@@ -1,11 +1,10 @@
 //! Fetch of one range of a file: it resumes where an answer was cut off, and copies bytes to their
 //! destinations as they come.
-#![allow(unsafe_code)] // runs are written by address
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dcp_rs_core::store::{FetchRange, Run};
+use dcp_rs_core::store::FetchRange;
 use dcp_rs_core::{Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use object_store::{GetOptions, GetRange};
@@ -23,19 +22,13 @@ pub struct File {
     pub size: u64,
 }
 
-/// Fetches a part.
-///
-/// # Safety
-/// As [`Connection::fetch`](dcp_rs_core::store::Connection::fetch) has it, for as long as the
-/// future lives.
-pub async unsafe fn fetch(shared: Arc<Shared>, file: Arc<File>, part: FetchRange) -> Result<()> {
+/// Fetches a range.
+pub async fn fetch(shared: Arc<Shared>, file: Arc<File>, mut range: FetchRange) -> Result<()> {
     let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
     let mut retry = shared.retry();
-    let mut progress = Progress { at: part.start, first: 0 };
+    let mut at = range.start;
     loop {
-        // SAFETY: the caller's promise.
-        let attempt = unsafe { attempt(&shared, &file, &part, &mut progress, &mut retry).await };
-        let failure = match attempt {
+        let failure = match attempt(&shared, &file, &mut range, &mut at, &mut retry).await {
             Ok(()) => return Ok(()),
             Err(failure) => failure,
         };
@@ -144,26 +137,19 @@ fn explain(shared: &Shared, file: &File, failure: Failure, retry: &RetryState) -
     }
 }
 
-/// Progress of a range.
-struct Progress {
-    /// The next byte.
-    at: u64,
-    /// The first run that may want it.
-    first: usize,
-}
-
-async unsafe fn attempt(
+/// Delivers bytes of a range from `at` on, and moves `at`.
+async fn attempt(
     shared: &Shared,
     file: &File,
-    part: &FetchRange,
-    progress: &mut Progress,
+    range: &mut FetchRange,
+    at: &mut u64,
     retry: &mut RetryState,
 ) -> std::result::Result<(), Failure> {
-    if progress.at == part.end {
+    if *at == range.end {
         return Ok(());
     }
     let options = GetOptions {
-        range: Some(GetRange::Bounded(progress.at..part.end)),
+        range: Some(GetRange::Bounded(*at..range.end)),
         if_match: shared.tag(&file.path),
         ..GetOptions::default()
     };
@@ -184,76 +170,17 @@ async unsafe fn attempt(
         let next = timeout(retry.silence(), body.next()).await.map_err(|_| silent())?;
         let Some(bytes) = next else { break };
         let bytes = bytes.map_err(|error| Failure::of(&error))?;
-        if bytes.len() as u64 > part.end - progress.at {
+        if bytes.len() as u64 > range.end - *at {
             return Err(Failure::passing("the server sent more than it was asked for"));
         }
-        // SAFETY: the caller's promise.
-        unsafe { scatter(&part.runs, progress, &bytes) };
+        range.deliver(*at, &bytes);
+        *at += bytes.len() as u64;
         if !retry.progressed(bytes.len() as u64) {
             return Err(too_slow());
         }
     }
-    if progress.at < part.end {
-        return Err(cut_short(part.end - progress.at));
+    if *at < range.end {
+        return Err(cut_short(range.end - *at));
     }
     Ok(())
-}
-
-/// Copies the next bytes to their destinations.
-///
-/// # Safety
-/// The memory of every run is valid for writes.
-unsafe fn scatter(runs: &[Run], progress: &mut Progress, bytes: &[u8]) {
-    let (from, to) = (progress.at, progress.at + bytes.len() as u64);
-    progress.at = to;
-    while runs.get(progress.first).is_some_and(|run| run.at + run.len <= from) {
-        progress.first += 1;
-    }
-    for run in runs[progress.first..].iter().take_while(|run| run.at < to) {
-        let (begin, end) = (run.at.max(from), (run.at + run.len).min(to));
-        // A longer run may lie before this one, that ended.
-        if begin >= end {
-            continue;
-        }
-        let index = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        let source = &bytes[index(begin - from)..index(end - from)];
-        // SAFETY: bytes `begin..end` are of the run, whose memory is valid for writes as the caller
-        // says; `source` is memory of the client.
-        unsafe {
-            let to = run.to.0.wrapping_add(index(begin - run.at));
-            std::ptr::copy_nonoverlapping(source.as_ptr(), to, source.len());
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use dcp_rs_core::store::Destination;
-
-    use super::*;
-
-    #[test]
-    fn pieces_of_any_size_go_where_they_are_wanted() {
-        let file: Vec<u8> = (0..=255).collect();
-        // (at, len): with gaps, and two that want the same bytes, one within the other.
-        let wanted = [(3_u64, 10_u64), (13, 1), (20, 60), (25, 5), (70, 20), (200, 56)];
-        for step in [1, 2, 7, 64, 256] {
-            let mut buffers: Vec<Vec<u8>> =
-                wanted.iter().map(|&(_, len)| vec![0; usize::try_from(len).unwrap()]).collect();
-            let runs: Vec<Run> = buffers
-                .iter_mut()
-                .zip(wanted)
-                .map(|(buffer, (at, len))| Run { at, len, to: Destination(buffer.as_mut_ptr()) })
-                .collect();
-            let mut progress = Progress { at: 0, first: 0 };
-            for bytes in file.chunks(step) {
-                // SAFETY: each run has a buffer of its length.
-                unsafe { scatter(&runs, &mut progress, bytes) };
-            }
-            for (buffer, (at, len)) in buffers.iter().zip(wanted) {
-                let at = usize::try_from(at).unwrap();
-                assert_eq!(buffer[..], file[at..at + usize::try_from(len).unwrap()], "step {step}");
-            }
-        }
-    }
 }

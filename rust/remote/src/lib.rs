@@ -5,6 +5,8 @@
 //! `Connection` has the runtime, its threads and the clients, and ends with the call that it was
 //! made for, so that nothing is left that a fork would break.
 
+#![forbid(unsafe_code)]
+
 mod answers;
 mod config;
 mod connection;

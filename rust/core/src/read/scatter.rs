@@ -40,7 +40,7 @@ fn is_of_whole_blocks(req: &ReadReq, piece: &Piece) -> bool {
 pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<FetchRange> {
     let mut parts: Vec<FetchRange> = segments
         .iter()
-        .map(|segment| FetchRange { start: segment.start, end: segment.end, runs: Vec::new() })
+        .map(|segment| FetchRange::new(segment.start, segment.end, Vec::new()))
         .collect();
     for extent in extents {
         let piece = &batch.plan.pieces[extent.piece];
@@ -66,14 +66,10 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Fet
 
 /// The parts to fetch all segments to their places in a buffer.
 pub fn whole(segments: &[Segment], buffer: *mut u8) -> Vec<FetchRange> {
-    let part = |segment: &Segment| FetchRange {
-        start: segment.start,
-        end: segment.end,
-        runs: vec![Run {
-            at: segment.start,
-            len: segment.end - segment.start,
-            to: Destination(buffer.wrapping_add(usize::try_from(segment.at).unwrap_or(usize::MAX))),
-        }],
+    let part = |segment: &Segment| {
+        let (at, len) = (segment.start, segment.end - segment.start);
+        let to = buffer.wrapping_add(usize::try_from(segment.at).unwrap_or(usize::MAX));
+        FetchRange::new(at, segment.end, vec![Run { at, len, to: Destination(to) }])
     };
     segments.iter().filter(|s| s.end > s.start).map(part).collect()
 }

@@ -15,7 +15,7 @@ use super::segments::{Extent, Segment};
 use super::{FileRef, Operation, ReadReq, ReadStats, scatter, verify};
 use crate::copy::{Loop, copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
-use crate::store::{Buffer, Mapping, resident_bytes};
+use crate::store::{self, Buffer, Mapping, resident_bytes};
 use crate::{Error, Result};
 use smallvec::SmallVec;
 
@@ -173,7 +173,7 @@ impl Worker {
             // SAFETY: the planner only divides the requests' rectangles, all of which the caller of
             // `read` vouches for, and no other piece holds these bytes; it has checked that every
             // extent ends within the file.
-            unsafe { connection.fetch(&file.path, file.size, parts, batch.control)? };
+            unsafe { store::fetch(connection, &file.path, file.size, parts, batch.control)? };
             self.check_delivered(batch, file)?;
         } else {
             let size = self.segments.last().map_or(0, |s| s.buffer_end(1));
@@ -182,7 +182,7 @@ impl Worker {
             let parts = scatter::whole(&self.segments, memory);
             // SAFETY: the buffer has room for every segment at its own place, and is this thread's
             // alone; segments lie in the file, as above.
-            unsafe { connection.fetch(&file.path, file.size, parts, batch.control)? };
+            unsafe { store::fetch(connection, &file.path, file.size, parts, batch.control)? };
             let delivered = self.deliver(batch, job.file, false);
             fence();
             delivered?;

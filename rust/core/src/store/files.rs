@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::remote::{Connection, Destination, FetchRange, Remote, Run};
+use super::remote::{Connection, Destination, FetchRange, Remote, Run, fetch};
 use super::{open_file, read_all};
 use crate::{Control, Error, Result};
 
@@ -197,7 +197,7 @@ impl Opened<'_> {
                     .collect();
                 // SAFETY: each range has a buffer of its length, which nothing else touches
                 // meanwhile, and lies in the file.
-                unsafe { connection.fetch(path, size, parts, control)? };
+                unsafe { fetch(*connection, path, size, parts, control)? };
             }
             Self::Memory(bytes) => {
                 for (buffer, &(at, len)) in buffers.iter_mut().zip(ranges) {
@@ -237,11 +237,7 @@ fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = FetchRange>
         let len = PART.min(len - from);
         // Sizes of memory fit in a `usize`.
         let to = Destination(to.0.wrapping_add(usize::try_from(from).unwrap_or(usize::MAX)));
-        FetchRange {
-            start: at + from,
-            end: at + from + len,
-            runs: vec![Run { at: at + from, len, to }],
-        }
+        FetchRange::new(at + from, at + from + len, vec![Run { at: at + from, len, to }])
     })
 }
 
@@ -270,7 +266,7 @@ fn rest(
         let parts = parts(here as u64, (next - here) as u64, to).collect();
         // SAFETY: the buffer reaches to the end of the parts, and nothing else touches it
         // meanwhile.
-        unsafe { connection.fetch(path, size, parts, control)? };
+        unsafe { fetch(connection, path, size, parts, control)? };
     }
     Ok(bytes)
 }

@@ -38,7 +38,8 @@ pub use publish::{ASIDE, create_folder, lock_replaced, publish, put_in_place};
 pub(crate) use publish::{name_of_temporary, publish_on};
 pub use random::{random_bytes, random_token};
 pub use remote::{
-    Body, Condition, Connection, Destination, FetchRange, Folder, Listed, Remote, Run,
+    Body, Condition, Connection, Destination, FetchRange, Folder, Listed, Remote,
     StoringConnection, Upload, list_folders, read_files,
 };
+pub(crate) use remote::{Run, fetch};
 pub use residency::resident_bytes;

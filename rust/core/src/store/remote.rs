@@ -2,11 +2,11 @@
 //!
 //! Implement [`Remote`] and [`Connection`] to add a protocol; the plans, the checks and the engines
 //! are those of files.
-#![allow(unsafe_code)] // `Connection::fetch` writes to addresses that it is given.
+#![allow(unsafe_code)] // fetched bytes are written to addresses
 
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use super::files::Files;
@@ -28,7 +28,7 @@ unsafe impl Sync for Destination {}
 
 /// Bytes of a part, and the memory they go to.
 #[derive(Clone, Copy, Debug)]
-pub struct Run {
+pub(crate) struct Run {
     /// First byte in the file.
     pub at: u64,
     /// Bytes; at least one.
@@ -37,15 +37,80 @@ pub struct Run {
     pub to: Destination,
 }
 
-/// A range of a file that is fetched by one request. What no run wants is dropped as it comes.
-#[derive(Clone, Debug)]
+/// A range of a file that is fetched by one request, and the memory that it goes to. Bytes that no
+/// run has are dropped as they come.
+#[derive(Debug)]
 pub struct FetchRange {
     /// First byte.
     pub start: u64,
     /// The byte after the last.
     pub end: u64,
     /// Parts to deliver, in the order of the file. Two runs may have the same bytes.
-    pub runs: Vec<Run>,
+    pub(crate) runs: Vec<Run>,
+    /// The first run that may have bytes to come.
+    next: usize,
+    /// False outside of the call to [`fetch`] that the memory is valid for.
+    is_open: Arc<RwLock<bool>>,
+}
+
+impl FetchRange {
+    pub(crate) fn new(start: u64, end: u64, runs: Vec<Run>) -> Self {
+        Self { start, end, runs, next: 0, is_open: Arc::default() }
+    }
+
+    /// Copies the next bytes, which begin at byte `at` of the file, to their destinations. Ranges
+    /// that outlive their call to [`Connection::fetch`] write nothing.
+    pub fn deliver(&mut self, at: u64, bytes: &[u8]) {
+        let is_open = self.is_open.read().unwrap_or_else(PoisonError::into_inner);
+        let end = at.saturating_add(bytes.len() as u64);
+        if !*is_open {
+            return;
+        }
+        while self.runs.get(self.next).is_some_and(|run| run.at + run.len <= at) {
+            self.next += 1;
+        }
+        for run in self.runs[self.next..].iter().take_while(|run| run.at < end) {
+            let (from, to) = (run.at.max(at), (run.at + run.len).min(end));
+            // A longer run may lie before this one, that ended.
+            if from >= to {
+                continue;
+            }
+            let index = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+            let source = &bytes[index(from - at)..index(to - at)];
+            // SAFETY: bytes `from..to` are of the run, whose memory is valid for writes while the
+            // range is open, as the caller of `fetch` vouches; `source` is memory of the client.
+            unsafe {
+                let to = run.to.0.wrapping_add(index(from - run.at));
+                std::ptr::copy_nonoverlapping(source.as_ptr(), to, source.len());
+            }
+        }
+    }
+}
+
+/// Fetches ranges of a file to memory, by [`Connection::fetch`].
+///
+/// # Safety
+/// The memory of every run is valid for writes from any thread until this returns, and no two runs
+/// share any.
+pub(crate) unsafe fn fetch(
+    connection: &dyn Connection,
+    path: &Path,
+    size: u64,
+    mut ranges: Vec<FetchRange>,
+    control: &Control,
+) -> Result<()> {
+    /// Dropped, also by a panic, it waits for copies under way and refuses later ones.
+    struct Open(Arc<RwLock<bool>>);
+    impl Drop for Open {
+        fn drop(&mut self) {
+            *self.0.write().unwrap_or_else(PoisonError::into_inner) = false;
+        }
+    }
+    let open = Open(Arc::new(RwLock::new(true)));
+    for range in &mut ranges {
+        range.is_open = Arc::clone(&open.0);
+    }
+    connection.fetch(path, size, ranges, control)
 }
 
 /// Conditions for storing a file.
@@ -139,18 +204,14 @@ pub trait Connection: Send + Sync {
         control: &Control,
     ) -> Result<Option<(Vec<u8>, u64)>>;
 
-    /// Fetches parts of a file of `size` bytes, many at a time. A file that is missing, or of
-    /// another length, is [`Error::CorruptData`](crate::Error::CorruptData). When this returns,
-    /// nothing is written any more.
-    ///
-    /// # Safety
-    /// The memory of every run is valid for writes from any thread until this returns, and no two
-    /// runs share any. Runs lie in their part, and parts in the file.
-    unsafe fn fetch(
+    /// Fetches ranges of a file of `size` bytes, many at a time, and
+    /// [delivers](FetchRange::deliver) their bytes in order. A file that is missing, or of another
+    /// length, is [`Error::CorruptData`](crate::Error::CorruptData).
+    fn fetch(
         &self,
         path: &Path,
         size: u64,
-        parts: Vec<FetchRange>,
+        ranges: Vec<FetchRange>,
         control: &Control,
     ) -> Result<()>;
 }
@@ -282,4 +343,71 @@ pub fn read_files(
 ) -> Result<Vec<Option<Vec<u8>>>> {
     let files = Files::Remote(connection, control);
     parallel::map(paths.len(), QUESTIONS, |number| files.read(&paths[number]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file whose bytes are their offsets. It delivers ranges in pieces of `step` bytes and keeps
+    /// them.
+    struct Counting {
+        step: u64,
+        kept: std::sync::Mutex<Vec<FetchRange>>,
+    }
+
+    impl Connection for Counting {
+        fn look(&self, _: &Path, _: &Control) -> Result<Option<u64>> {
+            Ok(None)
+        }
+
+        fn list(&self, _: &Path, _: &Control) -> Result<Option<Folder>> {
+            Ok(None)
+        }
+
+        fn start(&self, _: &Path, _: u64, _: bool, _: &Control) -> Result<Option<(Vec<u8>, u64)>> {
+            Ok(None)
+        }
+
+        fn fetch(&self, _: &Path, _: u64, ranges: Vec<FetchRange>, _: &Control) -> Result<()> {
+            for mut range in ranges {
+                let (mut at, end) = (range.start, range.end);
+                while at < end {
+                    let next = (at + self.step).min(end);
+                    let bytes: Vec<u8> = (at..next).map(|byte| byte.to_le_bytes()[0]).collect();
+                    range.deliver(at, &bytes);
+                    at = next;
+                }
+                self.kept.lock().unwrap().push(range);
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn pieces_of_any_size_go_to_their_destinations_until_the_call_ends() {
+        // (at, len): with gaps, and two that have the same bytes, one within the other.
+        let wanted = [(3_u64, 10_u64), (13, 1), (20, 60), (25, 5), (70, 20), (200, 56)];
+        for step in [1, 2, 7, 64, 256] {
+            let mut buffers: Vec<Vec<u8>> =
+                wanted.iter().map(|&(_, len)| vec![0; usize::try_from(len).unwrap()]).collect();
+            let runs: Vec<Run> = buffers
+                .iter_mut()
+                .zip(wanted)
+                .map(|(buffer, (at, len))| Run { at, len, to: Destination(buffer.as_mut_ptr()) })
+                .collect();
+            let store = Counting { step, kept: std::sync::Mutex::default() };
+            let ranges = vec![FetchRange::new(0, 256, runs)];
+            // SAFETY: each run has a buffer of its length.
+            unsafe { fetch(&store, Path::new("x"), 256, ranges, &Control::new()).unwrap() };
+            for mut kept in store.kept.into_inner().unwrap() {
+                kept.next = 0;
+                kept.deliver(0, &[255; 256]);
+            }
+            for (buffer, (at, len)) in buffers.iter().zip(wanted) {
+                let expected: Vec<u8> = (at..at + len).map(|byte| byte.to_le_bytes()[0]).collect();
+                assert_eq!(buffer, &expected, "step {step}");
+            }
+        }
+    }
 }

@@ -139,8 +139,7 @@ impl Connection for Store {
             .map(|bytes| (bytes[..most.min(bytes.len())].to_vec(), bytes.len() as u64)))
     }
 
-    #[allow(unsafe_code)] // the trait has it so
-    unsafe fn fetch(&self, _: &Path, _: u64, _: Vec<store::FetchRange>, _: &Control) -> Result<()> {
+    fn fetch(&self, _: &Path, _: u64, _: Vec<store::FetchRange>, _: &Control) -> Result<()> {
         Err(Error::Interrupted)
     }
 }

@@ -66,8 +66,7 @@ impl Connection for Store {
         Ok(None)
     }
 
-    #[allow(unsafe_code)] // the trait has it so
-    unsafe fn fetch(&self, _: &Path, _: u64, _: Vec<store::FetchRange>, _: &Control) -> Result<()> {
+    fn fetch(&self, _: &Path, _: u64, _: Vec<store::FetchRange>, _: &Control) -> Result<()> {
         Err(Error::Interrupted)
     }
 }
