@@ -1,6 +1,6 @@
-"""Docstrings name classes and functions as Sphinx does (``:class:`RsReader` ``): on the site these are links.
+"""Links on the site for names in docstrings, which are written as Sphinx does (``:class:`X` ``).
 
-Signatures are shown without what is not for callers: ``_names``, and the ``**unknown`` that only raises.
+Signatures leave out what is not for callers: ``_names``, and the ``**unknown`` that only raises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the site has beside the pages of this folder: files of the source tree as pages, and the help of the commands.
+"""More pages of the site: files of the source tree, and the help of the commands.
 
-Links are those of the source tree, so that they work there, too. On the site they lead to the page of a file, or, if it
-has none, to the file in the repository.
+Links are those of the source tree, so that they work there, too. On the site they lead to the page
+of a file, or, if it has none, to the file in the repository.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def names_of_rank(
     begin = rank * share + min(rank, more)
     own = set(range(begin, begin + share + (rank < more)))
     if placement == "round_robin":
-        # For models without groups of experts, vLLM falls back to "linear", which only its log says.
+        # Without groups of experts, vLLM falls back to "linear", and only its log says so.
         own.update(range(rank, experts, size))
     elif placement != "linear":
         return every

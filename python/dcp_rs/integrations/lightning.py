@@ -143,7 +143,7 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
 class DcpRsSharded:
     """A base class before a strategy of Lightning that saves a folder by DCP.
 
-    The strategy, of ``lightning.pytorch`` or ``lightning.fabric``, then saves and loads with dcp-rs.
+    The strategy then saves and loads with dcp-rs.
     Folders that it wrote before load too.
     """
 

@@ -180,7 +180,8 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
             if found.kind in MAY_BE_WHOLE and not _is_unfinished_of_others(found.path):
                 msg = (
                     f"{root.path} cannot be resumed: {found}. Nothing tells whether "
-                    f"{found.path.name} is whole. To resume from another step, set checkpoint.load_step, or remove that folder"
+                    f"{found.path.name} is whole. To resume from another step, "
+                    "set checkpoint.load_step, or remove that folder"
                 )
                 raise UnsupportedError(msg, path=found.path)
             _log.warning("passed over %s", found)
@@ -216,7 +217,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
 
 
 def _is_unfinished_of_others(path: Path) -> bool:
-    """Return whether torch's own save to the folder did not finish: it stores ``.metadata`` last."""
+    """Return whether torch's own save did not finish: it stores ``.metadata`` last."""
     return any(path.glob("*.distcp"))
 
 
