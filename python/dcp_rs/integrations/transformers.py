@@ -187,7 +187,7 @@ def _where_configured(config: Any, path: Path) -> Any:
 def _config(
     cls: Any, config: Any, where: Any, hub: dict[str, Any], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a copy of the configuration, or that of the checkpoint, and the remaining arguments."""
+    """Return a copy of the configuration or of the checkpoint's, and the other arguments."""
     transformers = framework("transformers", "transformers")
     if isinstance(config, transformers.PreTrainedConfig):
         return copy.deepcopy(config), kwargs
