@@ -44,7 +44,13 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Fet
         .collect();
     for extent in extents {
         let piece = &batch.plan.pieces[extent.piece];
-        let base = batch.reqs[piece.req as usize].dst.0;
+        let req = &batch.reqs[piece.req as usize];
+        let base = req.dst.0;
+        // Such a piece is one whole block.
+        let expected = req.digests.filter(|_| batch.verify).map(|first| {
+            let block = (piece.src - req.chunk_offset) / BLOCK_SIZE;
+            batch.catalog.digest(first + block)
+        });
         let (_, dense) = batch.plan.loops_of(piece);
         let runs = &mut parts[extent.segment].runs;
         each_step(dense, extent.src, extent.dst, &mut |src, dst| {
@@ -53,6 +59,7 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Fet
                 len: piece.run,
                 // What is in memory fits in it.
                 to: Destination(base.wrapping_add(usize::try_from(dst).unwrap_or(usize::MAX))),
+                expected,
             });
         });
     }
@@ -69,7 +76,7 @@ pub fn whole(segments: &[Segment], buffer: *mut u8) -> Vec<FetchRange> {
     let part = |segment: &Segment| {
         let (at, len) = (segment.start, segment.end - segment.start);
         let to = buffer.wrapping_add(usize::try_from(segment.at).unwrap_or(usize::MAX));
-        FetchRange::new(at, segment.end, vec![Run { at, len, to: Destination(to) }])
+        FetchRange::new(at, segment.end, vec![Run { at, len, to: Destination(to), expected: None }])
     };
     segments.iter().filter(|s| s.end > s.start).map(part).collect()
 }

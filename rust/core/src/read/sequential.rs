@@ -53,8 +53,9 @@ impl FileProbe {
     /// Whether any blocks are compared with their digests; takes those of all others out of the
     /// requests.
     pub(crate) fn choose(&self, requests: &mut Vec<ReadReq>, verify: Verify) -> bool {
-        let (any, Cow::Owned(chosen)) = verify::chosen(requests, verify, &self.access) else {
-            return verify == Verify::All;
+        let (any, chosen) = match verify::chosen(requests, verify, &self.access) {
+            (any, Cow::Borrowed(_)) => return any,
+            (any, Cow::Owned(chosen)) => (any, chosen),
         };
         *requests = chosen;
         any

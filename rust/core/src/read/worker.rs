@@ -15,7 +15,7 @@ use super::segments::{Extent, Segment};
 use super::{FileRef, Operation, ReadReq, ReadStats, scatter, verify};
 use crate::copy::{Loop, copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
-use crate::store::{self, Buffer, Mapping, resident_bytes};
+use crate::store::{self, Buffer, Mapping, Mismatch, resident_bytes};
 use crate::{Error, Result};
 use smallvec::SmallVec;
 
@@ -170,11 +170,15 @@ impl Worker {
         let bytes: u64 = self.segments.iter().map(|s| s.end - s.start).sum();
         if scatter::goes_straight(batch, job) {
             let parts = scatter::parts(batch, &self.extents, &self.segments);
+            let runs = parts.iter().flat_map(|part| &part.runs);
+            let verified: u64 = runs.filter(|run| run.expected.is_some()).map(|run| run.len).sum();
             // SAFETY: the planner only divides the requests' rectangles, all of which the caller of
             // `read` vouches for, and no other piece holds these bytes; it has checked that every
             // extent ends within the file.
-            unsafe { store::fetch(connection, &file.path, file.size, parts, batch.control)? };
-            self.check_delivered(batch, file)?;
+            let found =
+                unsafe { store::fetch(connection, &file.path, file.size, parts, batch.control)? };
+            found.into_iter().try_for_each(|mismatch| self.check(batch, file, mismatch))?;
+            self.stats.bytes_verified += verified;
         } else {
             let size = self.segments.last().map_or(0, |s| s.buffer_end(1));
             let memory = self.buffer.at_least(index(size));
@@ -193,29 +197,14 @@ impl Worker {
         Ok(())
     }
 
-    /// Compares blocks that went straight to where they are wanted with their digests.
-    fn check_delivered(&mut self, batch: &Batch, file: &FileRef) -> Result<()> {
-        for extent in self.extents.iter().filter(|_| batch.verify) {
+    /// Returns the error for a block that went straight to its destination and differs from its
+    /// digest.
+    fn check(&self, batch: &Batch, file: &FileRef, found: Mismatch) -> Result<()> {
+        self.extents.iter().filter(|extent| extent.src == found.at).try_for_each(|extent| {
             let req = &batch.reqs[batch.plan.pieces[extent.piece].req as usize];
-            if req.digests.is_none() {
-                continue;
-            }
-            let dst = req.dst.0.wrapping_add(index(extent.dst));
-            let first = (extent.src - req.chunk_offset) / BLOCK_SIZE;
-            let mut at = 0;
-            for block in first..(extent.src + extent.len - req.chunk_offset).div_ceil(BLOCK_SIZE) {
-                let (from, to) = verify::block_range(req, block);
-                let len = to - from;
-                // SAFETY: what goes straight is made of whole blocks; they were written just now,
-                // where the caller of `read` vouches for the memory.
-                let bytes =
-                    unsafe { std::slice::from_raw_parts(dst.wrapping_add(index(at)), index(len)) };
-                verify::compare(file, req, block, block_digest(bytes), batch.catalog)?;
-                self.stats.bytes_verified += len;
-                at += len;
-            }
-        }
-        Ok(())
+            let block = (found.at - req.chunk_offset) / BLOCK_SIZE;
+            verify::compare(file, req, block, found.digest, batch.catalog)
+        })
     }
 
     /// Reads the segments into the buffer.

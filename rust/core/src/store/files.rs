@@ -237,7 +237,11 @@ fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = FetchRange>
         let len = PART.min(len - from);
         // Sizes of memory fit in a `usize`.
         let to = Destination(to.0.wrapping_add(usize::try_from(from).unwrap_or(usize::MAX)));
-        FetchRange::new(at + from, at + from + len, vec![Run { at: at + from, len, to }])
+        FetchRange::new(
+            at + from,
+            at + from + len,
+            vec![Run { at: at + from, len, to, expected: None }],
+        )
     })
 }
 

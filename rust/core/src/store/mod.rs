@@ -41,5 +41,5 @@ pub use remote::{
     Body, Condition, Connection, Destination, FetchRange, Folder, Listed, Remote,
     StoringConnection, Upload, list_folders, read_files,
 };
-pub(crate) use remote::{Run, fetch};
+pub(crate) use remote::{Mismatch, Run, fetch};
 pub use residency::resident_bytes;

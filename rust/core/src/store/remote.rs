@@ -4,12 +4,17 @@
 //! are those of files.
 #![allow(unsafe_code)] // fetched bytes are written to addresses
 
+use std::collections::HashMap;
 use std::fmt::Debug;
+use std::hash::Hasher as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
+use twox_hash::xxhash3_64::Hasher;
+
 use super::files::Files;
+use crate::format::block_digest;
 use crate::{Control, Error, Result, parallel};
 
 /// Questions that wait for a store at a time.
@@ -35,11 +40,29 @@ pub(crate) struct Run {
     pub len: u64,
     /// Destination of the first byte.
     pub to: Destination,
+    /// The digest (XXH3-64) to compare the bytes with as they come, if any.
+    pub expected: Option<u64>,
+}
+
+/// A run whose bytes have another digest than expected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mismatch {
+    /// First byte in the file.
+    pub at: u64,
+    /// The digest of the bytes that came.
+    pub digest: u64,
+}
+
+/// The state of a call to [`fetch`], which its ranges share.
+#[derive(Debug, Default)]
+struct Call {
+    /// False outside of the call that the memory is valid for.
+    is_open: RwLock<bool>,
+    mismatches: Mutex<Vec<Mismatch>>,
 }
 
 /// A range of a file that is fetched by one request, and the memory that it goes to. Bytes that no
 /// run has are dropped as they come.
-#[derive(Debug)]
 pub struct FetchRange {
     /// First byte.
     pub start: u64,
@@ -49,19 +72,20 @@ pub struct FetchRange {
     pub(crate) runs: Vec<Run>,
     /// The first run that may have bytes to come.
     next: usize,
-    /// False outside of the call to [`fetch`] that the memory is valid for.
-    is_open: Arc<RwLock<bool>>,
+    /// The digests so far of runs that are compared and partly here, by number.
+    hashers: HashMap<usize, Hasher>,
+    call: Arc<Call>,
 }
 
 impl FetchRange {
     pub(crate) fn new(start: u64, end: u64, runs: Vec<Run>) -> Self {
-        Self { start, end, runs, next: 0, is_open: Arc::default() }
+        Self { start, end, runs, next: 0, hashers: HashMap::new(), call: Arc::default() }
     }
 
     /// Copies the next bytes, which begin at byte `at` of the file, to their destinations. Ranges
     /// that outlive their call to [`Connection::fetch`] write nothing.
     pub fn deliver(&mut self, at: u64, bytes: &[u8]) {
-        let is_open = self.is_open.read().unwrap_or_else(PoisonError::into_inner);
+        let is_open = self.call.is_open.read().unwrap_or_else(PoisonError::into_inner);
         let end = at.saturating_add(bytes.len() as u64);
         if !*is_open {
             return;
@@ -69,7 +93,8 @@ impl FetchRange {
         while self.runs.get(self.next).is_some_and(|run| run.at + run.len <= at) {
             self.next += 1;
         }
-        for run in self.runs[self.next..].iter().take_while(|run| run.at < end) {
+        let runs = self.runs.iter().enumerate().skip(self.next);
+        for (number, run) in runs.take_while(|(_, run)| run.at < end) {
             let (from, to) = (run.at.max(at), (run.at + run.len).min(end));
             // A longer run may lie before this one, that ended.
             if from >= to {
@@ -83,11 +108,30 @@ impl FetchRange {
                 let to = run.to.0.wrapping_add(index(from - run.at));
                 std::ptr::copy_nonoverlapping(source.as_ptr(), to, source.len());
             }
+            let Some(expected) = run.expected else { continue };
+            // The bytes are still in the cache.
+            let digest = if source.len() as u64 == run.len {
+                block_digest(source)
+            } else {
+                let hasher = self.hashers.entry(number).or_default();
+                hasher.write(source);
+                if to < run.at + run.len {
+                    continue;
+                }
+                let digest = hasher.finish();
+                self.hashers.remove(&number);
+                digest
+            };
+            if digest != expected {
+                let mismatch = Mismatch { at: run.at, digest };
+                self.call.mismatches.lock().unwrap_or_else(PoisonError::into_inner).push(mismatch);
+            }
         }
     }
 }
 
-/// Fetches ranges of a file to memory, by [`Connection::fetch`].
+/// Fetches ranges of a file to memory, by [`Connection::fetch`]. Returns the runs that differ from
+/// the digest expected of them.
 ///
 /// # Safety
 /// The memory of every run is valid for writes from any thread until this returns, and no two runs
@@ -98,19 +142,21 @@ pub(crate) unsafe fn fetch(
     size: u64,
     mut ranges: Vec<FetchRange>,
     control: &Control,
-) -> Result<()> {
+) -> Result<Vec<Mismatch>> {
     /// Dropped, also by a panic, it waits for copies under way and refuses later ones.
-    struct Open(Arc<RwLock<bool>>);
+    struct Open(Arc<Call>);
     impl Drop for Open {
         fn drop(&mut self) {
-            *self.0.write().unwrap_or_else(PoisonError::into_inner) = false;
+            *self.0.is_open.write().unwrap_or_else(PoisonError::into_inner) = false;
         }
     }
-    let open = Open(Arc::new(RwLock::new(true)));
+    let open = Open(Arc::new(Call { is_open: RwLock::new(true), ..Call::default() }));
     for range in &mut ranges {
-        range.is_open = Arc::clone(&open.0);
+        range.call = Arc::clone(&open.0);
     }
-    connection.fetch(path, size, ranges, control)
+    connection.fetch(path, size, ranges, control)?;
+    let mut mismatches = open.0.mismatches.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(std::mem::take(&mut *mismatches))
 }
 
 /// Conditions for storing a file.
@@ -353,7 +399,7 @@ mod tests {
     /// them.
     struct Counting {
         step: u64,
-        kept: std::sync::Mutex<Vec<FetchRange>>,
+        kept: Mutex<Vec<FetchRange>>,
     }
 
     impl Connection for Counting {
@@ -388,25 +434,35 @@ mod tests {
     fn pieces_of_any_size_go_to_their_destinations_until_the_call_ends() {
         // (at, len): with gaps, and two that have the same bytes, one within the other.
         let wanted = [(3_u64, 10_u64), (13, 1), (20, 60), (25, 5), (70, 20), (200, 56)];
+        let bytes = |at, len| (at..at + len).map(|b: u64| b.to_le_bytes()[0]).collect::<Vec<u8>>();
         for step in [1, 2, 7, 64, 256] {
             let mut buffers: Vec<Vec<u8>> =
                 wanted.iter().map(|&(_, len)| vec![0; usize::try_from(len).unwrap()]).collect();
             let runs: Vec<Run> = buffers
                 .iter_mut()
                 .zip(wanted)
-                .map(|(buffer, (at, len))| Run { at, len, to: Destination(buffer.as_mut_ptr()) })
+                .map(|(buffer, (at, len))| Run {
+                    at,
+                    len,
+                    to: Destination(buffer.as_mut_ptr()),
+                    // That of the fifth is another one, and the last has none.
+                    expected: (at < 200)
+                        .then(|| block_digest(&bytes(at, len)) ^ u64::from(at == 70)),
+                })
                 .collect();
-            let store = Counting { step, kept: std::sync::Mutex::default() };
+            let store = Counting { step, kept: Mutex::default() };
             let ranges = vec![FetchRange::new(0, 256, runs)];
             // SAFETY: each run has a buffer of its length.
-            unsafe { fetch(&store, Path::new("x"), 256, ranges, &Control::new()).unwrap() };
+            let mismatches =
+                unsafe { fetch(&store, Path::new("x"), 256, ranges, &Control::new()).unwrap() };
+            let mismatch = Mismatch { at: 70, digest: block_digest(&bytes(70, 20)) };
+            assert_eq!(mismatches, [mismatch], "step {step}");
             for mut kept in store.kept.into_inner().unwrap() {
                 kept.next = 0;
                 kept.deliver(0, &[255; 256]);
             }
             for (buffer, (at, len)) in buffers.iter().zip(wanted) {
-                let expected: Vec<u8> = (at..at + len).map(|byte| byte.to_le_bytes()[0]).collect();
-                assert_eq!(buffer, &expected, "step {step}");
+                assert_eq!(buffer, &bytes(at, len), "step {step}");
             }
         }
     }
