@@ -45,7 +45,7 @@ _GROUPS = re.compile(r"(?:^|(?<=\.))param_groups(?:\.|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Which entries a load fills, and how. :func:`dcp_rs.load` describes the attributes."""
+    """Options for the entries of a load. :func:`dcp_rs.load` describes the attributes."""
 
     rename: Rename = None
     include: str | Iterable[str] | None = None

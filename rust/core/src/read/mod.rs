@@ -46,8 +46,8 @@ pub enum IoMode {
     Buffered,
 }
 
-/// What other processes of this machine read at the same time. What they want too, [`IoMode::Auto`]
-/// reads through the page cache, so that the disk delivers it once.
+/// Reads of other processes of this machine at the same time. [`IoMode::Auto`] reads what they also
+/// read through the page cache, so that the disk delivers it once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
     /// Nothing of the same files.

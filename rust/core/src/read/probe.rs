@@ -102,8 +102,7 @@ fn bytes_of_tensors(reqs: &[ReadReq]) -> HashMap<u32, u64> {
     all
 }
 
-/// Whether it is made of short rows with something between: columns of a matrix, of which others
-/// have the rest.
+/// Returns true for short rows with gaps between them, such as some columns of a matrix.
 fn is_thin(req: &ReadReq, bytes: u64) -> bool {
     let mut row = req.itemsize;
     for (&size, &stride) in req.shape.iter().zip(&req.src_strides).rev() {

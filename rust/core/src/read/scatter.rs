@@ -1,5 +1,4 @@
-//! What of a job goes straight to its destinations as it comes from a store, and where: pure, as
-//! the plan is.
+//! Parts of a job that go from a store straight to their destinations. Pure, as the plan is.
 
 use super::batch::Batch;
 use super::plan::{Job, Piece, RUN};
@@ -11,8 +10,8 @@ use crate::store::{Destination, FetchRange, Run};
 /// Runs shorter than this are better gathered in a buffer first.
 const MIN_RUN: u64 = 512;
 
-/// Whether all of a job does: its runs are long enough, and blocks that are compared with digests
-/// are wanted whole, so that they can be hashed where they went.
+/// Returns true if all of a job goes straight to its destinations: its runs are long enough, and
+/// blocks to compare with digests are read whole, so that they can be hashed as they come.
 pub fn goes_straight(batch: &Batch, job: &Job) -> bool {
     if batch.visitor.is_some() {
         return false;

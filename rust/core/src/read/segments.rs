@@ -1,4 +1,4 @@
-//! What a job fetches: the ranges of the file that its pieces need, joined where that is cheaper.
+//! The ranges of a file that a job fetches for its pieces, joined where that is cheaper.
 //! Pure, as the plan is.
 
 use super::ReadReq;

@@ -50,8 +50,8 @@ impl FileProbe {
         Ok(Self { access, kept, mappings, policies })
     }
 
-    /// Whether any blocks are compared with their digests; takes those of all others out of the
-    /// requests.
+    /// Returns true if any blocks are compared with their digests. Takes the digests of all other
+    /// blocks out of the requests.
     pub(crate) fn choose(&self, requests: &mut Vec<ReadReq>, verify: Verify) -> bool {
         let (any, chosen) = match verify::chosen(requests, verify, &self.access) {
             (any, Cow::Borrowed(_)) => return any,
