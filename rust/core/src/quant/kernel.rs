@@ -1,5 +1,5 @@
 //! Codes and scales to numbers: pure functions, in float32 with one rounding to the target.
-#![allow(unsafe_code)] // A function compiled for AVX2 is unsafe to call on a CPU that may lack it.
+#![allow(unsafe_code)] // Functions for AVX2 and AVX-512 are unsafe to call: a CPU may lack these.
 #![expect(
     clippy::inline_always,
     reason = "what is inlined is compiled for AVX2, and vectorized, with its caller"
@@ -90,8 +90,86 @@ pub fn table<const SIZE: usize>(code: Code, scale: f32, target: Target) -> Table
 
 /// Decodes by a table: of 16 bits for each element, that is twice as fast as arithmetic.
 pub fn look_up<const SIZE: usize>(table: &Table<SIZE>, bytes: &[u8], out: &mut [u8]) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl") {
+        match SIZE {
+            // SAFETY: the CPU has both features.
+            2 => return unsafe { avx512::one_a_byte(table.as_flattened(), bytes, out) },
+            // SAFETY: as above.
+            4 => return unsafe { avx512::two_a_byte(table.as_flattened(), bytes, out) },
+            _ => {}
+        }
+    }
     for (to, byte) in out.chunks_exact_mut(SIZE).zip(bytes) {
         to.copy_from_slice(&table[usize::from(*byte)]);
+    }
+}
+
+/// Look-ups of 32 elements of 16 bits at a time, in tables that lie in registers.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod avx512 {
+    use std::arch::x86_64::{
+        __m512i, _mm_maskz_loadu_epi8, _mm256_maskz_loadu_epi8, _mm512_and_si512,
+        _mm512_cvtepu8_epi16, _mm512_cvtepu8_epi32, _mm512_loadu_si512, _mm512_mask_blend_epi16,
+        _mm512_mask_storeu_epi16, _mm512_or_si512, _mm512_permutex2var_epi16,
+        _mm512_permutexvar_epi16, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_slli_epi32,
+        _mm512_test_epi16_mask,
+    };
+
+    /// Elements of a register.
+    const LANES: usize = 32;
+
+    /// Looks up each byte in a table of 256 elements.
+    #[target_feature(enable = "avx512bw,avx512vl")]
+    pub fn one_a_byte(table: &[u8], bytes: &[u8], out: &mut [u8]) {
+        let parts: [__m512i; 8] = std::array::from_fn(|part| load(table, part * LANES));
+        for (bytes, out) in bytes.chunks(LANES).zip(out.chunks_mut(2 * LANES)) {
+            // SAFETY: the mask has a bit for each byte.
+            let codes = unsafe {
+                _mm256_maskz_loadu_epi8(u32::MAX >> (LANES - bytes.len()), bytes.as_ptr().cast())
+            };
+            let codes = _mm512_cvtepu8_epi16(codes);
+            let quarter = |i: usize| _mm512_permutex2var_epi16(parts[i], codes, parts[i + 1]);
+            let upper = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
+            let half = |i: usize| _mm512_mask_blend_epi16(upper, quarter(i), quarter(i + 2));
+            let negative = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(128));
+            store(_mm512_mask_blend_epi16(negative, half(0), half(4)), out);
+        }
+    }
+
+    /// Looks up both halves of each byte in a table of 256 pairs.
+    #[target_feature(enable = "avx512bw,avx512vl")]
+    pub fn two_a_byte(table: &[u8], bytes: &[u8], out: &mut [u8]) {
+        // The pair of each byte below 16 begins with the number of the byte's lower half.
+        let pairs = load(table, 0);
+        for (bytes, out) in bytes.chunks(LANES / 2).zip(out.chunks_mut(2 * LANES)) {
+            // SAFETY: the mask has a bit for each byte.
+            let codes = unsafe {
+                _mm_maskz_loadu_epi8(u16::MAX >> (LANES / 2 - bytes.len()), bytes.as_ptr().cast())
+            };
+            let codes = _mm512_cvtepu8_epi32(codes);
+            // Twice each half, in 16 bits of its own.
+            let lower = _mm512_and_si512(_mm512_slli_epi32(codes, 1), _mm512_set1_epi32(0x1e));
+            let upper =
+                _mm512_and_si512(_mm512_slli_epi32(codes, 13), _mm512_set1_epi32(0x1e << 16));
+            store(_mm512_permutexvar_epi16(_mm512_or_si512(lower, upper), pairs), out);
+        }
+    }
+
+    /// Loads the elements of a table from `first` on.
+    #[target_feature(enable = "avx512bw")]
+    fn load(table: &[u8], first: usize) -> __m512i {
+        let bytes: &[u8; 2 * LANES] = table[2 * first..].first_chunk().expect("256 elements");
+        // SAFETY: they are as long as a register.
+        unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
+    }
+
+    /// Stores the first elements, as many as `out` has room for.
+    #[target_feature(enable = "avx512bw")]
+    fn store(elements: __m512i, out: &mut [u8]) {
+        let mask = u32::MAX >> (LANES - (out.len() / 2).min(LANES));
+        // SAFETY: the mask has a bit for each element of `out`.
+        unsafe { _mm512_mask_storeu_epi16(out.as_mut_ptr().cast(), mask, elements) };
     }
 }
 

@@ -5,7 +5,9 @@
 use proptest::prelude::*;
 
 use super::Target;
-use super::kernel::{Code, Row, bf16, decode, e2m1, e4m3, e8m0, f16, from_bf16, from_f16};
+use super::kernel::{
+    Code, Row, bf16, decode, e2m1, e4m3, e8m0, f16, from_bf16, from_f16, look_up, table,
+};
 
 /// A small float by its definition: sign, exponent and fraction.
 fn small_float(code: u8, exponent_bits: u32, fraction_bits: u32, bias: i32) -> f64 {
@@ -103,6 +105,26 @@ proptest! {
     fn rounds_ties_to_even(bits in 0_u16..0x7bff, negative: bool) {
         let tie = f32::midpoint(from_f16(bits), from_f16(bits + 1)) * if negative { -1.0 } else { 1.0 };
         prop_assert_eq!(f16(tie), nearest(tie, from_f16, 0x7c00));
+    }
+
+    /// By AVX-512 where the CPU has it. Nothing is written beyond the elements.
+    #[test]
+    fn looks_up_what_is_in_the_table(
+        bytes in prop::collection::vec(any::<u8>(), 0..100),
+        scale in prop::sample::select(vec![1.0, -0.3, 0.0, f32::INFINITY, f32::NAN]),
+        target in prop::sample::select(vec![Target::BFloat16, Target::Float16]),
+    ) {
+        let (ones, pairs) = (table::<2>(Code::E4m3, scale, target), table::<4>(Code::E2m1, scale, target));
+        let expected: Vec<[u8; 2]> = bytes.iter().map(|&byte| ones[usize::from(byte)]).collect();
+        let mut out = vec![7; 2 * bytes.len() + 64];
+        look_up(&ones, &bytes, &mut out[..2 * bytes.len()]);
+        prop_assert_eq!(&out[..2 * bytes.len()], expected.as_flattened());
+        prop_assert_eq!(&out[2 * bytes.len()..], [7; 64]);
+        let expected: Vec<[u8; 4]> = bytes.iter().map(|&byte| pairs[usize::from(byte)]).collect();
+        let mut out = vec![7; 4 * bytes.len() + 64];
+        look_up(&pairs, &bytes, &mut out[..4 * bytes.len()]);
+        prop_assert_eq!(&out[..4 * bytes.len()], expected.as_flattened());
+        prop_assert_eq!(&out[4 * bytes.len()..], [7; 64]);
     }
 
     /// Whatever the place in the row, and wherever groups begin.
