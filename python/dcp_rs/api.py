@@ -125,7 +125,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     weights_only: bool | None = True,
-    verify: Literal["auto"] | bool = False,
+    verify: Literal["auto"] | bool = "auto",
     replicas: Literal["each", "node", "all"] = "each",
     io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
     threads: int | None = None,

@@ -6,6 +6,8 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
 from dcp_rs.cli import main
@@ -39,10 +41,10 @@ def test_a_damaged_block_loses_its_tensor(ckpt, capfd, monkeypatch):
     assert json.loads(capfd.readouterr().out)["lost"] == ["large"]
 
 
-def test_auto_verifies_what_does_not_come_from_the_page_cache(ckpt):
+def test_by_default_what_does_not_come_from_the_page_cache_is_verified(ckpt):
     save_rs(STATE, ckpt)
     into = {"large": torch.zeros(1 << 19, dtype=torch.int64), "small": torch.zeros(3), "step": 0}
-    mapped = dcp_rs.load(into, ckpt, io="mmap", verify="auto", no_dist=True)
+    mapped = dcp_rs.load(into, ckpt, io="mmap", no_dist=True)
     assert mapped.bytes_mapped >= 4 << 20
     assert mapped.bytes_verified == 0
     whole = dcp_rs.load(into, ckpt, io="mmap", verify=True, no_dist=True)
@@ -51,15 +53,19 @@ def test_auto_verifies_what_does_not_come_from_the_page_cache(ckpt):
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    read = dcp_rs.load(into, ckpt, io="direct", verify="auto", no_dist=True)
+    read = dcp_rs.load(into, ckpt, io="direct", no_dist=True)
     if not read.bytes_direct:
         pytest.skip("the file system has no direct I/O")
     assert read.bytes_verified == (4 << 20) + 12
     place = dcp_rs.open(ckpt).chunks("large")[0]
     flip(file, place.offset + (1 << 20) + 5)
-    assert dcp_rs.load(into, ckpt, io="mmap", verify="auto", no_dist=True).bytes_verified == 0
+    assert dcp_rs.load(into, ckpt, io="mmap", no_dist=True).bytes_verified == 0
     with pytest.raises(CorruptDataError, match="large"):
-        dcp_rs.load(into, ckpt, io="direct", verify="auto", no_dist=True)
+        dcp_rs.load(into, ckpt, io="direct", no_dist=True)
+    with pytest.raises(CheckpointException) as failed:
+        dcp.load(into, storage_reader=dcp_rs.RsReader(ckpt, io="direct"), no_dist=True)
+    assert isinstance(failed.value.failures[0][0], CorruptDataError)
+    dcp_rs.load(into, ckpt, io="direct", verify=False, no_dist=True)
     with pytest.raises(ValueError, match="verify='never'"):
         dcp_rs.load(into, ckpt, verify="never", no_dist=True)
 

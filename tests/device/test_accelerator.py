@@ -170,7 +170,7 @@ def test_damage_in_the_middle(ckpt, device):
         dcp_rs.load(on(device, want), ckpt, verify=True)
     torch.accelerator.synchronize()
     got = on(device, want)
-    dcp_rs.load(got, ckpt)  # the slabs are as good as before
+    dcp_rs.load(got, ckpt, verify=False)  # the slabs are as good as before
 
 
 def test_open_and_stream(ckpt, device):

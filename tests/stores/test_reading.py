@@ -203,13 +203,10 @@ def test_verify_and_compare(saved, server, url, options):
     server.put(key, bytes(damaged))
     report = dcp_rs.verify(url, storage_options=options)
     assert [problem.tensor for problem in report.problems] == ["model.big"]
-    for verify in (True, "auto"):
+    for verify in ({"verify": True}, {}):
         with pytest.raises(CorruptDataError, match=r"model\.big"):
             dcp_rs.load(
-                {"model": {"big": torch.zeros(1500, 1024)}},
-                url,
-                storage_options=options,
-                verify=verify,
+                {"model": {"big": torch.zeros(1500, 1024)}}, url, storage_options=options, **verify
             )
     server.put(key, bytes(damaged[:-1]))
     report = dcp_rs.verify(url, storage_options=options)

@@ -88,8 +88,7 @@ class RsReader(StorageReader):
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: the metadata cannot be read.
         CheckpointReplacedError: another save replaced the checkpoint after its metadata was read.
             ``dcp_rs.load`` and ``dcp_rs.load_state_dict`` then load the new one.
-        CorruptDataError: a data file is missing, has another length, or (``verify=True``) does not
-            match its digests.
+        CorruptDataError: a data file is missing, has another length, or does not match its digests.
         UnsafePickleError: a value does not load under ``weights_only=True``.
         StorageError: a store cannot be reached, or refuses a request.
         QuantizationError: quantized weights have an unknown format, or a part that does not fit.
@@ -108,7 +107,7 @@ class RsReader(StorageReader):
         *,
         io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
         threads: int | None = None,
-        verify: Literal["auto"] | bool = False,
+        verify: Literal["auto"] | bool = "auto",
         shared: bool | None = None,
         max_inflight_bytes: int | None = None,
         weights_only: bool | None = True,

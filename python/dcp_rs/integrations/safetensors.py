@@ -35,7 +35,7 @@ def load_file(
     backend: Literal["mmap", "pread"] | None = None,
     io: Literal["auto", "mmap", "direct", "buffered"] | None = None,
     threads: int | None = None,
-    verify: Literal["auto"] | bool = False,
+    verify: Literal["auto"] | bool = "auto",
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
 ) -> dict[str, torch.Tensor]:

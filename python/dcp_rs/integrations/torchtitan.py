@@ -57,7 +57,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         fsync: bool = True
         """Make a step durable before it counts as saved."""
 
-        verify: Literal["auto"] | bool = False
+        verify: Literal["auto"] | bool = "auto"
         """Check loaded data against its digests."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
