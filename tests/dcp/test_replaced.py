@@ -15,7 +15,7 @@ import dcp_rs
 from crash.states import found_number
 from dcp_rs import RsReader, _core
 from dcp_rs.errors import CheckpointReplacedError
-from support import run_ranks
+from support import rank_outcomes, run_ranks
 from support.numbered import check_loaded, save, template
 
 
@@ -102,6 +102,19 @@ def test_a_partial_load_that_is_overtaken_says_so(ckpt, hook):
         dcp_rs.load(
             template(), ckpt, no_dist=True, allow_partial_load=True, **{hook: overtaking(ckpt, [4])}
         )
+
+
+def load_in_part_on_one_rank(path):
+    partial = dist.get_rank() == 0
+    dist.barrier()
+    hook = overtaking(path, [4]) if partial else None
+    dcp_rs.load(template(), path, allow_partial_load=partial, progress=hook)
+
+
+def test_ranks_begin_again_together_or_not_at_all(ckpt):
+    save(ckpt, 2)
+    for outcome in rank_outcomes(2, load_in_part_on_one_rank, ckpt, timeout=60):
+        assert isinstance(outcome.error, CheckpointReplacedError), outcome
 
 
 def test_a_load_that_is_always_overtaken_gives_up(ckpt):

@@ -2,12 +2,15 @@
 
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -205,6 +208,26 @@ def test_damage_that_one_rank_finds_is_raised_on_all(ckpt):
     for outcome in rank_outcomes(4, load_damaged, ckpt, timeout=60):
         assert isinstance(outcome.error, CorruptDataError), outcome
         assert "big" in str(outcome.error)
+
+
+def load_shards_of_which_some_are_shared(path):
+    """Both ranks hold all rows, in shards of which only the first is the same."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    rank = dist.get_rank()
+    local = torch.full((6, 3), -1.0)
+    bounds = ([0, 4, 6], [0, 4, 5, 6])[rank]
+    shards = [
+        LocalShard.from_tensor_and_offsets(local[begin:end], [begin, 0], rank)
+        for begin, end in pairwise(bounds)
+    ]
+    tensor = ShardedTensor._init_from_local_shards(shards, 6, 3, process_group=groups[rank])
+    dcp_rs.load({"rows": tensor}, path, replicas="all")
+    assert local.equal(numbered((6, 3)))
+
+
+def test_a_tensor_of_which_a_part_is_shared_is_read_whole(ckpt):
+    dcp_rs.save({"rows": numbered((6, 3))}, ckpt, no_dist=True, fsync=False)
+    run_ranks(2, load_shards_of_which_some_are_shared, ckpt, timeout=60)
 
 
 # --- who takes part, and who fails

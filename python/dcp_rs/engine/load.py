@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,8 +86,8 @@ def load(
     the step ends. After an error in step 2, tensors of the caller may hold new values, but no
     entry of the state dict was replaced.
 
-    If another save replaces the checkpoint, the load starts again. A partial load, and one with
-    ``index``, raises instead.
+    If another save replaces the checkpoint, the load starts again, up to nine times. One with
+    ``index`` raises instead, and a partial load does: it might keep what it read of the old save.
 
     Args:
         ranks: the ranks that load.
@@ -117,19 +118,16 @@ def load(
         if stateful:
             load_stateful(plan.request.state_dict, plan.state_dict, plan.stateful)
 
-    tries = 1 if index is not None else _TRIES
-    while True:
-        try:
-            reply = ranks.reduce_scatter(plan_own, compare)
-            plan.clock.end("plan")
-            ranks.run(partial(_read, plan, ranks, reply))
-            ranks.run(hand_over)
-        except BaseException:
-            tries -= 1
-            if tries == 0 or is_partial or not _is_replaced(ranks):
-                raise
-        else:
-            return plan.reads.report
+    def attempt() -> LoadReport:
+        reply = ranks.reduce_scatter(plan_own, compare)
+        plan.clock.end("plan")
+        ranks.run(partial(_read, plan, ranks, reply))
+        ranks.run(hand_over)
+        return plan.reads.report
+
+    if index is not None:
+        return attempt()
+    return retry_if_replaced(ranks, attempt, lambda: not is_partial)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -594,15 +592,17 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
         The number of passes that are left for this rank; 0 if another rank failed.
     """
     index, source = plan.index, plan.request.source
-    passes, own = 0, Offer()
+    passes, own, parts = 0, Offer(), Counter[int]()
 
     def prepare() -> tuple[int, list[bytes]]:
-        nonlocal passes, own
+        nonlocal passes, own, parts
         passes = _prepare(plan, job, counts)
         at_once = set(job.at_once())
+        targets = plan.reads.whole_targets(index)
+        parts = Counter(target.place for target in targets)
         targets = [
             target
-            for target in plan.reads.whole_targets(index)
+            for target in targets
             if target.place in at_once and not target.of_chunk and not is_opaque(target.tensor)
         ]
         shapes = [index.tensor(target.index).shape for target in targets]
@@ -616,7 +616,9 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
     shared = share(own, offers, ranks.process_group)
     read, is_whole = read_shared(index, shared, source.read.alone(), ranks)
     counts.add(read)
-    job.leave_out(target.place for group in shared for target in group.targets)
+    sent = Counter(target.place for group in shared for target in group.targets)
+    # A tensor of which the ranks share only a part is read whole by each of them.
+    job.leave_out(place for place, count in sent.items() if count == parts[place])
     return passes if is_whole else 0
 
 
@@ -646,17 +648,17 @@ def retry_if_replaced(ranks: RankGroup, work: Callable[[], T], may_retry: Callab
     Args:
         ranks: the ranks that load.
         work: the load.
-        may_retry: returns false if the load has to raise. It is called after a failure.
+        may_retry: returns false if this rank has to raise. Then all ranks raise, as one that
+            began again alone would wait for the other ranks for ever.
     """
     for _ in range(_TRIES - 1):
         try:
             return work()
         except BaseException:
-            if not (_is_replaced(ranks) and may_retry()):
+            # All ranks have the same failures.
+            errors = ranks.failures.values()
+            if not any(isinstance(error, CheckpointReplacedError) for error in errors):
+                raise
+            if not all(ranks.all_gather(may_retry)):
                 raise
     return work()
-
-
-def _is_replaced(ranks: RankGroup) -> bool:
-    """Return true if a rank's checkpoint was replaced. All ranks return the same."""
-    return any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values())
