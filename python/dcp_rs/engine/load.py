@@ -77,22 +77,22 @@ def load(
     1. Every rank plans (:func:`plan_rank`): it looks its entries up in the index, and cuts sharded
        tensors into the rectangles that it holds. The coordinator compares the plans
        (:func:`compare`) and replies to each rank: a reduce_scatter.
-    2. Every rank reads. Tensors that stay are filled in place, and that is the first write to the
-       caller's memory. An all_gather of errors ends the step.
+    2. Every rank reads. Tensors that the state dict keeps are filled in place, and that is the
+       first write to the caller's memory. An all_gather of errors ends the step.
     3. New tensors and values go into the state dict, and ``Stateful`` objects are loaded. An
        all_gather of errors ends this step, too.
 
-    If a rank fails in a step, the other ranks finish their part of it, and all ranks raise when
-    the step ends. After an error in step 2, tensors of the caller may hold new values, but no
-    entry of the state dict was replaced.
+    If a rank fails in a step, the other ranks end their part of it, and all ranks raise when the
+    step ends. After an error in step 2, tensors of the caller may hold new values, but no entry of
+    the state dict was replaced.
 
     If another save replaces the checkpoint, the load starts again, up to nine times. One with
     ``index`` raises instead, and a partial load does: it might keep what it read of the old save.
 
     Args:
         ranks: the ranks that load.
-        make_request: returns the request of this rank. It is called in step 1, so that its error
-            is raised on all ranks.
+        make_request: returns the request of this rank. Each attempt calls it in step 1, so that
+            its error is raised on all ranks.
         stateful: call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
         index: the index of the checkpoint, if it is open.
 
@@ -277,7 +277,7 @@ def call_state_dicts(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[s
 
 def _open_rank_local(source: Source, rank: int, missing: CheckpointNotFoundError) -> _core.Index:
     """Open the rank-local save of this rank, as there is no checkpoint of all ranks."""
-    if is_of_all_ranks(source.path):  # a broken link, say
+    if is_of_all_ranks(source.path):  # the index is a broken link, for example
         raise missing
     try:
         return source.open(rank)
@@ -391,7 +391,7 @@ def plan_reads(
         match.warn_of_casts()
 
     values = {fqn: entry for fqn, entry in found.items() if entry.dtype is None}
-    targets, left_on_meta = _cut_targets(match, index, found, places, len(fqns))
+    targets, left_on_meta = _make_targets(match, index, found, places, len(fqns))
     report.entries = len(flat.values)
     report.entries_loaded = (
         len(fqns) - len(others) + len(found) - len(left_on_meta) + len(report.tied)
@@ -405,7 +405,7 @@ def plan_reads(
     )
 
 
-def _cut_targets(
+def _make_targets(
     match: Matching,
     index: _core.Index,
     found: dict[str, EntryInfo],
@@ -413,6 +413,8 @@ def _cut_targets(
     last: int,
 ) -> tuple[list[Target], set[str]]:
     """Make targets of tensors that are not plain: one for each rectangle of a sharded tensor.
+
+    A target is not a read: :class:`~dcp_rs.transfer.load.Load` looks up the chunks that hold it.
 
     Args:
         match: the comparison with the checkpoint.
@@ -495,7 +497,7 @@ def compare(summaries: list[_PlanSummary]) -> list[cache_sharing.CommonReads | N
         raise CheckpointReplacedError(msg, path=path)
     reasons = [each.nothing_to_load for each in summaries if each.nothing_to_load is not None]
     if reasons and all(each.is_empty or each.nothing_to_load is not None for each in summaries):
-        raise PlanError(reasons[0])
+        raise PlanError(reasons[0], path=path)
     if len(summaries) == 1:
         return [None]
     return cache_sharing.compare_samples([summary.sample for summary in summaries])
