@@ -406,6 +406,8 @@ def explicit(path):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fsdp1_by_its_own_functions(tmp_path, ranks):
+    if ranks == 1 and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+        pytest.skip("FSDP1 of this torch does not train on after state_dict() on one rank")
     run_ranks(ranks, explicit, tmp_path)
 
 
