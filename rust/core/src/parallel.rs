@@ -21,7 +21,7 @@ const WAITING: usize = 64;
 /// caller's is one. Each thread has a state of its own. The first error keeps the others from
 /// starting anything new, and is returned.
 ///
-/// Where the system has no more threads to give, fewer do the work.
+/// If the system has no more threads to give, fewer do the work.
 pub(crate) fn for_each<S>(
     count: usize,
     workers: usize,

@@ -43,7 +43,7 @@ pub enum Links {
     /// Any: the caller allows it, or the name was found by looking into the folder and not in a
     /// file that anyone may have made.
     Any,
-    /// Those that end in a folder, and those that Hugging Face's cache made of a snapshot to the
+    /// Links that end in a folder, and those that Hugging Face's cache made of a snapshot to the
     /// files of the same repository: they are the user's own, even if another program wrote the
     /// names.
     Within {

@@ -39,7 +39,7 @@ pub struct Options {
     max_inflight_bytes: u64,
 }
 
-/// Those that were not given have their defaults.
+/// Converts options. Those that were not given have their defaults.
 pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
     let Some(options) = options else {
         return Ok(ReadOptions::default());

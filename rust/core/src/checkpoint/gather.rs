@@ -320,7 +320,7 @@ impl Gather {
         self.at.truncate(len);
     }
 
-    /// Whether there is nothing to read.
+    /// True if there is nothing to read.
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }

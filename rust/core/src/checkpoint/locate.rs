@@ -148,7 +148,7 @@ fn is_there(files: Files<'_>, path: &Path) -> Result<bool> {
     }
 }
 
-/// Whether the folder holds native data files.
+/// Returns true if the folder holds native data files.
 pub fn has_native_data(dir: &Path) -> Result<bool> {
     Ok(local_names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
 }

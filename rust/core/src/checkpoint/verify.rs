@@ -113,7 +113,7 @@ pub fn verify(
     Ok(verified)
 }
 
-/// Those of some chunks whose bytes do not match their digests, and the first problem of each.
+/// Finds those of some chunks that do not match their digests, and the first problem of each.
 ///
 /// # Errors
 /// As [`verify`]; and [`Error::CorruptData`] where a file is not there, or ends too early.

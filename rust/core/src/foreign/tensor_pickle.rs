@@ -70,7 +70,7 @@ const STORAGES: [(&str, &str); 12] = [
     ("ShortStorage", "int16"),
 ];
 
-/// Those of tensors that are values here, and the bytes of an element.
+/// Dtypes of tensors that are values here, and the bytes of an element.
 const QUANTIZED: [(&str, u64); 5] = [
     ("QInt8Storage", 1),
     ("QInt32Storage", 4),

@@ -33,7 +33,7 @@ pub struct BlockDigests {
 }
 
 impl BlockDigests {
-    /// Those of a block.
+    /// Hashes a block.
     pub fn of(block: &[u8]) -> Self {
         let content = XxHash3_128::oneshot(block);
         #[expect(clippy::cast_possible_truncation, reason = "the lower half")]

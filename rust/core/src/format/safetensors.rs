@@ -9,8 +9,8 @@
 //!
 //! The payload is covered by the tensors exactly: no hole, no overlap, nothing left over.
 //!
-//! What is accepted is what the `safetensors` crate accepts, with two deliberate differences, both
-//! tested: a name (of a tensor, or of a text in `__metadata__`) that is there twice is refused
+//! It accepts the headers that the `safetensors` crate accepts, with two deliberate differences,
+//! both tested: a name (of a tensor, or of a text in `__metadata__`) that is there twice is refused
 //! here, where the crate keeps the last; and the value of a field that neither of us knows is
 //! skipped here and decoded there, so that a number out of range in it is refused there only.
 

@@ -152,7 +152,7 @@ pub fn derive(
     Index::of_view(builder.lay_out()?, base, |index| View {
         is_logical: true,
         pieces: by_number(index, pieces),
-        // Those of the base stay where there is still a tensor of that name.
+        // Aliases of the base stay where there is still a tensor of that name.
         aliases: (base.view.aliases.iter())
             .map(|(alias, tensor)| (alias.clone(), base.name(*tensor).to_owned()))
             .chain(aliases)

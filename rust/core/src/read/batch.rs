@@ -1,4 +1,4 @@
-//! What the workers of one call share: requests, their plan, and the files as they were found.
+//! State that the workers of one call share: requests, their plan, and the files as found.
 #![allow(unsafe_code)] // `change_signs` writes to addresses that it is given.
 
 use super::plan::Plan;
@@ -21,16 +21,16 @@ pub struct Batch<'a> {
     pub reqs: &'a [ReadReq],
     pub catalog: &'a dyn Catalog,
     pub verify: bool,
-    /// Where nothing is delivered.
+    /// Gets the bytes of a call that delivers none.
     pub visitor: Option<Visitor<'a>>,
-    /// What is left of the look at each file.
+    /// Open handles that the probe left, by file.
     pub kept: &'a [CachedHandle],
     pub mappings: &'a [SharedMapping],
     pub access: &'a [Access],
     pub policies: &'a [Policy],
     pub plan: Plan,
     pub stores: Stores,
-    /// What files are fetched through that are on a store.
+    /// Fetches files that are on a store.
     pub connection: Option<&'a dyn Connection>,
     pub control: &'a Control,
 }
@@ -46,7 +46,7 @@ pub unsafe fn change_signs(reqs: &[ReadReq]) {
     }
 }
 
-/// How to copy what a batch of so many bytes wants.
+/// Chooses how to copy a batch of so many bytes.
 pub fn stores(total: u64) -> Stores {
     if total < STREAM_BATCH { Stores::Cached } else { Stores::Streaming }
 }

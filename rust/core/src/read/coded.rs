@@ -25,12 +25,12 @@ const WINDOW: u64 = 512 << 10;
 /// The same where reads wait for storage.
 const WAITING_WINDOW: u64 = 2 << 20;
 
-/// What a request decodes: its shape is that of a rectangle of this tensor.
+/// Source of a request that is decoded: a rectangle of this tensor, of the request's shape.
 #[derive(Clone, Debug)]
 pub struct CodedReq {
     /// The tensor.
     pub of: Arc<Coded>,
-    /// Where in it the rectangle begins.
+    /// Offsets of the rectangle in it.
     pub offsets: Dims,
     /// The files of the tensor's parts, by their numbers in the index, and as the requests know
     /// them.

@@ -226,12 +226,12 @@ impl Call<'_> {
         }
     }
 
-    /// Whether a worker has to open the file of a job, and waits for that.
+    /// True if a worker has to open the file of a job, and waits for that.
     fn waits_to_open(&self, job: &Job) -> bool {
         self.opening_waits && matches!(self.batch.kept[job.file as usize], CachedHandle::Nothing)
     }
 
-    /// How many workers each queue gets.
+    /// Returns the number of workers of each queue.
     fn workers(&self, threads: usize, max_inflight: u64) -> [usize; 3] {
         let depth = self.depth(threads);
         let buffered = depth.min(self.buffers(max_inflight)).min(self.queues[BUFFERED].jobs.len());
@@ -246,7 +246,7 @@ impl Call<'_> {
             // thread, fewer do the work.
             for i in 1..parallel::affordable(buffered + straight + copying) {
                 let queues: &[usize] = if i < buffered {
-                    // Who has a buffer does without.
+                    // A worker that has a buffer can do without.
                     &[BUFFERED, STRAIGHT]
                 } else if i < buffered + straight {
                     &[STRAIGHT]
@@ -270,7 +270,7 @@ impl Call<'_> {
         self.queues[queue].jobs.iter().map(|&job| &self.batch.plan.jobs[job])
     }
 
-    /// How many jobs keep storage busy.
+    /// Returns the number of jobs that keep storage busy.
     fn depth(&self, threads: usize) -> usize {
         let (mut wanted, mut seeks, mut most, mut opening) = (0, 0, 0, false);
         for job in self.jobs(STRAIGHT).chain(self.jobs(BUFFERED)) {
@@ -283,7 +283,7 @@ impl Call<'_> {
         threads.max(depth)
     }
 
-    /// How many buffers there may be, each large enough for any job.
+    /// Returns the number of buffers that there may be, each large enough for any job.
     fn buffers(&self, max_inflight: u64) -> usize {
         let largest = self.jobs(BUFFERED).map(|job| job.buffer).max().unwrap_or_default();
         let footprint = usize::try_from(largest).map_or(usize::MAX, Buffer::footprint) as u64;

@@ -29,7 +29,7 @@ pub(crate) use probe::span;
 pub use sequential::{FileProbe, Sequential};
 pub(crate) use verify::compare;
 
-/// How bytes come from a file.
+/// Ways in which bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoMode {
     /// For each file: [`Mmap`](Self::Mmap) if what is wanted of it is in the page cache and it lies
@@ -67,24 +67,24 @@ pub enum Verify {
     /// None.
     #[default]
     Nothing,
-    /// Those that come from a disk or a store and not from the page cache, where what is wanted is
+    /// Blocks that come from a disk or a store and not from the page cache, for requests that are
     /// made of whole blocks.
     Auto,
     /// All. Blocks of which a part is wanted are read whole.
     All,
 }
 
-/// How to read.
+/// Options of a read.
 #[derive(Clone, Debug)]
 pub struct ReadOptions {
-    /// How bytes come from the files. Default: [`IoMode::Auto`].
+    /// The way in which bytes come from the files. Default: [`IoMode::Auto`].
     pub io: IoMode,
     /// Threads that copy; 0 (the default): as many as the cores this process may use. Reads that
     /// wait for a disk use more, to keep it busy.
     pub threads: usize,
     /// Which blocks that have digests are compared with them. Default: [`Verify::Nothing`].
     pub verify: Verify,
-    /// What other processes of this machine read too. Default: [`Sharing::Nothing`].
+    /// The reads that other processes of this machine make too. Default: [`Sharing::Nothing`].
     pub shared: Sharing,
     /// Bytes of buffers that one call may hold, page cache and mappings aside. Default: 64 MiB. At
     /// least one buffer for a thread is always used.
@@ -103,7 +103,7 @@ impl Default for ReadOptions {
     }
 }
 
-/// What happens to elements on their way to the destination.
+/// Operations on elements on their way to the destination.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Operation {
     /// They are copied as they are stored.
@@ -132,7 +132,7 @@ pub struct ReadReq {
     pub file: u32,
     /// The tensor, as the [`Catalog`] knows it; for messages only.
     pub tensor: u32,
-    /// Where the chunk begins in the file, in bytes.
+    /// Offset of the chunk in the file, in bytes.
     pub chunk_offset: u64,
     /// Bytes of the chunk in the file.
     pub chunk_length: u64,
@@ -147,20 +147,20 @@ pub struct ReadReq {
     pub src_offset: u64,
     /// Bytes from an element to the next of each dimension, in the chunk.
     pub src_strides: Dims,
-    /// Where the rectangle's first element goes.
+    /// Destination of the rectangle's first element.
     pub dst: Destination,
     /// Bytes from an element to the next of each dimension, in the destination.
     pub dst_strides: Dims,
-    /// What is changed of the elements once they are there.
+    /// Changes to the elements once they are there.
     pub signs: SignBits,
-    /// What is done with them on the way.
+    /// The operation on the way.
     pub operation: Operation,
-    /// Where the elements are decoded from, if they are not stored as they are. Where the chunk
-    /// begins, and strides in it, are estimates then.
+    /// The coded tensor, if the elements are not stored as they are. The offset of the chunk, and
+    /// strides in it, are estimates then.
     pub coded: Option<Arc<CodedReq>>,
 }
 
-/// What the engine asks about the chunks it reads, and only when it needs it.
+/// Facts about the chunks that the engine reads. It asks only when it needs them.
 pub trait Catalog: Sync {
     /// The name of a tensor, for a message.
     fn tensor_name(&self, tensor: u32) -> String;
@@ -172,7 +172,7 @@ pub trait Catalog: Sync {
     }
 }
 
-/// What a call to [`read`] did. Counts are bytes.
+/// Counts of a call to [`read`], in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadStats {
     /// Delivered to destinations.

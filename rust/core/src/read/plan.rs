@@ -24,7 +24,7 @@ pub fn worth_joining(fetched: u64, wanted: u64) -> bool {
     fetched <= wanted + wanted / 2
 }
 
-/// What one copy takes from the file.
+/// The bytes that one copy takes from the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// The request it belongs to.
@@ -47,7 +47,7 @@ pub const RUN: u32 = u32::MAX;
 pub struct PieceLoops {
     /// Outermost first.
     pub loops: SmallVec<[Loop; 4]>,
-    /// How many of the outer loops are fetched step by step, because what lies between the steps is
+    /// Number of outer loops that are fetched step by step, because the bytes between the steps are
     /// not worth reading.
     pub sparse: usize,
 }
@@ -178,12 +178,12 @@ fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, Strin
     Ok(copy)
 }
 
-/// Where runs are cut.
+/// Places at which runs are cut.
 #[derive(Clone, Copy)]
 struct Cuts {
     /// The byte of the file that cuts are multiples from.
     origin: u64,
-    /// Whether blocks are fetched whole, so that their digests can be checked.
+    /// Blocks are fetched whole, so that their digests can be checked.
     keep_blocks: bool,
 }
 
@@ -415,7 +415,7 @@ pub fn extent(loops: &[Loop], run: u64) -> u64 {
     loops.iter().fold(run, |sum, l| sum + (l.n - 1) * l.src)
 }
 
-/// What must be fetched for `[src, src + len)`.
+/// Returns the range to fetch for `[src, src + len)`.
 pub fn fetch_range(req: &ReadReq, src: u64, len: u64, verify: bool) -> (u64, u64) {
     if !verify || req.digests.is_none() {
         return (src, src + len);
@@ -425,7 +425,7 @@ pub fn fetch_range(req: &ReadReq, src: u64, len: u64, verify: bool) -> (u64, u64
     (req.chunk_offset + first * BLOCK_SIZE, req.chunk_offset + end.min(req.chunk_length))
 }
 
-/// How many of the outer loops are better fetched step by step.
+/// Counts the outer loops that are better fetched step by step.
 fn sparse_loops(copy: &Strided, policy: Policy) -> usize {
     if !policy.skip_gaps {
         return 0;

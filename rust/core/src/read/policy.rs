@@ -1,11 +1,11 @@
-//! How the bytes of a file are fetched: from a mapping, through the page cache or past it
+//! Policies of fetching the bytes of a file: from a mapping, through the page cache or past it
 //! (`O_DIRECT`), in jobs of which size, how many at a time.
 
 /// Reads in flight that keep a disk busy, whatever the number of cores.
 const DISK_DEPTH: usize = 16;
 /// The same for reads so small that their number is what limits the disk.
 pub const SMALL_READ_DEPTH: usize = 64;
-/// What counts as such.
+/// Largest read that counts as small.
 pub const SMALL_READ: u64 = 32 << 10;
 /// Bytes of a job that is copied from a mapping: large against the cost of a job, small against the
 /// work of a thread.
@@ -31,28 +31,28 @@ pub const MAX_GAP: u64 = 64 << 10;
 /// A separate read costs the disk about as much as this many bytes more.
 pub const SEEK_COST: u64 = 32 << 10;
 
-/// How much more may be read to read thin rows in one: a disk delivers that sooner than it answers
-/// a request for each row.
+/// Factor by which bytes may be over-read to read thin rows in one: a disk delivers these sooner
+/// than it answers a request for each row.
 pub const ROWS_OVER_READ: u64 = 4;
 
 /// Tiny pieces that are worth a thread of their own where they are in memory.
 const MAX_PIECES: usize = 2048;
-/// Those that are worth a request of their own.
+/// Tiny pieces that are worth a request of their own.
 const REMOTE_PIECES: usize = 1 << 16;
 
-/// How the bytes of a file are best fetched.
+/// Numbers by which the bytes of a file are fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
     /// Bytes a job should fetch.
     pub target: u64,
     /// Ends of a segment are multiples of this, a power of two.
     pub align: u64,
-    /// Whether a skipped gap saves reading it. Not so from memory, where only its pages are set up.
+    /// A skipped gap saves reading it. Not so from memory, where only its pages are set up.
     pub skip_gaps: bool,
     /// Gaps up to this are read rather than skipped, within the bounds of
     /// [`over_reads`](Self::over_reads).
     pub max_gap: u64,
-    /// Whether that is so however much more than what is wanted is read.
+    /// That is so however much more is read than requested.
     pub over_reads: bool,
     /// Gaps up to this between thin rows of a rectangle are read, where that reads at most
     /// [`ROWS_OVER_READ`] times the bytes.
@@ -63,7 +63,7 @@ pub struct Policy {
     pub max_pieces: usize,
 }
 
-/// How one file is read in this call.
+/// Ways in which one file is read in a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     Mapped,
@@ -82,17 +82,17 @@ pub enum Access {
 }
 
 impl Access {
-    /// Whether more threads than cores are useful.
+    /// True if more threads than cores are useful.
     pub fn waits(self) -> bool {
         matches!(self, Self::Shared | Self::Buffered | Self::Direct { .. } | Self::Remote)
     }
 
-    /// Whether bytes are copied from a mapping.
+    /// True if bytes are copied from a mapping.
     pub fn maps(self) -> bool {
         matches!(self, Self::Mapped | Self::Shared)
     }
 
-    /// How many of its reads are in flight where they are large.
+    /// Returns the number of large reads in flight.
     pub fn depth(self) -> usize {
         match self {
             Self::Remote => REMOTE_DEPTH,

@@ -24,7 +24,7 @@ const KEEP_MAPPED: usize = 16 << 10;
 /// may open.
 const PART_OPEN: usize = 4;
 
-/// What is wanted of a file.
+/// The part of a file that requests need.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FileDemand {
     /// Bytes to deliver.
@@ -37,7 +37,7 @@ pub struct FileDemand {
     common: u64,
 }
 
-/// What is wanted of each file: how much, and from where to where.
+/// Returns the part of each file that requests need: how much, and from where to where.
 pub fn spans(
     files: &[FileRef],
     reqs: &[ReadReq],
@@ -126,7 +126,7 @@ pub fn connect(files: &[FileRef], threads: usize) -> Result<Option<Arc<dyn Conne
     remote.map(|remote| remote.connect(threads)).transpose()
 }
 
-/// What a look at a file leaves to the workers.
+/// Handles that a look at a file leaves to the workers.
 #[derive(Debug, Default)]
 pub enum CachedHandle {
     /// They open it again.
@@ -155,13 +155,13 @@ impl SharedMapping {
 
 /// The files of a call, as they were found.
 pub struct Found {
-    /// How each is read.
+    /// The way in which each file is read.
     pub access: Vec<Access>,
-    /// What is left of the look at each.
+    /// Handles that the look at each file left.
     pub kept: Vec<CachedHandle>,
     /// For each file.
     pub mappings: Vec<SharedMapping>,
-    /// Whether a file took its time to open, on a file system of a network for example.
+    /// A file took its time to open, on a network file system for example.
     pub opening_waits: bool,
 }
 
@@ -169,8 +169,8 @@ pub struct Found {
 /// each.
 pub fn probe(files: &[FileRef], wanted: &[FileDemand], options: &ReadOptions) -> Result<Found> {
     let mut all = Found {
-        // What is there on a store, and how long it is, its first part tells. Of others, no job is
-        // made where nothing is wanted.
+        // The first part of a file on a store says that it is there, and how long it is. Files
+        // without requests get no jobs.
         access: files
             .iter()
             .map(|file| file.remote.as_ref().map_or(Access::Buffered, |_| Access::Remote))
@@ -217,7 +217,7 @@ pub fn probe(files: &[FileRef], wanted: &[FileDemand], options: &ReadOptions) ->
     Ok(all)
 }
 
-/// How a file is best read.
+/// Chooses how to read a file.
 fn access(
     file: &FileRef,
     open: &File,

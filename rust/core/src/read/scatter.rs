@@ -56,7 +56,7 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Fet
             runs.push(Run {
                 at: src,
                 len: piece.run,
-                // What is in memory fits in it.
+                // Offsets in memory fit in it.
                 to: Destination(base.wrapping_add(usize::try_from(dst).unwrap_or(usize::MAX))),
                 expected,
             });

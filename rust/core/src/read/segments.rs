@@ -17,7 +17,7 @@ pub struct Extent {
     pub len: u64,
     /// First byte, counted from the request's destination, in bytes of stored elements.
     pub dst: u64,
-    /// What is fetched: the extent, or with `verify` the blocks it touches.
+    /// The fetched bytes: the extent, or with `verify` the blocks that it touches.
     pub fetch: (u64, u64),
     /// Index in the job's segments of the one that holds `fetch`.
     pub segment: usize,
@@ -30,12 +30,12 @@ pub struct Segment {
     pub start: u64,
     /// The byte after the last that is needed (not aligned: it may be the end of the file).
     pub end: u64,
-    /// Where a buffer that holds all segments of the job has it, aligned too.
+    /// Its offset in a buffer that holds all segments of the job, aligned too.
     pub at: u64,
 }
 
 impl Segment {
-    /// Where its last aligned unit ends in the buffer.
+    /// End of its last aligned unit in the buffer.
     pub fn buffer_end(&self, align: u64) -> u64 {
         self.at + (self.end - self.start).next_multiple_of(align)
     }

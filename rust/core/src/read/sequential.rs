@@ -16,7 +16,8 @@ use crate::copy::Stores;
 use crate::store::Connection;
 use crate::{Control, Result};
 
-/// How each file of a series of batches is read: looked at once, before the first.
+/// The way in which each file of a series of batches is read. Each is looked at once, before the
+/// first.
 pub struct FileProbe {
     access: Vec<Access>,
     kept: Vec<CachedHandle>,
@@ -61,19 +62,19 @@ impl FileProbe {
         any
     }
 
-    /// How many threads keep busy what is slowest: the cores, or the disk.
+    /// Returns the number of threads that keep busy the slower one of cores and disk.
     #[must_use]
     pub fn workers(&self, threads: usize) -> usize {
         let waiting = self.access.iter().filter(|access| access.waits());
         waiting.map(|access| access.depth()).fold(threads.max(1), usize::max)
     }
 
-    /// Whether a file is in memory, and read from a mapping.
+    /// True if a file is in memory, and read from a mapping.
     pub(crate) fn maps(&self, file: u32) -> bool {
         self.access[file as usize] == Access::Mapped
     }
 
-    /// Whether any file is waited for.
+    /// True if reads of any file wait for storage.
     pub(super) fn waits(&self) -> bool {
         self.access.iter().any(|access| access.waits())
     }
@@ -189,7 +190,7 @@ impl Sequential {
         self.worker.stats.bytes_wanted = before + bytes;
     }
 
-    /// What this thread did so far.
+    /// Counts of this thread so far.
     #[must_use]
     pub fn stats(&self) -> ReadStats {
         self.worker.stats

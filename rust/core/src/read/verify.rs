@@ -29,7 +29,7 @@ impl Catalog for Index {
 /// [`Verify::Auto`] compares blocks where that reads at most one part in this many more.
 const MORE: u64 = 64;
 
-/// Whether anything is compared, and the requests, with digests where their blocks are.
+/// Returns true if anything is compared, and the requests. Those that are not have no digests.
 pub fn chosen<'a>(
     reqs: &'a [ReadReq],
     verify: Verify,
@@ -57,7 +57,7 @@ pub fn chosen<'a>(
     }
 }
 
-/// Whether reading all of its blocks is hardly more than reading what is wanted of them.
+/// True if reading all of its blocks is hardly more than reading the requested part of them.
 fn is_of_whole_blocks(req: &ReadReq) -> bool {
     let (bytes, (start, end)) = (bytes_of(req), span(req));
     // Saturating: what is out of bounds is refused by the planner.
@@ -71,7 +71,7 @@ fn is_of_whole_blocks(req: &ReadReq) -> bool {
     to - from <= bytes + bytes / MORE
 }
 
-/// Where block `block` of the request's chunk lies in the file.
+/// Returns the place in the file of block `block` of the request's chunk.
 pub fn block_range(req: &ReadReq, block: u64) -> (u64, u64) {
     let start = block * BLOCK_SIZE;
     let end = (start + BLOCK_SIZE).min(req.chunk_length);

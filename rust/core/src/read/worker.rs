@@ -80,14 +80,14 @@ fn once<T>(slot: &mut Option<T>, make: impl FnOnce() -> Result<T>) -> Result<&T>
     }
 }
 
-/// What a thread keeps from job to job.
+/// State that a thread keeps from job to job.
 #[derive(Default)]
 pub struct Worker {
     open: Open,
     buffer: Buffer,
     extents: Vec<Extent>,
     segments: Vec<Segment>,
-    /// What it did so far.
+    /// Counts so far.
     pub stats: ReadStats,
 }
 
@@ -249,7 +249,7 @@ impl Worker {
         let Worker { open, buffer, extents, segments, stats } = self;
         let file = &batch.files[number as usize];
         let mapping = mapped.then(|| open.mapped(batch, number)).flatten();
-        // Where byte `offset` of the file is in memory, for an offset within the segment.
+        // Finds byte `offset` of the file in memory, for an offset within the segment.
         let locate = |segment: usize, offset: u64| -> *const u8 {
             let Segment { start, at, .. } = segments[segment];
             match mapping {
@@ -342,7 +342,7 @@ pub(super) fn there(req: &ReadReq, loops: &[Loop]) -> SmallVec<[Loop; 4]> {
 /// Bytes of the destination for so many bytes of stored elements.
 fn at_destination(req: &ReadReq, stored: u64) -> u64 {
     let size = req.operation.element_size(req.itemsize);
-    // What is copied as it is stored may be cut within an element.
+    // A plain copy may be cut within an element.
     if size == req.itemsize {
         return stored;
     }

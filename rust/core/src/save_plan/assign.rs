@@ -34,8 +34,8 @@ pub struct Assignment {
 
 /// Assigns each chunk that the ranks hold to one of them.
 ///
-/// What only one rank holds stays there. What several hold goes, the largest first, to the one with
-/// the fewest bytes so far.
+/// A chunk that only one rank holds stays there. One that several hold goes to the rank with the
+/// fewest bytes so far, the largest first.
 ///
 /// # Errors
 /// [`Error::TensorPlan`] names a tensor that ranks describe in two ways, a chunk outside of its

@@ -26,9 +26,9 @@ const PATIENCE: Duration = Duration::from_secs(600);
 /// Modes of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Those that ask for a shared one.
+    /// A lock that others may share.
     Shared,
-    /// Nobody.
+    /// A lock of one holder.
     Exclusive,
 }
 

@@ -90,7 +90,7 @@ pub fn lock_replaced(to: &Path, control: &Control) -> Result<Option<FolderLock>>
 /// what it was `before`, and then lies at `from` or beside it, in a folder that the caller removes.
 /// Whatever else has come to have the name stays.
 ///
-/// Who replaces a folder holds [its lock](lock_replaced).
+/// The caller that replaces a folder holds [its lock](lock_replaced).
 ///
 /// # Errors
 /// [`Error::Exists`]; [`Error::Io`]: all is as it was, unless it was the last sync that failed;

@@ -272,7 +272,7 @@ pub type Body = Arc<Vec<u8>>;
 pub trait StoringConnection: Connection {
     /// Stores a file of these bytes: by one request, so that it is there whole or not at all.
     ///
-    /// Where a condition does not hold, that is
+    /// If a condition does not hold, that is
     /// [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for
     /// [`Condition::Always`], where the file may have been stored although no answer said so,
     /// [`StorageFault::Unclear`](crate::StorageFault::Unclear). A file that was stored by an
@@ -300,7 +300,7 @@ pub trait StoringConnection: Connection {
 
     /// Makes the parts, whose answers are given in their order, a file of `size` bytes.
     ///
-    /// Where a condition does not hold, that is
+    /// If a condition does not hold, that is
     /// [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for
     /// [`Condition::Always`], where it cannot be told whether the file was stored,
     /// [`StorageFault::Unclear`](crate::StorageFault::Unclear).

@@ -27,7 +27,7 @@ pub struct Reuse {
     items: Vec<Candidate>,
     /// For each item, the index of its first block; and the end of the last.
     first_block: Vec<usize>,
-    /// Those that were hashed.
+    /// Blocks that were hashed.
     blocks: Vec<BlockCell>,
     /// Bytes of each item that were compared.
     compared: Mutex<Vec<u64>>,
@@ -297,7 +297,7 @@ impl Reuse {
 /// Known state of the parent's files.
 #[derive(Default)]
 struct Files {
-    /// Those that may be linked.
+    /// Files that may be linked.
     usable: BTreeSet<u32>,
     /// Why some are not usable, but for those of which that is no wonder.
     problems: Vec<Error>,

@@ -250,7 +250,7 @@ impl Digests {
         whole.finalize()
     }
 
-    /// Those of an item that was written: by block, and of its content.
+    /// Digests of an item that was written: by block, and of its content.
     pub(super) fn of_item(&self, item: usize) -> (Vec<u64>, u128) {
         let blocks = &self.cells[self.first[item]..self.first[item + 1]];
         let digests = blocks.iter().map(BlockCell::digest).collect();

@@ -338,7 +338,7 @@ struct Taken {
     bytes: u64,
     /// Buffers that were sent, for the next parts.
     unused: Vec<Vec<u8>>,
-    /// Those that are on their way, and will be given back: worth a wait. What of a part is not
+    /// Bytes on their way that will be given back: worth a wait. What of a part is not
     /// there yet may come in the next call only.
     leaving: u64,
 }

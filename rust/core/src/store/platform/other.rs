@@ -14,18 +14,18 @@ pub fn write_back(_: &File, _: u64, _: u64) -> io::Result<Option<()>> {
     Ok(None)
 }
 
-/// Nothing says.
+/// Unknown here.
 pub fn resident_bytes(_: &File, _: u64, _: u64) -> Option<u64> {
     None
 }
 
-/// Nothing says.
+/// Unknown here.
 #[must_use]
 pub fn is_remote(_: &File) -> bool {
     false
 }
 
-/// Nothing says.
+/// Unknown here.
 pub fn spare_address_space() -> Option<u64> {
     None
 }
