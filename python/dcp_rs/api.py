@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -466,6 +467,7 @@ def async_save(
     release_copy: Callable[[], None] | None = None
     staging: Staging | None = None
     copied: Future[None]
+    begun = threading.Lock()  # the save thread takes it, or this one if it fails before that
     try:
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)  # noqa: TRY301  # as the errors below
@@ -503,27 +505,30 @@ def async_save(
             copied.add_done_callback(lambda _: future.staged.set_result(None))
         else:
             staging.finish()
-            copied = Future()
-            copied.set_result(None)
             future.staged.set_result(None)
+            copied = future.staged
+        future.add_done_callback(lambda _: release_copy())
+        future.add_done_callback(lambda _: background.remove_save(future))
         background.save_thread.submit(
-            _save_copy, future, ranks, planner, staging, copied, where, options
+            _save_copy, begun, future, ranks, planner, staging, copied, where, options
         )
     except BaseException as error:
+        if not begun.acquire(blocking=False):
+            raise  # Ctrl-C: the save goes on, and releases the copy
         if release_copy is not None:
             release_copy()
         background.remove_save(future)
         if staging is not None:
-            staging.release()
+            # After a copy that this thread does not wait for.
+            background.staging_thread.submit(staging.release)
         if not ranks.is_alone:
             _fail_save(ranks, planner, error)
         raise
-    future.add_done_callback(lambda _: release_copy())
-    future.add_done_callback(lambda _: background.remove_save(future))
     return future
 
 
 def _save_copy(
+    begun: threading.Lock,
     future: SaveFuture,
     ranks: RankGroup,
     planner: SavePlanner | None,
@@ -532,7 +537,12 @@ def _save_copy(
     path: Path,
     options: SaveOptions,
 ) -> None:
-    """Save a copy once it is complete. Free its memory, and set the result of the future."""
+    """Save a copy once it is complete. Free its memory, and set the result of the future.
+
+    Do nothing if :func:`async_save` has raised, and took ``begun``.
+    """
+    if not begun.acquire(blocking=False):
+        return
 
     def make_request() -> SaveRequest:
         copied.result()

@@ -220,3 +220,71 @@ def test_a_save_that_fails_gives_its_memory_back(tmp_path):
         assert isinstance(future.exception(60), ArithmeticError) == fails
         places += planner.places
     assert len(set(places)) == 1
+
+
+# --- Ctrl-C
+
+
+def interrupt_after(monkeypatch, worker):
+    """Raise a KeyboardInterrupt in this thread right after ``worker`` has got its work."""
+    real = worker.submit
+
+    def submit(*arguments):
+        monkeypatch.setattr(worker, "submit", real)
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "submit", submit)
+
+
+def test_an_interrupt_after_the_hand_over_replaces_no_checkpoint_by_an_empty_one(ckpt, monkeypatch):
+    """The copy was released, and the save thread saved what was left of it: nothing."""
+    dcp_rs.save({"w": torch.ones(3)}, ckpt)
+    go = threading.Event()
+    background.save_thread.submit(go.wait, 60)
+    interrupt_after(monkeypatch, background.save_thread)
+    with pytest.raises(KeyboardInterrupt):
+        dcp_rs.async_save({"w": torch.zeros(3)}, ckpt)
+    go.set()
+    background.save_thread.submit(lambda: None).result(60)
+    assert dcp_rs.open(ckpt)["w"].tolist() == [1, 1, 1]
+    for number in range(3):  # nothing keeps the path, or the place of a copy
+        dcp_rs.async_save({"w": torch.full((3,), float(number))}, ckpt).result(60)
+    assert dcp_rs.open(ckpt)["w"].tolist() == [2, 2, 2]
+
+
+def test_an_interrupt_after_the_save_has_begun_leaves_its_memory_alone(ckpt, monkeypatch):
+    dcp_rs.save({"w": torch.ones(3)}, ckpt)
+    planner, real = Slow(), background.save_thread.submit
+
+    def submit(*arguments):
+        real(*arguments)
+        assert planner.begun.wait(60)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(background.save_thread, "submit", submit)
+        with pytest.raises(KeyboardInterrupt):
+            dcp_rs.async_save({"w": torch.zeros(3)}, ckpt, planner=planner)
+    HostStager().stage({"w": torch.full((3,), 7.0)})  # to the memory of that copy, were it free
+    planner.go.set()
+    background.save_thread.submit(lambda: None).result(60)
+    assert dcp_rs.open(ckpt)["w"].tolist() == [0, 0, 0]
+    dcp_rs.async_save({"w": torch.full((3,), 2.0)}, ckpt).result(60)
+    assert dcp_rs.open(ckpt)["w"].tolist() == [2, 2, 2]
+
+
+def test_an_interrupt_gives_no_memory_to_the_next_copy_while_this_one_is_made(
+    tmp_path, monkeypatch
+):
+    go, stager = threading.Event(), HostStager(cache=True)
+    background.staging_thread.submit(go.wait, 60)
+    interrupt_after(monkeypatch, background.staging_thread)
+    with pytest.raises(KeyboardInterrupt):
+        dcp_rs.async_save({"w": torch.ones(3)}, tmp_path / "1", stager=stager, async_staging=True)
+    threading.Timer(0.2, go.set).start()
+    second = dcp_rs.async_save({"w": torch.zeros(3)}, tmp_path / "2", stager=stager)
+    assert go.is_set()  # it waited
+    second.result(60)
+    assert dcp_rs.open(tmp_path / "2")["w"].tolist() == [0, 0, 0]
+    assert not (tmp_path / "1").exists()
