@@ -598,6 +598,9 @@ class Store:
     @property
     def replaces(self) -> bool:
         """Whether there was an index when the save began."""
+    @property
+    def replaces_ranks(self) -> bool:
+        """Whether single ranks had indexes when the save of all ranks began, which it replaces."""
 
 @final
 class Save:

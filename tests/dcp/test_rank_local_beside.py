@@ -17,6 +17,7 @@ import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.engine import load as loading
 from dcp_rs.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CorruptIndexError,
@@ -166,3 +167,51 @@ def test_ranks_agree_on_which_of_the_two_it_is(ckpt, tmp_path, how):
         assert {type(error) for error, _ in outcome.error.failures.values()} == {
             CheckpointReplacedError
         }
+
+
+# --- without overwriting
+
+
+def refused(how, path):
+    """Return whether a save of all ranks that may replace nothing is refused."""
+    if how == OURS:
+        with pytest.raises(CheckpointExistsError, match="overwrite=False"):
+            dcp_rs.save(state(2), path, overwrite=False)
+    else:
+        with pytest.raises(CheckpointException, match="overwrite=False"):
+            dcp.save(state(2), storage_writer=RsWriter(path, overwrite=False))
+    return True
+
+
+@pytest.mark.parametrize("how", [OURS, TORCHS])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_that_may_replace_nothing_replaces_no_rank_local_one(ckpt, how, ranks):
+    """Its commit removed the indexes of all ranks, and their data."""
+    run_ranks(2, save_rank_local, ckpt)
+    before = {file.name: file.read_bytes() for file in ckpt.iterdir()}
+    if ranks == 1:
+        assert refused(how, ckpt)
+    else:
+        assert run_ranks(2, refused, how, ckpt) == [True, True]
+    assert {file.name: file.read_bytes() for file in ckpt.iterdir()} == before
+    dcp_rs.save(state(2), ckpt)
+    assert not list(ckpt.glob("__*"))
+
+
+def save_beside_a_rank(path):
+    """Save without overwriting, while a rank commits a save of its own."""
+
+    def other(*_):
+        if not list(path.glob("__*")):
+            save_rank_local(path)
+
+    with pytest.raises(CheckpointExistsError, match="meanwhile"):
+        dcp_rs.save(state(2), path, overwrite=False, progress=other, no_dist=True)
+    return True
+
+
+def test_nor_one_that_was_committed_meanwhile(ckpt):
+    assert run_ranks(1, save_beside_a_rank, ckpt) == [True]
+    got = RsReader(ckpt)
+    assert set(got.read_metadata(rank=0).state_dict_metadata) == {"w", "step"}
+    assert len(list(ckpt.glob("g*"))) == 1

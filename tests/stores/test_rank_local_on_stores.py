@@ -6,7 +6,13 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 from dcp_rs import RsWriter
-from dcp_rs.errors import DcpRsError, StorageError, StoragePermissionError
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    DcpRsError,
+    StorageError,
+    StoragePermissionError,
+    StoragePreconditionError,
+)
 from support import rank_outcomes, run_ranks
 from support.both import HAS_RANK_LOCAL
 from support.object_server import Fault
@@ -58,3 +64,28 @@ def test_only_that_there_is_none_leads_to_a_rank_s_own(server, status):
             outcome.error, StoragePermissionError if status == 403 else StorageError
         ), outcome
     assert run_ranks(2, load, server.url("ckpt"), options) == [(2, [2.0] * 4)] * 2
+
+
+def test_a_save_that_may_replace_nothing_replaces_none_of_them(server):
+    url, options = server.url("ckpt"), server.options()
+    run_ranks(2, save_rank_local, url, options)
+    before = {key: server.objects[key].data for key in server.keys("ckpt/")}
+    with pytest.raises(CheckpointExistsError, match="overwrite=False"):
+        dcp_rs.save(state(2), url, overwrite=False, storage_options=options)
+    assert {key: server.objects[key].data for key in server.keys("ckpt/")} == before
+    dcp_rs.save(state(2), url, storage_options=options)
+    assert len(server.keys("ckpt/")) == 2  # it replaces them
+
+
+def test_what_a_rank_saves_meanwhile_stays(server):
+    url, options = server.url("ckpt"), server.options()
+    saved = []
+
+    def other(*_):
+        if not saved:
+            saved.append(run_ranks(1, save_rank_local, url, options))
+
+    with pytest.raises(StoragePreconditionError):
+        dcp_rs.save(state(2), url, overwrite=False, storage_options=options, progress=other)
+    assert run_ranks(1, load, url, options) == [(1, [1.0] * 4)]
+    assert len(server.keys("ckpt/")) == 2

@@ -93,7 +93,7 @@ class Destination:
         """
         if self.store is None:
             make_folder(self.folder)
-        if not overwrite and self._has_index(rank):
+        if not overwrite and (self._has_index(rank) or (rank is None and self._has_rank_index())):
             raise self._exists()
         if rank is not None and self._has_index(None):
             # Readers would go on to find the old checkpoint.
@@ -112,7 +112,7 @@ class Destination:
         if self.store is None:
             return _core.next_generation(self.folder)
         generation = self.store.begin(self.folder, rank)
-        if self.store.replaces and not overwrite:
+        if (self.store.replaces or self.store.replaces_ranks) and not overwrite:
             raise self._exists()
         if not self.store.keeps_conditions:
             warn_caller(
@@ -194,6 +194,10 @@ class Destination:
             return self.store.has_index(self.folder, rank)
         name = INDEX_NAME if rank is None else rank_index_name(rank)
         return (Path(self.folder) / name).exists()
+
+    def _has_rank_index(self) -> bool:
+        """Return whether a folder holds a rank-local save. `begin` looks on a store."""
+        return self.store is None and any(Path(self.folder).glob(f"__[0-9]*.{INDEX_NAME}"))
 
 
 def _bucket(url: Path) -> list[str]:

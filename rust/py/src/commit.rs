@@ -22,8 +22,9 @@ use crate::{index, interrupt};
 ///
 /// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors;
 /// what names no tensor, and any other value, goes to the root. Without `overwrite` nothing in a
-/// folder of the file system is replaced; of a store that was said when the save began. `items`:
-/// how many chunks and values there must be, where that is known; or names that must be there.
+/// folder of the file system is replaced, and no index of a rank on a store; the rest was said of a
+/// store when the save began. `items`: how many chunks and values there must be, where that is
+/// known; or names that must be there.
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (
@@ -47,7 +48,7 @@ pub fn commit_indexes(
 ) -> PyResult<(index::Index, Vec<String>)> {
     let to = match store {
         Some(store) => To::Store(store.get()),
-        None => To::Disk { replace: overwrite, fsync },
+        None => To::Disk { fsync },
     };
     let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
     if let [index] = indexes.as_slice()
@@ -57,7 +58,7 @@ pub fn commit_indexes(
         // Nothing to merge: the index of one rank says it all.
         let bytes = index.to_vec();
         let index = move || Index::from_bytes(bytes, &path);
-        return commit_one(py, &folder, rank, index, items, &to);
+        return commit_one(py, &folder, rank, index, items, overwrite, &to);
     }
     let mut builder = py
         .detach(|| {
@@ -78,12 +79,20 @@ pub fn commit_indexes(
         }
     }
     builder.root = spread(&mut builder, planner_data)?;
-    commit_one(py, &folder, rank, || Index::from_bytes(builder.build()?, &path), items, &to)
+    commit_one(
+        py,
+        &folder,
+        rank,
+        || Index::from_bytes(builder.build()?, &path),
+        items,
+        overwrite,
+        &to,
+    )
 }
 
 /// Destination of a commit, and its options.
 enum To<'a> {
-    Disk { replace: bool, fsync: bool },
+    Disk { fsync: bool },
     Store(&'a Store),
 }
 
@@ -93,6 +102,7 @@ fn commit_one(
     rank: Option<u32>,
     index: impl FnOnce() -> dcp_rs_core::Result<Index> + Send,
     items: Option<u64>,
+    replace: bool,
     to: &To<'_>,
 ) -> PyResult<(index::Index, Vec<String>)> {
     let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
@@ -108,11 +118,11 @@ fn commit_one(
         }
         let committed = match *to {
             To::Store(store) => {
-                let committed = store.commit(folder, rank, &index, control);
+                let committed = store.commit(folder, rank, &index, replace, control);
                 stored = checkpoint::may_be_stored(&path, &committed);
                 committed?
             }
-            To::Disk { replace, fsync } => {
+            To::Disk { fsync } => {
                 checkpoint::commit_index(folder, rank, &index, replace, fsync, control)?
             }
         };

@@ -230,6 +230,12 @@ impl Store {
     fn replaces(&self) -> bool {
         self.begun().is_some_and(|begun| begun.replaces)
     }
+
+    /// Returns whether single ranks had indexes when the save of all ranks began, which it replaces.
+    #[getter]
+    fn replaces_ranks(&self) -> bool {
+        self.begun().is_some_and(|begun| begun.replaces_ranks)
+    }
 }
 
 impl Store {
@@ -256,6 +262,7 @@ impl Store {
         folder: &Path,
         rank: Option<u32>,
         index: &Index,
+        replace: bool,
         control: &Control,
     ) -> Result<Committed> {
         let begun = self.has_begun()?;
@@ -264,6 +271,7 @@ impl Store {
             rank,
             index,
             begun,
+            replace,
             &*self.inner.connect_to_store(0)?,
             control,
         )

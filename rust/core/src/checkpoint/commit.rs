@@ -38,8 +38,8 @@ pub struct Committed {
 /// # Errors
 /// [`Error::CorruptData`] where a data file is not there; [`Error::Io`] where it could not be
 /// published; [`Error::Interrupted`], [`Error::Busy`]; [`Error::Exists`] where a save was committed
-/// that this one does not replace: without `replace` any of the same kind, and one of all ranks
-/// before that of a single one.
+/// that this one does not replace: without `replace` any that it would, and one of all ranks before
+/// that of a single one.
 pub fn commit_index(
     dir: &Path,
     rank: Option<u32>,
@@ -65,14 +65,16 @@ pub(super) fn commit_index_on(
     // nothing to commit, or never.
     let lock = FolderLock::take_on(disk, dir, Mode::Exclusive, control)?;
     let kept = [(!replace).then_some(name.as_str()), rank.map(|_| INDEX_NAME)];
+    let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
+    let mut exists = !replace && !of_ranks.is_empty();
     for name in kept.into_iter().flatten() {
         // A look that fails says nothing of what is there.
-        if Fingerprint::at(&dir.join(name))?.is_some() {
-            return Err(Error::Exists { path: dir.to_owned() });
-        }
+        exists |= Fingerprint::at(&dir.join(name))?.is_some();
+    }
+    if exists {
+        return Err(Error::Exists { path: dir.to_owned() });
     }
     check_written(dir, index, control)?;
-    let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
     let before = read_all(&dir.join(&name)).ok();
     // One that cannot be read names nothing that may be removed.
     let old: Vec<Index> = std::iter::once(before.clone())

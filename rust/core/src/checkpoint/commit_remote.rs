@@ -24,6 +24,8 @@ pub struct Begun {
     pub generation: u64,
     /// True if there is an index that the save replaces.
     pub replaces: bool,
+    /// True if single ranks have indexes there, which the save of all ranks removes.
+    pub replaces_ranks: bool,
     /// True if the store refuses to replace an object that changed meanwhile. If it does not, the
     /// last of two savers wins.
     pub keeps_conditions: bool,
@@ -50,6 +52,8 @@ pub fn begin_remote(
     Ok(Begun {
         generation: generation_after(identity_of(found.as_ref()), &names)?,
         replaces: found.is_some(),
+        replaces_ranks: rank.is_none()
+            && names.iter().any(|name| parse_rank_index_name(name).is_some()),
         keeps_conditions,
     })
 }
@@ -70,7 +74,7 @@ fn identity_of(started: Option<&(Vec<u8>, u64)>) -> Option<Identity> {
 
 /// [`commit_index`](super::commit_index) on a store: makes `index` the index of the folder `dir`,
 /// if what is there is what was there when it was `begun`, and removes what only the one before it
-/// named.
+/// named. Without `replace` the indexes of single ranks stay, and it fails if there are any.
 ///
 /// # Errors
 /// [`Error::CorruptData`] where a data file is not there; [`Error::Storage`] where the index could
@@ -83,6 +87,7 @@ pub fn commit_remote(
     rank: Option<u32>,
     index: &Index,
     begun: Begun,
+    replace: bool,
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<Committed> {
@@ -100,6 +105,9 @@ pub fn commit_remote(
     if rank.is_none() {
         let names = connection.names(dir, control)?.unwrap_or_default();
         for name in names.into_iter().filter(|name| parse_rank_index_name(name).is_some()) {
+            if !replace {
+                return Err(another(&path));
+            }
             let path = dir.join(&name);
             if let Some(bytes) = files.read(&path)? {
                 old.extend(Index::from_bytes(bytes, &path).ok());

@@ -194,6 +194,19 @@ fn indexes_of_single_ranks_are_replaced() {
     assert_eq!((left[0].as_str(), left.len()), ("__x.index.dcprs", 3));
 }
 
+#[test]
+fn a_save_that_may_replace_nothing_leaves_the_indexes_of_single_ranks() {
+    let dir = tempdir().unwrap();
+    let dir = dir.path();
+    commit(dir, Some(7), saved(dir, 1), false).unwrap();
+    let bytes = saved(dir, 2);
+    let before = names_in(dir);
+    let index = Index::from_bytes(bytes, &dir.join(INDEX_NAME)).unwrap();
+    let committed = commit_index(dir, None, &index, false, false, &Control::new());
+    assert!(matches!(committed, Err(Error::Exists { .. })), "{committed:?}");
+    assert_eq!(names_in(dir), before);
+}
+
 /// A rank that lost touch with the others takes the save for failed, and removes its files, while
 /// the coordinator is about to commit.
 #[test]
