@@ -23,7 +23,7 @@ from dcp_rs._log import log as _log
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
-from dcp_rs.checkpoint.names import Rename
+from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner
@@ -192,10 +192,12 @@ def load(
     own = planner if planner is not None and is_plain_load_planner(planner) else None
 
     def make_request() -> LoadRequest:
+        nonlocal include, exclude  # a load that begins again reads them again
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         if unknown:
             check_arguments(load, unknown)
+        include, exclude = repeatable(include), repeatable(exclude)
         options = LoadOptions(
             rename=rename,
             include=include,

@@ -188,3 +188,12 @@ def test_names_without_nesting_may_be_the_beginnings_of_others(tmp_path: Path) -
     for to in ("dcp-rs", "dcp", "torch"):
         dcp_rs.convert(tmp_path / "src", tmp_path / to, to=to, rename={"x": "a.b.c"})
         judge(to, tmp_path / to, want)
+
+
+def test_globs_of_an_iterator_choose_containers_too(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "none": {}, "out": {"w": torch.ones(2)}, "gone": {}}
+    dcp_rs.save(state, tmp_path / "src")
+    how = {"include": iter(["*"]), "exclude": (glob for glob in ["out*", "gone"])}
+    dcp_rs.convert(tmp_path / "src", tmp_path / "dst", **how)
+    with dcp_rs.open(tmp_path / "dst") as checkpoint:
+        assert_state_equal(checkpoint.state_dict(), {"w": torch.ones(2), "none": {}})

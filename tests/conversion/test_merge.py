@@ -13,7 +13,7 @@ from torch.distributed.tensor import _shards_wrapper
 import dcp_rs
 from dcp_rs.errors import CorruptDataError, PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME
-from support import blank, random_tensor
+from support import assert_state_equal, blank, random_tensor
 from support.both import load_stock, save_rs, save_stock
 from support.formats import SOURCES, judge, leftovers, make
 
@@ -488,3 +488,12 @@ def test_progress_goes_to_the_end(tmp_path: Path) -> None:
     )
     assert told[-1] == (report.bytes, report.bytes)
     assert all(one <= other for one, other in itertools.pairwise(told))
+
+
+def test_globs_of_an_iterator_choose_of_every_input(tmp_path):
+    states = [{"w": torch.full((3,), float(number)), "v": torch.ones(number)} for number in (1, 3)]
+    inputs = [make("dcp-rs", state, tmp_path / str(i)) for i, state in enumerate(states)]
+    dcp_rs.merge(inputs, tmp_path / "included", include=iter(["w"]))
+    dcp_rs.merge(inputs, tmp_path / "excluded", exclude=(glob for glob in ["v"]))
+    for name in ("included", "excluded"):
+        assert_state_equal(read(tmp_path / name), {"w": torch.full((3,), 2.0)})

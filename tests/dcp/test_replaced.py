@@ -15,7 +15,7 @@ import dcp_rs
 from crash.states import found_number
 from dcp_rs import RsReader, _core
 from dcp_rs.errors import CheckpointReplacedError
-from support import rank_outcomes, run_ranks
+from support import assert_state_equal, rank_outcomes, run_ranks
 from support.numbered import check_loaded, save, template
 
 
@@ -92,6 +92,17 @@ def test_a_load_without_a_planner_that_is_overtaken_begins_again(ckpt, hook):
     dcp_rs.load(got, ckpt, no_dist=True, **{hook: overtaking(ckpt, numbers)})
     assert check_loaded(got) == 8
     assert not numbers
+
+
+def test_a_load_with_globs_of_an_iterator_that_is_overtaken_loads_the_same(ckpt):
+    save(ckpt, 2)
+    got = template()
+    want = {**template(), "common": None}
+    how = {"include": iter(["common", "of.*"]), "exclude": (glob for glob in ["of.*"])}
+    dcp_rs.load(got, ckpt, no_dist=True, rename=overtaking(ckpt, [4, 6]), **how)
+    assert got["common"][0] == 6
+    want["common"] = got["common"]
+    assert_state_equal(got, want)
 
 
 @pytest.mark.parametrize("hook", ["rename", "progress"])

@@ -78,6 +78,19 @@ def test_globs_choose_what_is_saved(ckpt):
     assert sorted(dcp_rs.open(ckpt).keys()) == ["model.b", "model.w"]
 
 
+@pytest.mark.parametrize("by", ["dcp_rs", "torch"])
+def test_globs_of_a_generator_choose_the_same_in_each_save(ckpt, by):
+    """The second save found the generator at its end, and excluded nothing."""
+    planner = RsSavePlanner(include=iter(["*"]), exclude=(glob for glob in ["big.*"]))
+    for _ in range(2):
+        state = {"w": torch.ones(1), "big": {"w": torch.ones(9)}}
+        if by == "torch":
+            dcp.save(state, storage_writer=RsWriter(ckpt), planner=planner, no_dist=True)
+        else:
+            dcp_rs.save(state, ckpt, planner=planner)
+        assert list(dcp_rs.open(ckpt).keys()) == ["w"]
+
+
 def test_values_that_know_their_state(ckpt):
     module = torch.nn.Linear(3, 2)
     dcp_rs.save({"module": module, "step": 4}, ckpt)

@@ -156,3 +156,9 @@ def test_tied_weights_are_exported_once(tmp_path: Path, config, is_same, left_ou
     assert ("lm_head.weight" not in names) == left_out
     assert {"model.embed_tokens.weight", "norm.weight"} <= names
     assert report.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if left_out else {})
+
+
+def test_globs_of_an_iterator_choose_what_is_written(tmp_path: Path) -> None:
+    real = model(tmp_path / "real")
+    save_pretrained(real, tmp_path / "out", include=iter(["a"]), exclude=iter(["b"]))
+    assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["a"]

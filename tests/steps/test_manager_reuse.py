@@ -63,7 +63,8 @@ def test_without_reuse_nothing_is_shared(run):
         assert [(step.reused, step.linked) for step in manager.steps()] == [(0, 0)] * 2
 
 
-def test_what_is_frozen_is_compared_once_in_each_run(run, monkeypatch):
+@pytest.mark.parametrize("globs", [list, iter])
+def test_what_is_frozen_is_compared_once_in_each_run(run, monkeypatch, globs):
     """What another run froze may be something else: a new base model, say."""
     wanted = []
     find = Parent.find_reuse
@@ -75,7 +76,7 @@ def test_what_is_frozen_is_compared_once_in_each_run(run, monkeypatch):
 
     monkeypatch.setattr(Parent, "find_reuse", finding)
     for first in (1, 4):
-        with CheckpointManager(run, reuse=["frozen"]) as manager:
+        with CheckpointManager(run, reuse=globs(["frozen"])) as manager:
             loaded(manager)
             for step in range(first, first + 3):
                 manager.save(step, state_of(step))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from dcp_rs import _core
 from dcp_rs.errors import PlanError
@@ -20,9 +21,12 @@ __all__ = [
     "natural",
     "nearest",
     "renamer",
+    "repeatable",
     "selector",
     "some",
 ]
+
+T = TypeVar("T")
 
 #: The most names to compare letter by letter. More would take seconds.
 _COMPARED = 5_000
@@ -31,6 +35,11 @@ _SHOWN = 5
 #: The most modules in a prefix.
 _PREFIX_PARTS = 3
 _NUMBER = re.compile(r"\d+")
+
+
+def repeatable(patterns: T | Iterator[str]) -> T | tuple[str, ...]:
+    """Return globs that may be read more than once: those of an iterator as a tuple."""
+    return tuple(patterns) if isinstance(patterns, Iterator) else patterns
 
 
 def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:

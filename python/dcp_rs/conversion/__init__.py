@@ -16,7 +16,7 @@ from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
 from dcp_rs._url import StorageOptions, Url, location, options_for
-from dcp_rs.checkpoint.names import Rename
+from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.source import Source, open_source
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import native, safetensors, stock, torch_file
@@ -172,8 +172,8 @@ def convert(
         to=to,
         dtype=parse_dtype(dtype),
         shards=shards,
-        include=include,
-        exclude=exclude,
+        include=repeatable(include),
+        exclude=repeatable(exclude),
         rename=rename,
         name=name,
         skip_unsupported=skip_unsupported,

@@ -18,7 +18,7 @@ from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.names import Rename
+from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import ConvertReport, Target, WriteRequest, stores_of, write_result
@@ -164,8 +164,8 @@ def merge(
     ]
     source = MergedSource(
         opened,
-        include=include,
-        exclude=exclude,
+        include=repeatable(include),
+        exclude=repeatable(exclude),
         conflicts=conflicts,
         dtype=request.dtype,
         options=request.read_options,

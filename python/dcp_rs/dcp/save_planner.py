@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_rs._reports import call
+from dcp_rs.checkpoint.names import repeatable
 from dcp_rs.engine.local_plan import Nesting, PlanOptions, Selected, select
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES, cast_to, is_counter
@@ -70,6 +71,7 @@ class RsSavePlanner(DefaultSavePlanner):
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
             msg = f"dtype={dtype!r}: a floating-point dtype"
             raise ValueError(msg)
+        include, exclude = repeatable(include), repeatable(exclude)
         self._given = {
             "dtype": dtype,
             "include": include,

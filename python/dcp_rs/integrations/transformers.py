@@ -18,7 +18,7 @@ from dcp_rs import _core
 from dcp_rs._url import location
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, selector
+from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, repeatable, selector
 from dcp_rs.conversion import ConvertReport, convert
 from dcp_rs.conversion.output import check_output, new_output
 from dcp_rs.errors import CheckpointExistsError, PlanError
@@ -376,6 +376,7 @@ def save_pretrained(
         raise CheckpointExistsError(msg, path=target)
     paths = [location(path), index.path, *index.file_paths(), source, *beside.values()]
     before = check_output(paths, target, overwrite=overwrite, is_part=_is_of_a_model)
+    include, exclude = repeatable(include), repeatable(exclude)
     chosen, new_name = selector(include, exclude), renamer(rename)
     names = {name: new_name(name) for name in index.names() if chosen is None or chosen(name)}
     views = single_experts(names, source) if kind == "config.json" else []

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from dcp_rs import api, optim
 from dcp_rs._arguments import suggest_option
 from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.names import repeatable
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.engine.reuse import Frozen
@@ -151,7 +152,7 @@ class CheckpointManager:
             io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
         )
         self._reuse, self._verify_reuse = reuse is not False, verify_reuse
-        self._frozen = None if isinstance(reuse, bool) else reuse
+        self._frozen = None if isinstance(reuse, bool) else repeatable(reuse)
         Frozen(self._frozen)  # raise for an invalid argument now, and not at the first save
         self._saved_here: set[str] = set()  # ids of the saves of this manager
         self._save_every = save_every
