@@ -152,7 +152,9 @@ class CheckpointManager:
             io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
         )
         self._reuse, self._verify_reuse = reuse is not False, verify_reuse
-        self._frozen = None if isinstance(reuse, bool) else repeatable(reuse)
+        self._frozen: str | Iterable[str] | torch.nn.Module | None = None
+        if not isinstance(reuse, bool):
+            self._frozen = repeatable(reuse)
         Frozen(self._frozen)  # raise for an invalid argument now, and not at the first save
         self._saved_here: set[str] = set()  # ids of the saves of this manager
         self._save_every = save_every
