@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::fault::{Fault, FaultResult};
 use super::pickle::{Item, Node, Pickle, Rules, most_bytes};
-use crate::format::{Kind, TensorEntry, Value, parse_uuid};
+use crate::format::{ChunkEntry, Kind, TensorEntry, Value, parse_uuid};
 use crate::geometry::Dims;
 use crate::paths::{Reach, reach};
 use crate::{Dtype, Result};
@@ -179,6 +179,9 @@ impl<'a> Reader<'a> {
                 }
                 _ => return Err(odd(format!("{name:?} is neither a tensor nor bytes"))),
             };
+            // With the place of the name in `ids`.
+            let size = size_of::<(TensorEntry, Vec<Chunk>, &str, u32)>();
+            self.spend(size + name.len() + on_heap(&entry.shape), "an entry")?;
             self.entries.push(entry);
             self.chunks.push(chunks);
         }
@@ -202,8 +205,8 @@ impl<'a> Reader<'a> {
         let (dtype, flags) = self.properties(properties, name)?;
         let list = pickle.get(state, "chunks").and_then(|item| pickle.as_list(item));
         let list = list.ok_or_else(|| bad("it has no chunks"))?;
-        let dims = 8 * if shape.spilled() { shape.len() } else { 0 };
-        self.spend(list.len() * (size_of::<Chunk>() + 2 * dims), "a list of chunks")?;
+        let size = size_of::<Chunk>() + 2 * on_heap(&shape);
+        self.spend(list.len() * size, "a list of chunks")?;
         let mut chunks = Vec::with_capacity(list.len());
         for chunk in list {
             let state = self.state(*chunk, METADATA, "ChunkStorageMetadata")?;
@@ -298,6 +301,9 @@ impl<'a> Reader<'a> {
     fn read_storage(&mut self, map: Item) -> FaultResult<()> {
         let pickle = self.pickle;
         let pairs = pickle.as_dict(map).ok_or_else(|| odd("storage_data is not a dict"))?;
+        // Each pair makes an item, and then a chunk of the index.
+        let size = size_of::<StockItem>() + size_of::<ChunkEntry>();
+        self.spend(pairs.len() * size, "stored data")?;
         self.items.reserve(pairs.len());
         for (index, info) in pairs {
             let index = self.state(*index, METADATA, "MetadataIndex")?;
@@ -316,10 +322,9 @@ impl<'a> Reader<'a> {
                 && pickle.as_list(extensions).is_none_or(|list| !list.is_empty())
             {
                 let names = pickle.as_list(extensions).unwrap_or_default();
-                let names: Vec<_> = names.iter().filter_map(|name| pickle.as_str(*name)).collect();
-                let names = names.join(", ");
+                let first = names.iter().find_map(|name| pickle.as_str(*name)).unwrap_or("?");
                 return Err(Fault::Unsupported(format!(
-                    "{name:?} is stored through the extension {names}"
+                    "{name:?} is stored through the extension {first}"
                 )));
             }
             let file = pickle.get(info, "relative_path").and_then(|path| pickle.as_str(path));
@@ -333,9 +338,10 @@ impl<'a> Reader<'a> {
                 Kind::Bytes => (Dims::new(), Dims::new()),
                 Kind::Tensor => take_chunk(&mut self.chunks[entry as usize], offset.as_ref())
                     .ok_or_else(|| {
-                        bad("it is no chunk of the tensor, or one of several in the same place")
+                        bad("it is no chunk of the tensor, one of several there, or stored twice")
                     })?,
             };
+            self.spend(2 * (on_heap(&offsets) + on_heap(&sizes)), "stored data")?;
             self.items.push(StockItem {
                 entry,
                 offsets,
@@ -466,6 +472,11 @@ fn bytes_entry(name: &str) -> TensorEntry {
     }
 }
 
+/// Bytes that dimensions take beside their own struct.
+fn on_heap(dims: &Dims) -> usize {
+    if dims.spilled() { size_of::<u64>() * dims.len() } else { 0 }
+}
+
 fn unsigned(item: Option<Item>) -> Option<u64> {
     match item {
         Some(Item::Int(n)) => u64::try_from(n).ok(),
@@ -473,8 +484,9 @@ fn unsigned(item: Option<Item>) -> Option<u64> {
     }
 }
 
-/// Marks the chunk at `offsets` as stored, and returns its place. Empty shards of a tensor share
-/// their place, with each other and perhaps with one that is not empty, which is then meant.
+/// Marks the chunk at `offsets` as stored, and returns its place, unless it was stored before.
+/// Empty shards of a tensor share their place, with each other and perhaps with one that is not
+/// empty, which is then meant.
 fn take_chunk(chunks: &mut [Chunk], offsets: Option<&Dims>) -> Option<(Dims, Dims)> {
     let run = match offsets {
         Some(offsets) => {
@@ -487,8 +499,9 @@ fn take_chunk(chunks: &mut [Chunk], offsets: Option<&Dims>) -> Option<(Dims, Dim
         None => return None,
     };
     let meant = run.iter().position(|chunk| !chunk.sizes.contains(&0)).unwrap_or(0);
-    let sizes = run.get(meant)?.sizes.clone();
-    if run.iter().any(|chunk| !chunk.sizes.contains(&0) && chunk.sizes != sizes) {
+    let Chunk { sizes, stored, .. } = run.get(meant)?;
+    let sizes = sizes.clone();
+    if *stored || run.iter().any(|chunk| !chunk.sizes.contains(&0) && chunk.sizes != sizes) {
         return None;
     }
     for chunk in run.iter_mut() {

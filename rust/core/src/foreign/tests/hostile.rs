@@ -26,7 +26,7 @@ fn global(module: &str, name: &str) -> Vec<u8> {
 }
 
 fn parse(bytes: &[u8]) -> Error {
-    metadata_pickle::parse(bytes, Path::new(".metadata")).unwrap_err()
+    metadata_pickle::parse(bytes, Path::new(".metadata")).map(drop).unwrap_err()
 }
 
 #[test]
@@ -129,6 +129,176 @@ fn nesting_and_sharing_cost_no_more_than_they_say() {
     laughs.push(b't');
     assert!(parse(&fields(laughs)).to_string().contains("without bound"));
     assert!(parse(&fields(global("torch", "float32"))).to_string().contains("plain values"));
+}
+
+/// A `.metadata` whose entries and stored data refer to what they share.
+struct Forged {
+    /// Dimensions of every tensor.
+    dims: usize,
+    /// Each tensor has one chunk, of no elements.
+    has_chunk: bool,
+    /// Extensions that what is stored went through.
+    extensions: usize,
+    entries: Vec<(String, Vec<u8>)>,
+    stored: Vec<u8>,
+}
+
+impl Forged {
+    const TENSOR: &[u8] = b"h\x00";
+    const VALUE: &[u8] = b"h\x01";
+
+    fn new(dims: usize, has_chunk: bool) -> Self {
+        Self { dims, has_chunk, extensions: 0, entries: Vec::new(), stored: Vec::new() }
+    }
+
+    /// Adds an entry that refers to the one tensor or value.
+    fn entry(&mut self, entry: &[u8]) {
+        self.entries.push((format!("{:05}", self.entries.len()), entry.to_vec()));
+    }
+
+    /// Stores the last entry.
+    fn store(&mut self) {
+        let (name, _) = self.entries.last().unwrap();
+        let index = [b"h\x02)\x81}h\x03", &*short(name), b"sb\x94"].concat();
+        self.stored.extend([&*index, b"h\x04"].concat());
+    }
+
+    /// Stores the first stored entry once more.
+    fn store_again(&mut self) {
+        self.stored.extend(b"h\x05h\x04");
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        const METADATA: &str = "torch.distributed.checkpoint.metadata";
+        let object = |class: Vec<u8>, fields: &[(&str, Vec<u8>)]| {
+            let fields: Vec<u8> = fields
+                .iter()
+                .flat_map(|(name, value)| [short(name), value.clone()].concat())
+                .collect();
+            [class, b")\x81}(".to_vec(), fields, b"ub".to_vec()].concat()
+        };
+        let of = |name| global(METADATA, name);
+        let zeros = [b"(".to_vec(), b"K\0".repeat(self.dims), b"t".to_vec()].concat();
+        let chunk = object(
+            of("ChunkStorageMetadata"),
+            &[("offsets", zeros.clone()), ("sizes", zeros.clone())],
+        );
+        let properties = [
+            of("TensorProperties"),
+            b")\x81(".to_vec(),
+            global("torch", "float32"),
+            global("torch.serialization", "_get_layout"),
+            short("torch.strided"),
+            b"\x85R\x89".to_vec(),
+            of("_MEM_FORMAT_ENCODING"),
+            b"K\0\x85R\x89tb".to_vec(),
+        ]
+        .concat();
+        let chunks = if self.has_chunk {
+            [b"]".to_vec(), chunk, b"a".to_vec()].concat()
+        } else {
+            b"]".to_vec()
+        };
+        let extensions =
+            [b"](".to_vec(), short("zstd").repeat(self.extensions), b"e".to_vec()].concat();
+        let shared = [
+            object(
+                of("TensorStorageMetadata"),
+                &[("properties", properties), ("size", zeros), ("chunks", chunks)],
+            ),
+            [of("BytesStorageMetadata"), b")\x81".to_vec()].concat(),
+            of("MetadataIndex"),
+            short("fqn"),
+            object(
+                global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+                &[
+                    ("relative_path", short("f")),
+                    ("offset", b"K\0".to_vec()),
+                    ("length", b"K\0".to_vec()),
+                    ("transform_descriptors", extensions),
+                ],
+            ),
+        ];
+        let remembered: Vec<u8> =
+            shared.into_iter().flat_map(|part| [part, b"\x94".to_vec()].concat()).collect();
+        let entries: Vec<u8> = self
+            .entries
+            .iter()
+            .flat_map(|(name, entry)| [short(name), entry.clone()].concat())
+            .collect();
+        let dict = |pairs: &[u8]| [b"}(", pairs, b"u"].concat();
+        let metadata = object(
+            of("Metadata"),
+            &[
+                ("shared", [b"](".to_vec(), remembered, b"e".to_vec()].concat()),
+                ("state_dict_metadata", dict(&entries)),
+                ("storage_data", dict(&self.stored)),
+            ],
+        );
+        [b"\x80\x04".to_vec(), metadata, b".".to_vec()].concat()
+    }
+}
+
+/// References of a few bytes, each of which makes up to 2.5 KB.
+#[test]
+fn shared_entries_and_stored_data_are_counted_each_time() {
+    let entries = |count| {
+        let mut forged = Forged::new(64, false);
+        (0..count).for_each(|_| forged.entry(Forged::TENSOR));
+        forged.bytes()
+    };
+    let tensors = |count| {
+        let mut forged = Forged::new(64, true);
+        for _ in 0..count {
+            forged.entry(Forged::TENSOR);
+            forged.store();
+        }
+        forged.bytes()
+    };
+    let values = |count| {
+        let mut forged = Forged::new(1, false);
+        forged.entry(Forged::VALUE);
+        forged.store();
+        (1..count).for_each(|_| forged.store_again());
+        forged.bytes()
+    };
+    let cases = [
+        (entries(2), entries(120_000), "an entry"),
+        (tensors(2), tensors(25_000), "stored data"),
+        (values(2), values(250_000), "stored data"),
+    ];
+    for (few, many, what) in cases {
+        metadata_pickle::parse(&few, Path::new(".metadata")).unwrap();
+        assert!(many.len() < 2 << 20, "{} bytes may make more than 64 MiB", many.len());
+        let e = parse(&many);
+        assert!(matches!(e, Error::Unsupported(_)), "{e}");
+        assert!(e.to_string().contains(&format!("{what} that grows without bound")), "{e}");
+    }
+}
+
+#[test]
+fn a_chunk_is_stored_once() {
+    let mut forged = Forged::new(1, true);
+    forged.entry(Forged::TENSOR);
+    forged.store();
+    metadata_pickle::parse(&forged.bytes(), Path::new(".metadata")).unwrap();
+    forged.store_again();
+    let e = parse(&forged.bytes());
+    assert!(
+        matches!(e, Error::CorruptIndex { .. }) && e.to_string().contains("stored twice"),
+        "{e}"
+    );
+}
+
+/// A list of references to one name would make a text as long as all of them.
+#[test]
+fn the_first_of_the_extensions_is_named() {
+    let mut forged = Forged::new(1, true);
+    forged.extensions = 3;
+    forged.entry(Forged::TENSOR);
+    forged.store();
+    let e = parse(&forged.bytes());
+    assert!(matches!(e, Error::Unsupported(_)) && e.to_string().ends_with("extension zstd"), "{e}");
 }
 
 #[test]
