@@ -57,19 +57,24 @@ impl Open {
         }
     }
 
-    fn mapping<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o Mapping> {
-        if let CachedHandle::Mapped(kept) = &batch.kept[file as usize] {
-            return Ok(kept.as_ref());
-        }
-        let mapping = match self.mapping.take() {
-            Some(mapping) => mapping,
-            None => batch.mappings[file as usize].get(|| {
-                let plain = self.plain(batch, file)?;
-                Mapping::new(plain)
-                    .map_err(|e| Error::io("map", &batch.files[file as usize].path, e))
-            })?,
+    /// Returns the file's mapping. A file that got another length after it was opened is refused:
+    /// its last page has zeros after the end.
+    fn mapping<'o>(&'o mut self, batch: &'o Batch, number: u32) -> Result<&'o Mapping> {
+        let file = &batch.files[number as usize];
+        let mapping = if let CachedHandle::Mapped(kept) = &batch.kept[number as usize] {
+            kept.as_ref()
+        } else {
+            let mapping = match self.mapping.take() {
+                Some(mapping) => mapping,
+                None => batch.mappings[number as usize].get(|| {
+                    let plain = self.plain(batch, number)?;
+                    Mapping::new(plain).map_err(|e| Error::io("map", &file.path, e))
+                })?,
+            };
+            &**self.mapping.insert(mapping)
         };
-        Ok(&**self.mapping.insert(mapping))
+        let length = mapping.len() as u64;
+        if length == file.size { Ok(mapping) } else { Err(file.has_length(length)) }
     }
 }
 

@@ -10,8 +10,8 @@ use std::path::Path;
 use dcp_rs_core::copy::{Accumulate, SignBits};
 use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{
-    Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, ReadStats, Sharing,
-    Verify, read,
+    Catalog, Destination, FileProbe, FileRef, IoMode, Operation, ReadOptions, ReadReq, ReadStats,
+    Sequential, Sharing, Verify, read,
 };
 use dcp_rs_core::{Control, Dtype, Error};
 use smallvec::smallvec;
@@ -285,6 +285,28 @@ fn files_are_checked_before_reading() {
         assert!(attempt(folder).3.contains("regular"));
     }
     assert!(dst == data[..100]);
+}
+
+/// Its last page was there, with zeros after the end.
+#[test]
+fn a_file_that_was_cut_after_it_was_checked_is_refused() {
+    let dir = folder();
+    // Long ones are mapped at a multiple of a huge page.
+    for length in [MIB, 4 * MIB] {
+        let file = written(dir.path(), "f", &vec![1; length]);
+        let files = std::slice::from_ref(&file);
+        let mut dst = vec![0u8; length];
+        let reqs = [run(0, 0, length, 0, &mut dst)];
+        let probe = FileProbe::new(files, &reqs, &options(IoMode::Mmap), &Digests(vec![])).unwrap();
+        File::options().write(true).open(&file.path).unwrap().set_len(length as u64 - 100).unwrap();
+        let mut reader = Sequential::new(None);
+        // SAFETY: the destination is exclusive and outlives the call.
+        let result =
+            unsafe { reader.read(files, &reqs, &probe, false, &Digests(vec![]), &Control::new()) };
+        let (name, .., reason) = corrupt(result.map(|()| reader.stats()));
+        assert_eq!(name, "f");
+        assert!(reason.contains(&format!("{}", length - 100)), "{reason}");
+    }
 }
 
 #[test]
