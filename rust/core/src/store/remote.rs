@@ -49,6 +49,8 @@ pub(crate) struct Run {
 pub(crate) struct Mismatch {
     /// First byte in the file.
     pub at: u64,
+    /// Bytes.
+    pub len: u64,
     /// The digest of the bytes that came.
     pub digest: u64,
 }
@@ -123,7 +125,7 @@ impl FetchRange {
                 digest
             };
             if digest != expected {
-                let mismatch = Mismatch { at: run.at, digest };
+                let mismatch = Mismatch { at: run.at, len: run.len, digest };
                 self.call.mismatches.lock().unwrap_or_else(PoisonError::into_inner).push(mismatch);
             }
         }
@@ -455,7 +457,7 @@ mod tests {
             // SAFETY: each run has a buffer of its length.
             let mismatches =
                 unsafe { fetch(&store, Path::new("x"), 256, ranges, &Control::new()).unwrap() };
-            let mismatch = Mismatch { at: 70, digest: block_digest(&bytes(70, 20)) };
+            let mismatch = Mismatch { at: 70, len: 20, digest: block_digest(&bytes(70, 20)) };
             assert_eq!(mismatches, [mismatch], "step {step}");
             for mut kept in store.kept.into_inner().unwrap() {
                 kept.next = 0;

@@ -6,6 +6,7 @@ use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use dcp_rs_core::copy::{Accumulate, SignBits};
 use dcp_rs_core::paths::Links;
@@ -13,6 +14,7 @@ use dcp_rs_core::read::{
     Catalog, Destination, FileProbe, FileRef, IoMode, Operation, ReadOptions, ReadReq, ReadStats,
     Sequential, Sharing, Verify, read,
 };
+use dcp_rs_core::store::{Connection, FetchRange, Folder, Remote, StoringConnection};
 use dcp_rs_core::{Control, Dtype, Error};
 use smallvec::smallvec;
 
@@ -363,6 +365,77 @@ fn verify_names_the_block_that_differs() {
         let mut req = run(0, 4096, length, 0, &mut dst);
         req.digests = Some(3);
         verified(io, &[req]).unwrap();
+    }
+}
+
+/// A store with one file.
+#[derive(Clone, Debug)]
+struct OneFile(Arc<Vec<u8>>);
+
+impl Remote for OneFile {
+    fn connect(&self, _: usize) -> Result<Arc<dyn Connection>, Error> {
+        Ok(Arc::new(self.clone()))
+    }
+
+    fn connect_to_store(&self, _: usize) -> Result<Arc<dyn StoringConnection>, Error> {
+        Err(Error::Unsupported("it is only read from".into()))
+    }
+}
+
+impl Connection for OneFile {
+    fn look(&self, _: &Path, _: &Control) -> Result<Option<u64>, Error> {
+        Ok(Some(self.0.len() as u64))
+    }
+
+    fn list(&self, _: &Path, _: &Control) -> Result<Option<Folder>, Error> {
+        Ok(None)
+    }
+
+    fn start(
+        &self,
+        _: &Path,
+        _: u64,
+        _: bool,
+        _: &Control,
+    ) -> Result<Option<(Vec<u8>, u64)>, Error> {
+        Ok(None)
+    }
+
+    fn fetch(&self, _: &Path, _: u64, ranges: Vec<FetchRange>, _: &Control) -> Result<(), Error> {
+        for mut range in ranges {
+            let bytes = &self.0[range.start.try_into().unwrap()..range.end.try_into().unwrap()];
+            range.deliver(range.start, bytes);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn of_tensors_that_begin_at_one_byte_the_damaged_one_is_named() {
+    let lengths = [100_000, 200_000];
+    let data = noise(lengths[1], 7);
+    let dir = folder();
+    let remote: Arc<dyn Remote> = Arc::new(OneFile(Arc::new(data.clone())));
+    let file = FileRef { remote: Some(remote), ..written(dir.path(), "f", &data) };
+    for damaged in [0, 1] {
+        let mut digests = lengths.map(|length| twox_hash::XxHash3_64::oneshot(&data[..length]));
+        digests[damaged] ^= 1;
+        let mut dsts = lengths.map(|length| vec![0u8; length]);
+        let reqs: Vec<_> = (0..2)
+            .map(|tensor| ReadReq {
+                tensor,
+                digests: Some(tensor.into()),
+                ..run(0, 0, lengths[tensor as usize], 0, &mut dsts[tensor as usize])
+            })
+            .collect();
+        let options = ReadOptions { verify: Verify::All, ..options(IoMode::Auto) };
+        let catalog = Digests(digests.to_vec());
+        // SAFETY: the destinations are exclusive and outlive the call.
+        let result = unsafe {
+            read(std::slice::from_ref(&file), &reqs, &catalog, &options, &Control::new())
+        };
+        let (_, tensor, ..) = corrupt(result);
+        assert_eq!(tensor, format!("layers.{damaged}.weight"));
     }
 }
 
