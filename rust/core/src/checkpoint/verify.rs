@@ -273,7 +273,8 @@ fn verify_records(
             let values = record.values.iter().filter_map(|name| index.find(name)).filter(is_here);
             let mut parts: Vec<u32> = values.collect();
             for chunk in within {
-                if chunk.digests.is_none() {
+                // Values are counted below: they lie in the pickle, whatever a forged index says.
+                if chunk.digests.is_none() && index.tensor(chunk.tensor).kind == Kind::Tensor {
                     verified.bytes_without_digest -= chunk.length;
                 }
                 if chunk.length > 0 {
@@ -359,4 +360,53 @@ fn check_head(
         expected: format!("a header of digest {expected:016x}"),
         got: format!("{got:016x}"),
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint;
+    use crate::format::{ChunkEntry, FileEntry, INDEX_NAME, IndexBuilder, TensorEntry, Value};
+    use crate::geometry::Dims;
+
+    /// It was taken off twice.
+    #[test]
+    fn a_value_that_an_index_puts_into_a_storage_is_counted_once() {
+        let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/seeds/torch_file");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.pth");
+        std::fs::copy(format!("{seeds}/plain-zip"), &path).unwrap();
+        let control = Control::new();
+        let honest = checkpoint::open(&path, None, None, 1, &control).unwrap();
+        let weight = honest.chunk(honest.tensor(honest.find("w").unwrap()).chunks.start);
+        let mut builder = IndexBuilder::new(SourceKind::Torch);
+        builder.root = Value::Dict(Vec::new());
+        let file = FileEntry {
+            name: "x.pth".into(),
+            size: honest.file(0).size,
+            external: true,
+            ..FileEntry::default()
+        };
+        let file = builder.add_file(file).unwrap();
+        let value = TensorEntry {
+            name: "value".into(),
+            kind: Kind::Bytes,
+            dtype: None,
+            shape: Dims::new(),
+            flags: 0,
+            path: None,
+            position: None,
+        };
+        let tensor = builder.add_tensor(value).unwrap();
+        let (offset, length) = (weight.offset, weight.length);
+        builder
+            .add_chunk(ChunkEntry { tensor, file, offset, length, ..ChunkEntry::default() })
+            .unwrap();
+        let bytes = builder.build().unwrap();
+        let forged = Index::from_bytes(bytes, &dir.path().join(INDEX_NAME)).unwrap();
+        for index in [honest, forged] {
+            let verified = verify(&index, false, 1, &control).unwrap();
+            assert_eq!((&*verified.problems, verified.bytes_without_digest), (&[][..], 0));
+        }
+    }
 }
