@@ -212,6 +212,31 @@ def test_ranks_agree_on_the_step_before_which_one_was_told_to_stop(tmp_path):
     assert run_ranks(3, be_preempted, tmp_path / "run") == [([3], [3])] * 3
 
 
+def ask_in_vain(root, last):
+    asked = []
+
+    def ask():
+        asked.append(1)
+        if len(asked) == 2 and dist.get_rank() >= last:
+            raise ConnectionError("the scheduler does not answer")
+        return False
+
+    with CheckpointManager(root, save_every=1, preemption=ask) as manager:
+        assert manager.should_save(1)
+        with pytest.raises(ConnectionError, match="does not answer") as raised:
+            manager.should_save(2)
+        assert manager.should_save(2)  # it is asked again
+        manager.save(2, state_of(2))
+        return "\n".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_question_that_fails_on_one_rank_fails_on_all(tmp_path, last):
+    """The others went on to wait for the message of that rank."""
+    for notes in run_ranks(3, ask_in_vain, tmp_path / "run", last):
+        assert f"raised on rank{'s 0, 1, 2' if last == 0 else ' 2'}" in notes
+
+
 def pass_over_damage_of_one_rank(root):
     with CheckpointManager(root) as manager:
         for step in (1, 2):

@@ -275,7 +275,7 @@ class CheckpointManager:
         """
         self._check_open()
         if self._preemption.is_set_up or self._ranks.pending is not None:
-            stops, failed = self._ranks.agree(self._preemption.noticed())
+            stops, failed = self._ranks.agree(self._preemption.noticed)
             self.preempted = self.preempted or stops
             if failed:
                 self._settle()

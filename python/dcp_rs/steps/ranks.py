@@ -20,6 +20,9 @@ __all__ = ["ManagerRanks"]
 
 T = TypeVar("T")
 
+#: In place of "stop" (1) or "go on" (0): the question failed on a rank.
+_RAISED = 2
+
 
 class ManagerRanks:
     """The ranks of a manager. They make the same calls, and have one save in the background.
@@ -107,20 +110,34 @@ class ManagerRanks:
         saving.add_done_callback(finish)
         return done
 
-    def agree(self, is_stopping: bool) -> tuple[bool, bool]:
-        """Return whether any rank is to stop, and whether the save in the background failed."""
+    def agree(self, is_stopping: Callable[[], bool]) -> tuple[bool, bool]:
+        """Return whether any rank is to stop, and whether the save in the background failed.
+
+        An error of ``is_stopping`` on one rank is raised on all.
+        """
+        stops, error = 0, None
+        try:
+            stops = int(is_stopping())
+        except BaseException as raised:  # noqa: BLE001  # raised below, on all ranks
+            stops, error = _RAISED, raised
         failed = (
             self.pending is not None
             and self.pending.done()
             and self.pending.exception() is not None
         )
-        if self._ranks.is_alone:
-            return is_stopping, failed
-        flags = torch.tensor([is_stopping, failed], dtype=torch.int32, device="cpu")
-        with self._ranks.talking():
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        any_stops, any_failed = flags.tolist()
-        return bool(any_stops), bool(any_failed)
+        if not self._ranks.is_alone:
+            flags = torch.tensor([stops, failed], dtype=torch.int32, device="cpu")
+            with self._ranks.talking():
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+            stops, failed = flags.tolist()
+
+        def check() -> None:
+            if error is not None:
+                raise error
+
+        if stops == _RAISED:
+            self._ranks.run(check)
+        return bool(stops), bool(failed)
 
     def close(self) -> None:
         """Release host memory, and destroy the groups. A rank that waits in one gets an error."""
