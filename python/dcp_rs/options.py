@@ -132,10 +132,11 @@ class ReadOptions:
             page cache and by the file system.
         threads: threads that read. Default: the cores of this process (its affinity and its
             cgroup's CPU quota), divided by ``LOCAL_WORLD_SIZE``.
-        verify: ``"auto"`` checks the digests of blocks (1 MiB) that are read whole from a disk or
-            a store, and none that are in the page cache. ``True`` checks every block that is read,
-            ``False`` none. A block is hashed while it is copied, so a destination may hold a
-            damaged block when the error is raised.
+        verify: ``"auto"`` checks the digests of blocks (1 MiB) that come from a disk or a store,
+            and are read whole into contiguous memory. It checks none that are in the page cache or
+            read through a mapping. ``True`` checks every block that is read, ``False`` none. A
+            block is hashed while it is copied, so a destination may hold a damaged block when the
+            error is raised.
         shared: other processes of this machine load the same checkpoint at the same time.
             ``io="auto"`` then reads through the page cache what they need too, so that the disk
             delivers it once. Default: true if ``LOCAL_WORLD_SIZE`` or, if that is not set, the

@@ -70,6 +70,32 @@ def test_by_default_what_does_not_come_from_the_page_cache_is_verified(ckpt):
         dcp_rs.load(into, ckpt, verify="never", no_dist=True)
 
 
+def dropped(path):
+    """Takes the data files out of the page cache."""
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_what_is_verified_by_default_costs_no_reads(ckpt):
+    """Of rows that go to memory with gaps, blocks would be read twice."""
+    shape = (6000, 896)
+    dcp_rs.save({"w": torch.randn(shape)}, ckpt, no_dist=True)
+    wide = torch.zeros(shape[0], 2 * shape[1])[:, : shape[1]]
+    nbytes = 4 * wide.numel()
+    dropped(ckpt)
+    report = dcp_rs.load({"w": wide}, ckpt, io="direct", no_dist=True)
+    if not report.bytes_direct:
+        pytest.skip("the file system has no direct I/O")
+    assert report.bytes_read < 1.1 * nbytes
+    assert report.bytes_verified == 0
+    dropped(ckpt)
+    report = dcp_rs.load({"w": torch.empty(shape)}, ckpt, io="direct", no_dist=True)
+    assert report.bytes_verified == nbytes
+    assert report.bytes_read < 1.1 * nbytes
+
+
 def test_a_file_that_is_gone_loses_all_that_is_in_it(ckpt):
     save_rs(STATE, ckpt)
     (file,) = ckpt.glob("*.safetensors")

@@ -1,6 +1,7 @@
 """Quantized weights as tensors, by every way in: to the bit what the published formulas give."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,31 @@ def test_a_checkpoint_of_dcp_rs_in_shards_of_its_own(tmp_path):
     file.write_bytes(data)
     with pytest.raises(dcp_rs.errors.CorruptDataError, match=r"m\.weight"):
         dcp_rs.open(tmp_path / "ckpt", dequantize=True, verify=True)["m.weight"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_what_is_verified_by_default_costs_no_reads(tmp_path, dtype):
+    """In place, and by slabs: windows end within blocks, and each read all blocks that it touched."""
+    stored, whole = quantized.fp8("m", 2000, 1500, seed=20)
+    dcp_rs.save(stored, tmp_path, no_dist=True)
+    (file,) = tmp_path.glob("*.safetensors")
+    read = {}
+    for verify in ("auto", False):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        state = {"m.weight": torch.zeros(2000, 1500, dtype=dtype)}
+        report = dcp_rs.load(
+            state,
+            tmp_path,
+            dequantize=True,
+            io="direct",
+            verify=verify,
+            dtype_policy="cast",
+            no_dist=True,
+        )
+        assert same(state["m.weight"], whole.to(BF16).to(dtype))
+        read[verify] = report.bytes_read
+    assert read["auto"] <= 1.1 * read[False]
 
 
 def test_strided_destinations_and_slices(tmp_path):

@@ -14,7 +14,7 @@ use crate::copy::{Accumulate, round_to_bfloat16};
 use crate::format::Index;
 use crate::geometry::{Region, row_major};
 use crate::read::{
-    Destination, FileProbe, FileRef, Operation, ReadOptions, ReadReq, Sequential, connect,
+    Destination, FileProbe, FileRef, Operation, ReadOptions, ReadReq, Sequential, Verify, connect,
 };
 use crate::slabs::split;
 use crate::{Control, Error, Result, parallel};
@@ -77,7 +77,7 @@ struct Input<'a> {
     /// The requests of each.
     ranges: Vec<Range<usize>>,
     probe: FileProbe,
-    verify: bool,
+    verify: Verify,
 }
 
 impl<'a> Input<'a> {
@@ -89,11 +89,10 @@ impl<'a> Input<'a> {
         control: &Control,
     ) -> Result<Self> {
         let index = &summand.index;
-        let (files, mut requests) = gather.into_parts();
+        let (files, requests) = gather.into_parts();
         let probe = FileProbe::new(&files, &requests, options, &**index);
         let probe = probe.map_err(|error| explain(index, error, control))?;
-        let verify = probe.choose(&mut requests, options.verify);
-        Ok(Self { index, files, requests, ranges, probe, verify })
+        Ok(Self { index, files, requests, ranges, probe, verify: options.verify })
     }
 }
 

@@ -219,7 +219,6 @@ unsafe fn fill_window(
         request.dst = Destination(base.wrapping_add(request.dst.0.addr()));
     }
     let delivered = reader.stats().bytes_wanted;
-    let verify = probe.choose(&mut requests, verify);
     // SAFETY: the parts lie in `memory` one after another, and the chunks of a part do not overlap
     // in it. Nobody else has it.
     unsafe { reader.read(files, &requests, probe, verify, &*coded.of.index, control)? };

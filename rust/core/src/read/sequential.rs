@@ -1,7 +1,6 @@
 //! Reads batch after batch on one thread, for callers with threads of their own.
 #![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
-use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -51,17 +50,6 @@ impl FileProbe {
         Ok(Self { access, kept, mappings, policies })
     }
 
-    /// Returns true if any blocks are compared with their digests. Takes the digests of all other
-    /// blocks out of the requests.
-    pub(crate) fn choose(&self, requests: &mut Vec<ReadReq>, verify: Verify) -> bool {
-        let (any, chosen) = match verify::chosen(requests, verify, &self.access) {
-            (any, Cow::Borrowed(_)) => return any,
-            (any, Cow::Owned(chosen)) => (any, chosen),
-        };
-        *requests = chosen;
-        any
-    }
-
     /// Returns the number of threads that keep busy the slower one of cores and disk.
     #[must_use]
     pub fn workers(&self, threads: usize) -> usize {
@@ -109,25 +97,17 @@ impl Sequential {
         files: &[FileRef],
         reqs: &[ReadReq],
         probe: &FileProbe,
-        verify: bool,
+        verify: Verify,
         catalog: &dyn Catalog,
         control: &Control,
     ) -> Result<()> {
         control.check()?;
-        let (reqs, coded) = coded::apart(reqs);
+        let (plain, coded) = coded::apart(reqs);
         for req in coded {
             // SAFETY: the caller's promise, passed on.
-            unsafe {
-                coded::fill(
-                    self,
-                    files,
-                    req,
-                    probe,
-                    if verify { Verify::All } else { Verify::Nothing },
-                    control,
-                )?;
-            }
+            unsafe { coded::fill(self, files, req, probe, verify, control)? };
         }
+        let (verify, reqs) = verify::chosen(&plain, verify, &probe.access);
         let plan = plan(files, &reqs, &probe.policies, verify, catalog)?;
         let batch = Batch {
             files,

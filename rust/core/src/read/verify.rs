@@ -2,10 +2,10 @@
 
 use std::borrow::Cow;
 
-use super::plan::fetch_range;
+use smallvec::smallvec;
+
 use super::policy::Access;
-use super::probe::{bytes_of, span};
-use super::{Catalog, ReadReq, Verify};
+use super::{Catalog, Destination, Operation, ReadReq, Verify};
 use crate::format::{BLOCK_SIZE, Index};
 use crate::store::FileRef;
 use crate::{Error, Result};
@@ -26,49 +26,81 @@ impl Catalog for Index {
     }
 }
 
-/// [`Verify::Auto`] compares blocks where that reads at most one part in this many more.
-const MORE: u64 = 64;
-
 /// Returns true if anything is compared, and the requests. Those that are not have no digests.
 pub fn chosen<'a>(
     reqs: &'a [ReadReq],
     verify: Verify,
     access: &[Access],
 ) -> (bool, Cow<'a, [ReadReq]>) {
+    let waits = |req: &ReadReq| access.get(req.file as usize).is_some_and(|access| access.waits());
     match verify {
         Verify::Nothing => (false, reqs.into()),
         Verify::All => (true, reqs.into()),
         Verify::Auto if !access.iter().any(|access| access.waits()) => (false, reqs.into()),
-        Verify::Auto => {
-            let is_compared = |req: &ReadReq| {
-                let access = access.get(req.file as usize);
-                access.is_some_and(|access| access.waits()) && is_of_whole_blocks(req)
-            };
-            // Copying many requests takes longer than to look at them.
-            if reqs.iter().all(is_compared) {
-                return (true, reqs.into());
-            }
-            let mut reqs = reqs.to_vec();
-            for req in &mut reqs {
-                req.digests = req.digests.filter(|_| is_compared(req));
-            }
+        // Copying many requests takes longer than to look at them.
+        Verify::Auto if reqs.iter().all(|req| waits(req) && is_one_chunk(req)) => {
             (true, reqs.into())
+        }
+        Verify::Auto => {
+            let mut chosen = Vec::with_capacity(reqs.len());
+            for req in reqs {
+                if waits(req) {
+                    push_parts(req, &mut chosen);
+                } else {
+                    chosen.push(ReadReq { digests: None, ..req.clone() });
+                }
+            }
+            (chosen.iter().any(|req| req.digests.is_some()), chosen.into())
         }
     }
 }
 
-/// True if reading all of its blocks is hardly more than reading the requested part of them.
-fn is_of_whole_blocks(req: &ReadReq) -> bool {
-    let (bytes, (start, end)) = (bytes_of(req), span(req));
-    // Saturating: what is out of bounds is refused by the planner.
-    if bytes == 0
-        || end.saturating_sub(start) != bytes
-        || end > req.chunk_offset.saturating_add(req.chunk_length)
+/// True for all bytes of a chunk, in one run.
+fn is_one_chunk(req: &ReadReq) -> bool {
+    req.digests.is_some() && run(req) == Some((0, req.chunk_length))
+}
+
+/// The bytes of the chunk that a request copies as they are, if they are one run in the file and in
+/// memory.
+fn run(req: &ReadReq) -> Option<(u64, u64)> {
+    let mut bytes = req.itemsize;
+    for ((&size, &src), &dst) in req.shape.iter().zip(&req.src_strides).zip(&req.dst_strides).rev()
     {
-        return false;
+        if size != 1 && (src, dst) != (bytes, bytes) {
+            return None;
+        }
+        bytes = bytes.checked_mul(size)?;
     }
-    let (from, to) = fetch_range(req, start, bytes, true);
-    to - from <= bytes + bytes / MORE
+    let end = req.src_offset.checked_add(bytes)?;
+    let is_within = bytes > 0 && end <= req.chunk_length; // else the planner refuses it
+    (is_within && req.operation == Operation::Copy).then_some((req.src_offset, end))
+}
+
+/// Pushes a request in up to three parts: its whole blocks keep their digests, and what lies before
+/// and after them has none.
+fn push_parts(req: &ReadReq, parts: &mut Vec<ReadReq>) {
+    let whole = run(req).filter(|_| req.digests.is_some()).map(|(begin, end)| {
+        let first = begin.next_multiple_of(BLOCK_SIZE);
+        let last = if end == req.chunk_length { end } else { end / BLOCK_SIZE * BLOCK_SIZE };
+        [begin, first, last, end]
+    });
+    let elements = |at: u64| (at.wrapping_sub(req.src_offset)).is_multiple_of(req.itemsize);
+    let Some(bounds) = whole.filter(|at| at[1] < at[2] && at.iter().all(|&at| elements(at))) else {
+        parts.push(ReadReq { digests: None, ..req.clone() });
+        return;
+    };
+    for (number, part) in bounds.windows(2).enumerate().filter(|(_, part)| part[0] < part[1]) {
+        let at = usize::try_from(part[0] - req.src_offset).unwrap_or(usize::MAX);
+        parts.push(ReadReq {
+            digests: req.digests.filter(|_| number == 1),
+            shape: smallvec![(part[1] - part[0]) / req.itemsize],
+            src_offset: part[0],
+            src_strides: smallvec![req.itemsize],
+            dst: Destination(req.dst.0.wrapping_add(at)),
+            dst_strides: smallvec![req.itemsize],
+            ..req.clone()
+        });
+    }
 }
 
 /// Returns the place in the file of block `block` of the request's chunk.
@@ -107,9 +139,6 @@ pub fn compare(
 
 #[cfg(test)]
 mod tests {
-    use smallvec::smallvec;
-
-    use super::super::{Destination, Operation};
     use super::*;
     use crate::copy::SignBits;
 
@@ -133,38 +162,75 @@ mod tests {
         }
     }
 
+    /// Begin and end of each part, and whether it is compared.
+    fn parts_of(req: &ReadReq, access: Access) -> Vec<(u64, u64, bool)> {
+        let (any, parts) = chosen(std::slice::from_ref(req), Verify::Auto, &[access]);
+        let found: Vec<_> = (parts.iter())
+            .map(|part| {
+                let bytes = part.shape.iter().product::<u64>();
+                assert_eq!(part.dst.0.addr() as u64, part.src_offset - req.src_offset);
+                (part.src_offset, part.src_offset + bytes, any && part.digests.is_some())
+            })
+            .collect();
+        assert_eq!(any, found.iter().any(|part| part.2));
+        found
+    }
+
     #[test]
     fn whole_blocks_from_storage_are_compared() {
+        const B: u64 = BLOCK_SIZE;
         let direct = Access::Direct { align: 512 };
-        let all = 3 * BLOCK_SIZE + 123;
-        let columns = ReadReq {
-            shape: smallvec![3, 1000],
-            src_strides: smallvec![BLOCK_SIZE, 1],
-            ..part(0, 0, 0)
-        };
-        for (access, req, compared) in [
-            (direct, part(0, 0, all), true),
-            (Access::Remote, part(0, 0, all), true),
-            (Access::Shared, part(0, BLOCK_SIZE, 2 * BLOCK_SIZE), true),
-            (Access::Buffered, part(0, 3 * BLOCK_SIZE, 123), true),
+        let all = 3 * B + 123;
+        for (access, (offset, length), expected) in [
+            (direct, (0, all), vec![(0, all, true)]),
+            (Access::Remote, (0, all), vec![(0, all, true)]),
+            (Access::Shared, (B, 2 * B), vec![(B, 3 * B, true)]),
+            (Access::Buffered, (3 * B, 123), vec![(3 * B, all, true)]),
             // From the page cache.
-            (Access::Mapped, part(0, 0, all), false),
-            (Access::Cached, part(0, 0, all), false),
-            // Blocks would be read for a part of them.
-            (direct, part(0, 0, BLOCK_SIZE / 2), false),
-            (direct, part(0, BLOCK_SIZE - 1, 2), false),
-            (direct, columns, false),
-            (direct, part(0, 0, 0), false),
+            (Access::Mapped, (0, all), vec![(0, all, false)]),
+            (Access::Cached, (0, all), vec![(0, all, false)]),
+            // Of a block that is read in part, nothing more is read.
+            (direct, (0, B / 2), vec![(0, B / 2, false)]),
+            (direct, (B - 1, 2), vec![(B - 1, B + 1, false)]),
+            (direct, (3 * B, 122), vec![(3 * B, 3 * B + 122, false)]),
+            (direct, (0, 2 * B + 5), vec![(0, 2 * B, true), (2 * B, 2 * B + 5, false)]),
+            (direct, (5, all - 5), vec![(5, B, false), (B, all, true)]),
+            (direct, (5, 2 * B), vec![(5, B, false), (B, 2 * B, true), (2 * B, 2 * B + 5, false)]),
+            (direct, (0, 0), vec![(0, 0, false)]),
             // Out of bounds: the planner says so.
-            (direct, part(0, 0, all + 1), false),
+            (direct, (0, all + 1), vec![(0, all + 1, false)]),
         ] {
-            let (any, reqs) = chosen(std::slice::from_ref(&req), Verify::Auto, &[access]);
-            assert_eq!(any && reqs[0].digests.is_some(), compared, "{access:?} {:?}", req.shape);
+            let req = part(0, offset, length);
+            assert_eq!(parts_of(&req, access), expected, "{access:?} {offset} {length}");
             assert!(chosen(std::slice::from_ref(&req), Verify::All, &[access]).0);
             assert!(!chosen(std::slice::from_ref(&req), Verify::Nothing, &[access]).0);
         }
         let both = [part(0, 0, all), part(1, 0, all)];
         let (any, reqs) = chosen(&both, Verify::Auto, &[direct, Access::Mapped]);
         assert!(any && reqs[0].digests.is_some() && reqs[1].digests.is_none());
+    }
+
+    /// Pieces of rows end within blocks, and whole blocks would be read for each.
+    #[test]
+    fn what_is_no_run_is_not_compared() {
+        let whole = ReadReq {
+            shape: smallvec![3, BLOCK_SIZE],
+            src_strides: smallvec![BLOCK_SIZE, 1],
+            dst_strides: smallvec![BLOCK_SIZE, 1],
+            ..part(0, 0, 0)
+        };
+        let spread = ReadReq { dst_strides: smallvec![2 * BLOCK_SIZE, 1], ..whole.clone() };
+        let columns = ReadReq { shape: smallvec![3, 1000], ..whole.clone() };
+        let turned = ReadReq {
+            shape: smallvec![BLOCK_SIZE, 3],
+            src_strides: smallvec![1, BLOCK_SIZE],
+            dst_strides: smallvec![3, 1],
+            ..whole.clone()
+        };
+        for (req, compared) in [(whole, true), (spread, false), (columns, false), (turned, false)] {
+            let access = Access::Direct { align: 512 };
+            let (any, parts) = chosen(std::slice::from_ref(&req), Verify::Auto, &[access]);
+            assert_eq!((any, parts.len()), (compared, 1), "{:?}", req.dst_strides);
+        }
     }
 }

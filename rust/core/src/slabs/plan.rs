@@ -23,7 +23,7 @@ pub struct Plan {
     /// The requests of each batch.
     pub(super) ranges: Vec<Range<usize>>,
     pub(super) probe: FileProbe,
-    pub(super) verify: bool,
+    pub(super) verify: Verify,
     slab_bytes: u64,
     pub(super) threads: usize,
 }
@@ -94,10 +94,9 @@ impl Plan {
             gather.divide(common);
         }
         let options = gather.options(options).into_owned();
-        let (files, mut requests) = gather.into_parts();
+        let (files, requests) = gather.into_parts();
         let probe = FileProbe::new(&files, &requests, &options, &*index)
             .map_err(|error| explain(&index, error, &Control::new()))?;
-        let verify = probe.choose(&mut requests, options.verify);
         let threads = match options.threads {
             0 => crate::parallel::available(),
             n => n,
@@ -110,7 +109,7 @@ impl Plan {
             batches,
             ranges,
             probe,
-            verify,
+            verify: options.verify,
             slab_bytes,
             threads,
         })

@@ -15,7 +15,7 @@ use crate::checkpoint::explain;
 use crate::checkpoint::gather::Gather;
 use crate::copy::Accumulate;
 use crate::format::{BLOCK_SIZE, block_digest};
-use crate::read::{Destination, Operation, ReadOptions, Sequential, compare};
+use crate::read::{Destination, Operation, ReadOptions, Sequential, Verify, compare};
 use crate::{Control, Error, Result, parallel};
 
 /// Fewer elements are summed with others, which takes fewer calls.
@@ -328,8 +328,8 @@ fn row<'a>(
     let Operation::Accumulate(sink) = request.operation else {
         return Err(Error::Internal("a summand that is not added".into()));
     };
-    let (checks, end) =
-        (input.verify && request.digests.is_some(), begin + elements * request.itemsize);
+    let checks = input.verify == Verify::All && request.digests.is_some();
+    let end = begin + elements * request.itemsize;
     let (from, to) = if checks {
         (
             begin / BLOCK_SIZE * BLOCK_SIZE,
