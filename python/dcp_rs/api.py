@@ -101,7 +101,7 @@ def load_state_dict(
             return LoadRequest(state_dict, storage_reader._source, own._options())
 
         storage_reader.report = report = engine.load(ranks, make_request)
-        own._end_load(report, storage_reader.path)
+        own._end_load(report, storage_reader._source)
         return report
 
     def make_arguments() -> protocol.LoadArguments:
@@ -190,9 +190,10 @@ def load(
     """
     ranks = RankGroup(process_group, no_dist=no_dist)
     own = planner if planner is not None and is_plain_load_planner(planner) else None
+    source: engine.Source
 
     def make_request() -> LoadRequest:
-        nonlocal include, exclude  # a load that begins again reads them again
+        nonlocal source, include, exclude  # a load that begins again reads the globs again
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         if unknown:
@@ -240,7 +241,7 @@ def load(
     if planner is None or own is not None:
         report = engine.load(ranks, make_request, stateful=True)
         if own is not None:
-            own._end_load(report, location(path))
+            own._end_load(report, source)
         return report
 
     def make_arguments() -> protocol.LoadArguments:

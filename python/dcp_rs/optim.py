@@ -92,23 +92,25 @@ def training_state(
     """
     # The save raises if other ranks are missing.
     ranks = RankGroup(process_group, no_dist=not dist.is_initialized())
-    models = _modules(model)
-    state = _training_state(models, optimizers, extra, ranks, strict=strict_values)
+    models, state = _training_state(model, optimizers, extra, ranks, strict=strict_values)
     state[MODEL] = with_buffers_copied(state[MODEL], models)
     return state
 
 
 def _training_state(
-    models: tuple[torch.nn.Module, ...],
+    model: Models,
     optimizers: Optimizers,
     extra: Mapping[str, Any] | None,
     ranks: RankGroup,
     *,
     strict: bool,
-) -> dict[str, Any]:
+) -> tuple[tuple[torch.nn.Module, ...], dict[str, Any]]:
+    """Return the modules and their training state."""
+    # A step of its own: what follows contains collectives.
+    models, several = ranks.run(lambda: (_modules(model), _several(optimizers)))
+
     def make() -> dict[str, Any]:
         state: dict[str, Any] = {MODEL: _merged(get_model_state_dict(model) for model in models)}
-        several = _several(optimizers)
         # A collective: other ranks may have optimizers.
         optim = optimizer_state(models, several, ranks)
         if several:
@@ -121,7 +123,7 @@ def _training_state(
                 check_values(EXTRA, state[EXTRA])
         return state
 
-    return ranks.run(make)
+    return models, ranks.run(make)
 
 
 @suggest_option
@@ -174,9 +176,8 @@ def save_training_state(
         ```
     """
     strict = write_options.get("strict_values", True)
-    state = _training_state(
-        _modules(model), optimizers, extra, RankGroup(process_group, no_dist=no_dist), strict=strict
-    )
+    ranks = RankGroup(process_group, no_dist=no_dist)
+    _, state = _training_state(model, optimizers, extra, ranks, strict=strict)
     return save(
         state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options
     )
@@ -235,8 +236,8 @@ def load_training_state(
     """
     return _load(
         path,
-        _modules(model),
-        _several(optimizers),
+        model,
+        optimizers,
         planner,
         RankGroup(process_group, no_dist=no_dist),
         read_options,
@@ -292,8 +293,8 @@ def load_optim_state_dict(
     """
     _load(
         path,
-        _modules(model),
-        (optimizer,),
+        model,
+        optimizer,
         planner,
         RankGroup(process_group, no_dist=no_dist),
         read_options,
@@ -304,8 +305,8 @@ def load_optim_state_dict(
 
 def _load(
     path: str | os.PathLike[str],
-    models: tuple[torch.nn.Module, ...],
-    optimizers: tuple[Optimizer, ...],
+    model: Models,
+    optimizer: Optimizers,
     planner: LoadPlanner | None,
     ranks: RankGroup,
     read_options: dict[str, Any],
@@ -321,6 +322,7 @@ def _load(
     if planner is None:
         planner = RsLoadPlanner(allow_partial_load=partial)
     partial = partial or bool(getattr(planner, "allow_partial_load", False))
+    models, optimizers = ranks.run(lambda: (_modules(model), _several(optimizer)))
 
     def load() -> None:
         """Load everything from the one save that the path holds now."""
@@ -348,9 +350,9 @@ def _load(
             if saved is not None:
                 saved.fill(state)
                 saved.apply(models)
-            for model, part in zip(models, parts, strict=False):
+            for module, part in zip(models, parts, strict=False):
                 loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
-                set_model_state_dict(model, loaded, options=StateDictOptions(strict=not partial))
+                set_model_state_dict(module, loaded, options=StateDictOptions(strict=not partial))
             for one in extras:
                 one.put(extra or {}, state)
 
@@ -378,7 +380,7 @@ def _read(
         return
     request = engine.LoadRequest(state, reader._source, planner._options())
     report = engine.load(ranks, lambda: request, index=index_of(metadata))
-    planner._end_load(report, reader.path)
+    planner._end_load(report, reader._source)
 
 
 def _opened(

@@ -537,3 +537,20 @@ def test_a_load_leaves_nothing_to_the_garbage_collector(tmp_path):
         assert gone() is None  # nor what it held: the state dict, the mapped index
     finally:
         gc.enable()
+
+
+def test_tensors_by_name_are_of_the_last_load(tmp_path):
+    for number in (1, 2):
+        state = {"w": torch.full((3, 2), float(number))}
+        dcp_rs.save(state, tmp_path / str(number), no_dist=True, fsync=False)
+    planner, state = RsLoadPlanner(), {"w": torch.zeros(3, 2)}
+    dcp.load(state, storage_reader=RsReader(tmp_path / "1"), planner=planner, no_dist=True)
+    assert planner.resolve_tensor("w").eq(1).all()
+    dcp_rs.load(state, tmp_path / "2", planner=planner, no_dist=True)
+    assert state["w"].eq(2).all()
+    assert planner.resolve_tensor("w").eq(2).all()
+    turned = {"w": torch.zeros(2, 3)}
+    dcp_rs.load(
+        turned, tmp_path / "1", planner=planner, views=dcp_rs.Transpose("w", (1, 0)), no_dist=True
+    )
+    assert planner.resolve_tensor("w").shape == (2, 3)

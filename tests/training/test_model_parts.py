@@ -5,6 +5,7 @@ A list of modules was `TypeError: unhashable type`, a tuple an `AttributeError`.
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dcp_rs
@@ -16,7 +17,7 @@ from dcp_rs.optim import (
     save_training_state,
     training_state,
 )
-from support import assert_state_equal
+from support import assert_state_equal, rank_outcomes
 
 
 class Stage(nn.Module):
@@ -111,3 +112,18 @@ def test_a_partial_load_is_asked_for_once(ckpt):
     load_training_state(ckpt, renamed, (), no_dist=True, planner=planner)
     assert torch.equal(renamed[0][0].weight, base[0].weight)
     assert dcp_rs.open(ckpt)
+
+
+def load_without_modules_on_one_rank(path):
+    load_training_state(path, [] if dist.get_rank() == 1 else torch.nn.Linear(3, 3))
+
+
+def save_without_modules_on_one_rank(path):
+    save_training_state(path, [] if dist.get_rank() == 1 else torch.nn.Linear(3, 3))
+
+
+def test_a_rank_without_modules_keeps_nobody_waiting(ckpt):
+    save_training_state(ckpt, torch.nn.Linear(3, 3), no_dist=True, fsync=False)
+    for way in (load_without_modules_on_one_rank, save_without_modules_on_one_rank):
+        for outcome in rank_outcomes(2, way, ckpt, timeout=60):
+            assert type(outcome.error) is TypeError, outcome

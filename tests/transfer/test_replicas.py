@@ -225,6 +225,43 @@ def load_shards_of_which_some_are_shared(path):
     assert local.equal(numbered((6, 3)))
 
 
+def load_its_own_file(path):
+    state = {"w": torch.full((1000,), -1.0)}
+    dcp_rs.load(state, path / f"{dist.get_rank()}.pt", replicas="all")
+    return state["w"].unique().tolist()
+
+
+def test_ranks_that_load_files_of_their_own_share_nothing(tmp_path):
+    for rank in range(2):
+        torch.save({"w": torch.full((1000,), float(rank))}, tmp_path / f"{rank}.pt")
+    assert run_ranks(2, load_its_own_file, tmp_path, timeout=60) == [[0.0], [1.0]]
+
+
+def load_transposed_on_one_rank(path):
+    turned = dist.get_rank() == 1
+    state = {"w": torch.zeros(8, 8)}
+    views = dcp_rs.Transpose("w", (1, 0)) if turned else None
+    dcp_rs.load(state, path, views=views, replicas="all")
+    return state["w"].equal(numbered((8, 8)).T if turned else numbered((8, 8)))
+
+
+def test_ranks_with_other_views_share_nothing(ckpt):
+    dcp_rs.save({"w": numbered((8, 8))}, ckpt, no_dist=True, fsync=False)
+    assert run_ranks(2, load_transposed_on_one_rank, ckpt, timeout=60) == [True, True]
+
+
+def load_with_other_bounds(path):
+    state = {"big": torch.zeros(700, 1000)}
+    bound = (1 << 18, 1 << 20)[dist.get_rank()]
+    dcp_rs.load(state, path, replicas="all", max_inflight_bytes=bound)
+    return state["big"].equal(numbered((700, 1000)))
+
+
+def test_ranks_with_other_bounds_on_memory_share_nothing(ckpt):
+    save_whole(ckpt)
+    assert run_ranks(2, load_with_other_bounds, ckpt, timeout=60) == [True, True]
+
+
 def test_a_tensor_of_which_a_part_is_shared_is_read_whole(ckpt):
     dcp_rs.save({"rows": numbered((6, 3))}, ckpt, no_dist=True, fsync=False)
     run_ranks(2, load_shards_of_which_some_are_shared, ckpt, timeout=60)

@@ -22,7 +22,7 @@ from dcp_rs._reports import call
 from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed
 from dcp_rs.checkpoint.open import open as open_checkpoint
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
-from dcp_rs.engine.load import Reads, plan_reads
+from dcp_rs.engine.load import Reads, Source, plan_reads
 from dcp_rs.engine.matching import LoadOptions, check_cast
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
@@ -96,6 +96,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.names = LoadNames(rename, include, exclude)
         self._options()  # checks the policy
         self._checkpoint_path = checkpoint
+        self._source: Source | None = None  # of the last load, if torch did not call this planner
         self._index: _core.Index | None = None
         self._flat = Flat({}, {}, [])
         self._reads: Reads | None = None
@@ -149,7 +150,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
         self.original_state_dict = state_dict
-        self.metadata = metadata
+        self.metadata, self._source = metadata, None
         self.is_coordinator = is_coordinator
         if self.flatten_sharded_tensors and not is_plain_state_dict(state_dict):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
@@ -245,9 +246,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
             # A copy: the caller owns it, and may write to it.
             return value.clone() if device.type == "cpu" else value
 
-    def _end_load(self, report: LoadReport, path: os.PathLike[str]) -> None:
-        """Take the report and the path of a load with the options of this planner."""
-        self.report, self._checkpoint_path = report, path
+    def _end_load(self, report: LoadReport, source: Source) -> None:
+        """Take the report and the source of a load with the options of this planner."""
+        self.report, self._source, self.metadata = report, source, None
 
     # --- reads by name ----------------------------------------------------------------------------
 
@@ -255,6 +256,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         index = index_of(self.metadata)
         if index is not None:
             return Checkpoint(index, device=device, options=ReadOptions())
+        if self._source is not None:
+            return Checkpoint(self._source.open(), device=device, options=self._source.read)
         if self._checkpoint_path is None:
             msg = (
                 "this planner has no checkpoint: "

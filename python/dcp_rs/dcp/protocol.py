@@ -92,7 +92,10 @@ def load(
         if stateful:
             ranks.run(hand_over)
 
-    retry_if_replaced(ranks, attempt, lambda: metadata is None and not is_partial)
+    if metadata is not None:
+        attempt()
+    else:
+        retry_if_replaced(ranks, attempt, lambda: not is_partial)
     return reader.report if isinstance(reader, RsReader) else None
 
 

@@ -338,6 +338,7 @@ class Offer:
 def offer(
     targets: Sequence[Target],
     shapes: Sequence[Sequence[int]],
+    source: bytes,
     scope: Literal["node", "all"],
     process_group: dist.ProcessGroup | None,
 ) -> Offer:
@@ -349,6 +350,8 @@ def offer(
     Args:
         targets: the targets of this rank.
         shapes: the shapes of the whole tensors.
+        source: what the ranks read, and the size of the pieces that they cut. Only ranks of equal
+            ``source`` share.
         scope: share among the ranks of a node (``LOCAL_WORLD_SIZE`` consecutive ones), or among
             all ranks.
         process_group: the group of the load.
@@ -370,7 +373,7 @@ def offer(
     found = Offer(dist.get_rank() // _local_world_size() if scope == "node" else 0)
     for (way, _), members in by_size[:_MAX_CLASSES]:
         members.sort(key=lambda target: (target.index, tuple(target.offsets)))
-        digest = _digest(way, members)
+        digest = _digest(source, way, members)
         found.members[digest] = members
     found.digests = list(found.members)
     return found
@@ -412,9 +415,10 @@ def is_shared(everyone: Sequence[tuple[int, list[bytes]]]) -> bool:
     return False
 
 
-def _digest(way: str, targets: Sequence[Target]) -> bytes:
-    digest = hashlib.blake2b(way.encode(), digest_size=16)
+def _digest(source: bytes, way: str, targets: Sequence[Target]) -> bytes:
+    digest = hashlib.blake2b(source + way.encode(), digest_size=16)
     for target in targets:
+        digest.update(str(target.dtype).encode())
         region = (target.index, target.tensor.dim(), *target.offsets, *target.tensor.shape)
         digest.update(struct.pack(f"<{len(region)}Q", *region))
     return digest.digest()

@@ -196,16 +196,16 @@ class Matching:
         """
         found = find_entries(self._index, wanted)
         missing = [fqn for fqn, entry in found.items() if entry is None] + self._names.unnamed
-        if missing:
-            values, paths = _torch.flatten_as_2_3(self._state_dict)
-            extra = self._names.named(fqn for fqn in values if fqn not in self.flat.values)
-            extra = {fqn: name for fqn, name in extra.items() if self._index.find(name) is not None}
-            if extra:
-                self.flat = Flat(values, paths, [])
-                known = {fqn: name for fqn, name in {**wanted, **extra}.items() if fqn in values}
-                found = find_entries(self._index, known)
-                missing = [fqn for fqn, entry in found.items() if entry is None]
-                missing += [fqn for fqn in self._names.unnamed if fqn in values]
+        if missing and (older := self._flatten_as_older_torch()) is not None:
+            whole = [fqn for fqn in older.values if fqn not in self.flat.values]
+            whole = list(filter(self._names.wants, whole))
+            self.flat = older
+            named = {**wanted, **self._names.named(whole)}
+            known = {fqn: name for fqn, name in named.items() if fqn in older.values}
+            found = find_entries(self._index, known)
+            missing = [fqn for fqn, entry in found.items() if entry is None]
+            unnamed = dict.fromkeys([*self._names.unnamed, *whole])
+            missing += [fqn for fqn in unnamed if fqn in older.values and fqn not in known]
         if missing or self._options.allow_partial_load:
             self._note_missing(missing, found)
         values = self.flat.values
@@ -218,6 +218,27 @@ class Matching:
         if self._misfits:
             self._skip_or_refuse_misfits()
         return fitting
+
+    def _flatten_as_older_torch(self) -> Flat | None:
+        """Flatten the state dict as torch before 2.4, with containers without tensors as values.
+
+        Returns:
+            The flattened state dict; None if the checkpoint stores none of these containers. It
+            lacks entries that :attr:`flat` lacks, and containers that are empty and not stored.
+        """
+        values, paths = _torch.flatten_as_2_3(self._state_dict)
+        leaves = [path for fqn, path in self.flat.paths.items() if fqn in self.flat.values]
+        filled = {name_of(path[:depth]) for path in leaves for depth in range(1, len(path))}
+        empty = [container.path for container in self.flat.containers]
+        hollow = {name_of(path[:depth]) for path in empty for depth in range(1, len(path) + 1)}
+        whole = filled.union(hollow).difference(self.flat.values).intersection(values)
+        named = self._names.named(filter(self._names.wants, whole))
+        stored = {fqn for fqn, name in named.items() if self._index.find(name) is not None}
+        if not stored:
+            return None
+        kept = filled.union(stored, self.flat.values)
+        values = {fqn: value for fqn, value in values.items() if fqn in kept}
+        return Flat(values, {fqn: paths[fqn] for fqn in values}, [])
 
     def note_holes(self, holes: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> set[str]:
         """Note regions that the checkpoint lacks: names, offsets and sizes.
