@@ -303,8 +303,9 @@ fn a_file_that_was_cut_after_it_was_checked_is_refused() {
         File::options().write(true).open(&file.path).unwrap().set_len(length as u64 - 100).unwrap();
         let mut reader = Sequential::new(None);
         // SAFETY: the destination is exclusive and outlives the call.
-        let result =
-            unsafe { reader.read(files, &reqs, &probe, false, &Digests(vec![]), &Control::new()) };
+        let result = unsafe {
+            reader.read(files, &reqs, &probe, Verify::Nothing, &Digests(vec![]), &Control::new())
+        };
         let (name, .., reason) = corrupt(result.map(|()| reader.stats()));
         assert_eq!(name, "f");
         assert!(reason.contains(&format!("{}", length - 100)), "{reason}");
