@@ -258,6 +258,42 @@ def test_what_one_rank_finds_damaged_all_pass_over(tmp_path):
     )
 
 
+def warn_where_warnings_are_errors(root):
+    told = []
+    with CheckpointManager(root) as manager:
+        manager.save(1, state_of(1))
+        manager.path(2).mkdir(exist_ok=True)
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="not resumed from step-2") as raised:
+                manager.load(state_of(-1))
+            told.append("\n".join(raised.value.__notes__))
+            assert manager.resumed == 1
+            manager._store.settle = fail_to_settle
+            with pytest.raises(UserWarning, match="could not be renamed") as raised:
+                manager.save(3, state_of(3))
+            told.append("\n".join(raised.value.__notes__))
+            manager.async_save(4, state_of(4))
+            with pytest.raises(UserWarning, match="step 4 could not be renamed") as raised:
+                manager.wait()
+            told.append("\n".join(raised.value.__notes__))
+        manager.save(5, state_of(5))
+        return told, numbers(manager)
+
+
+def fail_to_settle(*_):
+    raise OSError("the disk is away")
+
+
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(tmp_path):
+    """The first rank alone raised it, and the others went on without it."""
+    for told, steps in run_ranks(2, warn_where_warnings_are_errors, tmp_path / "run"):
+        assert all("raised on rank 0" in notes for notes in told)
+        assert len(told) == 3
+        assert steps == [1, 3, 4, 5]
+
+
 def save_in_a_part(root):
     """Two managers of two ranks each, side by side."""
     rank = dist.get_rank()

@@ -329,9 +329,12 @@ class CheckpointManager:
                 state_dict, self.path(step), planner=planner, **self._options(prepared)
             )
         self._done = step
-        if self._ranks.is_coordinator:
+
+        def finish(step: int) -> None:
             self._coordinator.committed(step, prepared.save_id)
-        self._warn()
+            self._warn()
+
+        self._ranks.decide(step, finish)
         return metadata
 
     @suggest_option
@@ -553,11 +556,14 @@ class CheckpointManager:
             if not reasons:
                 break
             damaged[number] = reasons[0]
-        if self._ranks.is_coordinator:
+        self._coordinator.resumed = self.resumed = self._done = number
+
+        def warn(_: None) -> None:
             for skipped in self.passed_over:
                 warn_caller(f"not resumed from {skipped}")
-        self._warn()
-        self._coordinator.resumed = self.resumed = self._done = number
+            self._warn()
+
+        self._ranks.decide(None, warn)
         return number
 
     # --- the end
@@ -625,13 +631,16 @@ class CheckpointManager:
         """Wait for the save before, and create the folder of the step."""
         self._settle()
         metrics, files = metrics or {}, files or {}
-        with self._coordinator.explaining():
-            return self._ranks.decide(
-                step,
-                lambda step: self._coordinator.prepare(
-                    step, metrics, files, force=force, reuse=self._reuse
-                ),
+
+        def prepare(step: int) -> Prepared:
+            prepared = self._coordinator.prepare(
+                step, metrics, files, force=force, reuse=self._reuse
             )
+            self._warn()
+            return prepared
+
+        with self._coordinator.explaining():
+            return self._ranks.decide(step, prepare)
 
     def _options(self, prepared: Prepared) -> dict[str, Any]:
         """Return the options of the save of a step."""
@@ -657,12 +666,12 @@ class CheckpointManager:
         self._check_open()
         try:
             with self._coordinator.explaining():
-                self._ranks.settle()
+                self._ranks.settle(self._warn)
         except BaseException:
             self._done = None
             raise
-        self._warn()
 
     def _warn(self) -> None:
+        """Warn of the coordinator's problems, in a step: a warning may be an error on all ranks."""
         for problem in self._coordinator.take_problems():
             warn_caller(f"{self.root}: {problem}")

@@ -64,12 +64,20 @@ class ManagerRanks:
         """
         return self._ranks.all_reduce(lambda: step, lambda steps: work(_same(steps)))
 
-    def settle(self) -> None:
-        """Wait for the save in the background. Raise on all ranks if it failed on one."""
+    def settle(self, then: Callable[[], None]) -> None:
+        """Wait for the save in the background, if there is one, and call ``then`` after it.
+
+        An error of one rank is raised on all.
+        """
         pending = self.pending
         if pending is not None:
+
+            def work() -> None:
+                pending.result()
+                then()
+
             try:
-                self._ranks.run(pending.result)
+                self._ranks.run(work)
             finally:
                 if pending.done():
                     self.pending = None
