@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def save(root, number, metrics=None, *, settle=True):
     )
     if settle:
         root.settle(number, save_id)
+    root.release()  # as a kill does
     return root.folder(number)
 
 
@@ -198,6 +200,30 @@ def test_a_save_that_goes_on_is_left_alone(root):
     assert passed.kind == "in use"
     assert swept == []
     assert numbers(root) == [10, 20]
+
+
+def test_a_save_that_has_begun_is_left_alone_before_it_writes_data(root):
+    """Its note and the user's files were removed by a sweep from outside."""
+    save(root, 20)
+    root.begin(10, f"{10:032x}", {"loss": 1.0}, {"notes.txt": b"the user's"})
+    other = FolderStepStore(root.path)
+    assert other.look_at(10).kind == "in use"
+    assert other.sweep().left == []
+    assert sorted(path.name for path in root.folder(10).iterdir()) == [
+        "notes.txt",
+        f"saving-{10:032x}.json",
+    ]
+    pid = os.fork()  # that of a worker, which outlives the save
+    if pid == 0:
+        signal.pause()
+    try:
+        root.release()
+        assert other.look_at(10).kind == "unfinished"
+        assert [found.number for found in other.sweep().left] == [10]
+        assert not root.folder(10).exists()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 class Looking(FolderStepStore):

@@ -16,6 +16,7 @@ import torch
 import dcp_rs
 import programs
 from dcp_rs import CheckpointManager, RsSavePlanner
+from dcp_rs.engine import background
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -28,6 +29,7 @@ from dcp_rs.errors import (
 from dcp_rs.optim import training_state
 from dcp_rs.steps import folder_store
 from dcp_rs.steps.folder_store import FolderStepStore
+from dcp_rs.steps.retention import Policies, prune
 from support.numbered import loaded, names_in, numbers
 
 
@@ -920,3 +922,37 @@ def test_a_manager_that_only_looks_changes_nothing(run):
             assert repr(manager) == f"CheckpointManager({str(run)!r})"
         manager.close()
     assert not run.exists()
+
+
+def test_a_prune_from_outside_leaves_a_save_alone_that_has_no_data_yet(run):
+    """After a rollback the steps that are saved are below the latest."""
+    with CheckpointManager(run) as manager:
+        for step in (20, 30):
+            manager.save(step, state_of(step))
+        assert loaded(manager, 20) == 20
+        go = threading.Event()
+        background.save_thread.submit(go.wait, 60)
+        manager.async_save(21, state_of(21), metrics={"loss": 1.0}, extra_files={"a.txt": b"a"})
+        done = prune(FolderStepStore(run), Policies(keep_last=5))
+        go.set()
+        manager.wait()
+        assert done.removed == done.swept == []
+        assert (manager.path(21) / "a.txt").read_bytes() == b"a"
+        assert {step.number: dict(step.metrics) for step in manager.steps()} == {
+            20: {},
+            21: {"loss": 1.0},
+            30: {},
+        }
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_that_failed_is_over(run, in_background):
+    with CheckpointManager(run) as manager:
+        save = manager.async_save if in_background else manager.save
+        with pytest.raises(UnsupportedError):
+            save(1, bad_state(1)).result(60)
+        if in_background:
+            with pytest.raises(UnsupportedError):
+                manager.wait()
+        manager.save(1, state_of(1))
+        assert numbers(manager) == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -50,6 +51,7 @@ class FolderStepStore(StepStore):
         # Path.resolve would follow links.
         self.path = Path(os.path.abspath(local_path(path)))  # noqa: PTH100
         self.access: Mapping[str, Any] = {}
+        self._claimed: int | None = None  # an open note, which is locked
 
     # --- files
 
@@ -112,9 +114,11 @@ class FolderStepStore(StepStore):
         verdicts = {
             left.verdict for left in leftovers(path) if left.kind == "data" or not is_locked
         }
-        if "in use" in verdicts:
+        saving = [path / name for name in files if name.startswith("saving-")]
+        # Before a save writes data, its note alone is claimed.
+        if "in use" in verdicts or any(map(_is_claimed, saving)):
             return "in use"
-        if "whole" in verdicts and not any(name.startswith("saving-") for name in files):
+        if "whole" in verdicts and not saving:
             return "no index"
         # An earlier run cannot commit any more.
         is_over = bool(runs) and self.run is not None and self.run not in runs
@@ -131,8 +135,23 @@ class FolderStepStore(StepStore):
         finally:
             del lock
 
+    def _claim(self, note: Path) -> None:
+        self.release()
+        self._claimed = os.open(note, os.O_RDWR)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._claimed, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Release the claim on a save. See :meth:`StepStore.release`."""
+        claimed, self._claimed = self._claimed, None
+        if claimed is not None:
+            with suppress(OSError):  # as above
+                fcntl.flock(claimed, fcntl.LOCK_UN)  # that of forked processes, too
+            os.close(claimed)
+
     def settle(self, number: int, save_id: str) -> None:
         """Note that a save is committed. See :meth:`StepStore.settle`."""
+        self.release()
         path = self.folder(number)
         (path / saving_name(save_id)).rename(path / saved_name(save_id))
         notes_of = {file: notes.id_of(file.name) for file in path.iterdir()}
@@ -238,6 +257,23 @@ def _read_file(path: Path) -> bytes | None:
         return path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else b""
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _is_claimed(note: Path) -> bool:
+    """Return whether a process is saving: it holds a lock on the note of its save."""
+    try:
+        opened = os.open(note, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+    except OSError:  # it is gone
+        return False
+    try:
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(opened)
+    return False
 
 
 def _delete(path: Path) -> None:

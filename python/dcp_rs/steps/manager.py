@@ -612,6 +612,7 @@ class CheckpointManager:
         self._closed = True
         self._preemption.close()
         self._ranks.close()
+        self._store.release()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -670,6 +671,9 @@ class CheckpointManager:
         except BaseException:
             self._done = None
             raise
+        finally:
+            if self._ranks.pending is None:
+                self._store.release()
 
     def _warn(self) -> None:
         """Warn of the coordinator's problems, in a step: a warning may be an error on all ranks."""

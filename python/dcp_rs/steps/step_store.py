@@ -582,9 +582,17 @@ class StepStore(ABC):
         files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Create the folder of a step, with the note of the save and ``files``."""
-        note = notes.note_of_save(number, metrics, self.run, files)
-        for name, data in {saving_name(save_id): note, **files}.items():
+        note = self.folder(number) / saving_name(save_id)
+        self._put(note, notes.note_of_save(number, metrics, self.run, files))
+        self._claim(note)
+        for name, data in files.items():
             self._put(self.folder(number) / name, data)
+
+    def _claim(self, note: Path) -> None:  # noqa: B027  # object stores have no locks
+        """Let other processes see that a save is under way."""
+
+    def release(self) -> None:  # noqa: B027  # as above
+        """Release the claim on the last save that began here: it is over."""
 
     @abstractmethod
     def settle(self, number: int, save_id: str) -> None:
