@@ -802,8 +802,8 @@ with dcp_rs.CheckpointManager(sys.argv[1], keep_last=1) as manager:
         print("written", flush=True)
         sys.stdin.read()
         return holding()
-    def begin_and_wait(*arguments):
-        begin(*arguments)
+    def begin_and_wait(*arguments, **options):
+        begin(*arguments, **options)
         manager._store.holding = wake_up
     manager._store.begin = begin_and_wait
     try:
@@ -956,3 +956,27 @@ def test_a_save_that_failed_is_over(run, in_background):
                 manager.wait()
         manager.save(1, state_of(1))
         assert numbers(manager) == [1]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_forced_save_that_fails_leaves_the_files_of_the_step(run, in_background):
+    """They were replaced when the save began, and the old step was then whole with new files."""
+    with CheckpointManager(run) as manager:
+        manager.save(1, state_of(1), extra_files={"a.txt": b"old"})
+        save = manager.async_save if in_background else manager.save
+        new = {"force": True, "extra_files": {"a.txt": b"new", "b.txt": b"new"}}
+        with pytest.raises(UnsupportedError):
+            save(1, bad_state(1), **new).result(60)
+        if in_background:
+            with pytest.raises(UnsupportedError):
+                manager.wait()
+        assert loaded(manager) == 1
+        assert (manager.path(1) / "a.txt").read_bytes() == b"old"
+        assert not (manager.path(1) / "b.txt").exists()
+        save(1, state_of(1), **new)
+        manager.wait()
+        assert (manager.path(1) / "a.txt").read_bytes() == b"new"
+        assert (manager.path(1) / "b.txt").read_bytes() == b"new"
+        save(2, state_of(2))
+        manager.wait()
+        assert not (manager.path(2) / "b.txt").exists()

@@ -71,6 +71,7 @@ class Coordinator:
         self._verify = verify
         self._problems: list[str] = []
         self._reported: set[str] = set()
+        self._files: Mapping[str, bytes] = {}  # to put into the step, once its save is committed
         self._begun: set[str] = set()  # ids of the saves of this run
         self._damaged: set[str] = set()  # ids of the saves that could not be loaded
 
@@ -113,7 +114,9 @@ class Coordinator:
             is_alike = reuse and latest.save_id in self._begun
             self._prune(step, room=latest.written if is_alike else latest.nbytes)
         save_id = uuid.uuid4().hex
-        self._store.begin(step, save_id, numbers, contents)
+        replaces = overwrite and isinstance(self._store.look_at(step), Step)
+        self._store.begin(step, save_id, numbers, contents, replaces=replaces)
+        self._files = contents if replaces else {}
         self._begun.add(save_id)
         return Prepared(save_id, self._newest() if reuse else None, overwrite)
 
@@ -158,6 +161,10 @@ class Coordinator:
 
     def committed(self, step: int, save_id: str) -> None:
         """Remove unneeded steps after a commit. A failure becomes a problem, and no error."""
+        try:
+            self._store.put_files(step, self._files)
+        except OSError as error:
+            self._report(f"extra_files of step {step} are not all in its folder: {error}")
         try:
             self._store.settle(step, save_id)
         except OSError as error:

@@ -580,11 +580,21 @@ class StepStore(ABC):
         save_id: str,
         metrics: Mapping[str, float],
         files: Mapping[str, bytes] = MappingProxyType({}),
+        *,
+        replaces: bool = False,
     ) -> None:
-        """Create the folder of a step, with the note of the save and ``files``."""
+        """Create the folder of a step, with the note of the save and ``files``.
+
+        If the save replaces a whole step, the files come later, by :meth:`put_files`.
+        """
         note = self.folder(number) / saving_name(save_id)
         self._put(note, notes.note_of_save(number, metrics, self.run, files))
         self._claim(note)
+        if not replaces:
+            self.put_files(number, files)
+
+    def put_files(self, number: int, files: Mapping[str, bytes]) -> None:
+        """Put files of the user into the folder of a step."""
         for name, data in files.items():
             self._put(self.folder(number) / name, data)
 
