@@ -554,3 +554,12 @@ def test_tensors_by_name_are_of_the_last_load(tmp_path):
         turned, tmp_path / "1", planner=planner, views=dcp_rs.Transpose("w", (1, 0)), no_dist=True
     )
     assert planner.resolve_tensor("w").shape == (2, 3)
+
+
+def test_globs_of_an_iterator_count_for_every_load(tmp_path):
+    dcp_rs.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, no_dist=True, fsync=False)
+    planner = RsLoadPlanner(include=(glob for glob in ["a"]))
+    for _ in range(2):
+        state = {"a": torch.zeros(2), "b": torch.zeros(2)}
+        dcp.load(state, storage_reader=RsReader(tmp_path), planner=planner, no_dist=True)
+        assert (state["a"].tolist(), state["b"].tolist()) == ([1, 1], [0, 0])

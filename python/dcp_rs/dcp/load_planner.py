@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_rs import _core, _torch
 from dcp_rs._reports import call
-from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed
+from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed, repeatable
 from dcp_rs.checkpoint.open import open as open_checkpoint
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.engine.load import Reads, Source, plan_reads
@@ -92,6 +92,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.dtype, self.dtype_policy = dtype, dtype_policy
         self.report = LoadReport()
         self.metadata: Metadata | None = None
+        include, exclude = repeatable(include), repeatable(exclude)
         self._rename, self._include, self._exclude = rename, include, exclude
         self.names = LoadNames(rename, include, exclude)
         self._options()  # checks the policy
