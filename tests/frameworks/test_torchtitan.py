@@ -66,6 +66,7 @@ def test_resumed_training_is_the_training_that_was_not_stopped(tmp_path, whole):
         "--checkpoint.async_mode",
         "async",
         "--checkpoint.verify",
+        "True",
         ranks=2,
     )
     check_end(tmp_path, whole, STEPS - STOP)
