@@ -600,7 +600,7 @@ class Store:
         """Whether there was an index when the save began."""
     @property
     def replaces_ranks(self) -> bool:
-        """Whether single ranks had indexes when the save of all ranks began, which it replaces."""
+        """True if single ranks had indexes when the save of all ranks began. It replaces them."""
 
 @final
 class Save:
@@ -725,7 +725,7 @@ def commit_indexes(
 ) -> tuple[Index, list[str]]:
     """Merges the indexes of all ranks and commits them; (the index, why files of the checkpoint before are still there).
 
-    Without ``overwrite`` nothing is replaced in a folder of the file system; of a store that is said when a save begins.
+    Without ``overwrite`` nothing is replaced. On a store, this is about indexes of single ranks: ``Store.begin`` says what the index itself may replace.
     """
 
 def check_no_rank_indexes(folder: str) -> None:

@@ -124,7 +124,7 @@ def test_a_checkpoint_of_dcp_rs_in_shards_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_what_is_verified_by_default_costs_no_reads(tmp_path, dtype):
-    """In place, and by slabs: windows end within blocks, and each read all blocks that it touched."""
+    """In place, and by slabs: windows end within blocks, and each read all that it touched."""
     stored, whole = quantized.fp8("m", 2000, 1500, seed=20)
     dcp_rs.save(stored, tmp_path, no_dist=True)
     (file,) = tmp_path.glob("*.safetensors")

@@ -1,4 +1,4 @@
-"""Checkpoints of which containers without tensors are single values, as torch before 2.4 saved them."""
+"""Checkpoints with containers as single values, as torch before 2.4 saved those without tensors."""
 
 import pytest
 import torch

@@ -239,7 +239,7 @@ class Reordered(DefaultSavePlanner):
 @pytest.mark.parametrize("by", ["dcp_rs", "torch"])
 @pytest.mark.parametrize("make", [Old, Reordered])
 def test_a_planner_with_other_parameters_is_set_up_as_by_torch(ckpt, make, by):
-    """They were passed by position: an old planner got three, another one the state dict for a flag."""
+    """Arguments went by position: an old planner got three, another one the wrong ones."""
     planner = make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,5 +1,7 @@
 """Indexes of single ranks on a store: only an answer that there is none of all ranks leads to them, and not one that says nothing of it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -77,15 +79,21 @@ def test_a_save_that_may_replace_nothing_replaces_none_of_them(server):
     assert len(server.keys("ckpt/")) == 2  # it replaces them
 
 
-def test_what_a_rank_saves_meanwhile_stays(server):
+@pytest.mark.parametrize("way", ["save", "convert"])
+def test_what_a_rank_saves_meanwhile_stays(server, tmp_path, way):
     url, options = server.url("ckpt"), server.options()
     saved = []
+    dcp_rs.save(state(2), tmp_path / "source", no_dist=True)
 
     def other(*_):
         if not saved:
             saved.append(run_ranks(1, save_rank_local, url, options))
 
+    ways = {
+        "save": partial(dcp_rs.save, state(2), url, storage_options=options),
+        "convert": partial(dcp_rs.convert, tmp_path / "source", url, out_storage_options=options),
+    }
     with pytest.raises(StoragePreconditionError):
-        dcp_rs.save(state(2), url, overwrite=False, storage_options=options, progress=other)
+        ways[way](overwrite=False, progress=other)
     assert run_ranks(1, load, url, options) == [(1, [1.0] * 4)]
     assert len(server.keys("ckpt/")) == 2

@@ -129,10 +129,15 @@ def save_with_hole(path: Path) -> None:
         path=("w",),
         position=0,
     )
+    save_items(path, [item], [_core.Part(0, 0, rows.data_ptr(), rows.nbytes)], ["w"])
+
+
+def save_items(path: Path, items: list[Any], parts: list[Any], names: list[str]) -> None:
+    """A checkpoint of one rank from these items and their bytes, whether or not they are whole."""
     generation = _core.next_generation(str(path))
     save = _core.Save.create(
         str(path),
-        [item],
+        items,
         save_id=bytes(range(16)),
         generation=generation,
         token=1,
@@ -143,5 +148,6 @@ def save_with_hole(path: Path) -> None:
         io="buffered",
         max_inflight_bytes=1 << 20,
     )
-    save.write([_core.Part(0, 0, rows.data_ptr(), rows.nbytes)])
-    commit_ranks(path, [save.finish()], generation=generation, planner_data={"w": ("w",)})
+    save.write(parts)
+    data = {name: (name,) for name in names}
+    commit_ranks(path, [save.finish()], generation=generation, planner_data=data)

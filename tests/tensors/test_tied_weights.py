@@ -11,7 +11,7 @@ from dcp_rs import RsLoadPlanner, RsReader, _core
 from dcp_rs.errors import PlanError
 from support import assert_state_equal, run_ranks
 from support.both import save_stock
-from support.forged import commit_ranks, whole_item
+from support.forged import save_items, whole_item
 
 
 class Model(nn.Module):
@@ -123,29 +123,14 @@ def test_under_fsdp(tmp_path):
 
 
 def test_a_tied_tensor_of_which_a_part_is_stored_loads_in_part(tmp_path):
-    """What was compared for a warning was not all there, and that was an error."""
+    """A comparison for a warning read elements that are not stored, and raised."""
     rows = torch.arange(8.0).reshape(8, 1)
     whole = whole_item("embed", rows, path=("embed",), position=0)
     place = {"shape": (8, 1), "offsets": (0, 0), "sizes": (4, 1), "path": ("head",), "position": 1}
     part = _core.SaveItem("head", 16, dtype="float32", **place)
-    generation = _core.next_generation(str(tmp_path))
-    save = _core.Save.create(
-        str(tmp_path),
-        [whole, part],
-        save_id=bytes(range(16)),
-        generation=generation,
-        token=1,
-        rank=0,
-        world_size=1,
-        threads=1,
-        fsync=False,
-        io="buffered",
-        max_inflight_bytes=1 << 20,
-    )
     address = rows.data_ptr()
-    save.write([_core.Part(0, 0, address, 32), _core.Part(1, 0, address, 16)])
-    data = {"embed": ("embed",), "head": ("head",)}
-    commit_ranks(tmp_path, [save.finish()], generation=generation, planner_data=data)
+    parts = [_core.Part(0, 0, address, 32), _core.Part(1, 0, address, 16)]
+    save_items(tmp_path, [whole, part], parts, ["embed", "head"])
     weight = torch.full((8, 1), -1.0)
     state = {"embed": weight, "head": weight}
     report = dcp_rs.load(state, tmp_path, allow_partial_load=True, no_dist=True)

@@ -46,6 +46,7 @@ def write(job: Job, output: Output) -> None:
             items=None,
             names=(),
             fsync=job.options.fsync,
+            overwrite=output.overwrite,
         )
     except BaseException as error:
         if output.to.store is not None:

@@ -225,12 +225,14 @@ class Output:
         result: the folder, or a file in it, that becomes the destination.
         to: the folder, for a save.
         generation: the number of such a save.
+        overwrite: the commit may replace indexes of single ranks.
     """
 
     folder: Path
     result: Path
     to: Destination
     generation: int = 1
+    overwrite: bool = True
 
 
 def output_on_store(out: Url, options: StorageOptions | None, *, overwrite: bool) -> Output:
@@ -242,7 +244,7 @@ def output_on_store(out: Url, options: StorageOptions | None, *, overwrite: bool
     """
     to = Destination(out, options)
     to.prepare(None, overwrite=overwrite)
-    return Output(out, out, to, to.begin(None, overwrite=overwrite))
+    return Output(out, out, to, to.begin(None, overwrite=overwrite), overwrite)
 
 
 @contextmanager

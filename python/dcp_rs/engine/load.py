@@ -662,11 +662,16 @@ def retry_if_replaced(ranks: RankGroup, work: Callable[[], T], may_retry: Callab
     for _ in range(_TRIES - 1):
         try:
             return work()
-        except BaseException:
-            # All ranks have the same failures.
+        except BaseException as own:
+            # All ranks have failures of the same ranks.
             errors = ranks.failures.values()
             if not any(isinstance(error, CheckpointReplacedError) for error in errors):
                 raise
-            if not all(ranks.all_gather(may_retry)):
+            is_interrupt = not isinstance(own, Exception)  # Ctrl-C ends the load
+            if not all(ranks.all_gather(_refuse if is_interrupt else may_retry)):
                 raise
     return work()
+
+
+def _refuse() -> bool:
+    return False

@@ -58,7 +58,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         """Make a step durable before it counts as saved."""
 
         verify: Literal["auto"] | bool = "auto"
-        """Check loaded data against its digests."""
+        """Check loaded data against its digests; "auto": data from a disk."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)

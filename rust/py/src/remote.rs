@@ -231,7 +231,7 @@ impl Store {
         self.begun().is_some_and(|begun| begun.replaces)
     }
 
-    /// Returns whether single ranks had indexes when the save of all ranks began, which it replaces.
+    /// True if single ranks had indexes when the save of all ranks began. It replaces them.
     #[getter]
     fn replaces_ranks(&self) -> bool {
         self.begun().is_some_and(|begun| begun.replaces_ranks)

@@ -114,7 +114,8 @@ proptest! {
         scale in prop::sample::select(vec![1.0, -0.3, 0.0, f32::INFINITY, f32::NAN]),
         target in prop::sample::select(vec![Target::BFloat16, Target::Float16]),
     ) {
-        let (ones, pairs) = (table::<2>(Code::E4m3, scale, target), table::<4>(Code::E2m1, scale, target));
+        let ones = table::<2>(Code::E4m3, scale, target);
+        let pairs = table::<4>(Code::E2m1, scale, target);
         let expected: Vec<[u8; 2]> = bytes.iter().map(|&byte| ones[usize::from(byte)]).collect();
         let mut out = vec![7; 2 * bytes.len() + 64];
         look_up(&ones, &bytes, &mut out[..2 * bytes.len()]);
