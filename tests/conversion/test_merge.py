@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -259,6 +260,25 @@ def test_the_state_of_optimizers_is_left_out_unless_it_is_included(
         name.startswith("optimizer.state.") and name.endswith("exp_avg") for name in included.summed
     )
     assert included.left_out == []
+
+
+@pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch"])
+def test_what_is_left_out_takes_its_containers_with_it(to: str, tmp_path: Path) -> None:
+    """An empty ``ema`` and optimizer were left, which DCP has no place for."""
+    states = [
+        {
+            "model": OrderedDict(w=torch.full((2,), float(number))),
+            "ema": OrderedDict(w=torch.ones(2)),
+            "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]},
+        }
+        for number in (1, 3)
+    ]
+    paths = three(tmp_path, states)
+    for included, kept in (("model.*", {"model"}), (None, {"model", "ema"})):
+        out = tmp_path / f"out-{len(kept)}"
+        dcp_rs.merge(paths, out, to=to, include=included)
+        with dcp_rs.open(out) as ckpt:
+            assert ckpt.state_dict().keys() == kept
 
 
 def test_what_differs_and_is_not_summed_is_an_error_that_names_the_ways_out(tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ class MergedSource:
         self.kind = first.kind
         self.root = first.root
         self.containers: list[Container] | None = first.containers
+        if self.containers is not None and include is None:
+            self.containers = [
+                c for c in self.containers if not (c.path and c.path[0] in _OPTIMIZERS)
+            ]
         self.path = first.path
         self.files = [path for one in inputs for path in one.source.files]
         self.items = [item for name in names[0] for item in self._items(name)]

@@ -143,8 +143,8 @@ def merge(
         to=to,
         dtype=parse_dtype(dtype),
         shards=shards,
-        include=None,  # the source has only included entries
-        exclude=None,
+        include=repeatable(include),
+        exclude=repeatable(exclude),
         rename=rename,
         name=name,
         skip_unsupported=skip_unsupported,
@@ -164,8 +164,8 @@ def merge(
     ]
     source = MergedSource(
         opened,
-        include=repeatable(include),
-        exclude=repeatable(exclude),
+        include=request.include,
+        exclude=request.exclude,
         conflicts=conflicts,
         dtype=request.dtype,
         options=request.read_options,
