@@ -71,6 +71,19 @@ def test_a_load_as_bfloat16_leaves_counters_as_they_are(ckpt, alone, steps):
         assert (state["step"].dtype, state["step"].item()) == (torch.float32, STEPS)
 
 
+def test_a_conversion_to_bfloat16_leaves_counters_as_they_are(ckpt, tmp_path):
+    save_training_state(ckpt, *start(STEPS), fsync=False)
+    dcp_rs.convert(ckpt, tmp_path / "half", dtype=torch.bfloat16)
+    dcp_rs.merge(
+        [ckpt, ckpt], tmp_path / "mean", include="*", dtype=torch.bfloat16, conflicts="first"
+    )
+    for out in (tmp_path / "half", tmp_path / "mean"):
+        with dcp_rs.open(out) as opened:
+            step = opened["optim.state.weight.step"]
+            assert (step.dtype, step.item()) == (torch.float32, STEPS)
+            assert opened["optim.state.weight.exp_avg"].dtype == torch.bfloat16
+
+
 def on_ranks(path):
     with quiet():
         model = parallelize("fsdp2", 0)

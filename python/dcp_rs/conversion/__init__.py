@@ -110,7 +110,8 @@ def convert(
             ``"safetensors"`` holds tensors of common types, under the file names that
             ``transformers`` looks for. ``"torch"`` holds everything in one file.
         dtype: cast floating-point tensors of 16 bits and more to it: a dtype, or its name
-            (``"bf16"``). It casts the state of optimizers too: limit it with ``include``.
+            (``"bf16"``). It casts the state of optimizers too: limit it with ``include``. Step
+            counters keep their dtype.
         shards: the number of files (for ``"dcp-rs"`` and ``"dcp"``: of ranks) to spread the data
             over, about evenly. Tensors are not cut.
         include, exclude: one glob or several, over names in the source.

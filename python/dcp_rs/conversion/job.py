@@ -17,7 +17,7 @@ from dcp_rs.checkpoint.names import Rename, globs, renamer, selector
 from dcp_rs.checkpoint.source import Item, Source
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import WriteOptions
-from dcp_rs.tensors.dtypes import BY_NAME, cast_to
+from dcp_rs.tensors.dtypes import BY_NAME, cast_to, is_counter
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Job",
     "Task",
     "check_renamed",
+    "new_dtype",
     "parse_dtype",
     "select",
     "select_containers",
@@ -203,6 +204,13 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
+def new_dtype(item: Item, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype of an entry after a cast to ``dtype``; None for a value."""
+    if item.dtype is None or is_counter(item.name, item.shape):
+        return item.dtype
+    return cast_to(item.dtype, dtype)
+
+
 def select(
     source: Source,
     *,
@@ -231,9 +239,7 @@ def select(
             msg = f"{other!r} and {item.name!r} would both be named {name!r}"
             raise PlanError(msg, tensor=name)
         path = item.path if name == item.name and item.path is not None else (name,)
-        tasks.append(
-            Task(item, name, None if item.dtype is None else cast_to(item.dtype, dtype), path)
-        )
+        tasks.append(Task(item, name, new_dtype(item, dtype), path))
     if source.items and not tasks:
         msg = (
             f"none of the {len(source.items)} entries is wanted by include={include!r}, "

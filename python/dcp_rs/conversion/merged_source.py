@@ -13,9 +13,10 @@ from dcp_rs import _core
 from dcp_rs.checkpoint.compare import Difference, difference
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.checkpoint.source import IndexSource, Item, Request
+from dcp_rs.conversion.job import new_dtype
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.dtypes import BY_NAME, cast_to
+from dcp_rs.tensors.dtypes import BY_NAME
 from dcp_rs.tensors.nesting import Container
 
 __all__ = ["Conflicts", "Input", "MergedSource"]
@@ -112,7 +113,7 @@ class MergedSource:
         if name in self._sums:
             item = self._sums[name][0]
             # The engine rounds to bfloat16 itself, while the sums are in the CPU's cache.
-            rounds = item.dtype is not None and cast_to(item.dtype, self._dtype) == torch.bfloat16
+            rounds = new_dtype(item, self._dtype) == torch.bfloat16
             narrow = torch.bfloat16 if rounds else torch.float32
             return [replace(item, read_as=torch.float64 if self._is_double(name) else narrow)]
         return [self._copies[name][0]] if name in self._copies else []

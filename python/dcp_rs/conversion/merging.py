@@ -102,7 +102,7 @@ def merge(
         conflicts: what to do with an entry that is not summed and differs between inputs:
             ``"error"``, take it from the ``"first"`` or the ``"last"`` input, or ``"drop"`` it.
         dtype: the dtype of floating-point tensors of 16 bits and more in the result. Default: as
-            in the first input.
+            in the first input. Step counters of optimizers keep their dtype.
         to, shards, rename, name, skip_unsupported: as for :func:`dcp_rs.convert`.
         overwrite, progress, threads, fsync, max_inflight_bytes: as for :func:`dcp_rs.convert`.
         verify: check the digests of the inputs, if they have any.
