@@ -363,21 +363,25 @@ def test_an_input_that_lacks_an_entry_or_has_another_shape_is_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "state",
+    ("weight", "dtype", "scale", "is_decoded"),
     [
-        {"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)},
-        {
-            "w_packed": torch.ones(4, 1, dtype=torch.int32),
-            "w_scale": torch.ones(4, 1, dtype=torch.bfloat16),
-        },
+        ("w", torch.float8_e4m3fn, "w_scale_inv", True),
+        ("w_packed", torch.int32, "w_scale", True),
+        ("x.qweight", torch.int32, "x.scales", False),  # GPTQ and AWQ
+        ("x.weight", torch.uint8, "x.weight.absmax", False),  # bitsandbytes, 4 bits
+        ("x.weight", torch.uint8, "x.weight.nested_absmax", False),
+        ("x.weight", torch.int8, "x.SCB", False),  # bitsandbytes, 8 bits
     ],
 )
 def test_quantized_weights_are_not_summed_apart_from_their_scales(
-    state: dict, tmp_path: Path
+    weight: str, dtype: torch.dtype, scale: str, is_decoded: bool, tmp_path: Path
 ) -> None:
+    state = {weight: torch.ones(4, 4).to(dtype), scale: torch.ones(4, 1, dtype=torch.bfloat16)}
     paths = three(tmp_path, [state, state], "safetensors")
-    with pytest.raises(UnsupportedError, match="is quantized, with its scales in 'w_scale"):
+    message = f"'{weight}' is quantized, with its scales in '{scale}'"
+    with pytest.raises(UnsupportedError, match=message) as raised:
         dcp_rs.merge(paths, tmp_path / "out", conflicts="first")
+    assert ("dequantize=True" in str(raised.value)) == is_decoded
 
 
 def test_mistakes_are_answered_by_what_to_do(tmp_path: Path) -> None:

@@ -35,8 +35,10 @@ _SUMMED = frozenset(
 #: The keys of optimizer state in a state dict.
 _OPTIMIZERS = frozenset({"optim", "optimizer", "optimizers", "optimizer_states"})
 #: The endings of the names of quantized tensors, and of their scales.
-_PACKED = ("", "_packed", "_blocks")
+_PACKED = ("", "_packed", "_blocks", ".qweight", ".weight")
 _SCALES = ("_scale_inv", "_scale", "_scales", "_global_scale", "_scale_2")
+#: The endings of scales of GPTQ, AWQ and bitsandbytes, which ``dequantize`` does not decode.
+_NOT_DECODED = (".scales", ".absmax", ".nested_absmax", ".SCB")
 #: The number of names in a message.
 _SOME = 5
 
@@ -307,7 +309,7 @@ def _check_not_quantized(name: str, item: Item, names: dict[str, Item]) -> None:
         scale = next((name + end for end in _SCALES if name + end in names), None)
         if scale is not None:
             raise _quantized(name, scale)
-    for end in _SCALES:
+    for end in (*_SCALES, *_NOT_DECODED):
         base = name.removesuffix(end)
         if base == name:
             continue
@@ -318,9 +320,9 @@ def _check_not_quantized(name: str, item: Item, names: dict[str, Item]) -> None:
 
 
 def _quantized(name: str, scale: str) -> UnsupportedError:
+    decode = "" if scale.endswith(_NOT_DECODED) else "give dequantize=True (--dequantize), or "
     msg = (
         f"{name!r} is quantized, with its scales in {scale!r}: weights and scales cannot be summed "
-        "apart; give dequantize=True (--dequantize), or merge the checkpoints that it was "
-        "quantized from"
+        f"apart; {decode}merge the checkpoints that it was quantized from"
     )
     return UnsupportedError(msg, tensor=name)

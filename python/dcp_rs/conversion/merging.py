@@ -119,7 +119,7 @@ def merge(
     Raises:
         PlanError: an input lacks an entry, or has it in another shape; an entry that is not summed
             differs; or as for :func:`dcp_rs.convert`.
-        UnsupportedError: the inputs are quantized, and ``dequantize`` is not given; or the format
+        UnsupportedError: the inputs are quantized, and not decoded by ``dequantize``; or the format
             cannot hold an entry.
         ValueError: invalid ``inputs`` or ``weights``; or as for :func:`dcp_rs.convert`.
         DcpRsError, OSError: as for :func:`dcp_rs.convert`.
