@@ -322,6 +322,19 @@ def test_conflicts_are_settled_as_the_caller_says(
     same_numbers(got["model.weight"], summed([state["model"]["weight"] for state in states]))
 
 
+def test_what_the_last_input_settles_stays_in_its_place_in_the_first(tmp_path: Path) -> None:
+    paths = [
+        make("torch", {"model": {"w": torch.ones(2), "seen": torch.tensor(1)}}, tmp_path / "a.pt"),
+        make(
+            "safetensors", {"model.w": torch.ones(2), "model.seen": torch.tensor(5)}, tmp_path / "b"
+        ),
+    ]
+    dcp_rs.merge(paths, tmp_path / "out.pt", conflicts="last")
+    assert_state_equal(
+        torch.load(tmp_path / "out.pt"), {"model": {"w": torch.ones(2), "seen": torch.tensor(5)}}
+    )
+
+
 def test_complex_numbers_have_to_be_equal(tmp_path: Path) -> None:
     a, b = (
         make(

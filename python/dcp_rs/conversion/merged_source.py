@@ -59,7 +59,7 @@ class Input:
 class MergedSource:
     """Weighted sums of floating-point tensors, and the other entries of the inputs.
 
-    Entries have the order, the nesting and the chunks of the first input.
+    Entries have the order and the nesting of the first input, and sums have its chunks.
 
     Args:
         inputs: at least one input.
@@ -270,7 +270,8 @@ def _sort(
         if unlike is None or conflicts == "first":
             copies[name] = (items[0], first.source)
         elif conflicts == "last":
-            copies[name] = (items[-1], inputs[-1].source)
+            last = replace(items[-1], path=items[0].path, position=items[0].position)
+            copies[name] = (last, inputs[-1].source)
     if found and conflicts == "error":
         raise _conflict(first.path, found)
     return sums, copies, [unlike.name for unlike, _ in found]
