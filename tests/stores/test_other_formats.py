@@ -85,6 +85,17 @@ def test_a_folder_that_holds_something_is_not_written_to(saved, server):
     assert server.keys("copy/") == ["copy/notes/readme.txt"]
 
 
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_the_native_format_is_not_put_beside_another(saved, server, to):
+    """Two checkpoints were in one folder: each library read its own."""
+    converted(saved, server, "copy", to=to, include=TENSORS)
+    before = server.keys("copy/")
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointExistsError, match="of another format"):
+            converted(saved, server, "copy", overwrite=overwrite)
+    assert server.keys("copy/") == before
+
+
 def test_two_at_a_time(saved, server, tmp_path):
     """Their files have the same names: the second is told before it writes one."""
     told = []

@@ -17,6 +17,7 @@ __all__ = [
     "STOCK_NAME",
     "holds_index",
     "is_data_file",
+    "is_foreign",
     "is_of_all_ranks",
     "is_rank_local",
     "local_path",
@@ -137,7 +138,7 @@ def warn_of_foreign_model(folder: Path) -> None:
         names = sorted(entry.name for entry in os.scandir(folder))
     except OSError:  # the folder is new, or the save will raise
         return
-    foreign = [name for name in names if _is_foreign(name)]
+    foreign = [name for name in names if is_foreign(name)]
     if foreign:
         rest = "" if len(foreign) == 1 else f" and {len(foreign) - 1} more"
         warn_caller(
@@ -147,7 +148,8 @@ def warn_of_foreign_model(folder: Path) -> None:
         )
 
 
-def _is_foreign(name: str) -> bool:
+def is_foreign(name: str) -> bool:
+    """Return whether a file name is that of a model or checkpoint of another library."""
     if name.endswith(".safetensors"):
         return not is_data_file(name)
     if name.startswith(("pytorch_model", "adapter_model")):

@@ -146,8 +146,8 @@ def convert(
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the
             source.
         CheckpointExistsError: ``out`` exists, and ``overwrite`` is not set; or it holds more than
-            one checkpoint; or it was created meanwhile; or it is a folder on a store, and the
-            format is not ``"dcp-rs"``.
+            one checkpoint; or it was created meanwhile; or it is a folder on a store, and that or
+            the result is of another format than ``"dcp-rs"``.
         UnsupportedError: the format cannot hold an entry, which the message names.
         StoragePreconditionError: something was stored at ``out`` meanwhile. It is still there.
         StorageUnclearError: a store did not answer. The result may be there, now or in a moment.

@@ -17,7 +17,7 @@ from typing import Literal
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, make_folder
+from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, is_foreign, make_folder
 from dcp_rs.engine.destination import Destination
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
 from dcp_rs.options import WriteOptions
@@ -239,10 +239,19 @@ def output_on_store(out: Url, options: StorageOptions | None, *, overwrite: bool
     """Return a destination on a store. The commit replaces only what is there now.
 
     Raises:
-        CheckpointExistsError: there is a checkpoint, and ``overwrite`` is not set.
+        CheckpointExistsError: there is a checkpoint, and ``overwrite`` is not set; or there is one
+            of another format.
         StorageError: see :mod:`dcp_rs.errors`.
     """
     to = Destination(out, options)
+    files = [] if to.store is None else to.store.list([out])[0][0]
+    foreign = next((name for name, *_ in files if is_foreign(name)), None)
+    if foreign is not None:
+        msg = (
+            f"{out} holds {foreign!r} of another format, and a store cannot replace that in one "
+            "step: remove it, or convert to another folder"
+        )
+        raise CheckpointExistsError(msg, path=out)
     to.prepare(None, overwrite=overwrite)
     return Output(out, out, to, to.begin(None, overwrite=overwrite), overwrite)
 
