@@ -122,7 +122,9 @@ def convert(
             keep their names in it.
         name: the name of files in a folder of ``to="safetensors"``: ``"model"`` for transformers,
             ``"diffusion_pytorch_model"``, ``"adapter_model"``.
-        skip_unsupported: leave out what the format cannot hold. By default that is an error.
+        skip_unsupported: leave out what the format cannot hold. By default that is an error. For
+            ``"dcp"``, entries below a key that is no text are written with its text, and a Counter
+            as a dict.
         overwrite: replace the checkpoint at ``out``: a file, or a folder that holds one checkpoint,
             which may be damaged, and nothing else.
         progress: ``True`` draws a bar, on a terminal and in notebooks. A callable is called with

@@ -53,7 +53,8 @@ class ConvertReport(Report):
     Attributes:
         written: the names in the new checkpoint.
         skipped: names in the source that the new format cannot hold, and why
-            (``skip_unsupported=True``).
+            (``skip_unsupported=True``). For ``"dcp"`` it lists entries that are written with text
+            for a key, and Counters that are written as a dict.
         tied: left-out second names of tensors, with the first name (``to="safetensors"``).
         bytes: the bytes of payload.
         files: the number of data files.

@@ -102,7 +102,10 @@ def check_nesting(
         return
     for name, what in lost.items():
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        msg = f"{name!r}: DCP cannot hold {what}{more}; skip_unsupported=True converts without it"
+        msg = (
+            f"{name!r}: DCP cannot hold {what}{more}; skip_unsupported=True converts nevertheless: "
+            "keys become text, a Counter a dict, and empty dicts are left out"
+        )
         raise UnsupportedError(msg, tensor=name)
 
 
