@@ -291,5 +291,8 @@ def test_views_for_models_of_transformers(tmp_path, kind):
 def test_views_for_other_models():
     assert dcp_rs.views_for({"model_type": "llama"}) == []
     assert dcp_rs.views_for({"model_type": "gpt_oss", "num_local_experts": 32}) == []
+    assert dcp_rs.views_for({"model_type": "deepseek_v3", "n_routed_experts": None}) == []
+    assert dcp_rs.views_for({"model_type": "jamba", "num_experts": 1}) == []
+    assert dcp_rs.views_for({"model_type": "mixtral", "num_local_experts": 1}) != []
     with pytest.raises(dcp_rs.errors.UnsupportedError, match="new_moe"):
         dcp_rs.views_for({"model_type": "new_moe", "num_experts": 8})

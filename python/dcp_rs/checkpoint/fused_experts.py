@@ -71,6 +71,10 @@ def views_for(
             )
             raise UnsupportedError(msg)
         return []
+    counts = [known[name] for name in _COUNTS if name in known]
+    none = (None, 0, 1) if kind == "jamba" else (None, 0)  # one expert of Jamba is a plain layer
+    if counts and all(count in none for count in counts):
+        return []
     stored, fused, (gate, up, down) = _TYPES[kind]
     layer = f"{prefix}model.layers.{{layer}}"
     experts, into = f"{layer}.{stored}.experts", f"{layer}.{fused}.experts"
