@@ -94,6 +94,18 @@ def test_an_index_elsewhere_needs_permission_and_one_beside_does_not(tmp_path):
         assert torch.equal(checkpoint["w"], torch.ones(3))
 
 
+@pytest.mark.parametrize("end", ["", "/../model"])
+def test_an_index_for_the_folder_of_the_data_is_one_beside_it(tmp_path, end):
+    """It named the data by absolute paths, and the folder opened no more."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    dcp_rs.index(folder, out=f"{folder}{end}")
+    assert outcome(folder, {"w": torch.ones(3)}) == "right"
+
+
 def test_a_cache_of_links_opens_without_an_index(tmp_path):
     """As Hugging Face's cache has them: the folder was made by a tool of this machine, not by an index."""
     from safetensors.torch import save_file

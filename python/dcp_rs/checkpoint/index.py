@@ -156,6 +156,8 @@ def index(
     options_for(source, options)  # it raises if there are any, for a folder
     folder = source if source.is_dir() else source.parent
     target = folder if out is None else local_path(out)
+    if folder.exists() and target.exists() and target.samefile(folder):
+        out, target = None, folder
     if target.is_dir():
         _core.check_no_rank_indexes(os.fspath(target))
     before = _core.fingerprint(os.fspath(target / INDEX_NAME))
