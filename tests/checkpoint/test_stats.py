@@ -175,11 +175,21 @@ def test_the_command(dcp_rs_cli, ckpt):
     assert dcp_rs_cli("stats", ckpt, "--fail-on-nan")[0] == 1
     assert dcp_rs_cli("stats", ckpt, "--fail-on-nan", "--exclude", "m.10.*")[0] == 0
     assert dcp_rs_cli("stats", ckpt, "m.2.*", "--fail-on-nan", "--json")[0] == 0
+    status, out, err = dcp_rs_cli("stats", ckpt, "m", "--fail-on-nan")
+    assert (status, out, "no tensor matches" in err) == (2, "", True)  # it was 0
     status, out, _ = dcp_rs_cli("stats", ckpt, "--json", "--fail-on-nan", "--sort", "max")
     assert status == 1
     assert [one["name"] for one in json.loads(out)["tensors"]] == ["m.10.w", "m.2.w"]
     next(ckpt.glob("*.safetensors")).unlink()
     assert dcp_rs_cli("stats", ckpt)[0] == 2
+
+
+def test_zeros_of_complex_tensors_are_a_share_of_their_parts(dcp_rs_cli, ckpt):
+    """All of such a tensor was 200 % zeros."""
+    state = {"half": torch.ones(4, dtype=torch.complex64), "whole": torch.zeros(4).cfloat()}
+    save_rs(state, ckpt)
+    lines = dcp_rs_cli("stats", ckpt)[1].splitlines()
+    assert [line.split()[6] for line in lines[1:3]] == ["50.0%", "100.0%"]
 
 
 def test_the_tree_adds_up(dcp_rs_cli, ckpt):

@@ -17,12 +17,15 @@ from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import tensor_stats
 from dcp_rs.cli.output import count, line, print_json, printable, rate, show_shape, size, table
+from dcp_rs.errors import PlanError
 
 if TYPE_CHECKING:
     from dcp_rs.checkpoint.stats import TensorStats  # it imports torch
 
 _SORTS = ("name", "min", "max", "mean", "std", "zeros", "nan", "inf", "elements")
 _COLUMNS = ("dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf", "name")
+#: The dtypes with two numbers in an element. Each number is counted.
+_PAIRS = frozenset(["complex32", "bcomplex32", "complex64", "complex128", "float4_e2m1fn_x2"])
 
 
 @command(
@@ -65,6 +68,9 @@ def _stats(
     begin = time.perf_counter()
     found, nbytes = tensor_stats(index, chosen, threads=threads)
     seconds = time.perf_counter() - begin
+    if chosen is not None and not found:
+        msg = "no tensor matches: a pattern covers a whole name, as '*norm*' does"
+        raise PlanError(msg, path=path)
 
     def key(one: TensorStats) -> Any:
         value = 0 if sort == "name" else getattr(one, sort)
@@ -90,11 +96,12 @@ def _stats(
 
 
 def _row(one: TensorStats) -> list[str]:
+    numbers = one.elements * (2 if one.dtype in _PAIRS else 1)
     return [
         one.dtype,
         show_shape(one.shape),
         *map(_number, (one.min, one.max, one.mean, one.std)),
-        f"{one.zeros / one.elements:.1%}" if one.zeros else "0",
+        f"{one.zeros / numbers:.1%}" if one.zeros else "0",
         f"{one.nan:,}",
         f"{one.inf:,}",
         printable(one.name),
