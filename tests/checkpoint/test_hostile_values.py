@@ -17,6 +17,7 @@ import torch
 
 import dcp_rs
 import programs
+from dcp_rs.checkpoint.compare import compare
 from dcp_rs.errors import CorruptDataError, UnsupportedError
 from dcp_rs.tensors import pickles
 from support import same_bits
@@ -285,6 +286,20 @@ def test_open_names_the_entry(tmp_path):
             assert caught.value.tensor == "v.a"
     with pytest.raises(CorruptDataError, match=r"'v\.a'"):
         dcp_rs.load({"v": {"a": None}}, tmp_path / "stock", no_dist=True)
+
+
+def test_a_value_that_is_too_deep_can_be_left_out(tmp_path):
+    """It was read for its length, so that nothing of the file could be converted or compared."""
+    path, deep = tmp_path / "x.pt", b"N" + b"\x85" * 1100
+    path.write_bytes(archive(PROTO + b"}(" + text("deep") + deep + text("n") + b"K\x01u."))
+    dcp_rs.convert(path, tmp_path / "converted", exclude="deep")
+    dcp_rs.merge([path, path], tmp_path / "merged", exclude="deep")
+    for made in (path, tmp_path / "converted", tmp_path / "merged"):
+        assert compare(path, made, exclude="deep").differences == []
+        assert dcp_rs.open(made)["n"] == 1
+    assert list(dcp_rs.open(tmp_path / "converted")) == ["n"]
+    with pytest.raises(UnsupportedError, match="'deep'.*nested more than 1000 deep"):
+        dcp_rs.convert(path, tmp_path / "all")
 
 
 class Gone:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ class Item:
         number: its number in the source.
         dtype, shape: those of a tensor; None and empty for a value.
         chunks: its chunks. An empty tensor may have none.
-        nbytes: the bytes of the tensor, or of the value as ``torch.save`` writes it.
+        nbytes: the bytes of the tensor, or of the value as it is stored.
         flags: its flags (section 3.3 of the format).
         path, position: its place in the state dict, if it is known.
         read_as: the dtype of the elements that the source delivers, if it is not ``dtype``.
@@ -102,6 +102,12 @@ class Source(Protocol):
     def value(self, item: Item) -> bytes:
         """Return the ``torch.save`` bytes of a value."""
 
+    def measured(self, item: Item) -> Item:
+        """Return the item, with the length of what :meth:`value` returns if it is a value.
+
+        A value of a ``torch.save`` file is stored as a part of the pickle, so this reads it.
+        """
+
     def metadata(self) -> dict[str, str]:
         """Return the metadata of local safetensors files; nothing for other kinds."""
 
@@ -154,9 +160,7 @@ class IndexSource:
         name, path = entry.name, self.index.planner_path(number)
         position, chunks = self._positions[number], tuple(stored)
         if entry.is_bytes:
-            # In a file of torch.save a value is a part of the pickle, and has no length of its own.
-            nbytes = len(self._bytes(number)) if self.kind == "torch" else stored[0].length
-            return Item(name, number, None, (), chunks[:1], nbytes, 0, path, position)
+            return Item(name, number, None, (), chunks[:1], stored[0].length, 0, path, position)
         dtype = stored_dtype(name, entry.dtype)
         nbytes = dtype.itemsize * math.prod(entry.shape)
         return Item(name, number, dtype, entry.shape, chunks, nbytes, entry.flags, path, position)
@@ -207,10 +211,14 @@ class IndexSource:
 
     def value(self, item: Item) -> bytes:
         """Return the ``torch.save`` bytes of a value."""
-        return self._bytes(item.number)
+        chunk = self.index.first_chunk(item.number)
+        return self.index.read_bytes([chunk], **self._options.engine())[0]
 
-    def _bytes(self, number: int) -> bytes:
-        return self.index.read_bytes([self.index.first_chunk(number)], **self._options.engine())[0]
+    def measured(self, item: Item) -> Item:
+        """Return the item, a value of a file of ``torch.save`` with its exact length."""
+        if item.dtype is not None or self.kind != "torch":
+            return item
+        return replace(item, nbytes=len(self.value(item)))
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of local safetensors files; nothing for other kinds."""

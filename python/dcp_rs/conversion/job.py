@@ -240,7 +240,7 @@ def select(
             msg = f"{other!r} and {item.name!r} would both be named {name!r}"
             raise PlanError(msg, tensor=name)
         path = item.path if name == item.name and item.path is not None else (name,)
-        tasks.append(Task(item, name, new_dtype(item, dtype), path))
+        tasks.append(Task(source.measured(item), name, new_dtype(item, dtype), path))
     if source.items and not tasks:
         msg = (
             f"none of the {len(source.items)} entries is wanted by include={include!r}, "

@@ -177,6 +177,11 @@ class MergedSource:
         """Return the bytes of a value."""
         return self._copies[item.name][1].value(item)
 
+    def measured(self, item: Item) -> Item:
+        """Return the item, a value of a file of ``torch.save`` with its exact length."""
+        origin = self._origin(item)
+        return item if origin is None else origin.measured(item)
+
     def metadata(self) -> dict[str, str]:
         """Return the metadata of the files of the first input."""
         return self.inputs[0].source.metadata()
