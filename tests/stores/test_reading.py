@@ -203,6 +203,8 @@ def test_verify_and_compare(saved, server, url, options):
     server.put(key, bytes(damaged))
     report = dcp_rs.verify(url, storage_options=options)
     assert [problem.tensor for problem in report.problems] == ["model.big"]
+    (found,) = compare(folder, url, storage_options=options).differences
+    assert (found.name, found.kind, found.elements) == ("model.big", "elements", 1)
     for verify in ({"verify": True}, {}):
         with pytest.raises(CorruptDataError, match=r"model\.big"):
             dcp_rs.load(
