@@ -50,6 +50,19 @@ def test_statistics_trees_and_differences(dcp_rs_cli, folder: Path, tmp_path: Pa
     assert status == 0, out
 
 
+def test_a_joined_tensor_of_a_file_of_torch_save_is_inspected(dcp_rs_cli, tmp_path: Path) -> None:
+    """It has several chunks, and the search for tensors that share bytes with it took one."""
+    both = torch.ones(3)
+    torch.save({"a": {"0": both[:2], "1": torch.ones(2)}, "tied": both}, tmp_path / "x.pt")
+    (tmp_path / "views.json").write_text(json.dumps([{"stack": "a.{i}", "into": "a.w"}]))
+    status, out, err = dcp_rs_cli(
+        "inspect", tmp_path / "x.pt", "a.w", "--views", tmp_path / "views.json"
+    )
+    assert (status, err) == (0, "")
+    assert "2 chunks" in out
+    assert "shares its bytes with  tied" in out
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_convert_rounds_once(dcp_rs_cli, folder: Path, tmp_path: Path, dtype: str) -> None:
     """A dtype that is wanted beside the dequantization is what weights are decoded to: through bfloat16, they were rounded twice."""

@@ -133,15 +133,18 @@ class Contents:
         """
         if self.format != "torch" or entry.dtype is None:
             return []
-        (own,) = self.stored_chunks(entry)
+        chunks = self.stored_chunks(entry)  # several, if it is joined by a view
         return [
             other.name
             for other in self.entries
             if other is not entry and other.dtype is not None
-            for chunk in self.stored_chunks(other)
-            if chunk.file == own.file
-            and chunk.offset < own.offset + own.length
-            and own.offset < chunk.offset + chunk.length
+            if any(
+                theirs.file == own.file
+                and theirs.offset < own.offset + own.length
+                and own.offset < theirs.offset + theirs.length
+                for theirs in self.stored_chunks(other)
+                for own in chunks
+            )
         ]
 
     def value(self, entry: Entry) -> Any:
