@@ -72,6 +72,10 @@ def test_a_script_completes_in_each_shell(shell, dcp_rs_cli, tmp_path):
         ("include='x.*' passes nothing", "--include 'x.*' passes nothing"),
         ("allow_external=True, weights_only=False", "--allow-external, --trust-pickles"),
         ("strict_values=True", "strict_values=True"),
+        *(
+            (f"no checkpoint at {path}", f"no checkpoint at {path}")
+            for path in ("out/dtype=bf16,mode=max/ckpt", "rank=3/ckpt", "/x/rank=3/y", "/x/rank=3")
+        ),
     ],
 )
 def test_messages_name_options(said, here):

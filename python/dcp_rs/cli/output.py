@@ -215,7 +215,8 @@ def is_json(value: Any) -> bool:
 #: Arguments of functions whose options have different names.
 _OPTIONS = {"weights_only=False": "--trust-pickles", "(exclude=)": "(--exclude)"}
 _CALL = re.compile(r"\bdcp_rs\.([a-z]+)(?:\(path((?:, [a-z_]+=True)*)\))?(?![\w(.])")
-_ARGUMENT = re.compile(r"\b([a-z_]+)=(True\b)?(?=(['\"\d(\[])?)")
+#: An argument, but no part of a path, such as ``runs/rank=3/ckpt``.
+_ARGUMENT = re.compile(r"(?<![\w/,=.-])([a-z_]+)=(?![^\s'\"]*/)(True\b)?(?=(['\"\d(\[])?)")
 
 
 def for_command_line(text: str) -> str:
