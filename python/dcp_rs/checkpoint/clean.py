@@ -29,6 +29,9 @@ _WHY_KEPT = {
 }
 _WHY_ASIDE = "the checkpoint that was being replaced is in it, and there is no other: rename that"
 
+#: Seconds beyond the age of any file. The engine cannot count to 1e20.
+_LONGEST = 1e18
+
 
 @dataclass(frozen=True)
 class Leftover:
@@ -193,7 +196,7 @@ def _seconds(older_than: float | None) -> float | None:
     if older_than is not None and not 0 <= older_than < float("inf"):
         msg = f"older_than={older_than!r}: seconds, not negative"
         raise ValueError(msg)
-    return None if older_than is None else float(older_than)
+    return None if older_than is None else float(min(older_than, _LONGEST))
 
 
 def _leftover(found: _core.Leftover, store: _core.Store | None) -> Leftover:
