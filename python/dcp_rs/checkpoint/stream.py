@@ -12,6 +12,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts
+from dcp_rs.checkpoint.mapping import check_held
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import space_of
 from dcp_rs.tensors.regions import read_ahead
@@ -68,6 +69,7 @@ def _read_ahead(
     counts: Counts,
 ) -> Generator[torch.Tensor, None, None]:
     """Yield tensors in host memory, while a thread reads the next group of them."""
+    check_held(index, [(n, [0] * len(entry.shape), entry.shape) for n, entry in entries.items()])
 
     def read(group: Sequence[int], _: int) -> list[torch.Tensor]:
         targets = [Target.whole(number, entries[number], "cpu") for number in group]

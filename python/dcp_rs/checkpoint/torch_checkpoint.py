@@ -156,6 +156,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
 
         Raises:
             CorruptDataError: a data file is missing or damaged.
+            PlanError: the checkpoint does not hold all of a tensor.
 
         Example:
             ```python
