@@ -15,7 +15,9 @@ __all__ = ["StorageOptions", "Url", "location", "options_for", "use_storage_opti
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 #: A URL that went through :class:`~pathlib.Path`, which removes a slash.
-_MANGLED = re.compile(r"(s3|gs|az|https?):/[^/]")
+_MANGLED = re.compile(r"(s3|gs|az|https?):/(?=[^/])")
+#: A user before the host of a URL. A secret may hold a slash; digits after a colon are a port.
+_USER = re.compile(r"[^/]*(@|:(?!\d+/).*@)")
 #: Schemes of stores that the engine reads.
 _STORES = ("s3", "gs", "az", "http", "https")
 #: Ends of the names of options that are no secrets.
@@ -59,14 +61,21 @@ class Url(PosixPath):
 def location(path: str | bytes | os.PathLike[str]) -> Path:
     """Return a path of the file system, or a :class:`Url`. ``file://`` names the file system.
 
+    A path object whose text is a URL, such as a ``CloudPath``, is that URL.
+
     Raises:
         UnsupportedError: a URL has an unknown scheme, credentials, or an empty part; or it went
             through :class:`~pathlib.Path` and lost a slash.
         TypeError: the path is bytes, or no path.
         ValueError: the path is empty.
     """
+    if isinstance(path, Url):
+        return path
+    if isinstance(path, os.PathLike) and (scheme := _SCHEME.match(str(path))):
+        return _parse_url(str(path), scheme)  # its __fspath__ may name a copy on this machine
     if isinstance(path, Path):
-        if not isinstance(path, Url) and _MANGLED.match(str(path)):
+        if mangled := _MANGLED.match(str(path)):
+            _check_credentials(mangled[1], str(path)[mangled.end() :])
             msg = f"{path}: pass a URL as text: pathlib.Path removes one of its two slashes"
             raise UnsupportedError(msg, path=path)
         return path
@@ -83,7 +92,8 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
     if scheme is None:
         if not text:
             raise ValueError("the path is empty: for the current folder, pass '.'")
-        if _MANGLED.match(text):
+        if mangled := _MANGLED.match(text):
+            _check_credentials(mangled[1], text[mangled.end() :])
             url = text.replace(":/", "://", 1)
             msg = f"{text}: a URL has two slashes after the colon: {url}"
             raise UnsupportedError(msg, path=text)
@@ -94,13 +104,8 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
 def _parse_url(text: str, scheme: re.Match[str]) -> Path:
     """Return the path or the URL after a scheme."""
     name = scheme[1].lower()
+    _check_credentials(name, text[scheme.end() :])
     host, _, rest = text[scheme.end() :].partition("/")
-    if "@" in host or "?" in text or "#" in text:  # the other messages show the URL
-        msg = (
-            f"a {name}:// URL with a user, a query or a fragment: "
-            "pass credentials in storage_options= or the environment"
-        )
-        raise UnsupportedError(msg)
     if name == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
@@ -113,10 +118,23 @@ def _parse_url(text: str, scheme: re.Match[str]) -> Path:
             "s3://, gs://, az://, http:// or https://"
         )
         raise UnsupportedError(msg, path=text)
+    if not host:
+        msg = f"{text}: a {name}:// URL without a bucket or a host"
+        raise UnsupportedError(msg, path=text)
     if "//" in f"/{rest}":
         msg = f"{text}: two slashes with nothing between them: such a name cannot be read"
         raise UnsupportedError(msg, path=text)
     return Url(f"{name}://{host}/{rest}")
+
+
+def _check_credentials(scheme: str, rest: str) -> None:
+    """Raise if a URL has credentials. This message does not show it; the others do."""
+    if _USER.match(rest) or "?" in rest or "#" in rest:
+        msg = (
+            f"a {scheme}:// URL with a user, a query or a fragment: "
+            "pass credentials in storage_options= or the environment"
+        )
+        raise UnsupportedError(msg)
 
 
 def _explain_no_path(value: Any) -> str:

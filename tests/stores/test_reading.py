@@ -333,6 +333,36 @@ def test_names_that_a_path_would_change_are_refused():
     assert location(location("s3://b/a")) == location("s3://b/a")
 
 
+@pytest.mark.parametrize("url", ["s3://", "s3:///run/step-1", "gs:///x", "https:///host/x"])
+def test_a_url_without_a_bucket_is_refused(url):
+    """Its first folder was taken for the bucket."""
+    with pytest.raises(UnsupportedError, match="without a bucket or a host"):
+        location(url)
+
+
+def test_a_path_object_whose_text_is_a_url_is_that_url(tmp_path):
+    """A save to one of cloudpathlib or universal_pathlib went to a local folder."""
+
+    class CloudPath:
+        def __str__(self):
+            return "s3://bucket/run"
+
+        def __fspath__(self):
+            return str(tmp_path / "cache")
+
+    class UPath(type(Path())):
+        def __str__(self):
+            return "s3://bucket/run"
+
+    class Local:
+        def __fspath__(self):
+            return str(tmp_path)
+
+    for path in (CloudPath(), UPath("run")):
+        assert location(path) == location("s3://bucket/run")
+    assert location(Local()) == tmp_path
+
+
 def test_what_is_not_there_is_said(server, options, saved):
     server.put("junk/readme.txt", b"x")
     for url, what in [

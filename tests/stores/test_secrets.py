@@ -4,6 +4,7 @@ import logging
 import pickle
 import sys
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +80,10 @@ def test_urls_with_credentials_are_refused_without_telling_them():
         f"https://me:{SECRETS[0]}@host/x",
         f"https://host/x?X-Amz-Signature={SECRETS[0]}",
         f"s3://key:{SECRETS[0]}@bucket/x",
+        f"s3://key:{SECRETS[0]}/more@bucket/x",
+        f"s3:/key:{SECRETS[0]}@bucket/x",
+        Path(f"s3://key:{SECRETS[0]}@bucket/x"),
+        Path(f"https://host/x?X-Amz-Signature={SECRETS[0]}"),
         f"ftp://me:{SECRETS[0]}@host/x",
         f"ftp://host/x?sig={SECRETS[0]}",
         f"file://me:{SECRETS[0]}@host/x",
