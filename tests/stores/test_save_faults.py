@@ -109,6 +109,16 @@ def test_a_small_file_whose_answer_is_lost(server):
     assert len([request for request in server.requests if small(request)]) == 3
 
 
+@pytest.mark.parametrize("kind", ["create", "part", "complete", "index"])
+def test_a_conflict_that_passes_is_tried_again(server, kind):
+    """S3 asks for another attempt; the save ended as if another one had been committed."""
+    server.faults.append(Fault(status=409, code="OperationAborted", matches=KINDS[kind]))
+    state = large_state(2)
+    save(server, state)
+    assert server.faults[0].times == 0
+    assert_state_equal(loaded(server, state), state)
+
+
 def test_a_completion_that_says_200_and_failed(server):
     server.faults.append(Fault(status=200, code="InternalError", matches=of("complete")))
     state = large_state(2)

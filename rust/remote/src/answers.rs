@@ -11,9 +11,10 @@ use crate::secrets::Secrets;
 use crate::transport::{Refused, plain};
 
 /// Codes of errors that pass, whatever the status: AWS's own clients try these again, and S3 sends
-/// some with 400.
+/// some with 400 or 409.
 const PASSING: &[&str] = &[
     "BandwidthLimitExceeded",
+    "ConditionalRequestConflict",
     "InternalError",
     "OperationAborted",
     "PriorRequestNotComplete",
@@ -118,19 +119,18 @@ impl Failure {
                 Self::lasting(StorageFault::Denied, told)
             }
             (_, Some(412)) => Self::lasting(StorageFault::Precondition, told),
-            // S3: another conditional write is under way. Neither was done.
-            (E::AlreadyExists { .. }, _) | (_, Some(409))
-                if code(text) == Some("ConditionalRequestConflict") =>
-            {
+            // 409: another write of the object is under way, and this one was not done.
+            (_, Some(400 | 409)) if code(text).is_some_and(|code| PASSING.contains(&code)) => {
                 Self::passing(told)
+            }
+            // The client says of every 409 that the object exists: a policy may protect it instead.
+            (_, Some(409)) if code(text).is_some_and(|code| !code.ends_with("AlreadyExists")) => {
+                Self::lasting(StorageFault::Failed, told)
             }
             (E::AlreadyExists { .. }, _) => Self::lasting(StorageFault::Precondition, told),
             // A missing feature or lack of room does not pass.
             (_, Some(501 | 507)) => Self::lasting(StorageFault::Failed, told),
             (_, Some(408 | 409 | 429 | 500..=599)) => Self::passing(told),
-            (_, Some(400)) if code(text).is_some_and(|code| PASSING.contains(&code)) => {
-                Self::passing(told)
-            }
             (_, Some(_)) => Self::lasting(StorageFault::Failed, told),
             (_, None) if found::<Refused>(error).is_some() => {
                 Self::lasting(StorageFault::Failed, told)
@@ -331,6 +331,21 @@ mod tests {
             let failure = answer(status, "Some<thing> hunter22");
             assert_eq!((failure.kind, failure.is_worth_another_try), (kind, false));
             assert!(!failure.reason.contains("hunter22"));
+        }
+    }
+
+    #[test]
+    fn not_every_conflict_says_that_the_object_exists() {
+        for (code, kind, again) in [
+            ("OperationAborted", StorageFault::Failed, true),
+            ("BlobImmutableDueToPolicy", StorageFault::Failed, false),
+            ("BlobAlreadyExists", StorageFault::Precondition, false),
+        ] {
+            let text = format!("status code: 409 Conflict: <Error><Code>{code}</Code></Error>");
+            let conflict =
+                object_store::Error::AlreadyExists { path: "x".into(), source: text.into() };
+            let failure = Failure::of(&conflict);
+            assert_eq!((failure.kind, failure.is_worth_another_try), (kind, again), "{code}");
         }
     }
 
