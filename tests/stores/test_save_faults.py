@@ -164,6 +164,16 @@ def test_what_stays_is_an_error_and_leaves_nothing(server, kind, status, code, k
     assert_state_equal(loaded(server, first), first)
 
 
+def test_an_object_whose_name_cannot_be_read_is_named(server):
+    """It ends every save and listing there: the error did not say what to do."""
+    save(server, large_state(1))
+    server.put("ckpt//notes.txt", b"x")
+    with pytest.raises(StorageError, match=r'"ckpt//".*rename or remove it'):
+        save(server, large_state(2))
+    del server.objects["ckpt//notes.txt"]
+    save(server, large_state(2))
+
+
 def test_an_upload_that_cannot_be_aborted_is_named(server):
     """Its parts are in no listing and cost money: the error of the save said nothing of them."""
     server.faults += [

@@ -286,6 +286,12 @@ fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String 
     }
     match error {
         object_store::Error::NotFound { .. } => "there is no such object, or no such bucket".into(),
+        object_store::Error::InvalidPath { source } => {
+            let source = source.to_string().replace(char::is_control, "?");
+            format!(
+                "an object there has a name that cannot be read ({source}): rename or remove it"
+            )
+        }
         _ if text.contains("non-partial response") => {
             "the server sends whole files only, no ranges: they cannot be read in place".into()
         }
