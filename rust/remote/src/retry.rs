@@ -22,6 +22,8 @@ pub struct RetryState {
     limits: Limits,
     /// Time of the last progress.
     since: Instant,
+    /// Part of the time since then that sending may have taken.
+    worked: Duration,
     /// Since then.
     failures: u32,
     /// Bytes since then.
@@ -33,7 +35,15 @@ pub struct RetryState {
 
 impl RetryState {
     pub fn new(limits: Limits, hold: Arc<Hold>) -> Self {
-        Self { limits, since: Instant::now(), failures: 0, bytes: 0, total: 0, hold }
+        Self {
+            limits,
+            since: Instant::now(),
+            worked: Duration::ZERO,
+            failures: 0,
+            bytes: 0,
+            total: 0,
+            hold,
+        }
     }
 
     /// So many bytes came. With enough of them the time begins anew, and so does the count of
@@ -46,6 +56,7 @@ impl RetryState {
         self.failures = 0;
         if self.bytes >= least {
             self.since = Instant::now();
+            self.worked = Duration::ZERO;
             self.bytes = 0;
             return true;
         }
@@ -54,8 +65,7 @@ impl RetryState {
 
     /// Returns the time limit for an answer.
     pub fn silence(&self) -> Duration {
-        let left = self.limits.time.saturating_sub(self.since.elapsed());
-        self.limits.silence.min(left).max(Duration::from_millis(1))
+        self.limits.silence.min(self.left()).max(Duration::from_millis(1))
     }
 
     /// Returns the least time for sending so many bytes; the number already sent is unknown.
@@ -65,7 +75,25 @@ impl RetryState {
 
     /// Returns the time limit for the answer to a request that takes `work`.
     pub fn answer(&self, work: Duration) -> Duration {
-        self.silence().saturating_add(work.saturating_mul(1 << self.failures.min(8)))
+        self.silence().saturating_add(self.granted(work))
+    }
+
+    /// Notes that no answer came in that time. The part of it for `work` does not count, up to
+    /// three times `retry_timeout`: a slow uplink gets longer attempts, and a store that never
+    /// answers is given up.
+    pub fn timed_out(&mut self, work: Duration) -> Failure {
+        let most = self.limits.time.saturating_mul(3);
+        self.worked = self.worked.saturating_add(self.granted(work)).min(most);
+        Failure::passing("no answer in time")
+    }
+
+    fn granted(&self, work: Duration) -> Duration {
+        work.saturating_mul(1 << self.failures.min(8))
+    }
+
+    /// Returns the time left for attempts.
+    fn left(&self) -> Duration {
+        self.limits.time.saturating_sub(self.since.elapsed().saturating_sub(self.worked))
     }
 
     /// It failed: waits until it is to be tried again. False where it is not.
@@ -97,8 +125,7 @@ impl RetryState {
         let own = longest
             .mul_f64(0.5 + 0.5 * part(dcp_rs_core::store::random_bytes().unwrap_or([0x80; 16])));
         let wait = own.max(self.hold.left());
-        let left = self.limits.time.saturating_sub(self.since.elapsed());
-        (wait < left).then_some(wait)
+        (wait < self.left()).then_some(wait)
     }
 
     /// Returns the number of attempts.
@@ -135,6 +162,22 @@ mod tests {
         assert_eq!(retry.attempts(), 4);
         let none = Limits { time: Duration::ZERO, ..limits };
         assert!(RetryState::new(none, Arc::default()).failed().is_none());
+    }
+
+    #[test]
+    fn a_slow_uplink_has_longer_attempts_and_an_end() {
+        let mut retry = RetryState::new(Limits::default(), Arc::default());
+        let work = RetryState::sending(8 << 20);
+        for seconds in [47, 79, 143] {
+            let limit = retry.answer(work);
+            assert_eq!(limit.as_secs(), seconds);
+            retry.since -= limit;
+            retry.timed_out(work);
+            assert!(retry.failed().is_some());
+        }
+        retry.since -= retry.answer(work);
+        retry.timed_out(work);
+        assert!(retry.failed().is_none());
     }
 
     #[test]

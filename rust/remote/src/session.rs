@@ -104,12 +104,13 @@ impl Shared {
     where
         F: Future<Output = object_store::Result<T>>,
     {
+        let work = RetryState::sending(body);
         let mut retry = self.retry();
         loop {
-            let failure = match timeout(retry.answer(RetryState::sending(body)), attempt()).await {
+            let failure = match timeout(retry.answer(work), attempt()).await {
                 Ok(Ok(done)) => return Ok(done),
                 Ok(Err(error)) => Failure::of(&error),
-                Err(_) => Failure::passing("no answer in time"),
+                Err(_) => retry.timed_out(work),
             };
             if !retry.wait_to_retry(&failure).await {
                 return Err(failure.into_error(

@@ -37,13 +37,13 @@ const NO_VERSION: &str = "1";
 
 /// An answer, or that none came in time.
 async fn answered<T>(
-    retry: &RetryState,
+    retry: &mut RetryState,
     work: Duration,
     attempt: impl Future<Output = object_store::Result<T>>,
 ) -> std::result::Result<T, Failure> {
     match timeout(retry.answer(work), attempt).await {
         Ok(answer) => answer.map_err(|error| Failure::of(&error)),
-        Err(_) => Err(Failure::passing("no answer in time")),
+        Err(_) => Err(retry.timed_out(work)),
     }
 }
 
@@ -94,12 +94,13 @@ pub async fn put(
         }
     };
     let (payload, length) = payload(body);
+    let work = RetryState::sending(length);
     let mut retry = shared.retry();
     let mut may_be_done = false;
     loop {
         let options = PutOptions::from(mode.clone());
         let attempt = shared.client.objects.put_opts(name, payload.clone(), options);
-        let Err(mut failure) = answered(&retry, RetryState::sending(length), attempt).await else {
+        let Err(mut failure) = answered(&mut retry, work, attempt).await else {
             shared.forget(path);
             return Ok(());
         };
@@ -192,7 +193,7 @@ pub async fn complete(
         }
         let parts = conditional.as_ref().unwrap_or(&plain);
         let attempt = parts.complete_multipart(name, &upload.id, ids.clone());
-        let Err(mut failure) = answered(&retry, work, attempt).await else {
+        let Err(mut failure) = answered(&mut retry, work, attempt).await else {
             shared.forget(&upload.path);
             return Ok(());
         };
@@ -313,7 +314,7 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
     let mut may_be_done = false;
     loop {
         let attempt = objects.copy_opts(from, to, CopyOptions::new().with_mode(mode));
-        let failure = match answered(&retry, work, attempt).await {
+        let failure = match answered(&mut retry, work, attempt).await {
             // Azure may only have begun.
             Ok(()) if shared.config.kind != StoreKind::Azure => return Ok(()),
             Ok(()) => {
@@ -418,7 +419,7 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
     let mut retry = shared.retry();
     while is_as_seen(shared, path, name, retry.attempts()).await? {
         let objects = conditional.as_ref().unwrap_or(&shared.client.objects);
-        let Err(failure) = answered(&retry, Duration::ZERO, objects.delete(name)).await else {
+        let Err(failure) = answered(&mut retry, Duration::ZERO, objects.delete(name)).await else {
             shared.forget(path);
             return Ok(());
         };
