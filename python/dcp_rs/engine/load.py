@@ -362,27 +362,24 @@ def plan_reads(
     report = match.report
     wanted, report.excluded = names.choose(flat.values)
 
-    # Most tensors are plain: in host memory, of the stored shape and dtype. One call plans them.
     found: dict[str, EntryInfo] | None = None
-    stored, tensors = list(wanted.values()), [flat.values[fqn] for fqn in wanted]
-    batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
-    # Without `dtype` and `device`, only tensors on `meta` are replaced, and they are not plain.
-    may_replace = tensors
-    if options.dtype is None and options.device is None:
-        not_plain = (tensors[place] for place in others)
-        may_replace = [value for value in not_plain if isinstance(value, torch.Tensor)]
-    if may_replace and new.apply_to_any(wanted, may_replace):
+    if new.apply_to_any(wanted, [flat.values[fqn] for fqn in wanted]):
+        # Only what the checkpoint has is replaced, so all entries are looked up first.
         found = match.match(wanted)
         flat = match.flat
         filled = [fqn for fqn, entry in found.items() if entry.dtype is not None]
         replaced = new.make_all(state_dict, flat.values, flat.paths, [*filled, *report.tied])
         flat.values.update(replaced)
         wanted = {fqn: entry.name for fqn, entry in found.items()}
-        stored, tensors = list(wanted.values()), [flat.values[fqn] for fqn in wanted]
-        batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
-    fqns = list(wanted)
+
+    # Most tensors are plain: in host memory, of the stored shape and dtype. One call plans them.
+    fqns, stored = list(wanted), list(wanted.values())
+    tensors = [flat.values[fqn] for fqn in wanted]
+    batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
     places = {fqns[place]: place for place in others}
-    if found is None:
+    if found is not None:
+        found = {fqn: found[fqn] for fqn in places}
+    else:
         found = match.match({fqn: wanted[fqn] for fqn in places})
         for fqn, entry in found.items():
             if fqn not in places:  # a value of a checkpoint that is flattened otherwise
@@ -391,8 +388,6 @@ def plan_reads(
                 stored.append(entry.name)
                 tensors.append(match.flat.values[fqn])
         others = [*places.values()]
-    else:
-        found = {fqn: found[fqn] for fqn in places}
     flat = match.flat
     if report.dtype_mismatched:
         match.warn_of_casts()
