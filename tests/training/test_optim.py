@@ -112,6 +112,75 @@ def test_numbers_and_nested_state(ckpt):
     assert_state_equal(resumed.state_dict(), optimizer.state_dict())
 
 
+class Counted(torch.optim.SGD):
+    """As MADGRAD: a counter that is no parameter's."""
+
+    def step(self, closure=None):
+        self.state["k"] = self.state.get("k", torch.zeros(1, dtype=torch.long)) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_of_no_parameter_comes_back(ckpt, steps):
+    """It was dropped, and the optimizer's own was erased."""
+    model = small()
+    optimizer = Counted(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        step(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    resumed = Counted(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        step(model, resumed)
+    load_training_state(ckpt, model, resumed)
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_of_no_parameter_is_of_the_optimizer_that_makes_it(ckpt, steps):
+    def start(seed):
+        model = small(seed)
+        first, second = (layer.parameters() for layer in model)
+        return model, [
+            torch.optim.SGD(first, lr=0.1, momentum=0.9),
+            Counted(second, lr=0.1, momentum=0.9),
+        ]
+
+    def train(model, optimizers):
+        model(torch.ones(2, 3)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    model, optimizers = start(0)
+    for _ in range(3):
+        train(model, optimizers)
+    save_training_state(ckpt, model, optimizers, fsync=False)
+    other, resumed = start(1)
+    for _ in range(steps):
+        train(other, resumed)
+    load_training_state(ckpt, other, resumed)
+    for one, optimizer in zip(resumed, optimizers, strict=True):
+        assert_state_equal(one.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"exclude": "optim.state.k"}, {"allow_partial_load": True}])
+def test_state_of_no_parameter_that_is_not_loaded_stays(ckpt, options):
+    model = small()
+    optimizer = Counted(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    saved = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if "exclude" in options:
+        saved = Counted(model.parameters(), lr=0.1, momentum=0.9)
+        step(model, saved)
+    step(model, saved)
+    save_training_state(ckpt, model, saved, fsync=False)
+    load_training_state(ckpt, model, optimizer, planner=dcp_rs.RsLoadPlanner(**options))
+    assert optimizer.state["k"].item() == 1
+    assert_state_equal(
+        [optimizer.state[param] for param in model.parameters()],
+        [saved.state[param] for param in model.parameters()],
+    )
+
+
 def test_groups_and_optimizers_are_matched_by_parameter(ckpt):
     model = small()
     first, second = model[0].parameters(), model[1].parameters()
@@ -432,6 +501,25 @@ def without_state(path):
 
 def test_an_optimizer_without_state_stays_without(tmp_path):
     run_ranks(2, without_state, tmp_path)
+
+
+def counted(path):
+    with quiet():
+        for kind in ("fsdp1", "fsdp1_flat", "fsdp2"):
+            models = [parallelize(kind, seed) for seed in (1, 2)]
+            optimizer, resumed = (
+                Counted([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+                for model in models
+            )
+            for at in range(2):
+                train_step(models[0], [optimizer], at)
+            save_training_state(f"{path}/{kind}", models[0], optimizer, fsync=False)
+            load_training_state(f"{path}/{kind}", models[1], resumed)
+            assert resumed.state["k"].tolist() == [2], kind
+
+
+def test_state_of_no_parameter_of_sharded_models(tmp_path):
+    run_ranks(2, counted, tmp_path)
 
 
 def pipeline(path):

@@ -50,7 +50,8 @@ class _Target:
     """An optimizer to load into.
 
     Attributes:
-        keys: the keys of its parameters in the checkpoint, by FQN.
+        keys: the keys of its parameters in the checkpoint, by FQN. State that belongs to no
+            parameter goes by its own key, here and below.
         groups: the parameters and settings of each of its groups.
         own: the state that it has, by FQN.
         kept: the FQNs of parameters whose state stays.
@@ -60,7 +61,7 @@ class _Target:
     number: int
     keys: dict[str, str]
     groups: list[dict[str, Any]]
-    own: dict[str, Mapping[Any, Any]]
+    own: dict[str, Any]
     kept: set[str]
 
 
@@ -116,7 +117,7 @@ class SavedOptimizers:
             keys = self._saved_keys(optimizer, names, shards)
             kept = set(self._unknown_params(keys, number))
             groups = self._matching_groups(optimizer, names, keys, number)
-            own: dict[str, Mapping[Any, Any]] = {}
+            own: dict[str, Any] = {}
             if not fsdp1:
                 own = {fqns[0]: optimizer.state.get(param, {}) for param, fqns in names}
             elif self._partial.may_leave:
@@ -126,9 +127,13 @@ class SavedOptimizers:
             # FSDP1 gives an optimizer flat parameters: its own state tells no shapes.
             is_saved = any(map(self._state.entries, keys.values()))
             new = new_state(optimizer) if is_saved and not fsdp1 else {}
-            for param, fqns in names:
+            places: list[tuple[Any, torch.Tensor, list[str]]] = [
+                (param, param, fqns) for param, fqns in names
+            ]
+            places += self._other_places(target, new, is_only=not optimizers[1:])
+            for place, like, fqns in places:
                 spaces = {
-                    fqn: self._space(target, fqn, shards, param, new.get(param, {})) for fqn in fqns
+                    fqn: self._space(target, fqn, shards, like, new.get(place, {})) for fqn in fqns
                 }
                 if None in spaces.values():
                     # The state of a flat parameter must not come from two steps: all of it stays.
@@ -161,9 +166,7 @@ class SavedOptimizers:
             else:
                 self._apply_plain(models, target, state)
 
-    def _value(
-        self, own: Mapping[str, Mapping[Any, Any]], fqn: str, path: TreePath, name: str
-    ) -> Any:
+    def _value(self, own: Mapping[str, Any], fqn: str, path: TreePath, name: str) -> Any:
         """Return the loaded value of an entry; the optimizer's own if it was not loaded."""
         return self._values[name] if name in self._values else get_at(own[fqn], path)
 
@@ -172,6 +175,7 @@ class SavedOptimizers:
     ) -> None:
         optimizer, osd = target.optimizer, target.optimizer.state_dict()
         names = names_by_key(models, optimizer, osd, target.number)
+        names |= {key: key for key in target.keys.keys() - set(names.values())}
         loaded = {key: state[fqn] for key, fqn in names.items() if fqn in state}
         kept = {
             key: osd["state"][key]
@@ -301,13 +305,40 @@ class SavedOptimizers:
 
     # --- memory
 
+    def _other_places(
+        self, target: _Target, new: Mapping[Any, Any], *, is_only: bool
+    ) -> list[tuple[str, torch.Tensor, list[str]]]:
+        """Add state that belongs to no parameter, such as MADGRAD's ``k``, to a target.
+
+        The only optimizer takes what is saved. One of several takes what it has, or makes in its
+        first step.
+
+        Returns:
+            For each key the key, a tensor on its device, and the key in a list, as if it was the
+            FQN of a parameter.
+        """
+        own: Mapping[Any, Any] = target.optimizer.state
+        saved = self._state.others if is_only else []
+        places = []
+        for key in (*saved, *own, *new):
+            if not isinstance(key, str) or key in target.keys:
+                continue
+            target.keys[key] = key
+            if key in own:
+                target.own[key] = own[key]
+            if key not in self._state and self._partial.is_partial:
+                target.kept.add(key)
+            like = _tensor_at(own.get(key, new.get(key)), ())
+            places.append((key, torch.empty(()) if like is None else like, [key]))
+        return places
+
     def _space(
         self,
         target: _Target,
         fqn: str,
         shards: Mapping[str, Any],
         param: torch.Tensor,
-        new: Mapping[Any, Any],
+        new: Any,
     ) -> dict[str, Any] | None:
         """Return memory for a parameter's state, by name; None if the state that it has stays."""
         if fqn in target.kept:
@@ -338,7 +369,7 @@ class SavedOptimizers:
             space[name] = mine if mine is not None else _memory(shape, dtype, path, like, expected)
         return space
 
-    def _included(self, fqn: str, key: str, own: Mapping[Any, Any]) -> dict[TreePath, str] | None:
+    def _included(self, fqn: str, key: str, own: Any) -> dict[TreePath, str] | None:
         """Return the entries of a parameter's state to load; None if the state that it has stays.
 
         Optimizers need a whole state: if the own state lacks an excluded entry, nothing is loaded.
@@ -367,6 +398,9 @@ class _SavedState:
         prefix: the name of ``state``.
         parameters: the keys of the parameters.
         partial_load: what is left alone.
+
+    Attributes:
+        others: the keys that belong to no parameter.
     """
 
     def __init__(
@@ -390,6 +424,12 @@ class _SavedState:
                 self._entries.setdefault(key, {})
                 below = Container(container.position, container.path[1:], container.kind)
                 self._containers.setdefault(key, []).append(below)
+        # A stock save of a pipeline may list the parameters of one rank alone.
+        self.others = [
+            key
+            for key in self._entries
+            if key not in parameters and join(_MODEL, key) not in metadata.state_dict_metadata
+        ]
 
     def __contains__(self, key: str) -> bool:
         """Return whether the parameter has a state, which may be empty."""
@@ -399,7 +439,7 @@ class _SavedState:
         """Return the names of a parameter's entries, by path."""
         return self._entries.get(key, {})
 
-    def restore_keys(self, key: str, *states: Mapping[Any, Any]) -> None:
+    def restore_keys(self, key: str, *states: Any) -> None:
         """Replace text in the paths of a parameter's entries by the keys of its states.
 
         DCP stores every key as text.
@@ -445,8 +485,8 @@ class _SavedState:
         return self._partial.includes(join(above, name))
 
 
-def new_state(optimizer: Optimizer) -> dict[torch.Tensor, Mapping[Any, Any]]:
-    """Return the state that an optimizer without state creates, by parameter.
+def new_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return the state that an optimizer without state creates, by parameter or key of its own.
 
     As in ``get_optimizer_state_dict``, the optimizer makes a step with gradients and learning rates
     of zero. Afterwards it is as it was. For an optimizer that cannot make such a step, the result
@@ -468,7 +508,7 @@ def new_state(optimizer: Optimizer) -> dict[torch.Tensor, Mapping[Any, Any]]:
             group["lr"] = rate
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient
-    state = dict(optimizer.state)
+    state: dict[Any, Any] = dict(optimizer.state)
     optimizer.state.clear()
     return state
 
@@ -485,7 +525,7 @@ def _with_keys_of(state: Any, path: TreePath) -> TreePath:
     return tuple(found)
 
 
-def _tensor_at(state: Mapping[Any, Any], path: TreePath) -> torch.Tensor | None:
+def _tensor_at(state: Any, path: TreePath) -> torch.Tensor | None:
     """Return a tensor of a state that can be loaded into; None if there is none."""
     found = get_at(state, path)
     if not isinstance(found, torch.Tensor):
