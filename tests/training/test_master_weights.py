@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from dcp_rs import RsLoadPlanner
 from dcp_rs.optim import load_training_state, save_training_state
+from support import assert_state_equal, run_ranks
+from support.training import Model, fsdp1, quiet, train_step
 
 
 class WithMasterWeights(torch.optim.SGD):
@@ -13,6 +16,8 @@ class WithMasterWeights(torch.optim.SGD):
     def step(self):
         for group in self.param_groups:
             for param in group["params"]:
+                if param.grad is None:
+                    continue  # FSDP1 has no part of it on this rank
                 state = self.state[param]
                 if not state:
                     state["step"] = torch.tensor(0.0)
@@ -52,6 +57,61 @@ def test_master_weights_come_back_bit_for_bit(tmp_path):
     train(model, optimizer, 3)
     train(again, resumed, 3)
     assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+def test_master_weights_that_a_load_leaves_out_stay_as_they_are(tmp_path):
+    model, optimizer = start(0)
+    train(model, optimizer, 3)
+    save_training_state(tmp_path, model, optimizer)
+    again, resumed = start(1)
+    train(again, resumed, 2)
+    before = {name: value.clone() for name, value in resumed.state[again.bias].items()}
+    load_training_state(tmp_path, again, resumed, planner=RsLoadPlanner(exclude="*bias*"))
+    assert_state_equal(dict(resumed.state[again.bias]), before)
+
+
+class Nested(torch.optim.SGD):
+    """Has its state one dict down, and a list in that."""
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            new = {"master": param.float() / 3, "counts": [torch.tensor(0)]}
+            self.state[param].setdefault("inner", new)["counts"][0] += 257
+
+
+@pytest.mark.filterwarnings("error")
+def test_nested_state_keeps_its_dtype(tmp_path):
+    model, optimizer = start(0, kind=Nested)
+    train(model, optimizer, 1)
+    save_training_state(tmp_path, model, optimizer)
+    again, resumed = start(1, kind=Nested)
+    load_training_state(tmp_path, again, resumed)
+    assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def on_ranks(path):
+    def sharded(seed, use_orig_params):
+        torch.manual_seed(seed)
+        model = Model().bfloat16()
+        del model.frozen  # flat parameters are trained or frozen as a whole
+        model = fsdp1(model, use_orig_params=use_orig_params)
+        return model, WithMasterWeights(model.parameters(), lr=0.01)
+
+    with quiet():
+        for use_orig_params in (True, False):
+            where = f"{path}/{use_orig_params}"
+            model, optimizer = sharded(0, use_orig_params)
+            train_step(model, [optimizer], 0)
+            save_training_state(where, model, optimizer, fsync=False)
+            again, resumed = sharded(1, use_orig_params)
+            train_step(again, [resumed], 1)
+            load_training_state(where, again, resumed)
+            assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_master_weights_under_fsdp1(tmp_path):
+    run_ranks(2, on_ranks, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*cast on loading")

@@ -187,10 +187,25 @@ class SavedOptimizers:
             for group, own in zip(target.groups, osd["param_groups"], strict=True)
         ]
         optimizer.load_state_dict({"state": loaded | kept, "param_groups": groups})
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        for number, param in enumerate(params):
-            if number in loaded and self._has_dtype_of(names[number], param):
-                _restore_dtypes(optimizer.state[param], loaded[number])
+        self._undo_casts(models, target, loaded | kept)
+
+    def _undo_casts(
+        self, models: Sequence[torch.nn.Module], target: _Target, state: Mapping[Any, Any]
+    ) -> None:
+        """Give state the dtypes that it had before ``load_state_dict``.
+
+        That casts it to the dtype of its parameter. If the parameter was saved in another dtype,
+        the loaded state stays cast.
+
+        Args:
+            state: what was passed to ``load_state_dict``, by number of the parameter.
+        """
+        names = parameter_names(models, target.optimizer, target.number)
+        for number, (param, fqns) in enumerate(names):
+            if number in state and all(
+                fqn in target.kept or self._has_dtype_of(fqn, param) for fqn in fqns
+            ):
+                _restore_dtypes(target.optimizer.state[param], state[number])
 
     def _has_dtype_of(self, fqn: str, param: torch.Tensor) -> bool:
         """Return whether the parameter has the same dtype in the checkpoint."""
@@ -215,6 +230,7 @@ class SavedOptimizers:
                 group=fsdp1_group(model),
             )
         target.optimizer.load_state_dict(flat)
+        self._undo_casts([model], target, flat["state"])
 
     # --- parameters
 
@@ -535,19 +551,19 @@ def _tensor_at(state: Any, path: TreePath) -> torch.Tensor | None:
     return None if is_partial else found
 
 
-def _restore_dtypes(state: dict[Any, Any], loaded: Mapping[Any, Any]) -> None:
-    """Give a parameter's state the saved dtypes: ``load_state_dict`` casts to the parameter's.
+def _restore_dtypes(cast: Any, value: Any) -> Any:
+    """Return ``cast`` with the tensors of ``value`` where dtypes differ. Dicts change in place.
 
     Float32 master weights of a bfloat16 parameter would lose bits.
     """
-    for key, value in loaded.items():
-        cast = state.get(key)
-        if (
-            isinstance(value, torch.Tensor)
-            and isinstance(cast, torch.Tensor)
-            and cast.dtype != value.dtype
-        ):
-            state[key] = value.to(cast.device)
+    if isinstance(cast, torch.Tensor) and isinstance(value, torch.Tensor):
+        return cast if cast.dtype == value.dtype else value.to(cast.device)
+    if isinstance(cast, dict) and isinstance(value, Mapping):
+        for key in cast.keys() & value.keys():
+            cast[key] = _restore_dtypes(cast[key], value[key])
+    elif isinstance(cast, list | tuple) and isinstance(value, list | tuple):
+        return type(cast)(_restore_dtypes(*pair) for pair in zip(cast, value, strict=True))
+    return cast
 
 
 def _memory(
