@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from dcp_rs import _torch
 from dcp_rs._arguments import suggest_option
 from dcp_rs.api import save
 from dcp_rs.dcp import protocol
@@ -352,7 +353,7 @@ def _load(
                 saved.apply(models)
             for module, part in zip(models, parts, strict=False):
                 loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
-                set_model_state_dict(module, loaded, options=StateDictOptions(strict=not partial))
+                _load_model(module, loaded, strict=not partial)
             for one in extras:
                 one.put(extra or {}, state)
 
@@ -381,6 +382,16 @@ def _read(
     request = engine.LoadRequest(state, reader._source, planner._options())
     report = engine.load(ranks, lambda: request, index=index_of(metadata))
     planner._end_load(report, reader._source)
+
+
+def _load_model(module: torch.nn.Module, loaded: dict[str, Any], *, strict: bool) -> None:
+    if is_fsdp1(module):
+        set_model_state_dict(module, loaded, options=StateDictOptions(strict=strict))
+        return
+    # That function raises if a wrapped module is registered under two names.
+    names = {key: _torch.fqns(module, key)[0] for key in module.state_dict()}
+    found = {key: loaded[name] for key, name in names.items() if name in loaded}
+    module.load_state_dict(found, strict=strict)
 
 
 def _opened(

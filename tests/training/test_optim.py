@@ -292,6 +292,20 @@ def test_state_by_number_under_any_key(ckpt, key):
         load_optim_state_dict(ckpt, model, resumed, key="adam")
 
 
+def test_a_compiled_model_with_a_module_under_two_names(ckpt):
+    """It was saved, and no load took it."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        one = nn.Linear(3, 3)
+        return torch.compile(nn.ModuleDict({"a": one, "b": one}))
+
+    model, other = make(0), make(1)
+    save_training_state(ckpt, model, fsync=False)
+    load_training_state(ckpt, other)
+    assert_state_equal(other.state_dict(), model.state_dict())
+
+
 # --- extra
 # ------------------------------------------------------------------------------------------
 
