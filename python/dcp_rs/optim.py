@@ -209,7 +209,8 @@ def load_training_state(
             replaced. An optimizer without state creates it as under torch's ``get_state_dict``, by
             a step with gradients and learning rates of zero.
         extra: as in the save. Objects get their state, tensors are filled in place, and other
-            values are replaced in ``extra``.
+            values are replaced in ``extra``. A dict stays the same object, with the saved entries
+            alone; a partial or selective load keeps its other entries.
         allow_partial_load: leave alone what the checkpoint lacks, and state that is incomplete
             there or has another shape. By default that is an error.
         process_group, no_dist: as in ``dcp.load``.
@@ -467,7 +468,7 @@ def _saved_groups(reader: RsReader, metadata: Metadata, name: str) -> list[dict[
     if name in metadata.state_dict_metadata:
         groups: list[dict[str, Any]] = reader._read_value(name)
         return groups
-    tree = saved_tree(metadata, tuple(name.split(".")))
+    tree = saved_tree(metadata, tuple(name.split(".")), may_be_flat=True)
     if not tree.paths:
         return None
     leaves = [

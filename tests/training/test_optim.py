@@ -338,6 +338,51 @@ def test_trees_come_back_as_they_were(ckpt):
     assert extra == {"other": 1, "number": 3}
 
 
+def test_a_dict_keeps_no_entry_that_was_not_saved(ckpt):
+    """A job that goes back to an earlier step had the losses of later ones."""
+    model = small()
+    save_training_state(ckpt, model, (), {"losses": {"1": 0.5, "deep": {"a": 1}}}, fsync=False)
+    losses = {"1": 0.7, "2": 9.0, "deep": {"a": 0, "b": 2}}
+    extra = {"losses": losses}
+    load_training_state(ckpt, model, (), extra, allow_partial_load=True)
+    assert losses == {"1": 0.5, "2": 9.0, "deep": {"a": 1, "b": 2}}
+    load_training_state(ckpt, model, (), extra)
+    assert losses == {"1": 0.5, "deep": {"a": 1}}
+    assert extra["losses"] is losses
+
+
+def test_names_that_begin_with_another_name_and_a_dot(ckpt):
+    model = small()
+    saved = {"data": {"at": 1}, "data.epoch": 3}
+    save_training_state(ckpt, model, (), saved, fsync=False)
+    extra = {"data": {"at": 0}, "data.epoch": 0}
+    load_training_state(ckpt, model, (), extra)
+    assert extra == saved
+    save_training_state(ckpt, model, (), {"data.epoch": 3}, fsync=False)
+    with pytest.raises(PlanError, match=r"no extra\.data"):
+        load_training_state(ckpt, model, (), {"data": 0})
+
+
+@pytest.mark.parametrize("empty", [{}, []])
+def test_an_empty_entry_that_was_not_saved_is_missing(ckpt, empty):
+    model = small()
+    save_training_state(ckpt, model, (), {"losses": [1]}, fsync=False)
+    with pytest.raises(PlanError, match=r"no extra\.history"):
+        load_training_state(ckpt, model, (), {"history": empty})
+    extra = {"history": empty}
+    report = load_training_state(ckpt, model, (), extra, allow_partial_load=True)
+    assert (report.missing, extra) == (["extra.history"], {"history": empty})
+
+
+def test_stock_checkpoints_have_no_empty_dicts(ckpt):
+    model = small()
+    state = {"model": model.state_dict(), "extra": {"history": {}, "losses": []}}
+    dcp.save(state, checkpoint_id=ckpt, no_dist=True)
+    extra = {"history": {}, "losses": [1]}
+    load_training_state(ckpt, model, (), extra)
+    assert extra == {"history": {}, "losses": []}
+
+
 def test_the_report_of_a_partial_load_names_what_is_missing_and_nothing_that_was_loaded(ckpt):
     model = small()
     optimizer = torch.optim.Adam(model[0].parameters())

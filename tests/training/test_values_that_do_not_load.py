@@ -66,6 +66,14 @@ def test_who_says_so_may_save_it(tmp_path):
     dcp_rs.save(training_state(model, (), extra, strict_values=False), tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*will not load")
+def test_an_array_loads_into_an_array(tmp_path):
+    model, extra = torch.nn.Linear(1, 1), {"it": np.zeros(3)}
+    save_training_state(tmp_path, model, (), {"it": np.arange(3)}, strict_values=False)
+    load_training_state(tmp_path, model, (), extra, weights_only=False)
+    assert extra["it"].tolist() == [0, 1, 2]
+
+
 def test_what_torch_allows_is_saved(tmp_path):
     model = torch.nn.Linear(1, 1)
     extra = {

@@ -176,11 +176,17 @@ def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]
         return {key: value.clone() if key in names else value for key, value in state.items()}
 
 
-def merge(old: Any, new: Any) -> Any:
-    """Return ``new``. Nested dicts of ``old`` are updated in place, as in a load."""
+def merge(old: Any, new: Any, *, keep: bool) -> Any:
+    """Return ``new``. Nested dicts of ``old`` are updated in place, as in a load.
+
+    Args:
+        keep: keep the entries of those dicts that ``new`` lacks.
+    """
     if type(old) is dict and isinstance(new, Mapping):
-        for key, value in new.items():
-            old[key] = merge(old.get(key), value)
+        merged = {key: merge(old.get(key), value, keep=keep) for key, value in new.items()}
+        if not keep:
+            old.clear()
+        old.update(merged)
         return old
     return new
 
@@ -215,7 +221,8 @@ class SavedExtra:
         self._kept: dict[TreePath, Any] = {}  # leaves that stay
         own = value.state_dict() if is_stateful(value) else value
         is_included = partial_load.includes(whole)
-        is_empty = not self._is_per_rank and state_of(value) in ({}, [])
+        # DCP stores nothing for an empty dict.
+        is_empty = isinstance(own, dict) and not own and not (self._is_per_rank or tree.is_exact)
         self._is_loaded = bool(self._paths or (tree.containers and is_included) or is_empty)
         if is_included and isinstance(value, PerRank):
             _check_ranks(metadata, name, value, partial_load)
@@ -251,7 +258,7 @@ class SavedExtra:
         if is_stateful(value):
             value.load_state_dict(state)
         else:
-            extra[self._name] = merge(value, state)
+            extra[self._name] = merge(value, state, keep=self._partial.may_leave)
 
     def _keep(self, own: Any, left: set[str]) -> None:
         """Do not load these names. The leaves that the entry has there stay."""

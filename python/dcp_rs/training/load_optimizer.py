@@ -426,7 +426,7 @@ class _SavedState:
         parameters: Collection[str],
         partial_load: PartialLoad,
     ) -> None:
-        tree = saved_tree(metadata, tuple(prefix.split(".")), parameters)
+        tree = saved_tree(metadata, tuple(prefix.split(".")), parameters, may_be_flat=True)
         self._prefix = prefix
         self._partial = partial_load
         self._positions, self._is_exact = tree.positions, tree.is_exact

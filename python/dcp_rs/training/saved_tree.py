@@ -34,7 +34,11 @@ class SavedTree:
 
 
 def saved_tree(
-    metadata: Metadata, prefix: tuple[str, ...], parameters: Collection[str] = ()
+    metadata: Metadata,
+    prefix: tuple[str, ...],
+    parameters: Collection[str] = (),
+    *,
+    may_be_flat: bool = False,
 ) -> SavedTree:
     """Return the entries below a path.
 
@@ -42,6 +46,8 @@ def saved_tree(
         metadata: the metadata of the checkpoint.
         prefix: the path, as text.
         parameters: names with dots that are one key below the path.
+        may_be_flat: the last key of the path may be part of a longer key with dots, as after
+            ``flatten_optimizer_state_dict``. By default such a key is another entry.
 
     Raises:
         UnsupportedError: the metadata is not of a reader of this package.
@@ -64,6 +70,8 @@ def saved_tree(
             continue
         path = index.planner_path(number) or stored.get(name)
         if path is None or len(path) <= depth or not _is_below(path, prefix):
+            if path is not None and not may_be_flat and path[:1] == prefix[:1]:
+                continue
             # The state dict was flat (`flatten_optimizer_state_dict`, or another planner).
             path, is_exact = (*prefix, *_split(name[len(start) :], parameters)), False
         paths[name], positions[name] = tuple(path[depth:]), places[number]
