@@ -33,6 +33,18 @@ def test_training_may_go_on(ckpt):
     assert_state_equal(got, want)
 
 
+def test_a_tensor_inside_a_value_is_saved_without_its_neighbours(ckpt):
+    """torch.save wrote the storage that the copies of all tensors shared, or refused two dtypes."""
+    state = {"w": torch.ones(1 << 18), "pair": (torch.ones(2), torch.arange(3))}
+    state["deep"] = {"b": torch.ones(4)}  # a value, without flattening
+    planner = RsSavePlanner(flatten_state_dict=False)
+    dcp_rs.async_save(state, ckpt, planner=planner, no_dist=True).result(60)
+    with dcp_rs.open(ckpt) as checkpoint:
+        tensors = [*checkpoint["pair"], checkpoint["deep"]["b"]]
+    assert [tensor.tolist() for tensor in tensors] == [[1, 1], [0, 1, 2], [1, 1, 1, 1]]
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [8, 24, 16]
+
+
 def test_a_stager_serves_several_saves(ckpt):
     stager = HostStager(cache=True)
     for step in range(3):

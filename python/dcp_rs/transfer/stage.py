@@ -327,7 +327,9 @@ def _view(
         return view.view(shape)
     memory = blocks[block]
     storage = (memory.memory if isinstance(memory, Block) else memory).untyped_storage()
-    view.set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload]
+    nbytes = shape.numel() * dtype.itemsize
+    # A storage of its own, because torch.save writes the whole storage of a tensor inside a value.
+    view.set_(storage[offset : offset + nbytes], 0, shape)  # type: ignore[call-overload]
     return view
 
 
