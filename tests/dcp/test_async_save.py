@@ -125,6 +125,14 @@ def test_the_future_tells_it_even_where_the_log_fails(ckpt, monkeypatch):
     dcp_rs.async_save({"w": torch.ones(2)}, ckpt).result(60)
 
 
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name(ckpt):
+    """The copy read the freed memory, and the process crashed."""
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedError, match="'w' .*memory has been freed"):
+        dcp_rs.async_save({"w": freed}, ckpt, no_dist=True).result(60)
+
+
 def save_in_background(path):
     stager = HostStager(cache=True)
     for seed in (1, 2):

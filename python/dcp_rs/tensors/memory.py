@@ -21,6 +21,7 @@ __all__ = [
     "check_fillable",
     "check_made",
     "flat_bytes",
+    "has_values",
     "identity",
     "is_opaque",
     "is_plain",
@@ -71,6 +72,17 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return false for tensors on ``meta``, and if the local storage was freed."""
+    if tensor.is_meta:
+        return False
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    is_memory = (
+        type(local) in PLAIN_TYPES and local.layout == torch.strided and not local.is_nested
+    )
+    return not is_memory or _torch.has_memory(local)
 
 
 def is_opaque(tensor: torch.Tensor) -> bool:

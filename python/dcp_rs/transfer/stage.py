@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dcp_rs import _torch
 from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.dtypes import NAMES, as_integers
-from dcp_rs.tensors.memory import changes_seen, identity, why_not_raw
+from dcp_rs.tensors.memory import changes_seen, has_values, identity, why_not_raw
 from dcp_rs.tensors.nesting import StandIn, map_leaves
 from dcp_rs.tensors.pickles import IMMUTABLE
 from dcp_rs.tensors.regions import ALIGNMENT
@@ -351,7 +351,7 @@ def _copied(value: Any, made: dict[int, torch.Tensor]) -> Any:
         return made[id(value)]
     if isinstance(value, ShardedTensor):
         return _torch.host_copy_of_sharded(value)
-    if value.is_meta or not (value.dtype in NAMES or value.is_quantized):
+    if not has_values(value) or not (value.dtype in NAMES or value.is_quantized):
         return value  # the save refuses it by name; torch cannot copy every dtype
     copied = value.detach().clone().cpu()
     return copied.requires_grad_() if value.requires_grad else copied
