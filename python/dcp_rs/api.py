@@ -43,6 +43,7 @@ from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.flatten import is_stateful, stateful_values
+from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import like
 from dcp_rs.transfer.stage import HostStager, Staging
 
@@ -372,7 +373,7 @@ def _call_state_dicts(state_dict: dict[str, Any], *, copy_buffers: bool = False)
         if not (copy_buffers and isinstance(holder, torch.nn.Module)):
             return state
         buffers = {name for name, _ in holder.named_buffers(remove_duplicate=False)}
-        copied = ((key, value.clone() if key in buffers else value) for key, value in state.items())
+        copied = ((key, clone(value) if key in buffers else value) for key, value in state.items())
         return like(state, copied)
 
     entries = (

@@ -117,6 +117,21 @@ def test_a_tensor_without_values_is_refused_by_name(ckpt):
         dcp_rs.save({"m": torch.empty(2, device="meta")}, ckpt)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_lazy_module_is_refused_by_name_before_its_first_forward_pass(ckpt, dtype):
+    """The errors of torch named no tensor, and their types were many."""
+    state, planner = {"m": torch.nn.LazyBatchNorm1d()}, RsSavePlanner(dtype=dtype)
+    with pytest.raises(UnsupportedError, match=r"'m\.weight' has no shape yet"):
+        dcp_rs.save(state, ckpt, planner=planner, no_dist=True)
+    for staging in (False, True):
+        future = dcp_rs.async_save(
+            state, ckpt, planner=planner, no_dist=True, async_staging=staging
+        )
+        with pytest.raises(UnsupportedError, match=r"'m\.weight' has no shape yet"):
+            future.result(60)
+
+
 @dataclass
 class Config:
     width: int = 8

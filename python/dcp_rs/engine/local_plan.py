@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from dcp_rs import _core, _torch
 from dcp_rs._warnings import warn_caller
@@ -66,7 +67,9 @@ def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPl
         uncast = {
             name
             for name, value in selected.values.items()
-            if isinstance(value, torch.Tensor) and is_counter(name, value.shape)
+            if isinstance(value, torch.Tensor)
+            and not is_lazy(value)
+            and is_counter(name, value.shape)
         }
         names.sort(key=uncast.__contains__)  # they come last: Rust casts the others in one call
     end = len(names) - len(uncast)
@@ -111,10 +114,14 @@ def _items_of(
 
     Raises:
         PlanError: the shards of the tensor cannot be found.
-        UnsupportedError: the format cannot hold a shard, or the tensor is on ``meta``.
+        UnsupportedError: the format cannot hold a shard, or the tensor has no values: it is on
+            ``meta``, or of a lazy module.
     """
     if not isinstance(value, torch.Tensor):
         return [Value(fqn, value, path, position)]
+    if is_lazy(value):
+        msg = f"tensor {fqn!r} has no shape yet: run a forward pass of its lazy module first"
+        raise UnsupportedError(msg, tensor=fqn)
     shape = tuple(value.shape)
     shards: list[tuple[tuple[int, ...], torch.Tensor]]
     if isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "global_shape"):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from dcp_rs import _torch
 from dcp_rs._torch import PLAIN_TYPES
@@ -20,6 +21,7 @@ __all__ = [
     "changes_seen",
     "check_fillable",
     "check_made",
+    "clone",
     "flat_bytes",
     "has_values",
     "identity",
@@ -75,14 +77,19 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return false for tensors on ``meta``, and if the local storage was freed."""
-    if tensor.is_meta:
+    """Return false for tensors on ``meta``, of lazy modules, and with a freed local storage."""
+    if is_lazy(tensor) or tensor.is_meta:
         return False
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_memory = (
         type(local) in PLAIN_TYPES and local.layout == torch.strided and not local.is_nested
     )
     return not is_memory or _torch.has_memory(local)
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """Clone a tensor. One without values, which a save refuses, is returned as it is."""
+    return tensor.clone() if has_values(tensor) else tensor
 
 
 def is_opaque(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.flatten import flatten, is_stateful
+from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import TreePath, remaining, text_path
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.training.partial_load import PartialLoad
@@ -173,7 +174,7 @@ def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]
         for name in _torch.fqns(model, key)
     }
     with torch.no_grad():
-        return {key: value.clone() if key in names else value for key, value in state.items()}
+        return {key: clone(value) if key in names else value for key, value in state.items()}
 
 
 def merge(old: Any, new: Any, *, keep: bool) -> Any:
