@@ -133,6 +133,33 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_name(ckpt):
         dcp_rs.async_save({"w": freed}, ckpt, no_dist=True).result(60)
 
 
+class Own(torch.Tensor):
+    """A class of a user's."""
+
+
+def swapped_halves(kind):
+    """Two shards of a tensor, as attributes describe them since torch 2.15."""
+    tensor = torch.arange(12.0).reshape(4, 3).as_subclass(kind)
+    tensor.global_shape = [4, 3]
+    tensor.global_offsets, tensor.local_offsets = [[2, 0], [0, 0]], [[0, 0], [2, 0]]
+    tensor.local_sizes = [[2, 3], [2, 3]]
+    return tensor
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Own])
+def test_a_copy_of_a_shard_is_the_same_shard(ckpt, kind):
+    """Copies of classes and of buffers forgot it: each rank saved its shard as the whole tensor."""
+    pytest.importorskip("torch.distributed.checkpoint.protocol")
+    module = torch.nn.Module()
+    module.register_buffer("w", swapped_halves(kind))
+    module.state_dict = lambda: {"w": module.w}
+    state = {"w": swapped_halves(kind), "m": module}
+    dcp_rs.async_save(state, ckpt, no_dist=True, async_staging=True).result(60)
+    with dcp_rs.open(ckpt) as checkpoint:
+        for name in ("w", "m.w"):
+            assert checkpoint[name].equal(torch.arange(12.0).reshape(4, 3).roll(2, 0))
+
+
 def save_in_background(path):
     stager = HostStager(cache=True)
     for seed in (1, 2):

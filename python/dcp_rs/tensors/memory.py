@@ -88,8 +88,12 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
-    """Clone a tensor. One without values, which a save refuses, is returned as it is."""
-    return tensor.clone() if has_values(tensor) else tensor
+    """Clone a tensor, with its place in a larger one. One without values is returned as it is."""
+    if not has_values(tensor):
+        return tensor  # the save refuses it by name
+    copied = tensor.clone()
+    _torch.copy_place_in_whole(tensor, copied)
+    return copied
 
 
 def is_opaque(tensor: torch.Tensor) -> bool:
@@ -142,7 +146,8 @@ def identity(tensor: torch.Tensor) -> Hashable:
         return id(tensor)
     place: Hashable = tensor.data_ptr() or (_torch.storage_id(tensor), tensor.storage_offset())
     view = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    return tensor.device, place, *view, *map(tuple, _torch.place_in_whole(tensor).values())
+    # As text, because the attributes may be lists.
+    return tensor.device, place, *view, *map(str, _torch.place_in_whole(tensor).values())
 
 
 def twins(names: Iterable[str], others: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:

@@ -354,6 +354,7 @@ def _copied(value: Any, made: dict[int, torch.Tensor]) -> Any:
     if not has_values(value) or not (value.dtype in NAMES or value.is_quantized):
         return value  # the save refuses it by name; torch cannot copy every dtype
     copied = value.detach().clone().cpu()
+    _torch.copy_place_in_whole(value, copied)
     return copied.requires_grad_() if value.requires_grad else copied
 
 
