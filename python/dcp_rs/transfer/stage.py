@@ -351,9 +351,17 @@ def _copied(value: Any, made: dict[int, torch.Tensor]) -> Any:
         return made[id(value)]
     if isinstance(value, ShardedTensor):
         return _torch.host_copy_of_sharded(value)
-    if not has_values(value) or not (value.dtype in NAMES or value.is_quantized):
-        return value  # the save refuses it by name; torch cannot copy every dtype
-    copied = value.detach().clone().cpu()
+    if not has_values(value):
+        return value  # the save refuses it by name
+    local = value.detach()
+    if value.dtype in NAMES or value.is_quantized:
+        copied = local.clone().cpu()
+    elif type(value) in _torch.PLAIN_TYPES and value.layout == torch.strided:
+        # torch cannot copy every dtype.
+        integers = torch.uint8 if value.itemsize == 1 else torch.int16
+        copied = local.view(integers).clone().cpu().view(value.dtype)
+    else:
+        return value
     _torch.copy_place_in_whole(value, copied)
     return copied.requires_grad_() if value.requires_grad else copied
 
