@@ -60,6 +60,7 @@ __all__ = [
     "inner_tensors",
     "is_cached_metadata",
     "is_gloo",
+    "is_shard",
     "is_strided_shard",
     "is_wrapper_subclass",
     "modules_that_name",
@@ -203,6 +204,12 @@ _PLACE = (
     "local_offsets",
     "local_sizes",
 )  # torch's CheckpointableTensor, 2.15
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Return true if attributes make a tensor a shard of a larger one. torch asks for all four."""
+    # The first check is fast, and most tensors fail it.
+    return hasattr(tensor, _PLACE[0]) and all(hasattr(tensor, name) for name in _PLACE)
 
 
 def place_in_whole(tensor: torch.Tensor) -> dict[str, Any]:

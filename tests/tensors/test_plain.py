@@ -266,3 +266,11 @@ def test_a_view_of_a_freed_storage_is_no_memory(tmp_path):
     dcp_rs.save({"w": torch.ones(4)}, tmp_path / "ckpt", no_dist=True)
     with pytest.raises(dcp_rs.errors.DcpRsError, match="w"):
         dcp_rs.load({"w": view}, tmp_path / "ckpt", no_dist=True)
+
+
+def test_one_attribute_of_a_shard_makes_none(tmp_path):
+    """torch asks for all four."""
+    dcp_rs.save({"w": marked()}, tmp_path, no_dist=True)
+    target = marked().zero_()
+    dcp_rs.load({"w": target}, tmp_path, no_dist=True)
+    assert target.tolist() == [1, 1]

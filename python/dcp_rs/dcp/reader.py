@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_rs import _core
+from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts, Progress, watching
 from dcp_rs._reports import call
 from dcp_rs._torch import PLAIN_TYPES
@@ -404,7 +404,7 @@ class ItemReads:
         is_whole = (
             type(value) in PLAIN_TYPES
             and value.shape == item.lengths
-            and "global_shape" not in value.__dict__
+            and not _torch.is_shard(value)
         )
         tensor: torch.Tensor = value if is_whole else planner.resolve_tensor(item)
         return tensor

@@ -124,7 +124,7 @@ def _items_of(
         raise UnsupportedError(msg, tensor=fqn)
     shape = tuple(value.shape)
     shards: list[tuple[tuple[int, ...], torch.Tensor]]
-    if isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "global_shape"):
+    if isinstance(value, (DTensor, ShardedTensor)) or _torch.is_shard(value):
         try:
             pieces = local_pieces(fqn, value, layouts)
         except (RuntimeError, ValueError, NotImplementedError) as error:

@@ -30,8 +30,6 @@ Runs = list[list[tuple[int, int, int]]]
 #: rank of this process may change between two plans.
 Layouts = dict[Any, tuple[DeviceMesh, tuple[int, ...] | None, Runs]]
 
-_PLAIN_OR_DTENSOR = (*PLAIN_TYPES, DTensor)
-
 
 @dataclass(slots=True)
 class Piece:
@@ -54,11 +52,11 @@ class Piece:
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the whole tensor that ``tensor`` may be a shard of."""
-    if type(tensor) in _PLAIN_OR_DTENSOR and "global_shape" not in tensor.__dict__:
-        return tensor.shape
     if isinstance(tensor, ShardedTensor):
         return tuple(tensor.size())
-    return tuple(getattr(tensor, "global_shape", tensor.shape))
+    if _torch.is_shard(tensor):
+        return tuple(tensor.global_shape)  # type: ignore[attr-defined]
+    return tensor.shape
 
 
 def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece]:
@@ -72,7 +70,7 @@ def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece
     Raises:
         PlanError: a DTensor has a ``Partial`` placement.
     """
-    if type(tensor) in PLAIN_TYPES and "global_shape" not in tensor.__dict__:
+    if type(tensor) in PLAIN_TYPES and not _torch.is_shard(tensor):
         zeros = (0,) * tensor.dim()
         return [Piece(zeros, tensor.detach() if tensor.requires_grad else tensor, zeros, zeros)]
     if isinstance(tensor, DTensor):
