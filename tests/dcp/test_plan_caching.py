@@ -41,6 +41,17 @@ def test_plans_that_torch_remembers_of_a_writer_of_its_own(tmp_path):
                 assert_state_equal(dict(checkpoint), {"w": state["w"], "deep.step": number})
 
 
+def test_plans_that_torch_remembers_of_our_writer_serve_its_own(tmp_path):
+    """Its writer looked for a prefix of file names in the plan, and found our answer."""
+    forget_plans_of_torch()
+    for number, kind in enumerate((RsWriter, dcp.FileSystemWriter)):
+        state = {"w": torch.full((3,), float(number))}
+        save_by_torch(kind(tmp_path / str(number)), state, no_dist=True)
+    got = {"w": torch.zeros(3)}
+    dcp.load(got, checkpoint_id=tmp_path / "1", no_dist=True)
+    assert got["w"].eq(1).all()
+
+
 def fail_to_write(*_):
     raise OSError(28, "disk full")
 

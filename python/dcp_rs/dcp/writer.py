@@ -74,6 +74,11 @@ class _Answer:
     place: SavePlace
     is_cached: bool = False
 
+    @property
+    def prefix(self) -> str:
+        """Prefix of torch's file names, for its writer, which may get this plan from the cache."""
+        return f"__{self.place.rank}_"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Staged:
