@@ -165,6 +165,18 @@ def test_a_value_that_will_not_load_is_warned_of(ckpt, save, value, kind):
 
 
 @pytest.mark.parametrize("save", SAVES)
+def test_a_plain_value_that_needs_too_much_memory_is_warned_of(ckpt, save):
+    """Its types load, but a load bounds its memory."""
+    state = {"v": (torch.ones(1).expand(5_000_000),)}
+    with pytest.warns(UserWarning, match=r"'v' .* will not load .* makes more than"):
+        save(state, ckpt, no_dist=True)
+    with pytest.raises(UnsafePickleError):
+        dcp_rs.load({"v": None}, ckpt, no_dist=True)
+    with pytest.raises(UnsafePickleError, match="strict_values=True"):
+        dcp_rs.save(state, ckpt, no_dist=True, strict_values=True)
+
+
+@pytest.mark.parametrize("save", SAVES)
 def test_numbers_of_numpy_are_warned_of(ckpt, save):
     numpy = pytest.importorskip("numpy")
     for value in (numpy.float64(0.5), numpy.ones(3), {"lr": (numpy.float64(0.5),)}):

@@ -37,7 +37,10 @@ class Holder:
 
 @pytest.mark.parametrize(
     "value",
-    [np.ones(2), Path("a"), Mode.FAST, Position(), deque([1]), dt.date(2026, 1, 2)],
+    [
+        *(np.ones(2), Path("a"), Mode.FAST, Position(), deque([1]), dt.date(2026, 1, 2)),
+        (torch.ones(1).expand(5_000_000),),  # a load bounds the memory
+    ],
     ids=lambda v: type(v).__name__,
 )
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def warn_unless_loadable(fqn: str, value: Any, data: bytes, *, strict: bool = Fa
 
     Args:
         fqn: the name of the entry.
-        value: the value. Plain types are not checked.
+        value: the value. A plain one is checked for its memory only.
         data: its ``torch.save`` bytes.
         strict: raise in place of the warning.
 
@@ -149,18 +149,19 @@ def why_not_loadable(fqn: str, value: Any) -> str | None:
     Raises:
         UnsupportedError: the value does not pickle.
     """
-    if _is_plain(value):
+    if type(value) in IMMUTABLE:
         return None
     error = _load_error(fqn, value, dump_named(fqn, value))
     return None if error is None else _would_not_load(fqn, value, error)
 
 
 def _load_error(fqn: str, value: Any, data: bytes) -> Exception | None:
-    if not _is_plain(value):
-        try:
-            check_loadable(fqn, data)
-        except Exception as error:  # noqa: BLE001  # the value does not load, for any reason
-            return error
+    if _is_plain(value) and _core.refusal(data) is None:
+        return None  # torch loads it for certain
+    try:
+        check_loadable(fqn, data)
+    except Exception as error:  # noqa: BLE001  # the value does not load, for any reason
+        return error
     return None
 
 
