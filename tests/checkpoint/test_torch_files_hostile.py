@@ -128,6 +128,26 @@ LIES = {
 }
 
 
+LONG = (1 << 20).to_bytes(4, "little") + b"k" * (1 << 20)
+LONG_TEXTS = {
+    "keys of a dict": b"}(X" + LONG + b"q\x00N" + b"h\x00N" * 200 + b"u",
+    "keys of storages": b"}(X\x01\x00\x00\x00w"
+    + tensor().replace(b"X\x01\x00\x00\x000", b"X" + LONG)
+    + b"q\x00"
+    + b"".join(b"X\x03\x00\x00\x00%03dh\x00" % i for i in range(200))
+    + b"u",
+}
+
+
+@pytest.mark.parametrize("what", LONG_TEXTS)
+def test_a_text_that_is_used_again_is_counted_each_time(tmp_path, what):
+    """A file of 1.2 MB took tens of GB."""
+    path = tmp_path / "x.pth"
+    path.write_bytes(archive(b"\x80\x02" + LONG_TEXTS[what] + b"."))
+    with pytest.raises(UnsupportedError, match="grows without bound"):
+        dcp_rs.open(path)
+
+
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("lie", LIES)
 def test_lies_are_typed_errors(tmp_path, lie):

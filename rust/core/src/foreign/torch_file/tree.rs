@@ -101,7 +101,12 @@ impl Walk<'_> {
             return Ok(());
         }
         let pairs = pickle.as_dict(node).unwrap_or_default();
-        self.spend(32 * pairs.len())?;
+        // A key may be one long text that the pickle refers to again. Each is copied twice below.
+        let texts = pairs.iter().map(|(key, _)| match key {
+            Item::Str(span) => span.len as usize,
+            _ => 0,
+        });
+        self.spend(32 * pairs.len() + 2 * texts.sum::<usize>())?;
         let kind = pickle.mapping_kind(node);
         if kind != "dict" || (pairs.is_empty() && !path.is_empty()) {
             let position =
@@ -149,7 +154,8 @@ impl Walk<'_> {
         let content = if tensor_pickle::is_tensor(self.pickle, item) {
             match tensor_pickle::read(self.pickle, item) {
                 Ok(tensor) => {
-                    self.spend(size_of::<StoredTensor>())?;
+                    let dims = 2 * size_of::<u64>() * tensor.sizes.len();
+                    self.spend(size_of::<StoredTensor>() + tensor.key.len() + dims)?;
                     Content::Tensor(Box::new(tensor))
                 }
                 Err(Fault::Unsupported(_)) => Content::Value,
@@ -181,7 +187,9 @@ impl Walk<'_> {
         if let Some(&known) = self.mappings.get(&id) {
             return known;
         }
-        let is_one = pairs.iter().all(|(key, _)| self.key(*key).is_some());
+        let has_text =
+            |key: &Item| matches!(key, Item::Str(_) | Item::Int(_) | Item::None | Item::Bool(_));
+        let is_one = pairs.iter().all(|(key, _)| has_text(key));
         self.mappings.insert(id, is_one);
         is_one
     }
