@@ -93,6 +93,11 @@ LIES = {
         CorruptDataError,
         "leads out of its storage",
     ),
+    "many flags of a tensor": (
+        archive(one(tensor()[:-2] + b"}(" + b"N\x89" * 65 + b"utR")),
+        CorruptDataError,
+        "its flags",
+    ),
     "nesting": (archive(nested(100_000)), UnsupportedError, "nested more than 1000 deep"),
     "itself": (
         archive(b"\x80\x02}q\x00X\x01\x00\x00\x00wh\x00s."),

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::fault::{Fault, FaultResult};
-use super::pickle::{Item, Node, Pickle, Rules, most_bytes};
+use super::pickle::{Item, MAX_DEPTH, Node, Pickle, Rules, most_bytes};
 use crate::format::{ChunkEntry, Kind, TensorEntry, Value, parse_uuid};
 use crate::geometry::Dims;
 use crate::paths::{Reach, reach};
@@ -328,7 +328,10 @@ impl<'a> Reader<'a> {
                 )));
             }
             let file = pickle.get(info, "relative_path").and_then(|path| pickle.as_str(path));
-            let file = self.file(file.ok_or_else(|| bad("its file"))?)?;
+            let file = file.ok_or_else(|| bad("its file"))?;
+            // Looking a name up takes as long as the name is.
+            self.spend(name.len() + file.len(), "stored data")?;
+            let file = self.file(file)?;
             let (Some(offset_in_file), Some(length)) =
                 (unsigned(pickle.get(info, "offset")), unsigned(pickle.get(info, "length")))
             else {
@@ -397,7 +400,9 @@ impl<'a> Reader<'a> {
         let is_path = |item: &Item| {
             let parts = pickle.as_tuple(*item);
             let is_part = |part: &Item| matches!(part, Item::Str(_) | Item::Int(_));
-            parts.is_some_and(|parts| !parts.is_empty() && parts.iter().all(is_part))
+            parts.is_some_and(|parts| {
+                (1..=MAX_DEPTH as usize).contains(&parts.len()) && parts.iter().all(is_part)
+            })
         };
         let only_paths = pickle.as_dict(item).is_some()
             && pairs.iter().all(|(name, path)| matches!(name, Item::Str(_)) && is_path(path));
@@ -406,11 +411,14 @@ impl<'a> Reader<'a> {
         }
         let mut rest = Vec::new();
         for (name, path) in pairs {
-            let path = self.value(*path, 1)?;
-            let known = pickle.as_str(*name).and_then(|name| self.ids.get(name).copied());
+            let (name, path) = (self.value(*name, 1)?, self.value(*path, 1)?);
+            let known = match &name {
+                Value::Str(name) => self.ids.get(name.as_str()).copied(),
+                _ => None,
+            };
             match known {
                 Some(id) => self.entries[id as usize].path = Some(path),
-                None => rest.push((self.value(*name, 1)?, path)),
+                None => rest.push((name, path)),
             }
         }
         Ok(Value::Dict(rest))

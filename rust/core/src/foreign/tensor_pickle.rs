@@ -1,7 +1,7 @@
 //! The `data.pkl` of a `torch.save`d tensor: which storage it lies in, and how.
 
 use super::fault::{Fault, FaultResult};
-use super::pickle::{Item, Node, Pickle, Rules};
+use super::pickle::{Item, MOST_ATTRIBUTES, Node, Pickle, Rules};
 use crate::Dtype;
 use crate::copy::Signs;
 use crate::geometry::{Dims, element_count, row_major, strided_length};
@@ -329,7 +329,8 @@ impl<'a> Reader<'a> {
         if flags == Item::None {
             return Ok(signs);
         }
-        for (name, on) in self.pickle.as_dict(flags).ok_or_else(|| odd("its flags"))? {
+        let pairs = self.pickle.as_dict(flags).filter(|pairs| pairs.len() <= MOST_ATTRIBUTES);
+        for (name, on) in pairs.ok_or_else(|| odd("its flags"))? {
             match (self.pickle.as_str(*name), *on) {
                 (_, Item::Bool(false)) => {}
                 (Some("conj"), Item::Bool(true)) => signs.conjugate = true,

@@ -36,6 +36,10 @@ pub(super) fn most_bytes(input: usize) -> u64 {
     (32 * input as u64).max(64 << 20)
 }
 
+/// The most attributes of an object: honest ones have a dozen. Objects can share their attributes,
+/// and each would search all of them.
+pub(super) const MOST_ATTRIBUTES: usize = 64;
+
 /// A range of the input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Span {
@@ -346,10 +350,13 @@ impl Pickle<'_> {
         })
     }
 
-    /// The value of the last pair of `dict` with the key, as in Python.
+    /// The value of the last pair of `dict` with the key, as in Python. A dict of more than
+    /// [`MOST_ATTRIBUTES`] has none.
     pub(super) fn get(&self, dict: Item, key: &str) -> Option<Item> {
-        let pairs = self.as_dict(dict)?;
-        let found = pairs.iter().rev().find(|(k, _)| self.as_str(*k) == Some(key));
+        let pairs = self.as_dict(dict).filter(|pairs| pairs.len() <= MOST_ATTRIBUTES)?;
+        let is_key =
+            |item: Item| matches!(item, Item::Str(span) if self.bytes(span) == key.as_bytes());
+        let found = pairs.iter().rev().find(|(k, _)| is_key(*k));
         found.map(|(_, value)| *value)
     }
 }

@@ -16,9 +16,11 @@ fn metadata(case: &str) -> Vec<u8> {
 }
 
 fn short(text: &str) -> Vec<u8> {
-    let mut op = vec![0x8c, u8::try_from(text.len()).unwrap()];
-    op.extend(text.as_bytes());
-    op
+    let op = match u8::try_from(text.len()) {
+        Ok(len) => vec![0x8c, len],
+        Err(_) => [&b"X"[..], &u32::try_from(text.len()).unwrap().to_le_bytes()].concat(),
+    };
+    [&*op, text.as_bytes()].concat()
 }
 
 fn global(module: &str, name: &str) -> Vec<u8> {
@@ -139,6 +141,8 @@ struct Forged {
     has_chunk: bool,
     /// Extensions that what is stored went through.
     extensions: usize,
+    /// More attributes of what says where something is stored.
+    junk: usize,
     entries: Vec<(String, Vec<u8>)>,
     stored: Vec<u8>,
 }
@@ -148,7 +152,8 @@ impl Forged {
     const VALUE: &[u8] = b"h\x01";
 
     fn new(dims: usize, has_chunk: bool) -> Self {
-        Self { dims, has_chunk, extensions: 0, entries: Vec::new(), stored: Vec::new() }
+        let (entries, stored) = (Vec::new(), Vec::new());
+        Self { dims, has_chunk, extensions: 0, junk: 0, entries, stored }
     }
 
     /// Adds an entry that refers to the one tensor or value.
@@ -201,6 +206,13 @@ impl Forged {
         };
         let extensions =
             [b"](".to_vec(), short("zstd").repeat(self.extensions), b"e".to_vec()].concat();
+        let mut place = vec![
+            ("relative_path", short("f")),
+            ("offset", b"K\0".to_vec()),
+            ("length", b"K\0".to_vec()),
+            ("transform_descriptors", extensions),
+        ];
+        place.extend(vec![("junk", b"N".to_vec()); self.junk]);
         let shared = [
             object(
                 of("TensorStorageMetadata"),
@@ -209,15 +221,7 @@ impl Forged {
             [of("BytesStorageMetadata"), b")\x81".to_vec()].concat(),
             of("MetadataIndex"),
             short("fqn"),
-            object(
-                global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-                &[
-                    ("relative_path", short("f")),
-                    ("offset", b"K\0".to_vec()),
-                    ("length", b"K\0".to_vec()),
-                    ("transform_descriptors", extensions),
-                ],
-            ),
+            object(global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), &place),
         ];
         let remembered: Vec<u8> =
             shared.into_iter().flat_map(|part| [part, b"\x94".to_vec()].concat()).collect();
@@ -274,6 +278,31 @@ fn shared_entries_and_stored_data_are_counted_each_time() {
         assert!(matches!(e, Error::Unsupported(_)), "{e}");
         assert!(e.to_string().contains(&format!("{what} that grows without bound")), "{e}");
     }
+}
+
+/// A name of a MiB, which four bytes look up once more.
+#[test]
+fn a_long_name_counts_each_time_that_it_is_looked_up() {
+    let mut forged = Forged::new(1, false);
+    forged.entries.push(("k".repeat(1 << 20), Forged::VALUE.to_vec()));
+    forged.store();
+    metadata_pickle::parse(&forged.bytes(), Path::new(".metadata")).unwrap();
+    (0..100).for_each(|_| forged.store_again());
+    let e = parse(&forged.bytes());
+    assert!(e.to_string().contains("stored data that grows without bound"), "{e}");
+}
+
+/// Whatever is stored can share the object that says where, and would search all its attributes.
+#[test]
+fn an_object_has_few_attributes() {
+    let mut forged = Forged::new(1, true);
+    forged.entry(Forged::TENSOR);
+    forged.store();
+    forged.junk = 60;
+    metadata_pickle::parse(&forged.bytes(), Path::new(".metadata")).unwrap();
+    forged.junk += 1;
+    let e = parse(&forged.bytes());
+    assert!(matches!(e, Error::CorruptIndex { .. }) && e.to_string().contains("its file"), "{e}");
 }
 
 #[test]
