@@ -137,6 +137,16 @@ UNSAFE = {
         + (b"h\x01h\x00" + text("latin1") + b"\x86Ra") * 20_000
         + b"."
     ),
+    "empty texts, passed again and again": archive(
+        PROTO
+        + b"cx\ny\nq\x00"
+        + text("")
+        + b"q\x01("
+        + b"h\x01" * 200_000
+        + b"tq\x02000"
+        + b"h\x00h\x02R0" * 200_000
+        + b"N."
+    ),
     "another codec": archive(PROTO + b"c_codecs\nencode\n" + text("x") + text("idna") + b"\x86R."),
     "a compressed record": archive(
         PROTO + b"N.", [("data/0", bytes(1 << 26))], zipfile.ZIP_DEFLATED

@@ -98,6 +98,11 @@ LIES = {
         CorruptDataError,
         "its flags",
     ),
+    "a global with a long name": (
+        archive(one(b"c" + b"x" * 2000 + b"\ny\n)R")),
+        UnsupportedError,
+        "a global whose name has more than 1024 bytes",
+    ),
     "nesting": (archive(nested(100_000)), UnsupportedError, "nested more than 1000 deep"),
     "itself": (
         archive(b"\x80\x02}q\x00X\x01\x00\x00\x00wh\x00s."),

@@ -13,6 +13,9 @@ use self::parts::{empty_dict, set};
 use super::{Item, Made, Node, Pickle, Rules, Span, most_bytes};
 use crate::foreign::fault::{Fault, FaultResult};
 
+/// The most bytes in the name of a global.
+const MOST_NAME: u32 = 1024;
+
 /// Reads the value that `input` begins with, and says how many bytes make it.
 pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickle<'a>, usize)> {
     if u32::try_from(input.len()).is_err() {
@@ -435,6 +438,11 @@ impl Machine<'_, '_> {
     }
 
     fn global(&mut self, module: Span, name: Span, at: usize) -> FaultResult<()> {
+        // Each call compares the name of what it calls.
+        if module.len.saturating_add(name.len) > MOST_NAME {
+            let what = format!("a pickle with a global whose name has more than {MOST_NAME} bytes");
+            return Err(Fault::Unsupported(what));
+        }
         if !(self.rules.allow)(self.pickle.str(module), self.pickle.str(name)) {
             return Err(Fault::Forbidden(self.full_name(module, name)));
         }

@@ -123,7 +123,8 @@ impl Cost<'_> {
             Node::Object { callable, args, then, .. } => {
                 let args = pickle.as_plain_tuple(*args);
                 self.call(Item::Node(*callable), args)?;
-                let copied = args.iter().map(|arg| self.length(*arg)).sum();
+                // An empty text counts too: each call walks its arguments.
+                let copied = args.iter().map(|arg| self.length(*arg).max(8)).sum();
                 self.objects[id as usize] = copied;
                 self.spend(copied.saturating_add(256))?;
                 for then in then {
