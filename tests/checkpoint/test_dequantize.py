@@ -305,17 +305,50 @@ def test_zero_points_of_each_expert_are_its_own(tmp_path):
     assert same(checkpoint.get_slice("m.weight")[1:, 3:9, 5:40], whole[1:, 3:9, 5:40].contiguous())
 
 
+def of_groups(*sizes):
+    """A configuration of INT4 weights in groups of these sizes; None is a whole row."""
+    groups = {
+        f"group_{size}": {"weights": {"num_bits": 4, "type": "int", "group_size": size}}
+        for size in sizes
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
 @pytest.mark.parametrize("is_configured", [False, True])
 def test_rows_that_end_within_a_word_are_as_long_as_their_shape_says(tmp_path, is_configured):
     """Two groups of 30 in eight words were taken for two groups of 32."""
     tensors, whole = quantized.int4("m", 10, 60, seed=3, group=30)
-    weights = {"num_bits": 4, "type": "int", "group_size": 30}
-    config = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": {"weights": weights}},
-    }
-    quantized.write(tmp_path / "q", tensors, config if is_configured else None)
+    quantized.write(tmp_path / "q", tensors, of_groups(30) if is_configured else None)
     assert same(dcp_rs.open(tmp_path / "q", dequantize=torch.float32)["m.weight"], whole)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sizes"), [(251, [128]), (200, [128, 32]), (90, [128, 64]), (90, [None, 64])]
+)
+def test_a_last_group_that_is_shorter(tmp_path, columns, sizes):
+    """251 columns came back with 5 of padding, and groups of 128 were taken for groups of 100."""
+    group = sizes[0] or columns
+    tensors, whole = quantized.int4("m", 4, columns, seed=3, group=group)
+    more, more_whole = quantized.int4("n", 4, columns, seed=4, group=group)
+    quantized.write(tmp_path / "q", {**tensors, **more}, of_groups(*sizes))
+    checkpoint = dcp_rs.open(tmp_path / "q", dequantize=torch.float32)
+    assert same(checkpoint["m.weight"], whole)
+    assert same(checkpoint["n.weight"], more_whole)
+
+
+@pytest.mark.parametrize(
+    ("columns", "config", "why"),
+    [
+        (251, None, "has no groups of one size for 251 columns"),
+        (240, of_groups(128, 120), "could have groups of 120 or 128 for 240 columns"),
+        (240, of_groups(64, 32), "has no groups of 32 or 64 for 240 columns"),
+    ],
+)
+def test_groups_that_cannot_be_told_are_refused(tmp_path, columns, config, why):
+    tensors, _ = quantized.int4("m", 4, columns, seed=3, group=128)
+    quantized.write(tmp_path / "q", tensors, config)
+    with pytest.raises(dcp_rs.QuantizationError, match=why):
+        dcp_rs.open(tmp_path / "q", dequantize=True)
 
 
 def test_scales_of_another_count_than_the_configuration_says_are_refused(tmp_path):
@@ -331,12 +364,7 @@ def test_scales_of_another_count_than_the_configuration_says_are_refused(tmp_pat
         dcp_rs.open(tmp_path / "fp8", dequantize=True)
 
     tensors, _ = quantized.int4("m", 4, 256, seed=1, group=64)
-    weights = {"num_bits": 4, "type": "int", "group_size": 128}
-    config = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": {"weights": weights}},
-    }
-    quantized.write(tmp_path / "int4", tensors, config)
+    quantized.write(tmp_path / "int4", tensors, of_groups(128))
     with pytest.raises(dcp_rs.QuantizationError, match="no groups of 128 for 256 columns"):
         dcp_rs.open(tmp_path / "int4", dequantize=True)
 

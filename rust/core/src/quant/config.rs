@@ -3,12 +3,13 @@
 use serde_json::Value;
 
 /// The part of a configuration that tells how weights are stored.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     /// Rows and columns of a block, where it says so.
     pub block: Option<[u64; 2]>,
-    /// Columns of a group, where it says so, and says the same of all weights.
-    pub group: Option<u64>,
+    /// The numbers of columns that a group of integers may have, in order. Without a number a whole
+    /// row is one group: `u64::MAX`.
+    pub groups: Vec<u64>,
 }
 
 /// Known methods: `quant_method` of transformers, `format` of compressed-tensors, `quant_algo` of
@@ -47,9 +48,10 @@ impl Config {
         one_of(&config["format"], "format", &FORMATS, true)?;
         one_of(&config["quant_algo"], "quant_algo", &ALGORITHMS, true)?;
         one_of(&config["fmt"], "fmt", &["e4m3", "float8_e4m3fn"], true)?;
-        let mut found =
-            Self { block: block(&config["weight_block_size"], "weight_block_size")?, group: None };
-        let mut groups = Vec::new();
+        let mut found = Self {
+            block: block(&config["weight_block_size"], "weight_block_size")?,
+            groups: Vec::new(),
+        };
         for group in
             config["config_groups"].as_object().into_iter().flat_map(|groups| groups.values())
         {
@@ -65,13 +67,14 @@ impl Config {
                     weights["num_bits"], kind.0
                 ));
             }
-            groups.push(weights["group_size"].as_u64().filter(|&size| size > 0));
+            if kind.0 == "int" {
+                let size = weights["group_size"].as_u64().filter(|&size| size > 0);
+                found.groups.push(size.unwrap_or(u64::MAX));
+            }
             found.block = found.block.or(block(&weights["block_structure"], "block_structure")?);
         }
-        groups.dedup();
-        if let [group] = groups[..] {
-            found.group = group;
-        }
+        found.groups.sort_unstable();
+        found.groups.dedup();
         Ok(found)
     }
 }

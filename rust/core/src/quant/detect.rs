@@ -1,6 +1,7 @@
 //! Detection of quantized weights: by the names of their stored parts, checked by dtypes and
 //! shapes.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::{Coded, Config, Format, Target};
@@ -56,11 +57,13 @@ pub fn detect(
     target: Target,
     read_shape: &mut dyn FnMut(u32) -> Result<Vec<i64>>,
 ) -> Result<Found> {
+    let is_configured = config.is_some();
     let mut detector = Detector {
         index,
         config: config.unwrap_or_default(),
         target,
         read_shape,
+        whole: HashSet::new(),
         found: Found::default(),
         is_part: vec![false; index.tensor_count() as usize],
     };
@@ -77,7 +80,7 @@ pub fn detect(
             detector.weight(tensor, name)?;
         }
     }
-    detector.check_rest(config.is_some())?;
+    detector.check_rest(is_configured)?;
     let Detector { mut found, is_part, .. } = detector;
     if !found.coded.is_empty() {
         let is_of_activations =
@@ -94,6 +97,8 @@ struct Detector<'a> {
     config: Config,
     target: Target,
     read_shape: &'a mut dyn FnMut(u32) -> Result<Vec<i64>>,
+    /// Rows and words a row of INT4 weights whose stored shape says that all words are whole.
+    whole: HashSet<[u64; 2]>,
     found: Found,
     is_part: Vec<bool>,
 }
@@ -289,23 +294,21 @@ impl Detector<'_> {
         };
         let shape_part = self.beside(name, "_shape");
         // Rows that end within a word can look like those of whole words with longer groups.
-        let is_even = self.config.group.is_some_and(|group| {
+        let is_even = self.config.groups.iter().any(|group| {
             Some(most) == group.checked_mul(groups) && group.is_multiple_of(8)
         });
         let columns = match shape_part {
-            Some(part) if !is_even => self.columns(name, part, rows, words)?,
+            // A model can have tens of thousands of weights of a few sizes: one look at each size
+            // does where whole words make whole groups.
+            Some(part) if !is_even || !self.whole.contains(&[rows, words]) => {
+                self.columns(name, part, rows, words)?
+            }
             _ => most,
         };
-        let group = self.config.group.unwrap_or_else(|| columns.div_ceil(groups.max(1)));
-        if group == 0 || columns.div_ceil(group) != groups {
-            return self.bad(
-                name,
-                format!(
-                    "{}, and has no groups of {group} for {columns} columns",
-                    self.describe(scale)
-                ),
-            );
+        if shape_part.is_some() && columns == most {
+            self.whole.insert([rows, words]);
         }
+        let group = self.group(name, scale, columns, groups)?;
         let mut shape = Dims::from_slice(lead);
         shape.extend([rows, columns]);
         let mut scales = Dims::from_slice(lead);
@@ -323,19 +326,43 @@ impl Detector<'_> {
         Ok(())
     }
 
+    /// The columns of a group. Without a configuration all groups of a row are of one size.
+    fn group(&self, name: &str, scale: u32, columns: u64, groups: u64) -> Result<u64> {
+        let known = &self.config.groups;
+        let mut fitting: Vec<u64> = if known.is_empty() {
+            let size = columns.checked_div(groups).filter(|size| size * groups == columns);
+            size.into_iter().collect()
+        } else {
+            let fits = known.iter().filter(|&&size| columns.div_ceil(size) == groups);
+            fits.map(|&size| size.min(columns)).collect()
+        };
+        fitting.dedup();
+        let (has, sizes) = match fitting[..] {
+            [size] => return Ok(size),
+            [] => ("has no", known),
+            _ => ("could have", &fitting),
+        };
+        let sizes: Vec<String> = sizes.iter().map(|size| size.min(&columns).to_string()).collect();
+        let sizes = if sizes.is_empty() { "one size".into() } else { sizes.join(" or ") };
+        let scale = self.describe(scale);
+        self.bad(name, format!("{scale}, and {has} groups of {sizes} for {columns} columns"))
+    }
+
     /// The columns that a stored shape tells.
     fn columns(&mut self, name: &str, part: u32, rows: u64, words: u64) -> Result<u64> {
         let told = (self.read_shape)(part)?;
         match told.as_slice() {
-            [height, width] if u64::try_from(*height) == Ok(rows) => match u64::try_from(*width) {
-                Ok(columns) if columns.div_ceil(8) == words => Ok(columns),
-                _ => self.bad(
-                    name,
-                    format!(
-                        "{name}_shape says {told:?}, and {words} words a row hold no such rows"
+            [.., height, width] if u64::try_from(*height) == Ok(rows) => {
+                match u64::try_from(*width) {
+                    Ok(columns) if columns.div_ceil(8) == words => Ok(columns),
+                    _ => self.bad(
+                        name,
+                        format!(
+                            "{name}_shape says {told:?}, and {words} words a row hold no such rows"
+                        ),
                     ),
-                ),
-            },
+                }
+            }
             _ => self.bad(name, format!("{name}_shape says {told:?}, and there are {rows} rows")),
         }
     }
