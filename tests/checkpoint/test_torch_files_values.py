@@ -129,6 +129,16 @@ def test_a_module_and_quantized_tensors_beside_tensors(tmp_path, protocol, zippe
     assert torch.equal(model.weight, state["model"].weight)
 
 
+def test_a_sparse_tensor_with_an_attribute_of_its_own(tmp_path):
+    """The whole file was refused as corrupt."""
+    sparse = torch.eye(3).to_sparse()
+    sparse.tag = "x"
+    torch.save({"m": sparse, "w": torch.arange(3.0)}, tmp_path / "x.pth")
+    with dcp_rs.open(tmp_path / "x.pth") as checkpoint:
+        assert torch.equal(checkpoint["w"], torch.arange(3.0))
+        assert torch.equal(checkpoint["m"].to_dense(), torch.eye(3))
+
+
 class Python2(pickle._Pickler):
     """Writes dicts with an order, texts and large integers as Python 2 does."""
 

@@ -54,6 +54,9 @@ impl StoredTensor {
     }
 }
 
+/// The functions of `torch._utils` that make a strided tensor.
+const STRIDED: [&str; 3] = ["_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"];
+
 /// The storage classes of `torch`, whose element type is that of the tensor.
 const STORAGES: [(&str, &str); 12] = [
     ("BFloat16Storage", "bfloat16"),
@@ -170,11 +173,7 @@ impl<'a> Reader<'a> {
             return Err(Fault::Unsupported("stored as something that is not a tensor".into()));
         };
         match (module, name, args) {
-            (
-                "torch._utils",
-                "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3",
-                _,
-            ) => self.rebuild(name, args),
+            ("torch._utils", name, _) if STRIDED.contains(&name) => self.rebuild(name, args),
             // A parameter is its data; only gradients and hooks are lost, which no checkpoint
             // holds.
             (
@@ -191,17 +190,21 @@ impl<'a> Reader<'a> {
                 "_rebuild_from_type_v2" | "_rebuild_from_type",
                 [function, kind, args, _],
             ) => {
-                let kind = self.pickle.as_global(*kind);
+                let (function, kind) =
+                    (self.pickle.as_global(*function), self.pickle.as_global(*kind));
                 let plain = matches!(
                     kind,
                     Some(("torch", "Tensor") | ("torch.nn.parameter", "Parameter" | "Buffer"))
                 );
                 let args = self.pickle.as_tuple(*args).ok_or_else(|| odd("no arguments"))?;
-                match (plain, self.pickle.as_global(*function)) {
-                    (true, Some(("torch._utils", name))) => self.rebuild(name, args),
+                match function {
+                    Some(("torch._utils", name)) if plain && STRIDED.contains(&name) => {
+                        self.rebuild(name, args)
+                    }
                     _ => Err(Fault::Unsupported(format!(
-                        "stored as {}",
-                        kind.map_or_else(|| "a subclass".into(), full)
+                        "stored as {} by {}",
+                        kind.map_or_else(|| "a subclass".into(), full),
+                        function.map_or_else(|| "a function of its own".into(), full)
                     ))),
                 }
             }
