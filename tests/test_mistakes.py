@@ -11,7 +11,7 @@ import torch
 
 import dcp_rs
 from dcp_rs import HostStager, RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
-from dcp_rs.checkpoint.names import natural, nearest
+from dcp_rs.checkpoint.names import explain_missing, natural, nearest
 from dcp_rs.cli import main
 from dcp_rs.errors import (
     CheckpointExistsError,
@@ -228,6 +228,47 @@ def test_the_nearest_of_many_is_found_at_once():
     names = [f"model.layers.{i}.experts.{j}.weight" for i in range(500) for j in range(200)]
     assert nearest("module.layers.7.experts.3.weight", names) == "model.layers.7.experts.3.weight"
     assert nearest("model.layers.7.expert.3.weight", names) is not None
+
+
+class Counted(str):
+    """A name that counts how often it is compared."""
+
+    count = 0
+
+    def startswith(self, *arguments):
+        Counted.count += 1
+        return super().startswith(*arguments)
+
+
+class CountedSet(set):
+    """Names that count how often one is looked up."""
+
+    def __contains__(self, name):
+        Counted.count += 1
+        return super().__contains__(name)
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "stored"),
+    [("t_0.weight", "t_{}.weight", "table_{}.weight"), ("weight", "{}", "layers.{}.weight")],
+)
+def test_names_that_all_differ_are_compared_in_few_steps(first, others, stored):
+    """10,000 of each kept a failed load busy for a minute."""
+    wanted = [Counted(first), *(Counted(others.format(i)) for i in range(1, 1000))]
+    known = CountedSet(stored.format(i) for i in range(1000))
+    Counted.count = 0
+    assert "rename" not in explain_missing(wanted, wanted, known)
+    assert Counted.count < 200_000
+
+
+def test_a_prefix_of_many_names_is_counted_over_all():
+    wanted = [f"model.{i}" for i in range(300)]
+    stored = {f"module.{i}" for i in range(300)}
+    assert explain_missing(wanted, wanted, stored) == (
+        "; its names begin with 'module.', not with 'model.': pass rename={'module': 'model'}"
+    )
+    wanted.append("other")
+    assert "which finds 300 of 301 names" in explain_missing(wanted, wanted, stored)
 
 
 def test_a_person_counts():

@@ -34,6 +34,8 @@ _COMPARED = 5_000
 _SHOWN = 5
 #: The most modules in a prefix.
 _PREFIX_PARTS = 3
+#: The number of missing names that tell prefixes apart. All names would take minutes.
+_SAMPLED = 100
 _NUMBER = re.compile(r"\d+")
 
 
@@ -162,24 +164,29 @@ def explain_missing(
 
 def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[str, str, int]:
     """Return the prefix of missing names, that of the checkpoint, and how many names it finds."""
-    parts = missing[0].split(".")
+    parts, sample = missing[0].split("."), missing[:_SAMPLED]
     found: tuple[str, str, int] = ("", "", 0)
     for cut in range(min(len(parts), _PREFIX_PARTS + 1)):
         old, rest = "".join(f"{part}." for part in parts[:cut]), ".".join(parts[cut:])
+        ends = [name.removeprefix(old) for name in sample if name.startswith(old)]
         for known in stored:
             if known != rest and not known.endswith(f".{rest}"):
                 continue
             new = known[: len(known) - len(rest)]
-            number = sum(
-                1 for name in missing if name.startswith(old) and new + name[len(old) :] in stored
-            )
-            if number > found[2] and new.count(".") <= _PREFIX_PARTS:
+            if new.count(".") > _PREFIX_PARTS:
+                continue
+            number = sum(new + end in stored for end in ends)
+            if number > found[2]:
                 found = (old, new, number)
-        if found[2] == len(missing):
+        if found[2] == len(sample):
             break
+    old, new, _ = found
+    number = sum(
+        name.startswith(old) and new + name.removeprefix(old) in stored for name in missing
+    )
     # A single name may end like another one by chance.
-    is_prefix = found[2] > 1 or (found[2] == len(missing) == 1 and not (found[0] and found[1]))
-    return found if is_prefix else ("", "", 0)
+    is_prefix = number > 1 or (number == len(missing) == 1 and not (old and new))
+    return (old, new, number) if is_prefix else ("", "", 0)
 
 
 #: A mapping of names, or of prefixes up to a dot; or a function of a name.
