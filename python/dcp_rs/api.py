@@ -194,12 +194,12 @@ def load(
     source: engine.Source
 
     def make_request() -> LoadRequest:
-        nonlocal source, include, exclude  # a load that begins again reads the globs again
+        nonlocal source, include, exclude, views  # a load that begins again iterates again
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         if unknown:
             check_arguments(load, unknown)
-        include, exclude = repeatable(include), repeatable(exclude)
+        include, exclude, views = repeatable(include), repeatable(exclude), repeatable(views)
         options = LoadOptions(
             rename=rename,
             include=include,

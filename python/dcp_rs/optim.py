@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from dcp_rs import _torch
 from dcp_rs._arguments import suggest_option
 from dcp_rs.api import save
+from dcp_rs.checkpoint.names import repeatable
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
 from dcp_rs.dcp.reader import RsReader
@@ -398,6 +399,8 @@ def _load_model(module: torch.nn.Module, loaded: dict[str, Any], *, strict: bool
 def _opened(
     path: str | os.PathLike[str], read_options: dict[str, Any]
 ) -> tuple[RsReader, Metadata]:
+    if "views" in read_options:  # a load that begins again iterates again
+        read_options["views"] = repeatable(read_options["views"])
     reader = RsReader(path, **read_options)
     return reader, reader.read_metadata()
 

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -105,6 +106,24 @@ def test_a_load_with_globs_of_an_iterator_that_is_overtaken_loads_the_same(ckpt)
     assert got["common"][0] == 6
     want["common"] = got["common"]
     assert_state_equal(got, want)
+
+
+def test_a_load_with_views_of_an_iterator_that_is_overtaken_loads_the_same(ckpt):
+    """The load that began again had no views: it loaded the tensor as stored, and said nothing."""
+    state, times = {"w": torch.arange(4.0).view(2, 2)}, [1]
+    dcp_rs.save(state, ckpt, no_dist=True, fsync=False)
+
+    def rename(name):
+        if times:
+            times.pop()
+            dcp_rs.save(state, ckpt, no_dist=True, fsync=False)
+        return name
+
+    got = {"w": torch.zeros(2, 2)}
+    views = iter([dcp_rs.Transpose("w", (1, 0))])
+    dcp_rs.load(got, ckpt, no_dist=True, rename=rename, views=views)
+    assert not times
+    assert torch.equal(got["w"], state["w"].T)
 
 
 @pytest.mark.parametrize("hook", ["rename", "progress"])

@@ -76,6 +76,24 @@ def test_whole_loads_go_on_with_the_step_before(tmp_path):
         assert state["w"].unique().tolist() == [1]
 
 
+def test_what_is_excluded_stays_where_the_step_before_is_loaded(tmp_path):
+    """The damaged step took the globs of an iterator, and the step before loaded everything."""
+    both = ("w", "head")
+    with steps(tmp_path, filled(1, *both), filled(2, *both), "w") as manager:
+        state = filled(0, *both)
+        with pytest.warns(UserWarning, match="not resumed from step-2"):
+            assert manager.load(state, exclude=iter(["head"]), verify=True) == 1
+        assert state["w"].unique().tolist() == [1]
+        assert state["head"].unique().tolist() == [0]
+
+
+def test_modules_of_an_iterator_are_loaded_from_the_step_before(tmp_path):
+    model = torch.nn.Linear(40, 40)
+    manager = steps(tmp_path, training_state(model), training_state(model), "model.weight")
+    with manager, pytest.warns(UserWarning, match="not resumed from step-2"):
+        assert manager.load_training_state(iter([model]), verify=True) == 1
+
+
 def test_an_optimizer_that_the_step_before_lacks(tmp_path):
     model = torch.nn.Linear(40, 40)
     optimizer = torch.optim.Adam(model.parameters())

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import dcp_rs
 from dcp_rs import RsLoadPlanner
 from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
@@ -126,3 +127,24 @@ def test_all_of_it_is_of_one_save_with_a_planner_of_ones_own(ckpt, overtaken_by)
     extra = {"step": 9}
     load_training_state(ckpt, model, optimizer, extra, planner=OfItems())
     assert seen(model, optimizer, extra) == {2}
+
+
+def test_views_of_an_iterator_count_for_the_save_that_came_meanwhile(ckpt, monkeypatch):
+    """The load that began again had no views."""
+    model, optimizer = made(0.0, 0.1)
+    model.weight.data = torch.arange(9.0).view(3, 3)
+    save_training_state(ckpt, model, optimizer, no_dist=True, fsync=False)
+    template = SavedOptimizers.template
+
+    def overtaken(saved, *args, **options):
+        monkeypatch.undo()
+        made = template(saved, *args, **options)
+        save_training_state(ckpt, model, optimizer, no_dist=True, fsync=False)
+        return made
+
+    monkeypatch.setattr(SavedOptimizers, "template", overtaken)
+    loaded, its_optimizer = made(9.0, 0.1)
+    views = iter([dcp_rs.Transpose("model.weight", (1, 0))])
+    load_training_state(ckpt, loaded, its_optimizer, views=views)
+    assert SavedOptimizers.template is template
+    assert torch.equal(loaded.weight, model.weight.T)

@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dcp_rs import _core
 from dcp_rs.errors import PlanError
@@ -39,9 +39,9 @@ _SAMPLED = 100
 _NUMBER = re.compile(r"\d+")
 
 
-def repeatable(patterns: T | Iterator[str]) -> T | tuple[str, ...]:
-    """Return globs that may be read more than once: those of an iterator as a tuple."""
-    return tuple(patterns) if isinstance(patterns, Iterator) else patterns
+def repeatable(values: T | Iterator[Any]) -> T | tuple[Any, ...]:
+    """Return values that can be iterated over more than once: those of an iterator as a tuple."""
+    return tuple(values) if isinstance(values, Iterator) else values
 
 
 def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:

@@ -500,10 +500,10 @@ class CheckpointManager:
             manager.load_training_state(model, optimizer)
             ```
         """
-        if not isinstance(optimizers, torch.optim.Optimizer):
-            optimizers = tuple(optimizers)  # each attempt iterates over them
 
         def load(path: Path, **options: Any) -> LoadReport | None:
+            nonlocal model, optimizers  # the next attempt iterates over them again
+            model, optimizers = repeatable(model), repeatable(optimizers)
             return optim.load_training_state(path, model, optimizers, extra, **options)
 
         return self._load(step, load, options, take_over=take_over)
@@ -529,6 +529,8 @@ class CheckpointManager:
         )
 
         def attempt(number: int) -> str | None:
+            nonlocal options  # the next attempt iterates over globs and views again
+            options = {name: repeatable(value) for name, value in options.items()}
             try:
                 self.report = load(self.path(number), **options)
             except _DAMAGED as error:
