@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -893,6 +894,30 @@ def test_a_handler_that_somebody_put_in_its_place_stays(run):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         manager.close()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_managers_that_are_closed_in_any_order_give_the_signal_back(run):
+    """The first one's handler stayed, and the process ignored SIGTERM."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        managers = [CheckpointManager(run, preemption=signal.SIGTERM) for _ in range(3)]
+        for manager in managers:
+            manager.close()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_close_that_cannot_restore_a_handler_releases_the_rest(run):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        manager = CheckpointManager(run, preemption=signal.SIGTERM)
+        manager.async_save(1, state_of(1)).result(60)
+        with ThreadPoolExecutor() as threads, pytest.raises(ValueError, match="main thread"):
+            threads.submit(manager.close).result(60)
+        assert manager._ranks._stager is None
     finally:
         signal.signal(signal.SIGTERM, before)
 

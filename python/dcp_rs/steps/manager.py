@@ -578,6 +578,7 @@ class CheckpointManager:
         A second call does nothing.
 
         Raises:
+            ValueError: outside of the main thread a handler cannot be restored. All else is done.
             Exception: the error of the save.
 
         Example:
@@ -613,9 +614,11 @@ class CheckpointManager:
 
     def _release(self) -> None:
         self._closed = True
-        self._preemption.close()
-        self._ranks.close()
-        self._store.release()
+        try:
+            self._preemption.close()
+        finally:
+            self._ranks.close()
+            self._store.release()
 
     def _check_open(self) -> None:
         if self._closed:

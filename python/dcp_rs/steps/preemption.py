@@ -73,8 +73,19 @@ class Preemption:
             self._is_noticed = bool(self._ask())
         return self._is_noticed
 
+    def earlier_handler(self) -> Any:
+        """Return the handler before this one. Skip those of objects that were closed meanwhile."""
+        owner = getattr(self._before, "__self__", None)
+        is_closed = isinstance(owner, Preemption) and not owner.is_set_up
+        return owner.earlier_handler() if is_closed else self._before
+
     def close(self) -> None:
-        """Put the earlier handler back, unless another one replaced this one."""
+        """Put the earlier handler back, unless another one replaced this one.
+
+        Raises:
+            ValueError: outside of the main thread.
+        """
         if self._signal is not None and signal.getsignal(self._signal) == self._handle:
-            signal.signal(self._signal, signal.SIG_DFL if self._before is None else self._before)
+            before = self.earlier_handler()
+            signal.signal(self._signal, signal.SIG_DFL if before is None else before)
         self._signal = None
