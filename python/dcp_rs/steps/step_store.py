@@ -292,7 +292,8 @@ class StepStore(ABC):
         skipped = [step for step in found if isinstance(step, SkippedStep)]
         skipped += self._misnamed(names)
         steps = [step for step in found if isinstance(step, Step)]
-        self._known = {n: known for n, known in self._known.items() if n in numbers}
+        # The thread of the saves looks as well: the dict must not change meanwhile.
+        self._known = {n: known for n, known in list(self._known.items()) if n in numbers}
         return Listing(steps, sorted(skipped, key=lambda step: step.number))
 
     def look_at(self, number: int) -> Step | SkippedStep | None:
