@@ -244,6 +244,25 @@ def test_a_save_that_goes_on_is_left_alone(root):
     assert numbers(root) == [10, 20]
 
 
+def test_a_save_that_ends_after_the_look_of_a_sweep_is_left_alone(root, server, monkeypatch):
+    """The sweep removed the new index as well, and with it the step."""
+    save(root, 10, settle=False)
+    remove_index(server)
+    save(root, 20)
+    age(server)
+    other, look = step_store_at(server.url("run"), server.options()), root.look
+
+    def look_and_save():
+        listing = look()
+        save(other, 10, save_id=f"{11:032x}")
+        return listing
+
+    monkeypatch.setattr(root, "look", look_and_save)
+    assert [found.number for found in root.sweep().left] == [10]
+    monkeypatch.undo()
+    assert numbers(root) == [10, 20]
+
+
 def test_what_others_stored_is_named_and_left_alone(root, server):
     server.put("run/step-10/model.txt", b"mine")
     server.put("run/step-11/deeper/thing", b"mine")

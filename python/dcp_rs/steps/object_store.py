@@ -174,7 +174,10 @@ class ObjectStepStore(StepStore):
             self._remove_files([path / name for name in some])
 
     def _remove_left(self, number: int) -> None:
-        self.remove(number)
+        path = self.folder(number)
+        files = self._walk(path)
+        if INDEX_NAME not in files:
+            self._delete(path, {name for name, file in files.items() if not _is_young(file)})
 
     def _sweep_removals(self, steps: Sequence[Step]) -> list[str]:
         """Remove what other saves left beside whole steps more than a day ago."""
