@@ -970,6 +970,26 @@ def test_a_prune_from_outside_leaves_a_save_alone_that_has_no_data_yet(run):
         }
 
 
+def test_a_prune_from_outside_leaves_a_step_alone_that_is_being_replaced(run):
+    """It removed the step with the folder that the save wrote to, and the save failed."""
+    with CheckpointManager(run) as manager:
+        for step in (20, 30, 40):
+            manager.save(step, state_of(step))
+        assert loaded(manager, 20) == 20
+        go = threading.Event()
+        background.save_thread.submit(go.wait, 60)
+        manager.async_save(30, state_of(30), force=True, metrics={"loss": 1.0})
+        done = prune(FolderStepStore(run), Policies(keep_last=1))
+        go.set()
+        manager.wait()
+        assert [step.number for step in done.removed] == [20]
+        assert done.problems == ["step 30 was not removed: a save is replacing it"]
+        assert {step.number: dict(step.metrics) for step in manager.steps()} == {
+            30: {"loss": 1.0},
+            40: {},
+        }
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_save_that_failed_is_over(run, in_background):
     with CheckpointManager(run) as manager:

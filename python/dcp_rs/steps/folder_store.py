@@ -149,6 +149,10 @@ class FolderStepStore(StepStore):
                 fcntl.flock(claimed, fcntl.LOCK_UN)  # that of forked processes, too
             os.close(claimed)
 
+    def is_being_replaced(self, number: int) -> bool:
+        """Return whether a process claims a save. See :meth:`StepStore.is_being_replaced`."""
+        return any(map(_is_claimed, self.folder(number).glob("saving-*.json")))
+
     def settle(self, number: int, save_id: str) -> None:
         """Note that a save is committed. See :meth:`StepStore.settle`."""
         self.release()

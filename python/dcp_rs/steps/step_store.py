@@ -605,6 +605,10 @@ class StepStore(ABC):
     def release(self) -> None:  # noqa: B027  # as above
         """Release the claim on the last save that began here: it is over."""
 
+    def is_being_replaced(self, number: int) -> bool:
+        """Return whether a save to a whole step is known to be under way. A store cannot tell."""
+        return False
+
     @abstractmethod
     def settle(self, number: int, save_id: str) -> None:
         """Note that a save is committed. Remove the notes of saves that it replaced."""
