@@ -1025,3 +1025,58 @@ def test_a_forced_save_that_fails_leaves_the_files_of_the_step(run, in_backgroun
         save(2, state_of(2))
         manager.wait()
         assert not (manager.path(2) / "b.txt").exists()
+
+
+def test_files_of_the_user_go_with_the_step_that_is_replaced(run):
+    """Those that the new save does not have stayed beside it: files of two steps, mixed."""
+    with CheckpointManager(run) as manager:
+        manager.save(1, state_of(1), extra_files={"a.txt": b"old", "b.txt": b"old"})
+        (manager.path(1) / "c.txt").write_bytes(b"of somebody else")
+        manager.save(1, state_of(1), force=True, extra_files={"a.txt": b"new"})
+        assert (manager.path(1) / "a.txt").read_bytes() == b"new"
+        assert not (manager.path(1) / "b.txt").exists()
+        assert (manager.path(1) / "c.txt").exists()
+
+
+def test_a_note_that_was_tampered_with_gets_nothing_else_removed(run):
+    with CheckpointManager(run) as manager:
+        manager.save(1, state_of(1), extra_files={"a.txt": b"old"})
+        manager.save(2, state_of(2))
+        note = next(manager.path(1).glob("saved-*.json"))
+        note.write_text(note.read_text().replace("a.txt", "../step-2/index.dcprs"))
+        manager.save(1, state_of(1), force=True)
+        assert numbers(manager) == [1, 2]
+
+
+def save_what_may_be_whole(manager, step, kind):
+    if kind == "stock":
+        path = manager.path(step)
+        torch.distributed.checkpoint.save(state_of(step), checkpoint_id=path, no_dist=True)
+    else:
+        manager.save(step, state_of(step))
+        without_index(manager, step)
+
+
+@pytest.mark.filterwarnings("ignore:.*lost its index")
+@pytest.mark.parametrize("kind", ["stock", "no index"])
+def test_a_forced_save_that_fails_leaves_what_may_be_whole(run, kind):
+    """It was removed before the save began."""
+    with CheckpointManager(run) as manager:
+        save_what_may_be_whole(manager, 3, kind)
+        with pytest.raises(UnsupportedError, match="meta device"):
+            manager.save(3, bad_state(3), force=True)
+        if kind == "stock":
+            dcp_rs.index(manager.path(3))
+        assert loaded(manager) == 3
+
+
+@pytest.mark.filterwarnings("error:.*did not write", "ignore:.*lost its index")
+@pytest.mark.parametrize("kind", ["stock", "no index"])
+def test_a_forced_save_removes_what_may_have_been_whole(run, kind):
+    with CheckpointManager(run) as manager:
+        with warnings.catch_warnings(action="ignore"):
+            save_what_may_be_whole(manager, 3, kind)
+        old = {path.name for path in manager.path(3).iterdir()} - {"index.dcprs", ".dcprs.lock"}
+        manager.save(3, state_of(3), force=True)
+        assert loaded(manager, verify=True) == 3
+        assert old.isdisjoint(path.name for path in manager.path(3).iterdir())

@@ -127,6 +127,23 @@ def test_a_step_that_is_there_is_not_replaced_unless_that_is_asked_for(make):
             assert ckpt["w"].tolist() == [1, 1, 1]
 
 
+def test_a_forced_save_removes_the_files_of_what_it_replaced_and_not_before(make, server):
+    with make() as manager:
+        server.put("run/step-1/deeper/thing", b"mine")
+        with pytest.raises(CheckpointExistsError, match="force=True replaces what is there"):
+            manager.save(1, state_of(1))
+        with pytest.raises(UnsupportedError, match="meta device"):
+            manager.save(1, {"bad": torch.empty(1, device="meta")}, force=True)
+        assert "run/step-1/deeper/thing" in server.objects
+        manager.save(1, state_of(1), force=True, extra_files={"a.txt": b"old", "b.txt": b"old"})
+        assert "run/step-1/deeper/thing" not in server.objects
+        assert "run/step-1/b.txt" in server.objects
+        manager.save(1, state_of(1), force=True, extra_files={"a.txt": b"new"})
+        assert server.objects["run/step-1/a.txt"].data == b"new"
+        assert "run/step-1/b.txt" not in server.objects
+        assert loaded(manager) == 1
+
+
 def test_there_is_room_for_a_save_before_it_begins(make, server):
     with make() as manager:
         for step in (1, 2, 3):

@@ -20,7 +20,7 @@ from dcp_rs.errors import (
     SaveInProgressError,
     UnsupportedError,
 )
-from dcp_rs.steps.notes import is_own
+from dcp_rs.steps.notes import is_extra
 from dcp_rs.steps.retention import Policies, expendable, prune
 from dcp_rs.steps.step_store import MAY_BE_WHOLE, SkippedStep, Step, StepStore
 
@@ -72,6 +72,8 @@ class Coordinator:
         self._problems: list[str] = []
         self._reported: set[str] = set()
         self._files: Mapping[str, bytes] = {}  # to put into the step, once its save is committed
+        # Names of files to remove from it then; None if the save replaces no checkpoint.
+        self._replaced: set[str] | None = None
         self._begun: set[str] = set()  # ids of the saves of this run
         self._damaged: set[str] = set()  # ids of the saves that could not be loaded
 
@@ -114,7 +116,7 @@ class Coordinator:
             is_alike = reuse and latest.save_id in self._begun
             self._prune(step, room=latest.written if is_alike else latest.nbytes)
         save_id = uuid.uuid4().hex
-        replaces = overwrite and isinstance(self._store.look_at(step), Step)
+        replaces = self._replaced is not None
         self._store.begin(step, save_id, numbers, contents, replaces=replaces)
         self._files = contents if replaces else {}
         self._begun.add(save_id)
@@ -133,10 +135,14 @@ class Coordinator:
     def _make_way(self, step: int, *, force: bool) -> bool:
         """Remove what is in the way of a save. Return whether the save may replace a checkpoint.
 
-        A whole step stays until the save replaces it. Beside a save that may be under way, the new
-        save begins: the first of the two to commit wins, and a save of an earlier run cannot.
+        What is or may be whole stays until the save replaces it. Beside a save that may be under
+        way, the new save begins: the first of the two to commit wins, and a save of an earlier run
+        cannot.
         """
+        self._replaced = None
         found = self._store.look_at(step)
+        if force and isinstance(found, SkippedStep) and found.kind == "no index":
+            found = self._restore_index(found)
         if found is None:
             return force
         if isinstance(found, Step):
@@ -145,6 +151,10 @@ class Coordinator:
                     f"there is a step {step} in {self._store.path} already: force=True replaces it"
                 )
                 raise CheckpointExistsError(msg, path=found.path)
+            self._replaced = self._store.extra_files(found)
+            return True
+        if force and found.kind == "foreign" and not found.path.is_symlink():
+            self._replaced = self._store.files_in(step)
             return True
         if found.kind in _USELESS or force:
             self._store.remove(step)
@@ -153,18 +163,22 @@ class Coordinator:
         if found.kind != "unknown" and (found.kind != "in use" or is_ours):
             msg = (
                 f"step {step} cannot be saved to {found.path}: {found.why} "
-                "(force=True removes what is there)"
+                "(force=True replaces what is there)"
             )
             is_busy = found.kind == "in use"
             raise (SaveInProgressError if is_busy else CheckpointExistsError)(msg, path=found.path)
         return force
 
     def committed(self, step: int, save_id: str) -> None:
-        """Remove unneeded steps after a commit. A failure becomes a problem, and no error."""
+        """Remove what a commit replaced, and unneeded steps. A failure becomes a problem."""
         try:
             self._store.put_files(step, self._files)
         except OSError as error:
             self._report(f"extra_files of step {step} are not all in its folder: {error}")
+        try:
+            self._store.remove_files(step, (self._replaced or set()) - self._files.keys())
+        except OSError as error:
+            self._report(f"what was in step {step} before is still in its folder: {error}")
         try:
             self._store.settle(step, save_id)
         except OSError as error:
@@ -338,7 +352,7 @@ def _read_extra_files(files: ExtraFiles) -> dict[str, bytes]:
         OSError: a file cannot be read.
     """
     for name in files:
-        if not name or name.startswith(".") or "/" in name or "\0" in name or is_own(name):
+        if not is_extra(name):
             msg = (
                 f"extra_files has {name!r}: a plain name is needed, not hidden, "
                 "and none that a checkpoint has itself"

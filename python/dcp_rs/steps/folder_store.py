@@ -75,6 +75,12 @@ class FolderStepStore(StepStore):
         for path in paths:
             path.unlink(missing_ok=True)
 
+    def files_in(self, number: int) -> set[str]:
+        """Return the names of all files in a folder. See :meth:`StepStore.files_in`."""
+        folder = self.folder(number)
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+        return found - {INDEX_NAME, _core.LOCK_NAME}
+
     def _data_files(self, index: _core.Index, files: Files) -> list[File | None]:
         return [
             files.get(entry.name) or _file_at(path)

@@ -304,7 +304,7 @@ class CheckpointManager:
             planner: as for :func:`dcp_rs.save`.
             extra_files: files for the folder of the step, such as a tokenizer: bytes, or the path
                 of a file, by name. Those of the first rank count. They are removed with the step.
-                Files of a step that ``force`` replaces stay until the new one is whole.
+                Files of a step that ``force`` replaces go once the new one is whole.
 
         Returns:
             The metadata of the checkpoint, as :func:`dcp_rs.save`.

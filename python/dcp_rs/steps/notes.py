@@ -25,6 +25,7 @@ __all__ = [
     "Owner",
     "files_of",
     "id_of",
+    "is_extra",
     "is_note",
     "is_own",
     "note_of_run",
@@ -90,6 +91,12 @@ def is_own(name: str) -> bool:
     return name == INDEX_NAME or is_data_file(name) or is_note(name)
 
 
+def is_extra(name: str) -> bool:
+    """Return whether a file of the user in the folder of a step may have such a name."""
+    is_plain = name != "" and not name.startswith(".") and "/" not in name and "\0" not in name
+    return is_plain and not is_own(name)
+
+
 def id_of(name: str) -> str | None:
     """Return the id of the save of a note; None for another file."""
     found = _NOTE.fullmatch(name)
@@ -135,7 +142,9 @@ def time_and_metrics(path: Path, data: bytes) -> dict[str, Any]:
 def files_of(data: bytes | None) -> list[str]:
     """Return the names of the user's files in a note."""
     files = _parse(data or b"").get("files")
-    return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
+    if not isinstance(files, list):
+        return []
+    return [name for name in files if isinstance(name, str) and is_extra(name)]
 
 
 def owner_of(data: bytes | None) -> Owner | None:

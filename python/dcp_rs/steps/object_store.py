@@ -99,6 +99,15 @@ class ObjectStepStore(StepStore):
         if paths:
             self._store().remove(paths)
 
+    def files_in(self, number: int) -> set[str]:
+        """Return the names of all files of a step. See :meth:`StepStore.files_in`.
+
+        Young files of this package are not among them: another save may be under way.
+        """
+        files = self._walk(self.folder(number))
+        ours = {name for name, file in files.items() if notes.is_own(name) and _is_young(file)}
+        return files.keys() - ours - {INDEX_NAME}
+
     def _data_files(self, index: _core.Index, files: Files) -> list[File | None]:
         entries = index.files()
         outside = next((entry.name for entry in entries if entry.external), None)

@@ -599,6 +599,21 @@ class StepStore(ABC):
         for name, data in files.items():
             self._put(self.folder(number) / name, data)
 
+    def extra_files(self, step: Step) -> set[str]:
+        """Return the names of the user's files in a step, as its note has them."""
+        names = [name_of(step.save_id) for name_of in (saved_name, saving_name)]
+        data = self._read([step.path / name for name in names])
+        return {file for note in data for file in notes.files_of(note)}
+
+    @abstractmethod
+    def files_in(self, number: int) -> set[str]:
+        """Return the names of all files in the folder of a step that a save may replace."""
+
+    def remove_files(self, number: int, names: Iterable[str]) -> None:
+        """Remove files from the folder of a step."""
+        folder = self.folder(number)
+        self._remove_files([folder / name for name in names])
+
     def _claim(self, note: Path) -> None:  # noqa: B027  # object stores have no locks
         """Let other processes see that a save is under way."""
 
