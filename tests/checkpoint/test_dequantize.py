@@ -434,3 +434,25 @@ def test_config_json_that_is_no_json_is_refused(tmp_path):
         dcp_rs.open(tmp_path / "q", dequantize=True)
     (tmp_path / "q" / "config.json").write_text(json.dumps({"model_type": "x"}))
     assert dcp_rs.open(tmp_path / "q", dequantize=True)["m.weight"].dtype == BF16
+
+
+def test_parameters_whose_names_end_like_scales_of_activations_stay(tmp_path):
+    """`correct_output_scale` of Gemma 3n, a parameter of its own, was lost."""
+    tensors, whole = quantized.fp8("m", 130, 130, seed=1)
+    name = "layers.0.altup.correct_output_scale"
+    learned = torch.randn(8).bfloat16()
+    scales = {"m.input_scale": torch.tensor(1.0), "m.output_scale": torch.tensor(1.0)}
+    quantized.write(tmp_path / "q", {**tensors, name: learned, **scales})
+    opened = dcp_rs.open(tmp_path / "q", dequantize=True)
+    assert sorted(opened) == sorted(["m.weight", name])
+    assert same(opened[name], learned)
+    assert same(opened["m.weight"], whole.to(BF16))
+
+
+def test_one_group_that_is_longer_than_the_rows(tmp_path):
+    """124 columns in sixteen words, of a group of 128, were taken for 128 columns."""
+    tensors, whole = quantized.int4("m", 10, 124, seed=3, group=128)
+    weights = {"num_bits": 4, "type": "int", "group_size": 128}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}}
+    quantized.write(tmp_path / "q", tensors, config)
+    assert same(dcp_rs.open(tmp_path / "q", dequantize=torch.float32)["m.weight"], whole)

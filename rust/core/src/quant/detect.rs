@@ -31,7 +31,7 @@ const BESIDE: [&str; 8] = [
     "_g_idx",
     "_packed",
 ];
-/// Suffixes of tensors about activations, which no weight needs.
+/// Names of tensors about the activations of a module, which no weight needs.
 const ACTIVATIONS: [&str; 9] = [
     "input_scale",
     "output_scale",
@@ -39,9 +39,9 @@ const ACTIVATIONS: [&str; 9] = [
     "input_global_scale",
     "input_zero_point",
     "output_zero_point",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
 ];
 
 /// Finds the quantized weights of an index. `config` is what its configuration says, where there is
@@ -83,8 +83,18 @@ pub fn detect(
     detector.check_rest(is_configured)?;
     let Detector { mut found, is_part, .. } = detector;
     if !found.coded.is_empty() {
-        let is_of_activations =
-            |tensor: &u32| ACTIVATIONS.iter().any(|end| index.name(*tensor).ends_with(end));
+        let coded: HashSet<&str> = found.coded.iter().map(|(name, _)| name.as_str()).collect();
+        // A parameter may end like this: Gemma 3n has a `correct_output_scale`.
+        let is_of_activations = |tensor: &u32| {
+            let name = index.name(*tensor);
+            ACTIVATIONS.iter().filter_map(|end| name.strip_suffix(end)).any(|module| {
+                module.is_empty()
+                    || module.ends_with('.')
+                    || module.strip_suffix('_').is_some_and(|weight| {
+                        coded.contains(weight) || coded.contains(&*format!("{weight}_weight"))
+                    })
+            })
+        };
         found.hidden = (0..index.tensor_count())
             .filter(|tensor| is_part[*tensor as usize] || is_of_activations(tensor))
             .collect();
@@ -294,9 +304,11 @@ impl Detector<'_> {
         };
         let shape_part = self.beside(name, "_shape");
         // Rows that end within a word can look like those of whole words with longer groups.
-        let is_even = self.config.groups.iter().any(|group| {
-            Some(most) == group.checked_mul(groups) && group.is_multiple_of(8)
-        });
+        // A single group may be longer than the rows.
+        let is_even = groups > 1
+            && self.config.groups.iter().any(|group| {
+                Some(most) == group.checked_mul(groups) && group.is_multiple_of(8)
+            });
         let columns = match shape_part {
             // A model can have tens of thousands of weights of a few sizes: one look at each size
             // does where whole words make whole groups.
