@@ -1,5 +1,6 @@
 """Docstrings of what users call: they have Args, Returns and Example, and each example runs."""
 
+import importlib
 import inspect
 import re
 import shutil
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 import dcp_rs.optim
+from support.places import ROOT
 
 BLOCK = re.compile(r"^Example:\n    ```python\n(.*?)^    ```$", re.DOTALL | re.MULTILINE)
 #: What functions return, or torch calls: its example is that of the function, or of the class.
@@ -130,6 +132,31 @@ def test_a_class_shows_what_users_call(name):
         assert inspect.getdoc(getattr(cls, member)) or re.search(
             rf"^    (\w+, )*{member}(, \w+)*:", attributes, re.MULTILINE
         ), member
+
+
+#: Classes of results that have no name in `dcp_rs`.
+RESULTS = (
+    "checkpoint.mapping.ChunkInfo",
+    "checkpoint.mapping.TensorInfo",
+    "checkpoint.numpy_checkpoint.ArraySlice",
+    "checkpoint.torch_checkpoint.TensorSlice",
+    "checkpoint.verify.Problem",
+    "engine.reports.Mismatch",
+    "steps.step_store.SkippedStep",
+    "steps.step_store.Step",
+)
+
+
+@pytest.mark.parametrize("name", [*SHOWN, *RESULTS])
+def test_the_reference_shows_inherited_members(name):
+    """`get_slice`, `info` and `to_dict` were on no page, nor were the classes of results."""
+    module, _, attribute = f"dcp_rs.{name}".rpartition(".")
+    cls = getattr(importlib.import_module(module), attribute)
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    entry = re.search(rf"^::: dcp_rs\.{re.escape(name)}$(\n    options: .*)?", pages, re.MULTILINE)
+    assert entry
+    inherits = any(holder is not cls for _, holder in shown(cls))
+    assert inherits == ("inherited_members: true" in (entry[1] or ""))
 
 
 def test_every_public_class_is_looked_at():

@@ -30,8 +30,7 @@ __all__ = ["MergeReport", "merge"]
 
 @dataclass(repr=False)
 class MergeReport(ConvertReport):
-    """Report of :func:`dcp_rs.merge`.
-
+    """Report of :func:`dcp_rs.merge`: a :class:`dcp_rs.ConvertReport` with more attributes.
     Attributes:
         summed: the names of tensors that are weighted sums.
         conflicts: the names of other entries that differ between inputs, with ``conflicts=`` other
@@ -85,7 +84,8 @@ def merge(
     the result. On a CPU with that instruction, ``sum.add_(tensor.float(), alpha=weight)`` gives the
     same bits.
 
-    Integers, booleans, complex numbers and non-tensor values have to be the same in all inputs.
+    Integers, booleans, complex numbers and non-tensor values must be equal in all inputs, unless
+    ``conflicts`` says which to take.
 
     The state of optimizers (``optim``, ``optimizer``, ``optimizers`` and ``optimizer_states`` at
     the top) is left out, unless ``include`` names it.
