@@ -213,7 +213,7 @@ check-dist: $(VENV)/.wheel-tools  ## Look into what is in dist/: tags, licence, 
 	$(PY) .ci/dist.py dist
 	$(BIN)/twine check --strict dist/*
 
-release-check: $(VENV)/.deps  ## Whether version, citation and changelog agree (TAG=v1.2.3: and the tag)
+release-check: $(VENV)/.deps  ## Whether version, citation, changelog and first pages agree (TAG=v1.2.3: and the tag)
 	$(PY) .ci/dist.py --release $(TAG)
 
 $(VENV)/.wheel-tools: $(VENV)/.deps

@@ -168,7 +168,7 @@ def sdist_faults(path: Path) -> list[str]:
 
 
 def release_faults(tag: str | None) -> list[str]:
-    """Whether version, tag, citation and changelog are of one release."""
+    """Whether version, tag, citation, changelog and the first pages are of one release."""
     number = version()
     faults = [] if tag in (None, f"v{number}") else [f"the tag is {tag}, the version {number}"]
     if not re.search(
@@ -181,6 +181,13 @@ def release_faults(tag: str | None) -> list[str]:
         faults.append(f"CHANGELOG.md has no section of {number}")
     elif tag is not None and "Unreleased" in named[0]:
         faults.append(f"CHANGELOG.md calls {number} unreleased")
+    for page in ("README.md", "docs/index.md", "docs/install.md"):
+        text = (ROOT / page).read_text()
+        said = re.findall(r"(\d+\.\d+)(?:,| is) not released yet", text)
+        if tag is not None and (said or "Until the first release" in text):
+            faults.append(f"{page} calls {number} unreleased")
+        elif any(not number.startswith(f"{one}.") for one in said):
+            faults.append(f"{page} is of {said}, not of {number}")
     return faults
 
 

@@ -91,3 +91,17 @@ def test_tags(found, tag, holds):
 def test_version_citation_and_changelog_agree():
     assert dist.release_faults(None) == []
     assert dist.release_faults("v0.0.1")
+
+
+def test_the_first_pages_are_of_the_release(tmp_path, monkeypatch):
+    """The home page said that 0.1 is not released yet when the version was 0.2."""
+    for name in ("Cargo.toml", "CITATION.cff", "CHANGELOG.md", "README.md", "docs/install.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "docs" / "index.md").write_text("Version 0.1 is not released yet.")
+    monkeypatch.setattr(dist, "ROOT", tmp_path)
+    (fault,) = dist.release_faults(None)
+    assert fault.startswith("docs/index.md is of ['0.1'], not of ")
+    assert f"docs/index.md calls {dist.version()} unreleased" in dist.release_faults(
+        f"v{dist.version()}"
+    )
