@@ -41,7 +41,8 @@ def _command_line() -> str:
     """Return the help of every command."""
     from dcp_rs.cli.app import COMMANDS
 
-    parts = ["# Command line", "Exit codes: 0 success, 1 damage or a difference found, 2 error."]
+    codes = "0 success, 1 damage or a difference found, 2 error, 130 Ctrl-C, 143 SIGTERM"
+    parts = ["# Command line", f"Exit codes: {codes}."]
     for name in ["", *COMMANDS]:
         # As a process of its own: what is printed is what a terminal of this width shows.
         environment = os.environ | {"COLUMNS": "90", "NO_COLOR": "1", "TERM": "dumb"}

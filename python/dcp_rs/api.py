@@ -287,7 +287,7 @@ def save(
         process_group, no_dist: as in ``dcp.save``.
         overwrite: ``False`` raises if there is a checkpoint already.
         strict_values: raise for values that do not load under ``weights_only=True``, and for keys
-            that load as text. By default they are saved with a warning.
+            that would come back as text. By default they are saved with a warning.
         parent, reuse, verify_reuse: take unchanged tensors from another checkpoint; see
             :class:`RsWriter`.
         storage_options: for a URL, see :class:`RsReader`.
@@ -423,8 +423,8 @@ def async_save(
 
     Saves of one process run one after another, in the order of the calls. At most two copies exist
     at a time: a third call waits until the first save is over. The memory of a copy is kept for
-    the next one; :func:`dcp_rs.release_pinned_memory` frees it. If a rank fails before this
-    returns, it raises there once the other ranks know; on those the future raises it.
+    the next one; :func:`dcp_rs.release_pinned_memory` frees it. If a rank fails before the call
+    returns, the call raises on that rank, and the futures of the other ranks raise the same error.
 
     Args:
         state_dict, path, planner, no_dist: as for :func:`save`.

@@ -130,8 +130,9 @@ class ReadOptions:
         io: ``"mmap"`` copies from a mapping, ``"direct"`` reads past the page cache,
             ``"buffered"`` reads through it. ``"auto"`` decides for each file, by what is in the
             page cache and by the file system.
-        threads: threads that read. Default: the cores of this process (its affinity and its
-            cgroup's CPU quota), divided by ``LOCAL_WORLD_SIZE``.
+        threads: threads that copy. Default: the cores of this process (its affinity and its
+            cgroup's CPU quota), divided by ``LOCAL_WORLD_SIZE``. If fewer, up to 16 reads of a
+            disk are in flight all the same, or 64 small ones, or 64 of a store.
         verify: ``"auto"`` checks the digests of blocks (1 MiB) that come from a disk or a store,
             and are read whole into contiguous memory. It checks none that are in the page cache or
             read through a mapping. ``True`` checks every block that is read, ``False`` none. A

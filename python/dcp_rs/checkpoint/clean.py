@@ -129,7 +129,7 @@ def clean(
     Args:
         path: the folder of a checkpoint, or its URL; or the output of a conversion.
         yes: remove the files.
-        older_than: keep files that changed in the last so many seconds. Default: 0, but a day on
+        older_than: keep files that changed within this many seconds. Default: 0, but a day on
             stores, and on file systems without locks between machines.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
 

@@ -90,14 +90,15 @@ def index(
 ) -> Path:
     """Write an index for existing data. The data is not changed.
 
-    A foreign checkpoint (stock DCP, safetensors) then opens instantly. If a folder of dcp-rs lost
-    its index, this hashes all of its data to rebuild it. Empty dicts and the kinds of dicts are not
-    recovered.
+    A foreign checkpoint (stock DCP, safetensors, ``torch.save``) then opens instantly. If a folder
+    of dcp-rs lost its index, this hashes all of its data to rebuild it. Empty dicts and the kinds
+    of dicts are not recovered.
 
     Args:
-        path: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, a folder
-            of dcp-rs without its index, or the URL of one on a store. In a folder with several
-            models, pass the file of one model. The folder then opens as that model.
+        path: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, a file of
+            ``torch.save``, a folder of dcp-rs without its index, or the URL of one on a store. In a
+            folder with several models, pass the file of one model. The folder then opens as the
+            file that you passed.
         out: a folder for the index. Default: beside the data, which is the only place on a store.
             An index elsewhere names its data by absolute paths, and opens with
             ``allow_external=True``.

@@ -99,8 +99,8 @@ def verify(
 
     Args:
         path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of
-            ``torch.save``, or the URL of one of the first four on a store. From a store everything
-            is fetched. Without digests, as in foreign checkpoints, only the files are checked; see
+            ``torch.save``, or the URL of one on a store. From a store everything is fetched.
+            Without digests, as in foreign checkpoints, only the files are checked; see
             ``bytes_without_digest``.
         threads: the number of threads. Default: the cores of this process.
         allow_external: read data files outside of the folder. By default an index that names any

@@ -107,7 +107,7 @@ def any_checkpoint(function: Command) -> Command:
     """Add the argument ``path``: any checkpoint, or its URL."""
     kinds = (
         f"{_FOLDERS}, a .safetensors file or its .index.json, or a torch.save file; "
-        "or the URL of a folder or a .safetensors file."
+        "or the URL of one on a store."
     )
     return location_argument("path")(_explained(function, kinds))
 

@@ -99,8 +99,8 @@ def convert(
     ``defaultdict`` becomes a ``dict``. ``"safetensors"`` has names, and no nesting.
 
     Args:
-        path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, or a file of
-            ``torch.save``. Or the URL of one of the first four on a store.
+        path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of
+            ``torch.save``, or the URL of one on a store.
         out: a folder. It is a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in
             ``.safetensors``. Or the URL of one on a store. Except for ``to="dcp-rs"``, the result
             is then written to a temporary folder of this machine (``TMPDIR``), and uploaded.

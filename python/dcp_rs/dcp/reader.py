@@ -53,8 +53,8 @@ class RsReader(StorageReader):
 
     Args:
         path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of
-            ``torch.save``, or the URL of one of the first four on a store: ``s3://``, ``gs://``,
-            ``az://``, ``http://``, ``https://``.
+            ``torch.save``, or the URL of one on a store: ``s3://``, ``gs://``, ``az://``,
+            ``http://``, ``https://``.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
         weights_only: check that each value loads under ``torch.load(weights_only=True)`` before a
             planner gets it, as stock planners unpickle anything. ``None`` means ``True``. Pass
@@ -86,6 +86,7 @@ class RsReader(StorageReader):
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: the metadata cannot be read.
+            Under ``dcp.load``, errors of :meth:`read_metadata` become an ``AssertionError``.
         CheckpointReplacedError: another save replaced the checkpoint after its metadata was read.
             ``dcp_rs.load`` and ``dcp_rs.load_state_dict`` then load the new one.
         CorruptDataError: a data file is missing, has another length, or does not match its digests.

@@ -107,7 +107,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
         overwrite: ``False`` raises if there is a checkpoint already.
         strict_values: raise for values that do not load under ``weights_only=True``, and for keys
-            that load as text. By default they are saved with a warning.
+            that would come back as text. By default they are saved with a warning.
         progress: ``True`` draws a bar on the first rank, on a terminal and in notebooks. A
             callable is called on its rank with the bytes written so far and the bytes to write. It
             has no effect if another process saves (``AsyncCheckpointerType.PROCESS``).

@@ -56,8 +56,8 @@ class LoadReport(_Timed):
         entries: entries of the state dict; 0 if torch's planner planned the load.
         entries_loaded: entries that the load filled.
         missing: entries that the checkpoint lacks.
-        tied: entries that the checkpoint lacks and that were filled, since they share the memory
-            of another entry, whose name follows.
+        tied: entries that the checkpoint lacks, by name, with the entry whose memory they share
+            and which was filled.
         unexpected: entries of the checkpoint that the state dict lacks; only with
             ``allow_partial_load=True``.
         dtype_mismatched: tensors that were cast.

@@ -1,4 +1,4 @@
-"""``install`` replaces torch's ``FileSystemReader`` and ``FileSystemWriter`` by those of dcp-rs."""
+"""Replace torch's ``FileSystemReader`` and ``FileSystemWriter`` with those of dcp-rs."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class _StandIn(ABCMeta):
 
 
 def install() -> None:
-    """Make torch's ``FileSystemReader`` and ``FileSystemWriter`` those of dcp-rs, in this process.
+    """Replace torch's ``FileSystemReader`` and ``FileSystemWriter`` with those of dcp-rs.
 
-    Code that looks them up then uses :class:`RsReader` and :class:`RsWriter`:
+    Code of this process that looks them up then uses :class:`RsReader` and :class:`RsWriter`:
     ``dcp.save(state_dict, checkpoint_id=path)``, ``dcp.load``, ``dcp.async_save``, and frameworks
     that name torch's classes. Stock checkpoints load as before. Calls are counted: what you
     install twice, you uninstall twice.

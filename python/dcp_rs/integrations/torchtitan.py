@@ -52,13 +52,13 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         """The fields of torchtitan's, and some of those of readers and writers."""
 
         threads: int | None = None
-        """Reads or writes in flight. Default: enough to keep the disk busy."""
+        """Threads that copy in a load, and writes in flight of a save. Default: chosen for each."""
 
         fsync: bool = True
         """Make a step durable before it counts as saved."""
 
         verify: Literal["auto"] | bool = "auto"
-        """Check loaded data against its digests; "auto": data from a disk."""
+        """Check loaded data against its digests; "auto": blocks that are read whole from a disk."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)

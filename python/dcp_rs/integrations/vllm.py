@@ -49,10 +49,11 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
     Pass ``--model-loader-extra-config '{"checkpoint": "run/step-100"}'`` for another checkpoint.
     The folder, or a name of the hub, has the configuration and the tokenizer. It reads the model's
     tensors in the order of the files, ahead of vLLM, which cuts them for its ranks. Memory stays
-    bounded. It does not read an optimizer that is in the checkpoint. It takes fused experts of
-    transformers apart. With vLLM's ``--enable-expert-parallel --enable-ep-weight-filter``, a rank
-    does not read the weights of experts that other ranks hold. It skips none with EPLB, where a
-    rank may hold any expert. The log says how many bytes the rank read, and how many it skipped.
+    bounded. It does not read an optimizer that is in the checkpoint. It splits fused experts of
+    transformers into single ones. With vLLM's ``--enable-expert-parallel
+    --enable-ep-weight-filter``, a rank does not read the weights of experts that other ranks hold.
+    It skips none with EPLB, where a rank may hold any expert. The log says how many bytes the rank
+    read, and how many it skipped.
 
     ``model_loader_extra_config`` may have:
 

@@ -29,7 +29,7 @@ from dcp_rs.cli.output import count, for_command_line, line, print_json, printab
     "--older-than",
     metavar="SECONDS",
     type=click.FloatRange(min=0.0),
-    help="Keep files that changed in the last so many seconds.  "
+    help="Keep files that changed within this many seconds.  "
     "[default: 0; a day on object stores and on file systems without locks]",
 )
 @options.storage
