@@ -16,8 +16,9 @@ __all__ = ["StorageOptions", "Url", "location", "options_for", "use_storage_opti
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 #: A URL that went through :class:`~pathlib.Path`, which removes a slash.
 _MANGLED = re.compile(r"(s3|gs|az|https?):/(?=[^/])")
-#: A user before the host of a URL. A secret may hold a slash; digits after a colon are a port.
-_USER = re.compile(r"[^/]*(@|:(?!\d+/).*@)")
+#: A user before the host of a URL. A secret may hold a slash. Digits after a colon are a port, and
+#: colons before a bracket an IPv6 address.
+_USER = re.compile(r"[^/]*(@|:(?!\d+/|[^/]*\]).*@)")
 #: Schemes of stores that the engine reads.
 _STORES = ("s3", "gs", "az", "http", "https")
 #: Ends of the names of options that are no secrets.

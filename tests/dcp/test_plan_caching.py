@@ -76,6 +76,20 @@ def test_plans_that_torch_remembers_outlive_a_save_that_failed(tmp_path):
     assert dcp_rs.open(tmp_path / "2")["w"].eq(2).all()
 
 
+def test_a_plan_without_items_is_not_saved_by_torchs_writer(tmp_path):
+    """A save that failed leaves one in torch's cache: it would be an empty checkpoint."""
+    forget_plans_of_torch()
+    save_by_torch(RsWriter(tmp_path / "0"), {"w": torch.zeros(3)}, no_dist=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RsWriter, "write_data", fail_to_write)
+        with pytest.raises(CheckpointException, match="disk full"):
+            save_by_torch(RsWriter(tmp_path / "1"), {"w": torch.ones(3)}, no_dist=True)
+    with pytest.raises(CheckpointException, match="without its items"):
+        save_by_torch(dcp.FileSystemWriter(tmp_path / "2"), {"w": torch.ones(3)}, no_dist=True)
+    assert not (tmp_path / "2" / ".metadata").exists()
+    forget_plans_of_torch()
+
+
 def save_what_one_rank_writes(path):
     """All of it is on both ranks, so that the plan of one is empty."""
     forget_plans_of_torch()

@@ -330,6 +330,7 @@ def test_names_that_a_path_would_change_are_refused():
     with pytest.raises(TypeError, match=r"this one is bytes.*fsdecode"):
         dcp_rs.open(b"s3://b/a")
     assert str(location("s3://b/a/")) == "s3://b/a"
+    assert str(location("http://[::1]:9000/run@1")) == "http://[::1]:9000/run@1"
     assert location(location("s3://b/a")) == location("s3://b/a")
 
 

@@ -76,7 +76,13 @@ class _Answer:
 
     @property
     def prefix(self) -> str:
-        """Prefix of torch's file names, for its writer, which may get this plan from the cache."""
+        """Prefix of torch's file names, for its writer, which may get this plan from the cache.
+
+        Raises:
+            PlanError: a save that failed left its plan there without items.
+        """
+        if self.is_cached:
+            raise PlanError("torch remembers a plan of a save that failed, without its items")
         return f"__{self.place.rank}_"
 
 
@@ -422,7 +428,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def _check_folder(self) -> None:
         """Warn of a model of others in the folder: once a save, on the caller's thread."""
-        if self._checked_folder != self.path:
+        # A manager removes those files.
+        if self._options.guard is None and self._checked_folder != self.path:
             self._checked_folder = self.path
             warn_of_foreign_model(self.path)
 

@@ -363,7 +363,8 @@ def plan_reads(
     wanted, report.excluded = names.choose(flat.values)
 
     found: dict[str, EntryInfo] | None = None
-    if new.apply_to_any(wanted, [flat.values[fqn] for fqn in wanted]):
+    tensors = [flat.values[fqn] for fqn in wanted]
+    if new.apply_to_any(wanted, tensors):
         # Only what the checkpoint has is replaced, so all entries are looked up first.
         found = match.match(wanted)
         flat = match.flat
@@ -371,10 +372,10 @@ def plan_reads(
         replaced = new.make_all(state_dict, flat.values, flat.paths, [*filled, *report.tied])
         flat.values.update(replaced)
         wanted = {fqn: entry.name for fqn, entry in found.items()}
+        tensors = [flat.values[fqn] for fqn in wanted]
 
     # Most tensors are plain: in host memory, of the stored shape and dtype. One call plans them.
     fqns, stored = list(wanted), list(wanted.values())
-    tensors = [flat.values[fqn] for fqn in wanted]
     batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
     places = {fqns[place]: place for place in others}
     if found is not None:

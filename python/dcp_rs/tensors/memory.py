@@ -87,11 +87,18 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not is_memory or _torch.has_memory(local)
 
 
-def clone(tensor: torch.Tensor) -> torch.Tensor:
-    """Clone a tensor, with its place in a larger one. One without values is returned as it is."""
+def clone(tensor: torch.Tensor, *, to_host: bool = False) -> torch.Tensor:
+    """Clone a tensor, with its place in a larger one. What a save refuses is returned as it is."""
     if not has_values(tensor):
-        return tensor  # the save refuses it by name
-    copied = tensor.clone()
+        return tensor
+    source = tensor
+    if tensor.dtype not in NAMES and not tensor.is_quantized:  # torch cannot copy every dtype
+        if type(tensor) not in PLAIN_TYPES or tensor.layout != torch.strided:
+            return tensor
+        source = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
+    copied = source.clone().cpu() if to_host else source.clone()
+    if source is not tensor:
+        copied = copied.view(tensor.dtype)
     _torch.copy_place_in_whole(tensor, copied)
     return copied
 

@@ -156,7 +156,7 @@ def why_not_loadable(fqn: str, value: Any) -> str | None:
 
 
 def _load_error(fqn: str, value: Any, data: bytes) -> Exception | None:
-    if _is_plain(value) and _core.refusal(data) is None:
+    if type(value) in IMMUTABLE or (_is_plain(value) and _core.refusal(data) is None):
         return None  # torch loads it for certain
     try:
         check_loadable(fqn, data)

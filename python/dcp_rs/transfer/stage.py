@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from dcp_rs import _torch
 from dcp_rs.errors import StateChangedError
-from dcp_rs.tensors.dtypes import NAMES, as_integers
-from dcp_rs.tensors.memory import changes_seen, has_values, identity, why_not_raw
+from dcp_rs.tensors.dtypes import as_integers
+from dcp_rs.tensors.memory import changes_seen, clone, has_values, identity, why_not_raw
 from dcp_rs.tensors.nesting import StandIn, map_leaves
 from dcp_rs.tensors.pickles import IMMUTABLE
 from dcp_rs.tensors.regions import ALIGNMENT
@@ -279,10 +279,11 @@ class _Layout:
         made: dict[int, torch.Tensor] = {}
         pairs: _Pairs = {}
         copied: set[tuple[int, int]] = set()
+        storages = [block.memory.untyped_storage() for block in blocks]
         with torch.no_grad():
             for key, entry in self.entries.items():
                 source, place = entry.source, (entry.block, entry.offset)
-                target = _view(blocks, *place, source.dtype, source.shape)
+                target = _view(storages, *place, source.dtype, source.shape)
                 if source.numel() and place not in copied:
                     copied.add(place)
                     targets, sources = pairs.setdefault(source.device, ([], []))
@@ -314,22 +315,20 @@ def _raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _view(
-    blocks: list[Block] | list[torch.Tensor],
+    storages: Sequence[torch.UntypedStorage],
     block: int,
     offset: int,
     dtype: torch.dtype,
     shape: Iterable[int],
 ) -> torch.Tensor:
-    """Return a tensor over a place in some blocks."""
+    """Return a tensor over a place in the storages of blocks."""
     view: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
     shape = torch.Size(shape)
     if shape.numel() == 0:
         return view.view(shape)
-    memory = blocks[block]
-    storage = (memory.memory if isinstance(memory, Block) else memory).untyped_storage()
     nbytes = shape.numel() * dtype.itemsize
     # A storage of its own, because torch.save writes the whole storage of a tensor inside a value.
-    view.set_(storage[offset : offset + nbytes], 0, shape)  # type: ignore[call-overload]
+    view.set_(storages[block][offset : offset + nbytes], 0, shape)  # type: ignore[call-overload]
     return view
 
 
@@ -353,15 +352,7 @@ def _copied(value: Any, made: dict[int, torch.Tensor]) -> Any:
         return _torch.host_copy_of_sharded(value)
     if not has_values(value):
         return value  # the save refuses it by name
-    local = value.detach()
-    if value.dtype in NAMES or value.is_quantized:
-        copied = local.clone().cpu()
-    elif type(value) in _torch.PLAIN_TYPES and value.layout == torch.strided:
-        # torch cannot copy every dtype.
-        integers = torch.uint8 if value.itemsize == 1 else torch.int16
-        copied = local.view(integers).clone().cpu().view(value.dtype)
-    else:
-        return value
+    copied = clone(value.detach(), to_host=True)
     _torch.copy_place_in_whole(value, copied)
     return copied.requires_grad_() if value.requires_grad else copied
 
@@ -431,11 +422,12 @@ class _Staged(StandIn):
 
 def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str, Any]:
     """Rebuild a staged state dict in another process."""
+    storages = [block.untyped_storage() for block in blocks]
 
     def tensor(value: Any) -> Any:
         if not isinstance(value, _Placed):
             return value
-        target = _view(blocks, value.block, value.offset, value.dtype, value.shape)
+        target = _view(storages, value.block, value.offset, value.dtype, value.shape)
         if value.spec is not None:
             return _torch.dtensor_of(target, value.spec, requires_grad=value.requires_grad)
         target.__dict__.update(value.attributes)

@@ -118,7 +118,6 @@ impl Failure {
             (_, Some(status)) if blames_credentials(status, text) => {
                 Self::lasting(StorageFault::Denied, told)
             }
-            (_, Some(412)) => Self::lasting(StorageFault::Precondition, told),
             // 409: another write of the object is under way, and this one was not done.
             (_, Some(400 | 409)) if code(text).is_some_and(|code| PASSING.contains(&code)) => {
                 Self::passing(told)
@@ -127,7 +126,9 @@ impl Failure {
             (_, Some(409)) if code(text).is_some_and(|code| !code.ends_with("AlreadyExists")) => {
                 Self::lasting(StorageFault::Failed, told)
             }
-            (E::AlreadyExists { .. }, _) => Self::lasting(StorageFault::Precondition, told),
+            (E::AlreadyExists { .. }, _) | (_, Some(412)) => {
+                Self::lasting(StorageFault::Precondition, told)
+            }
             // A missing feature or lack of room does not pass.
             (_, Some(501 | 507)) => Self::lasting(StorageFault::Failed, told),
             (_, Some(408 | 409 | 429 | 500..=599)) => Self::passing(told),
