@@ -211,7 +211,8 @@ def load_training_state(
             a step with gradients and learning rates of zero.
         extra: as in the save. Objects get their state, tensors are filled in place, and other
             values are replaced in ``extra``. A dict stays the same object, with the saved entries
-            alone; a partial or selective load keeps its other entries.
+            alone. A partial or selective load keeps its other entries, and so does a load of a
+            checkpoint that DCP's own planners wrote.
         allow_partial_load: leave alone what the checkpoint lacks, and state that is incomplete
             there or has another shape. By default that is an error.
         process_group, no_dist: as in ``dcp.load``.

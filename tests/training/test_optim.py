@@ -383,6 +383,17 @@ def test_stock_checkpoints_have_no_empty_dicts(ckpt):
     assert extra == {"history": {}, "losses": []}
 
 
+def test_what_stock_checkpoints_do_not_tell_of_a_dict_stays(ckpt):
+    """Its keys that are no text, and its empty dicts, would be lost."""
+    model = small()
+    state = {"model": model.state_dict(), "extra": {"ema": {0: torch.ones(2), "best": {}}}}
+    dcp.save(state, checkpoint_id=ckpt, no_dist=True)
+    extra = {"ema": {0: torch.zeros(2), "best": {}}}
+    load_training_state(ckpt, model, (), extra)
+    assert extra["ema"][0].tolist() == [1, 1]
+    assert extra["ema"]["best"] == {}
+
+
 def test_the_report_of_a_partial_load_names_what_is_missing_and_nothing_that_was_loaded(ckpt):
     model = small()
     optimizer = torch.optim.Adam(model[0].parameters())

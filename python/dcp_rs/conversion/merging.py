@@ -31,6 +31,7 @@ __all__ = ["MergeReport", "merge"]
 @dataclass(repr=False)
 class MergeReport(ConvertReport):
     """Report of :func:`dcp_rs.merge`: a :class:`dcp_rs.ConvertReport` with more attributes.
+
     Attributes:
         summed: the names of tensors that are weighted sums.
         conflicts: the names of other entries that differ between inputs, with ``conflicts=`` other

@@ -222,7 +222,8 @@ class SavedExtra:
         self._kept: dict[TreePath, Any] = {}  # leaves that stay
         own = value.state_dict() if is_stateful(value) else value
         is_included = partial_load.includes(whole)
-        # DCP stores nothing for an empty dict.
+        # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
+        self._keeps = partial_load.may_leave or not tree.is_exact
         is_empty = isinstance(own, dict) and not own and not (self._is_per_rank or tree.is_exact)
         self._is_loaded = bool(self._paths or (tree.containers and is_included) or is_empty)
         if is_included and isinstance(value, PerRank):
@@ -259,7 +260,7 @@ class SavedExtra:
         if is_stateful(value):
             value.load_state_dict(state)
         else:
-            extra[self._name] = merge(value, state, keep=self._partial.may_leave)
+            extra[self._name] = merge(value, state, keep=self._keeps)
 
     def _keep(self, own: Any, left: set[str]) -> None:
         """Do not load these names. The leaves that the entry has there stay."""

@@ -562,7 +562,8 @@ def _restore_dtypes(cast: Any, value: Any) -> Any:
         for key in cast.keys() & value.keys():
             cast[key] = _restore_dtypes(cast[key], value[key])
     elif isinstance(cast, list | tuple) and isinstance(value, list | tuple):
-        return type(cast)(_restore_dtypes(*pair) for pair in zip(cast, value, strict=True))
+        if len(cast) == len(value):
+            return type(cast)(map(_restore_dtypes, cast, value))
     return cast
 
 
