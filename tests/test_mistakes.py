@@ -233,6 +233,7 @@ def test_the_nearest_of_many_is_found_at_once():
 class Counted(str):
     """A name that counts how often it is compared."""
 
+    __slots__ = ()
     count = 0
 
     def startswith(self, *arguments):

@@ -341,7 +341,7 @@ def save(
             guard=guard,
         )
         where = location(path)
-        if ranks.is_coordinator and guard is None:  # a manager removes those files
+        if ranks.is_coordinator:
             warn_of_foreign_model(where)
         return SaveRequest(state_dict=_call_state_dicts(state_dict), path=where, options=options)
 
@@ -496,7 +496,7 @@ def async_save(
             guard=guard,
         )
         where = location(path)
-        if ranks.is_coordinator and guard is None:  # a manager removes those files
+        if ranks.is_coordinator:
             warn_of_foreign_model(where)
         state = _call_state_dicts(state_dict, copy_buffers=async_staging)
         if options.parent is not None:

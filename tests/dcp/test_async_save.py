@@ -129,7 +129,7 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_name(ckpt):
     """The copy read the freed memory, and the process crashed."""
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedError, match="'w' .*memory has been freed"):
+    with pytest.raises(UnsupportedError, match=r"'w' .*memory has been freed"):
         dcp_rs.async_save({"w": freed}, ckpt, no_dist=True).result(60)
 
 

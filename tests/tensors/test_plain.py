@@ -269,7 +269,7 @@ def test_a_view_of_a_freed_storage_is_no_memory(tmp_path):
 
 
 def test_one_attribute_of_a_shard_makes_none(tmp_path):
-    """torch asks for all four."""
+    """Torch asks for all four."""
     dcp_rs.save({"w": marked()}, tmp_path, no_dist=True)
     target = marked().zero_()
     dcp_rs.load({"w": target}, tmp_path, no_dist=True)

@@ -428,8 +428,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def _check_folder(self) -> None:
         """Warn of a model of others in the folder: once a save, on the caller's thread."""
-        # A manager removes those files.
-        if self._options.guard is None and self._checked_folder != self.path:
+        if self._checked_folder != self.path:
             self._checked_folder = self.path
             warn_of_foreign_model(self.path)
 

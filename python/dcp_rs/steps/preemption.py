@@ -76,8 +76,9 @@ class Preemption:
     def earlier_handler(self) -> Any:
         """Return the handler before this one. Skip those of objects that were closed meanwhile."""
         owner = getattr(self._before, "__self__", None)
-        is_closed = isinstance(owner, Preemption) and not owner.is_set_up
-        return owner.earlier_handler() if is_closed else self._before
+        if isinstance(owner, Preemption) and not owner.is_set_up:
+            return owner.earlier_handler()
+        return self._before
 
     def close(self) -> None:
         """Put the earlier handler back, unless another one replaced this one.

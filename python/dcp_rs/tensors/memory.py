@@ -81,9 +81,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     if is_lazy(tensor) or tensor.is_meta:
         return False
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    is_memory = (
-        type(local) in PLAIN_TYPES and local.layout == torch.strided and not local.is_nested
-    )
+    is_memory = type(local) in PLAIN_TYPES and local.layout == torch.strided and not local.is_nested
     return not is_memory or _torch.has_memory(local)
 
 

@@ -561,9 +561,8 @@ def _restore_dtypes(cast: Any, value: Any) -> Any:
     if isinstance(cast, dict) and isinstance(value, Mapping):
         for key in cast.keys() & value.keys():
             cast[key] = _restore_dtypes(cast[key], value[key])
-    elif isinstance(cast, list | tuple) and isinstance(value, list | tuple):
-        if len(cast) == len(value):
-            return type(cast)(map(_restore_dtypes, cast, value))
+    elif isinstance(cast, list | tuple) and len(cast) == len(value):
+        return type(cast)(map(_restore_dtypes, cast, value))
     return cast
 
 

@@ -305,10 +305,9 @@ impl Detector<'_> {
         let shape_part = self.beside(name, "_shape");
         // Rows that end within a word can look like those of whole words with longer groups.
         // A single group may be longer than the rows.
-        let is_even = groups > 1
-            && self.config.groups.iter().any(|group| {
-                Some(most) == group.checked_mul(groups) && group.is_multiple_of(8)
-            });
+        let fills =
+            |group: &u64| Some(most) == group.checked_mul(groups) && group.is_multiple_of(8);
+        let is_even = groups > 1 && self.config.groups.iter().any(fills);
         let columns = match shape_part {
             // A model can have tens of thousands of weights of a few sizes: one look at each size
             // does where whole words make whole groups.
