@@ -345,7 +345,7 @@ class SavedOptimizers:
             if key not in self._state and self._partial.is_partial:
                 target.kept.add(key)
             like = _tensor_at(own.get(key, new.get(key)), ())
-            places.append((key, torch.empty(()) if like is None else like, [key]))
+            places.append((key, torch.empty((), device="cpu") if like is None else like, [key]))
         return places
 
     def _space(

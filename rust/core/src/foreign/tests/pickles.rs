@@ -88,7 +88,8 @@ fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
     let used = [b"\x80\x02(", &text[..], &b"h\0".repeat(100_000), b"t."].concat();
     assert!(written(&used).len() < 2 << 20);
     // The name of a global is written with every global that has it.
-    let global = b"h\0h\0\x93".repeat(1000);
+    let text = [&b"X\xf4\x01\0\0"[..], &[b'x'; 500], b"q\0"].concat();
+    let global = b"h\0h\0\x93".repeat(100_000);
     let named = [b"\x80\x04(", &text[..], &global, b"t."].concat();
     let pickle = kept(&named).unwrap();
     match pickle.write(pickle.top()) {
