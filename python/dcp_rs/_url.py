@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from dcp_rs.errors import UnsupportedError
 
-__all__ = ["StorageOptions", "Url", "location", "options_for", "use_storage_options"]
+__all__ = ["StorageOptions", "Url", "absolute", "location", "options_for", "use_storage_options"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 #: A URL that went through :class:`~pathlib.Path`, which removes a slash.
@@ -100,6 +100,12 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
             raise UnsupportedError(msg, path=text)
         return Path(text)
     return _parse_url(text, scheme)
+
+
+def absolute(path: Path) -> Path:
+    """Return a location that stays the same if the current folder changes."""
+    # Path.resolve would follow links.
+    return path if isinstance(path, Url) else Path(os.path.abspath(path))  # noqa: PTH100
 
 
 def _parse_url(text: str, scheme: re.Match[str]) -> Path:

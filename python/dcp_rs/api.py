@@ -21,7 +21,7 @@ from dcp_rs import _torch
 from dcp_rs._arguments import check_arguments
 from dcp_rs._log import log as _log
 from dcp_rs._progress import Progress
-from dcp_rs._url import StorageOptions, location
+from dcp_rs._url import StorageOptions, absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
 from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.views import Layout, LayoutView
@@ -495,7 +495,7 @@ def async_save(
             save_id=save_id,
             guard=guard,
         )
-        where = location(path)
+        where = absolute(location(path))  # until the save begins, the current folder may change
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
         state = _call_state_dicts(state_dict, copy_buffers=async_staging)

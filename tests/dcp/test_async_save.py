@@ -335,3 +335,28 @@ def test_an_interrupt_gives_no_memory_to_the_next_copy_while_this_one_is_made(
     second.result(60)
     assert dcp_rs.open(tmp_path / "2")["w"].tolist() == [0, 0, 0]
     assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize("save", ["dcp_rs", "torch"])
+def test_a_relative_path_stays_what_it_was_when_the_folder_changes(tmp_path, monkeypatch, save):
+    """The save went to the folder of the other name, and replaced the checkpoint there."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        dcp_rs.save({"w": torch.ones(1)}, folder / "parent", no_dist=True)
+        dcp_rs.save({"w": torch.ones(1)}, folder / "ckpt", no_dist=True)
+    monkeypatch.chdir(here)
+    state, go_on = {"w": torch.zeros(1)}, threading.Event()
+    if save == "dcp_rs":
+        background.save_thread.submit(go_on.wait, 60)  # like an earlier save that still writes
+        future = dcp_rs.async_save(state, "ckpt", parent="parent", no_dist=True)
+    else:
+        writer = dcp_rs.RsWriter("ckpt")
+        copy = writer.stage(state)
+    monkeypatch.chdir(there)
+    go_on.set()
+    if save == "dcp_rs":
+        future.result(60)
+    else:
+        dcp.save(copy, storage_writer=writer, no_dist=True)
+    for folder, want in ((there, 1), (here, 0)):
+        assert dcp_rs.open(folder / "ckpt")["w"].item() == want

@@ -294,6 +294,22 @@ def test_a_tensor_that_is_held_in_part_keeps_its_values_elsewhere(tmp_path):
                 dcp_rs.load(state, tmp_path, planner=planner(rename={"w": "nested.w"}, **whole))
 
 
+def partial_on_meta(path):
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.empty(4, 1, device="meta")
+    state = {"nested": {"w": DTensor.from_local(local, mesh, [Shard(0)])}}
+    rename = {"w": "nested.w"}
+    report = dcp_rs.load(state, path, device="cpu", rename=rename, allow_partial_load=True)
+    assert state["nested"]["w"].is_meta
+    assert report.partly_filled == ["nested.w"]
+
+
+def test_ranks_agree_on_what_stays_on_meta(tmp_path):
+    """The checkpoint has all rows of the first rank, which got a tensor, and none of the second."""
+    save_with_hole_in(tmp_path)
+    run_ranks(2, partial_on_meta, tmp_path)
+
+
 def save_with_hole_in(path):
     path.mkdir(exist_ok=True)
     save_with_hole(path)

@@ -223,3 +223,36 @@ def load_replicas(path):
 def test_replicas_on_devices(ckpt):
     dcp_rs.save(WHOLE, ckpt)
     run_ranks(2, load_replicas, ckpt, timeout=200)
+
+
+ROWS = {"all": torch.arange(5000.0), "more": torch.arange(21.0)}
+
+
+def load_what_some_share(path):
+    _, device, _ = begin()
+    group = dist.new_group(backend="cpu:gloo,sim:simccl")
+    backend, calls = type(group._get_backend(device)), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("allreduce", "send", "recv"):
+            call = getattr(backend, name)
+
+            def noted(self, *args, _call=call, _name=name):
+                calls.append(_name)
+                return _call(self, *args)
+
+            patch.setattr(backend, name, noted)
+        # The first rank wants more, so the others share without it.
+        got = {name: torch.empty(ROWS[name].shape, device=device) for name in ROWS}
+        if dist.get_rank():
+            del got["more"]
+        dcp_rs.load_state_dict(got, RsReader(path, replicas="all"), process_group=group)
+    for name, tensor in got.items():
+        assert torch.equal(tensor.cpu(), ROWS[name]), name
+    assert calls[0] == "allreduce"
+    assert ("send" in calls or "recv" in calls) == (dist.get_rank() > 0)
+
+
+def test_the_first_call_over_devices_is_one_of_all_ranks(ckpt):
+    """NCCL connects all ranks of the group then: those that share waited for the others."""
+    dcp_rs.save(ROWS, ckpt)
+    run_ranks(3, load_what_some_share, ckpt, timeout=200)

@@ -33,7 +33,7 @@ from dcp_rs import _core, _torch
 from dcp_rs._progress import Progress
 from dcp_rs._reports import call
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs._url import location
+from dcp_rs._url import absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import choose_argument, warn_ignored
@@ -263,6 +263,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state dict to host memory, for ``dcp.async_save``."""
         ranks = _world_size()
+        self.path = absolute(self.path)  # until the save begins, the current folder may change
         if ranks == 0 or dist.get_rank() == 0:
             self._check_folder()
         parent = self._options.parent

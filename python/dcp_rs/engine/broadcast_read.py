@@ -27,7 +27,7 @@ from dcp_rs.transfer.buffers import slab_pool
 from dcp_rs.transfer.copy_stream import Transfer, copy_stream_for, is_accelerator
 from dcp_rs.transfer.target import Target, fills
 
-__all__ = ["Offer", "SharedReads", "is_shared", "offer", "read_shared", "share"]
+__all__ = ["Offer", "Offered", "SharedReads", "is_shared", "offer", "read_shared", "share"]
 
 #: Large tensors are cut at multiples of this many bytes.
 _PAGE = 4096
@@ -56,9 +56,20 @@ class SharedReads:
 
 
 def read_shared(
-    index: _core.Index, shared: Sequence[SharedReads], options: ReadOptions, ranks: RankGroup
+    index: _core.Index,
+    shared: Sequence[SharedReads],
+    options: ReadOptions,
+    ranks: RankGroup,
+    everyone: Sequence[Offered],
 ) -> tuple[Counts, bool]:
     """Fill the targets that ranks share. Every rank of the load calls it.
+
+    Args:
+        index: the index of the checkpoint.
+        shared: the reads that this rank shares.
+        options: how to read.
+        ranks: the ranks of the load.
+        everyone: what all ranks offered.
 
     Returns:
         The counts of this rank, and true if all targets are filled. It is false if another rank
@@ -69,15 +80,20 @@ def read_shared(
         RankLostError: a collective failed.
     """
 
-    def prepare() -> tuple[list[_Exchange], dict[torch.device, _Memory]]:
+    def prepare() -> tuple[list[_Exchange], dict[torch.device, _Memory], list[torch.Tensor]]:
         exchanges = [_Exchange(index, reads, options, ranks) for reads in shared]
-        ways = {exchange.way for exchange in exchanges}
-        return exchanges, {
+        memories = {
             way: _Memory(way, [exchange for exchange in exchanges if exchange.way == way])
-            for way in ways
+            for way in {exchange.way for exchange in exchanges}
         }
+        kinds = {kind for _, _, kinds in everyone for kind in kinds if kind != "cpu"}
+        return exchanges, memories, [torch.zeros(1, device=_device(kind)) for kind in sorted(kinds)]
 
-    exchanges, memories = ranks.run(prepare)
+    exchanges, memories, first = ranks.run(prepare)
+    # The first call over NCCL connects all ranks of the group, and some may share nothing.
+    for tensor in first:
+        with ranks.talking():
+            dist.all_reduce(tensor, group=ranks.process_group)
     halted = False
     try:
         for exchange in exchanges:
@@ -316,6 +332,8 @@ def _pieces(targets: Sequence[Target], limit: int) -> Iterator[_Piece]:
         yield _Piece(targets, parts)
 
 
+#: Node, digests and kinds of an offer.
+Offered = tuple[int, list[bytes], list[str]]
 #: Number of classes of targets that a rank offers. Models have a few.
 _MAX_CLASSES = 64
 
@@ -328,11 +346,18 @@ class Offer:
         node: a number of the node. Ranks of one number share.
         digests: digests of classes of targets. Ranks share a class if their digests are equal.
         members: the targets of each class.
+        kinds: the types of the devices that it sends from.
     """
 
     node: int = 0
     digests: list[bytes] = field(default_factory=list)
     members: dict[bytes, list[Target]] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+
+    @property
+    def offered(self) -> Offered:
+        """What the other ranks get of it."""
+        return self.node, self.digests, sorted(self.kinds)
 
 
 def offer(
@@ -375,6 +400,7 @@ def offer(
         members.sort(key=lambda target: (target.index, tuple(target.offsets)))
         digest = _digest(source, way, members)
         found.members[digest] = members
+        found.kinds.add(way)
     found.digests = list(found.members)
     return found
 
@@ -386,7 +412,7 @@ def _way(target: Target, kinds: Sequence[str]) -> str:
 
 
 def share(
-    own: Offer, everyone: Sequence[tuple[int, list[bytes]]], process_group: dist.ProcessGroup | None
+    own: Offer, everyone: Sequence[Offered], process_group: dist.ProcessGroup | None
 ) -> list[SharedReads]:
     """Return the reads that this rank shares, in an order in which no ranks deadlock."""
     kinds = [device.type for device in _torch.group_devices(process_group)]
@@ -394,7 +420,7 @@ def share(
     for digest in sorted(own.digests):  # the same order on all ranks that share
         ranks = tuple(
             rank
-            for rank, (node, digests) in enumerate(everyone)
+            for rank, (node, digests, _) in enumerate(everyone)
             if node == own.node and digest in digests
         )
         if len(ranks) > 1:
@@ -405,10 +431,10 @@ def share(
     ]
 
 
-def is_shared(everyone: Sequence[tuple[int, list[bytes]]]) -> bool:
+def is_shared(everyone: Sequence[Offered]) -> bool:
     """Return true if any ranks share reads. All ranks return the same."""
     seen: set[tuple[int, bytes]] = set()
-    for node, digests in everyone:
+    for node, digests, _ in everyone:
         if not seen.isdisjoint((node, digest) for digest in digests):
             return True
         seen.update((node, digest) for digest in digests)

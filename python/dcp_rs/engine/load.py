@@ -21,7 +21,7 @@ from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.engine import cache_sharing, matching
-from dcp_rs.engine.broadcast_read import Offer, is_shared, offer, read_shared, share
+from dcp_rs.engine.broadcast_read import Offer, Offered, is_shared, offer, read_shared, share
 from dcp_rs.engine.matching import EntryInfo, LoadOptions, Matching
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, Phases
@@ -439,14 +439,19 @@ def _make_targets(
             (fqn, Target(entry.index, piece.offsets, piece.tensor, *at))
             for piece in local_pieces(fqn, match.flat.values[fqn], layouts)
         ]
+    # All ranks leave the same tensors on `meta`, so the whole of these is looked at.
+    wholes = [(fqn, entry) for fqn, entry in found.items() if match.may_stay_on_meta(fqn)]
     # This checks the data files, too: that they exist and have the right size.
     holes = index.check_regions(
-        [(target.index, target.offsets, target.tensor.shape) for _, target in regions], values
+        [(target.index, target.offsets, target.tensor.shape) for _, target in regions]
+        + [(entry.index, (0,) * len(entry.shape), entry.shape) for _, entry in wholes],
+        values,
     )
     if not holes:
         return [target for _, target in regions], set()
+    names = [fqn for fqn, _ in regions] + [fqn for fqn, _ in wholes]
     left_on_meta = match.note_holes(
-        [(regions[number][0], offsets, sizes) for number, offsets, sizes in holes]
+        [(names[number], offsets, sizes) for number, offsets, sizes in holes]
     )
     in_part = {number for number, _, _ in holes}
     targets: list[Target] = []
@@ -595,7 +600,7 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
     index, source = plan.index, plan.request.source
     passes, own, parts = 0, Offer(), Counter[int]()
 
-    def prepare() -> tuple[int, list[bytes]]:
+    def prepare() -> Offered:
         nonlocal passes, own, parts
         passes = _prepare(plan, job, counts)
         at_once = set(job.at_once())
@@ -612,13 +617,13 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
         same = index.save_id or os.fspath(source.path), source.layout, limit
         scope: Literal["node", "all"] = "node" if source.replicas == "node" else "all"
         own = offer(targets, shapes, repr(same).encode(), scope, ranks.process_group)
-        return own.node, own.digests
+        return own.offered
 
     offers = ranks.all_gather(prepare)
     if not is_shared(offers):
         return passes
     shared = share(own, offers, ranks.process_group)
-    read, is_whole = read_shared(index, shared, source.read.alone(), ranks)
+    read, is_whole = read_shared(index, shared, source.read.alone(), ranks, offers)
     counts.add(read)
     sent = Counter(target.place for group in shared for target in group.targets)
     # A tensor of which the ranks share only a part is read whole by each of them.

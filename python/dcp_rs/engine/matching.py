@@ -240,6 +240,11 @@ class Matching:
         values = {fqn: value for fqn, value in values.items() if fqn in kept}
         return Flat(values, {fqn: paths[fqn] for fqn in values}, [])
 
+    def may_stay_on_meta(self, fqn: str) -> bool:
+        """Return whether a tensor stays on ``meta`` if the checkpoint lacks elements of it."""
+        new = self._new
+        return self._options.allow_partial_load and fqn in new.new and new.old[fqn].is_meta
+
     def note_holes(self, holes: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> set[str]:
         """Note regions that the checkpoint lacks: names, offsets and sizes.
 
@@ -265,7 +270,7 @@ class Matching:
             report.missing += tied
             for name in tied:
                 del report.tied[name]
-            if fqn in new.new and new.old[fqn].is_meta:
+            if self.may_stay_on_meta(fqn):
                 # The missing elements would be uninitialized memory.
                 self.flat.values.update({name: new.give_up(name) for name in [fqn, *tied]})
                 left_on_meta.add(fqn)

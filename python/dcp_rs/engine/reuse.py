@@ -10,7 +10,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs._url import location, options_for
+from dcp_rs._url import absolute, location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.engine.destination import Destination
@@ -113,7 +113,8 @@ class Parent:
 
     def resolve(self, state_dict: Mapping[str, Any]) -> Parent:
         """Return the parent for a save of a copy of ``state_dict``."""
-        return Parent(self.path, self._frozen.resolve(state_dict), verify=self._verify)
+        path = None if self.path is None else absolute(self.path)
+        return Parent(path, self._frozen.resolve(state_dict), verify=self._verify)
 
     def find_reuse(
         self,
