@@ -156,19 +156,10 @@ def caught_by(mutant: Mutant) -> str:
 
 
 def build(mutant: Mutant) -> None:
-    """Build the extension of the copy, without link-time optimization."""
-    command = [
-        "cargo",
-        "build",
-        "--profile",
-        "fast",
-        "--package",
-        "dcp-rs-py",
-        "--features",
-        "pyo3/extension-module",
-    ]
+    """Build the extension of the copy, as ``make test`` does."""
+    command = ["cargo", "build", "--quiet", "--package", "dcp-rs-py"]
     done = subprocess.run(
-        [*command, "--quiet"],
+        [*command, "--features", "pyo3/extension-module"],
         cwd=SCRATCH,
         env={**os.environ, "CARGO_TARGET_DIR": str(TARGET), "PYO3_PYTHON": sys.executable},
         check=False,
@@ -177,9 +168,8 @@ def build(mutant: Mutant) -> None:
     )
     if done.returncode:
         sys.exit(f"{mutant.name} does not compile:\n{done.stderr[-3000:]}")
-    (library,) = (
-        file for file in (TARGET / "fast").glob("lib_core.*") if file.suffix in (".so", ".dylib")
-    )
+    built = (TARGET / "debug").glob("lib_core.*")
+    (library,) = (file for file in built if file.suffix in (".so", ".dylib"))
     # Not over the old one: a process may have it mapped.
     (SCRATCH / EXTENSION).unlink()
     shutil.copyfile(library, SCRATCH / EXTENSION)
