@@ -397,6 +397,24 @@ def test_quantized_weights_are_not_summed_apart_from_their_scales(
     assert ("dequantize=True" in str(raised.value)) == is_decoded
 
 
+@pytest.mark.parametrize("inputs", [("plain", "codes"), ("codes", "plain"), ("codes", "codes")])
+@pytest.mark.parametrize("options", [{"exclude": "*_scale_inv"}, {"include": "*.weight"}, {}])
+def test_scales_that_are_left_out_do_not_make_codes_numbers(
+    inputs: tuple[str, str], options: dict[str, str], tmp_path: Path
+) -> None:
+    """The codes of FP8 were added to weights, as an error for another name advised."""
+    codes = torch.full((4, 4), 448.0).to(torch.float8_e4m3fn)
+    states = {
+        "plain": {"a.weight": torch.ones(4, 4, dtype=torch.bfloat16)},
+        "codes": {"a.weight": codes, "a.weight_scale_inv": torch.full((1, 1), 1 / 448)},
+    }
+    for name, state in states.items():
+        make("safetensors", state, tmp_path / name)
+    with pytest.raises(UnsupportedError, match=r"'a.weight' is quantized, with its scales in"):
+        dcp_rs.merge([tmp_path / name for name in inputs], tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_mistakes_are_answered_by_what_to_do(tmp_path: Path) -> None:
     a, b = three(tmp_path, models()[:2])
     out = tmp_path / "out"

@@ -162,3 +162,14 @@ def test_globs_of_an_iterator_choose_what_is_written(tmp_path: Path) -> None:
     real = model(tmp_path / "real")
     save_pretrained(real, tmp_path / "out", include=iter(["a"]), exclude=iter(["b"]))
     assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["a"]
+
+
+def test_a_folder_without_a_model_is_not_replaced(tmp_path: Path) -> None:
+    base, out = model(tmp_path / "base"), tmp_path / "scripts"
+    out.mkdir()
+    names = ("train.py", "README.md", "requirements.txt", "results.json")
+    for name in names:
+        (out / name).write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="no model"):
+        save_pretrained(base, out, overwrite=True)
+    assert sorted(file.name for file in out.iterdir()) == sorted(names)

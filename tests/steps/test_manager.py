@@ -661,6 +661,23 @@ def test_a_step_that_was_found_damaged_is_replaced(run, background):
             manager.save(2, state_of(2))
 
 
+def test_max_bytes_spares_the_newest_good_step_below_a_damaged_one(run):
+    """The damaged step was taken for the latest, and the good one removed before the next save."""
+    with CheckpointManager(run) as manager:
+        manager.save(1, state_of(1))
+        manager.save(9, state_of(9))
+        one = manager.steps()[0].nbytes
+        flip(manager, 9)
+    with CheckpointManager(run, max_bytes=3 * one + one // 2) as manager:
+        with pytest.warns(UserWarning, match="not resumed from step-9"):
+            assert loaded(manager, verify=True) == 1
+        manager.save(2, state_of(2))
+        assert numbers(manager) == [1, 2, 9]
+        with pytest.raises(UnsupportedError):
+            manager.save(3, bad_state(3))
+        assert 2 in numbers(manager)
+
+
 # --- an earlier run
 # ----------------------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ class MergedSource:
         self.left_out = [
             item.name for item in first.items if include is None and _is_of_optimizer(item)
         ]
+        for one, chosen in zip(inputs, names, strict=True):
+            _check_not_quantized(one.source, chosen)
         _check_names(inputs, names)
         self._sums, self._copies, self.conflicts = _sort(inputs, names, conflicts)
         self.summed = list(self._sums)
@@ -262,7 +264,6 @@ def _sort(
         items = tuple(of_input[name] for of_input in names)
         if all(item.dtype in _SUMMED for item in items):
             _check_shapes(inputs, items)
-            _check_not_quantized(name, items[0], names[0])
             sums[name] = items
             continue
         others = zip(inputs[1:], items[1:], strict=True)
@@ -309,20 +310,27 @@ def _check_shapes(inputs: Sequence[Input], items: Sequence[Item]) -> None:
             raise PlanError(msg, tensor=item.name)
 
 
-def _check_not_quantized(name: str, item: Item, names: dict[str, Item]) -> None:
-    """Raise for quantized weights and their scales: they cannot be summed apart."""
-    if item.dtype is not None and item.dtype.itemsize == 1:
-        scale = next((name + end for end in _SCALES if name + end in names), None)
-        if scale is not None:
-            raise _quantized(name, scale)
-    for end in (*_SCALES, *_NOT_DECODED):
-        base = name.removesuffix(end)
-        if base == name:
+def _check_not_quantized(source: IndexSource, chosen: dict[str, Item]) -> None:
+    """Raise for quantized weights and their scales: they cannot be summed apart.
+
+    Weights without their scales cannot be summed either, so all names of the source count.
+    """
+    stored = {item.name: item for item in source.items}
+    for name, item in chosen.items():
+        if item.dtype not in _SUMMED:
             continue
-        for packed in _PACKED:
-            weights = names.get(base + packed)
-            if weights is not None and weights.dtype is not None and weights.dtype not in _SUMMED:
-                raise _quantized(weights.name, name)
+        if item.dtype.itemsize == 1:
+            scale = next((name + end for end in _SCALES if name + end in stored), None)
+            if scale is not None:
+                raise _quantized(name, scale)
+        for end in (*_SCALES, *_NOT_DECODED):
+            base = name.removesuffix(end)
+            if base == name:
+                continue
+            for packed in _PACKED:
+                weights = stored.get(base + packed)
+                if weights is not None and weights.dtype not in {None, *_SUMMED}:
+                    raise _quantized(weights.name, name)
 
 
 def _quantized(name: str, scale: str) -> UnsupportedError:

@@ -376,6 +376,8 @@ def save_pretrained(
         raise CheckpointExistsError(msg, path=target)
     paths = [location(path), index.path, *index.file_paths(), source, *beside.values()]
     before = check_output(paths, target, overwrite=overwrite, is_part=_is_of_a_model)
+    if overwrite:
+        _check_holds_model(target)
     include, exclude = repeatable(include), repeatable(exclude)
     chosen, new_name = selector(include, exclude), renamer(rename)
     names = {name: new_name(name) for name in index.names() if chosen is None or chosen(name)}
@@ -464,6 +466,15 @@ def _stem(config: Path) -> str:
         if "_class_name" in json.loads(config.read_text("utf-8"))
         else "model"
     )
+
+
+def _check_holds_model(folder: Path) -> None:
+    """Raise if a folder to replace holds files, and none of them is of a model only."""
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    ends = (*_WEIGHTS, "config.json", "adapter_config.json")
+    if names and not any(name.endswith(ends) for name in names):
+        msg = f"{folder} holds no model, and is not replaced"
+        raise CheckpointExistsError(msg, path=folder)
 
 
 def _is_of_a_model(entry: Path) -> bool:

@@ -114,7 +114,9 @@ class Coordinator:
         if latest is not None and limited:
             # The first save of a run may have other ranks, and reuse nothing.
             is_alike = reuse and latest.save_id in self._begun
-            self._prune(step, room=latest.written if is_alike else latest.nbytes)
+            # The policies keep the newest step, which may be a damaged one.
+            room = latest.written if is_alike else latest.nbytes
+            self._prune(step, latest.number, room=room)
         save_id = uuid.uuid4().hex
         replaces = self._replaced is not None
         self._store.begin(step, save_id, numbers, contents, replaces=replaces)
@@ -185,12 +187,12 @@ class Coordinator:
             self._report(f"what was noted of step {step} could not be renamed: {error}")
         self._prune(step)
 
-    def _prune(self, step: int, room: int | None = None) -> None:
+    def _prune(self, *protected: int, room: int | None = None) -> None:
         try:
             done = prune(
                 self._store,
                 self._policies,
-                protected=self._protected(step),
+                protected=self._protected(*protected),
                 room=room,
                 verify=self._verify,
             )
