@@ -1,6 +1,7 @@
 """Which save a data file is of: the coordinator says it to all ranks, and recovery goes by it."""
 
 import json
+import pickle
 import shutil
 import struct
 import uuid
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import dcp_rs
 from dcp_rs import RsReader, RsSavePlanner, RsWriter, _core
 from dcp_rs.checkpoint.compare import compare
-from dcp_rs.errors import DcpRsError
+from dcp_rs.errors import CheckpointReplacedError, DcpRsError
 from support import run_ranks
 from support.both import HAS_RANK_LOCAL, save_stock
 
@@ -161,3 +162,19 @@ def test_names_that_nobody_writes_into_headers_are_refused(ckpt, name):
     (ckpt / "index.dcprs").unlink()
     with pytest.raises(DcpRsError, match="a name that no tensor has in a header"):
         dcp_rs.index(ckpt)
+
+
+def test_each_save_of_a_writer_that_is_sent_has_an_id(ckpt):
+    """Torch's checkpoint process gets the same writer for every save."""
+    writer = RsWriter(ckpt, fsync=False)
+    ids, sent = set(), []
+    for value in (1.0, 2.0):
+        there = pickle.loads(pickle.dumps(writer))
+        dcp.save({"w": torch.full((3,), value)}, storage_writer=there, no_dist=True)
+        with dcp_rs.open(ckpt) as checkpoint:
+            ids.add(checkpoint.save_id)
+            sent.append(pickle.dumps(checkpoint))
+    assert len(ids) == 2
+    assert pickle.loads(sent[1])["w"].tolist() == [2, 2, 2]
+    with pytest.raises(CheckpointReplacedError):
+        pickle.loads(sent[0])  # it opened the second save

@@ -131,7 +131,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         storage_options: for a URL, see :class:`RsReader`. Secrets are not pickled: a save in
             another process takes them from its environment.
         save_id: a UUID for the first save with this writer; the coordinator's counts. Default: a
-            random one.
+            random one. A save in another process has a random one.
         guard: called once on the coordinator. It returns a context manager, in which the commit
             runs. If entering that raises, nothing is committed.
         thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` names
@@ -503,7 +503,14 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if options.parent is not None:
             options.parent = options.parent.resolve({})  # a module stays in this process
         left_out = dict.fromkeys(("_staged", "_to", "_written"))
-        return {**self.__dict__, **left_out, "_options": options, "_cached_plans": {}}
+        # torch sends the same writer for each save, and each save needs an id of its own.
+        return {
+            **self.__dict__,
+            **left_out,
+            "_options": options,
+            "_cached_plans": {},
+            "_is_used": True,
+        }
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
