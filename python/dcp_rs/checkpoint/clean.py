@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import Report
-from dcp_rs._url import StorageOptions, Url, location, options_for
+from dcp_rs._url import StorageOptions, Url, absolute, location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 
@@ -189,7 +189,7 @@ def _where(
     reach = options_for(where, StorageOptions.of(storage_options))
     if isinstance(where, Url):
         return os.fspath(where), _core.Store(os.fspath(where), reach or {})
-    return os.path.abspath(where), None  # noqa: PTH100  # Path.resolve would follow links
+    return os.fspath(absolute(where)), None
 
 
 def _seconds(older_than: float | None) -> float | None:

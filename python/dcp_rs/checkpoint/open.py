@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dcp_rs._arguments import suggest_option
-from dcp_rs._url import StorageOptions, Url, location
+from dcp_rs._url import StorageOptions, absolute, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.options import ReadOptions
@@ -137,8 +137,7 @@ def open(
 
         checkpoint = Checkpoint(index, device=device, weights_only=weights_only, options=options)
         how = {"device": device, "weights_only": weights_only}
-    # Path.resolve would follow links.
-    again = str(where) if isinstance(where, Url) else os.path.abspath(where)  # noqa: PTH100
+    again = os.fspath(absolute(where))
     how |= {"dequantize": layout.dequantize or False, "views": layout.views}
     checkpoint._open_again = partial(
         open, again, allow_external=allow_external, storage_options=stores, **how, **options.given()

@@ -15,7 +15,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
-from dcp_rs._url import StorageOptions, Url, location, options_for
+from dcp_rs._url import StorageOptions, Url, absolute, location, options_for
 from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.source import Source, open_source
 from dcp_rs.checkpoint.views import Layout, LayoutView
@@ -288,8 +288,7 @@ def write_result(
     if isinstance(out, Url):
         check_apart(paths, out)
     else:
-        # Path.resolve would follow the last link.
-        out = Path(os.path.abspath(out))  # noqa: PTH100
+        out = absolute(out)
         before = check_output(paths, out, overwrite=request.overwrite)
     tasks = select(
         source,

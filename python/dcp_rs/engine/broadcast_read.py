@@ -356,7 +356,7 @@ class Offer:
 
     @property
     def offered(self) -> Offered:
-        """What the other ranks get of it."""
+        """Return the part that the other ranks get."""
         return self.node, self.digests, sorted(self.kinds)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions, Url, options_for
+from dcp_rs._url import StorageOptions, Url, absolute, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import INDEX_NAME, make_folder, rank_index_name
 from dcp_rs.errors import (
@@ -70,7 +70,7 @@ class Destination:
             self.store = _core.Store(self.folder, options_for(path, options) or {})
         else:
             options_for(path, options)
-            self.folder = os.path.abspath(path)  # noqa: PTH100  # Path.resolve would follow links
+            self.folder = os.fspath(absolute(path))
 
     def why_no_shared_files(self, other: Path) -> str | None:
         """Return why no file of another folder can be linked or copied here; None if it can."""

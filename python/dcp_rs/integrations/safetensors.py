@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
+from dcp_rs._url import absolute
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint, read_whole
@@ -131,7 +131,7 @@ def save_file(
     options = WriteOptions(
         io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
     )
-    target = Path(os.path.abspath(local_path(filename)))  # noqa: PTH100  # a link at the end is replaced
+    target = absolute(local_path(filename))  # a link at the end is replaced
     if target.is_dir() and not target.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(filename))
     _check_text(metadata)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
-from dcp_rs._url import location
+from dcp_rs._url import absolute, location
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, repeatable, selector
@@ -369,7 +369,7 @@ def save_pretrained(
             msg = f"shards={shards!r}: peft reads an adapter from one file"
             raise ValueError(msg)
         shards = 1
-    target = Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # a link at the end is replaced
+    target = absolute(local_path(out))  # a link at the end is replaced
     index = open_index(path, rank=None, allow_external=False)
     if os.path.lexists(target) and not target.is_dir():
         msg = f"{target} is no folder, and is not replaced"

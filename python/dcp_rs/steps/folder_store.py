@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from dcp_rs import _core
+from dcp_rs._url import absolute
 from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder
 from dcp_rs.errors import SaveInProgressError
@@ -48,8 +49,7 @@ class FolderStepStore(StepStore):
 
     def __init__(self, path: str | os.PathLike[str], names: StepNames | None = None) -> None:
         super().__init__(names)
-        # Path.resolve would follow links.
-        self.path = Path(os.path.abspath(local_path(path)))  # noqa: PTH100
+        self.path = absolute(local_path(path))
         self.access: Mapping[str, Any] = {}
         self._claimed: int | None = None  # an open note, which is locked
 

@@ -56,19 +56,15 @@ class NewTensors:
             is_at.type == device.type and device.index in (None, is_at.index)
         )
 
-    @property
-    def reaches_plain(self) -> bool:
-        """True if CPU tensors may need new ones. Otherwise only tensors on ``meta`` do."""
-        return self._dtype is not None or self._device is not None
-
     def apply_to_any(self, names: Iterable[str], values: Sequence[Any]) -> bool:
         """Return whether any tensor among the values needs a new one."""
-        if self.reaches_plain:
+        if self._dtype is not None or self._device is not None:
             named = zip(names, values, strict=True)
             return any(
                 isinstance(value, torch.Tensor) and self.applies_to(name, value)
                 for name, value in named
             )
+        # Otherwise only tensors on `meta` do.
         kinds = set(map(type, values))
         if not all(issubclass(kind, torch.Tensor) for kind in kinds):
             values = [value for value in values if isinstance(value, torch.Tensor)]

@@ -23,7 +23,6 @@ __all__ = [
     "check_made",
     "clone",
     "flat_bytes",
-    "has_values",
     "identity",
     "is_opaque",
     "is_plain",
@@ -76,7 +75,7 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def has_values(tensor: torch.Tensor) -> bool:
+def _has_values(tensor: torch.Tensor) -> bool:
     """Return false for tensors on ``meta``, of lazy modules, and with a freed local storage."""
     if is_lazy(tensor) or tensor.is_meta:
         return False
@@ -87,15 +86,16 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def clone(tensor: torch.Tensor, *, to_host: bool = False) -> torch.Tensor:
     """Clone a tensor, with its place in a larger one. What a save refuses is returned as it is."""
-    if not has_values(tensor):
+    if not _has_values(tensor):
         return tensor
-    source = tensor
-    if tensor.dtype not in NAMES and not tensor.is_quantized:  # torch cannot copy every dtype
+    source = tensor.detach()
+    is_native = tensor.dtype in NAMES or tensor.is_quantized
+    if not is_native:  # torch cannot copy every dtype
         if type(tensor) not in PLAIN_TYPES or tensor.layout != torch.strided:
             return tensor
-        source = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
+        source = source.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
     copied = source.clone().cpu() if to_host else source.clone()
-    if source is not tensor:
+    if not is_native:
         copied = copied.view(tensor.dtype)
     _torch.copy_place_in_whole(tensor, copied)
     return copied

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dcp_rs import _torch
 from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.dtypes import as_integers
-from dcp_rs.tensors.memory import changes_seen, clone, has_values, identity, why_not_raw
+from dcp_rs.tensors.memory import changes_seen, clone, identity, why_not_raw
 from dcp_rs.tensors.nesting import StandIn, map_leaves
 from dcp_rs.tensors.pickles import IMMUTABLE
 from dcp_rs.tensors.regions import ALIGNMENT
@@ -350,11 +350,8 @@ def _copied(value: Any, made: dict[int, torch.Tensor]) -> Any:
         return made[id(value)]
     if isinstance(value, ShardedTensor):
         return _torch.host_copy_of_sharded(value)
-    if not has_values(value):
-        return value  # the save refuses it by name
-    copied = clone(value.detach(), to_host=True)
-    _torch.copy_place_in_whole(value, copied)
-    return copied.requires_grad_() if value.requires_grad else copied
+    copied = clone(value, to_host=True)
+    return copied.requires_grad_() if copied is not value and value.requires_grad else copied
 
 
 @dataclass(frozen=True)
