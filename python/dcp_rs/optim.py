@@ -367,8 +367,16 @@ def _load(
         per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
         partial_load.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
 
-    engine.retry_if_replaced(ranks, load, lambda: not partial)
-    return planner.report if isinstance(planner, RsLoadPlanner) else None
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            load()
+        except BaseException as error:
+            if not engine.starts_again(ranks, error, attempt, may_retry=not partial):
+                raise
+        else:
+            return planner.report if isinstance(planner, RsLoadPlanner) else None
 
 
 def _read(

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_rs
 from crash.states import found_number
 from dcp_rs import RsReader, _core
-from dcp_rs.engine.load import retry_if_replaced
+from dcp_rs.engine.load import starts_again
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import CheckpointReplacedError
 from support import assert_state_equal, rank_outcomes, run_ranks
@@ -150,11 +150,7 @@ def test_ranks_begin_again_together_or_not_at_all(ckpt):
 
 
 def load_with_an_interrupt_on_one_rank():
-    ranks, calls = RankGroup(), []
-
-    def work():
-        calls.append(1)
-        ranks.run(interrupted if ranks.rank else overtaken)
+    ranks = RankGroup()
 
     def interrupted():
         raise KeyboardInterrupt
@@ -163,13 +159,13 @@ def load_with_an_interrupt_on_one_rank():
         raise CheckpointReplacedError("by another save")
 
     with pytest.raises((KeyboardInterrupt, CheckpointReplacedError)) as raised:
-        retry_if_replaced(ranks, work, lambda: True)
-    return raised.type.__name__, len(calls)
+        ranks.run(interrupted if ranks.rank else overtaken)
+    return raised.type.__name__, starts_again(ranks, raised.value, 1, may_retry=True)
 
 
 def test_an_interrupt_ends_a_load_that_is_overtaken():
     outcomes = run_ranks(2, load_with_an_interrupt_on_one_rank, timeout=60)
-    assert outcomes == [("CheckpointReplacedError", 1), ("KeyboardInterrupt", 1)]
+    assert outcomes == [("CheckpointReplacedError", False), ("KeyboardInterrupt", False)]
 
 
 def test_a_load_that_is_always_overtaken_gives_up(ckpt):

@@ -59,9 +59,9 @@ def selector(
 
     A name passes if it matches a glob of ``include`` (or that is None), and none of ``exclude``.
     """
-    wanted, unwanted = globs(include), globs(exclude)
-    if wanted is None and unwanted is None:
+    if include is None and exclude is None:
         return None
+    wanted, unwanted = globs(include), globs(exclude)
 
     def passes(name: str) -> bool:
         return (wanted is None or wanted.match(name) is not None) and (

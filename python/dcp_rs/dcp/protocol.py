@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -18,7 +19,7 @@ from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.engine import load as engine_load
 from dcp_rs.engine import save as engine_save
-from dcp_rs.engine.load import call_state_dicts, load_stateful, retry_if_replaced
+from dcp_rs.engine.load import call_state_dicts, load_stateful, starts_again
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.save import SaveRequest
@@ -86,17 +87,23 @@ def load(
     def hand_over() -> None:
         load_stateful(given, state_dict, stateful_objects)
 
-    def attempt() -> None:
-        plan = ranks.reduce_scatter(plan_own, plan_all)
-        ranks.run(lambda: reader.read_data(planner.finish_plan(plan), planner).wait())
-        if stateful:
-            ranks.run(hand_over)
+    def read(plan: LoadPlan) -> None:
+        reader.read_data(planner.finish_plan(plan), planner).wait()
 
-    if metadata is not None:
-        attempt()
-    else:
-        retry_if_replaced(ranks, attempt, lambda: not is_partial)
-    return reader.report if isinstance(reader, RsReader) else None
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            ranks.run(partial(read, ranks.reduce_scatter(plan_own, plan_all)))
+            if stateful:
+                ranks.run(hand_over)
+        except BaseException as error:
+            if metadata is not None or not starts_again(
+                ranks, error, attempt, may_retry=not is_partial
+            ):
+                raise
+        else:
+            return reader.report if isinstance(reader, RsReader) else None
 
 
 def save(

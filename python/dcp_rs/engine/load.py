@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -49,10 +49,8 @@ __all__ = [
     "load_stateful",
     "plan_rank",
     "plan_reads",
-    "retry_if_replaced",
+    "starts_again",
 ]
-
-T = TypeVar("T")
 
 #: Attempts of a load whose checkpoint is replaced by another save while it reads.
 _TRIES = 10
@@ -118,16 +116,21 @@ def load(
         if stateful:
             load_stateful(plan.request.state_dict, plan.state_dict, plan.stateful)
 
-    def attempt() -> LoadReport:
-        reply = ranks.reduce_scatter(plan_own, compare)
-        plan.clock.end("plan")
-        ranks.run(partial(_read, plan, ranks, reply))
-        ranks.run(hand_over)
-        return plan.reads.report
-
-    if index is not None:
-        return attempt()
-    return retry_if_replaced(ranks, attempt, lambda: not is_partial)
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            reply = ranks.reduce_scatter(plan_own, compare)
+            plan.clock.end("plan")
+            ranks.run(partial(_read, plan, ranks, reply))
+            ranks.run(hand_over)
+        except BaseException as error:
+            if index is not None or not starts_again(
+                ranks, error, attempt, may_retry=not is_partial
+            ):
+                raise
+        else:
+            return plan.reads.report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,7 +397,10 @@ def plan_reads(
         match.warn_of_casts()
 
     values = {fqn: entry for fqn, entry in found.items() if entry.dtype is None}
-    targets, left_on_meta = _make_targets(match, index, found, places)
+    on_meta: set[str] = set()
+    if options.allow_partial_load:
+        on_meta = {fqn for fqn in found if fqn in new.new and new.old[fqn].is_meta}
+    targets, left_on_meta = _make_targets(match, index, found, places, on_meta)
     report.entries = len(flat.values)
     report.entries_loaded = (
         len(fqns) - len(others) + len(found) - len(left_on_meta) + len(report.tied)
@@ -413,6 +419,7 @@ def _make_targets(
     index: _core.Index,
     found: dict[str, EntryInfo],
     places: dict[str, int],
+    on_meta: set[str],
 ) -> tuple[list[Target], set[str]]:
     """Make targets of tensors that are not plain: one for each rectangle of a sharded tensor.
 
@@ -423,6 +430,7 @@ def _make_targets(
         index: the index of the checkpoint.
         found: the stored entries.
         places: the places of the entries in the load.
+        on_meta: the tensors on ``meta``, which stay there if the checkpoint lacks elements of them.
 
     Returns:
         The targets, and the names of tensors that stay on ``meta``.
@@ -440,7 +448,7 @@ def _make_targets(
             for piece in local_pieces(fqn, match.flat.values[fqn], layouts)
         ]
     # All ranks leave the same tensors on `meta`, so the whole of these is looked at.
-    wholes = [(fqn, entry) for fqn, entry in found.items() if match.may_stay_on_meta(fqn)]
+    wholes = [(fqn, entry) for fqn, entry in found.items() if fqn in on_meta]
     # This checks the data files, too: that they exist and have the right size.
     holes = index.check_regions(
         [(target.index, target.offsets, target.tensor.shape) for _, target in regions]
@@ -451,7 +459,7 @@ def _make_targets(
         return [target for _, target in regions], set()
     names = [fqn for fqn, _ in regions] + [fqn for fqn, _ in wholes]
     left_on_meta = match.note_holes(
-        [(names[number], offsets, sizes) for number, offsets, sizes in holes]
+        [(names[number], offsets, sizes) for number, offsets, sizes in holes], on_meta
     )
     in_part = {number for number, _, _ in holes}
     targets: list[Target] = []
@@ -651,28 +659,24 @@ def load_stateful(
 # --- retries --------------------------------------------------------------------------------------
 
 
-def retry_if_replaced(ranks: RankGroup, work: Callable[[], T], may_retry: Callable[[], bool]) -> T:
-    """Call ``work`` again, on all ranks, if another save replaced the checkpoint of one of them.
+def starts_again(
+    ranks: RankGroup, error: BaseException, attempt: int, *, may_retry: bool
+) -> bool:
+    """Return true on all ranks, or on none, if a failed load has to start again.
+
+    That is the case if another save replaced the checkpoint of a rank. Every rank calls it after
+    the step that failed.
 
     Args:
         ranks: the ranks that load.
-        work: the load.
-        may_retry: returns false if this rank has to raise. Then all ranks raise, as one that
-            began again alone would wait for the other ranks for ever.
+        error: the error of this rank.
+        attempt: the number of the attempt that failed, from 1.
+        may_retry: false if this rank has to raise. Then all ranks raise, as one that began again
+            alone would wait for the other ranks for ever.
     """
-    for _ in range(_TRIES - 1):
-        try:
-            return work()
-        except BaseException as own:
-            # All ranks have failures of the same ranks.
-            errors = ranks.failures.values()
-            if not any(isinstance(error, CheckpointReplacedError) for error in errors):
-                raise
-            is_interrupt = not isinstance(own, Exception)  # Ctrl-C ends the load
-            if not all(ranks.all_gather(_refuse if is_interrupt else may_retry)):
-                raise
-    return work()
-
-
-def _refuse() -> bool:
-    return False
+    # All ranks have failures of the same ranks.
+    errors = ranks.failures.values()
+    if attempt >= _TRIES or not any(isinstance(e, CheckpointReplacedError) for e in errors):
+        return False
+    is_interrupt = not isinstance(error, Exception)  # Ctrl-C ends the load
+    return all(ranks.all_gather(lambda: may_retry and not is_interrupt))

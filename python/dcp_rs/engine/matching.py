@@ -240,13 +240,14 @@ class Matching:
         values = {fqn: value for fqn, value in values.items() if fqn in kept}
         return Flat(values, {fqn: paths[fqn] for fqn in values}, [])
 
-    def may_stay_on_meta(self, fqn: str) -> bool:
-        """Return whether a tensor stays on ``meta`` if the checkpoint lacks elements of it."""
-        new = self._new
-        return self._options.allow_partial_load and fqn in new.new and new.old[fqn].is_meta
-
-    def note_holes(self, holes: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> set[str]:
+    def note_holes(
+        self, holes: Iterable[tuple[str, Sequence[int], Sequence[int]]], on_meta: set[str]
+    ) -> set[str]:
         """Note regions that the checkpoint lacks: names, offsets and sizes.
+
+        Args:
+            holes: the regions.
+            on_meta: the tensors on ``meta``, which stay there if they are not filled whole.
 
         Returns:
             The names of tensors that stay on ``meta`` therefore.
@@ -270,7 +271,7 @@ class Matching:
             report.missing += tied
             for name in tied:
                 del report.tied[name]
-            if self.may_stay_on_meta(fqn):
+            if fqn in on_meta:
                 # The missing elements would be uninitialized memory.
                 self.flat.values.update({name: new.give_up(name) for name in [fqn, *tied]})
                 left_on_meta.add(fqn)
