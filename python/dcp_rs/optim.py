@@ -328,55 +328,77 @@ def _load(
     partial = partial or bool(getattr(planner, "allow_partial_load", False))
     models, optimizers = ranks.run(lambda: (_modules(model), _several(optimizer)))
 
-    def load() -> None:
-        """Load everything from the one save that the path holds now."""
-        reader, metadata = ranks.run(lambda: _opened(path, read_options))
-        state: dict[str, Any] = {}
-        parts: list[dict[str, Any]] = []
-        extras: list[SavedExtra] = []
-
-        def begin() -> tuple[PartialLoad, SavedOptimizers | None]:
-            partial_load = PartialLoad(metadata, planner, partial=partial)
-            if extra is not None:
-                parts.extend(get_model_state_dict(model) for model in models)
-                state[MODEL] = _merged(parts)
-            saved = None
-            if optimizers:
-                saved = _saved_optimizers(reader, metadata, key, partial_load, needed=extra is None)
-            if saved is not None:
-                state.update(saved.template(models, optimizers))
-            for name, value in (extra or {}).items():
-                extras.append(SavedExtra(metadata, name, value, partial_load))
-                state.update(extras[-1].template)
-            return partial_load, saved
-
-        def end() -> None:
-            if saved is not None:
-                saved.fill(state)
-                saved.apply(models)
-            for module, part in zip(models, parts, strict=False):
-                loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
-                _load_model(module, loaded, strict=not partial)
-            for one in extras:
-                one.put(extra or {}, state)
-
-        partial_load, saved = ranks.run(begin)
-        _read(ranks, state, reader, metadata, planner)
-        ranks.run(end)
-        before = [] if saved is None else [join(key, "param_groups")]
-        per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
-        partial_load.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
-
     attempt = 0
     while True:
         attempt += 1
         try:
-            load()
+            _load_once(
+                path,
+                models,
+                optimizers,
+                planner,
+                ranks,
+                read_options,
+                partial=partial,
+                key=key,
+                extra=extra,
+            )
         except BaseException as error:
             if not engine.starts_again(ranks, error, attempt, may_retry=not partial):
                 raise
         else:
             return planner.report if isinstance(planner, RsLoadPlanner) else None
+
+
+def _load_once(
+    path: str | os.PathLike[str],
+    models: tuple[torch.nn.Module, ...],
+    optimizers: tuple[Optimizer, ...],
+    planner: LoadPlanner,
+    ranks: RankGroup,
+    read_options: dict[str, Any],
+    *,
+    partial: bool,
+    key: str,
+    extra: dict[str, Any] | None,
+) -> None:
+    """Load from the save that the path holds now."""
+    reader, metadata = ranks.run(lambda: _opened(path, read_options))
+    state: dict[str, Any] = {}
+    parts: list[dict[str, Any]] = []
+    extras: list[SavedExtra] = []
+
+    def begin() -> tuple[PartialLoad, SavedOptimizers | None]:
+        partial_load = PartialLoad(metadata, planner, partial=partial)
+        if extra is not None:
+            parts.extend(get_model_state_dict(model) for model in models)
+            state[MODEL] = _merged(parts)
+        saved = None
+        if optimizers:
+            saved = _saved_optimizers(reader, metadata, key, partial_load, needed=extra is None)
+        if saved is not None:
+            state.update(saved.template(models, optimizers))
+        for name, value in (extra or {}).items():
+            extras.append(SavedExtra(metadata, name, value, partial_load))
+            state.update(extras[-1].template)
+        return partial_load, saved
+
+    def end() -> None:
+        if saved is not None:
+            saved.fill(state)
+            saved.apply(models)
+        for module, part in zip(models, parts, strict=False):
+            loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
+            _load_model(module, loaded, strict=not partial)
+        for one in extras:
+            one.put(extra or {}, state)
+
+    partial_load, saved = ranks.run(begin)
+    _read(ranks, state, reader, metadata, planner)
+    ranks.run(end)
+    before = [] if saved is None else [join(key, "param_groups")]
+    per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
+    partial_load.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
 
 
 def _read(

@@ -70,9 +70,9 @@ def load(
         state_dict = given
         if stateful:
             state_dict, stateful_objects = call_state_dicts(given)
-        found, is_of_all = (metadata, True)
-        if found is None:
-            found, is_of_all = _read_metadata(reader, ranks.rank)
+        found, is_of_all = (
+            _read_metadata(reader, ranks.rank) if metadata is None else (metadata, True)
+        )
         planner.set_up_planner(state_dict, found, ranks.is_coordinator)
         more = {"rank": ranks.rank, "use_collectives": is_of_all}
         set_up = reader.set_up_storage_reader

@@ -659,9 +659,7 @@ def load_stateful(
 # --- retries --------------------------------------------------------------------------------------
 
 
-def starts_again(
-    ranks: RankGroup, error: BaseException, attempt: int, *, may_retry: bool
-) -> bool:
+def starts_again(ranks: RankGroup, error: BaseException, attempt: int, *, may_retry: bool) -> bool:
     """Return true on all ranks, or on none, if a failed load has to start again.
 
     That is the case if another save replaced the checkpoint of a rank. Every rank calls it after
