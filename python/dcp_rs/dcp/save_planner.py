@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dcp_rs._reports import call
 from dcp_rs.checkpoint.names import repeatable
 from dcp_rs.engine.local_plan import Nesting, PlanOptions, Selected, select
+from dcp_rs.errors import PlanError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES, cast_to, is_counter
 
@@ -120,8 +121,9 @@ class RsSavePlanner(DefaultSavePlanner):
             PlanError: ``include`` and ``exclude`` leave nothing to save.
         """
         plans, metadata = super().create_global_plan(all_plans)
-        if self._selected is not None and not metadata.state_dict_metadata:
-            self._selected.check_not_empty()
+        nothing = None if self._selected is None else self._selected.nothing_to_save
+        if nothing is not None and not metadata.state_dict_metadata:
+            raise PlanError(nothing)
         return plans, metadata
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002

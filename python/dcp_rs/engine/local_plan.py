@@ -243,24 +243,13 @@ class Selected:
         values: the entries by name.
         paths: their places in the state dict, with text for keys, as in torch.
         nesting: the same with keys as they are; None if the state dict was not flattened.
-        options: the options of the plan.
-        names: the names of all entries, if some may be left out.
+        nothing_to_save: a message, if ``include`` and ``exclude`` leave nothing of this rank.
     """
 
     values: dict[str, Any]
     paths: dict[str, TreePath]
     nesting: Nesting | None
-    options: PlanOptions
-    names: list[str]
-
-    def check_not_empty(self) -> None:
-        """Raise a ``PlanError`` if ``include`` and ``exclude`` leave nothing of this rank."""
-        if self.names and not self.values:
-            msg = (
-                f"there is nothing to save: no name passes include={self.options.include!r}, "
-                f"exclude={self.options.exclude!r}; there are {some(self.names)}"
-            )
-            raise PlanError(msg)
+    nothing_to_save: str | None = None
 
 
 def select(state_dict: Mapping[Any, Any], options: PlanOptions) -> Selected:
@@ -275,16 +264,20 @@ def select(state_dict: Mapping[Any, Any], options: PlanOptions) -> Selected:
         issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))
     ):
         values = _torch.flatten_sharded_tensors(values)
-    if options.include is None and options.exclude is None:
-        return Selected(values, paths, nesting, options, [])
     passes = selector(options.include, options.exclude)
-    assert passes is not None  # noqa: S101  # there are globs
-    names = list(values)
-    values = {name: value for name, value in values.items() if passes(name)}
+    if passes is None:
+        return Selected(values, paths, nesting)
+    chosen = {name: value for name, value in values.items() if passes(name)}
     if nesting is not None:
-        nesting = nesting.select(values.keys() & paths.keys(), passes)
+        nesting = nesting.select(chosen.keys() & paths.keys(), passes)
     paths = {name: path for name, path in paths.items() if passes(name)}
-    return Selected(values, paths, nesting, options, names)
+    nothing = None
+    if values and not chosen:
+        nothing = (
+            f"there is nothing to save: no name passes include={options.include!r}, "
+            f"exclude={options.exclude!r}; there are {some(values)}"
+        )
+    return Selected(chosen, paths, nesting, nothing)
 
 
 @dataclass

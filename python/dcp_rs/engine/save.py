@@ -95,8 +95,8 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
         if not all(isinstance(each, bytes) for each in requests):
             raise PlanError(MIXED_PLANNERS, path=to.path)
         keeps, items, _ = _core.assign_saves(requests, lowest_rank=plan.lowest_rank)
-        if items == 0:
-            local.selected.check_not_empty()
+        if items == 0 and local.selected.nothing_to_save is not None:
+            raise PlanError(local.selected.nothing_to_save, path=to.path)
         save_id = request.options.save_id.bytes
         generation = to.begin(None, overwrite=request.options.overwrite)
         size = len(requests)

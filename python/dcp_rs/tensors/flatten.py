@@ -60,17 +60,17 @@ def flatten(state_dict: Mapping[Any, Any]) -> Flat:
         PlanError: two leaves have the same FQN.
     """
     flat = Flat({}, {}, [])
-    if state_dict and holds_only_tensors(state_dict) and set(map(type, state_dict)) <= {str}:
+    kinds = set(map(type, state_dict.values()))
+    if (
+        kinds
+        and set(map(type, state_dict)) == {str}
+        and all(issubclass(k, torch.Tensor) for k in kinds)
+    ):
         kind = kind_of(state_dict)
         containers = [] if kind == "dict" else [Container(0, (), kind)]
         return Flat(dict(state_dict), {key: (key,) for key in state_dict}, containers)
     _enter(state_dict, "", (), flat)
     return flat
-
-
-def holds_only_tensors(state_dict: Mapping[Any, Any]) -> bool:
-    """Return whether every value is a tensor. It checks each type once, not each value."""
-    return all(issubclass(kind, torch.Tensor) for kind in set(map(type, state_dict.values())))
 
 
 def _enter(node: Any, prefix: str, path: TreePath, flat: Flat) -> None:

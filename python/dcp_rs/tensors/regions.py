@@ -65,8 +65,9 @@ def rectangles(
     rows, rest = divmod(count, inner)
     if rows:
         yield (row, *[0] * (len(sizes) - 1)), (rows, *sizes[1:])
-    for offsets, extent in rectangles(sizes[1:], 0, rest):
-        yield (row + rows, *offsets), (1, *extent)
+    if rest:
+        for offsets, extent in rectangles(sizes[1:], 0, rest):
+            yield (row + rows, *offsets), (1, *extent)
 
 
 def unflatten(
