@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.stock_arguments import choose_argument, warn_ignored
+from dcp_rs.engine import cache_sharing
 from dcp_rs.engine.load import Source
 from dcp_rs.engine.matching import warn_of_left_out_state
 from dcp_rs.engine.metadata import index_of, make_metadata
@@ -150,6 +151,7 @@ class RsReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self._index: _core.Index | None = None
         self._is_of_all = True
+        self._sample: _core.Sample | None = None  # of what this rank reads
         self._clock = Phases()
 
     @classmethod
@@ -176,7 +178,7 @@ class RsReader(StorageReader):
         if checkpoint_id:
             self._source = dataclasses.replace(self._source, path=location(checkpoint_id))
         self.load_id = str(uuid.uuid4())
-        self._index = None
+        self._index = self._sample = None
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -212,24 +214,44 @@ class RsReader(StorageReader):
         self._is_of_all = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add the id of the save to the plan: None for a rank-local save."""
-        save_id = self._open_once().save_id if self._is_of_all else None
-        return dataclasses.replace(plan, storage_data=(self._is_of_all, save_id))
+        """Add the id of the save, and what this rank reads, for the other ranks."""
+        index = self._open_once()
+
+        def regions() -> list[cache_sharing.Region]:
+            items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+            chunks = _locate(index, items)
+            return [
+                (chunk, True, item.storage_offsets, item.lengths)
+                for chunk, item in zip(chunks, items, strict=True)
+            ]
+
+        note = _Note(is_of_all=self._is_of_all)
+        if self._is_of_all:
+            self._sample = cache_sharing.sample_of(index, self._source.read, regions)
+            note = _Note(
+                is_of_all=True, save_id=index.save_id, sample=cache_sharing.share(self._sample)
+            )
+        return dataclasses.replace(plan, storage_data=note)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks opened the same save.
+        """Check that all ranks opened the same save, and tell each what the others read.
 
         Raises:
             CheckpointReplacedError: another save was committed while the ranks opened it.
         """
-        saves = {plan.storage_data for plan in plans if isinstance(plan.storage_data, tuple)}
-        if len(saves) > 1:
+        notes = [plan.storage_data for plan in plans]
+        known = [note for note in notes if isinstance(note, _Note)]
+        if len({(note.is_of_all, note.save_id) for note in known}) > 1:
             msg = "the checkpoint was replaced by another save"
-            if len({is_of_all for is_of_all, _ in saves}) > 1:
+            if len({note.is_of_all for note in known}) > 1:
                 msg = "a save of all ranks replaced those of single ranks"
             msg = f"{msg} while the ranks were opening it: {self.path}"
             raise CheckpointReplacedError(msg, path=self.path)
-        return plans
+        samples = [note.sample if isinstance(note, _Note) else None for note in notes]
+        return [
+            dataclasses.replace(plan, storage_data=reply)
+            for plan, reply in zip(plans, cache_sharing.compare_samples(samples), strict=True)
+        ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors that ``planner`` resolves, and load values. The future is done."""
@@ -247,7 +269,12 @@ class RsReader(StorageReader):
         with watching(source.progress, "loading") as watch:
             counts = Counts(watch=watch)
             options = source.read if self._is_of_all else source.read.alone()
-            ItemReads(index, options, counts, planner, weights_only=source.weights_only).read(plan)
+            common, reply = None, plan.storage_data
+            if isinstance(reply, cache_sharing.CommonReads):
+                common = cache_sharing.common_reads(self._sample, reply)
+            ItemReads(
+                index, options, counts, planner, weights_only=source.weights_only, common=common
+            ).read(plan)
             if watch is not None and counts.expected:
                 watch(counts.expected, counts.expected)  # hidden destinations were not read
         clock.end("read")
@@ -301,7 +328,28 @@ class RsReader(StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         # An open index and a callable stay in this process.
         source = dataclasses.replace(self._source, progress=None)
-        return {**self.__dict__, "_source": source, "_index": None}
+        return {**self.__dict__, "_source": source, "_index": None, "_sample": None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Note:
+    """What a rank tells the coordinator, in ``plan.storage_data``.
+
+    Attributes:
+        is_of_all: it opened a save of all ranks.
+        save_id: the id of that save; None for a rank-local save.
+        sample: a sample of the rank's reads.
+    """
+
+    is_of_all: bool
+    save_id: str | None = None
+    sample: cache_sharing.ReadSample | None = None
+
+
+def _locate(index: _core.Index, items: Sequence[ReadItem]) -> list[int]:
+    """Return the number of the chunk that each item reads."""
+    keys = [item.storage_index for item in items]
+    return index.locate([(key.fqn, key.offset, key.index) for key in keys])
 
 
 class ItemReads:
@@ -314,6 +362,7 @@ class ItemReads:
         planner: resolves the items, and commits them.
         weights_only: check that each value loads under ``torch.load(weights_only=True)`` before
             the planner gets it.
+        common: the sections of the checkpoint that other ranks read, too.
     """
 
     def __init__(
@@ -324,12 +373,14 @@ class ItemReads:
         planner: LoadPlanner,
         *,
         weights_only: bool,
+        common: _core.SharedSections | None,
     ) -> None:
         self._index = index
         self._options = options
         self._counts = counts
         self._planner = planner
         self._weights_only = weights_only
+        self._common = common
         self._commits = _overrides(planner, "commit_tensor")
 
     def read(self, plan: LoadPlan) -> None:
@@ -340,8 +391,7 @@ class ItemReads:
             UnsafePickleError: with ``weights_only``, a value would not load.
         """
         index = self._index
-        keys = [item.storage_index for item in plan.items]
-        chunks = index.locate([(key.fqn, key.offset, key.index) for key in keys])
+        chunks = _locate(index, plan.items)
         index.check_files(chunks)
         tensors: list[tuple[int, ReadItem]] = []
         values: list[tuple[int, ReadItem]] = []
@@ -421,7 +471,7 @@ class ItemReads:
 
     def _fill(self, batch: list[tuple[ReadItem, torch.Tensor]], targets: list[Target]) -> None:
         try:
-            fill(self._index, targets, self._options, self._counts)
+            fill(self._index, targets, self._options, self._counts, self._common)
         finally:
             # A failed read may have filled some. Autograd refuses gradients of changed tensors.
             torch.autograd.graph.increment_version([target.tensor for target in targets])

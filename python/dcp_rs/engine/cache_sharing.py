@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,16 @@ import torch.distributed as dist
 
 from dcp_rs import _core
 from dcp_rs.options import ReadOptions, local_ranks
-from dcp_rs.transfer.target import Target
 
-__all__ = ["CommonReads", "ReadSample", "common_reads", "compare_samples", "sample_of", "share"]
+__all__ = [
+    "CommonReads",
+    "ReadSample",
+    "Region",
+    "common_reads",
+    "compare_samples",
+    "sample_of",
+    "share",
+]
 
 
 @dataclass(frozen=True)
@@ -36,23 +43,40 @@ class CommonReads:
     """Coordinator's reply to a rank.
 
     Attributes:
+        size: the number of ranks of the load.
         ranks: the number of ranks of the machine that sent a sample.
         bits: the sections that several ranks of the machine read.
     """
 
+    size: int
     ranks: int
     bits: bytes
 
 
+#: Number of a tensor or chunk, true for a chunk, offsets and sizes.
+Region = tuple[int, bool, Sequence[int], Sequence[int]]
+
+
 def sample_of(
-    index: _core.Index, batch: _core.Batch, targets: Sequence[Target], options: ReadOptions
+    index: _core.Index,
+    options: ReadOptions,
+    regions: Callable[[], Sequence[Region]],
+    batch: _core.Batch | None = None,
 ) -> _core.Sample | None:
-    """Sample the reads of this rank; None if reads of other ranks make no difference."""
+    """Sample the reads of this rank; None if reads of other ranks make no difference.
+
+    Args:
+        index: the index of the checkpoint.
+        options: how to read.
+        regions: returns the regions to read.
+        batch: whole tensors to read.
+    """
     if index.is_remote or not options.shares_page_cache:
         return None
     sample = _core.Sample(index)
-    sample.add_batch(batch)
-    sample.add([(t.index, t.of_chunk, t.offsets, t.tensor.shape) for t in targets])
+    if batch is not None:
+        sample.add_batch(batch)
+    sample.add(regions())
     return sample
 
 
@@ -65,23 +89,23 @@ def compare_samples(samples: Sequence[ReadSample | None]) -> list[CommonReads | 
     """Compare the samples of all ranks, on the coordinator. Return the reply for each rank."""
     told = [(each.machine, each.sample) for each in samples if each is not None]
     replies = iter(_core.compare_wanted(told))
-    return [None if each is None else CommonReads(*next(replies)) for each in samples]
+    size = len(samples)
+    return [None if each is None else CommonReads(size, *next(replies)) for each in samples]
 
 
 def common_reads(
-    sample: _core.Sample | None, reply: CommonReads | None, ranks: int
+    sample: _core.Sample | None, reply: CommonReads | None
 ) -> _core.SharedSections | None:
     """Return what other ranks of this machine read too; None if some of them sent no sample.
 
     Args:
         sample: the sample of this rank.
         reply: the coordinator's reply.
-        ranks: the number of ranks of the load.
     """
     if sample is None or reply is None:
         return None
     here = local_ranks()
-    is_known = ranks >= dist.get_world_size() if here is None else reply.ranks >= here
+    is_known = reply.size >= dist.get_world_size() if here is None else reply.ranks >= here
     return sample.judged(reply.bits) if is_known else None
 
 

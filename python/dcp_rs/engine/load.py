@@ -256,7 +256,7 @@ def plan_rank(
         matching.warn_of_left_out_state(index, names, reads.stored)
     sample = None
     if is_of_all and ranks > 1:
-        sample = cache_sharing.sample_of(index, reads.batch, reads.targets, source.read)
+        sample = cache_sharing.sample_of(index, source.read, reads.regions, reads.batch)
     summary = _PlanSummary(
         path=os.fspath(source.path),
         save_id=index.save_id if is_of_all else None,
@@ -264,7 +264,7 @@ def plan_rank(
         replicas=source.replicas,
         is_empty=not reads.flat.values,
         nothing_to_load=reads.nothing_to_load,
-        sample=cache_sharing.share(sample) if sample is not None else None,
+        sample=cache_sharing.share(sample),
     )
     return Plan(request, index, state_dict, holders, reads, sample, summary, clock)
 
@@ -324,6 +324,10 @@ class Reads:
         """Return the bytes of all tensors, as they are stored."""
         plain = sum(self.tensors[place].nbytes for place in self.plain)
         return plain + sum(target.nbytes for target in self.targets)
+
+    def regions(self) -> list[cache_sharing.Region]:
+        """Return the regions of the targets."""
+        return [(t.index, t.of_chunk, t.offsets, t.tensor.shape) for t in self.targets]
 
     def whole_targets(self, index: _core.Index) -> list[Target]:
         """Return targets for all tensors, those in the batch too."""
@@ -527,7 +531,7 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
         counts = Counts(watch=watch)
         common = None
         if reply is not None:
-            common = cache_sharing.common_reads(plan.sample, reply, ranks.size)
+            common = cache_sharing.common_reads(plan.sample, reply)
         options = source.read if is_of_all else source.read.alone()
         job = Load(plan.index, options, reads.batch, counts, common)
         try:

@@ -125,9 +125,10 @@ def fill(
     targets: Sequence[Target],
     options: ReadOptions,
     counts: Counts | None = None,
+    common: _core.SharedSections | None = None,
 ) -> None:
-    """Fill targets from an index. It raises what :meth:`Load.add` raises."""
-    load = Load(index, options, counts=counts)
+    """Fill targets from an index. Arguments and errors are those of :class:`Load`."""
+    load = Load(index, options, counts=counts, common=common)
     load.add(targets)
     load.run_all()
 
