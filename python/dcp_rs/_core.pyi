@@ -19,7 +19,7 @@ _Size = TypeVar("_Size", bound=_Extent)
 _Made = TypeVar("_Made")
 
 class _ReadOptions(TypedDict, total=False):
-    """Keyword arguments of reads. ``io`` and ``threads`` are required. ``verify``: None is "auto"."""
+    """Keyword arguments of reads. ``io`` and ``threads`` are required; ``verify=None``: auto."""
 
     io: str
     threads: int
@@ -751,7 +751,7 @@ class Template:
     def flush(self) -> None: ...
     def close(self) -> None: ...
     def holes(self) -> list[tuple[int, int, int]]:
-        """Return (first byte in the file, distance from ``address``, length) of what is not kept."""
+        """Return (first byte in the file, distance from ``address``, length) of the gaps."""
     def pieces(self) -> list[tuple[int, int]]:
         """Return (first byte in the file, length) of the bytes kept."""
     def seal(
