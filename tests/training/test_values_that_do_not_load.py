@@ -53,7 +53,7 @@ def test_a_value_that_will_not_load_is_refused_when_it_is_saved(tmp_path, value,
         lambda extra: training_state(model, (), extra),
     ):
         with pytest.raises(
-            UnsafePickleError, match=r"extra\.it.*would not load.*strict_values=False"
+            UnsafePickleError, match=r"extra\.it.*will not load.*strict_values=False"
         ):
             save({"it": way(value)})
     assert not list(tmp_path.iterdir())

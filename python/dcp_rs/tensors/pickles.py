@@ -15,6 +15,7 @@ from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
+from dcp_rs.tensors.nesting import map_leaves
 
 __all__ = [
     "IMMUTABLE",
@@ -23,7 +24,6 @@ __all__ = [
     "dump_named",
     "load",
     "plain_numbers",
-    "reason",
     "warn_unless_loadable",
     "why_not_loadable",
 ]
@@ -85,31 +85,22 @@ def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
         raise UnsafePickleError(msg, tensor=fqn)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        if not weights_only:
-            raise _cannot_be_unpickled(fqn, error) from error
-        msg = (
-            f"value {fqn!r} does not load under torch.load(weights_only=True): {reason(error)}. "
-            "Nothing was executed. Leave it out (exclude=), allow its types with "
-            "torch.serialization.add_safe_globals, or pass weights_only=False if you trust whoever "
-            "wrote it."
-        )
-        raise UnsafePickleError(msg, tensor=fqn) from error
-    except (ImportError, AttributeError) as error:
-        if weights_only:
-            raise _cannot_be_unpickled(fqn, error) from error
-        msg = f"value {fqn!r} cannot be unpickled here: {error}"
-        raise UnsupportedError(msg, tensor=fqn) from error
     except (MemoryError, OSError):  # not a fault of the value
         raise
     except Exception as error:  # damaged bytes may make torch, or a class, raise anything
-        raise _cannot_be_unpickled(fqn, error) from error
-
-
-def _cannot_be_unpickled(fqn: str, error: Exception) -> CorruptDataError:
-    return CorruptDataError(
-        f"value {fqn!r} cannot be unpickled: {type(error).__name__}: {error}", tensor=fqn
-    )
+        if weights_only and isinstance(error, pickle.UnpicklingError):
+            msg = (
+                f"value {fqn!r} does not load under torch.load(weights_only=True): "
+                f"{_reason(error)}. Nothing was executed. Leave it out (exclude=), allow its types "
+                "with torch.serialization.add_safe_globals, or pass weights_only=False if you "
+                "trust whoever wrote it."
+            )
+            raise UnsafePickleError(msg, tensor=fqn) from error
+        if not weights_only and isinstance(error, (ImportError, AttributeError)):
+            msg = f"value {fqn!r} cannot be unpickled here: {error}"
+            raise UnsupportedError(msg, tensor=fqn) from error
+        msg = f"value {fqn!r} cannot be unpickled: {type(error).__name__}: {error}"
+        raise CorruptDataError(msg, tensor=fqn) from error
 
 
 def check_loadable(fqn: str, data: bytes) -> None:
@@ -121,60 +112,47 @@ def warn_unless_loadable(fqn: str, value: Any, data: bytes, *, strict: bool = Fa
     """Warn if a saved value will not load under ``weights_only=True``.
 
     Args:
-        fqn: the name of the entry.
-        value: the value. A plain one is checked for its memory only.
-        data: its ``torch.save`` bytes.
+        fqn, value, data: as for :func:`why_not_loadable`.
         strict: raise in place of the warning.
 
     Raises:
         UnsafePickleError: the value will not load, and ``strict`` is set.
     """
-    error = _load_error(fqn, value, data)
-    if error is None:
+    why = why_not_loadable(fqn, value, data)
+    if why is None:
         return
     if strict:
-        raise UnsafePickleError(
-            f"{_would_not_load(fqn, value, error)} (strict_values=True)", tensor=fqn
-        ) from error
+        msg = f"value {fqn!r} ({_type_name(value)}) {why} (strict_values=True)"
+        raise UnsafePickleError(msg, tensor=fqn)
     warn_caller(
-        f"value {fqn!r} ({_type_name(value)}) is saved, but will not load under weights_only=True, "
-        f"the default: {_why(error)}. Save plain types in its place (numbers, text, lists, dicts, "
-        "tensors), or load it with weights_only=False"
+        f"value {fqn!r} ({_type_name(value)}) is saved, but {why}. Save plain types in its place "
+        "(numbers, text, lists, dicts, tensors), or load it with weights_only=False"
     )
 
 
-def why_not_loadable(fqn: str, value: Any) -> str | None:
-    """Return why a value would not load under ``weights_only=True``, or None if it would.
+def why_not_loadable(fqn: str, value: Any, data: bytes | None = None) -> str | None:
+    """Return that a value will not load under ``weights_only=True``, and why; None if it will.
+
+    Args:
+        fqn: the name of the entry.
+        value: the value. A plain one is checked for its memory only.
+        data: its ``torch.save`` bytes, if they are known.
 
     Raises:
         UnsupportedError: the value does not pickle.
     """
     if type(value) in IMMUTABLE:
         return None
-    error = _load_error(fqn, value, dump_named(fqn, value))
-    return None if error is None else _would_not_load(fqn, value, error)
-
-
-def _load_error(fqn: str, value: Any, data: bytes) -> Exception | None:
-    if type(value) in IMMUTABLE or (_is_plain(value) and _core.refusal(data) is None):
+    data = dump_named(fqn, value) if data is None else data
+    if _is_plain(value) and _core.refusal(data) is None:
         return None  # torch loads it for certain
     try:
         check_loadable(fqn, data)
     except Exception as error:  # noqa: BLE001  # the value does not load, for any reason
-        return error
+        cause = error.__cause__
+        why = _reason(cause) if isinstance(cause, pickle.UnpicklingError) else error
+        return f"will not load under weights_only=True, the default: {why}"
     return None
-
-
-def _would_not_load(fqn: str, value: Any, error: Exception) -> str:
-    return (
-        f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: "
-        f"{_why(error)}"
-    )
-
-
-def _why(error: Exception) -> str:
-    cause = error.__cause__
-    return reason(cause) if isinstance(cause, pickle.UnpicklingError) else str(error)
 
 
 #: Types that load for certain, alone and in containers.
@@ -196,7 +174,7 @@ def _type_name(value: Any) -> str:
     return f"{module}{kind.__qualname__}"
 
 
-def reason(error: pickle.UnpicklingError) -> str:
+def _reason(error: pickle.UnpicklingError) -> str:
     """Return the part of torch's message that names the problem."""
     found = re.search(
         r"(?:WeightsUnpickler error:\s*|(?=Trying to load ))(.*?)(\. Please use|\.?\n|\.?$)",
@@ -206,25 +184,8 @@ def reason(error: pickle.UnpicklingError) -> str:
 
 
 def plain_numbers(tree: Any) -> Any:
-    """Replace the NumPy numbers in dicts, lists and tuples by Python's.
-
-    A tree without NumPy numbers is returned unchanged.
-    """
+    """Replace the NumPy numbers in mappings, lists and tuples by Python's."""
     numpy = sys.modules.get("numpy")
-    return tree if numpy is None else _plain(tree, numpy.generic)
-
-
-def _plain(tree: Any, number: type) -> Any:
-    kind = type(tree)
-    if issubclass(kind, number):
-        return tree.item()
-    if kind in (dict, OrderedDict):
-        values: Any = tree.values()
-    elif kind in (list, tuple):
-        values = tree
-    else:
+    if numpy is None:
         return tree
-    plain = [_plain(value, number) for value in values]
-    if all(one is other for one, other in zip(plain, values, strict=True)):
-        return tree
-    return kind(zip(tree, plain, strict=True)) if isinstance(tree, dict) else kind(plain)
+    return map_leaves(tree, lambda leaf: leaf.item() if isinstance(leaf, numpy.generic) else leaf)

@@ -155,9 +155,9 @@ def check_values(name: str, tree: Any) -> None:
         why = pickles.why_not_loadable(fqn, value)
         if why is not None:
             msg = (
-                f"{why}. Save plain types in its place (numbers, text, lists, dicts, tensors): "
-                "this is the state that a restart needs. Or pass strict_values=False, and "
-                "weights_only=False to the load"
+                f"value {fqn!r} {why}. Save plain types in its place (numbers, text, lists, "
+                "dicts, tensors): this is the state that a restart needs. Or pass "
+                "strict_values=False, and weights_only=False to the load"
             )
             raise UnsafePickleError(msg, tensor=fqn)
 
