@@ -10,7 +10,6 @@ import dcp_rs
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.errors import CorruptDataError
 from dcp_rs.options import ReadOptions
-from dcp_rs.transfer import buffers
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.stage import HostStager
 from dcp_rs.transfer.target import Target
@@ -149,11 +148,6 @@ def test_memory_is_bounded(ckpt, device):
     before = module.memory_allocated(device)
     dcp_rs.load(got, ckpt)
     assert module.max_memory_allocated(device) - before <= 256 * MIB
-    kept = sum(slab.numel() for slab in buffers.slab_pool._idle)
-    assert 0 < kept <= 256 * MIB
-    dcp_rs.load(got, ckpt)
-    assert sum(slab.numel() for slab in buffers.slab_pool._idle) == kept  # the same slabs again
-    assert dcp_rs.release_pinned_memory() == kept
     assert_state_equal(host(got), want)
 
 

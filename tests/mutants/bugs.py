@@ -67,8 +67,9 @@ MUTANTS = [
     Mutant(
         "rounded-twice",
         "python/dcp_rs/transfer/save.py",
-        "place.copy_(source)",
-        "place.copy_(source.half() if source.dtype == torch.float32 else source)",
+        "yield place, narrow(tensor, offsets, place.shape).resolve_conj().resolve_neg()",
+        "source = narrow(tensor, offsets, place.shape).resolve_conj().resolve_neg()\n"
+        "        yield place, source.half() if source.dtype == torch.float32 else source",
         ("tests/dcp/test_save_casts.py",),
         "A cast from float32 goes through float16, and loses bits that the wanted dtype has.",
     ),
@@ -139,8 +140,8 @@ MUTANTS = [
     Mutant(
         "wrong-stride",
         "python/dcp_rs/transfer/upload.py",
-        "return typed.as_strided(tensor.shape, tensor.stride(), begin + at // dtype.itemsize)",
-        "return typed.as_strided(tensor.shape, tensor.stride()[::-1], begin + at // dtype.itemsize)",
+        "source = view.as_strided(tensor.shape, tensor.stride(), first)",
+        "source = view.as_strided(tensor.shape, tensor.stride()[::-1], first)",
         ("tests/dcp/test_load_planner.py",),
         "A tensor that is cast on its way comes back transposed.",
     ),

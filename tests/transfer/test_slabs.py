@@ -47,7 +47,7 @@ def reader(index, slab_bytes=1 << 16, threads=2, **options):
 def test_batches_come_in_order_and_slabs_wait_for_their_release(ckpt):
     index = saved(ckpt, {f"w{i}": torch.randn(16 << 10) for i in range(10)})
     source = reader(index)
-    taken = buffers.SlabPool().take(3, 1 << 16, pinned=False)
+    taken = buffers.new_slabs(3, 1 << 16, pinned=False)
     source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 3)
     held, order = [], []
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_a_closed_load_gives_nothing(ckpt):
     source = reader(index)
     with pytest.raises(PlanError, match="not begun"):
         source.next()
-    taken = buffers.SlabPool().take(2, 1 << 16, pinned=False)
+    taken = buffers.new_slabs(2, 1 << 16, pinned=False)
     source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 2)
     with pytest.raises(PlanError, match="has begun"):
         source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 2)
@@ -89,7 +89,7 @@ def test_a_closed_load_gives_nothing(ckpt):
 def test_a_load_that_is_dropped_stops(ckpt):
     index = saved(ckpt, {f"w{i}": torch.randn(16 << 10) for i in range(10)})
     source = reader(index)
-    taken = buffers.SlabPool().take(2, 1 << 16, pinned=False)
+    taken = buffers.new_slabs(2, 1 << 16, pinned=False)
     source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 2)
     del source
     assert threads.none_of("dcp-rs-slab")
@@ -112,7 +112,7 @@ def test_misplaced_slabs_are_refused(ckpt):
 def test_a_fork_leaves_the_threads_to_its_parent(ckpt):
     index = saved(ckpt, {f"w{i}": torch.randn(16 << 10) for i in range(10)})
     source = reader(index)
-    taken = buffers.SlabPool().take(2, 1 << 16, pinned=False)
+    taken = buffers.new_slabs(2, 1 << 16, pinned=False)
     source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 2)
     child = os.fork()
     if child == 0:
@@ -134,9 +134,3 @@ def test_slab_sizes():
     assert buffers.slab_bytes(5 << 20) == 512 << 10
     assert buffers.slab_bytes(1) == 64 << 10
     assert buffers.slab_bytes(1, least=1 << 20) == 1 << 20
-
-
-def test_memory_that_is_not_pinned_is_not_kept():
-    cache = buffers.SlabPool()
-    cache.give(cache.take(2, 4096, pinned=False))
-    assert cache.clear() == 0

@@ -135,7 +135,7 @@ def _through_slabs(
             if len(made) > known:
                 # The caller's stream may still use the new memory for an older tensor.
                 stream.order_after_caller()
-            load.sent(stream, stream.upload(slab, transfer))
+            load.sent(stream.upload(slab, transfer))
             del transfer
             for copy in copies:
                 left[copy.target] -= copy.nbytes

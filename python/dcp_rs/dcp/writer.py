@@ -597,9 +597,8 @@ def _entry(
         raise PlanError(msg, tensor=fqn)
     tensor = _torch.wait_tensor(data.detach())
     refuse_meta(fqn, tensor)
-    refusal = why_not_raw(tensor)
-    if refusal is not None:
-        return Entry(fqn, as_object(fqn, tensor, refusal), path=path, position=position)
+    if why_not_raw(tensor) is not None:
+        return Entry(fqn, as_object(fqn, tensor), path=path, position=position)
     chunk = item.tensor_data.chunk
     if tuple(tensor.shape) != tuple(chunk.sizes):
         msg = (

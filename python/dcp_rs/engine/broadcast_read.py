@@ -23,7 +23,7 @@ from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import check_made, flat_bytes, is_plain
 from dcp_rs.tensors.regions import Cut, cut, narrow, unflatten
-from dcp_rs.transfer.buffers import slab_pool
+from dcp_rs.transfer.buffers import new_slabs
 from dcp_rs.transfer.copy_stream import Transfer, copy_stream_for, is_accelerator
 from dcp_rs.transfer.target import Target, fills
 
@@ -243,7 +243,7 @@ class _Memory:
         self.stages = _Stages(way, nbytes) if is_accelerator(way) else None
 
     def close(self) -> None:
-        """Return pinned memory to its pool."""
+        """Wait for the copies out of pinned memory."""
         if self.stages is not None:
             self.stages.close()
 
@@ -253,7 +253,7 @@ class _Stages:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._stream = copy_stream_for(device)
-        self._slabs = slab_pool.take(2, nbytes, pinned=True)
+        self._slabs = new_slabs(2, nbytes, pinned=True)
         self._tokens: list[Any] = [None, None]
         self._next = 0
 
@@ -261,7 +261,7 @@ class _Stages:
         """Wait for the slab that is free first. Return it."""
         token, self._tokens[self._next] = self._tokens[self._next], None
         if token is not None:
-            self._stream.wait(token)
+            token.synchronize()
         return self._slabs[self._next]
 
     def send(self, memory: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -272,12 +272,10 @@ class _Stages:
         self._next = 1 - self._next
 
     def close(self) -> None:
-        """Return the slabs to their pool."""
+        """Wait for the copies."""
         for token in self._tokens:
             if token is not None:
-                self._stream.wait(token)
-        slab_pool.give(self._slabs)
-        self._slabs = []
+                token.synchronize()
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,34 +15,12 @@ __all__ = [
     "Transfer",
     "copy_stream_for",
     "is_accelerator",
-    "synchronize",
 ]
 
 
 def is_accelerator(device: torch.device) -> bool:
     """Return whether a device has memory of its own."""
     return device.type != "cpu"
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the current stream of a device, without spinning if the device has events."""
-    if _is_current(device):
-        stream = torch.accelerator.current_stream(device)
-        try:
-            event = _new_event(device)
-            event.record(stream)
-        except RuntimeError:  # the device has no events
-            stream.synchronize()
-        else:
-            event.synchronize()
-    else:
-        torch.get_device_module(device).synchronize()
-
-
-def _is_current(device: torch.device) -> bool:
-    """Return whether the device is of the kind that ``torch.accelerator`` serves."""
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device.type
 
 
 def _new_event(device: torch.device) -> Any:
@@ -82,8 +62,22 @@ class Transfer:
             self.runs.append((begin, end))
 
 
+class _Done:
+    """The event of copies that are done."""
+
+    def query(self) -> bool:
+        """Return whether they are done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until they are done."""
+
+
 class CopyStream:
-    """Copies between slabs and a device. This class serves host memory, where they are synchronous.
+    """Copies between slabs and a device.
+
+    This class copies synchronously: for host memory, and for a device with one stream, where
+    scratch memory would save nothing.
 
     The *caller's stream* is the device's current stream at construction. Use :meth:`scratch` and
     the transfer that needs it in turn.
@@ -101,33 +95,29 @@ class CopyStream:
             return torch.empty(shape, dtype=dtype, device=self._device)
 
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
-        """Return device memory of the slab's size for the next transfer; on the host the slab."""
+        """Return memory of the slab's size for the next transfer; here the slab itself."""
         return slab
 
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
-        """Start copies out of ``slab``. The token is done when ``slab`` may be overwritten."""
+        """Start copies out of ``slab``. Return the event after which it may be overwritten."""
         with torch.no_grad():
             for destination, source in (*transfer.direct, *transfer.single):
                 destination.copy_(source)
             for destinations, sources in transfer.grouped:
                 torch._foreach_copy_(destinations, sources)
+        return _Done()
 
     def download(self, slab: torch.Tensor, transfer: Transfer) -> Any:
-        """Start copies into ``slab``. The token is done when ``slab`` may be read."""
-        self.upload(slab, transfer)
-
-    def done(self, token: Any) -> bool:
-        """Return whether the copies of a token are done. A token is used up once they are."""
-        return True
-
-    def wait(self, token: Any) -> None:
-        """Block until the copies of a token are done. The token is used up then."""
+        """Start copies into ``slab``. Return the event after which it may be read."""
+        return self.upload(slab, transfer)
 
     def drain(self) -> None:
         """Block until all copies are done, and raise their error if they failed."""
 
     def order_after_caller(self) -> None:
         """Make later copies wait for the present work of the caller's stream."""
+        if is_accelerator(self._device):
+            torch.get_device_module(self._device).synchronize()
 
     def order_before_caller(self) -> None:
         """Make later work of the caller's stream wait for all copies so far."""
@@ -144,95 +134,72 @@ class PairedCopyStream(CopyStream):
 
     Raises:
         RuntimeError: the device has no side streams, or no events.
+        ValueError: ``torch.accelerator`` serves another kind of device.
     """
 
-    STREAMS = 2
-
     def __init__(self, device: torch.device) -> None:
-        self._streams = [torch.Stream(device=device) for _ in range(self.STREAMS)]
-        if len(set(self._streams)) < self.STREAMS:
+        self._streams = [torch.Stream(device=device) for _ in range(2)]
+        if self._streams[0] == self._streams[1]:
             msg = f"{device} has one stream for all"
             raise RuntimeError(msg)
         # A consumer of single tensors may have another stream current each time.
         self._caller = torch.accelerator.current_stream(device)
         # With its number: another device may be current later.
-        self._device = self._caller.device
-        #: Idle events.
-        self._events = [_new_event(self._device)]
-        self._scratch: list[torch.Tensor | None] = [None] * self.STREAMS
+        super().__init__(self._caller.device)
+        _new_event(self._device)
+        self._scratch = [self.empty((0,), torch.uint8) for _ in self._streams]
         self._turn = 0
-        #: The number of operations on the side streams, and how many of them each other stream is
-        #: ordered after.
-        self._issued = 0
-        self._ordered: dict[torch.Stream, int] = {}
+        #: The streams that are ordered after all operations on the side streams so far.
+        self._ordered: set[torch.Stream] = set()
         self.order_after_caller()
 
     @override
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with self._caller, torch.inference_mode(False):
-            return torch.empty(shape, dtype=dtype, device=self._device)
+        with self._caller:
+            return super().empty(shape, dtype)
 
     @override
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
-        scratch = self._scratch[self._turn]
-        if scratch is None or scratch.numel() < slab.numel():
+        if self._scratch[self._turn].numel() < slab.numel():
             # The caller's stream owns it, and waits for the side streams in the end.
-            scratch = self._scratch[self._turn] = self.empty((slab.numel(),), torch.uint8)
+            self._scratch[self._turn] = self.empty((slab.numel(),), torch.uint8)
             self._streams[self._turn].wait_stream(self._caller)
-        return scratch
+        return self._scratch[self._turn]
 
     @override
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
+        scratch = self._scratch[self._turn]
         with torch.no_grad(), self._streams[self._turn]:
-            for destination, source in transfer.direct:
-                destination.copy_(source, non_blocking=True)
-            scratch = self._scratch[self._turn]
-            for begin, end in transfer.runs:
-                assert scratch is not None  # noqa: S101  # scratch() precedes a transfer with runs
-                scratch[begin:end].copy_(slab[begin:end], non_blocking=True)
+            _copy(transfer.direct)
+            _copy((scratch[begin:end], slab[begin:end]) for begin, end in transfer.runs)
             event = self._record()
-            self._copy_on_device(transfer)
+            _copy_on_device(transfer)
         self._next()
         return event
 
     @override
     def download(self, slab: torch.Tensor, transfer: Transfer) -> Any:
+        scratch = self._scratch[self._turn]
         with torch.no_grad(), self._streams[self._turn]:
-            self._copy_on_device(transfer)
-            scratch = self._scratch[self._turn]
-            for begin, end in transfer.runs:
-                assert scratch is not None  # noqa: S101
-                slab[begin:end].copy_(scratch[begin:end], non_blocking=True)
-            for destination, source in transfer.direct:
-                destination.copy_(source, non_blocking=True)
+            _copy_on_device(transfer)
+            _copy((slab[begin:end], scratch[begin:end]) for begin, end in transfer.runs)
+            _copy(transfer.direct)
             event = self._record()
         self._next()
         return event
-
-    @override
-    def done(self, token: Any) -> bool:
-        if not token.query():
-            return False
-        self._events.append(token)
-        return True
-
-    @override
-    def wait(self, token: Any) -> None:
-        token.synchronize()
-        self._events.append(token)
 
     @override
     def drain(self) -> None:
         for stream in self._streams:
             with stream:
                 event = self._record()
-            self.wait(event)
+            event.synchronize()
 
     @override
     def order_after_caller(self) -> None:
         for stream in self._streams:
             stream.wait_stream(self._caller)
-        self._issued += 1
+        self._ordered.clear()
 
     @override
     def order_before_caller(self) -> None:
@@ -241,7 +208,7 @@ class PairedCopyStream(CopyStream):
     @override
     def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         taker = torch.accelerator.current_stream(self._device)
-        if self._ordered.get(taker) != self._issued:
+        if taker not in self._ordered:
             self._order_before(taker)
         if taker != self._caller:
             # Otherwise its memory could go to another tensor before the taker's stream is done.
@@ -251,39 +218,33 @@ class PairedCopyStream(CopyStream):
     def _order_before(self, stream: torch.Stream) -> None:
         for other in self._streams:
             stream.wait_stream(other)
-        self._ordered[stream] = self._issued
+        self._ordered.add(stream)
 
     def _record(self) -> Any:
-        event = self._events.pop() if self._events else _new_event(self._device)
+        event = _new_event(self._device)
         event.record()
         return event
 
     def _next(self) -> None:
-        self._turn = (self._turn + 1) % self.STREAMS
-        self._issued += 1
-
-    def _copy_on_device(self, transfer: Transfer) -> None:
-        for destinations, sources in transfer.grouped:
-            torch._foreach_copy_(destinations, sources, non_blocking=True)
-        for destination, source in transfer.single:
-            destination.copy_(source, non_blocking=True)
+        self._turn = 1 - self._turn
+        self._ordered.clear()
 
 
-class BlockingCopyStream(CopyStream):
-    """Synchronous copies to a device with one stream, where scratch memory would save nothing."""
+def _copy(pairs: Iterable[Pair]) -> None:
+    for destination, source in pairs:
+        destination.copy_(source, non_blocking=True)
 
-    @override
-    def order_after_caller(self) -> None:
-        synchronize(self._device)
+
+def _copy_on_device(transfer: Transfer) -> None:
+    for destinations, sources in transfer.grouped:
+        torch._foreach_copy_(destinations, sources, non_blocking=True)
+    _copy(transfer.single)
 
 
 def copy_stream_for(device: torch.device) -> CopyStream:
     """Return a copy stream for a device. The current stream is its caller's stream."""
-    if not is_accelerator(device):
-        return CopyStream(device)
-    if _is_current(device):
-        try:
+    if is_accelerator(device):
+        # Some devices have no side streams, or are not the kind that torch.accelerator serves.
+        with contextlib.suppress(RuntimeError, ValueError):
             return PairedCopyStream(device)
-        except RuntimeError:  # the device has no side streams
-            pass
-    return BlockingCopyStream(device)
+    return CopyStream(device)

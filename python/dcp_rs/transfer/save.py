@@ -7,21 +7,21 @@ into pieces.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from dcp_rs import _core
-from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
+from dcp_rs.errors import DcpRsError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES, as_integers
-from dcp_rs.tensors.memory import check_made, flat_bytes, why_not_raw
-from dcp_rs.tensors.regions import ALIGNMENT, BLOCK_BYTES, cut, narrow, unflatten
-from dcp_rs.transfer.buffers import slab_bytes, slab_pool
-from dcp_rs.transfer.copy_stream import CopyStream, Transfer, copy_stream_for
+from dcp_rs.tensors.memory import flat_bytes, why_not_raw
+from dcp_rs.tensors.regions import BLOCK_BYTES, Cut, cut, narrow, unflatten
+from dcp_rs.transfer.buffers import new_slabs, slab_bytes
+from dcp_rs.transfer.copy_stream import CopyStream, Transfer, copy_stream_for, is_accelerator
 
 __all__ = ["Entry", "as_object", "dump", "refuse_meta", "turns", "write_entries"]
 
@@ -49,6 +49,11 @@ class Entry:
     path: tuple[Any, ...] | None = None
     position: int | None = None
     dtype: torch.dtype | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The data, which is no value."""
+        return cast(torch.Tensor, self.data)
 
     @property
     def nbytes(self) -> int:
@@ -112,36 +117,26 @@ def dump(fqn: str, value: Any, *, strict: bool) -> bytes:
         UnsafePickleError: a value will not load, and ``strict`` is set.
         UnsupportedError: a value does not pickle, or a tensor will not load.
     """
-    refusal = why_not_raw(value) if isinstance(value, torch.Tensor) else None
-    if refusal is not None:
-        return as_object(fqn, value, refusal)
+    if isinstance(value, torch.Tensor):
+        return as_object(fqn, value)
     data = pickles.dump_named(fqn, value)
     pickles.warn_unless_loadable(fqn, value, data, strict=strict)
     return data
 
 
-def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
+def as_object(fqn: str, tensor: torch.Tensor) -> bytes:
     """Return the ``torch.save`` bytes of a tensor that raw bytes cannot hold.
-
-    Args:
-        fqn: its name.
-        tensor: the tensor.
-        refusal: why raw bytes cannot hold it, for the message.
 
     Raises:
         UnsupportedError: the bytes would not load under ``weights_only=True``.
     """
     try:
-        data = pickles.dump(tensor)
+        data = pickles.dump_named(fqn, tensor)
         pickles.check_loadable(fqn, data)
-    except (
-        *(CorruptDataError, UnsafePickleError, RuntimeError, NotImplementedError),
-        *(TypeError, AttributeError),
-        KeyError,  # a dtype that torch.save does not know
-    ) as error:
+    except DcpRsError as error:
         msg = (
-            f"tensor {fqn!r} cannot be saved as raw bytes ({refusal}), nor as an object that loads "
-            f"with weights_only=True: {error}"
+            f"tensor {fqn!r} cannot be saved as raw bytes ({why_not_raw(tensor)}), nor as an "
+            f"object that loads with weights_only=True: {error}"
         )
         raise UnsupportedError(msg, tensor=fqn) from error
     return data
@@ -194,53 +189,39 @@ def write_entries(
         if turn == _VALUES:
             save.write_values([(i, entry.data) for i, entry in numbered])  # type: ignore[misc]
         elif turn == _IN_PLACE:
-            tensors = [(i, cast(torch.Tensor, entry.data)) for i, entry in numbered]
             save.write(
-                [_core.Part(i, 0, tensor.data_ptr(), tensor.nbytes) for i, tensor in tensors]
+                [_core.Part(i, 0, entry.tensor.data_ptr(), entry.nbytes) for i, entry in numbered]
             )
-        elif turn == _CONVERTED:
-            _write_converted(save, numbered, options.inflight_bytes(accelerator=False))
         else:
-            device = cast(torch.Tensor, numbered[0][1].data).device
-            _write_from_device(save, device, numbered, options)
+            _write_copies(save, numbered, options)
 
 
-def _write_converted(
-    save: _core.Save | _core.Reuse, entries: Sequence[tuple[int, Entry]], limit: int
+def _write_copies(
+    save: _core.Save | _core.Reuse, entries: Sequence[tuple[int, Entry]], options: WriteOptions
 ) -> None:
-    """Write host tensors that are cast, strided or lazily conjugated, through a buffer."""
-    # A tensor that is conjugated exists twice, so the buffer takes half of the limit.
-    size = max(BLOCK_BYTES, limit // 2 // BLOCK_BYTES * BLOCK_BYTES)
-    nbytes = min(size, sum(entry.nbytes + ALIGNMENT for _, entry in entries))
-    buffer = check_made(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
-    for parts in _pack(entries, buffer.nbytes):
-        for part in parts:
-            for place, source in _gathered(part, buffer[part.at : part.stop]):
-                place.copy_(source)
-        save.write([part.write_from(buffer.data_ptr()) for part in parts])
+    """Write the (item, entry) pairs of one device through slabs.
 
-
-def _write_from_device(
-    save: _core.Save | _core.Reuse,
-    device: torch.device,
-    entries: Sequence[tuple[int, Entry]],
-    options: WriteOptions,
-) -> None:
-    """Write the (item, entry) pairs of one device, after the work of the caller's stream."""
-    max_bytes = options.inflight_bytes(accelerator=True)
+    On a device, the bytes are those after the work of the caller's stream.
+    """
+    device = entries[0][1].tensor.device
+    pinned = is_accelerator(device)
+    max_bytes = options.inflight_bytes(accelerator=pinned)
+    if not pinned:
+        max_bytes //= 2  # a tensor that is conjugated exists twice
     nbytes = slab_bytes(max_bytes, least=BLOCK_BYTES)
     total = sum(entry.nbytes for _, entry in entries)
     count = max(1, min(max_bytes // nbytes, -(-total // nbytes) + 1))
-    taken = slab_pool.take(count, nbytes, pinned=True)
-    free = list(reversed(taken))
+    free = new_slabs(count, nbytes, pinned=pinned)
     stream = copy_stream_for(device)
-    copying: deque[tuple[torch.Tensor, list[_Part], Transfer, Any]] = deque()
-    filled = _pack(entries, nbytes)
+    copying: deque[tuple[torch.Tensor, list[Cut], Transfer, Any]] = deque()
+    cuts = cut(((entry.nbytes, 1, BLOCK_BYTES) for _, entry in entries), nbytes)
     try:
         while True:
-            while free and (parts := next(filled, None)):
+            while free and (parts := next(cuts, None)):
                 slab = free.pop()
-                transfer = _transfer(slab, stream, parts)
+                transfer = _transfer(
+                    slab, stream, [(entries[part.number][1], part) for part in parts]
+                )
                 # The copy may read memory that the caller's stream is still conjugating, so
                 # `copying` keeps the transfer alive.
                 stream.order_after_caller()
@@ -249,91 +230,63 @@ def _write_from_device(
                 break
             # Half of the slabs at once: the disk gets large writes, while copies fill the others.
             ready = [copying.popleft() for _ in range(min(len(copying), max(1, count // 2)))]
-            for *_, token in ready:
-                stream.wait(token)
+            for *_, event in ready:
+                event.synchronize()
             save.write(
-                [part.write_from(slab.data_ptr()) for slab, parts, *_ in ready for part in parts]
+                [
+                    _core.Part(
+                        entries[part.number][0], part.begin, slab.data_ptr() + part.at, part.count
+                    )
+                    for slab, parts, *_ in ready
+                    for part in parts
+                ]
             )
             free += [slab for slab, *_ in ready]
     finally:
         stream.order_before_caller()
-        for *_, token in copying:
-            stream.wait(token)
-    slab_pool.give(taken)
+        for *_, event in copying:
+            event.synchronize()
 
 
-def _transfer(slab: torch.Tensor, stream: CopyStream, parts: Sequence[_Part]) -> Transfer:
-    """Return the copies of parts into a slab.
+def _transfer(
+    slab: torch.Tensor, stream: CopyStream, parts: Iterable[tuple[Entry, Cut]]
+) -> Transfer:
+    """Return the copies of parts of tensors, in bytes, into a slab.
 
     Large parts that the device holds as they are written come directly. The others are gathered in
     scratch memory, where they are cast, too, so that this takes no other memory.
     """
     transfer = Transfer()
-    together: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    scratch: torch.Tensor | None = None
-    for part in parts:
-        begin, end = part.at, part.stop
-        tensor = cast(torch.Tensor, part.entry.data)
-        whole = flat_bytes(tensor) if part.entry.is_as_stored else None
-        if whole is not None and end - begin >= BLOCK_BYTES:
-            transfer.direct.append((slab[begin:end], whole[part.begin : part.end]))
-            continue
-        if scratch is None:
-            scratch = stream.scratch(slab)
-        transfer.add_run(begin, end)
-        if whole is not None:
-            together[0].append(scratch[begin:end])
-            together[1].append(whole[part.begin : part.end])
+    places: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for entry, part in parts:
+        end = part.at + part.count
+        source: torch.Tensor | None = None
+        if entry.is_as_stored:
+            source = flat_bytes(entry.tensor)[part.begin : part.begin + part.count]
+            if part.count >= BLOCK_BYTES:
+                transfer.direct.append((slab[part.at : end], source))
+                continue
+        scratch = stream.scratch(slab)[part.at : end]
+        transfer.add_run(part.at, end)
+        if source is None:
+            transfer.single += _gathered(entry, part.begin, scratch)
         else:
-            transfer.single += _gathered(part, scratch[begin:end])
-    if together[0]:
-        transfer.grouped.append(together)
+            places.append(scratch)
+            sources.append(source)
+    if places:
+        transfer.grouped.append((places, sources))
     return transfer
 
 
-@dataclass(slots=True)
-class _Part:
-    """A part of a tensor's payload, and its place in a slab.
-
-    Attributes:
-        item: the number of the entry in its save.
-        entry: the entry.
-        begin, end: the bytes of the payload.
-        at: the byte of the slab where the part begins.
-    """
-
-    item: int
-    entry: Entry
-    begin: int
-    end: int
-    at: int
-
-    @property
-    def stop(self) -> int:
-        """The byte of the slab where the part ends."""
-        return self.at + self.end - self.begin
-
-    def write_from(self, address: int) -> _core.Part:
-        """Return the write of the part from a slab at ``address``."""
-        return _core.Part(self.item, self.begin, address + self.at, self.end - self.begin)
-
-
-def _pack(entries: Sequence[tuple[int, Entry]], max_bytes: int) -> Iterator[list[_Part]]:
-    """Cut tensors at multiples of a block, and yield the parts of one slab after another."""
-    for cuts in cut(((entry.nbytes, 1, BLOCK_BYTES) for _, entry in entries), max_bytes):
-        yield [
-            _Part(*entries[part.number], part.begin, part.begin + part.count, part.at)
-            for part in cuts
-        ]
-
-
-def _gathered(part: _Part, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (destination, source) for each rectangle of a part, which fills ``memory``."""
-    tensor = cast(torch.Tensor, part.entry.data)
-    dtype = part.entry.dtype or tensor.dtype
+def _gathered(
+    entry: Entry, begin: int, memory: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (destination, source) for each rectangle of the bytes from ``begin`` on."""
+    tensor = entry.tensor
+    dtype = entry.dtype or tensor.dtype
     if dtype == tensor.dtype and not tensor.is_conj():
         tensor = as_integers(tensor)
         dtype = tensor.dtype
-    begin = part.begin // dtype.itemsize
-    for offsets, place in unflatten(tensor.shape, begin, memory.view(dtype)):
+    for offsets, place in unflatten(tensor.shape, begin // dtype.itemsize, memory.view(dtype)):
         yield place, narrow(tensor, offsets, place.shape).resolve_conj().resolve_neg()
