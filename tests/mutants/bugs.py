@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "staged-without-a-copy",
         "python/dcp_rs/transfer/stage.py",
-        "made[key] = _like(entry.tensor, target)",
+        "made[key] = _as_kind(target, *_kind_of(entry.tensor))",
         "made[key] = entry.tensor",
         ("tests/transfer/test_host_stager.py",),
         "A save in the background writes what training has changed by then.",
@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "shard-of-another-placement",
         "python/dcp_rs/tensors/shards.py",
-        "key = (tensor.shape, id(mesh), tensor.placements)",
-        "key = (tensor.shape, id(mesh))",
+        "key = (tensor.shape, tensor.device_mesh, tensor.placements)",
+        "key = (tensor.shape, tensor.device_mesh)",
         ("tests/dcp/test_save_planner_ranks.py",),
         "A shard is saved at the coordinates of another tensor of the same shape.",
     ),

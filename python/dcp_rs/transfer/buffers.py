@@ -99,9 +99,9 @@ class Block:
 
     def __init__(self, nbytes: int, pin: torch.device | None) -> None:
         self.nbytes = nbytes
-        self.kind = pin and pin.type
+        self.kind = None if pin is None else pin.type
         self.passed_over = 0
-        runtime = pin and _runtime(pin)
+        runtime = None if pin is None else _runtime(pin)
         if pin is None or runtime is None:
             self.memory = _host_memory(nbytes, pinned=pin is not None)
         else:
@@ -170,8 +170,9 @@ class BlockPool:
             sizes: the sizes in bytes.
             pin: the device that copies to the blocks; None if none does.
         """
+        kind = None if pin is None else pin.type
         with self._lock:
-            taken = [self._take(size, pin and pin.type) for size in sizes]
+            taken = [self._take(size, kind) for size in sizes]
             for block in self._idle:
                 block.passed_over += 1
             # A block that two copies passed over was for another model.

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 __all__ = [
     "CopyStream",
+    "Group",
     "Transfer",
     "copy_stream_for",
     "is_accelerator",
@@ -34,6 +35,8 @@ def _new_event(device: torch.device) -> Any:
 _GAP_BYTES = 64 << 10
 #: (destination, source) of one shape.
 Pair = tuple[torch.Tensor, torch.Tensor]
+#: Destinations and sources that one call copies.
+Group = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -44,14 +47,13 @@ class Transfer:
         direct: copies between the slab and tensors on the device.
         runs: bytes (begin, end) of the slab that move to or from the same place of the scratch
             memory, which is on the device.
-        grouped: lists of destinations and sources for one call each. They are tensors and scratch
-            memory on the device.
+        grouped: copies between tensors and scratch memory on the device.
         single: the same copies, one at a time.
     """
 
     direct: list[Pair] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
-    grouped: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
+    grouped: list[Group] = field(default_factory=list)
     single: list[Pair] = field(default_factory=list)
 
     def add_run(self, begin: int, end: int) -> None:

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from dcp_rs import _torch
 from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.dtypes import as_integers
-from dcp_rs.tensors.memory import changes_seen, clone, identity, why_not_raw
+from dcp_rs.tensors.memory import changes_seen, clone, identity, is_plain, why_not_raw
 from dcp_rs.tensors.nesting import StandIn, map_leaves
 from dcp_rs.tensors.pickles import IMMUTABLE
 from dcp_rs.tensors.regions import ALIGNMENT
 from dcp_rs.transfer.buffers import BLOCK_BYTES, Block, BlockPool, shared_blocks
-from dcp_rs.transfer.copy_stream import Transfer, copy_stream_for
+from dcp_rs.transfer.copy_stream import Group, Transfer, copy_stream_for
 
 __all__ = ["HostStager", "Staging"]
 
@@ -65,7 +65,7 @@ class HostStager:
             copy = dcp_rs.HostStager().stage({"model": model.state_dict()})
             ```
         """
-        staging = self._start(state_dict, watched=False)
+        staging = Staging(state_dict, self._pool, watched=False)
         staging.finish()
         return staging.state_dict
 
@@ -86,28 +86,10 @@ class HostStager:
         """
         if self.cache and wait and self._last is not None:
             self._last.wait()
-        staging = self._start(state_dict, watched=watched)
+        staging = Staging(state_dict, self._pool, watched=watched)
         if self.cache:
             self._last = staging
         return staging
-
-    def _start(self, state_dict: Mapping[str, Any], *, watched: bool) -> Staging:
-        layout = _Layout()
-        layout.add(state_dict)
-        devices = {entry.source.device for entry in layout.entries.values()}
-        pin = min((one for one in devices if one.type != "cpu"), key=str, default=None)
-        # Another thread could not write to tensors of inference mode, nor does torch detach wrapper
-        # subclasses in that mode.
-        with torch.inference_mode(False):
-            taken = self._pool.take(layout.sizes, pin=pin)
-            try:
-                made, pairs = layout.copies_in(taken)
-                staged = map_leaves(state_dict, partial(_copied, made=made))
-            except BaseException:
-                self._pool.give(taken)
-                raise
-        versions = layout.versions() if watched else []
-        return Staging(_Staged(staged, taken), taken, self._pool, pairs, versions)
 
     def release(self) -> None:
         """Free the memory of ``cache=True`` that no save uses.
@@ -123,15 +105,7 @@ class HostStager:
             self._pool.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _new_stager, (self.cache,)
-
-
-def _new_stager(cache: bool) -> HostStager:
-    return HostStager(cache=cache)
-
-
-#: The destinations and sources of the copies from each device.
-_Pairs = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
+        return partial(HostStager, cache=self.cache), ()
 
 
 class Staging:
@@ -140,32 +114,40 @@ class Staging:
     Call :meth:`release` when the copy was saved. Without that call, the blocks are freed with the
     copy.
 
+    Args:
+        state_dict: the state dict to copy.
+        pool: where the blocks come from.
+        watched: raise in :meth:`finish` if a tensor changes before.
+
     Attributes:
         state_dict: the copy. It is complete after :meth:`finish`.
     """
 
-    def __init__(
-        self,
-        staged: dict[str, Any],
-        taken: list[Block],
-        pool: BlockPool,
-        pairs: _Pairs,
-        versions: list[tuple[str, torch.Tensor, int]],
-    ) -> None:
-        self.state_dict = staged
-        self._taken = taken
+    def __init__(self, state_dict: Mapping[str, Any], pool: BlockPool, *, watched: bool) -> None:
+        layout = _Layout()
+        layout.add(state_dict)
+        devices = {entry.source.device for entry in layout.entries.values()}
+        pin = min((one for one in devices if one.type != "cpu"), key=str, default=None)
         self._pool = pool
         self._process = os.getpid()
         self._released = threading.Event()
+        # Another thread could not write to tensors of inference mode, nor does torch detach wrapper
+        # subclasses in that mode.
+        with torch.inference_mode(False):
+            self._taken = pool.take(layout.sizes, pin=pin)
+            made, groups = layout.copies_in(self._taken)
+            staged = map_leaves(state_dict, partial(_copied, made=made))
+        self.state_dict: dict[Any, Any] = _Staged(staged, self._taken)
         # The streams begin here, so that the copies wait for the present work of the caller's
         # stream, and for no later work.
-        self._copies = [
-            (copy_stream_for(device), targets, sources)
-            for device, (targets, sources) in pairs.items()
-        ]
+        self._copies = [(copy_stream_for(device), *group) for device, group in groups.items()]
         for stream, _, _ in self._copies:
             stream.order_after_caller()
-        self._versions = versions
+        self._versions = [
+            (entry.name, entry.tensor, changes_seen(entry.tensor))
+            for entry in layout.entries.values()
+            if watched
+        ]
 
     def finish(self) -> None:
         """Copy the bytes of the tensors, and wait for all copies. Any thread may call it, once.
@@ -207,13 +189,11 @@ class Staging:
 
     def holds(self, tensors: Iterable[Any]) -> bool:
         """Return whether any of the tensors is in the blocks of this copy."""
-        places = [(block.memory.data_ptr(), block.nbytes) for block in self._taken]
-        starts = (
-            value.data_ptr()
+        return any(
+            _find(self._taken, value) is not None
             for value in tensors
             if isinstance(value, torch.Tensor) and value.device.type == "cpu"
         )
-        return any(0 <= start - at < nbytes for start in starts for at, nbytes in places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +204,13 @@ class _TensorCopy:
         name: its name, for messages.
         tensor: the tensor.
         source: its local memory.
-        block, offset: its place in the blocks of the copy. Tied tensors share a place.
+        place: the block and the offset of its copy. Tied tensors share a place.
     """
 
     name: str
     tensor: torch.Tensor
     source: torch.Tensor
-    block: int
-    offset: int
+    place: tuple[int, int]
 
 
 class _Layout:
@@ -255,7 +234,7 @@ class _Layout:
                 key = identity(source)
                 if key not in self._places:
                     self._places[key] = self._reserve(source.nbytes)
-                self.entries[id(value)] = _TensorCopy(name, value, source, *self._places[key])
+                self.entries[id(value)] = _TensorCopy(name, value, source, self._places[key])
         elif isinstance(value, Mapping):
             for key, entry in value.items():
                 self.add(entry, f"{name}.{key}" if name else str(key))
@@ -274,33 +253,27 @@ class _Layout:
         self.sizes[-1] = begin + nbytes
         return len(self.sizes) - 1, begin
 
-    def copies_in(self, blocks: list[Block]) -> tuple[dict[int, torch.Tensor], _Pairs]:
-        """Return the copies of the tensors by ``id``, and the transfers that fill them."""
+    def copies_in(
+        self, blocks: list[Block]
+    ) -> tuple[dict[int, torch.Tensor], dict[torch.device, Group]]:
+        """Return the copies of the tensors by ``id``, and what fills them from each device."""
         made: dict[int, torch.Tensor] = {}
-        pairs: _Pairs = {}
+        groups: dict[torch.device, Group] = {}
         copied: set[tuple[int, int]] = set()
-        storages = [block.memory.untyped_storage() for block in blocks]
+        memory = [block.memory for block in blocks]
         with torch.no_grad():
             for key, entry in self.entries.items():
-                source, place = entry.source, (entry.block, entry.offset)
-                target = _view(storages, *place, source.dtype, source.shape)
+                source, place = entry.source, entry.place
+                target = _view(memory, *place, source.dtype, source.shape)
                 if source.numel() and place not in copied:
                     copied.add(place)
-                    targets, sources = pairs.setdefault(source.device, ([], []))
+                    targets, sources = groups.setdefault(source.device, ([], []))
                     targets.append(as_integers(target))
                     # Conjugated in the order of the caller's stream: on the host it would come
                     # before the bytes.
                     sources.append(as_integers(source.resolve_conj().resolve_neg()))
-                made[key] = _like(entry.tensor, target)
-        return made, pairs
-
-    def versions(self) -> list[tuple[str, torch.Tensor, int]]:
-        """Return (name, tensor, version counter) of the tensors whose changes torch counts."""
-        counted = (
-            (entry.name, entry.tensor, changes_seen(entry.tensor))
-            for entry in self.entries.values()
-        )
-        return [(name, tensor, seen) for name, tensor, seen in counted if seen is not None]
+                made[key] = _as_kind(target, *_kind_of(entry.tensor))
+        return made, groups
 
 
 def _raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -315,29 +288,44 @@ def _raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _view(
-    storages: Sequence[torch.UntypedStorage],
-    block: int,
-    offset: int,
-    dtype: torch.dtype,
-    shape: Iterable[int],
+    memory: Sequence[torch.Tensor], block: int, offset: int, dtype: torch.dtype, shape: torch.Size
 ) -> torch.Tensor:
-    """Return a tensor over a place in the storages of blocks."""
-    view: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
-    shape = torch.Size(shape)
+    """Return a tensor over a place in blocks."""
     if shape.numel() == 0:
-        return view.view(shape)
-    nbytes = shape.numel() * dtype.itemsize
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    view: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
     # A storage of its own, because torch.save writes the whole storage of a tensor inside a value.
-    view.set_(storages[block][offset : offset + nbytes], 0, shape)  # type: ignore[call-overload]
-    return view
+    storage = memory[block].untyped_storage()[offset : offset + shape.numel() * dtype.itemsize]
+    return view.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
-def _like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the kind of ``value`` over the memory of ``target``."""
-    if isinstance(value, DTensor):
-        return _torch.dtensor_of(target, _torch.spec_of(value), requires_grad=value.requires_grad)
-    _torch.copy_place_in_whole(value, target)
-    return target.requires_grad_() if value.requires_grad else target
+def _find(blocks: Sequence[Block], tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the block that holds the memory of a tensor, and the offset in it."""
+    for number, block in enumerate(blocks):
+        offset = tensor.data_ptr() - block.memory.data_ptr()
+        if 0 <= offset < block.nbytes:
+            return number, offset
+    return None
+
+
+#: What makes a tensor more than its memory: the spec of a DTensor, else None; its place in a larger
+#: tensor, if it is a shard without a DTensor; and whether it requires a gradient.
+_Kind = tuple[Any, dict[str, Any], bool]
+
+
+def _kind_of(tensor: torch.Tensor) -> _Kind:
+    spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
+    return spec, _torch.place_in_whole(tensor), tensor.requires_grad
+
+
+def _as_kind(
+    local: torch.Tensor, spec: Any, attributes: dict[str, Any], requires_grad: bool
+) -> torch.Tensor:
+    """Return a tensor of some kind over local memory."""
+    if spec is not None:
+        return _torch.dtensor_of(local, spec, requires_grad=requires_grad)
+    vars(local).update(attributes)
+    return local.requires_grad_() if requires_grad else local
 
 
 def _copied(value: Any, made: dict[int, torch.Tensor]) -> Any:
@@ -361,18 +349,14 @@ class _Placed:
     Attributes:
         block, offset: its place.
         dtype, shape: of its local memory.
-        requires_grad: whether it requires a gradient.
-        attributes: its place in a larger tensor, if it is a shard without a DTensor.
-        spec: the spec of a DTensor, else None.
+        kind: what else it is.
     """
 
     block: int
     offset: int
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    requires_grad: bool
-    attributes: dict[str, Any]
-    spec: Any
+    shape: torch.Size
+    kind: _Kind
 
 
 class _Staged(StandIn):
@@ -395,40 +379,22 @@ class _Staged(StandIn):
         if not isinstance(value, torch.Tensor):
             return value
         local = value.to_local() if isinstance(value, DTensor) else value
-        if (
-            type(local) not in _torch.PLAIN_TYPES
-            or local.layout != torch.strided
-            or local.device.type != "cpu"
-        ):
+        if not is_plain(local, local.dtype):
             return value
-        starts = [local.data_ptr() - block.memory.data_ptr() for block in self._blocks]
-        place = next(
-            (
-                (number, start)
-                for number, start in enumerate(starts)
-                if 0 <= start < self._blocks[number].nbytes
-            ),
-            None if local.numel() else (0, 0),
-        )
+        place = _find(self._blocks, local) if local.numel() else (0, 0)
         if place is None:
             return value
-        spec = _torch.spec_of(value) if isinstance(value, DTensor) else None
-        attributes, shape = _torch.place_in_whole(value), tuple(local.shape)
-        return _Placed(*place, local.dtype, shape, value.requires_grad, attributes, spec)
+        return _Placed(*place, local.dtype, local.shape, _kind_of(value))
 
 
 def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str, Any]:
     """Rebuild a staged state dict in another process."""
-    storages = [block.untyped_storage() for block in blocks]
 
     def tensor(value: Any) -> Any:
         if not isinstance(value, _Placed):
             return value
-        target = _view(storages, value.block, value.offset, value.dtype, value.shape)
-        if value.spec is not None:
-            return _torch.dtensor_of(target, value.spec, requires_grad=value.requires_grad)
-        target.__dict__.update(value.attributes)
-        return target.requires_grad_() if value.requires_grad else target
+        local = _view(blocks, value.block, value.offset, value.dtype, value.shape)
+        return _as_kind(local, *value.kind)
 
     rebuilt: dict[str, Any] = map_leaves(placed, tensor)
     return rebuilt

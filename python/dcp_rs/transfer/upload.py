@@ -17,7 +17,7 @@ from dcp_rs.tensors.dtypes import COPIED_IN_GROUPS, as_integers
 from dcp_rs.tensors.memory import flat_bytes, space_of
 from dcp_rs.tensors.regions import narrow
 from dcp_rs.transfer.buffers import SPARE_SLABS, new_slabs, slab_bytes
-from dcp_rs.transfer.copy_stream import CopyStream, Transfer, copy_stream_for, is_accelerator
+from dcp_rs.transfer.copy_stream import CopyStream, Group, Transfer, copy_stream_for, is_accelerator
 from dcp_rs.transfer.target import Target
 
 __all__ = ["SlabLoad", "make_transfer", "upload"]
@@ -42,9 +42,7 @@ def make_transfer(
         copies: the parts of the slab, in order.
     """
     transfer = Transfer()
-    groups: dict[
-        tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
-    ] = {}
+    groups: dict[tuple[torch.dtype, torch.dtype], Group] = {}
     views: dict[torch.dtype, torch.Tensor] = {}
     for copy in copies:
         at, nbytes, begin, box = copy.at, copy.nbytes, copy.begin or 0, copy.box
