@@ -214,9 +214,8 @@ def is_shard(tensor: torch.Tensor) -> bool:
 
 def place_in_whole(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that make a plain tensor a shard of a larger one."""
-    return {
-        name: getattr(tensor, name) for name in _PLACE if name in getattr(tensor, "__dict__", {})
-    }
+    known = getattr(tensor, "__dict__", {})
+    return {name: known[name] for name in _PLACE if name in known}
 
 
 def copy_place_in_whole(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "shard-of-another-placement",
         "python/dcp_rs/tensors/shards.py",
-        "key = (tensor.shape, tensor.device_mesh, tensor.placements)",
-        "key = (tensor.shape, tensor.device_mesh)",
+        "key = (tensor.shape, tensor.device_mesh, tuple(coordinate), tensor.placements)",
+        "key = (tensor.shape, tensor.device_mesh, tuple(coordinate))",
         ("tests/dcp/test_save_planner_ranks.py",),
         "A shard is saved at the coordinates of another tensor of the same shape.",
     ),

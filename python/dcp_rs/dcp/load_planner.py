@@ -28,7 +28,7 @@ from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import EntryNotFoundError, PlanError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.flatten import Flat, flatten, is_plain_state_dict, set_at
+from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
 from dcp_rs.tensors.shards import Layouts, Piece, local_pieces
 
 __all__ = ["RsLoadPlanner", "is_plain", "make_items"]
@@ -153,9 +153,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = state_dict
         self.metadata, self._source = metadata, None
         self.is_coordinator = is_coordinator
-        if self.flatten_sharded_tensors and not is_plain_state_dict(state_dict):
-            state_dict = _torch.flatten_sharded_tensors(state_dict)
-        self._set_flat(flatten(state_dict))
+        flat = flatten(state_dict)
+        if self.flatten_sharded_tensors and holds_sharded(flat):
+            flat = flatten(_torch.flatten_sharded_tensors(state_dict))
+        self._set_flat(flat)
 
     def create_local_plan(self) -> LoadPlan:
         """Plan the reads, and check all that can be checked before the first of them."""

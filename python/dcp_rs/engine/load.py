@@ -29,7 +29,7 @@ from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, Plan
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
-from dcp_rs.tensors.flatten import Flat, flatten, is_plain_state_dict, set_at, stateful_values
+from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at, stateful_values
 from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import is_opaque, twins
 from dcp_rs.tensors.regions import narrow
@@ -361,8 +361,9 @@ def plan_reads(
     names = LoadNames(options.rename, options.include, options.exclude, index)
     new = NewTensors(options.dtype, options.device)
     if flat is None:
-        is_plain = is_plain_state_dict(state_dict)
-        flat = flatten(state_dict if is_plain else _torch.flatten_sharded_tensors(state_dict))
+        flat = flatten(state_dict)
+        if holds_sharded(flat):
+            flat = flatten(_torch.flatten_sharded_tensors(state_dict))
     if flat.containers:
         matching.add_hollow(state_dict, flat, index, names)
     match = Matching(state_dict, flat, index, names, options, new)
@@ -574,7 +575,7 @@ def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
     if reads.targets:
         job.add(reads.targets)
     passes = job.arrange()
-    at_once = job.at_once()
+    at_once = plan.reads.batch.at_once()
     if len(at_once) < len(reads.plain) + len({target.place for target in reads.targets}):
         _warn_of_ties(plan, at_once)
     return passes
@@ -615,7 +616,7 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
     def prepare() -> Offered:
         nonlocal passes, own, parts
         passes = _prepare(plan, job, counts)
-        at_once = set(job.at_once())
+        at_once = set(plan.reads.batch.at_once())
         targets = plan.reads.whole_targets(index)
         parts = Counter(target.place for target in targets)
         targets = [
@@ -639,7 +640,7 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
     counts.add(read)
     sent = Counter(target.place for group in shared for target in group.targets)
     # A tensor of which the ranks share only a part is read whole by each of them.
-    job.leave_out(place for place, count in sent.items() if count == parts[place])
+    plan.reads.batch.leave_out([p for p, count in sent.items() if count == parts[p]])
     return passes if is_whole else 0
 
 

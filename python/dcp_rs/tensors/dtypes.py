@@ -36,19 +36,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COPIED_AS = {
     dtype: _INTEGERS[dtype.itemsize]
     for name, dtype in BY_NAME.items()
-    if name.startswith(("uint", "float8", "float4")) or name in ("complex32", "bcomplex32")
+    if re.match(r"uint(16|32|64)|float[48]_|b?complex32", name)
 }
 
 #: The dtypes that ``torch._foreach_copy_`` copies in one kernel since torch 2.8: the macros of
 #: ``foreach_tensor_copy_list_kernel_cuda_`` (ForeachBinaryOpList.cu). Later releases add four
 #: float8 dtypes, for which this one raises.
-COPIED_IN_GROUPS = frozenset(
-    BY_NAME[name]
-    for name in (
-        *("bool", "uint8", "int8", "int16", "int32", "int64"),
-        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    )
-)
+COPIED_IN_GROUPS = NAMES.keys() - _COPIED_AS.keys()
 
 _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
@@ -12,14 +11,15 @@ import torch
 
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.tensors import pickles
+from dcp_rs.tensors.dtypes import as_integers
 from dcp_rs.tensors.memory import flat_bytes
 from dcp_rs.tensors.nesting import kind_of
 
 __all__ = ["raw_bytes", "same"]
 
-#: Types whose ``==`` compares everything.
+#: Types whose ``==`` compares everything, except that floats are compared by their bits.
 _EXACT = (
-    *(type(None), bool, int, str, bytes, bytearray),
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
@@ -36,7 +36,7 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if type(one) in _EXACT:
-        return bool(one == other)
+        return _exact(one) == _exact(other)
     if isinstance(one, torch.Tensor):
         return _same_tensors(one, other)
     if isinstance(one, Mapping):
@@ -45,32 +45,23 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, set | frozenset):
         return len(one) == len(other) and set(map(_exact, one)) == set(map(_exact, other))
-    if isinstance(one, io.BytesIO):
-        return bool(one.getvalue() == other.getvalue() and one.tell() == other.tell())
-    if type(one) in (float, complex):
-        return _exact(one) == _exact(other)
     return pickles.dump(one) == pickles.dump(other)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in row-major order as a row of bytes in host memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if plain.element_size() == 1:  # older torch cannot copy its youngest dtypes
-        plain = plain.view(torch.uint8)
-    return flat_bytes(plain.contiguous())
+    return flat_bytes(as_integers(plain).contiguous())
 
 
 def _exact(value: Hashable) -> Hashable:
     """Return a key that tells 1, 1.0 and True apart, and 0.0 from -0.0. Python does not."""
     kind = type(value)
-    if isinstance(value, float):
-        return kind, struct.pack("<d", value)
-    if isinstance(value, complex):
+    if isinstance(value, (float, complex)):
         return kind, struct.pack("<dd", value.real, value.imag)
-    if isinstance(value, tuple):
-        return kind, tuple(map(_exact, value))
-    if isinstance(value, frozenset):
-        return kind, frozenset(map(_exact, value))
+    if isinstance(value, (tuple, frozenset)):
+        rebuild = tuple if isinstance(value, tuple) else frozenset
+        return kind, rebuild(map(_exact, value))
     return kind, value
 
 
@@ -93,8 +84,7 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return pickles.dump(one) == pickles.dump(other)
 
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-        placed = tensor.layout, tensor.device
-        return tensor.dtype, tensor.shape, *placed, tensor.requires_grad, tensor.is_quantized
+        return tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad
 
     if kind(one) != kind(other) or not same(vars(one), vars(other)):
         return False

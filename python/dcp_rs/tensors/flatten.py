@@ -10,7 +10,6 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.nesting import Container, TreePath, kind_of, name_of, shown, text_path
 
@@ -18,7 +17,7 @@ __all__ = [
     "Flat",
     "flatten",
     "get_at",
-    "is_plain_state_dict",
+    "holds_sharded",
     "is_stateful",
     "number_parameters",
     "set_at",
@@ -60,17 +59,18 @@ def flatten(state_dict: Mapping[Any, Any]) -> Flat:
         PlanError: two leaves have the same FQN.
     """
     flat = Flat({}, {}, [])
-    kinds = set(map(type, state_dict.values()))
-    if (
-        kinds
-        and set(map(type, state_dict)) == {str}
-        and all(issubclass(k, torch.Tensor) for k in kinds)
-    ):
-        kind = kind_of(state_dict)
-        containers = [] if kind == "dict" else [Container(0, (), kind)]
-        return Flat(dict(state_dict), {key: (key,) for key in state_dict}, containers)
-    _enter(state_dict, "", (), flat)
+    if _holds_only_tensors(state_dict) and set(map(type, state_dict)) <= {str}:
+        flat.values, flat.paths = dict(state_dict), {key: (key,) for key in state_dict}
+        if (kind := kind_of(state_dict)) != "dict":
+            flat.containers.append(Container(0, (), kind))
+    else:
+        _enter(state_dict, "", (), flat)
     return flat
+
+
+def _holds_only_tensors(state_dict: Mapping[Any, Any]) -> bool:
+    """Return whether every value is a tensor. It checks each type once, not each value."""
+    return all(issubclass(kind, torch.Tensor) for kind in set(map(type, state_dict.values())))
 
 
 def _enter(node: Any, prefix: str, path: TreePath, flat: Flat) -> None:
@@ -106,38 +106,23 @@ def _is_inner(value: Any) -> bool:
     return any(isinstance(entry, torch.Tensor) or _is_inner(entry) for entry in value)
 
 
-def is_plain_state_dict(node: Mapping[Any, Any] | list[Any]) -> bool:
-    """Return whether a state dict is free of ShardedTensors, which 2-D FSDP nests."""
-    values = node.values() if isinstance(node, Mapping) else node
-    kinds = set(map(type, values))
-    if any(issubclass(kind, ShardedTensor) for kind in kinds):
-        return False
-    inner = tuple(kind for kind in kinds if issubclass(kind, (Mapping, list)))
-    return not inner or all(
-        is_plain_state_dict(value) for value in values if isinstance(value, inner)
-    )
+def holds_sharded(flat: Flat) -> bool:
+    """Return whether a state dict has ShardedTensors, which 2-D FSDP nests."""
+    return any(issubclass(kind, ShardedTensor) for kind in set(map(type, flat.values.values())))
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value is one of DCP's ``Stateful``."""
-    # The runtime protocol takes some 30 microseconds a value.
-    return _may_be_stateful(type(value)) and isinstance(value, Stateful)
+    """Return whether a value is one of DCP's ``Stateful``, and no tensor."""
+    if isinstance(value, torch.Tensor) or not hasattr(value, "load_state_dict"):
+        return False
+    return isinstance(value, Stateful)  # this takes some 30 microseconds
 
 
 def stateful_values(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the ``Stateful`` values of a state dict."""
-    if not any(map(_may_be_stateful, set(map(type, state_dict.values())))):
+    if _holds_only_tensors(state_dict):
         return {}
     return {key: value for key, value in state_dict.items() if is_stateful(value)}
-
-
-def _may_be_stateful(kind: type) -> bool:
-    return kind not in _NEVER_STATEFUL and not (
-        issubclass(kind, torch.Tensor) and not hasattr(kind, "load_state_dict")
-    )
-
-
-_NEVER_STATEFUL = {dict, list, tuple, str, bytes, int, float, bool, type(None), *_torch.PLAIN_TYPES}
 
 
 def get_at(root: Any, path: TreePath, default: Any = None) -> Any:
@@ -162,7 +147,7 @@ def set_at(root: dict[Any, Any], path: TreePath, value: Any) -> None:
     Raises:
         PlanError: the container of the entry is gone.
     """
-    node = root if len(path) == 1 else get_at(root, path[:-1])
+    node = get_at(root, path[:-1])
     if isinstance(node, MutableMapping):
         node[_key_in(node, path[-1])] = value
     elif isinstance(node, list) and isinstance(path[-1], int) and path[-1] < len(node):
@@ -185,7 +170,10 @@ def number_parameters(node: Any) -> None:
     ``load_state_dict`` accepts that silently, for a parameter it does not know, and the optimizer
     would start anew.
     """
-    if isinstance(node, dict):
+    if isinstance(node, list):
+        for value in node:
+            number_parameters(value)
+    elif isinstance(node, dict):
         groups, state = node.get("param_groups"), node.get("state")
         if isinstance(groups, list) and isinstance(state, dict):
             lists = [group.get("params") for group in groups if isinstance(group, Mapping)]
@@ -194,7 +182,5 @@ def number_parameters(node: Any) -> None:
             }
             known = {numbers[key]: state.pop(key) for key in numbers if key in state}
             node["state"] = known | state
-    for value in (
-        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    ):
-        number_parameters(value)
+        for value in node.values():
+            number_parameters(value)

@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
@@ -39,7 +38,6 @@ class NewTensors:
         self._device = None if device is None else torch.device(device)
         self.old: dict[str, torch.Tensor] = {}
         self.new: dict[str, torch.Tensor] = {}
-        self._by_identity: dict[Hashable, torch.Tensor] = {}
 
     def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         """Return the new dtype of an entry."""
@@ -52,40 +50,18 @@ class NewTensors:
         if self.dtype_of(name, tensor) != tensor.dtype:
             return True
         is_at, device = tensor.device, self._device_of(tensor)
-        return is_at is not device and not (
-            is_at.type == device.type and device.index in (None, is_at.index)
-        )
+        return device.type != is_at.type or device.index not in (None, is_at.index)
 
     def apply_to_any(self, names: Iterable[str], values: Sequence[Any]) -> bool:
         """Return whether any tensor among the values needs a new one."""
-        if self._dtype is not None or self._device is not None:
-            named = zip(names, values, strict=True)
-            return any(
-                isinstance(value, torch.Tensor) and self.applies_to(name, value)
-                for name, value in named
-            )
-        # Otherwise only tensors on `meta` do.
-        kinds = set(map(type, values))
-        if not all(issubclass(kind, torch.Tensor) for kind in kinds):
-            values = [value for value in values if isinstance(value, torch.Tensor)]
-        if any(issubclass(kind, ShardedTensor) for kind in kinds):
-            # A ShardedTensor without local shards has no `is_meta`.
-            return any(value.device.type == "meta" for value in values)
-        return any(map(attrgetter("is_meta"), values))
-
-    def make(self, name: str, old: torch.Tensor) -> torch.Tensor:
-        """Return the uninitialized new tensor of an entry.
-
-        It is an ordinary tensor even in inference mode, so that autograd can count its changes.
-        """
-        key = identity(old)
-        new = self._by_identity.get(key)
-        if new is None:
-            dtype, device = self.dtype_of(name, old), self._device_of(old)
-            with torch.inference_mode(False):
-                new = self._by_identity[key] = _torch.empty_like(old, dtype=dtype, device=device)
-        self.old[name], self.new[name] = old, new
-        return new
+        is_plain = set(map(type, values)) <= set(_torch.PLAIN_TYPES)
+        if is_plain and self._dtype is None and self._device is None:
+            # The usual case. Only tensors on `meta` do, and this is faster to ask.
+            return any(map(attrgetter("is_meta"), values))
+        return any(
+            isinstance(value, torch.Tensor) and self.applies_to(name, value)
+            for name, value in zip(names, values, strict=True)
+        )
 
     def make_all(
         self,
@@ -94,7 +70,9 @@ class NewTensors:
         paths: Mapping[str, TreePath],
         names: Iterable[str],
     ) -> dict[str, torch.Tensor]:
-        """Make the new tensors of a load. The state dict keeps its own tensors.
+        """Make the new tensors of a load, uninitialized. The state dict keeps its own tensors.
+
+        They are ordinary tensors even in inference mode, so that autograd can count their changes.
 
         Args:
             state_dict: the caller's state dict.
@@ -108,16 +86,23 @@ class NewTensors:
         Raises:
             PlanError: the tensor at the path of a name is another one, so it cannot be replaced.
         """
+        made: dict[Hashable, torch.Tensor] = {}
         for name in names:
-            value = values[name]
-            if self.applies_to(name, value):
-                if get_at(state_dict, paths[name]) is not value:
-                    msg = (
-                        f"tensor {name!r} cannot be replaced (it is {value.dtype} on "
-                        f"{value.device}): it is not under its name in the state dict"
-                    )
-                    raise PlanError(msg, tensor=name)
-                self.make(name, value)
+            old = values[name]
+            if not self.applies_to(name, old):
+                continue
+            if get_at(state_dict, paths[name]) is not old:
+                msg = (
+                    f"tensor {name!r} cannot be replaced (it is {old.dtype} on {old.device}): it "
+                    "is not under its name in the state dict"
+                )
+                raise PlanError(msg, tensor=name)
+            key = identity(old)
+            if key not in made:
+                dtype, device = self.dtype_of(name, old), self._device_of(old)
+                with torch.inference_mode(False):
+                    made[key] = _torch.empty_like(old, dtype=dtype, device=device)
+            self.old[name], self.new[name] = old, made[key]
         return self.new
 
     def copy_old(self, name: str) -> None:

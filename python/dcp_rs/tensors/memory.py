@@ -88,15 +88,9 @@ def clone(tensor: torch.Tensor, *, to_host: bool = False) -> torch.Tensor:
     """Clone a tensor, with its place in a larger one. What a save refuses is returned as it is."""
     if not _has_values(tensor):
         return tensor
-    source = tensor.detach()
-    is_native = tensor.dtype in NAMES or tensor.is_quantized
-    if not is_native:  # torch cannot copy every dtype
-        if type(tensor) not in PLAIN_TYPES or tensor.layout != torch.strided:
-            return tensor
-        source = source.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
-    copied = source.clone().cpu() if to_host else source.clone()
-    if not is_native:
-        copied = copied.view(tensor.dtype)
+    copied = tensor.detach().clone()
+    if to_host:
+        copied = copied.cpu()
     _torch.copy_place_in_whole(tensor, copied)
     return copied
 
@@ -170,12 +164,11 @@ def twins(names: Iterable[str], others: Iterable[str], values: Mapping[str, Any]
         value = values[other]
         if isinstance(value, torch.Tensor) and value.shape in shapes:
             known.setdefault(identity(value), other)
-    found = {
-        name: known.get(identity(tensor))
+    return {
+        name: twin
         for name, tensor in tensors.items()
-        if tensor.shape in shapes
+        if tensor.shape in shapes and (twin := known.get(identity(tensor))) is not None
     }
-    return {name: other for name, other in found.items() if other is not None}
 
 
 def check_fillable(name: str, tensor: torch.Tensor) -> None:

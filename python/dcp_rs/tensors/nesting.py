@@ -88,10 +88,7 @@ def kind_of(mapping: Mapping[Any, Any]) -> str:
 
 def like(mapping: Mapping[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return a mapping of the same kind with other items."""
-    make = _KINDS[kind_of(mapping)]
-    if make is dict:
-        return dict(pairs)
-    made = make()
+    made = _KINDS[kind_of(mapping)]()
     for key, value in pairs:
         made[key] = value
     return made
@@ -123,12 +120,15 @@ def shown(path: TreePath) -> str:
 
 def storable(path: TreePath) -> tuple[TreePath, list[Any]]:
     """Return a path with text for the keys that the format cannot hold, and those keys."""
-    lost = [part[0] for part in path if type(part) is tuple and not _is_storable(part[0])]
-    if not lost:
-        return path, lost
-    return tuple(
-        str(part[0]) if type(part) is tuple and not _is_storable(part[0]) else part for part in path
-    ), lost
+    lost: list[Any] = []
+
+    def stored(part: Any) -> Any:
+        if type(part) is not tuple or _is_storable(part[0]):
+            return part
+        lost.append(part[0])
+        return str(part[0])
+
+    return tuple(map(stored, path)), lost
 
 
 def _is_storable(key: Any) -> bool:
@@ -193,8 +193,8 @@ def nest(
     return tree.finished()
 
 
-class _Gap:
-    """The mark of a list entry that is not there yet."""
+class _List(dict[int, Any]):
+    """A list under construction: its entries by position."""
 
 
 class _Tree:
@@ -207,68 +207,59 @@ class _Tree:
         self._root = self._mapping(())
         #: Ids of the containers. Other dicts and lists are values.
         self._own = {id(self._root)}
-        self._lists: list[list[Any]] = []
-        self._gaps = 0
+        #: The lists: the container and the key of each, the list, and a path through it.
+        self._lists: list[tuple[dict[Any, Any], Any, _List, TreePath]] = []
 
-    def enter(self, path: TreePath, depth: int) -> Any:
+    def enter(self, path: TreePath, depth: int) -> dict[Any, Any]:
         """Return the container at the first ``depth`` parts of a path. Make it if necessary."""
-        at: Any = self._root
+        at = self._root
         for end in range(1, depth + 1):
-            child = self._get(at, path[end - 1], path)
-            if child is _Gap:
+            key = self._key(at, path, end - 1)
+            if key not in at:
                 if end < len(path) and type(path[end]) is int:
-                    child = []
-                    self._lists.append(child)
+                    at[key] = _List()
+                    self._lists.append((at, key, at[key], path))
                 else:
-                    child = self._mapping(path[:end]) if end in self._depths else {}
-                self._own.add(id(child))
-                self._set(at, path[end - 1], child, path)
-            elif id(child) not in self._own:
+                    at[key] = self._mapping(path[:end]) if end in self._depths else {}
+                self._own.add(id(at[key]))
+            at = at[key]
+            if id(at) not in self._own:
                 raise _contradiction(path)
-            at = child
         return at
 
     def put(self, path: TreePath, value: Any) -> None:
         """Set a leaf."""
         at = self.enter(path, len(path) - 1)
-        if self._get(at, path[-1], path) is not _Gap:
+        key = self._key(at, path, -1)
+        if key in at:
             raise _contradiction(path)
-        self._set(at, path[-1], value, path)
+        at[key] = value
 
     def finished(self) -> dict[Any, Any]:
         """Return the state dict."""
-        if self._gaps:
-            for entries in self._lists:
-                entries[:] = [None if entry is _Gap else entry for entry in entries]
+        gaps = 0
+        for at, key, entries, path in reversed(self._lists):  # inner ones first
+            size = max(entries) + 1
+            gaps += size - len(entries)
+            if gaps > _MAX_GAPS:
+                msg = f"a list with {size} places, of which most are empty: {shown(path)}"
+                raise PlanError(msg, tensor=name_of(path))
+            at[key] = [entries.get(position) for position in range(size)]
         return self._root
 
     def _mapping(self, path: TreePath) -> dict[Any, Any]:
         return _KINDS.get(self._kinds.get(path, "dict"), dict)()
 
-    def _get(self, at: Any, part: Any, path: TreePath) -> Any:
-        if isinstance(at, list):
-            if type(part) is not int or part < 0:
-                raise _contradiction(path)
-            return at[part] if part < len(at) else _Gap
-        if type(part) is int and at is not self._root:
-            raise _contradiction(path)
-        return at.get(part[0] if type(part) is tuple else part, _Gap)
-
-    def _set(self, at: Any, part: Any, child: Any, path: TreePath) -> None:
-        if not isinstance(at, list):
-            at[part[0] if type(part) is tuple else part] = child
-            return
-        missing = part - len(at)
-        if missing > 0:
-            self._gaps += missing
-            if self._gaps > _MAX_GAPS:
-                msg = f"a list with {part + 1} places, of which most are empty: {shown(path)}"
-                raise PlanError(msg, tensor=name_of(path))
-            at.extend([_Gap] * missing)
-        if part < len(at):
-            at[part] = child
+    def _key(self, at: dict[Any, Any], path: TreePath, number: int) -> Any:
+        """Return the key in a container for a part of a path."""
+        part = path[number]
+        if isinstance(at, _List):
+            fits = type(part) is int and part >= 0
         else:
-            at.append(child)
+            fits = type(part) is not int or at is self._root
+        if not fits:
+            raise _contradiction(path)
+        return part[0] if type(part) is tuple else part
 
 
 def _contradiction(path: TreePath) -> PlanError:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -24,11 +23,9 @@ __all__ = ["Layouts", "Piece", "global_shape", "local_pieces"]
 #: the shard, count).
 Runs = list[list[tuple[int, int, int]]]
 #: A cache for one plan of the offsets and runs of shards, because torch takes some 60 microseconds
-#: to compute them. Offsets are None if this process is not part of the mesh. The keys are (shape,
-#: id of the mesh, placements), as most tensors share a mesh, and (shape, mesh, coordinate,
-#: placements), as meshes may be equal. The values hold the mesh, so that its id stays its own. The
-#: rank of this process may change between two plans.
-Layouts = dict[Any, tuple[DeviceMesh, tuple[int, ...] | None, Runs]]
+#: to compute them. The keys are (shape, mesh, coordinate, placements). This process may have been
+#: another rank when it made an equal mesh.
+Layouts = dict[Any, tuple[tuple[int, ...], Runs]]
 
 
 @dataclass(slots=True)
@@ -78,11 +75,6 @@ def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece
         if type(local) in PLAIN_TYPES:
             local = local.detach() if local.requires_grad else local
             return _dtensor_pieces(fqn, tensor, local, layouts)
-    if isinstance(tensor, ShardedTensor):
-        return [
-            _piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach(), i)
-            for i, shard in enumerate(tensor.local_shards())
-        ]
     return [
         _piece(
             tuple(chunk.offsets),
@@ -100,34 +92,19 @@ def _piece(offsets: tuple[int, ...], tensor: torch.Tensor, number: int = 0) -> P
 def _dtensor_pieces(
     fqn: str, tensor: DTensor, local: torch.Tensor, layouts: Layouts
 ) -> list[Piece]:
-    mesh = tensor.device_mesh
-    key = (tensor.shape, id(mesh), tensor.placements)
-    layout = layouts.get(key)
-    if layout is None:
-        layout = layouts[key] = _layout_on(mesh, fqn, tensor, layouts)
-    _, offsets, runs = layout
-    if offsets is None:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
         return []
+    key = (tensor.shape, tensor.device_mesh, tuple(coordinate), tensor.placements)
+    if key not in layouts:
+        layouts[key] = _layout(fqn, tensor)
+    offsets, runs = layouts[key]
     if not runs:
         return [_piece(offsets, local)]
     return [
         Piece(global_at, narrow(local, local_at, sizes), offsets, local_at)
-        for global_at, local_at, sizes in _rectangles(runs)
+        for global_at, local_at, sizes in (zip(*of_dims, strict=True) for of_dims in product(*runs))
     ]
-
-
-def _layout_on(
-    mesh: DeviceMesh, fqn: str, tensor: DTensor, layouts: Layouts
-) -> tuple[DeviceMesh, tuple[int, ...] | None, Runs]:
-    """Return the layout on a mesh, from that of an equal mesh if there is one."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return mesh, None, []
-    key = (tensor.shape, mesh, tuple(coordinate), tensor.placements)
-    if key not in layouts:
-        layouts[key] = (mesh, *_layout(fqn, tensor))
-    _, offsets, runs = layouts[key]
-    return mesh, offsets, runs
 
 
 def _layout(fqn: str, tensor: DTensor) -> tuple[tuple[int, ...], Runs]:
@@ -162,13 +139,3 @@ def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
         else:
             runs.append((index, at, 1))
     return runs
-
-
-def _rectangles(runs: Runs) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets in the whole tensor, offsets in the shard, sizes)."""
-    if not runs:
-        yield (), (), ()
-        return
-    for whole, shard, count in runs[0]:
-        for wholes, shards, counts in _rectangles(runs[1:]):
-            yield (whole, *wholes), (shard, *shards), (count, *counts)

@@ -101,10 +101,12 @@ class Block:
         self.nbytes = nbytes
         self.kind = None if pin is None else pin.type
         self.passed_over = 0
-        runtime = None if pin is None else _runtime(pin)
-        if pin is None or runtime is None:
+        # CUDA and ROCm can pin existing memory.
+        cudart = pin is not None and getattr(torch.get_device_module(pin), "cudart", None)
+        if pin is None or not cudart:
             self.memory = _host_memory(nbytes, pinned=pin is not None)
         else:
+            runtime = cudart()
             self.memory = torch.frombuffer(_pages(nbytes), dtype=torch.uint8)
             if _register(runtime, self.memory, pin):
                 # The finalizer holds the memory, so that it is unpinned before it is freed.
@@ -117,12 +119,6 @@ class Block:
         copied.share_memory_()  # type: ignore[no-untyped-call]
         copied.copy_(self.memory)
         return copied
-
-
-def _runtime(device: torch.device) -> Any:
-    """Return the runtime of CUDA or ROCm, which can pin existing memory; None for others."""
-    runtime = getattr(torch.get_device_module(device), "cudart", None)
-    return None if runtime is None else runtime()
 
 
 def _pages(nbytes: int) -> mmap.mmap:

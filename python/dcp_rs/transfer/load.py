@@ -38,7 +38,7 @@ class Load:
     Args:
         index: the checkpoint.
         options: how to read.
-        batch: a batch with targets that are planned already.
+        batch: the batch, which may have targets already.
         counts: counters for the bytes.
         common: the sections of the checkpoint that other ranks read, too.
     """
@@ -47,15 +47,15 @@ class Load:
         self,
         index: _core.Index,
         options: ReadOptions,
-        batch: _core.Batch | None = None,
-        counts: Counts | None = None,
+        batch: _core.Batch,
+        counts: Counts,
         common: _core.SharedSections | None = None,
     ) -> None:
         self._common = common
-        self._counts = Counts() if counts is None else counts
+        self._counts = counts
         self._index = index
         self._options = options
-        self._batch = _core.Batch(index) if batch is None else batch
+        self._batch = batch
         #: The targets that the engine does not fill in place.
         self._elsewhere: list[Target] = []
 
@@ -72,19 +72,18 @@ class Load:
             if is_plain(target.tensor, target.dtype):
                 direct.append(target)
             else:
-                self._add_device_target(target)
+                self._add_elsewhere(target)
         self._batch.add(direct)
 
-    def _add_device_target(self, target: Target) -> None:
+    def _add_elsewhere(self, target: Target) -> None:
         check_fillable(target.name, target.tensor)
         number = len(self._elsewhere)
         self._elsewhere.append(target)
         if is_opaque(target.tensor):
             self._batch.add_opaque(number, target, memory_of(target.tensor))
         else:
-            self._batch.add_device_target(
-                number, target, space_of(target.tensor.device), there=True
-            )
+            space = space_of(target.tensor.device)
+            self._batch.add_device_target(number, target, space, there=True)
 
     def arrange(self) -> int:
         """Arrange the targets after the last one was added, and return the number of passes."""
@@ -93,19 +92,10 @@ class Load:
             self._batch.divide(self._common)
         return passes
 
-    def at_once(self) -> list[int]:
-        """Return the places of the targets that are all filled in the first pass."""
-        return self._batch.at_once()
-
-    def leave_out(self, places: Iterable[int]) -> None:
-        """Leave out the targets of some places, because other ranks send them."""
-        self._batch.leave_out(list(places))
-
-    def run(self, number: int) -> int:
-        """Fill the targets of one pass, and return the bytes read for those filled in place."""
+    def run(self, number: int) -> None:
+        """Fill the targets of one pass."""
         tell = None if self._counts.watch is None else self._counts.tell
-        stats = self._batch.read(number, progress=tell, **self._options.engine())
-        self._counts.add(stats)
+        self._counts.add(self._batch.read(number, progress=tell, **self._options.engine()))
         wants = self._batch.wants(number)
         if wants:
             self._counts.add(upload(self._batch, wants, self._elsewhere, self._options, tell))
@@ -113,11 +103,6 @@ class Load:
             _fill_opaque(
                 self._index, [self._elsewhere[i] for i in opaque], self._options, self._counts
             )
-        return stats.read
-
-    def run_all(self) -> int:
-        """Fill all targets, and return the bytes read for those filled in place."""
-        return sum(self.run(number) for number in range(self.arrange()))
 
 
 def fill(
@@ -127,10 +112,12 @@ def fill(
     counts: Counts | None = None,
     common: _core.SharedSections | None = None,
 ) -> None:
-    """Fill targets from an index. Arguments and errors are those of :class:`Load`."""
-    load = Load(index, options, counts=counts, common=common)
+    """Fill targets from an index. It raises what :meth:`Load.add` raises."""
+    counts = Counts() if counts is None else counts
+    load = Load(index, options, _core.Batch(index), counts, common)
     load.add(targets)
-    load.run_all()
+    for number in range(load.arrange()):
+        load.run(number)
 
 
 def _fill_opaque(

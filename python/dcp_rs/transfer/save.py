@@ -7,7 +7,7 @@ into pieces.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -143,24 +143,24 @@ def as_object(fqn: str, tensor: torch.Tensor) -> bytes:
 
 
 #: The order of writes. The engine writes plain tensors before.
-_VALUES, _IN_PLACE, _CONVERTED, _DEVICES = 1, 2, 3, 4
+_VALUES, _IN_PLACE, _COPIES = 1, 2, 3
 
 
 def turns(entries: Sequence[Entry]) -> list[int]:
     """Return the turn, from 1 on, in which :func:`write_entries` writes each entry.
 
-    Values come first, then tensors in host memory as they are stored, then the other tensors in
-    host memory, and then each device.
+    Values come first, then tensors in host memory as they are stored, and then the other tensors,
+    one device after another.
     """
     devices: dict[torch.device, int] = {}
     found = []
     for entry in entries:
         if isinstance(entry.data, bytes):
             found.append(_VALUES)
-        elif entry.data.device.type != "cpu":
-            found.append(devices.setdefault(entry.data.device, _DEVICES + len(devices)))
+        elif entry.data.device.type == "cpu" and entry.is_as_stored:
+            found.append(_IN_PLACE)
         else:
-            found.append(_IN_PLACE if entry.is_as_stored else _CONVERTED)
+            found.append(devices.setdefault(entry.data.device, _COPIES + len(devices)))
     return found
 
 
@@ -219,9 +219,7 @@ def _write_copies(
         while True:
             while free and (parts := next(cuts, None)):
                 slab = free.pop()
-                transfer = _transfer(
-                    slab, stream, [(entries[part.number][1], part) for part in parts]
-                )
+                transfer = _transfer(slab, stream, entries, parts)
                 # The copy may read memory that the caller's stream is still conjugating, so
                 # `copying` keeps the transfer alive.
                 stream.order_after_caller()
@@ -249,7 +247,10 @@ def _write_copies(
 
 
 def _transfer(
-    slab: torch.Tensor, stream: CopyStream, parts: Iterable[tuple[Entry, Cut]]
+    slab: torch.Tensor,
+    stream: CopyStream,
+    entries: Sequence[tuple[int, Entry]],
+    parts: Sequence[Cut],
 ) -> Transfer:
     """Return the copies of parts of tensors, in bytes, into a slab.
 
@@ -259,20 +260,22 @@ def _transfer(
     transfer = Transfer()
     places: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    for entry, part in parts:
-        end = part.at + part.count
+    scratch: torch.Tensor | None = None
+    for part in parts:
+        entry, end = entries[part.number][1], part.at + part.count
         source: torch.Tensor | None = None
         if entry.is_as_stored:
             source = flat_bytes(entry.tensor)[part.begin : part.begin + part.count]
             if part.count >= BLOCK_BYTES:
                 transfer.direct.append((slab[part.at : end], source))
                 continue
-        scratch = stream.scratch(slab)[part.at : end]
+        if scratch is None:
+            scratch = stream.scratch(slab)
         transfer.add_run(part.at, end)
         if source is None:
-            transfer.single += _gathered(entry, part.begin, scratch)
+            transfer.single += _gathered(entry, part.begin, scratch[part.at : end])
         else:
-            places.append(scratch)
+            places.append(scratch[part.at : end])
             sources.append(source)
     if places:
         transfer.grouped.append((places, sources))

@@ -20,7 +20,6 @@ from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.dtypes import as_integers
 from dcp_rs.tensors.memory import changes_seen, clone, identity, is_plain, why_not_raw
 from dcp_rs.tensors.nesting import StandIn, map_leaves
-from dcp_rs.tensors.pickles import IMMUTABLE
 from dcp_rs.tensors.regions import ALIGNMENT
 from dcp_rs.transfer.buffers import BLOCK_BYTES, Block, BlockPool, shared_blocks
 from dcp_rs.transfer.copy_stream import Group, Transfer, copy_stream_for
@@ -324,14 +323,13 @@ def _as_kind(
     """Return a tensor of some kind over local memory."""
     if spec is not None:
         return _torch.dtensor_of(local, spec, requires_grad=requires_grad)
-    vars(local).update(attributes)
+    if attributes:
+        vars(local).update(attributes)
     return local.requires_grad_() if requires_grad else local
 
 
 def _copied(value: Any, made: dict[int, torch.Tensor]) -> Any:
     """Return the copy of a leaf, which training cannot change."""
-    if isinstance(value, IMMUTABLE):
-        return value
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if id(value) in made:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -161,14 +160,9 @@ class SlabLoad:
             self._pending.popleft()
             self._reader.release(slab)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._reader.close()
-        for event, _ in self._pending:
+        for event, _slab in self._pending:
             event.synchronize()
 
 
