@@ -25,17 +25,24 @@ def test_a_cut_is_drawn(dcp_rs_cli, tmp_path: Path) -> None:
     assert "-r00003-f00000.safetensors" in out
 
 
+def cells(lines: list[str]) -> list[str]:
+    return [line.split("│")[1] for line in lines if "│" in line]
+
+
 def test_maps_of_any_shape() -> None:
     drawn = cutmap.draw((100,), [(0, (0,), (60,)), (5, (70,), (30,))], width=10)
-    assert drawn.rows == ["000000·111"]
-    assert (drawn.row_dim, drawn.column_dim, drawn.files) == (None, 0, {"0": 0, "1": 5})
-    drawn = cutmap.draw((), [(3, (), ())])
-    assert drawn.rows == ["0"]
+    assert drawn == [
+        "        dim 0: 0 … 99",
+        "       ┌──────────┐",
+        "       │000000·111│",
+        "       └──────────┘",
+    ]
+    assert cells(cutmap.draw((), [(3, (), ())])) == ["0"]
     drawn = cutmap.draw(
         (4, 2, 6, 2), [(i, (0, 0, i, 0), (4, 2, 1, 2)) for i in range(6)], width=8, height=8
     )
-    assert (drawn.row_dim, drawn.column_dim, drawn.hidden) == (2, 3, [])
-    assert drawn.rows == ["00", "11", "22", "33", "44", "55"]
+    assert drawn[:3] == ["        dim 3: 0 … 1", " dim 2 ┌──┐", "     0 │00│"]
+    assert cells(drawn) == ["00", "11", "22", "33", "44", "55"]
     eight = [
         (4 * i + 2 * j + k, (i, j, k), (1, 1, 1))
         for i in range(2)
@@ -43,6 +50,7 @@ def test_maps_of_any_shape() -> None:
         for k in range(2)
     ]
     drawn = cutmap.draw((2, 2, 2), eight)
-    assert (drawn.rows, drawn.hidden) == (["02", "46"], [2])
+    assert cells(drawn) == ["02", "46"]
+    assert drawn[-1] == "also cut along dim 2; drawn at its index 0"
     many = cutmap.draw((1000, 8), [(i, (i, 0), (1, 8)) for i in range(1000)], height=16)
-    assert len(many.rows) == 16
+    assert len(cells(many)) == 16

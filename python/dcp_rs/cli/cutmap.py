@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-__all__ = ["CutMap", "draw"]
+__all__ = ["draw", "symbols_of"]
 
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NOTHING = "·"
 
 
-@dataclass(frozen=True)
-class CutMap:
-    """A map of a tensor.
-
-    Attributes:
-        rows: strings of symbols. A symbol is the file that holds the element in the middle of the
-            cell, or a dot if no file holds it.
-        row_starts: the first index of each row, along ``row_dim``.
-        row_dim, column_dim: the dimensions drawn, or None.
-        hidden: more dimensions that are cut. The map is at their index 0.
-        files: symbol to number of the file.
-    """
-
-    rows: list[str]
-    row_starts: list[int]
-    row_dim: int | None
-    column_dim: int | None
-    hidden: list[int]
-    files: dict[str, int]
+def symbols_of(files: Sequence[int]) -> dict[int, str]:
+    """Return a symbol for each file. Files share them if there are more than symbols."""
+    return {file: _SYMBOLS[i % len(_SYMBOLS)] for i, file in enumerate(sorted(set(files)))}
 
 
 def draw(
@@ -38,39 +21,48 @@ def draw(
     *,
     width: int = 48,
     height: int = 16,
-) -> CutMap:
-    """Draw the chunks (file, offsets, sizes) of a tensor, in at most ``height`` rows."""
+) -> list[str]:
+    """Draw the chunks (file, offsets, sizes) of a tensor.
+
+    Each cell is the symbol of the file that holds its first element, or a dot if none does.
+
+    Returns:
+        The lines: a frame around at most ``height`` rows, with the first index of each, and notes
+        on the dimensions.
+    """
     cut = [d for d in range(len(shape)) if any(sizes[d] != shape[d] for _, _, sizes in chunks)]
     # Two dimensions that are cut; if there are fewer, the last of the others.
     drawn = sorted([*cut, *(d for d in reversed(range(len(shape))) if d not in cut)][:2])
-    row_dim, column_dim = [None, None, *drawn][-2:]
-    files = sorted({file for file, _, _ in chunks})
-    # More files than symbols share symbols. The table below the map shows which is which.
-    symbols = {file: _SYMBOLS[i % len(_SYMBOLS)] for i, file in enumerate(files)}
-    row_starts = _starts(1 if row_dim is None else shape[row_dim], height)
-    column_starts = _starts(1 if column_dim is None else shape[column_dim], width)
+    down, across = drawn[-2:-1], drawn[-1:]  # lists, as a tensor may lack them
+    rows, columns = _starts(shape, down, height), _starts(shape, across, width)
+    symbols = symbols_of([file for file, _, _ in chunks])
 
-    def symbol(row: int, column: int) -> str:
-        at = [0] * len(shape)
-        if row_dim is not None:
-            at[row_dim] = row
-        if column_dim is not None:
-            at[column_dim] = column
+    def symbol(at: dict[int, int]) -> str:
         for file, offsets, sizes in chunks:
-            if all(o <= a < o + s for o, s, a in zip(offsets, sizes, at, strict=True)):
+            extents = enumerate(zip(offsets, sizes, strict=True))
+            if all(begin <= at.get(d, 0) < begin + size for d, (begin, size) in extents):
                 return symbols[file]
         return _NOTHING
 
-    return CutMap(
-        rows=["".join(symbol(row, column) for column in column_starts) for row in row_starts],
-        row_starts=row_starts,
-        row_dim=row_dim,
-        column_dim=column_dim,
-        hidden=cut[2:],
-        files={symbols[file]: file for file in reversed(files)},
-    )
+    starts = [f"{start:,}" for row in rows for start in row.values()] or [""]
+    margin = max(6, *map(len, starts))
+    label = "".join(f"dim {dim}" for dim in down)
+    edge = "─" * len(columns)
+    return [
+        *(f"{'':{margin}}  dim {dim}: 0 … {shape[dim] - 1:,}" for dim in across),
+        f"{label:>{margin}} ┌{edge}┐",
+        *(
+            f"{start:>{margin}} │{''.join(symbol(row | column) for column in columns)}│"
+            for start, row in zip(starts, rows, strict=True)
+        ),
+        f"{'':>{margin}} └{edge}┘",
+        *(f"also cut along dim {dim}; drawn at its index 0" for dim in cut[2:]),
+    ]
 
 
-def _starts(extent: int, cells: int) -> list[int]:
-    count = max(1, min(extent, cells))
-    return [extent * i // count for i in range(count)]
+def _starts(shape: Sequence[int], dims: Sequence[int], cells: int) -> list[dict[int, int]]:
+    """Return where cells begin along one dimension, if there is one: {dimension: index}."""
+    for dim in dims:
+        count = max(1, min(shape[dim], cells))
+        return [{dim: shape[dim] * i // count} for i in range(count)]
+    return [{}]

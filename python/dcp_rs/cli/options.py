@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -15,16 +14,10 @@ from dcp_rs._url import StorageOptions, location, use_storage_options
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.checkpoint.views import Layout, views_in
-from dcp_rs.cli.output import text_argument
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
+from dcp_rs.cli.contents import SORTS
 
 __all__ = [
-    "any_checkpoint",
-    "check_stats",
     "checkpoint",
-    "dequantize",
     "exclude",
     "external",
     "html",
@@ -32,13 +25,12 @@ __all__ = [
     "json",
     "layout",
     "location_argument",
-    "location_arguments",
     "rank",
     "selection",
     "show_all",
+    "sort",
     "storage",
     "threads",
-    "with_stats",
 ]
 
 
@@ -46,26 +38,13 @@ __all__ = [
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def location_argument(name: str) -> Callable[[Command], Command]:
+#: Completes a word as the name of a file.
+_files = click.Path().shell_complete
+
+
+def location_argument(name: str, **more: Any) -> Callable[[Command], Command]:
     """Add an argument that is a path, or a URL of an object store."""
-    return click.argument(name, type=location, shell_complete=_files)
-
-
-def location_arguments(name: str) -> Callable[[Command], Command]:
-    """Add one or more arguments that are paths, or URLs of object stores."""
-    return click.argument(name, type=location, nargs=-1, required=True, shell_complete=_files)
-
-
-def _files(
-    _context: click.Context, _parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    from click.shell_completion import CompletionItem
-
-    return [CompletionItem(incomplete, type="file")]
-
-
-#: An option of one store, with the store's URL before its name.
-_FOR = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^=]*):([^:/=]+)")
+    return click.argument(name, type=location, shell_complete=_files, **more)
 
 
 def _use_store(_context: click.Context, _parameter: click.Parameter, pairs: Sequence[str]) -> None:
@@ -74,8 +53,8 @@ def _use_store(_context: click.Context, _parameter: click.Parameter, pairs: Sequ
         key, is_there, value = pair.partition("=")
         if not is_there or not key:
             raise click.BadParameter("not KEY=VALUE")  # the text may be a secret
-        limited = _FOR.fullmatch(key)
-        store, name = limited.groups() if limited else ("", key)
+        # Before the name there may be the URL of the one store that it is for.
+        store, _, name = key.rpartition(":") if "://" in key else ("", "", key)
         options.setdefault(store, {})[name] = value
     use_storage_options({store: StorageOptions(given) for store, given in options.items()})
 
@@ -92,36 +71,14 @@ storage = click.option(
 )
 
 
-_FOLDERS = "PATH is a folder of dcp-rs, stock DCP or Hugging Face"
-
-
 def checkpoint(function: Command) -> Command:
-    """Add the argument ``path``: a local checkpoint that is no file of torch.save."""
-    kinds = f"{_FOLDERS}, or a .safetensors file or its .index.json."
-    return click.argument("path", type=local_path, shell_complete=_files)(
-        _explained(function, kinds)
-    )
-
-
-def any_checkpoint(function: Command) -> Command:
     """Add the argument ``path``: any checkpoint, or its URL."""
     kinds = (
-        f"{_FOLDERS}, a .safetensors file or its .index.json, or a torch.save file; "
-        "or the URL of one on a store."
+        "PATH is a folder of dcp-rs, stock DCP or Hugging Face, a .safetensors file or its "
+        ".index.json, or a torch.save file; or the URL of one on a store."
     )
-    return location_argument("path")(_explained(function, kinds))
-
-
-def _explained(function: Command, sentence: str) -> Command:
-    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{sentence}"
-    return function
-
-
-dequantize = click.option(
-    "--dequantize",
-    is_flag=True,
-    help="Take quantized weights as bfloat16 tensors. The format is detected.",
-)
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{kinds}"
+    return location_argument("path")(function)
 
 
 def layout(function: Command) -> Command:
@@ -141,7 +98,11 @@ def layout(function: Command) -> Command:
         help="Join, cut or turn tensors first, by a JSON list: "
         '[{"stack": "a.{n}.w", "into": "a.w"}, ...].',
     )(with_layout)
-    return dequantize(described)  # type: ignore[return-value]  # its own arguments differ
+    return click.option(  # type: ignore[return-value]  # its own arguments differ
+        "--dequantize",
+        is_flag=True,
+        help="Take quantized weights as bfloat16 tensors. The format is detected.",
+    )(described)
 
 
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -157,18 +118,26 @@ rank = click.option(
     type=click.IntRange(min=0),
     help="Of a rank-local save, show the part that rank N wrote.",
 )
+
+
+def _globs(
+    _context: click.Context, _parameter: click.Parameter, given: Sequence[str]
+) -> list[str] | None:
+    return list(given) or None
+
+
 include = click.option(
     "--include",
     metavar="GLOB",
     multiple=True,
-    type=text_argument,
+    callback=_globs,
     help="Take only names that match. Repeatable.",
 )
 exclude = click.option(
     "--exclude",
     metavar="GLOB",
     multiple=True,
-    type=text_argument,
+    callback=_globs,
     help="Leave out names that match. Repeatable.",
 )
 
@@ -180,14 +149,14 @@ def selection(function: Command) -> Command:
     def with_selection(
         *args: Any,
         patterns: Sequence[str],
-        include: Sequence[str],
-        exclude: Sequence[str],
+        include: list[str] | None,
+        exclude: list[str] | None,
         **kwargs: Any,
     ) -> Any:
-        chosen = selector([*patterns, *include] or None, list(exclude) or None)
+        chosen = selector([*patterns, *(include or ())] or None, exclude)
         return function(*args, chosen=chosen, **kwargs)
 
-    globs = click.argument("patterns", metavar="[GLOB]...", nargs=-1, type=text_argument)
+    globs = click.argument("patterns", metavar="[GLOB]...", nargs=-1)
     return globs(include(exclude(with_selection)))  # type: ignore[return-value]  # as above
 
 
@@ -196,13 +165,7 @@ html = click.option(
     metavar="FILE",
     type=local_path,
     shell_complete=_files,
-    help="Write an HTML page in place of text; - is standard output.",
-)
-with_stats = click.option(
-    "--stats",
-    "with_stats",
-    is_flag=True,
-    help="Add statistics of the tensors to the HTML page. Reads all of them.",
+    help="Write an HTML page in place of text.",
 )
 external = click.option(
     "--allow-external",
@@ -210,9 +173,4 @@ external = click.option(
     help="Read data files outside the folder, if the index names any.",
 )
 show_all = click.option("--all", "show_all", is_flag=True, help="Print long lists in full.")
-
-
-def check_stats(with_stats: bool, html: Path | None) -> None:
-    """Raise if ``--stats`` was given without ``--html``."""
-    if with_stats and html is None:
-        raise click.UsageError("--stats needs --html; dcp-rs stats prints statistics")
+sort = click.option("--sort", type=click.Choice(list(SORTS)), default="name", help="Sort by this.")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import json
 import math
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,39 +21,37 @@ if TYPE_CHECKING:
 __all__ = [
     "bar",
     "count",
-    "entries",
     "for_command_line",
-    "is_json",
+    "json_text",
     "line",
     "plain",
     "prepare_streams",
     "print_json",
-    "printable",
-    "rate",
-    "readable",
     "show_shape",
     "size",
     "table",
-    "text_argument",
+    "took",
 ]
 
 
 def line(*parts: str | tuple[str, str]) -> None:
-    """Print one line of texts, or of (text, style), as ``bold red``. It is never cut or wrapped."""
-    fitting = [
-        _fitting(part) if isinstance(part, str) else _styled(_fitting(part[0]), part[1])
-        for part in parts
-    ]
-    sys.stdout.write("".join(fitting) + "\n")
+    """Print one line of texts, or of (text, style): ``bold``, ``dim`` or a colour.
+
+    It is never cut or wrapped. Characters are escaped that a terminal could take for a command.
+    """
+    for part in parts:
+        text = _printable(part if isinstance(part, str) else part[0])
+        sys.stdout.write(text if isinstance(part, str) else _styled(text, part[1]))
+    sys.stdout.write("\n")
 
 
 def _styled(text: str, style: str) -> str:
     """Return the text with its style, if a terminal shows it: https://no-color.org."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
-    words = style.split()
-    colour = next((word for word in words if word not in ("bold", "dim")), None)
-    return click.style(text, fg=colour, bold="bold" in words or None, dim="dim" in words or None)
+    if style in ("bold", "dim"):
+        return click.style(text, bold=style == "bold" or None, dim=style == "dim" or None)
+    return click.style(text, fg=style)
 
 
 class _Outlet(io.FileIO):
@@ -74,46 +72,9 @@ class _Outlet(io.FileIO):
             return super().write(data)
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            if self.fileno() == _OUT and not isinstance(error, BrokenPipeError):
+            if self.fileno() == 1 and not isinstance(error, BrokenPipeError):
                 raise
             return super().write(data)
-
-
-#: Descriptors of standard output and standard error.
-_OUT, _ERROR = 1, 2
-
-
-def _with_outlet(stream: TextIO, descriptor: int) -> TextIO:
-    """Return the stream through an outlet, if it is that of the descriptor, and no terminal."""
-    buffer = getattr(stream, "buffer", None)
-    behind = getattr(buffer, "raw", buffer)  # with PYTHONUNBUFFERED there is no buffer
-    if (
-        not isinstance(stream, io.TextIOWrapper)
-        or not isinstance(behind, io.FileIO)
-        or behind.fileno() != descriptor
-        or stream.isatty()
-    ):
-        return stream
-    stream.flush()
-    raw = io.BufferedWriter(_Outlet(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(
-        raw, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
-    )
-
-
-def _open_closed_streams() -> None:
-    """Open the descriptors 0 to 2 if they are closed.
-
-    Else the next files that are opened get them, and receive the text that torch prints.
-    """
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free descriptor, which is this one
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
 def prepare_streams() -> None:
@@ -121,95 +82,46 @@ def prepare_streams() -> None:
 
     A character that the terminal's encoding lacks is written as an escape.
     """
-    _open_closed_streams()
-    sys.stdout, sys.stderr = _with_outlet(sys.stdout, _OUT), _with_outlet(sys.stderr, _ERROR)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-#: Replacements of drawing characters that the terminal's encoding lacks.
-_PLAIN = str.maketrans(
-    {"█": "#", "·": ".", "…": "...", "─": "-", "│": "|", **dict.fromkeys("┌┐└┘", "+")}
-)
-
-
-def _fitting(text: str) -> str:
-    text = readable(text)
-    return text if _fits(text) else text.translate(_PLAIN)
-
-
-def _fits(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def text_argument(argument: str) -> str:
-    """Return a name or a pattern as it was typed, in UTF-8, whatever encoding Python assumes.
-
-    Paths stay as Python can open them.
-    """
-    try:
-        return os.fsencode(argument).decode()
-    except UnicodeError:
-        return argument
-
-
-def readable(text: str) -> str:
-    """Return the text with bytes that Python could not decode taken as UTF-8."""
-    if text.isascii() or not any("\udc80" <= c <= "\udcff" for c in text):
-        return text
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # It is closed: else the next file that is opened gets it, and what torch prints. The
+            # lowest free descriptor is this one.
+            os.open(os.devnull, os.O_RDWR)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not getattr(sys, f"__{name}__"):
+            continue  # the stream of a caller, such as a test
+        outlet = io.BufferedWriter(_Outlet(descriptor, "w", closefd=False))
+        by_line = name == "stderr" or outlet.isatty()
+        stream = io.TextIOWrapper(outlet, errors="backslashreplace", line_buffering=by_line)
+        setattr(sys, name, stream)
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document, in UTF-8 or in ASCII.
+    """Print one JSON document, in ASCII. NaN and infinities become text, as JSON lacks them."""
+    sys.stdout.write(json_text(value) + "\n")
 
-    NaN and infinities become text, as JSON has no such numbers. Characters that a terminal could
-    take for a command are escaped.
+
+def json_text(value: Any) -> str:
+    """Return the text of a JSON document.
+
+    Raises:
+        TypeError: JSON cannot store the value.
+        ValueError, RecursionError: it holds a number that is too long, or is nested too deep.
     """
-    text = json.dumps(plain(value), indent=2, ensure_ascii=False)
-    if not text.replace("\n", "").isprintable():
-        text = "".join(c if c == "\n" or c.isprintable() else _escaped(c) for c in text)
-    if codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8" or not _fits(text):
-        text = json.dumps(plain(value), indent=2)
-    sys.stdout.write(text + "\n")
-
-
-def _escaped(character: str) -> str:
-    """Return the character as JSON escapes it. JSON's own encoder leaves DEL as it is."""
-    return json.dumps(character)[1:-1] if character != "\x7f" else "\\u007f"
+    return json.dumps(plain(value), indent=2)
 
 
 def plain(value: Any) -> Any:
-    """Return the value as JSON can store it."""
+    """Return the value with the numbers that JSON lacks as text."""
     if isinstance(value, dict):
-        return {readable(str(key)): plain(entry) for key, entry in value.items()}
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
-    if isinstance(value, str):
-        return readable(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-#: Bits of the largest integer that Python prints: its limit of 4,300 digits is a little more.
-_BITS = 14_000
-
-
-def is_json(value: Any) -> bool:
-    """Return whether JSON can store the value, with tuples as lists, and infinities as text."""
-    if isinstance(value, dict):
-        return all(type(key) is str and is_json(entry) for key, entry in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(is_json, value))
-    if type(value) is int:
-        return value.bit_length() < _BITS
-    return value is None or type(value) in (bool, float, str)
 
 
 #: Arguments of functions whose options have different names.
@@ -220,7 +132,7 @@ _ARGUMENT = re.compile(r"(?<![\w/,=.-])([a-z_]+)=(?![^\s'\"]*/)(True\b)?(?=(['\"
 
 
 def for_command_line(text: str) -> str:
-    """Return a message of the package in terms of commands and options."""
+    """Return a message of the package in terms of commands and options, in one printable line."""
     from dcp_rs.cli.app import COMMANDS, all_commands
 
     parameters = [each for command in all_commands().values() for each in command.params]
@@ -238,37 +150,30 @@ def for_command_line(text: str) -> str:
             return found[0]
         return option + (" " if found[3] else "")
 
-    return _ARGUMENT.sub(argument, _CALL.sub(call, text))
+    return _printable(_ARGUMENT.sub(argument, _CALL.sub(call, text)).replace("\n", " "))
 
 
-def printable(text: str) -> str:
-    """Return the text with characters escaped that a terminal could take for a command."""
-    text = readable(text)
+def _printable(text: str) -> str:
     if text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def rate(nbytes: int, seconds: float) -> str:
-    """Return bytes a second as text."""
-    return f"{size(nbytes / seconds)}/s" if seconds > 0 else ""
+def took(seconds: float, nbytes: int) -> str:
+    """Return a time and the bytes a second: ``0.5 s (2.00 GB/s)``."""
+    return f"{seconds:.1f} s ({size(nbytes / max(seconds, 1e-9))}/s)"
 
 
 def count(number: int, noun: str) -> str:
-    """Return ``1 file``, ``2 files``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """Return ``1 file``, ``2 files``, ``3 entries``."""
+    if number != 1:
+        noun = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number:,} {noun}"
 
 
-def entries(number: int) -> str:
-    """Return ``1 entry``, ``2 entries``."""
-    return "1 entry" if number == 1 else f"{number:,} entries"
-
-
-def show_shape(shape: Any) -> str:
+def show_shape(shape: Sequence[int]) -> str:
     """Return a shape as torch prints it."""
-    return f"[{', '.join(map(str, shape))}]"
+    return str(list(shape))
 
 
 def bar(share: float, width: int = 20) -> str:
@@ -276,17 +181,23 @@ def bar(share: float, width: int = 20) -> str:
     return "█" * max(1 if share > 0 else 0, round(share * width))
 
 
-def table(columns: list[tuple[str, str]], rows: list[list[str]], indent: str = "") -> None:
-    """Print a table of columns, each (heading, alignment ``<`` or ``>``). The last is never cut."""
+def table(columns: list[str], rows: list[list[str]], indent: str = "") -> None:
+    """Print a table, if it has rows. The last column is never cut.
+
+    Args:
+        columns: the headings, each after its alignment: ``<name`` or ``>size``.
+        rows: the cells.
+        indent: what each line begins with.
+    """
     if not rows:
         return
-    headings = [heading for heading, _ in columns]
+    headings = [column[1:] for column in columns]
     widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
     widths[-1] = 0
 
     def fields(row: list[str]) -> str:
         cells = zip(row, columns, widths, strict=True)
-        joined = "  ".join(f"{cell:{side}{width}}" for cell, (_, side), width in cells)
+        joined = "  ".join(f"{cell:{column[0]}{width}}" for cell, column, width in cells)
         return indent + joined.rstrip()
 
     line((fields(headings), "dim"))

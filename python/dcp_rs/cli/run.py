@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from dcp_rs.cli.app import app
-from dcp_rs.cli.output import for_command_line, prepare_streams, print_json, printable
+from dcp_rs.cli.output import for_command_line, prepare_streams, print_json
 from dcp_rs.errors import DcpRsError
 
 __all__ = ["main"]
@@ -22,25 +22,32 @@ def main(arguments: list[str] | None = None) -> None:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     given, names = arguments[:end], arguments[end:]
     # ``--debug`` may stand anywhere: people add it at the end of a line that failed.
-    debug, as_json = "--debug" in given, "--json" in given
+    debug = "--debug" in given
     arguments = [argument for argument in given if argument != "--debug"] + names
     signal.signal(signal.SIGTERM, _terminate)
     prepare_streams()
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
-            result = app(arguments, prog_name="dcp-rs", standalone_mode=False)
+            warnings.showwarning = lambda message, *_, **__: _say(
+                for_command_line(f"warning: {message}")
+            )
+            result = app(arguments or ["--help"], prog_name="dcp-rs", standalone_mode=False)
             sys.stdout.flush()
-            status = result if isinstance(result, int) else 0
-    except Exception as error:  # every error becomes one line
-        if debug:
-            raise
-        status = _report(error, as_json=as_json)
-    except KeyboardInterrupt:
+        status = (result or 0) if arguments else 2
+    except (KeyboardInterrupt, click.Abort):  # click makes the one of the other
         if debug:
             raise
         _say("interrupted")
         status = 130
+    except Exception as error:  # every error becomes one line
+        if debug:
+            raise
+        text = for_command_line(_message(error))
+        _say(text)
+        if "--json" in given:
+            where = {name: getattr(error, name, None) for name in ("path", "tensor", "offset")}
+            print_json({"error": {"type": type(error).__name__, "message": text, **where}})
+        status = 2
     sys.exit(status)
 
 
@@ -48,25 +55,8 @@ def _terminate(number: int, _: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _report(error: Exception, *, as_json: bool) -> int:
-    if isinstance(error, click.Abort):
-        _say("interrupted")
-        return 130
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        error.show()
-        return 2
-    text = _message(error)
-    _say(text)
-    if as_json:
-        where = {name: getattr(error, name, None) for name in ("path", "tensor", "offset")}
-        print_json(
-            {"error": {"type": type(error).__name__, "message": for_command_line(text), **where}}
-        )
-    return 2
-
-
 def _message(error: Exception) -> str:
-    if hasattr(error, "format_message"):  # the command line itself is wrong
+    if isinstance(error, click.ClickException):  # the command line itself is wrong
         context = getattr(error, "ctx", None)
         command = "dcp-rs" if context is None else context.command_path
         return f"{error.format_message()} ({command} --help)"
@@ -79,5 +69,4 @@ def _message(error: Exception) -> str:
 
 
 def _say(text: str) -> None:
-    one_line = for_command_line(" ".join(text.split("\n")))
-    sys.stderr.write(f"dcp-rs: {printable(one_line)}\n")
+    sys.stderr.write(f"dcp-rs: {text}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -14,9 +15,11 @@ from typing import Any
 
 import click
 
-from dcp_rs._progress import watching
+from dcp_rs.checkpoint.folders import local_path
+from dcp_rs.checkpoint.names import selector
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
+from dcp_rs.cli.contents import Contents
 from dcp_rs.cli.output import line, print_json, size
 from dcp_rs.errors import PlanError, UnsupportedError
 
@@ -37,7 +40,7 @@ class Row:
 
 
 @command("bench", "dcp-rs bench ckpt/", "dcp-rs bench ckpt/ --cold --include 'model.layers.0.*'")
-@options.checkpoint
+@click.argument("path", type=local_path)
 @options.include
 @click.option(
     "--rounds",
@@ -52,47 +55,56 @@ class Row:
 @options.json
 def _bench(
     path: Path,
-    include: Sequence[str],
+    include: list[str] | None,
     rounds: int,
     cold: bool,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """Time dcp-rs, torch and safetensors as they read this checkpoint on this machine."""
-    import dcp_rs
-    from dcp_rs.checkpoint.locate import open_index
+    """Time dcp-rs, torch and safetensors as they read this checkpoint on this machine.
 
-    with dcp_rs.open(path, allow_external=allow_external) as checkpoint:
-        kind = checkpoint.source
-        if kind == "torch":
-            msg = f"{path} is a file of torch.save: there is one reader for it"
-            raise UnsupportedError(msg, path=path)
-        destination = _destination(checkpoint, path, include)
-    index = open_index(path, rank=None, allow_external=allow_external)
-    index.check_files(range(index.chunk_count))  # the other readers open any path that is named
-    files = index.file_paths()
-    total = sum(tensor.nbytes for tensor in destination.values())
-    readers = _readers(path, kind, files, threads=threads, allow_external=allow_external)
-    rows = []
-    work = total * rounds * len(readers)
-    with watching(True, "reading", total=work) as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for done, (name, read) in enumerate(readers, 1):
-            before = partial(_prepare, destination, files, cold=cold)
-            rows.append(_measure(name, read, destination, before, rounds=rounds))
-            if progress is not None:
-                progress(done * rounds * total, None)
-    if all(row.seconds is None for row in rows):
-        msg = f"no reader can read {path}: {rows[0].problem}"
+    PATH is a folder of dcp-rs, stock DCP or Hugging Face, or a .safetensors file or its
+    .index.json.
+    """
+    contents = Contents(path, selector(include, None), allow_external=allow_external)
+    index = contents.index
+    if contents.format == "torch":
+        msg = f"{path} is a file of torch.save: there is one reader for it"
         raise UnsupportedError(msg, path=path)
-    is_same = len({row.checksum for row in rows if row.checksum is not None}) <= 1
-    tensors = len(destination)
+    index.check_files(range(index.chunk_count))  # the other readers open any path that is named
+    destination = _destination(contents, include)
+    total = sum(tensor.nbytes for tensor in destination.values())
+    files = index.file_paths()
+    readers = _readers(path, contents.format, files, threads=threads, allow_external=allow_external)
+    width = max(map(len, readers))
+    if not as_json:
+        cache = "cold page cache" if cold else "warm page cache"
+        number = f"{len(destination):,} tensors, {size(total)}"
+        line(f"{number}, into CPU memory; {cache}, best of {rounds}")
+        line((f"{'':{width}}   seconds   GB/s", "dim"))
+    rows: list[Row] = []
+    for name, read in readers.items():
+        row = _measure(name, read, destination, files, cold=cold, rounds=rounds)
+        rows.append(row)
+        if as_json:
+            continue
+        if row.seconds is None:
+            line(f"{name:<{width}}   ", (f"cannot: {row.problem}", "dim"))
+        else:
+            first = next(one.seconds for one in rows if one.seconds is not None)
+            speed = f"{row.seconds:8.3f} {total / row.seconds / 1e9:6.2f}"
+            line(f"{name:<{width}}  {speed}   {first / row.seconds:.1f}x")
+    checksums = {row.checksum for row in rows if row.checksum is not None}
+    if not checksums:
+        msg = f"no reader can read {path}: {rows[-1].problem}"
+        raise UnsupportedError(msg, path=path)
+    is_same = len(checksums) == 1
     if as_json:
         print_json(
             {
                 "path": str(path),
-                "tensors": tensors,
+                "tensors": len(destination),
                 "bytes": total,
                 "cold": cold,
                 "rounds": rounds,
@@ -100,52 +112,38 @@ def _bench(
                 "readers": [asdict(row) for row in rows],
             }
         )
-    else:
-        cache = "cold page cache" if cold else "warm page cache"
-        line(f"{tensors:,} tensors, {size(total)}, into CPU memory; {cache}, best of {rounds}")
-        _show(rows, total)
-        if not is_same:
-            line(("the readers disagree on the data", "bold red"))
+    elif not is_same:
+        line(("the readers disagree on the data", "red"))
     return 0 if is_same else 1
 
 
-def _destination(checkpoint: Any, path: Path, include: Sequence[str]) -> State:
+def _destination(contents: Contents, include: list[str] | None) -> State:
     """Return empty tensors for those that are chosen, if they fit in memory."""
     import torch
 
-    from dcp_rs.checkpoint.names import globs
+    from dcp_rs.tensors.dtypes import BY_NAME
 
-    chosen = globs(list(include) or None)
-    infos = [checkpoint.info(name) for name in checkpoint if chosen is None or chosen.match(name)]
-    tensors = [info for info in infos if info.dtype is not None]
+    tensors = [entry for entry in contents.entries if entry.dtype is not None]
     if not tensors:
         matching = f" that matches {' '.join(include)}" if include else ""
-        msg = f"there is no tensor to read in {path}{matching}"
+        msg = f"there is no tensor to read in {contents.path}{matching}"
         raise PlanError(msg)
-    total = sum(torch.Size(info.shape).numel() * info.dtype.itemsize for info in tensors)
-    free = _free_memory()
-    if free is not None and total > free * 0.8:
+    total = sum(entry.nbytes for entry in tensors)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if total > memory * 0.8:
         msg = (
-            f"{size(total)} of tensors do not fit in {size(free)} of free memory: "
+            f"{size(total)} of tensors do not fit in {size(memory)} of memory: "
             "choose some with --include"
         )
         raise UnsupportedError(msg)
-    return {info.name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in tensors}
+    return {
+        entry.name: torch.empty(entry.shape, dtype=BY_NAME[entry.dtype or ""], device="cpu")
+        for entry in tensors
+    }
 
 
-def _free_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(
-            int(text.split()[1]) * 1024 for text in lines if text.startswith("MemAvailable")
-        )
-    except (OSError, ValueError, StopIteration):
-        return None
-
-
-def _readers(
-    path: Path, kind: str, files: Sequence[Path], **options: Any
-) -> list[tuple[str, Read]]:
+def _readers(path: Path, kind: str, files: Sequence[Path], **options: Any) -> dict[str, Read]:
+    """Return the readers by name. Their times are compared with that of the first."""
     import torch.distributed.checkpoint as dcp
 
     import dcp_rs
@@ -153,20 +151,18 @@ def _readers(
     def through_torch(reader: Callable[[], Any], state: State) -> None:
         dcp.load(state, storage_reader=reader(), no_dist=True)  # type: ignore[attr-defined]
 
-    def stock(name: str) -> tuple[str, Read]:
-        reader = partial(getattr(dcp, name), os.fspath(path))
-        return f"dcp.load, {name}", partial(through_torch, reader)
-
-    own = partial(dcp_rs.RsReader, path, **options)
-    readers: list[tuple[str, Read]] = [
-        ("dcp_rs.load", lambda state: dcp_rs.load(state, path, no_dist=True, **options)),
-        ("dcp.load, RsReader", partial(through_torch, own)),
-    ]
-    if kind == "dcp":
-        return [*readers, stock("FileSystemReader")]
-    if path.is_dir() and hasattr(dcp, "HuggingFaceStorageReader"):
-        readers.append(stock("HuggingFaceStorageReader"))
-    return [*readers, ("safetensors, one by one", partial(_safetensors, files))]
+    readers: dict[str, Read] = {}
+    stock = "FileSystemReader" if kind == "dcp" else "HuggingFaceStorageReader"
+    if path.is_dir() and hasattr(dcp, stock):
+        reader = partial(getattr(dcp, stock), os.fspath(path))
+        readers[f"dcp.load, {stock}"] = partial(through_torch, reader)
+    if kind != "dcp":
+        readers["safetensors, one by one"] = partial(_safetensors, files)
+    readers["dcp.load, RsReader"] = partial(
+        through_torch, partial(dcp_rs.RsReader, path, **options)
+    )
+    readers["dcp_rs.load"] = partial(dcp_rs.load, path=path, no_dist=True, **options)
+    return readers
 
 
 def _safetensors(files: Sequence[Path], state: State) -> None:
@@ -175,8 +171,8 @@ def _safetensors(files: Sequence[Path], state: State) -> None:
     left = set(state)
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # no mapping
-                if name in left and opened.get_slice(name).get_shape() == list(state[name].shape):
+            for name in left.intersection(opened.keys()):
+                if opened.get_slice(name).get_shape() == list(state[name].shape):
                     state[name].copy_(opened.get_tensor(name))
                     left.discard(name)
     if left:
@@ -184,27 +180,27 @@ def _safetensors(files: Sequence[Path], state: State) -> None:
 
 
 def _measure(
-    name: str, read: Read, destination: State, before: Callable[[], None], *, rounds: int
+    name: str, read: Read, destination: State, files: Sequence[Path], *, cold: bool, rounds: int
 ) -> Row:
-    row = Row(name)
-    for _ in range(rounds):
-        before()
-        begin = time.perf_counter()
-        try:
-            read(dict(destination))
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-                raise
-            lines = str(error).strip().split("\n")
-            message = lines[0] if isinstance(error, Exception) else lines[-1]
-            row.problem = message or type(error).__name__
-            return row
-        seconds = time.perf_counter() - begin
-        row.seconds = seconds if row.seconds is None else min(row.seconds, seconds)
-    row.checksum = 0
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    best = math.inf
+    try:
+        for _ in range(rounds):
+            _prepare(destination, files, cold=cold)
+            begin = time.perf_counter()
+            with warnings.catch_warnings(action="ignore"):
+                read(dict(destination))
+            best = min(best, time.perf_counter() - begin)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  # whatever a reader raises
+        # A CheckpointException is no Exception, and has tracebacks before the cause.
+        lines = str(error).strip().split("\n")
+        cause = lines[0] if isinstance(error, Exception) else lines[-1]
+        return Row(name, problem=cause or type(error).__name__)
+    checksum = 0
     for tensor in destination.values():
-        row.checksum = zlib.crc32(memoryview(_bytes_of(tensor).numpy()), row.checksum)
-    return row
+        checksum = zlib.crc32(memoryview(_bytes_of(tensor).numpy()), checksum)
+    return Row(name, best, checksum)
 
 
 def _prepare(destination: State, files: Sequence[Path], *, cold: bool) -> None:
@@ -225,19 +221,3 @@ def _bytes_of(tensor: Any) -> Any:
     import torch
 
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _show(rows: Sequence[Row], total: int) -> None:
-    width = max(len(row.reader) for row in rows)
-    stock = [
-        row.seconds
-        for row in rows
-        if row.seconds is not None and "RsReader" not in row.reader and "dcp_rs" not in row.reader
-    ]
-    line((f"{'':{width}}   seconds   GB/s", "dim"))
-    for row in rows:
-        if row.seconds is None:
-            line(f"{row.reader:<{width}}   ", (f"cannot: {row.problem}", "dim"))
-            continue
-        against = f"   {stock[0] / row.seconds:.1f}x" if stock else ""
-        line(f"{row.reader:<{width}}  {row.seconds:8.3f} {total / row.seconds / 1e9:6.2f}{against}")

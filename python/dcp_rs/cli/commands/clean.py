@@ -13,7 +13,7 @@ from dcp_rs._url import Url, location
 from dcp_rs.checkpoint.clean import Leftover
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, size
+from dcp_rs.cli.output import count, for_command_line, line, print_json, size
 
 
 @command(
@@ -48,16 +48,14 @@ def _clean(path: Path, yes: bool, older_than: float | None, as_json: bool) -> in
             {
                 "path": str(path),
                 "bytes": report.nbytes,
-                "found": [asdict(leftover) for leftover in report.found],
-                "removed": [asdict(leftover) for leftover in report.removed],
+                **asdict(report),
                 "kept": [asdict(leftover) | {"why": leftover.why_kept} for leftover in report.kept],
-                "failed": report.failed,
             }
         )
         return 1 if report.failed else 0
     for leftover in report.kept:
-        why = (for_command_line(leftover.why_kept or ""), "yellow")
-        line(("kept     ", "dim"), f"{_row(leftover)}  ", why)
+        why = for_command_line(leftover.why_kept or "")
+        line(("kept     ", "dim"), f"{_row(leftover)}  ", (why, "yellow"))
     for leftover in report.found:
         line(("removed  " if yes else "left     ", "red" if yes else "yellow"), _row(leftover))
     total = _total(report.found)
@@ -65,7 +63,7 @@ def _clean(path: Path, yes: bool, older_than: float | None, as_json: bool) -> in
         line("nothing to remove")
     else:
         line((f"removed {total}" if yes else f"{total} to remove: run again with --yes", "bold"))
-    if isinstance(location(path), Url):
+    if isinstance(path, Url):
         line(("unfinished uploads are in no listing: a lifecycle rule removes them", "dim"))
     return 1 if report.failed else 0
 
@@ -82,7 +80,7 @@ def _row(leftover: Leftover) -> str:
     path = leftover.path
     if not isinstance(location(path), Url):
         path = min(path, os.path.relpath(path), key=len)
-    return f"{size(leftover.nbytes):>9}  {leftover.kind:<15}  {printable(path)}"
+    return f"{size(leftover.nbytes):>9}  {leftover.kind:<15}  {path}"
 
 
 def _total(leftovers: Sequence[Leftover]) -> str:

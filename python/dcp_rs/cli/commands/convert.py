@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,22 +14,11 @@ from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.options import Command
-from dcp_rs.cli.output import (
-    count,
-    entries,
-    line,
-    print_json,
-    printable,
-    rate,
-    size,
-    text_argument,
-)
-from dcp_rs.errors import PlanError
+from dcp_rs.cli.output import count, line, print_json, size, took
 
 if TYPE_CHECKING:
     from dcp_rs.conversion import ConvertReport  # it imports torch
 
-_FORMATS = click.Choice(["dcp-rs", "dcp", "safetensors", "torch"])
 _CONFLICTS = {
     "error": "",
     "first": "taken from the first input",
@@ -38,50 +27,75 @@ _CONFLICTS = {
 }
 
 
-def _writing(*, to: str, dtype: str, rename: str, verify: str) -> Callable[[Command], Command]:
-    """Add the options that ``convert`` and ``merge`` share, with the help that differs."""
-    added = [
-        click.option("--to", type=_FORMATS, help=to),
-        click.option("--dtype", metavar="DTYPE", help=dtype),
-        click.option(
-            "--shards", metavar="N", type=click.IntRange(min=1), help="Write N data files."
-        ),
-        options.include,
-        options.exclude,
-        click.option("--rename", metavar="OLD=NEW", multiple=True, type=text_argument, help=rename),
-        click.option(
-            "--skip-unsupported",
-            is_flag=True,
-            help="Leave out entries that the format cannot store.",
-        ),
-        click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT."),
-        click.option("--verify/--no-verify", default=True, help=verify),
-        click.option(
-            "--trust-pickles",
-            is_flag=True,
-            help="Unpickle anything in a torch.save file. Such a file can run code.",
-        ),
-        options.layout,
-        options.external,
-        options.threads,
-        options.storage,
-        options.json,
-    ]
+def _rename(pair: str) -> tuple[str, str]:
+    old, equals, new = pair.partition("=")
+    if not equals:
+        raise click.BadParameter("it takes OLD=NEW")
+    return old, new
 
-    def add(function: Command) -> Command:
-        for option in reversed(added):
-            function = option(function)
-        return function
 
-    return add
+def _weights(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        msg = f"{text!r} is not a list of numbers such as 0.5,0.3,0.2"
+        raise click.BadParameter(msg) from None
+
+
+#: The options that ``convert`` and ``merge`` share.
+_WRITING = [
+    click.option(
+        "--to",
+        type=click.Choice(["dcp-rs", "dcp", "safetensors", "torch"]),
+        help="The format of OUT.  [default: by the ending of OUT: torch for .pt, .pth and .bin, "
+        "safetensors for .safetensors, else dcp-rs]",
+    ),
+    click.option(
+        "--dtype",
+        metavar="DTYPE",
+        help="Write floating-point tensors as bf16, fp16, fp32, ...  [default: that of the input]",
+    ),
+    click.option("--shards", metavar="N", type=click.IntRange(min=1), help="Write N data files."),
+    options.include,
+    options.exclude,
+    click.option(
+        "--rename",
+        metavar="OLD=NEW",
+        multiple=True,
+        type=_rename,
+        help="Rename an entry, or the prefix of names up to a dot. OLD= removes a prefix, =NEW "
+        "adds one to all names. Repeatable.",
+    ),
+    click.option(
+        "--skip-unsupported", is_flag=True, help="Leave out entries that the format cannot store."
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT."),
+    click.option(
+        "--verify/--no-verify", default=True, help="Check digests while reading, if there are any."
+    ),
+    click.option(
+        "--trust-pickles",
+        is_flag=True,
+        help="Unpickle anything in a torch.save file. Such a file can run code.",
+    ),
+    options.layout,
+    options.external,
+    options.threads,
+    options.storage,
+    options.json,
+]
+
+
+def _writing(function: Command) -> Command:
+    for option in reversed(_WRITING):
+        function = option(function)
+    return function
 
 
 def _arguments(
     *,
     dtype: str | None,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    rename: Sequence[str],
+    rename: Sequence[tuple[str, str]],
     trust_pickles: bool,
     layout: Layout,
     **options: Any,
@@ -97,18 +111,9 @@ def _arguments(
     dequantize: bool | torch.dtype = layout.dequantize is not None
     if dequantize and target is not None:
         dequantize = target if target in (torch.bfloat16, torch.float16) else torch.float32
-    renames = {}
-    for pair in rename:
-        old, equals, new = pair.partition("=")
-        if not equals:
-            msg = f"--rename {pair}: it takes OLD=NEW"
-            raise PlanError(msg)
-        renames[old] = new
     return options | {
         "dtype": dtype,
-        "include": list(include) or None,
-        "exclude": list(exclude) or None,
-        "rename": renames or None,
+        "rename": dict(rename) or None,
         "weights_only": not trust_pickles,
         "dequantize": dequantize,
         "views": layout.views,
@@ -122,16 +127,9 @@ def _arguments(
     "dcp-rs convert ckpt/ hf_model/ --to safetensors --include 'model.*' --rename model=",
     "dcp-rs convert model.pt ckpt/ --to dcp",
 )
-@options.any_checkpoint
+@options.checkpoint
 @options.location_argument("out")
-@_writing(
-    to="The format of OUT.  [default: by the ending of OUT: torch for .pt, .pth and .bin, "
-    "safetensors for .safetensors, else dcp-rs]",
-    dtype="Cast floating-point tensors: bf16, fp16, fp32, ...",
-    rename="Rename an entry, or the prefix of names up to a dot. OLD= removes a prefix, =NEW adds "
-    "one to all names. Repeatable.",
-    verify="Check the digests of PATH while reading, if it has any.",
-)
+@_writing
 def _convert(path: Path, out: Path, as_json: bool, **given: Any) -> None:
     """Convert a checkpoint to another format. OUT appears when it is complete, or not at all.
 
@@ -146,21 +144,12 @@ def _convert(path: Path, out: Path, as_json: bool, **given: Any) -> None:
         _show_written(report, out)
 
 
-def _parse_weights(
-    _context: click.Context, _parameter: click.Parameter, text: str | None
-) -> list[float] | None:
-    try:
-        return None if text is None else [float(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a list of numbers such as 0.5,0.3,0.2") from None
-
-
 @command(
     "merge",
     "dcp-rs merge run/step-100 run/step-110 run/step-120 -o averaged/ --include 'model.*'",
     "dcp-rs merge a/ b/ c/ -o merged/ --weights 0.5,0.3,0.2 --to safetensors --dtype bf16",
 )
-@options.location_arguments("paths")
+@options.location_argument("paths", nargs=-1, required=True)
 @click.option(
     "-o",
     "--out",
@@ -172,7 +161,7 @@ def _parse_weights(
 @click.option(
     "--weights",
     metavar="W,W,...",
-    callback=_parse_weights,
+    type=_weights,
     help="A number for each input, used as given. If the first is negative, write "
     "--weights=-0.5,1.5.  [default: the mean]",
 )
@@ -180,15 +169,9 @@ def _parse_weights(
     "--conflicts",
     type=click.Choice(list(_CONFLICTS)),
     default="error",
-    show_default=True,
     help="What to do with an integer, a boolean or another value that differs between inputs.",
 )
-@_writing(
-    to="The format of OUT, as for dcp-rs convert.",
-    dtype="The type of the sums: bf16, fp16, fp32, ...  [default: that of the first input]",
-    rename="Rename an entry, or the prefix of names up to a dot. Repeatable.",
-    verify="Check the digests of the inputs while reading, if they have any.",
-)
+@_writing
 def _merge(
     paths: Sequence[Path],
     out: Path,
@@ -210,20 +193,20 @@ def _merge(
         print_json(inputs | {"to": given["to"], **asdict(report)})
         return
     if report.left_out:
-        state = f"{entries(len(report.left_out))} of optimizer state (--include takes it in)"
+        state = f"{count(len(report.left_out), 'entry')} of optimizer state (--include takes it in)"
         line(("left out  ", "yellow"), state)
     for name in report.conflicts:
-        line(("differs   ", "yellow"), f"{printable(name)}: {_CONFLICTS[conflicts]}")
+        line(("differs   ", "yellow"), f"{name}: {_CONFLICTS[conflicts]}")
     for path, weight in zip(paths, report.weights, strict=True):
-        line(("summed    ", "dim"), f"{weight:g} * {printable(str(path))}")
+        line(("summed    ", "dim"), f"{weight:g} * {path!s}")
     _show_written(report, out)
 
 
 def _show_written(report: ConvertReport, out: Path) -> None:
     for name, reason in report.skipped.items():
-        line(("left out  ", "yellow"), f"{printable(name)}: {reason}")
+        line(("left out  ", "yellow"), f"{name}: {reason}")
     for name, kept in report.tied.items():
-        line(("tied      ", "dim"), f"{printable(name)} is {printable(kept)}")
-    written = f"{entries(len(report.written))}, {size(report.bytes)}"
-    took = f"{report.seconds:.1f} s ({rate(report.bytes, report.seconds)})"
-    line(f"wrote {out}: {written} in {count(report.files, 'file')}, {took}")
+        line(("tied      ", "dim"), f"{name} is {kept}")
+    written = f"{count(len(report.written), 'entry')}, {size(report.bytes)}"
+    files = f"{count(report.files, 'file')}, {took(report.seconds, report.bytes)}"
+    line(f"wrote {out}: {written} in {files}")

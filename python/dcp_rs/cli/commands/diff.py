@@ -14,8 +14,8 @@ from dcp_rs.checkpoint.names import natural, selector
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.contents import open_contents, stats_by_name
-from dcp_rs.cli.output import count, entries, line, print_json, printable, size
+from dcp_rs.cli.contents import Contents
+from dcp_rs.cli.output import count, line, print_json, size
 
 if TYPE_CHECKING:
     from dcp_rs.checkpoint.compare import Comparison, Difference  # they import torch
@@ -30,7 +30,7 @@ _SOME, _WIDTH = 10, 60
     "diff",
     "dcp-rs diff before/ after/",
     "dcp-rs diff ckpt/ hf_model/ --include 'model.*' --tolerance 1e-3",
-    "dcp-rs diff before/ after/ --html page.html --stats",
+    "dcp-rs diff before/ after/ --html page.html",
 )
 @options.location_argument("a")
 @options.location_argument("b")
@@ -44,8 +44,7 @@ _SOME, _WIDTH = 10, 60
     help="Ignore absolute differences up to this.",
 )
 @options.html
-@options.with_stats
-@options.dequantize
+@options.layout
 @options.external
 @options.threads
 @options.storage
@@ -53,13 +52,12 @@ _SOME, _WIDTH = 10, 60
 def _diff(
     a: Path,
     b: Path,
-    include: Sequence[str],
-    exclude: Sequence[str],
+    include: list[str] | None,
+    exclude: list[str] | None,
     show_all: bool,
     tolerance: float,
     html: Path | None,
-    with_stats: bool,
-    dequantize: bool,
+    layout: Layout,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
@@ -69,16 +67,14 @@ def _diff(
     A and B are two checkpoints of any kinds, torch.save files and URLs included. How they are
     sharded makes no difference.
     """
-    options.check_stats(with_stats, html)
     from dcp_rs.checkpoint.compare import compare
 
-    layout = Layout.of(dequantize, None)
     with watching(True, "comparing") as progress:
         found = compare(
             a,
             b,
-            include=list(include) or None,
-            exclude=list(exclude) or None,
+            include=include,
+            exclude=exclude,
             tolerance=tolerance,
             threads=threads,
             allow_external=allow_external,
@@ -90,57 +86,42 @@ def _diff(
     if html is not None:
         from dcp_rs.cli import page
 
-        sides = [
-            open_contents(path, allow_external=allow_external, layout=layout) for path in (a, b)
-        ]
-        chosen = selector(list(include) or None, list(exclude) or None)
-        stats = [stats_by_name(side) if with_stats else {} for side in sides]
-        for side in sides:
-            side.entries = [entry for entry in side.entries if chosen is None or chosen(entry.name)]
-        text = page.render_both(sides[0], sides[1], differences, *stats)
-        page.put(text, html, as_json=as_json)
-        if str(html) == "-":
-            return status
-    if as_json:
-        print_json(
-            {
-                "a": str(a),
-                "b": str(b),
-                "same": not differences,
-                "entries": found.entries,
-                "bytes": found.bytes,
-                "differences": [asdict(difference) for difference in differences],
-            }
+        chosen = selector(include, exclude)
+        left, right = (
+            Contents(path, chosen, allow_external=allow_external, layout=layout) for path in (a, b)
         )
+        page.write(page.render_both(left, right, differences), html, as_json=as_json)
+    if as_json:
+        print_json({"a": str(a), "b": str(b), "same": not differences, **asdict(found)})
     elif differences:
         groups = _grouped(differences)
         if html is None:
             _list(groups, show_all=show_all)
         counts = ", ".join(f"{kind}: {len(group):,}" for kind, group in groups.items())
-        line((_verdict(found), "bold red"), f" ({counts}; {size(found.bytes)} compared)")
+        line((_verdict(found), "red"), f" ({counts}; {size(found.bytes)} compared)")
     else:
-        line(("the same", "green"), f": {entries(found.entries)}, {size(found.bytes)}")
+        line(("the same", "green"), f": {count(found.entries, 'entry')}, {size(found.bytes)}")
     return status
 
 
 def _list(groups: dict[str, list[Difference]], *, show_all: bool) -> None:
     """Print a line for each difference, grouped by what differs."""
     printed = {kind: group if show_all else group[:_SOME] for kind, group in groups.items()}
-    width = max(len(printable(one.name)) for group in printed.values() for one in group)
+    width = max(len(one.name) for group in printed.values() for one in group)
     for kind, group in printed.items():
         style = "yellow" if kind in ("elements", "dtype") else "red"
         for one in group:
-            name = f"{printable(one.name):<{min(width, _WIDTH)}}"
-            line((f"{kind:<9}  ", style), f"{name}  ", (printable(_details(one)), "dim"))
+            name = f"{one.name:<{min(width, _WIDTH)}}"
+            line((f"{kind:<9}  ", style), f"{name}  ", (_details(one), "dim"))
         more = len(groups[kind]) - len(group)
         if more:
             line((f"{'':9}  and {more:,} more (--all)", "dim"))
 
 
 def _grouped(differences: Sequence[Difference]) -> dict[str, list[Difference]]:
-    groups: dict[str, list[Difference]] = {kind: [] for kind in _KINDS}
-    for one in sorted(differences, key=lambda one: natural(one.name)):
-        groups[one.kind].append(one)
+    """Return the differences of each kind that there is, in the order of _KINDS and of names."""
+    by_name = sorted(differences, key=lambda one: natural(one.name))
+    groups = {kind: [one for one in by_name if one.kind == kind] for kind in _KINDS}
     return {kind: group for kind, group in groups.items() if group}
 
 
@@ -159,4 +140,4 @@ def _verdict(found: Comparison) -> str:
     names = {difference.name for difference in found.differences if not difference.container}
     containers = {difference.name for difference in found.differences if difference.container}
     more = f", and {count(len(containers), 'container')}" if containers else ""
-    return f"{len(names):,} of {entries(found.entries)} differ{more}"
+    return f"{len(names):,} of {count(found.entries, 'entry')} differ{more}"

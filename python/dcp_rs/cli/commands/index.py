@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,7 +12,7 @@ from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.output import count, entries, line, print_json, size
+from dcp_rs.cli.output import count, line, print_json, size
 
 
 @command(
@@ -20,7 +21,7 @@ from dcp_rs.cli.output import count, entries, line, print_json, size
     "dcp-rs index hf_model/ --digests",
     "dcp-rs index ckpt/   (after its index was lost)",
 )
-@options.any_checkpoint
+@options.checkpoint
 @click.option(
     "--out",
     metavar="DIR",
@@ -41,16 +42,7 @@ from dcp_rs.cli.output import count, entries, line, print_json, size
 @options.threads
 @options.storage
 @options.json
-def _index(
-    path: Path,
-    out: Path | None,
-    digests: bool,
-    generation: int | None,
-    save_id: str | None,
-    overwrite: bool,
-    threads: int | None,
-    as_json: bool,
-) -> None:
+def _index(path: Path, as_json: bool, **given: Any) -> None:
     """Write an index for existing data.
 
     With it a checkpoint opens faster, and a dcp-rs folder that lost its index opens again. The data
@@ -59,16 +51,7 @@ def _index(
     from dcp_rs.checkpoint.index import index
 
     begin = time.perf_counter()
-    made = index(
-        path,
-        out=out,
-        digests=digests,
-        generation=generation,
-        save_id=save_id,
-        overwrite=overwrite,
-        threads=threads,
-        progress=True,
-    )
+    made = index(path, progress=True, **given)
     seconds = time.perf_counter() - begin
     opened = open_index(made.parent, rank=None, allow_external=True)
     nbytes = len(opened.to_bytes())
@@ -84,9 +67,9 @@ def _index(
             }
         )
         return
-    over = f"{entries(opened.tensor_count)} in {count(len(opened.files()), 'file')}"
+    over = f"{count(opened.tensor_count, 'entry')} in {count(len(opened.files()), 'file')}"
     line(f"wrote {made} ({size(nbytes)}) over {over}; no data was touched")
-    if digests or opened.source == "dcp-rs":
+    if given["digests"] or opened.source == "dcp-rs":
         line(
             "its digests are of the data as it is now: what was damaged before will pass for whole"
         )

@@ -6,16 +6,16 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dcp_rs._url import Url, location
+from dcp_rs._url import Url
 from dcp_rs.checkpoint.folders import holds_index
 from dcp_rs.checkpoint.names import some
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, size, table
+from dcp_rs.cli.output import count, for_command_line, line, print_json, size, table
 from dcp_rs.errors import CheckpointNotFoundError, PlanError
 
 # The modules of steps are imported where they are used: ``ls`` of a checkpoint starts without them.
@@ -23,16 +23,12 @@ if TYPE_CHECKING:
     from dcp_rs.steps.step_store import Listing, SkippedStep, Step, StepStore
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_BYTES = {"": 1, "B": 1} | {
-    unit: base**power
-    for base, suffix in ((1000, "B"), (1024, "iB"))
-    for power, prefix in enumerate(("k", "M", "G", "T"), 1)
-    for unit in (prefix + suffix, prefix.upper() + suffix)
-}
+_BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def _amount(text: str, units: dict[str, int], what: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.lower())
     if found is None or found[2] not in units or float(found[1]) <= 0:
         msg = f"{text!r} is not a {what}"
         raise click.BadParameter(msg)
@@ -67,20 +63,22 @@ def _steps(root: Path, step_name: str, as_json: bool) -> None:
 
     ROOT is the folder of a run, which holds a folder step-N for each step, or its URL.
     """
-    list_steps(root, step_name=step_name, as_json=as_json)
+    _list_steps(root, step_name, as_json=as_json)
 
 
-def is_run(path: Path) -> bool:
-    """Return whether a folder is that of a run, and no checkpoint itself."""
-    where = location(path)
-    if not isinstance(where, Url) and (where.is_file() or holds_index(where)):
+def list_if_run(path: Path, *, as_json: bool) -> bool:
+    """List the steps if a folder is that of a run, and no checkpoint itself. Return whether."""
+    if not isinstance(path, Url) and (path.is_file() or holds_index(path)):
         return False
     from dcp_rs.steps.object_store import step_store_at
 
-    return step_store_at(path).is_run()
+    is_run = step_store_at(path).is_run()
+    if is_run:
+        _list_steps(path, "step-{}", as_json=as_json)
+    return is_run
 
 
-def list_steps(path: Path, *, step_name: str = "step-{}", as_json: bool) -> None:
+def _list_steps(path: Path, step_name: str, *, as_json: bool) -> None:
     """Print a line for each step, and the steps that are passed over."""
     from dcp_rs.steps.retention import used
 
@@ -98,15 +96,7 @@ def list_steps(path: Path, *, step_name: str = "step-{}", as_json: bool) -> None
         return
     now = time.time()
     table(
-        [
-            ("step", ">"),
-            ("age", ">"),
-            ("size", ">"),
-            ("new", ">"),
-            ("reused", ">"),
-            ("verified", "<"),
-            ("metrics", "<"),
-        ],
+        [">step", ">age", ">size", ">new", ">reused", "<verified", "<metrics"],
         [
             [
                 str(step.number),
@@ -115,13 +105,13 @@ def list_steps(path: Path, *, step_name: str = "step-{}", as_json: bool) -> None
                 size(step.written),
                 size(step.reused) if step.reused else "",
                 "yes" if step.verified else "",
-                printable(" ".join(f"{k}={v:.6g}" for k, v in sorted(step.metrics.items()))),
+                " ".join(f"{k}={v:.6g}" for k, v in sorted(step.metrics.items())),
             ]
             for step in found.steps
         ],
     )
     for skipped in found.passed_over:
-        line(("passed over  ", "yellow"), printable(for_command_line(str(skipped))))
+        line(("passed over  ", "yellow"), for_command_line(str(skipped)))
     line((f"{count(len(found.steps), 'step')}, {size(used(found.steps))}", "bold"))
 
 
@@ -170,18 +160,7 @@ def list_steps(path: Path, *, step_name: str = "step-{}", as_json: bool) -> None
 @options.storage
 @options.json
 def _prune(
-    root: Path,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_within: float | None,
-    keep_best: int | None,
-    metric: str | None,
-    mode: Literal["min", "max"],
-    max_bytes: int | None,
-    verify: bool,
-    yes: bool,
-    step_name: str,
-    as_json: bool,
+    root: Path, step_name: str, verify: bool, yes: bool, as_json: bool, **policies: Any
 ) -> int:
     """List the steps that no --keep option keeps, and remains of killed saves.
 
@@ -190,21 +169,13 @@ def _prune(
     """
     from dcp_rs.steps.retention import Policies, Pruned, prune, unneeded, used
 
-    policies = Policies(
-        keep_last=keep_last,
-        keep_every=keep_every,
-        keep_within=keep_within,
-        keep_best=keep_best,
-        max_bytes=max_bytes,
-        metric=metric,
-        mode=mode,
-    )
+    kept_by = Policies(**policies)
     opened, found = _look(root, step_name)
-    _check_metric(metric, found.steps)
+    _check_metric(kept_by.metric, found.steps)
     if yes:
-        done = prune(opened, policies, verify=verify)
+        done = prune(opened, kept_by, verify=verify)
     else:
-        done = Pruned(unneeded(found.steps, policies), found.left)
+        done = Pruned(unneeded(found.steps, kept_by), found.left)
     removed = {step.number for step in done.removed}
     kept = [step for step in found.steps if step.number not in removed]
     nbytes = used(found.steps) - used(kept)
@@ -222,15 +193,13 @@ def _prune(
         return 1 if done.problems else 0
     what, style = ("removed", "red") if yes else ("to remove", "yellow")
     for title, title_style, steps in (("kept", "dim", kept), (what, style, done.removed)):
-        width = max((len(step.path.name) for step in steps), default=0)
         for step in steps:
-            name = f"{step.path.name:<{width}}"
-            line((f"{title:<11}", title_style), f"{name}  {size(step.nbytes):>9}")
+            line((f"{title:<11}", title_style), f"{step.path.name}  {size(step.nbytes):>9}")
     for skipped in done.swept:
         unfinished = ("its save did not finish", "yellow")
         line((f"{what:<11}", style), f"{skipped.path.name}  ", unfinished)
     for problem in done.problems:
-        line(("problem    ", "red"), printable(for_command_line(problem)))
+        line(("problem    ", "red"), for_command_line(problem))
     number = len(done.removed) + len(done.swept)
     total = f"{count(number, 'step')}, {size(nbytes)}"
     if not number:

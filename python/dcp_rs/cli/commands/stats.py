@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from dcp_rs.checkpoint.locate import open_index
+from dcp_rs._progress import watching
 from dcp_rs.checkpoint.names import natural
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.contents import tensor_stats
-from dcp_rs.cli.output import count, line, print_json, printable, rate, show_shape, size, table
+from dcp_rs.cli.contents import Contents
+from dcp_rs.cli.output import count, line, print_json, show_shape, size, table, took
 from dcp_rs.errors import PlanError
 
 if TYPE_CHECKING:
     from dcp_rs.checkpoint.stats import TensorStats  # it imports torch
 
 _SORTS = ("name", "min", "max", "mean", "std", "zeros", "nan", "inf", "elements")
-_COLUMNS = ("dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf", "name")
+_COLUMNS = ["<dtype", "<shape", *(f">{name}" for name in _SORTS[1:-1]), "<name"]
 #: The dtypes with two numbers in an element. Each number is counted.
 _PAIRS = frozenset(["complex32", "bcomplex32", "complex64", "complex128", "float4_e2m1fn_x2"])
 
@@ -34,7 +35,7 @@ _PAIRS = frozenset(["complex32", "bcomplex32", "complex64", "complex128", "float
     "dcp-rs stats ckpt/ 'model.*' --sort max",
     "dcp-rs stats ckpt/ --fail-on-nan --json",
 )
-@options.any_checkpoint
+@options.checkpoint
 @options.selection
 @click.option(
     "--sort",
@@ -64,35 +65,42 @@ def _stats(
 
     These are minimum, maximum, mean, standard deviation, and counts of zeros, NaN and infinities.
     """
-    index = open_index(path, rank=rank, allow_external=allow_external, layout=layout)
-    begin = time.perf_counter()
-    found, nbytes = tensor_stats(index, chosen, threads=threads)
-    seconds = time.perf_counter() - begin
-    if chosen is not None and not found:
+    from dcp_rs.checkpoint.stats import stats
+
+    contents = Contents(path, chosen, rank=rank, allow_external=allow_external, layout=layout)
+    tensors = {entry.number: entry for entry in contents.entries if entry.dtype is not None}
+    if chosen is not None and not tensors:
         msg = "no tensor matches: a pattern covers a whole name, as '*norm*' does"
         raise PlanError(msg, path=path)
-
-    def key(one: TensorStats) -> Any:
-        value = 0 if sort == "name" else getattr(one, sort)
-        return (value is None, -(value or 0), natural(one.name))
-
-    found.sort(key=key)
+    numbers = [number for number in contents.index.file_order() if number in tensors]
+    nbytes = sum(entry.nbytes for entry in tensors.values())
+    begin = time.perf_counter()
+    with watching(True, "reading") as progress:
+        found = list(stats(contents.index, numbers, threads=threads, progress=progress))
+    seconds = time.perf_counter() - begin
+    found.sort(key=lambda one: natural(one.name))
+    if sort != "name":
+        found.sort(key=lambda one: _numbered(getattr(one, sort)), reverse=True)
     bad = sum(1 for one in found if one.nan)
     if as_json:
-        tensors = [asdict(one) for one in found]
-        print_json({"path": str(path), "bytes": nbytes, "seconds": seconds, "tensors": tensors})
+        print_json(
+            {
+                "path": str(path),
+                "bytes": nbytes,
+                "seconds": seconds,
+                "tensors": [asdict(one) for one in found],
+            }
+        )
     else:
-        table(
-            [(name, "<" if name in ("dtype", "shape", "name") else ">") for name in _COLUMNS],
-            [_row(one) for one in found],
-        )
-        speed = f"{seconds:.1f} s ({rate(nbytes, seconds)})"
+        table(_COLUMNS, [_row(one) for one in found])
         worst = f": NaN in {count(bad, 'tensor')}" if bad else ""
-        line(
-            (f"{count(len(found), 'tensor')}, {size(nbytes)} in {speed}", "bold"),
-            (worst, "bold red"),
-        )
+        total = f"{count(len(found), 'tensor')}, {size(nbytes)} in {took(seconds, nbytes)}"
+        line((total, "bold"), (worst, "red"))
     return 1 if bad and fail_on_nan else 0
+
+
+def _numbered(value: float | None) -> float:
+    return -math.inf if value is None else value
 
 
 def _row(one: TensorStats) -> list[str]:
@@ -104,7 +112,7 @@ def _row(one: TensorStats) -> list[str]:
         f"{one.zeros / numbers:.1%}" if one.zeros else "0",
         f"{one.nan:,}",
         f"{one.inf:,}",
-        printable(one.name),
+        one.name,
     ]
 
 

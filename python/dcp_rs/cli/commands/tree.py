@@ -9,12 +9,11 @@ from typing import Any
 
 import click
 
-from dcp_rs.checkpoint.names import natural
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.contents import Entry, open_contents
-from dcp_rs.cli.output import bar, line, print_json, printable, size
+from dcp_rs.cli.contents import SORTS, Contents, Entry
+from dcp_rs.cli.output import bar, line, print_json, size
 
 
 @dataclass
@@ -36,37 +35,36 @@ class Module:
         else:
             self.modules.setdefault(parts[0], Module(parts[0])).add(parts[1:], entry)
 
-    def sorted(self, by: str) -> list[Module]:
-        """Return the inner modules, by name as a person counts, or by size."""
-        return sorted(
-            self.modules.values(),
-            key=lambda inner: (-inner.nbytes if by == "size" else 0, natural(inner.name)),
-        )
+    def sort(self, by: str) -> None:
+        """Sort the inner modules, by name as a person counts, or by size."""
+        inner = sorted(self.modules.values(), key=SORTS[by])
+        self.modules = {one.name: one for one in inner}
+        for one in inner:
+            one.sort(by)
 
-    def to_json(self, depth: int, by: str) -> dict[str, Any]:
+    def to_json(self, depth: int) -> dict[str, Any]:
         """Return the module for ``--json``."""
         known: dict[str, Any] = {"name": self.name, "bytes": self.nbytes, "entries": self.count}
         if depth != 0:
-            known["modules"] = [inner.to_json(depth - 1, by) for inner in self.sorted(by)]
+            known["modules"] = [inner.to_json(depth - 1) for inner in self.modules.values()]
         return known
 
-    def lines(self, indent: str, depth: int, by: str) -> Iterator[tuple[str, Module]]:
+    def lines(self, indent: str, depth: int) -> Iterator[tuple[str, Module]]:
         """Yield (branches and name, module) for inner modules. An only child shares a line."""
         if depth == 0:
             return
-        inner = self.sorted(by)
-        for one in inner:
-            is_last = one is inner[-1]
+        for number, one in enumerate(self.modules.values(), 1):
+            is_last = number == len(self.modules)
             name, deepest = one.name, one
             while len(deepest.modules) == 1 and not deepest.has_entries:
                 (deepest,) = deepest.modules.values()
                 name = f"{name}.{deepest.name}"
-            yield f"{indent}{'└─ ' if is_last else '├─ '}{printable(name)}", deepest
-            yield from deepest.lines(indent + ("   " if is_last else "│  "), depth - 1, by)
+            yield f"{indent}{'└─ ' if is_last else '├─ '}{name}", deepest
+            yield from deepest.lines(indent + ("   " if is_last else "│  "), depth - 1)
 
 
 @command("tree", "dcp-rs tree ckpt/", "dcp-rs tree ckpt/ 'model.*' --depth 0 --sort size")
-@options.any_checkpoint
+@options.checkpoint
 @options.selection
 @click.option(
     "--depth",
@@ -75,7 +73,7 @@ class Module:
     metavar="N",
     help="Show N levels of modules; 0 for all.",
 )
-@click.option("--sort", type=click.Choice(["name", "size"]), default="name", help="Sort by this.")
+@options.sort
 @options.layout
 @options.rank
 @options.storage
@@ -90,18 +88,18 @@ def _tree(
     as_json: bool,
 ) -> None:
     """Show the size of each module."""
-    contents = open_contents(path, rank=rank, layout=layout)
+    contents = Contents(path, chosen, rank=rank, layout=layout)
     root = Module("")
     for entry in contents.entries:
-        if chosen is None or chosen(entry.name):
-            root.add(entry.name.split("."), entry)
+        root.add(entry.name.split("."), entry)
+    root.sort(sort)
     depth = depth or -1  # which never gets to 0
     if as_json:
-        print_json({"path": str(path), "format": contents.format, **root.to_json(depth, sort)})
+        print_json({"path": str(path), "format": contents.format, **root.to_json(depth)})
         return
     width = max(len(f"{root.count:,}"), len("entries"))
     line((f"{'size':>9}  {'':10}  {'entries':>{width}}  module", "dim"))
-    for text, module in [(printable(str(path)), root), *root.lines("", depth, sort)]:
+    for text, module in [(str(path), root), *root.lines("", depth)]:
         line(
             f"{size(module.nbytes):>9}  ",
             (f"{bar(module.nbytes / max(1, root.nbytes), 10):10}", "blue"),

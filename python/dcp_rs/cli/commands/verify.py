@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,23 +10,14 @@ import click
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.commands.clean import mention
-from dcp_rs.cli.output import (
-    count,
-    entries,
-    for_command_line,
-    line,
-    print_json,
-    printable,
-    rate,
-    size,
-)
+from dcp_rs.cli.output import count, for_command_line, line, print_json, size, took
 
 #: Names of lost entries that are printed.
 _SOME = 10
 
 
 @command("verify", "dcp-rs verify ckpt/", "dcp-rs verify ckpt/ --json | jq .problems")
-@options.any_checkpoint
+@options.checkpoint
 @click.option(
     "--allow-unverified", is_flag=True, help="Exit with 0 if there are no digests to check against."
 )
@@ -45,43 +35,30 @@ def _verify(
     from dcp_rs.checkpoint.folders import INDEX_NAME
     from dcp_rs.checkpoint.verify import verify
 
-    begin = time.perf_counter()
     report = verify(path, threads=threads, allow_external=allow_external, progress=True)
-    seconds = time.perf_counter() - begin
     status = 0 if report or (report.ok is None and allow_unverified) else 1
     if as_json:
-        print_json(
-            {
-                "path": str(path),
-                "ok": report.ok,
-                "entries": report.entries,
-                "bytes_verified": report.bytes_verified,
-                "bytes_without_digest": report.bytes_without_digest,
-                "seconds": seconds,
-                "lost": report.lost,
-                "problems": [asdict(problem) for problem in report.problems],
-                "leftovers": [asdict(leftover) for leftover in report.leftovers],
-            }
-        )
+        print_json({"path": str(path), "ok": report.ok, **asdict(report)})
         return status
-    for problem in report.problems:
-        text = problem.got if report.entries is None else str(problem)
-        line(("damaged  ", "red"), printable(for_command_line(text)))
-    if report.entries is None:
+    if report.entries is None:  # it does not open
+        (problem,) = report.problems
+        line(("damaged  ", "red"), for_command_line(problem.got))
         advice = ""
-        if Path(report.problems[0].file).name == INDEX_NAME:
+        if Path(problem.file).name == INDEX_NAME:
             advice = "; dcp-rs index --overwrite rebuilds the index, if the data is whole"
         line(("lost     ", "red"), f"all of it: it does not open{advice}")
-    elif report.lost:
-        names = ", ".join(map(printable, report.lost[:_SOME]))
+        mention(report.leftovers)
+        line(("1 problem", "red"), ": nothing was verified")
+        return status
+    for problem in report.problems:
+        line(("damaged  ", "red"), for_command_line(str(problem)))
+    if report.lost:
+        names = ", ".join(report.lost[:_SOME])
         more = len(report.lost) - _SOME
         rest = f" and {more:,} more (--json)" if more > 0 else ""
-        number = f"{len(report.lost):,} of {entries(report.entries)}"
+        number = f"{len(report.lost):,} of {count(report.entries, 'entry')}"
         line(("lost     ", "red"), f"{number}: {names}{rest}")
     mention(report.leftovers)
-    if report.entries is None:
-        line(("1 problem", "bold red"), ": nothing was verified")
-        return status
     without = report.bytes_without_digest
     if without:
         advice = f"{size(without)} of data without digests (dcp-rs index --digests adds them)"
@@ -89,9 +66,9 @@ def _verify(
     if report.ok is None:
         line(("the files are there and of the right size; nothing was verified", "yellow"))
         return status
-    verdict = (count(len(report.problems), "problem"), "bold red")
+    verdict = (count(len(report.problems), "problem"), "red")
     if report.ok:
         verdict = ("no damage found", "yellow") if without else ("all is well", "green")
     verified = report.bytes_verified
-    line(verdict, f": {size(verified)} verified in {seconds:.1f} s ({rate(verified, seconds)})")
+    line(verdict, f": {size(verified)} verified in {took(report.seconds, verified)}")
     return status
