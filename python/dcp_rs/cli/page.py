@@ -29,7 +29,7 @@ def write(page: str, out: Path, *, as_json: bool) -> int:
     """Write a page to a file, and say so unless JSON is printed. Return its length in bytes."""
     nbytes = out.write_bytes(page.encode())
     if not as_json:
-        wrote = f"wrote {out!s} ({size(nbytes)})"
+        wrote = f"wrote {out} ({size(nbytes)})"
         line(f"{wrote}: open it in a browser, it needs no other files")
     return nbytes
 

@@ -73,7 +73,7 @@ def _bench(
         msg = f"{path} is a file of torch.save: there is one reader for it"
         raise UnsupportedError(msg, path=path)
     index.check_files(range(index.chunk_count))  # the other readers open any path that is named
-    destination = _destination(contents, include)
+    destination = _destination(contents)
     total = sum(tensor.nbytes for tensor in destination.values())
     files = index.file_paths()
     readers = _readers(path, contents.format, files, threads=threads, allow_external=allow_external)
@@ -117,7 +117,7 @@ def _bench(
     return 0 if is_same else 1
 
 
-def _destination(contents: Contents, include: list[str] | None) -> State:
+def _destination(contents: Contents) -> State:
     """Return empty tensors for those that are chosen, if they fit in memory."""
     import torch
 
@@ -125,9 +125,7 @@ def _destination(contents: Contents, include: list[str] | None) -> State:
 
     tensors = [entry for entry in contents.entries if entry.dtype is not None]
     if not tensors:
-        matching = f" that matches {' '.join(include)}" if include else ""
-        msg = f"there is no tensor to read in {contents.path}{matching}"
-        raise PlanError(msg)
+        raise PlanError("there is no tensor to read, or --include matches none", path=contents.path)
     total = sum(entry.nbytes for entry in tensors)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if total > memory * 0.8:
@@ -220,4 +218,4 @@ def _prepare(destination: State, files: Sequence[Path], *, cold: bool) -> None:
 def _bytes_of(tensor: Any) -> Any:
     import torch
 
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.view(-1).view(torch.uint8)

@@ -19,13 +19,6 @@ from dcp_rs.cli.output import count, line, print_json, size, took
 if TYPE_CHECKING:
     from dcp_rs.conversion import ConvertReport  # it imports torch
 
-_CONFLICTS = {
-    "error": "",
-    "first": "taken from the first input",
-    "last": "taken from the last input",
-    "drop": "dropped",
-}
-
 
 def _rename(pair: str) -> tuple[str, str]:
     old, equals, new = pair.partition("=")
@@ -167,7 +160,7 @@ def _convert(path: Path, out: Path, as_json: bool, **given: Any) -> None:
 )
 @click.option(
     "--conflicts",
-    type=click.Choice(list(_CONFLICTS)),
+    type=click.Choice(["error", "first", "last", "drop"]),
     default="error",
     help="What to do with an integer, a boolean or another value that differs between inputs.",
 )
@@ -196,9 +189,9 @@ def _merge(
         state = f"{count(len(report.left_out), 'entry')} of optimizer state (--include takes it in)"
         line(("left out  ", "yellow"), state)
     for name in report.conflicts:
-        line(("differs   ", "yellow"), f"{name}: {_CONFLICTS[conflicts]}")
+        line(("differs   ", "yellow"), f"{name} (--conflicts {conflicts})")
     for path, weight in zip(paths, report.weights, strict=True):
-        line(("summed    ", "dim"), f"{weight:g} * {path!s}")
+        line(("summed    ", "dim"), f"{weight:g} * {path}")
     _show_written(report, out)
 
 

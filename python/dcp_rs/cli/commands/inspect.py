@@ -85,7 +85,11 @@ def _show_overview(contents: Contents, *, show_all: bool, as_json: bool) -> None
         chunk.file for entry in contents.entries for chunk in contents.stored_chunks(entry)
     )
     files = [(name, nbytes, chunks[file]) for file, (name, nbytes) in enumerate(contents.files)]
-    dtypes = _dtypes(contents)
+    sizes: dict[str, list[int]] = {}
+    for entry in contents.entries:
+        sizes.setdefault(entry.dtype or "value", []).append(entry.nbytes)
+    dtypes = [(dtype, len(each), sum(each)) for dtype, each in sizes.items()]
+    dtypes.sort(key=lambda row: -row[2])
     biggest = sorted(contents.entries, key=SORTS["size"])
     leftovers = seen_beside(contents.path)
     some = None if show_all else _SOME
@@ -114,26 +118,21 @@ def _show_overview(contents: Contents, *, show_all: bool, as_json: bool) -> None
         line((f"  {key:<8}", "dim"), value)
     mention(leftovers)
     line()
-    table(
+    _table(
         [">size", ">chunks", "<file"],
-        [[size(nbytes), f"{number:,}", name] for name, nbytes, number in files[:some]],
-        "  ",
+        [[size(nbytes), f"{number:,}", name] for name, nbytes, number in files],
+        some,
+        "file",
     )
-    _more(len(files), some, "file")
     line()
     total = max(1, contents.nbytes)
-    table(
+    _table(
         ["<dtype", ">entries", ">size", "<share"],
         [[dtype, f"{n:,}", size(nbytes), bar(nbytes / total)] for dtype, n, nbytes in dtypes],
-        "  ",
     )
     line()
-    table(
-        [">size", "<biggest"],
-        [[size(entry.nbytes), entry.name] for entry in biggest[:some]],
-        "  ",
-    )
-    _more(len(biggest), some, "entry")
+    rows = [[size(entry.nbytes), entry.name] for entry in biggest]
+    _table([">size", "<biggest"], rows, some, "entry")
 
 
 def _facts(contents: Contents) -> list[tuple[str, str]]:
@@ -151,23 +150,18 @@ def _facts(contents: Contents) -> list[tuple[str, str]]:
     if facts.get("writer"):
         rows.append(("written", f"by {facts['writer']}"))
     for one in merged_from(contents.index):
-        save = f", save {one['save_id']!s}" if one["save_id"] else ""
-        rows.append(("merged", f"{one['weight']:g} * {one['path']!s}{save}"))
+        save = f", save {one['save_id']}" if one["save_id"] else ""
+        rows.append(("merged", f"{one['weight']:g} * {one['path']}{save}"))
     return rows
 
 
-def _dtypes(contents: Contents) -> list[tuple[str, int, int]]:
-    """Return (dtype, entries, bytes), the largest first."""
-    sizes: dict[str, list[int]] = {}
-    for entry in contents.entries:
-        sizes.setdefault(entry.dtype or "value", []).append(entry.nbytes)
-    rows = [(dtype, len(each), sum(each)) for dtype, each in sizes.items()]
-    return sorted(rows, key=lambda row: -row[2])
-
-
-def _more(number: int, some: int | None, noun: str) -> None:
-    if some is not None and number > some:
-        line((f"  and {count(number - some, noun)} more (--all)", "dim"))
+def _table(
+    columns: list[str], rows: list[list[str]], some: int | None = None, noun: str = ""
+) -> None:
+    """Print a table, and how many rows there are beside ``some``."""
+    table(columns, rows[:some], "  ")
+    if some is not None and len(rows) > some:
+        line((f"  and {count(len(rows) - some, noun)} more (--all)", "dim"))
 
 
 def _show_entry(contents: Contents, name: str, *, show_all: bool, as_json: bool) -> None:
@@ -231,8 +225,7 @@ def _show_chunks(contents: Contents, entry: Entry, *, show_all: bool) -> None:
             line(f"  {text}")
         line()
     symbols = cutmap.symbols_of([chunk.file for chunk in chunks])
-    some = None if show_all else 2 * _SOME
-    table(
+    _table(
         ["<", "<from", "<elements", ">size", ">at byte", "<file"],
         [
             [
@@ -243,8 +236,8 @@ def _show_chunks(contents: Contents, entry: Entry, *, show_all: bool) -> None:
                 f"{chunk.offset:,}",
                 contents.files[chunk.file][0],
             ]
-            for chunk in chunks[:some]
+            for chunk in chunks
         ],
-        "  ",
+        None if show_all else 2 * _SOME,
+        "chunk",
     )
-    _more(len(chunks), some, "chunk")

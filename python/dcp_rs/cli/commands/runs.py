@@ -63,7 +63,8 @@ def _steps(root: Path, step_name: str, as_json: bool) -> None:
 
     ROOT is the folder of a run, which holds a folder step-N for each step, or its URL.
     """
-    _list_steps(root, step_name, as_json=as_json)
+    _, found = _look(root, step_name)
+    _list_steps(root, found, as_json=as_json)
 
 
 def list_if_run(path: Path, *, as_json: bool) -> bool:
@@ -72,17 +73,17 @@ def list_if_run(path: Path, *, as_json: bool) -> bool:
         return False
     from dcp_rs.steps.object_store import step_store_at
 
-    is_run = step_store_at(path).is_run()
-    if is_run:
-        _list_steps(path, "step-{}", as_json=as_json)
-    return is_run
+    store = step_store_at(path)
+    if not store.is_run():
+        return False
+    _list_steps(path, store.look(), as_json=as_json)
+    return True
 
 
-def _list_steps(path: Path, step_name: str, *, as_json: bool) -> None:
+def _list_steps(path: Path, found: Listing, *, as_json: bool) -> None:
     """Print a line for each step, and the steps that are passed over."""
     from dcp_rs.steps.retention import used
 
-    _, found = _look(path, step_name)
     if as_json:
         print_json(
             {
