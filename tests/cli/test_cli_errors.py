@@ -46,6 +46,13 @@ def test_errors_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_errors_need_no_new_click(dcp_rs_cli, monkeypatch) -> None:
+    """Click 8.1 lacks this class: each error ended in an AttributeError."""
+    monkeypatch.delattr("click.exceptions.NoArgsIsHelpError", raising=False)
+    status, out, err = dcp_rs_cli("ls", "nowhere")
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+
+
 def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
     assert "ftp://host/ckpt: ftp:// is not supported" in dcp_rs_cli("verify", "ftp://host/ckpt")[2]
     said = dcp_rs_cli("index", "ckpt", "--out", "s3://bucket/ckpt")[2]
