@@ -385,8 +385,7 @@ def _load_once(
 
     def end() -> None:
         if saved is not None:
-            saved.fill(state)
-            saved.apply(models)
+            saved.apply(models, state)
         for module, part in zip(models, parts, strict=False):
             loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
             _load_model(module, loaded, strict=not partial)

@@ -13,7 +13,7 @@ class WithMasterWeights(torch.optim.SGD):
     """Steps in fp32, and rounds once."""
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -124,3 +124,19 @@ def test_state_of_a_model_in_another_dtype_goes_with_it(tmp_path):
     load_training_state(tmp_path, again, resumed)
     assert resumed.state[again.weight]["exp_avg"].dtype == torch.bfloat16
     train(again, resumed, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*cast on loading")
+@pytest.mark.parametrize("steps", [0, 1])
+def test_master_weights_of_a_model_in_another_dtype_stay(tmp_path, steps):
+    """The optimizer makes them in fp32 whatever the model is in, and they came back as bf16."""
+    model, optimizer = start(0, torch.float32)
+    train(model, optimizer, 2)
+    save_training_state(tmp_path, model, optimizer)
+    again, resumed = start(1, torch.bfloat16)
+    train(again, resumed, steps)
+    load_training_state(tmp_path, again, resumed)
+    for name in ("master", "momentum"):
+        state = resumed.state[again.weight][name]
+        assert state.dtype == torch.float32
+        assert torch.equal(state, optimizer.state[model.weight][name])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,19 +48,26 @@ _MISSING: Any = object()
 class _Target:
     """An optimizer to load into.
 
+    State that belongs to no parameter goes by its own key in place of an FQN.
+
     Attributes:
-        keys: the keys of its parameters in the checkpoint, by FQN. State that belongs to no
-            parameter goes by its own key, here and below.
+        number: its number, for messages.
+        names: its parameters with their FQNs.
+        keys: the keys of its parameters in the checkpoint, by FQN.
         groups: the parameters and settings of each of its groups.
         own: the state that it has, by FQN.
-        kept: the FQNs of parameters whose state stays.
+        made: that state or, if it has none, the state that its first step makes. Of parameters of
+            FSDP1 there is none: they are flat.
+        kept: the FQNs of parameters whose own state stays.
     """
 
     optimizer: Optimizer
     number: int
+    names: list[tuple[torch.Tensor, list[str]]]
     keys: dict[str, str]
     groups: list[dict[str, Any]]
     own: dict[str, Any]
+    made: dict[str, Any]
     kept: set[str]
 
 
@@ -82,10 +88,9 @@ class SavedOptimizers:
         self._groups = groups
         self._partial = partial_load
         self._prefix = join(key, "state")
-        params = [param for group in groups for param in group["params"]]
-        self._known = set(map(str, params))
-        self._is_by_number = any(isinstance(param, int) for param in params)
-        self._state = _SavedState(metadata, self._prefix, self._known, partial_load)
+        self._group_of = {str(param): group for group in groups for param in group["params"]}
+        self._is_by_number = any(isinstance(n, int) for group in groups for n in group["params"])
+        self._state = _SavedState(metadata, self._prefix, self._group_of, partial_load)
         base = join(key, "param_groups")
         names = [
             name
@@ -96,8 +101,6 @@ class SavedOptimizers:
         if not self._takes_groups:
             partial_load.report.excluded += names
         self._targets: list[_Target] = []
-        #: What is loaded, by name in the checkpoint.
-        self._values: dict[str, Any] = {}
 
     def template(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer]
@@ -107,163 +110,116 @@ class SavedOptimizers:
         Raises:
             PlanError: the checkpoint has other parameters, numbers, groups or shapes.
         """
-        fsdp1 = is_fsdp1(models[0])
-        shards = get_model_state_dict(models[0]) if fsdp1 else {}
-        self._values, self._targets = {}, []
+        shards = get_model_state_dict(models[0]) if is_fsdp1(models[0]) else {}
+        values: dict[str, Any] = {}
         for number, optimizer in enumerate(optimizers):
-            names = parameter_names(models, optimizer, number)
-            if not fsdp1:
-                names_by_key(models, optimizer, optimizer.state_dict(), number)
-            keys = self._saved_keys(optimizer, names, shards)
-            kept = set(self._unknown_params(keys, number))
-            groups = self._matching_groups(optimizer, names, keys, number)
-            own: dict[str, Any] = {}
-            if not fsdp1:
-                own = {fqns[0]: optimizer.state.get(param, {}) for param, fqns in names}
-            elif self._partial.may_leave:
-                own = fsdp1_state(models[0], optimizer)["state"]
-            target = _Target(optimizer, number, keys, groups, own, kept)
+            target = self._target(models, optimizer, number, shards)
             self._targets.append(target)
-            # FSDP1 gives an optimizer flat parameters: its own state tells no shapes.
-            is_saved = any(map(self._state.entries, keys.values()))
-            new = new_state(optimizer) if is_saved and not fsdp1 else {}
-            places: list[tuple[Any, torch.Tensor, list[str]]] = [
-                (param, param, fqns) for param, fqns in names
-            ]
-            places += self._other_places(target, new, is_only=not optimizers[1:])
-            for place, like, fqns in places:
-                spaces = {
-                    fqn: self._space(target, fqn, shards, like, new.get(place, {})) for fqn in fqns
-                }
-                if None in spaces.values():
+            others = self._other_keys(target, is_only=len(optimizers) == 1)
+            for param, fqns in [*target.names, *((None, [key]) for key in others)]:
+                spaces = [self._space(target, fqn, param, shards.get(fqn)) for fqn in fqns]
+                found = {name: space[name] for space in spaces if space for name in space}
+                if None in spaces:
                     # The state of a flat parameter must not come from two steps: all of it stays.
-                    kept.update(spaces)
-                    unused = [name for space in spaces.values() for name in space or ()]
-                    self._partial.report.excluded += unused
+                    target.kept.update(fqns)
+                    self._partial.report.excluded += found
                 else:
-                    for space in spaces.values():
-                        self._values.update(space or {})
-        return self._values
+                    values |= found
+        return values
 
-    def fill(self, values: Mapping[str, Any]) -> None:
-        """Take the loaded values, by name in the checkpoint."""
-        self._values = {name: values[name] for name in self._values}
+    def apply(self, models: Sequence[torch.nn.Module], values: Mapping[str, Any]) -> None:
+        """Put the loaded values into the optimizers. What was not loaded stays.
 
-    def apply(self, models: Sequence[torch.nn.Module]) -> None:
-        """Put the loaded values into the optimizers. What was not loaded stays."""
+        Args:
+            models: as for :meth:`template`.
+            values: what was loaded, by name in the checkpoint.
+        """
         for target in self._targets:
             if not self._takes_groups and target.kept.issuperset(target.keys):
                 continue
-            loaded = {
-                fqn: key
-                for fqn, key in target.keys.items()
-                if key in self._state and fqn not in target.kept
-            }
-            state = self._state.trees(loaded, partial(self._value, target.own))
-            if is_fsdp1(models[0]):
-                stays = {fqn: target.own[fqn] for fqn in target.kept if fqn in target.own}
-                self._apply_fsdp1(models[0], target, state | stays)
-            else:
-                self._apply_plain(models, target, state)
-
-    def _value(self, own: Mapping[str, Any], fqn: str, path: TreePath, name: str) -> Any:
-        """Return the loaded value of an entry; the optimizer's own if it was not loaded."""
-        return self._values[name] if name in self._values else get_at(own[fqn], path)
-
-    def _apply_plain(
-        self, models: Sequence[torch.nn.Module], target: _Target, state: dict[str, Any]
-    ) -> None:
-        optimizer, osd = target.optimizer, target.optimizer.state_dict()
-        names = names_by_key(models, optimizer, osd, target.number)
-        names |= {key: key for key in target.keys.keys() - set(names.values())}
-        loaded = {key: state[fqn] for key, fqn in names.items() if fqn in state}
-        kept = {
-            key: osd["state"][key]
-            for key, fqn in names.items()
-            if fqn in target.kept and key in osd["state"]
-        }
-        groups = [
-            group | {key: own[key] for key in PARAMETER_KEYS if key in own}
-            for group, own in zip(target.groups, osd["param_groups"], strict=True)
-        ]
-        optimizer.load_state_dict({"state": loaded | kept, "param_groups": groups})
-        self._undo_casts(models, target, loaded | kept)
-
-    def _undo_casts(
-        self, models: Sequence[torch.nn.Module], target: _Target, state: Mapping[Any, Any]
-    ) -> None:
-        """Give state the dtypes that it had before ``load_state_dict``.
-
-        That casts it to the dtype of its parameter. If the parameter was saved in another dtype,
-        the loaded state stays cast.
-
-        Args:
-            state: what was passed to ``load_state_dict``, by number of the parameter.
-        """
-        names = parameter_names(models, target.optimizer, target.number)
-        for number, (param, fqns) in enumerate(names):
-            if number in state and all(
-                fqn in target.kept or self._has_dtype_of(fqn, param) for fqn in fqns
-            ):
-                _restore_dtypes(target.optimizer.state[param], state[number])
-
-    def _has_dtype_of(self, fqn: str, param: torch.Tensor) -> bool:
-        """Return whether the parameter has the same dtype in the checkpoint."""
-        stored = self._metadata.state_dict_metadata.get(join(_MODEL, fqn))
-        return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == param.dtype
-
-    def _apply_fsdp1(self, model: torch.nn.Module, target: _Target, state: dict[str, Any]) -> None:
-        names = compiler_names(model)
-        osd = {
-            "state": {names.get(fqn, fqn): value for fqn, value in state.items()},
-            "param_groups": [
-                group | {"params": [names.get(fqn, fqn) for fqn in group["params"]]}
-                for group in target.groups
-            ],
-        }
-        with sharded_state_dicts(model):
-            flat = FullyShardedDataParallel.optim_state_dict_to_load(
-                model,
-                target.optimizer,
-                osd,
-                is_named_optimizer=is_named(target.optimizer.state_dict()),
-                group=fsdp1_group(model),
+            state = self._state.trees(target, values)
+            state |= {fqn: target.own[fqn] for fqn in target.kept if fqn in target.own}
+            to_load = (
+                _fsdp1_state_dict(models[0], target, state)
+                if is_fsdp1(models[0])
+                else _plain_state_dict(target, state)
             )
-        target.optimizer.load_state_dict(flat)
-        self._undo_casts([model], target, flat["state"])
+            target.optimizer.load_state_dict(to_load)
+            # That casts state to the dtype of its parameter: float32 master weights lose bits.
+            for number, (param, _) in enumerate(target.names):
+                if number in to_load["state"]:
+                    _restore_dtypes(target.optimizer.state[param], to_load["state"][number])
 
     # --- parameters
 
-    def _saved_keys(
+    def _target(
         self,
+        models: Sequence[torch.nn.Module],
         optimizer: Optimizer,
-        names: list[tuple[torch.Tensor, list[str]]],
+        number: int,
         shards: Mapping[str, Any],
-    ) -> dict[str, str]:
+    ) -> _Target:
+        """Match an optimizer with the saved parameters and groups.
+
+        Raises:
+            PlanError: the checkpoint has other parameters, numbers or groups.
+        """
+        fsdp1 = is_fsdp1(models[0])
+        names = parameter_names(models, optimizer, number)
+        if not fsdp1:
+            names_by_key(names, optimizer.state_dict(), number)  # raises for strangers
+        fqns_of = {id(param): fqns for param, fqns in names}
+        own_groups = [
+            [fqn for param in group["params"] for fqn in fqns_of[id(param)]]
+            for group in optimizer.param_groups
+        ]
+        is_flat = any(len(fqns) > 1 for _, fqns in names)
+        keys = self._saved_keys(own_groups, list(shards) if is_flat else [])
+        kept = set(self._unknown_params(keys, number))
+        groups = [
+            self._matching_group(group, fqns, keys, f"group {place} of optimizer {number}")
+            for place, (group, fqns) in enumerate(
+                zip(optimizer.param_groups, own_groups, strict=True)
+            )
+        ]
+        state: Mapping[Any, Any] = optimizer.state
+        if not fsdp1 and any(map(self._state.entries, keys.values())):
+            state = optimizer.state or new_state(optimizer)
+        made = {key: value for key, value in state.items() if isinstance(key, str)}
+        if not fsdp1:
+            made |= {fqns[0]: state[param] for param, fqns in names if param in state}
+        own = made if optimizer.state else {}
+        if fsdp1 and self._partial.may_leave:
+            own = fsdp1_state(models[0], optimizer)["state"] | own
+        return _Target(optimizer, number, names, keys, groups, own, made, kept)
+
+    def _saved_keys(self, groups: list[list[str]], order: list[str]) -> dict[str, str]:
         """Return the keys of an optimizer's parameters in the checkpoint, by FQN.
+
+        Args:
+            groups: the FQNs of each of its groups.
+            order: the FQNs in the order of the model, if the optimizer has flat parameters.
 
         Raises:
             PlanError: the keys are numbers, and the saved groups have other sizes.
         """
         if not self._is_by_number:
-            return {fqn: fqn for _, fqns in names for fqn in fqns}
-        own = _group_names(optimizer, names)
-        if any(len(fqns) > 1 for _, fqns in names):
-            # Numbers are older than flat parameters: group by group, in the order of the model.
-            order = {fqn: place for place, fqn in enumerate(shards)}
-            for fqns in own:
-                fqns.sort(key=lambda fqn: order.get(fqn, len(order)))
+            return {fqn: fqn for fqns in groups for fqn in fqns}
         saved = [group["params"] for group in self._groups]
-        if list(map(len, own)) != list(map(len, saved)):
+        if list(map(len, groups)) != list(map(len, saved)):
             msg = (
                 f"the saved optimizer has {_sizes(saved)}, which go by number, "
-                f"and this one has {_sizes(own)}"
+                f"and this one has {_sizes(groups)}"
             )
             raise PlanError(msg)
+        # Numbers are older than flat parameters: group by group, in the order of the model.
+        place = {fqn: number for number, fqn in enumerate(order)}
         return {
             fqn: str(key)
-            for fqns, keys in zip(own, saved, strict=True)
-            for fqn, key in zip(fqns, keys, strict=True)
+            for fqns, keys in zip(groups, saved, strict=True)
+            for fqn, key in zip(
+                sorted(fqns, key=lambda fqn: place.get(fqn, len(place))), keys, strict=True
+            )
         }
 
     def _unknown_params(self, keys: dict[str, str], number: int) -> list[str]:
@@ -272,7 +228,7 @@ class SavedOptimizers:
         Raises:
             PlanError: there are some, and that is an error.
         """
-        unknown = [fqn for fqn, key in keys.items() if key not in self._known]
+        unknown = [fqn for fqn, key in keys.items() if key not in self._group_of]
         missing = [fqn for fqn in unknown if self._partial.includes(f"{self._prefix}.{fqn}")]
         if missing and not self._partial.is_partial:
             more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
@@ -284,84 +240,58 @@ class SavedOptimizers:
         self._partial.report.missing += [f"{self._prefix}.{fqn}" for fqn in missing]
         return unknown
 
-    def _matching_groups(
-        self,
-        optimizer: Optimizer,
-        names: list[tuple[torch.Tensor, list[str]]],
-        keys: dict[str, str],
-        number: int,
-    ) -> list[dict[str, Any]]:
-        """Return the parameters and the saved settings of each group of the optimizer.
+    def _matching_group(
+        self, group: Mapping[str, Any], fqns: list[str], keys: dict[str, str], shown: str
+    ) -> dict[str, Any]:
+        """Return the parameters and the saved settings of a group of an optimizer.
 
         Raises:
-            PlanError: parameters of one group were saved with different settings, and that is an
-                error.
+            PlanError: its parameters were saved with different settings, and that is an error.
         """
-        group_of = {str(param): group for group in self._groups for param in group["params"]}
-        empty = [group for group in self._groups if not group["params"]]
-        matched = []
-        for place, (group, fqns) in enumerate(
-            zip(optimizer.param_groups, _group_names(optimizer, names), strict=True)
+        found = (self._group_of.get(keys[fqn]) for fqn in fqns)
+        saved = {
+            id(one): settings_of(one) for one in found if one is not None and self._takes_groups
+        }
+        settings = list(saved.values())
+        if not self._partial.is_partial and any(
+            to_bytes(other) != to_bytes(settings[0]) for other in settings[1:]
         ):
-            found = {id(g): g for g in (group_of.get(keys[fqn]) for fqn in fqns) if g is not None}
-            saved = list(found.values()) or ([] if fqns else empty[:1])
-            settings = [settings_of(one) for one in saved] if self._takes_groups else []
-            if not self._partial.is_partial and any(
-                to_bytes(other) != to_bytes(settings[0]) for other in settings[1:]
-            ):
-                msg = (
-                    f"the parameters of group {place} of optimizer {number} were saved in groups "
-                    "with different settings"
-                )
-                raise PlanError(msg, tensor=fqns[0])
-            # A copy for each group: a learning rate that is a tensor changes in place.
-            new = copy.deepcopy(settings[0]) if settings else {}
-            matched.append(settings_of(group) | new | {"params": fqns})
-        return matched
+            msg = f"the parameters of {shown} were saved in groups with different settings"
+            raise PlanError(msg, tensor=fqns[0])
+        # A copy for each group: a learning rate that is a tensor changes in place.
+        new = copy.deepcopy(settings[0]) if settings else {}
+        return settings_of(group) | new | {"params": fqns}
 
     # --- memory
 
-    def _other_places(
-        self, target: _Target, new: Mapping[Any, Any], *, is_only: bool
-    ) -> list[tuple[str, torch.Tensor, list[str]]]:
+    def _other_keys(self, target: _Target, *, is_only: bool) -> list[str]:
         """Add state that belongs to no parameter, such as MADGRAD's ``k``, to a target.
 
         The only optimizer takes what is saved. One of several takes what it has, or makes in its
         first step.
 
         Returns:
-            For each key the key, a tensor on its device, and the key in a list, as if it was the
-            FQN of a parameter.
+            The keys of that state.
         """
-        own: Mapping[Any, Any] = target.optimizer.state
         saved = self._state.others if is_only else []
-        places = []
-        for key in (*saved, *own, *new):
-            if not isinstance(key, str) or key in target.keys:
-                continue
-            target.keys[key] = key
-            if key in own:
-                target.own[key] = own[key]
-            if key not in self._state and self._partial.is_partial:
-                target.kept.add(key)
-            like = _tensor_at(own.get(key, new.get(key)), ())
-            places.append((key, torch.empty((), device="cpu") if like is None else like, [key]))
-        return places
+        keys = [key for key in dict.fromkeys([*saved, *target.made]) if key not in target.keys]
+        target.keys |= {key: key for key in keys}
+        if self._partial.is_partial:
+            target.kept.update(key for key in keys if key not in self._state)
+        return keys
 
     def _space(
-        self,
-        target: _Target,
-        fqn: str,
-        shards: Mapping[str, Any],
-        param: torch.Tensor,
-        new: Any,
+        self, target: _Target, fqn: str, param: torch.Tensor | None, shard: Any
     ) -> dict[str, Any] | None:
-        """Return memory for a parameter's state, by name; None if the state that it has stays."""
-        if fqn in target.kept:
-            return None
-        own, key = target.own.get(fqn, {}), target.keys[fqn]
-        self._state.restore_keys(key, own, new)
-        entries = self._included(fqn, key, own)
+        """Return memory for a parameter's state, by name; None if the state that it has stays.
+
+        Args:
+            target: the optimizer.
+            fqn: the name of the parameter.
+            param: the parameter, if the state is of one.
+            shard: the parameter in the state dict of an FSDP1 model.
+        """
+        entries = None if fqn in target.kept else self._included(target, fqn)
         if entries is None:
             return None
         space: dict[str, Any] = {}
@@ -370,33 +300,30 @@ class SavedOptimizers:
             if not isinstance(stored, TensorStorageMetadata):
                 space[name] = None
                 continue
-            shape, dtype = tuple(stored.size), stored.properties.dtype
-            like, mine, expected = shards.get(fqn, param), None, None
-            if shards:  # FSDP1
-                if shape != () and type(like) not in _torch.PLAIN_TYPES:
-                    expected = like
-            else:
-                mine = expected = _tensor_at(own, path)
-                if mine is None and path != ("step",):
-                    expected = _tensor_at(new, path)
+            shape = tuple(stored.size)
+            memory = expected = _tensor_at(target.made.get(fqn), path)
+            if shape and shard is not None and type(shard) not in _torch.PLAIN_TYPES:
+                expected = shard
             if expected is not None and tuple(global_shape(expected)) != shape:
                 self._partial.refuse_shape(name, tuple(global_shape(expected)), shape)
                 return None
-            space[name] = mine if mine is not None else _memory(shape, dtype, path, like, expected)
+            if memory is None:
+                memory = self._memory(fqn, path, stored, param if shard is None else shard)
+            space[name] = memory
         return space
 
-    def _included(self, fqn: str, key: str, own: Any) -> dict[TreePath, str] | None:
+    def _included(self, target: _Target, fqn: str) -> dict[TreePath, str] | None:
         """Return the entries of a parameter's state to load; None if the state that it has stays.
 
         Optimizers need a whole state: if the own state lacks an excluded entry, nothing is loaded.
         """
-        entries = self._state.entries(key)
+        entries = self._state.entries(target.keys[fqn])
         if not entries and not self._partial.includes(f"{self._prefix}.{fqn}"):
             return None
         excluded = self._partial.exclude(entries.values())
         rest = {path: name for path, name in entries.items() if name not in excluded}
         lacks = any(
-            get_at(own, path, _MISSING) is _MISSING
+            get_at(target.own.get(fqn), path, _MISSING) is _MISSING
             for path, name in entries.items()
             if name in excluded
         )
@@ -404,6 +331,19 @@ class SavedOptimizers:
             self._partial.report.excluded += rest.values()
             return None
         return None if self._partial.incomplete(rest.values()) else rest
+
+    def _memory(
+        self, fqn: str, path: TreePath, stored: TensorStorageMetadata, like: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return memory for an entry of which the optimizer has no tensor: like the parameter."""
+        shape, dtype = tuple(stored.size), stored.properties.dtype
+        if like is not None and path != ("step",):
+            saved = self._metadata.state_dict_metadata.get(join(_MODEL, fqn))
+            if not isinstance(saved, TensorStorageMetadata) or saved.properties.dtype != like.dtype:
+                dtype = like.dtype  # state goes with its parameter
+            if shape and global_shape(like) == shape:
+                return _torch.empty_like(like.detach(), dtype=dtype, device=like.device)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class _SavedState:
@@ -427,19 +367,21 @@ class _SavedState:
         partial_load: PartialLoad,
     ) -> None:
         tree = saved_tree(metadata, tuple(prefix.split(".")), parameters, may_be_flat=True)
-        self._prefix = prefix
-        self._partial = partial_load
         self._positions, self._is_exact = tree.positions, tree.is_exact
         self._entries: dict[str, dict[TreePath, str]] = {}
         self._containers: dict[str, list[Container]] = {}
         for name, path in tree.paths.items():
             self._entries.setdefault(name_of(path[:1]), {})[path[1:]] = name
-        for container in tree.containers:
+        containers = remaining(
+            tree.containers,
+            tree.paths.values(),
+            lambda name: partial_load.includes(f"{prefix}.{name}"),
+        )
+        for container in containers:
             if container.path:
                 key = name_of(container.path[:1])
                 self._entries.setdefault(key, {})
-                below = Container(container.position, container.path[1:], container.kind)
-                self._containers.setdefault(key, []).append(below)
+                self._containers.setdefault(key, []).append(container)
         # A stock save of a pipeline may list the parameters of one rank alone.
         self.others = [
             key
@@ -455,50 +397,68 @@ class _SavedState:
         """Return the names of a parameter's entries, by path."""
         return self._entries.get(key, {})
 
-    def restore_keys(self, key: str, *states: Any) -> None:
-        """Replace text in the paths of a parameter's entries by the keys of its states.
-
-        DCP stores every key as text.
-        """
-        if self._is_exact:
-            return
-        entries = self.entries(key)
-        for state in states:
-            entries = {_with_keys_of(state, path): name for path, name in entries.items()}
-        if entries:
-            self._entries[key] = entries
-
-    def trees(
-        self, keys: Mapping[str, str], value: Callable[[str, TreePath, str], Any]
-    ) -> dict[str, Any]:
-        """Return the states of parameters, by FQN.
+    def trees(self, target: _Target, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the loaded states of an optimizer's parameters, by FQN.
 
         Args:
-            keys: the keys of the parameters in the checkpoint, by FQN.
-            value: returns the value of an entry, given its FQN, path and name.
+            target: the optimizer. An entry that was not loaded is the one that it has.
+            values: the loaded values, by name.
 
         Raises:
             PlanError: paths contradict each other.
         """
         leaves: list[tuple[int | None, TreePath, Any]] = []
         containers: list[Container] = []
-        for fqn, key in keys.items():
-            entries = self.entries(key)
-            leaves += [
-                (self._positions[name], (fqn, *path), value(fqn, path, name))
-                for path, name in entries.items()
-            ]
-            above = f"{self._prefix}.{key}"
+        for fqn, key in target.keys.items():
+            if fqn in target.kept:
+                continue
+            for path, name in self.entries(key).items():
+                value = values[name] if name in values else get_at(target.own[fqn], path)
+                # DCP stores every key as text.
+                own = path if self._is_exact else _with_keys_of(target.made.get(fqn), path)
+                leaves.append((self._positions[name], (fqn, *own), value))
             containers += [
-                Container(c.position, (fqn, *c.path), c.kind)
-                for c in remaining(
-                    self._containers.get(key, ()), entries, partial(self._includes, above)
-                )
+                Container(c.position, (fqn, *c.path[1:]), c.kind)
+                for c in self._containers.get(key, ())
             ]
         return nest(leaves, containers)
 
-    def _includes(self, above: str, name: str) -> bool:
-        return self._partial.includes(join(above, name))
+
+def _plain_state_dict(target: _Target, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state, by FQN, as an optimizer's ``load_state_dict`` takes it."""
+    own = target.optimizer.state_dict()
+    keys = {fqn: key for key, fqn in names_by_key(target.names, own, target.number).items()}
+    groups = [
+        group | {key: old[key] for key in PARAMETER_KEYS if key in old}
+        for group, old in zip(target.groups, own["param_groups"], strict=True)
+    ]
+    return {
+        "state": {keys.get(fqn, fqn): value for fqn, value in state.items()},
+        "param_groups": groups,
+    }
+
+
+def _fsdp1_state_dict(
+    model: torch.nn.Module, target: _Target, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state, by FQN, as an optimizer of an FSDP1 model takes it. A collective."""
+    names = compiler_names(model)
+    osd = {
+        "state": {names.get(fqn, fqn): value for fqn, value in state.items()},
+        "param_groups": [
+            group | {"params": [names.get(fqn, fqn) for fqn in group["params"]]}
+            for group in target.groups
+        ],
+    }
+    with sharded_state_dicts(model):
+        flat: dict[str, Any] = FullyShardedDataParallel.optim_state_dict_to_load(
+            model,
+            target.optimizer,
+            osd,
+            is_named_optimizer=is_named(target.optimizer.state_dict()),
+            group=fsdp1_group(model),
+        )
+    return flat
 
 
 def new_state(optimizer: Optimizer) -> dict[Any, Any]:
@@ -564,35 +524,6 @@ def _restore_dtypes(cast: Any, value: Any) -> Any:
     elif isinstance(cast, list | tuple) and len(cast) == len(value):
         return type(cast)(map(_restore_dtypes, cast, value))
     return cast
-
-
-def _memory(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    path: TreePath,
-    like: Any,
-    expected: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return memory for an entry: like ``expected``, if that is known, else like the parameter."""
-    device = _torch.default_device() if like.device.type == "meta" else like.device
-    if expected is None and path != ("step",) and global_shape(like) == shape:
-        expected = like
-    if expected is None or shape == ():
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    if expected is not like and expected.dtype == dtype and expected.device == device:
-        return expected
-    return _torch.empty_like(expected.detach(), dtype=dtype, device=device)
-
-
-def _group_names(
-    optimizer: Optimizer, names: list[tuple[torch.Tensor, list[str]]]
-) -> list[list[str]]:
-    """Return the FQNs of the parameters of each group."""
-    fqns_of = {id(param): fqns for param, fqns in names}
-    return [
-        [fqn for param in group["params"] for fqn in fqns_of[id(param)]]
-        for group in optimizer.param_groups
-    ]
 
 
 def _sizes(groups: list[list[Any]]) -> str:

@@ -81,7 +81,7 @@ def _named_state(
     models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int
 ) -> dict[str, Any]:
     osd = optimizer.state_dict()
-    names = names_by_key(models, optimizer, osd, number)
+    names = names_by_key(parameter_names(models, optimizer, number), osd, number)
     return {
         "state": {names.get(key, key): value for key, value in osd["state"].items()},
         "param_groups": [
@@ -200,11 +200,19 @@ def parameter_names(
 
 
 def names_by_key(
-    models: Sequence[torch.nn.Module], optimizer: Optimizer, osd: dict[str, Any], number: int
+    names: list[tuple[torch.Tensor, list[str]]], osd: dict[str, Any], number: int
 ) -> dict[Any, str]:
-    """Return the FQNs of the parameters in an optimizer's own state dict, by key."""
+    """Return the FQNs of the parameters in an optimizer's own state dict, by key.
+
+    Args:
+        names: the parameters of the optimizer with their FQNs.
+        osd: its own state dict.
+        number: its number, for messages.
+
+    Raises:
+        PlanError: it has names that are not those of the model.
+    """
     keys = list(itertools.chain.from_iterable(group["params"] for group in osd["param_groups"]))
-    names = parameter_names(models, optimizer, number)
     if is_named(osd):
         known = {fqn for _, fqns in names for fqn in fqns}
         stranger = next((key for key in keys if key not in known), None)
