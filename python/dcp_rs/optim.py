@@ -498,16 +498,13 @@ def _saved_optimizers(
 
 def _saved_groups(reader: RsReader, metadata: Metadata, name: str) -> list[dict[str, Any]] | None:
     """Return the saved parameter groups: one value, or a list that was flattened."""
-    if name in metadata.state_dict_metadata:
-        groups: list[dict[str, Any]] = reader._read_value(name)
-        return groups
     tree = saved_tree(metadata, tuple(name.split(".")), may_be_flat=True)
     if not tree.paths:
         return None
     leaves = [
         (tree.positions[leaf], path, reader._read_value(leaf)) for leaf, path in tree.paths.items()
     ]
-    groups = build_tree(leaves, tree.containers)
+    groups: Any = build_tree(leaves, tree.containers)
     if isinstance(groups, Mapping):  # by parameter, from `flatten_optimizer_state_dict`
         return [{**settings, "params": [fqn]} for fqn, settings in groups.items()]
-    return groups
+    return list(groups)

@@ -212,39 +212,46 @@ class SavedExtra:
         self, metadata: Metadata, name: str, value: Any, partial_load: PartialLoad
     ) -> None:
         self._name = name
-        self._partial = partial_load
-        self._is_per_rank = isinstance(value, PerRank)
-        prefix = (EXTRA, name, value._saved_key) if isinstance(value, PerRank) else (EXTRA, name)
+        is_per_rank = isinstance(value, PerRank)
+        prefix = (EXTRA, name, value._saved_key) if is_per_rank else (EXTRA, name)
         whole = ".".join(prefix)
         tree = saved_tree(metadata, prefix)
-        self._positions = tree.positions
-        self._paths = {whole: ()} if whole in metadata.state_dict_metadata else tree.paths
+        self._positions, self._paths = tree.positions, tree.paths
         self._kept: dict[TreePath, Any] = {}  # leaves that stay
         own = value.state_dict() if is_stateful(value) else value
         is_included = partial_load.includes(whole)
         # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
         self._keeps = partial_load.may_leave or not tree.is_exact
-        is_empty = isinstance(own, dict) and not own and not (self._is_per_rank or tree.is_exact)
+        is_empty = isinstance(own, dict) and not own and not (is_per_rank or tree.is_exact)
         self._is_loaded = bool(self._paths or (tree.containers and is_included) or is_empty)
-        if is_included and isinstance(value, PerRank):
+        if is_included and is_per_rank:
             _check_ranks(metadata, name, value, partial_load)
         if is_included and not self._is_loaded:
-            if not self._is_per_rank and not partial_load.is_partial:
+            if not is_per_rank and not partial_load.is_partial:
                 msg = f"the checkpoint has no {EXTRA}.{name}"
                 raise PlanError(msg, tensor=f"{EXTRA}.{name}")
             partial_load.report.missing.append(whole)
+        # One level down: the entry itself may be a leaf.
+        flat = flatten({"": own})
+        leaves = {_text(path[1:]): flat.values[fqn] for fqn, path in flat.paths.items()}
         left = partial_load.exclude(self._paths)
         left |= partial_load.incomplete(key for key in self._paths if key not in left)
         if left:
-            self._keep(own, left)
+            gone = [path for key, path in self._paths.items() if key in left]
+            self._paths = {key: path for key, path in self._paths.items() if key not in left}
+            self._kept = {path: leaves[_text(path)] for path in gone if _text(path) in leaves}
+            # A list cannot lack one of its entries.
+            if any(type(part) is int for path in gone if path not in self._kept for part in path):
+                partial_load.report.excluded += self._paths
+                self._paths = {}
+            self._is_loaded = bool(self._paths)
         self._containers = remaining(
             tree.containers,
             self._paths.values(),
             lambda name: partial_load.includes(join(whole, name)),
         )
-        tensors = _leaves(own)
         self.template = {
-            key: _memory(metadata.state_dict_metadata[key], tensors.get(_text(path)))
+            key: _memory(metadata.state_dict_metadata[key], leaves.get(_text(path)))
             for key, path in self._paths.items()
         }
 
@@ -262,20 +269,6 @@ class SavedExtra:
         else:
             extra[self._name] = merge(value, state, keep=self._keeps)
 
-    def _keep(self, own: Any, left: set[str]) -> None:
-        """Do not load these names. The leaves that the entry has there stay."""
-        # One level down: the entry itself may be a leaf.
-        flat = flatten({"": own})
-        leaves = {_text(path[1:]): flat.values[name] for name, path in flat.text_paths().items()}
-        gone = [path for key, path in self._paths.items() if key in left]
-        self._paths = {key: path for key, path in self._paths.items() if key not in left}
-        self._kept = {path: leaves[_text(path)] for path in gone if _text(path) in leaves}
-        # A list cannot lack one of its entries.
-        if any(type(key) is int for path in gone if path not in self._kept for key in path):
-            self._partial.report.excluded += self._paths
-            self._paths = {}
-        self._is_loaded = bool(self._paths)
-
 
 def _check_ranks(metadata: Metadata, name: str, value: PerRank, partial_load: PartialLoad) -> None:
     """Raise if this rank would not go on with its own state. Warn if it is a random state.
@@ -286,59 +279,38 @@ def _check_ranks(metadata: Metadata, name: str, value: PerRank, partial_load: Pa
     tree = saved_tree(metadata, (EXTRA, name))
     paths = [*tree.paths.values(), *(container.path for container in tree.containers)]
     keys = {str(path[0]) for path in paths if path}
-    why = _why_not_found(f"{EXTRA}.{name}", value, keys)
-    if why is None or partial_load.is_partial:
+    is_found, key = value._saved_key in keys, value.key
+    if partial_load.is_partial or (is_found and (key is not None or isinstance(value, RngState))):
         return
-    if not isinstance(value, RngState):
-        raise PlanError(why, tensor=f"{EXTRA}.{name}")
-    if value._saved_key not in keys:
+    shown = f"{EXTRA}.{name}"
+    if isinstance(value, RngState):
         warn_caller(
-            f"{EXTRA}.{name}: this rank keeps the random number generators that it has: "
+            f"{shown}: this rank keeps the random number generators that it has: "
             "the checkpoint has none of it"
         )
-
-
-def _why_not_found(name: str, value: PerRank, keys: set[str]) -> str | None:
-    """Return why this rank does not find its own state among the saved keys; None if it does."""
+        return
+    there = f"it was saved under {', '.join(sorted(keys)[:8])}" if keys else "there is none"
+    if key is not None:
+        raise PlanError(f"{shown!r} has no state for key={key!r}: {there}", tensor=shown)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     ranks = [int(key.removeprefix(_RANK)) for key in keys if key.removeprefix(_RANK).isdecimal()]
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if value._saved_key in keys and (value.key is not None or all(rank < size for rank in ranks)):
-        return None
-    found = ", ".join(sorted(keys)[:8])
-    there = f"it was saved under {found}" if keys else "the checkpoint has none"
-    if value.key is not None:
-        return f"{name!r} has no state for key={value.key!r}: {there}"
-    rank = dist.get_rank() if size > 1 else 0
-    return (
-        f"{name!r} was saved by other ranks than load it: {there}, and this is rank {rank} of "
-        f"{size}. Give it the key that tells whose it is, PerRank(value, key=data_parallel_rank), "
-        "when you save and when you load"
-    )
+    if not is_found or max(ranks) >= size:
+        msg = (
+            f"{shown!r} was saved by other ranks than load it: {there}, and this is rank {rank} of "
+            f"{size}. Give it the key that tells whose it is, "
+            "PerRank(value, key=data_parallel_rank), when you save and when you load"
+        )
+        raise PlanError(msg, tensor=shown)
 
 
-def _memory(entry: Any, own: torch.Tensor | None) -> torch.Tensor | None:
+def _memory(entry: Any, own: Any) -> torch.Tensor | None:
     """Return memory for an entry: the caller's own tensor, if there is one; None for a value."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
-    if own is not None:
+    if isinstance(own, torch.Tensor):
         return own
     return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
 
 
 def _text(path: TreePath) -> tuple[str, ...]:
     return tuple(map(str, text_path(path)))
-
-
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:
-    """Return the tensors of a tree by path."""
-    if isinstance(tree, torch.Tensor):
-        return {path: tree}
-    if isinstance(tree, Mapping):
-        pairs: Iterable[tuple[Any, Any]] = tree.items()
-    else:
-        pairs = enumerate(tree) if isinstance(tree, list) else ()
-    return {
-        leaf: tensor
-        for key, value in pairs
-        for leaf, tensor in _leaves(value, (*path, str(key))).items()
-    }

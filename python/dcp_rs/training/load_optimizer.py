@@ -22,7 +22,6 @@ from dcp_rs.tensors.flatten import get_at
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.optimizers import (
-    PARAMETER_KEYS,
     compiler_names,
     fsdp1_group,
     fsdp1_state,
@@ -30,6 +29,7 @@ from dcp_rs.training.optimizers import (
     is_named,
     names_by_key,
     parameter_names,
+    renamed,
     settings_of,
     sharded_state_dicts,
     to_bytes,
@@ -371,7 +371,8 @@ class _SavedState:
         self._entries: dict[str, dict[TreePath, str]] = {}
         self._containers: dict[str, list[Container]] = {}
         for name, path in tree.paths.items():
-            self._entries.setdefault(name_of(path[:1]), {})[path[1:]] = name
+            if path:
+                self._entries.setdefault(name_of(path[:1]), {})[path[1:]] = name
         containers = remaining(
             tree.containers,
             tree.paths.values(),
@@ -429,13 +430,10 @@ def _plain_state_dict(target: _Target, state: Mapping[str, Any]) -> dict[str, An
     own = target.optimizer.state_dict()
     keys = {fqn: key for key, fqn in names_by_key(target.names, own, target.number).items()}
     groups = [
-        group | {key: old[key] for key in PARAMETER_KEYS if key in old}
+        old | settings_of(group)
         for group, old in zip(target.groups, own["param_groups"], strict=True)
     ]
-    return {
-        "state": {keys.get(fqn, fqn): value for fqn, value in state.items()},
-        "param_groups": groups,
-    }
+    return renamed({"state": state, "param_groups": groups}, lambda fqn: keys.get(fqn, fqn))
 
 
 def _fsdp1_state_dict(
@@ -443,13 +441,7 @@ def _fsdp1_state_dict(
 ) -> dict[str, Any]:
     """Return the state, by FQN, as an optimizer of an FSDP1 model takes it. A collective."""
     names = compiler_names(model)
-    osd = {
-        "state": {names.get(fqn, fqn): value for fqn, value in state.items()},
-        "param_groups": [
-            group | {"params": [names.get(fqn, fqn) for fqn in group["params"]]}
-            for group in target.groups
-        ],
-    }
+    osd = renamed({"state": state, "param_groups": target.groups}, lambda fqn: names.get(fqn, fqn))
     with sharded_state_dicts(model):
         flat: dict[str, Any] = FullyShardedDataParallel.optim_state_dict_to_load(
             model,
@@ -468,8 +460,6 @@ def new_state(optimizer: Optimizer) -> dict[Any, Any]:
     of zero. Afterwards it is as it was. For an optimizer that cannot make such a step, the result
     is empty.
     """
-    if optimizer.state:
-        return {}
     rates = [group.get("lr") for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ from dcp_rs.errors import PlanError
 from dcp_rs.tensors.pickles import plain_numbers
 
 __all__ = [
-    "PARAMETER_KEYS",
     "compiler_names",
     "fsdp1_group",
     "fsdp1_state",
@@ -35,13 +34,12 @@ __all__ = [
     "names_by_key",
     "optimizer_state",
     "parameter_names",
+    "renamed",
     "settings_of",
     "sharded_state_dicts",
     "to_bytes",
 ]
 
-#: The keys of a parameter group that name its parameters. The others are settings.
-PARAMETER_KEYS = ("params", "param_names")
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001
 
 
@@ -82,13 +80,7 @@ def _named_state(
 ) -> dict[str, Any]:
     osd = optimizer.state_dict()
     names = names_by_key(parameter_names(models, optimizer, number), osd, number)
-    return {
-        "state": {names.get(key, key): value for key, value in osd["state"].items()},
-        "param_groups": [
-            group | {"params": [names[key] for key in group["params"]]}
-            for group in osd["param_groups"]
-        ],
-    }
+    return renamed(osd, lambda key: names.get(key, key))
 
 
 def fsdp1_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -97,12 +89,15 @@ def fsdp1_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         osd = FullyShardedDataParallel.optim_state_dict(
             model, optimizer, optimizer.state_dict(), group=fsdp1_group(model)
         )
-    plain = without_compiler
+    return renamed(osd, without_compiler)
+
+
+def renamed(osd: Mapping[str, Any], name: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the state dict of an optimizer with other keys of parameters."""
     return {
-        "state": {plain(key): value for key, value in osd["state"].items()},
+        "state": {name(key): value for key, value in osd["state"].items()},
         "param_groups": [
-            group | {"params": [plain(key) for key in group["params"]]}
-            for group in osd.get("param_groups", [])
+            group | {"params": list(map(name, group["params"]))} for group in osd["param_groups"]
         ],
     }
 
@@ -126,8 +121,8 @@ def _of_all_ranks(groups: list[dict[str, Any]], ranks: RankGroup) -> list[dict[s
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group, such as the learning rate."""
-    return {key: value for key, value in group.items() if key not in PARAMETER_KEYS}
+    """Return the settings of a parameter group, such as the learning rate, without parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def to_bytes(value: Any) -> bytes:
@@ -179,12 +174,11 @@ def parameter_names(
     models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int
 ) -> list[tuple[torch.Tensor, list[str]]]:
     """Return the parameters of an optimizer with their FQNs. A flat parameter has several FQNs."""
-    fqns_of: dict[int, list[str]] = {}
-    for model in models:
-        for key, param in model.named_parameters():
-            fqns_of.setdefault(
-                id(param), [without_compiler(fqn) for fqn in _torch.fqns(model, key)]
-            )
+    fqns_of = {
+        id(param): list(map(without_compiler, _torch.fqns(model, key)))
+        for model in models
+        for key, param in model.named_parameters()
+    }
     names = []
     for at, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):

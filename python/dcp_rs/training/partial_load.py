@@ -23,12 +23,11 @@ class PartialLoad:
         metadata: the metadata of the checkpoint.
         planner: the planner of the load. Entries that an :class:`RsLoadPlanner` excludes are left
             alone.
-        partial: leave alone what the checkpoint lacks.
+        partial: leave alone what the checkpoint lacks, has not all of, or has in another shape.
+            Otherwise that is an error.
 
     Attributes:
         is_partial: as given.
-        is_lenient: leave alone what is incomplete in the checkpoint, or has another shape there.
-            Otherwise that is an error.
         report: what is left alone.
     """
 
@@ -37,18 +36,17 @@ class PartialLoad:
         own = planner if isinstance(planner, RsLoadPlanner) else None
         names = None if own is None else own.names
         self.is_partial = partial
-        self.is_lenient = partial or bool(getattr(planner, "allow_partial_load", False))
         self.report = LoadReport()
         self._metadata = metadata
         self._planner = own
         self._names = names if names is not None and names.is_selective else None
         # An RsLoadPlanner raises for incomplete tensors itself.
-        self._checks_completeness = self.is_lenient or own is None
+        self._checks_completeness = self.is_partial or own is None
 
     @property
     def may_leave(self) -> bool:
         """True if the load may leave entries alone."""
-        return self.is_lenient or self._names is not None
+        return self.is_partial or self._names is not None
 
     def includes(self, name: str) -> bool:
         """Return whether the planner includes an entry of this name."""
@@ -79,7 +77,7 @@ class PartialLoad:
         holes = index.check_regions(
             [(number, (0,) * len(shape), shape) for number, shape, _ in tensors], []
         )
-        if holes and not self.is_lenient:
+        if holes and not self.is_partial:
             at, offsets, sizes = holes[0]
             name = tensors[at][2]
             msg = (
@@ -97,7 +95,7 @@ class PartialLoad:
         Raises:
             PlanError: that is an error.
         """
-        if not self.is_lenient:
+        if not self.is_partial:
             msg = (
                 f"tensor {name!r} has shape {tuple(expected)} in the optimizer, and {tuple(got)} "
                 "in the checkpoint"

@@ -16,12 +16,13 @@ from dcp_rs.tensors.nesting import Container, TreePath, nest, text_path
 __all__ = ["SavedTree", "build_tree", "join", "saved_tree"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedTree:
-    """The entries of a checkpoint below a path.
+    """The entries of a checkpoint at a path and below.
 
     Attributes:
-        paths: the paths of the leaves from there, by name.
+        paths: the paths of the leaves from there, by name. An entry at the path itself has an empty
+            one.
         positions: the positions of the leaves in the saved state dict, if they are known.
         containers: the containers that the paths do not tell, with paths from there.
         is_exact: whether keys are what they were. DCP stores them as text.
@@ -40,7 +41,7 @@ def saved_tree(
     *,
     may_be_flat: bool = False,
 ) -> SavedTree:
-    """Return the entries below a path.
+    """Return the entries at a path and below.
 
     Args:
         metadata: the metadata of the checkpoint.
@@ -55,32 +56,27 @@ def saved_tree(
     index = index_of(metadata)
     if index is None:
         raise UnsupportedError("the metadata of a training load has to come from RsReader")
-    start, depth = "".join(f"{key}." for key in prefix), len(prefix)
-    planner_data, places, containers = (
-        metadata.planner_data,
-        index.positions(),
-        containers_of(index),
-    )
-    stored = planner_data if isinstance(planner_data, Mapping) else {}
-    paths: dict[str, TreePath] = {}
-    positions: dict[str, int | None] = {}
-    is_exact = containers is not None
+    whole, depth = ".".join(prefix), len(prefix)
+    stored = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    places, containers = index.positions(), containers_of(index)
+    tree = SavedTree({}, {}, [], is_exact=containers is not None)
     for number, name in enumerate(index.names()):
-        if not name.startswith(start):
+        if name != whole and not name.startswith(f"{whole}."):
             continue
         path = index.planner_path(number) or stored.get(name)
-        if path is None or len(path) <= depth or not _is_below(path, prefix):
+        if path is None or not _is_below(path, prefix):
             if path is not None and not may_be_flat and path[:1] == prefix[:1]:
                 continue
             # The state dict was flat (`flatten_optimizer_state_dict`, or another planner).
-            path, is_exact = (*prefix, *_split(name[len(start) :], parameters)), False
-        paths[name], positions[name] = tuple(path[depth:]), places[number]
-    below = [
+            path = (*prefix, *_split(name[len(whole) + 1 :], parameters))
+            tree.is_exact = False
+        tree.paths[name], tree.positions[name] = tuple(path[depth:]), places[number]
+    tree.containers += [
         Container(c.position, c.path[depth:], c.kind)
         for c in containers or ()
         if _is_below(c.path, prefix)
     ]
-    return SavedTree(paths, positions, below, is_exact)
+    return tree
 
 
 def build_tree(
@@ -108,7 +104,9 @@ def _split(name: str, parameters: Collection[str]) -> list[str]:
     """Return the path of a name that begins with the name of a parameter, which has dots."""
     ends = [at for at, letter in enumerate(name) if letter == "."]
     known = next((end for end in reversed(ends) if name[:end] in parameters), None)
-    return name.rsplit(".", 1) if known is None else [name[:known], *name[known + 1 :].split(".")]
+    if known is not None:
+        return [name[:known], *name[known + 1 :].split(".")]
+    return name.rsplit(".", 1) if name else []
 
 
 def _is_below(path: TreePath, prefix: tuple[str, ...]) -> bool:
