@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,19 +15,23 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint import (
-    _version,  # 2.8, 2.11, 2.15
-    filesystem,
-)
+from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._sharded_tensor_utils import (
-    _flatten_sharded_tensors,
-)  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+    _flatten_sharded_tensors as flatten_sharded_tensors,  # 2.8, 2.11, 2.15
+)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.state_dict import _get_fqns, _init_optim_state  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list as chunk_list,  # 2.8, 2.11, 2.15
+)
+from torch.distributed.checkpoint.state_dict import (
+    _get_fqns,  # 2.8, 2.11, 2.15
+)
+from torch.distributed.checkpoint.state_dict import (
+    _init_optim_state as init_optimizer_state,  # 2.8, 2.11, 2.15
+)
+from torch.distributed.checkpoint.utils import find_tensor_shard as find_shard  # 2.8, 2.11, 2.15
 from torch.distributed.distributed_c10d import _get_default_group, _world  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
@@ -49,7 +52,6 @@ __all__ = [
     "dtensor_offsets",
     "empty_host_cache",
     "empty_like",
-    "file_system_classes",
     "find_shard",
     "flatten_as_2_3",
     "flatten_sharded_tensors",
@@ -57,6 +59,7 @@ __all__ = [
     "group_devices",
     "has_memory",
     "host_copy_of_sharded",
+    "init_optimizer_state",
     "inner_tensors",
     "is_cached_metadata",
     "is_gloo",
@@ -74,7 +77,6 @@ __all__ = [
     "wait_tensor",
     "with_dim",
     "without_checksums",
-    "without_fsdp1_warnings",
 ]
 #: Classes of tensors without operations of their own.
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -119,11 +121,9 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 def is_gloo(group: dist.ProcessGroup | None) -> bool:
     """Return true if a process group sends host memory by gloo, unwrapped."""
-    group = group or _get_default_group()
-    if torch.device("cpu") not in group._device_types:
-        return False
-    return isinstance(
-        group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ())
+    group, cpu = group or _get_default_group(), torch.device("cpu")
+    return cpu in group._device_types and isinstance(
+        group._get_backend(cpu), getattr(dist, "ProcessGroupGloo", ())
     )
 
 
@@ -149,7 +149,7 @@ def background_group() -> dist.ProcessGroup:
 
 def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
     """Raise a ``ValueError`` if a group cannot send host memory."""
-    if torch.device("cpu") not in (group or _get_default_group())._device_types:
+    if torch.device("cpu") not in group_devices(group):
         raise ValueError(
             "a save in the background needs a process group with a CPU backend, "
             "as in init_process_group('cpu:gloo,cuda:nccl')"
@@ -188,22 +188,8 @@ def is_cached_metadata(metadata: Metadata) -> bool:
     return any(metadata is known for known in SavePlanner._cached_metadata.values())
 
 
-def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Initialize the state of an optimizer as torch does, unless it has state or gradients."""
-    _init_optim_state(optimizer)
-
-
-def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Join ShardedTensors that are shards of other ones."""
-    return _flatten_sharded_tensors(state_dict)
-
-
-_PLACE = (
-    "global_shape",
-    "global_offsets",
-    "local_offsets",
-    "local_sizes",
-)  # torch's CheckpointableTensor, 2.15
+#: The attributes of torch's CheckpointableTensor, 2.15.
+_PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def is_shard(tensor: torch.Tensor) -> bool:
@@ -214,15 +200,14 @@ def is_shard(tensor: torch.Tensor) -> bool:
 
 def place_in_whole(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that make a plain tensor a shard of a larger one."""
-    known = getattr(tensor, "__dict__", {})
-    return {name: known[name] for name in _PLACE if name in known}
+    own = getattr(tensor, "__dict__", {})
+    return {name: own[name] for name in _PLACE if name in own}
 
 
 def copy_place_in_whole(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Make ``other`` the same shard as ``tensor``, if that is one."""
-    if getattr(tensor, "__dict__", None):
-        for name, value in place_in_whole(tensor).items():
-            setattr(other, name, value)
+    for name, value in place_in_whole(tensor).items():
+        setattr(other, name, value)
 
 
 def spec_of(tensor: DTensor) -> Any:
@@ -250,23 +235,12 @@ def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     return flat, paths
 
 
-def chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
-    """Return the local chunks of a tensor of any kind that DCP knows."""
-    return list(_create_chunk_list(tensor))
-
-
-def find_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
-    """Return the tensor of a local chunk."""
-    return find_tensor_shard(tensor, index)
-
-
 def dtensor_offsets(tensor: DTensor) -> tuple[int, ...]:
     """Return the offsets of this rank's shard in the whole tensor."""
-    return tuple(
-        compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[
-            1
-        ]
+    _, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
     )
+    return tuple(offsets)
 
 
 def is_strided_shard(placement: Placement) -> bool:
@@ -332,32 +306,27 @@ def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device
 def _empty_sharded(
     tensor: ShardedTensor, *, dtype: torch.dtype, device: torch.device
 ) -> ShardedTensor:
-    made = [
-        torch.empty_like(s.tensor, dtype=dtype, device=device, requires_grad=False)
+    made = {
+        tuple(s.metadata.shard_offsets): torch.empty_like(
+            s.tensor, dtype=dtype, device=device, requires_grad=False
+        )
         for s in tensor.local_shards()
-    ]
-    own = {
-        tuple(s.metadata.shard_offsets): part
-        for s, part in zip(tensor.local_shards(), made, strict=True)
     }
     metadata = copy.deepcopy(tensor.metadata())
     metadata.tensor_properties.dtype = dtype
-    moved = False
+    moved, shards = False, []
     for shard in metadata.shards_metadata:
-        part, place = own.get(tuple(shard.shard_offsets)), shard.placement
-        if place is None:
-            continue
-        is_there = (
-            place.device().type == device.type if part is None else place.device() == part.device
-        )
-        if not is_there:
-            shard.placement = _remote_device(
-                f"rank:{place.rank()}/{device if part is None else part.device}"
-            )
-            moved = True
-    by_offsets = {tuple(shard.shard_offsets): shard for shard in metadata.shards_metadata}
+        part, place = made.get(tuple(shard.shard_offsets)), shard.placement
+        if place is not None:
+            to, at = (device if part is None else part.device), place.device()
+            # The devices of other ranks have their own numbers.
+            if at.type != to.type or (part is not None and at != to):
+                shard.placement = _remote_device(f"rank:{place.rank()}/{to}")
+                moved = True
+        if part is not None:
+            shards.append(Shard(part, shard))
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(part, by_offsets[offsets]) for offsets, part in own.items()],
+        shards,
         metadata,
         process_group=tensor._process_group,
         sharding_spec=None if moved else tensor.sharding_spec(),
@@ -379,26 +348,7 @@ def without_checksums() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_fsdp1_warnings() -> Iterator[None]:
-    """Silence the deprecation warnings of FSDP1 within this context."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
-        warnings.filterwarnings(
-            "ignore", message="FSDP.set_state_dict_type", category=FutureWarning
-        )
-        yield
-
-
 # --- names of torch's own storage ---------------------------------------------------------------
-
-
-def file_system_classes() -> dict[str, type]:
-    """Return torch's reader and writer of files, by their names."""
-    return {
-        "FileSystemReader": filesystem.FileSystemReader,
-        "FileSystemWriter": filesystem.FileSystemWriter,
-    }
 
 
 def modules_that_name(stock: type) -> list[Any]:
@@ -411,17 +361,15 @@ def modules_that_name(stock: type) -> list[Any]:
 
     found = []
     for name, module in sorted(sys.modules.items()):
+        own = vars(module)
         if (
-            name.startswith("torch.distributed.checkpoint")
-            and vars(module).get(stock.__name__) is stock
+            not name.startswith("torch.distributed.checkpoint")
+            or own.get(stock.__name__) is not stock
         ):
-            derived = [
-                value
-                for value in vars(module).values()
-                if isinstance(value, type) and value.__module__ == name
-            ]
-            if name == stock.__module__ or not any(issubclass(kind, stock) for kind in derived):
-                found.append(module)
+            continue
+        classes = [kind for kind in own.values() if isinstance(kind, type) and kind is not stock]
+        if not any(kind.__module__ == name and issubclass(kind, stock) for kind in classes):
+            found.append(module)
     return found
 
 

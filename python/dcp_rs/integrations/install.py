@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.distributed.checkpoint import filesystem
+
 from dcp_rs import _torch
 from dcp_rs._log import log as _log
 from dcp_rs.dcp.reader import RsReader
@@ -81,14 +83,15 @@ def install() -> None:
         if _count > 1:
             return
         names: list[str] = []
-        for name, stock in _torch.file_system_classes().items():
+        for name, ours in _OURS.items():
+            stock = getattr(filesystem, name)
             stand_in = _StandIn(
                 name,
                 (),
                 {
                     "stock": stock,
-                    "ours": _OURS[name],
-                    "__doc__": _OURS[name].__doc__,
+                    "ours": ours,
+                    "__doc__": ours.__doc__,
                     "__module__": stock.__module__,
                 },
             )

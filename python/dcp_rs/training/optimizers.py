@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -158,25 +159,26 @@ def fsdp1_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
 @contextmanager
 def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
     """Make state dicts of FSDP1 modules hold shards, whatever the caller has set."""
-    with (
-        _torch.without_fsdp1_warnings(),
-        FullyShardedDataParallel.state_dict_type(
+    with warnings.catch_warnings():
+        deprecated = r"FSDP\.(set_)?state_dict_type"
+        warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(
             model,
             StateDictType.SHARDED_STATE_DICT,
             ShardedStateDictConfig(),
             ShardedOptimStateDictConfig(),
-        ),
-    ):
-        yield
+        ):
+            yield
 
 
 def parameter_names(
     models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int
 ) -> list[tuple[torch.Tensor, list[str]]]:
     """Return the parameters of an optimizer with their FQNs. A flat parameter has several FQNs."""
+    # A parameter that several models have goes by its name in the first one.
     fqns_of = {
         id(param): list(map(without_compiler, _torch.fqns(model, key)))
-        for model in models
+        for model in reversed(models)
         for key, param in model.named_parameters()
     }
     names = []
