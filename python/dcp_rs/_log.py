@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+import sys
 
-import torch.distributed as dist
-
-__all__ = ["log"]
+__all__ = ["current_rank", "log"]
 
 log = logging.getLogger("dcp_rs")
 
 
+def current_rank() -> int | None:
+    """Return the rank of this process; None without a process group."""
+    dist = sys.modules.get("torch.distributed")  # without it, there is no process group
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return int(dist.get_rank())
+
+
 def _add_rank(record: logging.LogRecord) -> bool:
     """Add the rank to a record, as ``record.rank`` and in front of the message."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
-    record.rank = rank
+    record.rank = rank = current_rank()
     if rank is not None:
         record.msg = f"rank {rank}: {record.msg}"
     return True

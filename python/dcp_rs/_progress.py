@@ -1,4 +1,4 @@
-"""Progress of loads and saves: a callable, or a bar on a terminal or in a notebook."""
+"""Progress of loads and saves: a callable, or a bar in a line of stderr."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_rs import _core
+from dcp_rs._log import current_rank
 from dcp_rs._reports import size
 
 __all__ = ["Counts", "Progress", "Watch", "watching"]
@@ -25,18 +26,17 @@ _WIDTH = 24
 
 
 @contextmanager
-def watching(progress: Progress, what: str, *, total: int | None = None) -> Iterator[Watch | None]:
+def watching(progress: Progress, what: str) -> Iterator[Watch | None]:
     """Yield the callable to call with the progress of a work; None if there is none.
 
     Args:
         progress: the argument of the caller.
         what: a word for the work.
-        total: the bytes of the work, if it does not tell itself.
     """
     if not isinstance(progress, bool):
         yield progress
         return
-    bar = _make_bar(what, total) if progress else None
+    bar = _make_bar(what) if progress else None
     if bar is None:
         yield None
         return
@@ -46,44 +46,53 @@ def watching(progress: Progress, what: str, *, total: int | None = None) -> Iter
         bar.end()
 
 
-def _make_bar(what: str, total: int | None) -> _Bar | None:
+def _make_bar(what: str) -> _Bar | None:
     """Return a bar on rank 0, if there is a terminal or a notebook to draw on."""
-    dist = sys.modules.get("torch.distributed")  # without it, there is no process group
-    if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
-        return None
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if hasattr(shell, "kernel"):
-        return _NotebookBar(what, total)
-    stream = sys.stderr
-    return _TerminalBar(what, total) if stream is not None and stream.isatty() else None
+    is_notebook = "ipykernel" in sys.modules
+    is_shown = sys.stderr is not None and (is_notebook or sys.stderr.isatty())
+    return _Bar(what) if is_shown and not current_rank() else None
 
 
 class _Bar:
-    """Progress bar with bytes, speed and the time that is left."""
+    """Bar in a line of stderr with bytes, speed and the time that is left.
 
-    def __init__(self, what: str, total: int | None) -> None:
+    It disappears at the end from a terminal, and stays in a notebook.
+    """
+
+    def __init__(self, what: str) -> None:
         self._what = what
-        self._total = total
+        self._total: int | None = None
         self._done = 0
         self._begin = time.monotonic()
         self._drawn = float("-inf")
-        self.draw()
+        self.update(0)
 
     def update(self, done: int, total: int | None = None) -> None:
         """Set the bytes that are done. Draw the bar if it is time."""
         self._done = done
         self._total = self._total if total is None else total
         if time.monotonic() - self._drawn >= _PERIOD:
-            self.draw()
+            self._drawn = time.monotonic()
+            self._draw()
 
     def end(self) -> None:
-        """End the bar: the work is over, or failed."""
+        """Remove the bar: the work is over, or failed. A notebook knows no such escapes."""
+        self._draw()
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
 
-    def draw(self) -> None:
-        """Draw the present state."""
-        self._drawn = time.monotonic()
+    def _draw(self) -> None:
+        full, empty = ("█", "·") if "utf" in (sys.stderr.encoding or "").lower() else ("#", ".")
+        share = min(1.0, self._done / self._total) if self._total else 0.0
+        filled = round(share * _WIDTH)
+        line = f"{self._what} {full * filled}{empty * (_WIDTH - filled)} {self._text()}"
+        import shutil  # slow to import
 
-    def text(self) -> str:
+        columns = shutil.get_terminal_size().columns - 1
+        sys.stderr.write("\r" + line[:columns].ljust(columns))
+        sys.stderr.flush()
+
+    def _text(self) -> str:
         """Return bytes, speed and the seconds that are left."""
         seconds = time.monotonic() - self._begin
         speed = self._done / seconds if seconds > 0 else 0.0
@@ -94,50 +103,6 @@ class _Bar:
         if speed:
             left = f", {max(0.0, (self._total - self._done) / speed):.0f} s left"
         return f"{amount} of {size(self._total)}, {size(speed)}/s{left}"
-
-    def share(self) -> float:
-        """Return the part that is done, from 0 to 1."""
-        return min(1.0, self._done / self._total) if self._total else 0.0
-
-
-class _TerminalBar(_Bar):
-    """Bar in a line of stderr, which disappears at the end."""
-
-    def draw(self) -> None:
-        super().draw()
-        full, empty = ("█", "·") if "utf" in (sys.stderr.encoding or "").lower() else ("#", ".")
-        filled = round(self.share() * _WIDTH)
-        line = f"{self._what} {full * filled}{empty * (_WIDTH - filled)} {self.text()}"
-        import shutil  # slow to import
-
-        columns = shutil.get_terminal_size().columns
-        sys.stderr.write("\r" + line[: columns - 1] + "\x1b[K")
-        sys.stderr.flush()
-
-    def end(self) -> None:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
-
-
-class _NotebookBar(_Bar):
-    """Bar in the output of a notebook's cell, which stays."""
-
-    def __init__(self, what: str, total: int | None) -> None:
-        self._handle: Any = None
-        super().__init__(what, total)
-
-    def draw(self) -> None:
-        super().draw()
-        text = f"{self._what}: {self.text()}"
-        most = f" max='1' value='{self.share():.4f}'" if self._total else ""
-        shown = {"text/plain": text, "text/html": f"<progress{most}></progress> {text}"}
-        if self._handle is None:
-            self._handle = sys.modules["IPython"].display.display(shown, raw=True, display_id=True)
-        else:
-            self._handle.update(shown, raw=True)
-
-    def end(self) -> None:
-        self.draw()
 
 
 @dataclass
