@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 __all__ = ["Report", "call", "size"]
@@ -39,7 +40,8 @@ class Report:
             assert report.to_dict()["entries"] == report.entries
             ```
         """
-        found: dict[str, Any] = _plain(self)
+        values = asdict(self)  # type: ignore[call-overload]
+        found: dict[str, Any] = json.loads(json.dumps(values, default=str))
         speed = self.gb_per_second
         return found if speed is None else found | {"gb_per_second": speed}
 
@@ -55,25 +57,9 @@ class Report:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {known.name: _plain(getattr(value, known.name)) for known in fields(value)}
-    if isinstance(value, Mapping):
-        return {
-            key if isinstance(key, str) else str(key): _plain(each) for key, each in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, str | int | float) else str(value)
-
-
 def _short(name: str, value: Any) -> str:
-    if isinstance(value, list | tuple | Mapping):
-        first = [
-            repr(entry) if isinstance(entry, str) else str(entry) for entry in list(value)[:_NAMED]
-        ]
-        more = f" and {len(value) - _NAMED:,} more" if len(value) > _NAMED else ""
-        return f"<{len(value):,}: {', '.join(first)}{more}>"
+    if isinstance(value, Collection) and not isinstance(value, str):
+        return _listed(value)
     if name.startswith("bytes"):
         return size(value)
     return f"{value:.3g}" if isinstance(value, float) else repr(value)
@@ -81,18 +67,21 @@ def _short(name: str, value: Any) -> str:
 
 def call(name: str, given: Mapping[str, Any]) -> str:
     """Return a constructor call as text, ``name(option=value, ...)``, without options of None."""
-    parts = [f"{option}={_brief(value)}" for option, value in given.items() if value is not None]
+    parts = []
+    for option, value in given.items():
+        is_long = (
+            isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > _LISTED
+        )
+        if value is not None:
+            parts.append(f"{option}={_listed(value) if is_long else repr(value)}")
     return f"{name}({', '.join(parts)})"
 
 
-def _brief(value: Any) -> str:
-    if not isinstance(value, Mapping | list | tuple | set | frozenset) or len(value) <= _LISTED:
-        return repr(value)
-    first = list(value)[:_NAMED]
-    shown = map(repr, first)
-    if isinstance(value, Mapping):
-        shown = map("{0[0]!r}: {0[1]!r}".format, [(key, value[key]) for key in first])
-    return f"<{type(value).__name__} of {len(value):,}: {', '.join(shown)}, ...>"
+def _listed(values: Collection[Any]) -> str:
+    """Return the number of values, and the first of them."""
+    first = [repr(one) if isinstance(one, str) else str(one) for one in list(values)[:_NAMED]]
+    more = f" and {len(values) - _NAMED:,} more" if len(values) > _NAMED else ""
+    return f"<{len(values):,}: {', '.join(first)}{more}>"
 
 
 def size(nbytes: float) -> str:

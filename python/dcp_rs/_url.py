@@ -72,34 +72,29 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
     """
     if isinstance(path, Url):
         return path
-    if isinstance(path, os.PathLike) and (scheme := _SCHEME.match(str(path))):
-        return _parse_url(str(path), scheme)  # its __fspath__ may name a copy on this machine
-    if isinstance(path, Path):
-        if mangled := _MANGLED.match(str(path)):
-            _check_credentials(mangled[1], str(path)[mangled.end() :])
-            msg = f"{path}: pass a URL as text: pathlib.Path removes one of its two slashes"
-            raise UnsupportedError(msg, path=path)
-        return path
     if not isinstance(path, str | bytes | os.PathLike):  # callers without a type checker
         raise TypeError(_explain_no_path(path))
-    text = os.fspath(path)
+    text: str | bytes = str(path)
+    if not _SCHEME.match(str(path)):
+        text = os.fspath(path)
     if isinstance(text, bytes):
         msg = (
             f"a path is a str or a pathlib.Path, and this one is bytes, {text!r}: "
             "pass os.fsdecode(path)"
         )
         raise TypeError(msg)
-    scheme = _SCHEME.match(text)
-    if scheme is None:
-        if not text:
-            raise ValueError("the path is empty: for the current folder, pass '.'")
-        if mangled := _MANGLED.match(text):
-            _check_credentials(mangled[1], text[mangled.end() :])
-            url = text.replace(":/", "://", 1)
-            msg = f"{text}: a URL has two slashes after the colon: {url}"
-            raise UnsupportedError(msg, path=text)
-        return Path(text)
-    return _parse_url(text, scheme)
+    if scheme := _SCHEME.match(text):
+        return _parse_url(text, scheme)  # its __fspath__ may name a copy on this machine
+    if mangled := _MANGLED.match(text):
+        _check_credentials(mangled[1], text[mangled.end() :])
+        url = text.replace(":/", "://", 1)
+        msg = f"{text}: a URL has two slashes after the colon: {url}"
+        if isinstance(path, Path):
+            msg = f"{text}: pass a URL as text: pathlib.Path removes one of its two slashes"
+        raise UnsupportedError(msg, path=text)
+    if not text:
+        raise ValueError("the path is empty: for the current folder, pass '.'")
+    return path if isinstance(path, Path) else Path(text)
 
 
 def absolute(path: Path) -> Path:
@@ -146,14 +141,10 @@ def _check_credentials(scheme: str, rest: str) -> None:
 
 def _explain_no_path(value: Any) -> str:
     """Return the message for an argument that is no path."""
-    wanted = "a path is a str or a pathlib.Path, not "
-    if value is None or isinstance(value, type):
-        return wanted + ("None" if value is None else f"the class {value.__name__}")
+    kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
     own = getattr(value, "checkpoint_id", None) or getattr(value, "path", None)
-    hint = ""
-    if isinstance(own, str | os.PathLike):
-        hint = f": pass {os.fspath(own)!r}, its own path"
-    return f"{wanted}{type(value).__name__}{hint}"
+    hint = f": pass {os.fspath(own)!r}, its own path" if isinstance(own, str | os.PathLike) else ""
+    return f"a path is a str or a pathlib.Path, not {'None' if value is None else kind}{hint}"
 
 
 class StorageOptions(Mapping[str, str]):

@@ -38,20 +38,13 @@ class DcpRsError(Exception):
         offset: the byte of ``path``, if the error concerns one.
     """
 
-    path: str | None = None
-    tensor: str | None = None
-    offset: int | None = None
-
     def __init__(
         self, *args: Any, path: Any = None, tensor: str | None = None, offset: int | None = None
     ) -> None:
         super().__init__(*args)
-        if path is not None:
-            self.path = str(path)
-        if tensor is not None:
-            self.tensor = tensor
-        if offset is not None:
-            self.offset = offset
+        self.path = None if path is None else str(path)
+        self.tensor = tensor
+        self.offset = offset
 
     def __str__(self) -> str:
         # OSError, a base of some classes here, has a format of its own for several arguments.
@@ -158,17 +151,12 @@ class StorageError(DcpRsError, OSError):
         attempts: the number of attempts.
     """
 
-    operation: str | None = None
-    attempts: int | None = None
-
     def __init__(
         self, *args: Any, operation: str | None = None, attempts: int | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if operation is not None:
-            self.operation = operation
-        if attempts is not None:
-            self.attempts = attempts
+        self.operation = operation
+        self.attempts = attempts
 
 
 class StorageNotFoundError(StorageError, FileNotFoundError):

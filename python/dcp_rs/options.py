@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from dcp_rs import _core
+from dcp_rs._log import current_rank
 from dcp_rs._progress import Progress
 
 if TYPE_CHECKING:
@@ -44,10 +45,9 @@ def has_local_peers() -> bool:
     ranks = local_ranks()
     if ranks is not None:
         return ranks > 1
-    dist = sys.modules.get("torch.distributed")  # without it, there is no process group
-    if dist is None or not (dist.is_available() and dist.is_initialized()):
-        return False
-    return bool(dist.get_world_size() > 1)
+    return current_rank() is not None and bool(
+        sys.modules["torch.distributed"].get_world_size() > 1
+    )
 
 
 def uuid_of(save_id: str) -> uuid.UUID:
@@ -65,28 +65,38 @@ def uuid_of(save_id: str) -> uuid.UUID:
         raise ValueError(msg) from None
 
 
-def checks_pickles(weights_only: bool | None) -> bool:
-    """Return ``weights_only`` as a bool. None means True, as in ``torch.load``."""
-    return weights_only is None or bool(weights_only)
+class _Options:
+    """What the options of reads and writes have in common. They are dataclasses."""
 
+    threads: int | None
+    max_inflight_bytes: int | None
 
-def _check_values(options: ReadOptions | WriteOptions, **allowed: tuple[Any, ...]) -> None:
-    """Raise a ``ValueError`` for an option of an invalid value.
+    def _check(self, **allowed: tuple[Any, ...]) -> None:
+        """Raise a ``ValueError`` for an option of an invalid value.
 
-    Args:
-        options: the options.
-        allowed: the valid values, by option.
-    """
-    for name, values in allowed.items():
-        if (value := getattr(options, name)) not in values:
-            msg = f"{name}={value!r}: must be one of {', '.join(map(repr, values))}"
-            raise ValueError(msg)
-    for name in ("threads", "max_inflight_bytes"):
-        value = getattr(options, name)
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_number and value > 0):
-            msg = f"{name}={value!r}: must be a positive integer"
-            raise ValueError(msg)
+        Args:
+            allowed: the valid values, by option.
+        """
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
+                msg = f"{name}={value!r}: must be one of {', '.join(map(repr, values))}"
+                raise ValueError(msg)
+        for name in ("threads", "max_inflight_bytes"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_number and value > 0):
+                msg = f"{name}={value!r}: must be a positive integer"
+                raise ValueError(msg)
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults."""
+        return {
+            name: value for name, value in vars(self).items() if value != getattr(type(self), name)
+        }
+
+    def inflight_bytes(self, *, accelerator: bool) -> int:
+        """Return the bound for tensors on the CPU or on an accelerator."""
+        return self.max_inflight_bytes or (256 * MIB if accelerator else 64 * MIB)
 
 
 class ReadArguments(TypedDict, total=False):
@@ -123,7 +133,7 @@ class WriterArguments(WriteArguments, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOptions:
+class ReadOptions(_Options):
     """Options of reads: keyword arguments of ``RsReader``, ``load``, ``open`` and other readers.
 
     Attributes:
@@ -154,20 +164,11 @@ class ReadOptions:
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_values(
-            self,
+        self._check(
             io=("auto", "mmap", "direct", "buffered"),
             verify=("auto", True, False),
             shared=(True, False, None),
         )
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
-        return _given(self)
-
-    def inflight_bytes(self, *, accelerator: bool) -> int:
-        """Return the bound for destinations on the CPU or on an accelerator."""
-        return self.max_inflight_bytes or (256 * MIB if accelerator else 64 * MIB)
 
     def engine(self) -> dict[str, Any]:
         """Return keyword arguments for the engine."""
@@ -197,7 +198,7 @@ class ReadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriteOptions:
+class WriteOptions(_Options):
     """Options of writes: keyword arguments of ``RsWriter``, ``save`` and other writers.
 
     Attributes:
@@ -216,15 +217,7 @@ class WriteOptions:
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_values(self, io=("auto", "direct", "buffered"), fsync=(True, False))
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
-        return _given(self)
-
-    def inflight_bytes(self, *, accelerator: bool) -> int:
-        """Return the bound for tensors on the CPU or on an accelerator."""
-        return self.max_inflight_bytes or (256 * MIB if accelerator else 64 * MIB)
+        self._check(io=("auto", "direct", "buffered"), fsync=(True, False))
 
     def engine(self, *, remote: bool = False) -> dict[str, Any]:
         """Return keyword arguments for the engine; ``remote`` for an object store."""
@@ -236,12 +229,3 @@ class WriteOptions:
             # A store has a high latency, so more parts are in flight.
             "max_inflight_bytes": self.max_inflight_bytes or (256 * MIB if remote else 64 * MIB),
         }
-
-
-def _given(options: ReadOptions | WriteOptions) -> dict[str, Any]:
-    values = {known.name: getattr(options, known.name) for known in fields(options)}
-    return {
-        known.name: values[known.name]
-        for known in fields(options)
-        if values[known.name] != known.default
-    }
