@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
-from dcp_rs._arguments import suggest_option
+from dcp_rs._arguments import check_arguments, suggest_option
 from dcp_rs.api import save
 from dcp_rs.checkpoint.names import repeatable
 from dcp_rs.dcp import protocol
@@ -38,10 +38,10 @@ from dcp_rs.training.extra import (
     state_of,
     with_buffers_copied,
 )
-from dcp_rs.training.load_optimizer import SavedOptimizers
+from dcp_rs.training.load_optimizer import saved_optimizers
 from dcp_rs.training.optimizers import is_fsdp1, optimizer_state
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import build_tree, join, saved_tree
+from dcp_rs.training.saved_tree import join
 
 __all__ = [
     "PerRank",
@@ -94,9 +94,7 @@ def training_state(
     """
     # The save raises if other ranks are missing.
     ranks = RankGroup(process_group, no_dist=not dist.is_initialized())
-    models, state = _training_state(model, optimizers, extra, ranks, strict=strict_values)
-    state[MODEL] = with_buffers_copied(state[MODEL], models)
-    return state
+    return _training_state(model, optimizers, extra, ranks, strict=strict_values, copy_buffers=True)
 
 
 def _training_state(
@@ -106,13 +104,15 @@ def _training_state(
     ranks: RankGroup,
     *,
     strict: bool,
-) -> tuple[tuple[torch.nn.Module, ...], dict[str, Any]]:
-    """Return the modules and their training state."""
+    copy_buffers: bool = False,
+) -> dict[str, Any]:
     # A step of its own: what follows contains collectives.
     models, several = ranks.run(lambda: (_modules(model), _several(optimizers)))
 
     def make() -> dict[str, Any]:
         state: dict[str, Any] = {MODEL: _merged(get_model_state_dict(model) for model in models)}
+        if copy_buffers:
+            state[MODEL] = with_buffers_copied(state[MODEL], models)
         # A collective: other ranks may have optimizers.
         optim = optimizer_state(models, several, ranks)
         if several:
@@ -125,10 +125,9 @@ def _training_state(
                 check_values(EXTRA, state[EXTRA])
         return state
 
-    return models, ranks.run(make)
+    return ranks.run(make)
 
 
-@suggest_option
 def save_training_state(
     path: str | os.PathLike[str],
     model: Models,
@@ -179,13 +178,12 @@ def save_training_state(
     """
     strict = write_options.get("strict_values", True)
     ranks = RankGroup(process_group, no_dist=no_dist)
-    _, state = _training_state(model, optimizers, extra, ranks, strict=strict)
+    state = _training_state(model, optimizers, extra, ranks, strict=strict)
     return save(
         state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options
     )
 
 
-@suggest_option
 def load_training_state(
     path: str | os.PathLike[str],
     model: Models,
@@ -250,7 +248,6 @@ def load_training_state(
     )
 
 
-@suggest_option
 def load_optim_state_dict(
     path: str | os.PathLike[str],
     model: Models,
@@ -328,76 +325,53 @@ def _load(
     partial = partial or bool(getattr(planner, "allow_partial_load", False))
     models, optimizers = ranks.run(lambda: (_modules(model), _several(optimizer)))
 
+    def load() -> None:
+        """Load everything from the one save that the path holds now."""
+        reader, metadata = ranks.run(lambda: _opened(path, read_options))
+        state: dict[str, Any] = {}
+        puts: list[Callable[[Mapping[str, Any]], None]] = []
+
+        def begin() -> PartialLoad:
+            partial_load = PartialLoad(metadata, planner, partial=partial)
+            saved = None
+            if optimizers:
+                saved = saved_optimizers(reader, metadata, key, partial_load, needed=extra is None)
+            if saved is not None:
+                state.update(saved.template(models, optimizers))
+                puts.append(saved.put)
+            if extra is not None:
+                parts = list(map(get_model_state_dict, models))
+                state[MODEL] = _merged(parts)
+                puts.append(
+                    lambda loaded: _load_models(models, parts, loaded[MODEL], partial=partial)
+                )
+                for name in extra:
+                    one = SavedExtra(metadata, extra, name, partial_load)
+                    state.update(one.template)
+                    puts.append(one.put)
+            return partial_load
+
+        def end() -> None:
+            for put in puts:
+                put(state)
+
+        partial_load = ranks.run(begin)
+        _read(ranks, state, reader, metadata, planner)
+        ranks.run(end)
+        before = [join(key, "param_groups")] if optimizers else []
+        per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
+        partial_load.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
+
     attempt = 0
     while True:
         attempt += 1
         try:
-            _load_once(
-                path,
-                models,
-                optimizers,
-                planner,
-                ranks,
-                read_options,
-                partial=partial,
-                key=key,
-                extra=extra,
-            )
+            load()
         except BaseException as error:
             if not engine.starts_again(ranks, error, attempt, may_retry=not partial):
                 raise
         else:
             return planner.report if isinstance(planner, RsLoadPlanner) else None
-
-
-def _load_once(
-    path: str | os.PathLike[str],
-    models: tuple[torch.nn.Module, ...],
-    optimizers: tuple[Optimizer, ...],
-    planner: LoadPlanner,
-    ranks: RankGroup,
-    read_options: dict[str, Any],
-    *,
-    partial: bool,
-    key: str,
-    extra: dict[str, Any] | None,
-) -> None:
-    """Load from the save that the path holds now."""
-    reader, metadata = ranks.run(lambda: _opened(path, read_options))
-    state: dict[str, Any] = {}
-    parts: list[dict[str, Any]] = []
-    extras: list[SavedExtra] = []
-
-    def begin() -> tuple[PartialLoad, SavedOptimizers | None]:
-        partial_load = PartialLoad(metadata, planner, partial=partial)
-        if extra is not None:
-            parts.extend(get_model_state_dict(model) for model in models)
-            state[MODEL] = _merged(parts)
-        saved = None
-        if optimizers:
-            saved = _saved_optimizers(reader, metadata, key, partial_load, needed=extra is None)
-        if saved is not None:
-            state.update(saved.template(models, optimizers))
-        for name, value in (extra or {}).items():
-            extras.append(SavedExtra(metadata, name, value, partial_load))
-            state.update(extras[-1].template)
-        return partial_load, saved
-
-    def end() -> None:
-        if saved is not None:
-            saved.apply(models, state)
-        for module, part in zip(models, parts, strict=False):
-            loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
-            _load_model(module, loaded, strict=not partial)
-        for one in extras:
-            one.put(extra or {}, state)
-
-    partial_load, saved = ranks.run(begin)
-    _read(ranks, state, reader, metadata, planner)
-    ranks.run(end)
-    before = [] if saved is None else [join(key, "param_groups")]
-    per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
-    partial_load.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
 
 
 def _read(
@@ -416,19 +390,29 @@ def _read(
     planner._end_load(report, reader._source)
 
 
-def _load_model(module: torch.nn.Module, loaded: dict[str, Any], *, strict: bool) -> None:
-    if is_fsdp1(module):
-        set_model_state_dict(module, loaded, options=StateDictOptions(strict=strict))
-        return
-    # That function raises if a wrapped module is registered under two names.
-    names = {key: _torch.fqns(module, key)[0] for key in module.state_dict()}
-    found = {key: loaded[name] for key, name in names.items() if name in loaded}
-    module.load_state_dict(found, strict=strict)
+def _load_models(
+    models: Iterable[torch.nn.Module],
+    parts: Iterable[Mapping[str, Any]],
+    loaded: Mapping[str, Any],
+    *,
+    partial: bool,
+) -> None:
+    """Load the modules, whose state dicts had the names of ``parts``."""
+    for module, part in zip(models, parts, strict=True):
+        own = {name: loaded[name] for name in part}
+        if is_fsdp1(module):
+            set_model_state_dict(module, own, options=StateDictOptions(strict=not partial))
+            continue
+        # That function raises if a wrapped module is registered under two names.
+        names = {key: _torch.fqns(module, key)[0] for key in module.state_dict()}
+        found = {key: own[name] for key, name in names.items() if name in own}
+        module.load_state_dict(found, strict=not partial)
 
 
 def _opened(
     path: str | os.PathLike[str], read_options: dict[str, Any]
 ) -> tuple[RsReader, Metadata]:
+    check_arguments(RsReader.__init__, read_options)
     if "views" in read_options:  # a load that begins again iterates again
         read_options["views"] = repeatable(read_options["views"])
     reader = RsReader(path, **read_options)
@@ -467,44 +451,3 @@ def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-
-
-def _saved_optimizers(
-    reader: RsReader, metadata: Metadata, key: str, partial_load: PartialLoad, *, needed: bool
-) -> SavedOptimizers | None:
-    """Return the optimizer state under a key; None if there is none, or the load excludes it.
-
-    Raises:
-        PlanError: there is none, and that is an error; with ``needed``, in a partial load too.
-    """
-    start, base = f"{key}." if key else "", join(key, "param_groups")
-    names = [name for name in metadata.state_dict_metadata if name.startswith(start)]
-    if not any(map(partial_load.includes, names or [base])):
-        partial_load.exclude(names)
-        return None
-    groups = _saved_groups(reader, metadata, base)
-    if groups is not None:
-        return SavedOptimizers(metadata, key, groups, partial_load)
-    if partial_load.is_partial and not needed:
-        partial_load.report.missing.append(key)
-        return None
-    msg = f"the checkpoint has no optimizer state under {key!r}: there is no {base!r}"
-    above = (f".{name}".partition(".param_groups") for name in metadata.state_dict_metadata)
-    other = next((before.removeprefix(".") for before, found, _ in above if found), None)
-    if other is not None:
-        msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
-    raise PlanError(msg, tensor=base)
-
-
-def _saved_groups(reader: RsReader, metadata: Metadata, name: str) -> list[dict[str, Any]] | None:
-    """Return the saved parameter groups: one value, or a list that was flattened."""
-    tree = saved_tree(metadata, tuple(name.split(".")), may_be_flat=True)
-    if not tree.paths:
-        return None
-    leaves = [
-        (tree.positions[leaf], path, reader._read_value(leaf)) for leaf, path in tree.paths.items()
-    ]
-    groups: Any = build_tree(leaves, tree.containers)
-    if isinstance(groups, Mapping):  # by parameter, from `flatten_optimizer_state_dict`
-        return [{**settings, "params": [fqn]} for fqn, settings in groups.items()]
-    return list(groups)

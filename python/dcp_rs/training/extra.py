@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_rs import _torch
+from dcp_rs._log import current_rank
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.flatten import flatten, is_stateful
 from dcp_rs.tensors.memory import clone
-from dcp_rs.tensors.nesting import TreePath, remaining, text_path
+from dcp_rs.tensors.nesting import TreePath, text_path
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import build_tree, join, saved_tree
+from dcp_rs.training.saved_tree import SavedTree, build_tree, saved_tree
 
 __all__ = [
     "EXTRA",
@@ -65,7 +66,7 @@ class PerRank:
         """Return the name of the value in the checkpoint."""
         if self.key is not None:
             return f"{_KEY}{self.key}"
-        return f"{_RANK}{dist.get_rank() if dist.is_initialized() else 0}"
+        return f"{_RANK}{current_rank() or 0}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's value.
@@ -111,8 +112,8 @@ class RngState(PerRank):
         if torch.accelerator.is_available():
             state["accelerator"] = torch.get_device_module().get_rng_state()
         if "numpy" in sys.modules:
-            name, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
-            state["numpy"] = (name, keys.tolist(), int(position), int(has_gauss), float(gauss))
+            name, keys, *rest = sys.modules["numpy"].random.get_state()
+            state["numpy"] = (name, keys.tolist(), *plain_numbers(rest))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,9 +134,8 @@ class RngState(PerRank):
 
 def state_of(value: Any) -> Any:
     """Return the state to save for an entry of ``extra``."""
-    if isinstance(value, PerRank):
-        return {value._saved_key: plain_numbers(value.state_dict())}
-    return plain_numbers(value.state_dict() if is_stateful(value) else value)
+    state = plain_numbers(value.state_dict() if is_stateful(value) else value)
+    return {value._saved_key: state} if isinstance(value, PerRank) else state
 
 
 def check_values(name: str, tree: Any) -> None:
@@ -197,8 +197,8 @@ class SavedExtra:
 
     Args:
         metadata: the metadata of the checkpoint.
-        name: the name of the entry.
-        value: the caller's value.
+        extra: the caller's entries.
+        name: the name of this one.
         partial_load: what is left alone.
 
     Attributes:
@@ -209,98 +209,96 @@ class SavedExtra:
     """
 
     def __init__(
-        self, metadata: Metadata, name: str, value: Any, partial_load: PartialLoad
+        self, metadata: Metadata, extra: dict[str, Any], name: str, partial_load: PartialLoad
     ) -> None:
-        self._name = name
+        self._extra, self._name = extra, name
+        value = extra[name]
+        whole, tree = f"{EXTRA}.{name}", saved_tree(metadata, (EXTRA, name))
         is_per_rank = isinstance(value, PerRank)
-        prefix = (EXTRA, name, value._saved_key) if is_per_rank else (EXTRA, name)
-        whole = ".".join(prefix)
-        tree = saved_tree(metadata, prefix)
-        self._positions, self._paths = tree.positions, tree.paths
-        self._kept: dict[TreePath, Any] = {}  # leaves that stay
+        keys = tree.by_key()
+        if is_per_rank:
+            whole = f"{whole}.{value._saved_key}"
+            tree = keys.get(value._saved_key, SavedTree(is_exact=tree.is_exact))
         own = value.state_dict() if is_stateful(value) else value
         is_included = partial_load.includes(whole)
+        if is_included and is_per_rank and not partial_load.is_partial:
+            _check_ranks(f"{EXTRA}.{name}", value, keys)
         # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
         self._keeps = partial_load.may_leave or not tree.is_exact
         is_empty = isinstance(own, dict) and not own and not (is_per_rank or tree.is_exact)
-        self._is_loaded = bool(self._paths or (tree.containers and is_included) or is_empty)
-        if is_included and is_per_rank:
-            _check_ranks(metadata, name, value, partial_load)
+        self._is_loaded = bool(tree.paths or (tree.containers and is_included) or is_empty)
         if is_included and not self._is_loaded:
             if not is_per_rank and not partial_load.is_partial:
-                msg = f"the checkpoint has no {EXTRA}.{name}"
-                raise PlanError(msg, tensor=f"{EXTRA}.{name}")
+                raise PlanError(f"the checkpoint has no {whole}", tensor=whole)
             partial_load.report.missing.append(whole)
         # One level down: the entry itself may be a leaf.
         flat = flatten({"": own})
         leaves = {_text(path[1:]): flat.values[fqn] for fqn, path in flat.paths.items()}
-        left = partial_load.exclude(self._paths)
-        left |= partial_load.incomplete(key for key in self._paths if key not in left)
+        left = partial_load.exclude(tree.paths)
+        left |= partial_load.incomplete(key for key in tree.paths if key not in left)
+        self._kept: dict[TreePath, Any] = {}  # leaves that stay
         if left:
-            gone = [path for key, path in self._paths.items() if key in left]
-            self._paths = {key: path for key, path in self._paths.items() if key not in left}
+            gone = [tree.paths.pop(key) for key in left]
             self._kept = {path: leaves[_text(path)] for path in gone if _text(path) in leaves}
             # A list cannot lack one of its entries.
             if any(type(part) is int for path in gone if path not in self._kept for part in path):
-                partial_load.report.excluded += self._paths
-                self._paths = {}
-            self._is_loaded = bool(self._paths)
-        self._containers = remaining(
-            tree.containers,
-            self._paths.values(),
-            lambda name: partial_load.includes(join(whole, name)),
-        )
+                partial_load.report.excluded += tree.paths
+                tree.paths.clear()
+            self._is_loaded = bool(tree.paths)
+        self._tree = tree
+        self._containers = partial_load.remaining(tree, whole)
         self.template = {
             key: _memory(metadata.state_dict_metadata[key], leaves.get(_text(path)))
-            for key, path in self._paths.items()
+            for key, path in tree.paths.items()
         }
 
-    def put(self, extra: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-        """Put the loaded values, by name in the checkpoint, into the entry of ``extra``."""
+    def put(self, loaded: Mapping[str, Any]) -> None:
+        """Put the loaded values, by name in the checkpoint, into the entry."""
         if not self._is_loaded:
             return
         leaves = [(None, path, leaf) for path, leaf in self._kept.items()] + [
-            (self._positions.get(key), path, loaded[key]) for key, path in self._paths.items()
+            (self._tree.positions[key], path, loaded[key]) for key, path in self._tree.paths.items()
         ]
         state = build_tree(leaves, self._containers)
-        value = extra[self._name]
+        value = self._extra[self._name]
         if is_stateful(value):
             value.load_state_dict(state)
         else:
-            extra[self._name] = merge(value, state, keep=self._keeps)
+            self._extra[self._name] = merge(value, state, keep=self._keeps)
 
 
-def _check_ranks(metadata: Metadata, name: str, value: PerRank, partial_load: PartialLoad) -> None:
+def _check_ranks(name: str, value: PerRank, keys: Collection[str]) -> None:
     """Raise if this rank would not go on with its own state. Warn if it is a random state.
+
+    Args:
+        name: the name of the entry in the checkpoint.
+        value: the caller's value.
+        keys: the saved keys.
 
     Raises:
         PlanError: there is no state for the key; or without a key, there were more ranks.
     """
-    tree = saved_tree(metadata, (EXTRA, name))
-    paths = [*tree.paths.values(), *(container.path for container in tree.containers)]
-    keys = {str(path[0]) for path in paths if path}
     is_found, key = value._saved_key in keys, value.key
-    if partial_load.is_partial or (is_found and (key is not None or isinstance(value, RngState))):
+    if is_found and (key is not None or isinstance(value, RngState)):
         return
-    shown = f"{EXTRA}.{name}"
     if isinstance(value, RngState):
         warn_caller(
-            f"{shown}: this rank keeps the random number generators that it has: "
+            f"{name}: this rank keeps the random number generators that it has: "
             "the checkpoint has none of it"
         )
         return
     there = f"it was saved under {', '.join(sorted(keys)[:8])}" if keys else "there is none"
     if key is not None:
-        raise PlanError(f"{shown!r} has no state for key={key!r}: {there}", tensor=shown)
+        raise PlanError(f"{name!r} has no state for key={key!r}: {there}", tensor=name)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     ranks = [int(key.removeprefix(_RANK)) for key in keys if key.removeprefix(_RANK).isdecimal()]
     if not is_found or max(ranks) >= size:
         msg = (
-            f"{shown!r} was saved by other ranks than load it: {there}, and this is rank {rank} of "
+            f"{name!r} was saved by other ranks than load it: {there}, and this is rank {rank} of "
             f"{size}. Give it the key that tells whose it is, "
             "PerRank(value, key=data_parallel_rank), when you save and when you load"
         )
-        raise PlanError(msg, tensor=shown)
+        raise PlanError(msg, tensor=name)
 
 
 def _memory(entry: Any, own: Any) -> torch.Tensor | None:

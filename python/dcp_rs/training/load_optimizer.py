@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
+from dcp_rs.dcp.reader import RsReader
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.flatten import get_at
-from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining
+from dcp_rs.tensors.nesting import Container, TreePath, nest
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.optimizers import (
     compiler_names,
@@ -35,9 +36,9 @@ from dcp_rs.training.optimizers import (
     to_bytes,
 )
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import join, saved_tree
+from dcp_rs.training.saved_tree import build_tree, join, saved_tree
 
-__all__ = ["SavedOptimizers"]
+__all__ = ["SavedOptimizers", "saved_optimizers"]
 
 #: The key of the model in the checkpoint.
 _MODEL = "model"
@@ -51,8 +52,8 @@ class _Target:
     State that belongs to no parameter goes by its own key in place of an FQN.
 
     Attributes:
-        number: its number, for messages.
         names: its parameters with their FQNs.
+        own_keys: the keys of its parameters in its own state dict, by FQN; empty for FSDP1.
         keys: the keys of its parameters in the checkpoint, by FQN.
         groups: the parameters and settings of each of its groups.
         own: the state that it has, by FQN.
@@ -62,13 +63,50 @@ class _Target:
     """
 
     optimizer: Optimizer
-    number: int
     names: list[tuple[torch.Tensor, list[str]]]
+    own_keys: dict[str, Any]
     keys: dict[str, str]
     groups: list[dict[str, Any]]
     own: dict[str, Any]
     made: dict[str, Any]
     kept: set[str]
+
+
+def saved_optimizers(
+    reader: RsReader, metadata: Metadata, key: str, partial_load: PartialLoad, *, needed: bool
+) -> SavedOptimizers | None:
+    """Return the optimizer state under a key; None if there is none, or the load excludes it.
+
+    Raises:
+        PlanError: there is none, and that is an error; with ``needed``, in a partial load too.
+    """
+    start, base = f"{key}." if key else "", join(key, "param_groups")
+    names = [name for name in metadata.state_dict_metadata if name.startswith(start)]
+    if not any(map(partial_load.includes, names or [base])):
+        partial_load.exclude(names)
+        return None
+    tree = saved_tree(metadata, tuple(base.split(".")), may_be_flat=True)
+    if tree.paths:
+        leaves = [
+            (tree.positions[name], path, reader._read_value(name))
+            for name, path in tree.paths.items()
+        ]
+        groups = build_tree(leaves, tree.containers)
+        if isinstance(groups, Mapping):  # by parameter, from `flatten_optimizer_state_dict`
+            groups = [{**settings, "params": [fqn]} for fqn, settings in groups.items()]
+        takes_groups = any(map(partial_load.includes, tree.paths))
+        if not takes_groups:
+            partial_load.report.excluded += tree.paths
+        return SavedOptimizers(metadata, key, groups, partial_load, takes_groups=takes_groups)
+    if partial_load.is_partial and not needed:
+        partial_load.report.missing.append(key)
+        return None
+    msg = f"the checkpoint has no optimizer state under {key!r}: there is no {base!r}"
+    above = (f".{name}".partition(".param_groups") for name in metadata.state_dict_metadata)
+    other = next((before.removeprefix(".") for before, found, _ in above if found), None)
+    if other is not None:
+        msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
+    raise PlanError(msg, tensor=base)
 
 
 class SavedOptimizers:
@@ -79,27 +117,33 @@ class SavedOptimizers:
         key: the entry that holds it; empty if the checkpoint holds nothing else.
         groups: the saved parameter groups.
         partial_load: what is left alone.
+        takes_groups: load the settings of the groups.
     """
 
     def __init__(
-        self, metadata: Metadata, key: str, groups: list[dict[str, Any]], partial_load: PartialLoad
+        self,
+        metadata: Metadata,
+        key: str,
+        groups: list[dict[str, Any]],
+        partial_load: PartialLoad,
+        *,
+        takes_groups: bool,
     ) -> None:
         self._metadata = metadata
         self._groups = groups
         self._partial = partial_load
         self._prefix = join(key, "state")
-        self._group_of = {str(param): group for group in groups for param in group["params"]}
-        self._is_by_number = any(isinstance(n, int) for group in groups for n in group["params"])
-        self._state = _SavedState(metadata, self._prefix, self._group_of, partial_load)
-        base = join(key, "param_groups")
-        names = [
-            name
-            for name in metadata.state_dict_metadata
-            if name == base or name.startswith(f"{base}.")
-        ]
-        self._takes_groups = any(map(partial_load.includes, names))
-        if not self._takes_groups:
-            partial_load.report.excluded += names
+        #: The settings of the group of each saved parameter.
+        self._settings: dict[str, dict[str, Any]] = {}
+        for group in groups:
+            settings = settings_of(group) if takes_groups else {}
+            self._settings |= {str(param): settings for param in group["params"]}
+        whole = saved_tree(
+            metadata, tuple(self._prefix.split(".")), self._settings, may_be_flat=True
+        )
+        #: The state of each parameter, and of each key that belongs to none.
+        self._state = whole.by_key()
+        self._models: Sequence[torch.nn.Module] = ()
         self._targets: list[_Target] = []
 
     def template(
@@ -110,10 +154,11 @@ class SavedOptimizers:
         Raises:
             PlanError: the checkpoint has other parameters, numbers, groups or shapes.
         """
+        self._models = models
         shards = get_model_state_dict(models[0]) if is_fsdp1(models[0]) else {}
         values: dict[str, Any] = {}
         for number, optimizer in enumerate(optimizers):
-            target = self._target(models, optimizer, number, shards)
+            target = self._target(optimizer, number, shards)
             self._targets.append(target)
             others = self._other_keys(target, is_only=len(optimizers) == 1)
             for param, fqns in [*target.names, *((None, [key]) for key in others)]:
@@ -127,21 +172,17 @@ class SavedOptimizers:
                     values |= found
         return values
 
-    def apply(self, models: Sequence[torch.nn.Module], values: Mapping[str, Any]) -> None:
-        """Put the loaded values into the optimizers. What was not loaded stays.
+    def put(self, loaded: Mapping[str, Any]) -> None:
+        """Put the loaded values, by name in the checkpoint, into the optimizers.
 
-        Args:
-            models: as for :meth:`template`.
-            values: what was loaded, by name in the checkpoint.
+        What was not loaded stays.
         """
         for target in self._targets:
-            if not self._takes_groups and target.kept.issuperset(target.keys):
-                continue
-            state = self._state.trees(target, values)
+            state = self._loaded(target, loaded)
             state |= {fqn: target.own[fqn] for fqn in target.kept if fqn in target.own}
             to_load = (
-                _fsdp1_state_dict(models[0], target, state)
-                if is_fsdp1(models[0])
+                _fsdp1_state_dict(self._models[0], target, state)
+                if is_fsdp1(self._models[0])
                 else _plain_state_dict(target, state)
             )
             target.optimizer.load_state_dict(to_load)
@@ -152,22 +193,15 @@ class SavedOptimizers:
 
     # --- parameters
 
-    def _target(
-        self,
-        models: Sequence[torch.nn.Module],
-        optimizer: Optimizer,
-        number: int,
-        shards: Mapping[str, Any],
-    ) -> _Target:
+    def _target(self, optimizer: Optimizer, number: int, shards: Mapping[str, Any]) -> _Target:
         """Match an optimizer with the saved parameters and groups.
 
         Raises:
             PlanError: the checkpoint has other parameters, numbers or groups.
         """
-        fsdp1 = is_fsdp1(models[0])
-        names = parameter_names(models, optimizer, number)
-        if not fsdp1:
-            names_by_key(names, optimizer.state_dict(), number)  # raises for strangers
+        fsdp1 = is_fsdp1(self._models[0])
+        names = parameter_names(self._models, optimizer, number)
+        by_key = {} if fsdp1 else names_by_key(names, optimizer.state_dict(), number)
         fqns_of = {id(param): fqns for param, fqns in names}
         own_groups = [
             [fqn for param in group["params"] for fqn in fqns_of[id(param)]]
@@ -183,15 +217,16 @@ class SavedOptimizers:
             )
         ]
         state: Mapping[Any, Any] = optimizer.state
-        if not fsdp1 and any(map(self._state.entries, keys.values())):
+        if not fsdp1 and any(self._entries(key) for key in keys.values()):
             state = optimizer.state or new_state(optimizer)
         made = {key: value for key, value in state.items() if isinstance(key, str)}
         if not fsdp1:
             made |= {fqns[0]: state[param] for param, fqns in names if param in state}
         own = made if optimizer.state else {}
         if fsdp1 and self._partial.may_leave:
-            own = fsdp1_state(models[0], optimizer)["state"] | own
-        return _Target(optimizer, number, names, keys, groups, own, made, kept)
+            own = fsdp1_state(self._models[0], optimizer)["state"] | own
+        own_keys = {fqn: key for key, fqn in by_key.items()}
+        return _Target(optimizer, names, own_keys, keys, groups, own, made, kept)
 
     def _saved_keys(self, groups: list[list[str]], order: list[str]) -> dict[str, str]:
         """Return the keys of an optimizer's parameters in the checkpoint, by FQN.
@@ -203,9 +238,9 @@ class SavedOptimizers:
         Raises:
             PlanError: the keys are numbers, and the saved groups have other sizes.
         """
-        if not self._is_by_number:
-            return {fqn: fqn for fqns in groups for fqn in fqns}
         saved = [group["params"] for group in self._groups]
+        if not any(isinstance(key, int) for keys in saved for key in keys):
+            return {fqn: fqn for fqns in groups for fqn in fqns}
         if list(map(len, groups)) != list(map(len, saved)):
             msg = (
                 f"the saved optimizer has {_sizes(saved)}, which go by number, "
@@ -228,7 +263,7 @@ class SavedOptimizers:
         Raises:
             PlanError: there are some, and that is an error.
         """
-        unknown = [fqn for fqn, key in keys.items() if key not in self._group_of]
+        unknown = [fqn for fqn, key in keys.items() if key not in self._settings]
         missing = [fqn for fqn in unknown if self._partial.includes(f"{self._prefix}.{fqn}")]
         if missing and not self._partial.is_partial:
             more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
@@ -248,14 +283,9 @@ class SavedOptimizers:
         Raises:
             PlanError: its parameters were saved with different settings, and that is an error.
         """
-        found = (self._group_of.get(keys[fqn]) for fqn in fqns)
-        saved = {
-            id(one): settings_of(one) for one in found if one is not None and self._takes_groups
-        }
-        settings = list(saved.values())
-        if not self._partial.is_partial and any(
-            to_bytes(other) != to_bytes(settings[0]) for other in settings[1:]
-        ):
+        found = [self._settings[keys[fqn]] for fqn in fqns if keys[fqn] in self._settings]
+        settings = list({id(one): one for one in found}.values())
+        if not self._partial.is_partial and len(set(map(to_bytes, settings))) > 1:
             msg = f"the parameters of {shown} were saved in groups with different settings"
             raise PlanError(msg, tensor=fqns[0])
         # A copy for each group: a learning rate that is a tensor changes in place.
@@ -273,7 +303,14 @@ class SavedOptimizers:
         Returns:
             The keys of that state.
         """
-        saved = self._state.others if is_only else []
+        # A stock save of a pipeline may list the parameters of one rank alone.
+        saved = [
+            key
+            for key in self._state
+            if is_only
+            and key not in self._settings
+            and join(_MODEL, key) not in self._metadata.state_dict_metadata
+        ]
         keys = [key for key in dict.fromkeys([*saved, *target.made]) if key not in target.keys]
         target.keys |= {key: key for key in keys}
         if self._partial.is_partial:
@@ -295,7 +332,7 @@ class SavedOptimizers:
         if entries is None:
             return None
         space: dict[str, Any] = {}
-        for path, name in entries.items():
+        for name, path in entries.items():
             stored = self._metadata.state_dict_metadata[name]
             if not isinstance(stored, TensorStorageMetadata):
                 space[name] = None
@@ -312,25 +349,26 @@ class SavedOptimizers:
             space[name] = memory
         return space
 
-    def _included(self, target: _Target, fqn: str) -> dict[TreePath, str] | None:
+    def _included(self, target: _Target, fqn: str) -> dict[str, TreePath] | None:
         """Return the entries of a parameter's state to load; None if the state that it has stays.
 
         Optimizers need a whole state: if the own state lacks an excluded entry, nothing is loaded.
         """
-        entries = self._state.entries(target.keys[fqn])
+        entries = self._entries(target.keys[fqn])
         if not entries and not self._partial.includes(f"{self._prefix}.{fqn}"):
             return None
-        excluded = self._partial.exclude(entries.values())
-        rest = {path: name for path, name in entries.items() if name not in excluded}
-        lacks = any(
-            get_at(target.own.get(fqn), path, _MISSING) is _MISSING
-            for path, name in entries.items()
-            if name in excluded
-        )
+        excluded = self._partial.exclude(entries)
+        rest = {name: path for name, path in entries.items() if name not in excluded}
+        own = target.own.get(fqn)
+        lacks = any(get_at(own, entries[name], _MISSING) is _MISSING for name in excluded)
         if excluded and (lacks or not rest):
-            self._partial.report.excluded += rest.values()
+            self._partial.report.excluded += rest
             return None
-        return None if self._partial.incomplete(rest.values()) else rest
+        return None if self._partial.incomplete(rest) else rest
+
+    def _entries(self, key: str) -> dict[str, TreePath]:
+        """Return the paths of a parameter's entries, by name."""
+        return self._state[key].paths if key in self._state else {}
 
     def _memory(
         self, fqn: str, path: TreePath, stored: TensorStorageMetadata, like: torch.Tensor | None
@@ -345,60 +383,9 @@ class SavedOptimizers:
                 return _torch.empty_like(like.detach(), dtype=dtype, device=like.device)
         return torch.empty(shape, dtype=dtype, device="cpu")
 
+    # --- what was loaded
 
-class _SavedState:
-    """The entries below ``state`` in a checkpoint, by parameter.
-
-    Args:
-        metadata: the metadata of the checkpoint.
-        prefix: the name of ``state``.
-        parameters: the keys of the parameters.
-        partial_load: what is left alone.
-
-    Attributes:
-        others: the keys that belong to no parameter.
-    """
-
-    def __init__(
-        self,
-        metadata: Metadata,
-        prefix: str,
-        parameters: Collection[str],
-        partial_load: PartialLoad,
-    ) -> None:
-        tree = saved_tree(metadata, tuple(prefix.split(".")), parameters, may_be_flat=True)
-        self._positions, self._is_exact = tree.positions, tree.is_exact
-        self._entries: dict[str, dict[TreePath, str]] = {}
-        self._containers: dict[str, list[Container]] = {}
-        for name, path in tree.paths.items():
-            if path:
-                self._entries.setdefault(name_of(path[:1]), {})[path[1:]] = name
-        containers = remaining(
-            tree.containers,
-            tree.paths.values(),
-            lambda name: partial_load.includes(f"{prefix}.{name}"),
-        )
-        for container in containers:
-            if container.path:
-                key = name_of(container.path[:1])
-                self._entries.setdefault(key, {})
-                self._containers.setdefault(key, []).append(container)
-        # A stock save of a pipeline may list the parameters of one rank alone.
-        self.others = [
-            key
-            for key in self._entries
-            if key not in parameters and join(_MODEL, key) not in metadata.state_dict_metadata
-        ]
-
-    def __contains__(self, key: str) -> bool:
-        """Return whether the parameter has a state, which may be empty."""
-        return key in self._entries
-
-    def entries(self, key: str) -> dict[TreePath, str]:
-        """Return the names of a parameter's entries, by path."""
-        return self._entries.get(key, {})
-
-    def trees(self, target: _Target, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _loaded(self, target: _Target, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the loaded states of an optimizer's parameters, by FQN.
 
         Args:
@@ -411,29 +398,27 @@ class _SavedState:
         leaves: list[tuple[int | None, TreePath, Any]] = []
         containers: list[Container] = []
         for fqn, key in target.keys.items():
-            if fqn in target.kept:
+            if fqn in target.kept or key not in self._state:
                 continue
-            for path, name in self.entries(key).items():
+            tree = self._state[key]
+            for name, path in tree.paths.items():
                 value = values[name] if name in values else get_at(target.own[fqn], path)
                 # DCP stores every key as text.
-                own = path if self._is_exact else _with_keys_of(target.made.get(fqn), path)
-                leaves.append((self._positions[name], (fqn, *own), value))
+                own = path if tree.is_exact else _with_keys_of(target.made.get(fqn), path)
+                leaves.append((tree.positions[name], (fqn, *own), value))
             containers += [
-                Container(c.position, (fqn, *c.path[1:]), c.kind)
-                for c in self._containers.get(key, ())
+                Container(c.position, (fqn, *c.path), c.kind)
+                for c in self._partial.remaining(tree, f"{self._prefix}.{key}")
             ]
         return nest(leaves, containers)
 
 
 def _plain_state_dict(target: _Target, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state, by FQN, as an optimizer's ``load_state_dict`` takes it."""
-    own = target.optimizer.state_dict()
-    keys = {fqn: key for key, fqn in names_by_key(target.names, own, target.number).items()}
-    groups = [
-        old | settings_of(group)
-        for group, old in zip(target.groups, own["param_groups"], strict=True)
-    ]
-    return renamed({"state": state, "param_groups": groups}, lambda fqn: keys.get(fqn, fqn))
+    own = target.optimizer.state_dict()["param_groups"]
+    groups = [old | settings_of(group) for group, old in zip(target.groups, own, strict=True)]
+    osd = {"state": state, "param_groups": groups}
+    return renamed(osd, lambda fqn: target.own_keys.get(fqn, fqn))
 
 
 def _fsdp1_state_dict(

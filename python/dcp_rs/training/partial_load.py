@@ -12,6 +12,8 @@ from dcp_rs.dcp.protocol import check_planner
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors.nesting import Container, remaining
+from dcp_rs.training.saved_tree import SavedTree, join
 
 __all__ = ["PartialLoad"]
 
@@ -58,6 +60,17 @@ class PartialLoad:
         self.report.excluded += excluded
         return set(excluded)
 
+    def remaining(self, tree: SavedTree, above: str) -> list[Container]:
+        """Return the containers of a tree that are not excluded, or hold what the tree has.
+
+        Args:
+            tree: a tree of the checkpoint.
+            above: the name of its place.
+        """
+        return remaining(
+            tree.containers, tree.paths.values(), lambda name: self.includes(join(above, name))
+        )
+
     def incomplete(self, names: Iterable[str]) -> set[str]:
         """Return the names of tensors that lack elements in the checkpoint, and report them.
 
@@ -68,24 +81,22 @@ class PartialLoad:
             return set()
         index = index_of(self._metadata)
         assert index is not None  # noqa: S101  # an RsReader read it
-        numbers = [(number, name) for name in names if (number := index.find(name)) is not None]
-        tensors = [
-            (number, index.tensor(number).shape, name)
-            for number, name in numbers
-            if not index.tensor(number).is_bytes
-        ]
-        holes = index.check_regions(
-            [(number, (0,) * len(shape), shape) for number, shape, _ in tensors], []
-        )
+        tensors, regions = [], []
+        for name in names:
+            number = index.find(name)
+            if number is not None and not (tensor := index.tensor(number)).is_bytes:
+                tensors.append(name)
+                regions.append((number, (0,) * len(tensor.shape), tensor.shape))
+        holes = index.check_regions(regions, [])
         if holes and not self.is_partial:
             at, offsets, sizes = holes[0]
-            name = tensors[at][2]
+            name = tensors[at]
             msg = (
                 f"tensor {name!r}: the checkpoint does not hold {list(sizes)} elements at "
                 f"{list(offsets)}"
             )
             raise PlanError(msg, tensor=name)
-        found = list(dict.fromkeys(tensors[at][2] for at, _, _ in holes))
+        found = list(dict.fromkeys(tensors[at] for at, _, _ in holes))
         self.report.partly_filled += found
         return set(found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_rs.checkpoint.torch_checkpoint import containers_of
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.errors import UnsupportedError
-from dcp_rs.tensors.nesting import Container, TreePath, nest, text_path
+from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, text_path
 
 __all__ = ["SavedTree", "build_tree", "join", "saved_tree"]
 
@@ -28,10 +28,26 @@ class SavedTree:
         is_exact: whether keys are what they were. DCP stores them as text.
     """
 
-    paths: dict[str, TreePath]
-    positions: dict[str, int | None]
-    containers: list[Container]
-    is_exact: bool
+    paths: dict[str, TreePath] = field(default_factory=dict)
+    positions: dict[str, int | None] = field(default_factory=dict)
+    containers: list[Container] = field(default_factory=list)
+    is_exact: bool = True
+
+    def by_key(self) -> dict[str, SavedTree]:
+        """Return the trees below the first keys, by key as text."""
+        trees: dict[str, SavedTree] = {}
+
+        def below(path: TreePath) -> SavedTree:
+            new = SavedTree(positions=self.positions, is_exact=self.is_exact)
+            return trees.setdefault(name_of(path[:1]), new)
+
+        for name, path in self.paths.items():
+            if path:
+                below(path).paths[name] = path[1:]
+        for c in self.containers:
+            if c.path:
+                below(c.path).containers.append(Container(c.position, c.path[1:], c.kind))
+        return trees
 
 
 def saved_tree(
@@ -59,7 +75,7 @@ def saved_tree(
     whole, depth = ".".join(prefix), len(prefix)
     stored = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     places, containers = index.positions(), containers_of(index)
-    tree = SavedTree({}, {}, [], is_exact=containers is not None)
+    tree = SavedTree(is_exact=containers is not None)
     for number, name in enumerate(index.names()):
         if name != whole and not name.startswith(f"{whole}."):
             continue
