@@ -43,6 +43,14 @@ def test_repr_and_pickle(server, options):
     assert "aws_secret_access_key" not in copy._source.storage_options
 
 
+def test_repr_of_many_options(options):
+    """A long list of options was abbreviated to the first two, with their values."""
+    many = options | {f"option_{number}": number for number in range(9)}
+    for first in ("aws_secret_access_key", "aws_session_token"):
+        given = {first: many[first], **many}
+        assert not has_secret(repr(RsReader("s3://bucket/x", storage_options=given)))
+
+
 @pytest.mark.parametrize(
     "fault",
     [
