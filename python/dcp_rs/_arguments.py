@@ -18,7 +18,6 @@ _EQUIVALENTS = {
     "load": {
         "strict": "allow_partial_load=True does what strict=False does elsewhere",
         "map_location": "use device=",
-        "thread_count": "use threads=",
         "storage_reader": "pass the path as path=; dcp_rs.load_state_dict() takes a reader",
     },
     "save": {"storage_writer": "pass the path as path=; torch's dcp.save() takes a writer"},
@@ -26,7 +25,6 @@ _EQUIVALENTS = {
     "CheckpointManager": {
         "overwrite": "save(step, state_dict, force=True) replaces a step",
         "save_id": "each step gets a new one",
-        "guard": "the manager guards each commit itself",
         "parent": "reuse= takes unchanged tensors from the step before",
     },
 }

@@ -99,9 +99,7 @@ class _Bar:
         amount = size(self._done)
         if not self._total:
             return f"{amount}, {size(speed)}/s"
-        left = ""
-        if speed:
-            left = f", {max(0.0, (self._total - self._done) / speed):.0f} s left"
+        left = f", {max(0.0, (self._total - self._done) / speed):.0f} s left" if speed else ""
         return f"{amount} of {size(self._total)}, {size(speed)}/s{left}"
 
 

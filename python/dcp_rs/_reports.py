@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields
+from dataclasses import is_dataclass
 from typing import Any
 
 __all__ = ["Report", "call", "size"]
@@ -40,21 +39,28 @@ class Report:
             assert report.to_dict()["entries"] == report.entries
             ```
         """
-        values = asdict(self)  # type: ignore[call-overload]
-        found: dict[str, Any] = json.loads(json.dumps(values, default=str))
+        found: dict[str, Any] = _plain(self)
         speed = self.gb_per_second
         return found if speed is None else found | {"gb_per_second": speed}
 
     def __repr__(self) -> str:
-        names = [known.name for known in fields(self)]  # type: ignore[arg-type]
-        values = {name: getattr(self, name) for name in names}
-        values["gb_per_second"] = self.gb_per_second
+        values = vars(self) | {"gb_per_second": self.gb_per_second}
         shown = [
             f"{name}={_short(name, value)}"
             for name, value in values.items()
             if value not in (None, 0, "", [], {})
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return _plain(vars(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _short(name: str, value: Any) -> str:

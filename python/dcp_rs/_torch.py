@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -15,23 +14,16 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint._sharded_tensor_utils import (
-    _flatten_sharded_tensors as flatten_sharded_tensors,  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint import (
+    _sharded_tensor_utils,  # 2.8, 2.11, 2.15
+    _version,  # 2.8, 2.11, 2.15
+    planner_helpers,
+    state_dict,
+    utils,
 )
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.planner_helpers import (
-    _create_chunk_list as chunk_list,  # 2.8, 2.11, 2.15
-)
-from torch.distributed.checkpoint.state_dict import (
-    _get_fqns,  # 2.8, 2.11, 2.15
-)
-from torch.distributed.checkpoint.state_dict import (
-    _init_optim_state as init_optimizer_state,  # 2.8, 2.11, 2.15
-)
-from torch.distributed.checkpoint.utils import find_tensor_shard as find_shard  # 2.8, 2.11, 2.15
 from torch.distributed.distributed_c10d import _get_default_group, _world  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
@@ -40,46 +32,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard  #
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 from torch.utils.serialization import config
 
-__all__ = [
-    "PLAIN_TYPES",
-    "async_executors",
-    "background_group",
-    "cached_plans",
-    "chunk_list",
-    "copy_place_in_whole",
-    "default_device",
-    "dtensor_of",
-    "dtensor_offsets",
-    "empty_host_cache",
-    "empty_like",
-    "find_shard",
-    "flatten_as_2_3",
-    "flatten_sharded_tensors",
-    "fqns",
-    "group_devices",
-    "has_memory",
-    "host_copy_of_sharded",
-    "init_optimizer_state",
-    "inner_tensors",
-    "is_cached_metadata",
-    "is_gloo",
-    "is_shard",
-    "is_strided_shard",
-    "is_wrapper_subclass",
-    "modules_that_name",
-    "place_in_whole",
-    "require_cpu_backend",
-    "restore_cached_plan",
-    "spec_of",
-    "storage_id",
-    "storage_writer_for",
-    "timeout_of",
-    "wait_tensor",
-    "with_dim",
-    "without_checksums",
-]
 #: Classes of tensors without operations of their own.
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+# Functions of torch as they are (2.8, 2.11, 2.15).
+chunk_list = planner_helpers._create_chunk_list
+find_shard = utils.find_tensor_shard
+flatten_sharded_tensors = _sharded_tensor_utils._flatten_sharded_tensors
+init_optimizer_state = state_dict._init_optim_state
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -338,14 +298,15 @@ def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True
 
     A flat parameter of FSDP1 has several.
     """
-    return sorted(_get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
+    return sorted(state_dict._get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
 
 
-@contextmanager
-def without_checksums() -> Iterator[None]:
-    """Let ``torch.save`` leave out the CRC-32 of its records within this context."""
-    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        yield
+def without_checksums() -> AbstractContextManager[None]:
+    """Return a context in which ``torch.save`` leaves out the CRC-32 of its records."""
+    context: AbstractContextManager[None] = config.patch(  # type: ignore[attr-defined]
+        "save.compute_crc32", False
+    )
+    return context
 
 
 # --- names of torch's own storage ---------------------------------------------------------------

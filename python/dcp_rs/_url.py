@@ -111,22 +111,21 @@ def _parse_url(text: str, scheme: re.Match[str]) -> Path:
     if name == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
-            msg = f"{text}: a file:// URL has three slashes before the path, and no host"
-            raise UnsupportedError(msg, path=text)
+            why = "a file:// URL has three slashes before the path, and no host"
+            raise UnsupportedError(f"{text}: {why}", path=text)
         return Path(unquote(parts.path))
     if name not in _STORES:
-        msg = (
-            f"{text}: {scheme[0]} is not supported: use a path of the file system, file://, "
+        why = (
+            f"{scheme[0]} is not supported: use a path of the file system, file://, "
             "s3://, gs://, az://, http:// or https://"
         )
-        raise UnsupportedError(msg, path=text)
-    if not host:
-        msg = f"{text}: a {name}:// URL without a bucket or a host"
-        raise UnsupportedError(msg, path=text)
-    if "//" in f"/{rest}":
-        msg = f"{text}: two slashes with nothing between them: such a name cannot be read"
-        raise UnsupportedError(msg, path=text)
-    return Url(f"{name}://{host}/{rest}")
+    elif not host:
+        why = f"a {name}:// URL without a bucket or a host"
+    elif "//" in f"/{rest}":
+        why = "two slashes with nothing between them: such a name cannot be read"
+    else:
+        return Url(f"{name}://{host}/{rest}")
+    raise UnsupportedError(f"{text}: {why}", path=text)
 
 
 def _check_credentials(scheme: str, rest: str) -> None:
@@ -155,7 +154,9 @@ class StorageOptions(Mapping[str, str]):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = {
-            str(key): _text(value) for key, value in options.items() if value is not None
+            str(key): str(value).lower() if isinstance(value, bool) else str(value)
+            for key, value in options.items()
+            if value is not None
         }
 
     @classmethod
@@ -176,8 +177,7 @@ class StorageOptions(Mapping[str, str]):
                     "storage_options: a store of obstore with a credential provider cannot be "
                     "taken: give its credentials as options"
                 )
-            client = getattr(options, "client_options", None)
-            return cls({**(client if isinstance(client, Mapping) else {}), **config})
+            return cls({**(getattr(options, "client_options", None) or {}), **config})
         msg = (
             f"storage_options is a {type(options).__name__}: "
             "a mapping of names to values, or a store of obstore"
@@ -208,10 +208,6 @@ class StorageOptions(Mapping[str, str]):
 
 def _is_plain(key: str, value: str) -> bool:
     return key.lower().endswith(_PLAIN) and "@" not in value  # an endpoint may name a user
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _of_command_line: Mapping[str, StorageOptions] = {}

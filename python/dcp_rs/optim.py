@@ -28,7 +28,7 @@ from dcp_rs.engine import load as engine
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
-from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.errors import UnsupportedError
 from dcp_rs.training.extra import (
     EXTRA,
     PerRank,
@@ -39,7 +39,7 @@ from dcp_rs.training.extra import (
     with_buffers_copied,
 )
 from dcp_rs.training.load_optimizer import saved_optimizers
-from dcp_rs.training.optimizers import is_fsdp1, optimizer_state
+from dcp_rs.training.optimizers import is_fsdp1, joined, optimizer_state
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_tree import join
 
@@ -110,7 +110,8 @@ def _training_state(
     models, several = ranks.run(lambda: (_modules(model), _several(optimizers)))
 
     def make() -> dict[str, Any]:
-        state: dict[str, Any] = {MODEL: _merged(get_model_state_dict(model) for model in models)}
+        parts = map(get_model_state_dict, models)
+        state: dict[str, Any] = {MODEL: joined(parts, "modules")}
         if copy_buffers:
             state[MODEL] = with_buffers_copied(state[MODEL], models)
         # A collective: other ranks may have optimizers.
@@ -341,7 +342,7 @@ def _load(
                 puts.append(saved.put)
             if extra is not None:
                 parts = list(map(get_model_state_dict, models))
-                state[MODEL] = _merged(parts)
+                state[MODEL] = joined(parts, "modules")
                 puts.append(
                     lambda loaded: _load_models(models, parts, loaded[MODEL], partial=partial)
                 )
@@ -431,22 +432,6 @@ def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
         )
         raise UnsupportedError(msg)
     return models
-
-
-def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state dicts of several modules as one.
-
-    Raises:
-        PlanError: two have the same name.
-    """
-    merged: dict[str, Any] = {}
-    for part in parts:
-        twice = next((name for name in part if name in merged), None)
-        if twice is not None:
-            msg = f"two of the modules have a {twice!r}: names of what they hold have to differ"
-            raise PlanError(msg, tensor=twice)
-        merged.update(part)
-    return merged
 
 
 def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:

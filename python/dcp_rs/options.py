@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ReadArguments",
     "ReadOptions",
-    "WriteArguments",
     "WriteOptions",
     "WriterArguments",
 ]
@@ -109,18 +108,13 @@ class ReadArguments(TypedDict, total=False):
     max_inflight_bytes: int | None
 
 
-class WriteArguments(TypedDict, total=False):
-    """Keyword arguments of :class:`WriteOptions`, for signatures."""
+class WriterArguments(TypedDict, total=False):
+    """Keyword arguments of ``dcp_rs.save`` that integrations pass on."""
 
     io: Literal["auto", "direct", "buffered"]
     threads: int | None
     fsync: bool
     max_inflight_bytes: int | None
-
-
-class WriterArguments(WriteArguments, total=False):
-    """Keyword arguments of ``dcp_rs.save`` that integrations pass on."""
-
     overwrite: bool
     strict_values: bool
     progress: Progress
@@ -178,7 +172,7 @@ class ReadOptions(_Options):
             "threads": threads,
             "verify": None if self.verify == "auto" else self.verify,
             "shared": has_local_peers() if self.shared is None else self.shared,
-            "max_inflight_bytes": self.max_inflight_bytes or 64 * MIB,
+            "max_inflight_bytes": self.inflight_bytes(accelerator=False),
         }
 
     def slabs(self) -> dict[str, Any]:
@@ -227,5 +221,5 @@ class WriteOptions(_Options):
             "local_ranks": local_ranks() or 1,
             "fsync": self.fsync,
             # A store has a high latency, so more parts are in flight.
-            "max_inflight_bytes": self.max_inflight_bytes or (256 * MIB if remote else 64 * MIB),
+            "max_inflight_bytes": self.inflight_bytes(accelerator=remote),
         }

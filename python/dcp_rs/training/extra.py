@@ -35,8 +35,8 @@ __all__ = [
 
 #: The key of these entries in the checkpoint.
 EXTRA = "extra"
-#: Prefixes of the keys of :class:`PerRank`.
-_KEY, _RANK = "key", "rank"
+#: Prefix of the names of values without a key of :class:`PerRank`.
+_RANK = "rank"
 
 
 class PerRank:
@@ -65,7 +65,7 @@ class PerRank:
     def _saved_key(self) -> str:
         """Return the name of the value in the checkpoint."""
         if self.key is not None:
-            return f"{_KEY}{self.key}"
+            return f"key{self.key}"
         return f"{_RANK}{current_rank() or 0}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class SavedExtra:
         left |= partial_load.incomplete(key for key in tree.paths if key not in left)
         self._kept: dict[TreePath, Any] = {}  # leaves that stay
         if left:
-            gone = [tree.paths.pop(key) for key in left]
+            gone = [tree.paths.pop(key) for key in list(tree.paths) if key in left]
             self._kept = {path: leaves[_text(path)] for path in gone if _text(path) in leaves}
             # A list cannot lack one of its entries.
             if any(type(part) is int for path in gone if path not in self._kept for part in path):

@@ -94,10 +94,10 @@ def saved_optimizers(
         groups = build_tree(leaves, tree.containers)
         if isinstance(groups, Mapping):  # by parameter, from `flatten_optimizer_state_dict`
             groups = [{**settings, "params": [fqn]} for fqn, settings in groups.items()]
-        takes_groups = any(map(partial_load.includes, tree.paths))
-        if not takes_groups:
+        if not any(map(partial_load.includes, tree.paths)):
             partial_load.report.excluded += tree.paths
-        return SavedOptimizers(metadata, key, groups, partial_load, takes_groups=takes_groups)
+            groups = [{"params": group["params"]} for group in groups]
+        return SavedOptimizers(metadata, key, groups, partial_load)
     if partial_load.is_partial and not needed:
         partial_load.report.missing.append(key)
         return None
@@ -117,17 +117,10 @@ class SavedOptimizers:
         key: the entry that holds it; empty if the checkpoint holds nothing else.
         groups: the saved parameter groups.
         partial_load: what is left alone.
-        takes_groups: load the settings of the groups.
     """
 
     def __init__(
-        self,
-        metadata: Metadata,
-        key: str,
-        groups: list[dict[str, Any]],
-        partial_load: PartialLoad,
-        *,
-        takes_groups: bool,
+        self, metadata: Metadata, key: str, groups: list[dict[str, Any]], partial_load: PartialLoad
     ) -> None:
         self._metadata = metadata
         self._groups = groups
@@ -136,8 +129,7 @@ class SavedOptimizers:
         #: The settings of the group of each saved parameter.
         self._settings: dict[str, dict[str, Any]] = {}
         for group in groups:
-            settings = settings_of(group) if takes_groups else {}
-            self._settings |= {str(param): settings for param in group["params"]}
+            self._settings |= dict.fromkeys(map(str, group["params"]), settings_of(group))
         whole = saved_tree(
             metadata, tuple(self._prefix.split(".")), self._settings, may_be_flat=True
         )

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "fsdp1_state",
     "is_fsdp1",
     "is_named",
+    "joined",
     "names_by_key",
     "optimizer_state",
     "parameter_names",
@@ -59,21 +60,35 @@ def optimizer_state(
         PlanError: an optimizer has a parameter that is not in the model, or two optimizers have
             state for one parameter.
     """
-    state: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for number, optimizer in enumerate(optimizers):
-        osd = plain_numbers(
+    states = [
+        plain_numbers(
             fsdp1_state(models[0], optimizer)
             if is_fsdp1(models[0])
             else _named_state(models, optimizer, number)
         )
-        twice = next((fqn for fqn in osd["state"] if fqn in state), None)
+        for number, optimizer in enumerate(optimizers)
+    ]
+    groups = [group for osd in states for group in osd["param_groups"]]
+    return {
+        "state": joined((osd["state"] for osd in states), "optimizers"),
+        "param_groups": _of_all_ranks(groups, ranks),
+    }
+
+
+def joined(parts: Iterable[Mapping[str, Any]], owners: str) -> dict[str, Any]:
+    """Return the state dicts of several modules or optimizers as one.
+
+    Raises:
+        PlanError: two have the same name.
+    """
+    whole: dict[str, Any] = {}
+    for part in parts:
+        twice = next((name for name in part if name in whole), None)
         if twice is not None:
-            msg = f"two optimizers have state for parameter {twice!r}"
+            msg = f"two of the {owners} have a {twice!r}: names of what they hold have to differ"
             raise PlanError(msg, tensor=twice)
-        state.update(osd["state"])
-        groups += osd["param_groups"]
-    return {"state": state, "param_groups": _of_all_ranks(groups, ranks)}
+        whole |= part
+    return whole
 
 
 def _named_state(
@@ -234,9 +249,8 @@ def without_compiler(fqn: str) -> str:
 
 def compiler_names(model: torch.nn.Module) -> dict[str, str]:
     """Return the names with the prefixes of compiled modules, as FSDP1 has them, by FQN."""
-    names = {}
-    for key, _ in model.named_parameters():
-        for fqn in _torch.fqns(model, key, skip_compiler_prefix=False):
-            if without_compiler(fqn) != fqn:
-                names[without_compiler(fqn)] = fqn
-    return names
+    return {
+        without_compiler(fqn): fqn
+        for key, _ in model.named_parameters()
+        for fqn in _torch.fqns(model, key, skip_compiler_prefix=False)
+    }

@@ -36,12 +36,11 @@ class PartialLoad:
     def __init__(self, metadata: Metadata, planner: LoadPlanner, *, partial: bool) -> None:
         check_planner("load", planner)
         own = planner if isinstance(planner, RsLoadPlanner) else None
-        names = None if own is None else own.names
         self.is_partial = partial
         self.report = LoadReport()
         self._metadata = metadata
         self._planner = own
-        self._names = names if names is not None and names.is_selective else None
+        self._names = own.names if own is not None and own.names.is_selective else None
         # An RsLoadPlanner raises for incomplete tensors itself.
         self._checks_completeness = self.is_partial or own is None
 
@@ -129,10 +128,9 @@ class PartialLoad:
         report.partly_filled += own.partly_filled
         report.shape_mismatched += own.shape_mismatched
         known = {*own.excluded, *own.partly_filled, *(found.name for found in own.shape_mismatched)}
-        prefixes = tuple(read_before)
+        above = tuple(f"{name}." for name in read_before)
         report.unexpected = [
             name
             for name in report.unexpected
-            if name not in known
-            and not any(name == p or name.startswith(f"{p}.") for p in prefixes)
+            if name not in known and not f"{name}.".startswith(above)
         ]

@@ -77,7 +77,7 @@ def saved_tree(
     places, containers = index.positions(), containers_of(index)
     tree = SavedTree(is_exact=containers is not None)
     for number, name in enumerate(index.names()):
-        if name != whole and not name.startswith(f"{whole}."):
+        if not f"{name}.".startswith(f"{whole}."):
             continue
         path = index.planner_path(number) or stored.get(name)
         if path is None or not _is_below(path, prefix):
