@@ -321,8 +321,7 @@ def _load(
 
     A whole load that a save overtakes begins again with the new checkpoint.
     """
-    if planner is None:
-        planner = RsLoadPlanner(allow_partial_load=partial)
+    planner = RsLoadPlanner(allow_partial_load=partial) if planner is None else planner
     partial = partial or bool(getattr(planner, "allow_partial_load", False))
     models, optimizers = ranks.run(lambda: (_modules(model), _several(optimizer)))
 
@@ -334,9 +333,8 @@ def _load(
 
         def begin() -> PartialLoad:
             partial_load = PartialLoad(metadata, planner, partial=partial)
-            saved = None
-            if optimizers:
-                saved = saved_optimizers(reader, metadata, key, partial_load, needed=extra is None)
+            how = (reader, metadata, key, partial_load)
+            saved = saved_optimizers(*how, needed=extra is None) if optimizers else None
             if saved is not None:
                 state.update(saved.template(models, optimizers))
                 puts.append(saved.put)

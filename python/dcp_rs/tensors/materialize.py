@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
@@ -54,10 +55,11 @@ class NewTensors:
 
     def apply_to_any(self, names: Iterable[str], values: Sequence[Any]) -> bool:
         """Return whether any tensor among the values needs a new one."""
-        is_plain = set(map(type, values)) <= set(_torch.PLAIN_TYPES)
-        if is_plain and self._dtype is None and self._device is None:
-            # The usual case. Only tensors on `meta` do, and this is faster to ask.
-            return any(map(attrgetter("is_meta"), values))
+        if self._dtype is None and self._device is None:
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            if not any(issubclass(kind, ShardedTensor) for kind in set(map(type, tensors))):
+                # Only tensors on `meta` do, and this is faster to ask.
+                return any(map(attrgetter("is_meta"), tensors))
         return any(
             isinstance(value, torch.Tensor) and self.applies_to(name, value)
             for name, value in zip(names, values, strict=True)
