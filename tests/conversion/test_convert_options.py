@@ -70,6 +70,14 @@ def test_a_value_whose_class_is_not_allowed_is_left_out_by_name(tmp_path: Path) 
     assert set(dcp_rs.open(tmp_path / "out")) == {"w"}
 
 
+def test_a_value_that_is_left_out_anyway_need_not_be_allowed(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "args": Namespace(lr=1)}, tmp_path / "x.pt")
+    how = {"to": "safetensors", "skip_unsupported": True}
+    report = dcp_rs.convert(tmp_path / "x.pt", tmp_path / "out", **how)
+    assert report.skipped == {"args": "is not a tensor"}
+    assert set(load_hf(tmp_path / "out")) == {"w"}
+
+
 def test_choosing_and_renaming(tmp_path: Path) -> None:
     make("dcp-rs", nested_state(), tmp_path / "src")
     dcp_rs.convert(

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,12 +101,6 @@ class Source(Protocol):
 
     def value(self, item: Item) -> bytes:
         """Return the ``torch.save`` bytes of a value."""
-
-    def measured(self, item: Item) -> Item:
-        """Return the item, with the length of what :meth:`value` returns if it is a value.
-
-        A value of a ``torch.save`` file is stored as a part of the pickle, so this reads it.
-        """
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of local safetensors files; nothing for other kinds."""
@@ -213,12 +207,6 @@ class IndexSource:
         """Return the ``torch.save`` bytes of a value."""
         chunk = self.index.first_chunk(item.number)
         return self.index.read_bytes([chunk], **self._options.engine())[0]
-
-    def measured(self, item: Item) -> Item:
-        """Return the item, a value of a file of ``torch.save`` with its exact length."""
-        if item.dtype is not None or self.kind != "torch":
-            return item
-        return replace(item, nbytes=len(self.value(item)))
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of local safetensors files; nothing for other kinds."""

@@ -6,58 +6,33 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
-from dcp_rs._url import StorageOptions, Url, absolute, location, options_for
+from dcp_rs._url import StorageOptions, Url, absolute, location
 from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.source import Source, open_source
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import native, safetensors, stock, torch_file
-from dcp_rs.conversion.job import (
-    ConvertReport,
-    Job,
-    Task,
-    check_renamed,
-    parse_dtype,
-    refuse_unsupported,
-    select,
-    select_containers,
-)
-from dcp_rs.conversion.output import (
-    Output,
-    check_apart,
-    check_output,
-    new_output,
-    output_on_store,
-    uploaded_output,
-)
-from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.conversion.job import ConvertReport, Job, select
+from dcp_rs.conversion.output import check_apart, check_output, new_output, uploaded_output
+from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype
+from dcp_rs.options import checks_pickles
 from dcp_rs.tensors import pickles
+from dcp_rs.tensors.nesting import nest
 
-__all__ = ["ConvertReport", "Target", "WriteRequest", "convert", "stores_of", "write_result"]
+__all__ = ["ConvertReport", "convert", "write_result"]
 
-Target = Literal["dcp-rs", "dcp", "safetensors", "torch"]
-
-_WRITERS: dict[str, Callable[[Job, Output], None]] = {
+_WRITERS: dict[Target, Callable[[Job, Path], None]] = {
     "dcp-rs": native.write,
     "dcp": stock.write,
     "safetensors": safetensors.write,
     "torch": torch_file.write,
-}
-
-#: The format of a file, by the ending of its name.
-_ENDINGS: dict[str, Target] = {
-    ".pt": "torch",
-    ".pth": "torch",
-    ".bin": "torch",
-    ".safetensors": "safetensors",
 }
 
 
@@ -91,7 +66,8 @@ def convert(
 
     The result appears at ``out`` in one step, when it is complete. After an error or Ctrl-C there
     is nothing. It is an error if files of the source change meanwhile. Files are mapped: if a file
-    is cut short while it is copied, the process may end.
+    is cut short while it is copied, the process may end. The bound on memory is for tensors: all
+    values that are no tensors are in memory together.
 
     ``"dcp-rs"`` and ``"torch"`` keep the nesting of a state dict. ``"dcp"`` has text for keys, so
     it cannot hold other keys, empty dicts and Counters. The numbers in an optimizer's
@@ -168,10 +144,12 @@ def convert(
         ```
     """
     begin = time.perf_counter()
-    source_path = location(path)
-    of_source, of_out = stores_of(source_path, location(out), storage_options, out_storage_options)
+    source_path, target = location(path), absolute(location(out))
+    of_source, of_out = StorageOptions.of(storage_options), StorageOptions.of(out_storage_options)
+    if of_out is None:
+        of_out = of_source
     request = WriteRequest(
-        out=location(out),
+        out=target,
         to=to,
         dtype=parse_dtype(dtype),
         shards=shards,
@@ -186,83 +164,21 @@ def convert(
         verify=verify,
         fsync=fsync,
         max_inflight_bytes=max_inflight_bytes,
-        weights_only=weights_only is None or bool(weights_only),
-        storage_options=of_out,
+        weights_only=checks_pickles(weights_only),
+        storage_options=of_out if isinstance(target, Url) else None,
     )
     source = open_source(
         source_path,
         options=request.read_options,
         allow_external=allow_external,
-        storage_options=of_source,
+        storage_options=of_source if isinstance(source_path, Url) else None,
         layout=Layout.of(dequantize, views),
     )
     report = ConvertReport()
     paths = [source_path, source.path, *source.files]
-    write_result(source, request, report, paths=paths, verb="converting")
+    write_result(source, request, report, paths=paths)
     report.seconds = time.perf_counter() - begin
     return report
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteRequest:
-    """The result to write. The fields are arguments of :func:`convert`.
-
-    Attributes:
-        storage_options: the options of the store of ``out``, if it is on one.
-    """
-
-    out: Path
-    to: Target | None
-    dtype: torch.dtype | None
-    shards: int | None
-    include: str | Iterable[str] | None
-    exclude: str | Iterable[str] | None
-    rename: Rename
-    name: str
-    skip_unsupported: bool
-    overwrite: bool
-    progress: Progress
-    threads: int | None
-    verify: bool
-    fsync: bool
-    max_inflight_bytes: int | None
-    weights_only: bool
-    storage_options: StorageOptions | None
-
-    def __post_init__(self) -> None:
-        _check(self.target, self.shards, self.name)
-        if self.as_file and (self.shards or 1) > 1:
-            msg = f"shards={self.shards}: {self.out} is one file"
-            raise ValueError(msg)
-
-    @property
-    def target(self) -> Target:
-        """The format. Default: by the ending of ``out``."""
-        return _ENDINGS.get(self.out.suffix, "dcp-rs") if self.to is None else self.to
-
-    @property
-    def as_file(self) -> bool:
-        """True if ``out`` is a file."""
-        return self.target == "torch" or (
-            self.target == "safetensors" and self.out.suffix == ".safetensors"
-        )
-
-    @property
-    def write_options(self) -> WriteOptions:
-        """The options to write with."""
-        # A temporary folder for an upload need not survive a power failure.
-        fsync = self.fsync and not isinstance(self.out, Url)
-        return WriteOptions(
-            threads=self.threads, fsync=fsync, max_inflight_bytes=self.max_inflight_bytes
-        )
-
-    @property
-    def read_options(self) -> ReadOptions:
-        """The options to read with. Reads get a quarter of the bound on memory."""
-        inflight = self.write_options.inflight_bytes(accelerator=False)
-        return ReadOptions(
-            threads=self.threads, verify=self.verify, max_inflight_bytes=max(1 << 20, inflight // 4)
-        )
 
 
 def write_result(
@@ -271,7 +187,6 @@ def write_result(
     report: ConvertReport,
     *,
     paths: Sequence[Path],
-    verb: str,
     merged_from: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the result.
@@ -281,110 +196,43 @@ def write_result(
         request: the result to write.
         report: to fill in, except for the seconds.
         paths: the files and folders of the source, which the result must not replace.
-        verb: the verb for the progress bar.
         merged_from: the inputs of a merge, to store with the result.
     """
-    out, to, before = request.out, request.target, None
-    if isinstance(out, Url):
-        check_apart(paths, out)
+    before = None
+    if isinstance(request.out, Url):
+        check_apart(paths, request.out)
     else:
-        out = absolute(out)
-        before = check_output(paths, out, overwrite=request.overwrite)
-    tasks = select(
-        source,
-        dtype=request.dtype,
-        include=request.include,
-        exclude=request.exclude,
-        rename=request.rename,
-    )
-    containers = select_containers(
-        source, tasks, include=request.include, exclude=request.exclude, rename=request.rename
-    )
-    if to != "safetensors":
-        check_renamed(source, tasks, containers)
-    if source.kind == "torch" and request.weights_only:
-        for task in tasks:
-            if task.dtype is None:
-                pickles.check_loadable(task.item.name, source.value(task.item))
-    skipped = report if request.skip_unsupported else None
-    if to == "safetensors":
-        tasks = refuse_unsupported(tasks, safetensors.why_not, to, skipped)
-        tasks = _without_tied(source.tied([task.item for task in tasks]), tasks, report)
-    if to == "dcp":
-        stock.check_nesting(tasks, containers, skipped)
-    source.check([task.item for task in tasks])
-    job = Job(
-        source,
-        tasks,
-        1 if request.as_file else request.shards,
-        request.write_options,
-        report,
-        containers,
-        name=request.name,
-        weights_only=request.weights_only,
-        merged_from=list(merged_from),
-    )
+        before = check_output(paths, request.out, overwrite=request.overwrite)
+    tasks, containers = select(source, request)
+    job = Job(source, request, report, tasks, containers, merged_from)
+    if request.target == "safetensors":
+        safetensors.leave_out(job)
+    elif request.rename is not None and job.has_paths:
+        # It raises if renamed entries cannot be nested beside the others.
+        nest(((task.item.position, task.path, None) for task in tasks), containers or ())
+    if request.target == "dcp":
+        stock.check_nesting(job)
+    for task in job.tasks:
+        if task.dtype is None and source.kind == "torch" and request.weights_only:
+            pickles.check_loadable(task.item.name, source.value(task.item))
+    source.check([task.item for task in job.tasks])
     with (
-        _output(job, request, out, before) as output,
-        watching(request.progress, verb) as job.progress,
+        _output(job, before) as result,
+        watching(request.progress, "merging" if merged_from else "converting") as job.progress,
     ):
-        _WRITERS[to](job, output)
-    report.written = [task.name for task in tasks]
+        _WRITERS[request.target](job, result)
+    report.written = [task.name for task in job.tasks]
     report.bytes = job.total
 
 
-def _check(to: str, shards: int | None, name: str) -> None:
-    if to not in _WRITERS:
-        msg = f"to={to!r}: must be one of {', '.join(map(repr, _WRITERS))}"
-        raise ValueError(msg)
-    if shards is not None and (
-        isinstance(shards, bool) or not isinstance(shards, int) or shards < 1
-    ):
-        msg = f"shards={shards!r}: must be a positive integer"
-        raise ValueError(msg)
-    if not name or "/" in name:
-        msg = f"name={name!r}: what files are called"
-        raise ValueError(msg)
-
-
-def stores_of(
-    path: Path, target: Path, given: Any, for_target: Any
-) -> tuple[StorageOptions | None, StorageOptions | None]:
-    """Return the storage options of the source and of the result. None: not on a store."""
-    of_source, of_target = StorageOptions.of(given), StorageOptions.of(for_target)
-    if not isinstance(target, Url):
-        options_for(target, of_target)
-        return of_source, None
-    if of_target is None:
-        return of_source if isinstance(path, Url) else None, of_source
-    return of_source, of_target
-
-
 @contextmanager
-def _output(
-    job: Job, request: WriteRequest, out: Path, before: _core.Fingerprint | None
-) -> Iterator[Output]:
-    """Make the output. It gets its name only if the source did not change meanwhile."""
-    options, overwrite, as_file = request.storage_options, request.overwrite, request.as_file
+def _output(job: Job, before: _core.Fingerprint | None) -> Iterator[Path]:
+    """Yield the path to write. It gets its name only if the source did not change meanwhile."""
+    request, out = job.request, job.request.out
     if isinstance(out, Url) and request.target == "dcp-rs":
         # Its commit is the last step, so the writer checks the source before it.
-        yield output_on_store(out, options, overwrite=overwrite)
+        yield out
         return
-    if isinstance(out, Url):
-        new = uploaded_output(out, options, job.options, as_file=as_file, overwrite=overwrite)
-    else:
-        new = new_output(out, before, as_file=as_file)
-    with new as output:
-        yield output
+    with uploaded_output(request, out) if isinstance(out, Url) else new_output(out, before) as made:
+        yield made
         job.source.check_again()
-
-
-def _without_tied(tied: dict[str, str], tasks: list[Task], report: ConvertReport) -> list[Task]:
-    """Return the tasks without second names of tensors. The metadata of the files has those names.
-
-    ``transformers`` and ``safetensors.torch.load_model`` tie the tensors again.
-    """
-    names = {task.item.name: task.name for task in tasks}
-    noted = {name: kept for name, kept in tied.items() if names[name] not in safetensors.RESERVED}
-    report.tied = {names[name]: names[kept] for name, kept in noted.items()}
-    return [task for task in tasks if task.item.name not in noted]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,37 +14,14 @@ from dcp_rs import _core
 from dcp_rs._progress import Watch
 from dcp_rs._reports import Report
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
-from dcp_rs.checkpoint.names import Rename, globs, renamer, selector
+from dcp_rs.checkpoint.names import renamer, selector
 from dcp_rs.checkpoint.source import Item, Source
-from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.options import WriteOptions
-from dcp_rs.tensors.dtypes import BY_NAME, cast_to, is_counter
-from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining
+from dcp_rs.conversion.request import WriteRequest
+from dcp_rs.errors import PlanError
+from dcp_rs.tensors.dtypes import cast_to, is_counter
+from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining
 
-__all__ = [
-    "ConvertReport",
-    "Job",
-    "Task",
-    "check_renamed",
-    "new_dtype",
-    "parse_dtype",
-    "select",
-    "select_containers",
-    "split",
-]
-
-_ALIASES = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-    "float": "float32",
-    "f64": "float64",
-    "fp64": "float64",
-    "double": "float64",
-}
+__all__ = ["ConvertReport", "Job", "Task", "aborting", "new_dtype", "select", "split"]
 
 
 @dataclass(repr=False)
@@ -107,54 +85,45 @@ class Job:
 
     Attributes:
         source: the checkpoint to read.
-        tasks: the entries to write.
-        shards: the number of files or ranks; None for the default of the format.
-        options: the limits of the writes.
+        request: the result to write.
         report: to fill in.
+        tasks: the entries to write.
         containers: the containers of the new state dict; None if they are not known.
-        progress: is called with the bytes written, and all bytes.
-        name: the name of files of safetensors.
-        weights_only: refuse values that ``torch.load(weights_only=True)`` refuses.
         merged_from: the inputs of a merge; empty for a conversion.
+        progress: is called with the bytes written, and all bytes.
         done: the bytes written.
     """
 
     source: Source
-    tasks: list[Task]
-    shards: int | None
-    options: WriteOptions
+    request: WriteRequest
     report: ConvertReport
-    containers: list[Container] | None = None
+    tasks: list[Task]
+    containers: list[Container] | None
+    merged_from: Sequence[Mapping[str, Any]]
     progress: Watch | None = None
-    name: str = "model"
-    weights_only: bool = True
-    merged_from: list[Mapping[str, Any]] = field(default_factory=list)
     done: int = 0
 
-    @cached_property
-    def renamed(self) -> bool:
-        """True if an entry has a new name."""
-        return any(task.name != task.item.name for task in self.tasks)
+    @property
+    def is_whole(self) -> bool:
+        """True if all entries are written under their names in the source."""
+        return len(self.tasks) == len(self.source.items) and all(
+            task.name == task.item.name for task in self.tasks
+        )
 
     @property
-    def filtered(self) -> bool:
-        """True if entries are left out."""
-        return len(self.tasks) < len(self.source.items)
+    def has_paths(self) -> bool:
+        """True unless the data of a custom planner replaces all paths."""
+        return self.source.root is None or isinstance(self.source.root, dict)
 
     @cached_property
     def total(self) -> int:
         """The bytes to write."""
         return sum(task.nbytes for task in self.tasks)
 
-    @property
-    def slab_bytes(self) -> int:
-        """The bytes of a slab. Three slabs and the buffers of reads and writes share the bound."""
-        return self.options.inflight_bytes(accelerator=False) // 4 >> 20 << 20
-
     @cached_property
     def slabs(self) -> Slabs:
         """The memory for all blocks."""
-        return Slabs(self.slab_bytes)
+        return Slabs(self.request.buffer_bytes)
 
     def advance(self, nbytes: int) -> None:
         """Count bytes as written."""
@@ -162,13 +131,20 @@ class Job:
         if self.progress is not None:
             self.progress(self.done, self.total)
 
+    def value(self, task: Task) -> bytes:
+        """Read a value, and count it as written."""
+        self.advance(task.nbytes)
+        return self.source.value(task.item)
+
     def engine(self) -> dict[str, Any]:
         """Return the options of a save."""
-        return self.options.engine() | {"max_inflight_bytes": max(self.slab_bytes, 1 << 20)}
+        buffer = {"max_inflight_bytes": self.request.buffer_bytes}
+        return self.request.write_options.engine() | buffer
 
-    def write(self, save: Any, regions: Sequence[Region], items: Sequence[int]) -> None:
-        """Read regions, and write them as these items of a save."""
-        for batch in blocks(self.source, regions, self.slabs):
+    def write(self, save: _core.Save, regions: Mapping[int, Region]) -> None:
+        """Read regions, and write each as the item of this number of a save."""
+        items = list(regions)
+        for batch in blocks(self.source, list(regions.values()), self.slabs):
             save.write(
                 [
                     _core.Part(
@@ -180,29 +156,14 @@ class Job:
             self.advance(sum(block.data.nbytes for block in batch))
 
 
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype by torch's name, or by a short one such as ``bf16``.
-
-    Raises:
-        ValueError: it is not a floating-point dtype.
-    """
-    if dtype is None:
-        return None
-    if isinstance(dtype, str):
-        name = dtype.removeprefix("torch.").lower()
-        found = BY_NAME.get(_ALIASES.get(name, name))
-    else:
-        found = dtype
-    if found is None or not found.is_floating_point or found not in BY_NAME.values():
-        msg = (
-            f"dtype={dtype!r}: must be one of float64, float32, float16, bfloat16, "
-            "or of the float8 types"
-        )
-        raise ValueError(msg)
-    if str(found) == "torch.float4_e2m1fn_x2":
-        msg = f"dtype={dtype!r}: torch has no conversion to it"
-        raise ValueError(msg)
-    return found
+@contextmanager
+def aborting(save: _core.Save) -> Iterator[None]:
+    """Remove the files of a save after an error in this context."""
+    try:
+        yield
+    except BaseException:
+        save.abort()
+        raise
 
 
 def new_dtype(item: Item, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -212,27 +173,20 @@ def new_dtype(item: Item, dtype: torch.dtype | None) -> torch.dtype | None:
     return cast_to(item.dtype, dtype)
 
 
-def select(
-    source: Source,
-    *,
-    dtype: torch.dtype | None,
-    include: str | Iterable[str] | None,
-    exclude: str | Iterable[str] | None,
-    rename: Rename,
-) -> list[Task]:
-    """Return the included entries, with their new names.
+def select(source: Source, request: WriteRequest) -> tuple[list[Task], list[Container] | None]:
+    """Return the included entries and containers, with their new names.
+
+    The containers are None if those of the source are not known.
 
     Raises:
         PlanError: nothing is included, or two entries would have one name.
     """
-    wanted, unwanted = globs(include), globs(exclude)
-    new_name = renamer(rename)
+    passes = selector(request.include, request.exclude) or (lambda _: True)
+    new_name = renamer(request.rename)
     tasks: list[Task] = []
     names: dict[str, str] = {}
     for item in source.items:
-        if (wanted is not None and not wanted.match(item.name)) or (
-            unwanted is not None and unwanted.match(item.name)
-        ):
+        if not passes(item.name):
             continue
         name = new_name(item.name)
         other = names.setdefault(name, item.name)
@@ -240,19 +194,23 @@ def select(
             msg = f"{other!r} and {item.name!r} would both be named {name!r}"
             raise PlanError(msg, tensor=name)
         path = item.path if name == item.name and item.path is not None else (name,)
-        tasks.append(Task(source.measured(item), name, new_dtype(item, dtype), path))
+        tasks.append(Task(item, name, new_dtype(item, request.dtype), path))
     if source.items and not tasks:
         msg = (
-            f"none of the {len(source.items)} entries is wanted by include={include!r}, "
-            f"exclude={exclude!r}"
+            f"none of the {len(source.items)} entries is wanted by include={request.include!r}, "
+            f"exclude={request.exclude!r}"
         )
         raise PlanError(msg)
-    depth = len(_front(tasks))
-    return (
-        [replace(task, path=task.item.path[depth:]) for task in tasks if task.item.path]
-        if depth
-        else tasks
-    )
+    leaves = [task.item.path for task in tasks if task.item.path is not None]
+    containers = remaining(source.containers or [], leaves, passes)
+    if request.rename is not None and (front := _front(tasks)):
+        depth = len(front)
+        tasks = [replace(t, path=path[depth:]) for t, path in zip(tasks, leaves, strict=True)]
+        inside = [c for c in containers if c.path[:depth] == front]
+        containers = [Container(c.position, c.path[depth:], c.kind) for c in inside]
+    else:
+        containers = _rename_containers(containers, leaves, new_name)
+    return tasks, None if source.containers is None else containers
 
 
 def _front(tasks: Sequence[Task]) -> TreePath:
@@ -260,106 +218,32 @@ def _front(tasks: Sequence[Task]) -> TreePath:
 
     The entries then keep their nesting below it. Otherwise return an empty path.
     """
-    first = tasks[0] if tasks else None
-    if first is None or not first.item.path or first.name == first.item.name:
-        return ()
-    for depth in range(1, len(first.item.path)):
-        front = first.item.path[:depth]
-        if all(
-            task.item.path is not None
-            and task.item.path[:depth] == front
-            and len(task.item.path) > depth
-            and isinstance(task.item.path[depth], str)
-            and name_of(task.item.path[depth:]) == task.name
-            for task in tasks
-        ):
-            return front
-    return ()
+    fronts: set[TreePath] = set()
+    for task in tasks:
+        path = task.item.path or ()
+        ends = (at for at, part in enumerate(path) if isinstance(part, str))
+        found = next((at for at in ends if name_of(path[at:]) == task.name), 0)
+        fronts.add(path[:found])
+    return fronts.pop() if len(fronts) == 1 else ()
 
 
-def select_containers(
-    source: Source,
-    tasks: Sequence[Task],
-    *,
-    include: str | Iterable[str] | None,
-    exclude: str | Iterable[str] | None,
-    rename: Rename,
-) -> list[Container] | None:
-    """Return the containers of the new state dict; None if those of the source are not known.
+def _rename_containers(
+    containers: Sequence[Container], leaves: Sequence[TreePath], new_name: Callable[[str], str]
+) -> list[Container]:
+    """Return the containers that are left after a renaming.
 
     An empty container has a name, as entries have. A container of renamed entries goes.
     """
-    if source.containers is None:
-        return None
-    leaves = [task.item.path for task in tasks if task.item.path is not None]
-    kept = remaining(source.containers, leaves, selector(include, exclude) or (lambda _: True))
-    if rename is None:
-        return kept
-    if front := _front(tasks):
-        inside = [c for c in kept if c.path[: len(front)] == front]
-        return [Container(c.position, c.path[len(front) :], c.kind) for c in inside]
-    new_name = renamer(rename)
     holding = {path[:depth] for path in leaves for depth in range(len(path))}
-    containers = []
-    for container in kept:
+    kept = []
+    for container in containers:
         name = name_of(container.path)
         new = new_name(name) if container.path else name
         if new == name:
-            containers.append(container)
+            kept.append(container)
         elif container.path not in holding:
-            containers.append(Container(container.position, (new,), container.kind))
-    return containers
-
-
-def check_renamed(
-    source: Source, tasks: Sequence[Task], containers: Sequence[Container] | None
-) -> None:
-    """Check that renamed entries can be nested beside the others.
-
-    Raises:
-        PlanError: they cannot, and the source has no such contradiction itself.
-    """
-    has_paths = source.root is None or isinstance(source.root, dict)
-    if not has_paths or all(task.name == task.item.name for task in tasks):
-        return
-    try:
-        nest(((task.item.position, task.path, None) for task in tasks), containers or ())
-    except PlanError:
-        paths = ((task.item.position, task.item.path or (task.item.name,), None) for task in tasks)
-        try:
-            nest(paths, source.containers or ())
-        except PlanError:
-            return
-        raise
-
-
-def refuse_unsupported(
-    tasks: Sequence[Task],
-    why_not: Callable[[Task], str | None],
-    to: str,
-    report: ConvertReport | None,
-) -> list[Task]:
-    """Return the tasks that the new format can hold.
-
-    Args:
-        tasks: the entries.
-        why_not: returns why the format cannot hold an entry; None if it can.
-        to: the format, for the message.
-        report: the report for the other entries. If it is None, they are an error.
-    """
-    reasons = [(task, why_not(task)) for task in tasks]
-    refused = [(task, reason) for task, reason in reasons if reason is not None]
-    if refused and report is None:
-        named = "; ".join(f"{task.item.name!r} {reason}" for task, reason in refused[:5])
-        more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
-        msg = (
-            f"{to} cannot hold {len(refused)} of {len(tasks)} entries "
-            f"(skip_unsupported=True leaves them out): {named}{more}"
-        )
-        raise UnsupportedError(msg, tensor=refused[0][0].item.name)
-    if report is not None:
-        report.skipped.update((task.item.name, reason) for task, reason in refused)
-    return [task for task, reason in reasons if reason is None]
+            kept.append(Container(container.position, (new,), container.kind))
+    return kept
 
 
 def split(tasks: Sequence[Task], count: int) -> list[list[Task]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,13 +11,12 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.compare import Difference, difference
-from dcp_rs.checkpoint.names import globs
+from dcp_rs.checkpoint.names import selector, some
 from dcp_rs.checkpoint.source import IndexSource, Item, Request
 from dcp_rs.conversion.job import new_dtype
+from dcp_rs.conversion.request import WriteRequest
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.dtypes import BY_NAME
-from dcp_rs.tensors.nesting import Container
 
 __all__ = ["Conflicts", "Input", "MergedSource"]
 
@@ -39,8 +38,6 @@ _PACKED = ("", "_packed", "_blocks", ".qweight", ".weight")
 _SCALES = ("_scale_inv", "_scale", "_scales", "_global_scale", "_scale_2")
 #: The endings of scales of GPTQ, AWQ and bitsandbytes, which ``dequantize`` does not decode.
 _NOT_DECODED = (".scales", ".absmax", ".nested_absmax", ".SCB")
-#: The number of names in a message.
-_SOME = 5
 
 
 @dataclass(frozen=True)
@@ -63,10 +60,13 @@ class MergedSource:
 
     Args:
         inputs: at least one input.
-        include, exclude: globs over names.
+        request: the result: which entries it has, and the dtype of sums.
         conflicts: as for :func:`dcp_rs.merge`.
-        dtype: the dtype of floating-point tensors in the result; None: as in the first input.
-        options: the options to read with.
+
+    Attributes:
+        summed: the names of the sums.
+        conflicts: the names of other entries that differ.
+        left_out: the names of the optimizer state that is left out.
 
     Raises:
         PlanError: an entry differs between inputs; the message names the entry and both inputs.
@@ -74,92 +74,82 @@ class MergedSource:
     """
 
     def __init__(
-        self,
-        inputs: Sequence[Input],
-        *,
-        include: str | Iterable[str] | None,
-        exclude: str | Iterable[str] | None,
-        conflicts: Conflicts,
-        dtype: torch.dtype | None,
-        options: ReadOptions,
+        self, inputs: Sequence[Input], request: WriteRequest, conflicts: Conflicts
     ) -> None:
-        self.inputs = inputs
-        self._dtype, self._options = dtype, options
+        self._inputs, self._request = inputs, request
         first = inputs[0].source
-        names = [_chosen(one.source, include, exclude) for one in inputs]
-        self.left_out = [
-            item.name for item in first.items if include is None and _is_of_optimizer(item)
-        ]
-        for one, chosen in zip(inputs, names, strict=True):
-            _check_not_quantized(one.source, chosen)
-        _check_names(inputs, names)
-        self._sums, self._copies, self.conflicts = _sort(inputs, names, conflicts)
-        self.summed = list(self._sums)
-        self.kind = first.kind
-        self.root = first.root
-        self.containers: list[Container] | None = first.containers
-        if self.containers is not None and include is None:
-            self.containers = [
-                c for c in self.containers if not (c.path and c.path[0] in _OPTIMIZERS)
-            ]
-        self.path = first.path
+        self.kind, self.root, self.path = first.kind, first.root, first.path
         self.files = [path for one in inputs for path in one.source.files]
-        self.items = [item for name in names[0] for item in self._items(name)]
+        self.containers = first.containers
+        self.left_out: list[str] = []
+        if request.include is None:
+            self.left_out = [item.name for item in first.items if _is_of_optimizer(item)]
+            if self.containers is not None:
+                self.containers = [
+                    c for c in self.containers if not (c.path and c.path[0] in _OPTIMIZERS)
+                ]
+        chosen = [_choose(one.source, request) for one in inputs]
+        for one, of_input in zip(inputs, chosen, strict=True):
+            _check_not_quantized(one.source, of_input)
+        _check_names(inputs, chosen)
+        self.items: list[Item] = []
+        #: The entries of all inputs that are summed, and the inputs of entries that are copied.
+        self._sums: dict[str, list[Item]] = {}
+        self._origins: dict[str, IndexSource] = {}
+        unlike: list[tuple[Difference, Path]] = []
+        for name in chosen[0]:
+            items = [of_input[name] for of_input in chosen]
+            if all(item.dtype in _SUMMED for item in items):
+                _check_shapes(inputs, items)
+                self._sums[name] = items
+                self.items.append(_sum_of(items, request.dtype))
+                continue
+            differs = _find_difference(inputs, items)
+            if differs is not None:
+                unlike.append(differs)
+            if differs is None or conflicts == "first":
+                taken = 0
+            elif conflicts == "last":
+                taken = -1
+            else:
+                continue
+            place: dict[str, Any] = {"path": items[0].path, "position": items[0].position}
+            self.items.append(replace(items[taken], **place))
+            self._origins[name] = inputs[taken].source
+        if unlike and conflicts == "error":
+            raise _conflict(inputs[0].path, unlike)
+        self.summed = list(self._sums)
+        self.conflicts = [what.name for what, _ in unlike]
         if first.items and not self.items:
             msg = (
                 f"nothing is left of the {len(first.items)} entries of {inputs[0].path} by "
-                f"include={include!r}, exclude={exclude!r}, conflicts={conflicts!r}"
+                f"include={request.include!r}, exclude={request.exclude!r}, "
+                f"conflicts={conflicts!r}"
             )
             raise PlanError(msg)
 
-    def _items(self, name: str) -> list[Item]:
-        """Return the entry of this name in the result; nothing if it was dropped."""
-        if name in self._sums:
-            item = self._sums[name][0]
-            # The engine rounds to bfloat16 itself, while the sums are in the CPU's cache.
-            rounds = new_dtype(item, self._dtype) == torch.bfloat16
-            narrow = torch.bfloat16 if rounds else torch.float32
-            return [replace(item, read_as=torch.float64 if self._is_double(name) else narrow)]
-        return [self._copies[name][0]] if name in self._copies else []
-
-    def _is_double(self, name: str) -> bool:
-        """Return whether a tensor is summed in float64."""
-        return any(item.dtype == torch.float64 for item in self._sums[name])
-
     def check(self, items: Sequence[Item]) -> None:
         """Raise unless the items are complete in every input that they come from."""
-        for number, one in enumerate(self.inputs):
-            copied = [item for item in items if self._origin(item) is one.source]
+        for number, one in enumerate(self._inputs):
+            copied = [item for item in items if self._origins.get(item.name) is one.source]
             one.source.check(self._summands(items, number) + copied)
 
     def _summands(self, items: Sequence[Item], number: int) -> list[Item]:
         """Return the entries of one input for the items that are summed."""
         return [self._sums[item.name][number] for item in items if item.name in self._sums]
 
-    def _origin(self, item: Item) -> IndexSource | None:
-        """Return the input that an entry is copied from; None if it is summed."""
-        found = self._copies.get(item.name)
-        return None if found is None else found[1]
-
     def check_again(self) -> None:
         """Raise if a file of an input changed."""
-        for one in self.inputs:
+        for one in self._inputs:
             one.source.check_again()
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill the destinations with sums, or with copies."""
+        sums = [request for request in requests if request.item.name in self._sums]
         for double in (False, True):
-            sums = [
-                request
-                for request in requests
-                if request.item.name in self._sums and self._is_double(request.item.name) == double
-            ]
-            if sums:
-                self._sum(sums, double=double)
-        for one in {id(one.source): one.source for one in self.inputs}.values():
-            copies = [request for request in requests if self._origin(request.item) is one]
-            if copies:
-                one.read(copies)
+            self._sum([r for r in sums if (r.into.dtype == torch.float64) == double], double=double)
+        for one in self._inputs:
+            one.source.read([r for r in requests if self._origins.get(r.item.name) is one.source])
 
     def _sum(self, requests: Sequence[Request], *, double: bool) -> None:
         sums = []
@@ -168,30 +158,26 @@ class MergedSource:
             into = request.into
             is_bfloat16 = into.dtype == torch.bfloat16
             sums.append((tensors, _offsets(request), into.shape, into.data_ptr(), is_bfloat16))
-        _core.sum_regions(
-            [(one.source.index, one.weight) for one in self.inputs],
-            sums,
-            double=double,
-            **self._options.engine(),
-        )
+        if sums:
+            _core.sum_regions(
+                [(one.source.index, one.weight) for one in self._inputs],
+                sums,
+                double=double,
+                **self._request.read_options.engine(),
+            )
 
     def value(self, item: Item) -> bytes:
         """Return the bytes of a value."""
-        return self._copies[item.name][1].value(item)
-
-    def measured(self, item: Item) -> Item:
-        """Return the item, a value of a file of ``torch.save`` with its exact length."""
-        origin = self._origin(item)
-        return item if origin is None else origin.measured(item)
+        return self._origins[item.name].value(item)
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of the files of the first input."""
-        return self.inputs[0].source.metadata()
+        return self._inputs[0].source.metadata()
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Return second names of tensors, with the first name, that are tied in every input."""
         first, *others = (
-            one.source.tied(self._summands(items, n)) for n, one in enumerate(self.inputs)
+            one.source.tied(self._summands(items, n)) for n, one in enumerate(self._inputs)
         )
         return {
             name: kept
@@ -213,84 +199,58 @@ def _is_of_optimizer(item: Item) -> bool:
     return top in _OPTIMIZERS
 
 
-def _chosen(
-    source: IndexSource, include: str | Iterable[str] | None, exclude: str | Iterable[str] | None
-) -> dict[str, Item]:
-    wanted, unwanted = globs(include), globs(exclude)
+def _choose(source: IndexSource, request: WriteRequest) -> dict[str, Item]:
+    """Return the included entries by name. Optimizer state has to be included by name."""
+    passes = selector(request.include, request.exclude) or (lambda _: True)
     return {
         item.name: item
         for item in source.items
-        if (not _is_of_optimizer(item) if wanted is None else wanted.match(item.name))
-        and not (unwanted is not None and unwanted.match(item.name))
+        if passes(item.name) and not (request.include is None and _is_of_optimizer(item))
     }
 
 
-def _check_names(inputs: Sequence[Input], names: Sequence[dict[str, Item]]) -> None:
+def _check_names(inputs: Sequence[Input], chosen: Sequence[dict[str, Item]]) -> None:
     """Raise unless all inputs have the same names."""
-    for one, own in zip(inputs[1:], names[1:], strict=True):
-        for has, lacks, path, without in (
-            (names[0], own, inputs[0].path, one.path),
-            (own, names[0], one.path, inputs[0].path),
-        ):
+    first = inputs[0], chosen[0]
+    for other in zip(inputs[1:], chosen[1:], strict=True):
+        for (one, has), (without, lacks) in ((first, other), (other, first)):
             missing = [name for name in has if name not in lacks]
             if missing:
                 msg = (
-                    f"{_listed(missing)}: in {path}, but not in {without}; a merge needs every "
-                    "entry in all inputs: leave it out with exclude=, or say with include= what is "
-                    "to be merged"
+                    f"{some(missing)}: in {one.path}, but not in {without.path}; a merge needs "
+                    "every entry in all inputs: leave it out with exclude=, or say with include= "
+                    "what is to be merged"
                 )
                 raise PlanError(msg, tensor=missing[0])
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SOME} more" if len(names) > _SOME else ""
-    return ", ".join(map(repr, names[:_SOME])) + more
+def _sum_of(items: Sequence[Item], dtype: torch.dtype | None) -> Item:
+    """Return the sum of entries of all inputs, with the dtype in which it is delivered."""
+    item, delivered = items[0], torch.float32
+    if any(item.dtype == torch.float64 for item in items):
+        delivered = torch.float64
+    elif new_dtype(item, dtype) == torch.bfloat16:
+        # The engine rounds to it itself, while the sums are in the CPU's cache.
+        delivered = torch.bfloat16
+    return replace(item, read_as=delivered)
 
 
-def _sort(
-    inputs: Sequence[Input], names: Sequence[dict[str, Item]], conflicts: Conflicts
-) -> tuple[dict[str, tuple[Item, ...]], dict[str, tuple[Item, IndexSource]], list[str]]:
-    """Decide which entries are summed, and which are copied.
-
-    Returns:
-        The summed entries of all inputs, by name; the copied entries with their inputs, by name;
-        and the names of entries that are not summed and differ.
-    """
-    sums: dict[str, tuple[Item, ...]] = {}
-    copies: dict[str, tuple[Item, IndexSource]] = {}
-    found: list[tuple[Difference, Path]] = []
-    first = inputs[0]
-    for name in names[0]:
-        items = tuple(of_input[name] for of_input in names)
-        if all(item.dtype in _SUMMED for item in items):
-            _check_shapes(inputs, items)
-            sums[name] = items
-            continue
-        others = zip(inputs[1:], items[1:], strict=True)
-        differences = (
-            (difference(first.source, items[0], one.source, item), one.path) for one, item in others
-        )
-        unlike = next(((what, path) for what, path in differences if what is not None), None)
-        if unlike is not None:
-            found.append(unlike)
-        if unlike is None or conflicts == "first":
-            copies[name] = (items[0], first.source)
-        elif conflicts == "last":
-            last = replace(items[-1], path=items[0].path, position=items[0].position)
-            copies[name] = (last, inputs[-1].source)
-    if found and conflicts == "error":
-        raise _conflict(first.path, found)
-    return sums, copies, [unlike.name for unlike, _ in found]
+def _find_difference(
+    inputs: Sequence[Input], items: Sequence[Item]
+) -> tuple[Difference, Path] | None:
+    """Return how an entry differs from that of the first input, and in which input."""
+    first = inputs[0].source
+    for one, item in zip(inputs[1:], items[1:], strict=True):
+        if (found := difference(first, items[0], one.source, item)) is not None:
+            return found, one.path
+    return None
 
 
 def _conflict(first: Path, found: Sequence[tuple[Difference, Path]]) -> PlanError:
     unlike, path = found[0]
     what = f": {unlike.a} and {unlike.b}" if unlike.a and unlike.b else ""
-    more = (
-        f" The same goes for {_listed([other.name for other, _ in found[1:]])}."
-        if len(found) > 1
-        else ""
-    )
+    others = [other.name for other, _ in found[1:]]
+    more = f" The same goes for {some(others)}." if others else ""
     msg = (
         f"{unlike.name!r} is not the same in {first} and in {path}{what}. Only floating-point "
         f"tensors are summed.{more} conflicts='first' or 'last' takes what that input has, "
@@ -311,26 +271,25 @@ def _check_shapes(inputs: Sequence[Input], items: Sequence[Item]) -> None:
 
 
 def _check_not_quantized(source: IndexSource, chosen: dict[str, Item]) -> None:
-    """Raise for quantized weights and their scales: they cannot be summed apart.
+    """Raise if quantized weights or their scales would be summed, one without the other.
 
-    Weights without their scales cannot be summed either, so all names of the source count.
+    Both count if they are left out: codes without their scales are no numbers either.
     """
     stored = {item.name: item for item in source.items}
-    for name, item in chosen.items():
-        if item.dtype not in _SUMMED:
-            continue
-        if item.dtype.itemsize == 1:
-            scale = next((name + end for end in _SCALES if name + end in stored), None)
-            if scale is not None:
-                raise _quantized(name, scale)
-        for end in (*_SCALES, *_NOT_DECODED):
-            base = name.removesuffix(end)
-            if base == name:
-                continue
+    for scale in stored:
+        for end in filter(scale.endswith, (*_SCALES, *_NOT_DECODED)):
             for packed in _PACKED:
-                weights = stored.get(base + packed)
-                if weights is not None and weights.dtype not in {None, *_SUMMED}:
-                    raise _quantized(weights.name, name)
+                weights = stored.get(scale.removesuffix(end) + packed)
+                if weights is None or weights.dtype is None or _holds_numbers(weights.dtype):
+                    continue
+                for name in (weights.name, scale):
+                    if name in chosen and chosen[name].dtype in _SUMMED:
+                        raise _quantized(weights.name, scale)
+
+
+def _holds_numbers(dtype: torch.dtype) -> bool:
+    """Return whether elements are numbers, and not codes that need scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _quantized(name: str, scale: str) -> UnsupportedError:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import os
-import struct
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,14 +14,15 @@ import torch
 
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress
-from dcp_rs._url import StorageOptions, Url, location
+from dcp_rs._url import StorageOptions, Url, absolute, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.views import Layout, LayoutView
-from dcp_rs.conversion import ConvertReport, Target, WriteRequest, stores_of, write_result
-from dcp_rs.conversion.job import parse_dtype
+from dcp_rs.conversion import ConvertReport, write_result
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
+from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype
+from dcp_rs.options import checks_pickles
 
 __all__ = ["MergeReport", "merge"]
 
@@ -137,10 +136,12 @@ def merge(
     if conflicts not in get_args(Conflicts):
         msg = f"conflicts={conflicts!r}: one of {', '.join(map(repr, get_args(Conflicts)))}"
         raise ValueError(msg)
-    remote = next((path for path in paths if isinstance(path, Url)), paths[0])
-    of_inputs, of_out = stores_of(remote, location(out), storage_options, out_storage_options)
+    target = absolute(location(out))
+    of_inputs, of_out = StorageOptions.of(storage_options), StorageOptions.of(out_storage_options)
+    if of_out is None:
+        of_out = of_inputs
     request = WriteRequest(
-        out=location(out),
+        out=target,
         to=to,
         dtype=parse_dtype(dtype),
         shards=shards,
@@ -155,34 +156,32 @@ def merge(
         verify=verify,
         fsync=fsync,
         max_inflight_bytes=max_inflight_bytes,
-        weights_only=weights_only is None or bool(weights_only),
-        storage_options=of_out,
+        weights_only=checks_pickles(weights_only),
+        storage_options=of_out if isinstance(target, Url) else None,
     )
     layout = Layout.of(dequantize, views)
-    opened = [
-        _open(path, factor, request, allow_external, of_inputs, layout)
-        for path, factor in zip(paths, factors, strict=True)
-    ]
-    source = MergedSource(
-        opened,
-        include=request.include,
-        exclude=request.exclude,
-        conflicts=conflicts,
-        dtype=request.dtype,
-        options=request.read_options,
-    )
+    opened = []
+    for path, factor in zip(paths, factors, strict=True):
+        index = open_index(
+            path,
+            rank=None,
+            allow_external=allow_external,
+            storage_options=of_inputs if isinstance(path, Url) else None,
+            layout=layout,
+        )
+        opened.append(Input(path, IndexSource(index, request.read_options), factor))
+    source = MergedSource(opened, request, conflicts)
     report = MergeReport(
         summed=source.summed,
         conflicts=source.conflicts,
         left_out=source.left_out,
-        weights=list(factors),
+        weights=factors,
     )
     write_result(
         source,
         request,
         report,
         paths=[*paths, *(one.source.path for one in opened), *source.files],
-        verb="merging",
         merged_from=[one.describe() for one in opened],
     )
     report.seconds = time.perf_counter() - begin
@@ -208,32 +207,11 @@ def _check_weights(weights: Iterable[float] | None, count: int) -> list[float]:
         msg = f"weights={factors!r}: {count} inputs need {count} weights, one for each"
         raise ValueError(msg)
     for factor in factors:
-        if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
-            msg = f"weights={factors!r}: {factor!r} is no Python or NumPy number"
-            raise ValueError(msg)  # noqa: TRY004 - as for the other wrong weights
-        if not _is_finite(factor):
-            msg = f"weights={factors!r}: finite numbers, within the range of float32"
+        is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
+        if not is_number or not abs(factor) <= torch.finfo(torch.float32).max:  # or it is NaN
+            msg = (
+                f"weights={factors!r}: {factor!r} is no finite Python or NumPy number within the "
+                "range of float32"
+            )
             raise ValueError(msg)
     return [float(factor) for factor in factors]
-
-
-def _is_finite(factor: numbers.Real) -> bool:
-    try:
-        return math.isfinite(struct.unpack("f", struct.pack("f", float(factor)))[0])
-    except (OverflowError, struct.error):
-        return False
-
-
-def _open(
-    path: Path,
-    weight: float,
-    request: WriteRequest,
-    allow_external: bool,
-    storage_options: StorageOptions | None,
-    layout: Layout,
-) -> Input:
-    options = storage_options if isinstance(path, Url) else None
-    index = open_index(
-        path, rank=None, allow_external=allow_external, storage_options=options, layout=layout
-    )
-    return Input(path, IndexSource(index, request.read_options), weight)

@@ -4,123 +4,111 @@ from __future__ import annotations
 
 import secrets
 import uuid
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.blocks import Region
+from dcp_rs.checkpoint.folders import is_foreign
 from dcp_rs.checkpoint.metadata import MERGED_FROM
-from dcp_rs.conversion.job import Job, Task, split
-from dcp_rs.conversion.output import Output
+from dcp_rs.conversion.job import Job, Task, aborting, split
+from dcp_rs.engine.destination import Destination
+from dcp_rs.errors import CheckpointExistsError
 from dcp_rs.tensors.dtypes import NAMES
 
 __all__ = ["write"]
 
 
-def write(job: Job, output: Output) -> None:
-    """Write one rank for each shard."""
-    runs = split(job.tasks, job.shards or 1)
-    root = job.source.root
-    if isinstance(root, dict) and (job.renamed or job.filtered):
-        root = {}
-    has_paths = root is None or isinstance(root, dict)  # else it is of a custom planner
-    if job.merged_from and has_paths:
-        root = {**(root or {}), MERGED_FROM: [dict(one) for one in job.merged_from]}
-    nesting = (
-        None if job.containers is None else [(c.position, c.path, c.kind) for c in job.containers]
-    )
+def write(job: Job, result: Path) -> None:
+    """Write one rank for each shard, and commit them. On a store, that replaces what is there now.
+
+    Raises:
+        CheckpointExistsError: there is a checkpoint, and ``overwrite`` is not set; or there is one
+            of another format.
+        StorageError: see :mod:`dcp_rs.errors`.
+    """
+    overwrite = job.request.overwrite
+    to = Destination(result, job.request.storage_options)
+    _refuse_foreign(to)
+    to.prepare(None, overwrite=overwrite)
+    generation = to.begin(None, overwrite=overwrite)
+    runs = split(job.tasks, job.request.shards or 1)
     save_id = uuid.uuid4().bytes
+    of_all = {"save_id": save_id, "generation": generation, "world_size": len(runs)}
     indexes: list[bytes] = []
     try:
         for rank, run in enumerate(runs):
-            indexes.append(_write_rank(job, run, save_id, nesting, rank, len(runs), output))
-        if output.to.store is not None:
-            job.source.check_again()  # on a store, nothing can be undone after the commit
-        index = output.to.commit(
+            indexes.append(_write_rank(job, run, to, rank=rank, **of_all))
+        job.source.check_again()  # on a store, nothing can be undone after the commit
+        index = to.commit(
             None,
             indexes,
             save_id=save_id,
-            generation=output.generation,
-            planner_data=root,
+            generation=generation,
+            planner_data=_planner_data(job),
             items=None,
             names=(),
-            fsync=job.options.fsync,
-            overwrite=output.overwrite,
+            fsync=job.request.write_options.fsync,
+            overwrite=overwrite,
         )
     except BaseException as error:
-        if output.to.store is not None:
-            output.to.give_up(None, indexes, error)
+        to.give_up(None, indexes, error)
         raise
     job.report.files = len(index.files())
 
 
-def _write_rank(
-    job: Job,
-    tasks: list[Task],
-    save_id: bytes,
-    nesting: list[Any] | None,
-    rank: int,
-    world_size: int,
-    output: Output,
-) -> bytes:
+def _refuse_foreign(to: Destination) -> None:
+    """Raise if a folder on a store holds a checkpoint of another format."""
+    files = [] if to.store is None else to.store.list([to.path])[0][0]
+    foreign = next((name for name, *_ in files if is_foreign(name)), None)
+    if foreign is not None:
+        msg = (
+            f"{to.path} holds {foreign!r} of another format, and a store cannot replace that in "
+            "one step: remove it, or convert to another folder"
+        )
+        raise CheckpointExistsError(msg, path=to.path)
+
+
+def _planner_data(job: Job) -> Any:
+    """Return the planner data that belongs to no entry."""
+    root = job.source.root
+    if not job.has_paths:
+        return root
+    if root is not None and not job.is_whole:
+        root = {}
+    if job.merged_from:
+        root = {**(root or {}), MERGED_FROM: list(job.merged_from)}
+    return root
+
+
+def _write_rank(job: Job, tasks: list[Task], to: Destination, **how: Any) -> bytes:
+    """Write the data files of a rank, and return its index."""
     items: list[_core.SaveItem] = []
-    regions: list[Region] = []
-    numbers: list[int] = []
-    values: list[tuple[int, Task]] = []
-    # The data of a custom planner replaces all paths.
-    with_paths = isinstance(job.source.root, dict) or job.source.root is None
+    regions: dict[int, Region] = {}
+    values: list[tuple[int, bytes]] = []
     for task in tasks:
-        path = task.path if with_paths else None
+        name, item = task.name, task.item
+        place: dict[str, Any] = {
+            "path": task.path if job.has_paths else None,
+            "position": item.position,
+        }
         if task.dtype is None:
-            values.append((len(items), task))
-            items.append(
-                _core.SaveItem(task.name, task.item.nbytes, path=path, position=task.item.position)
-            )
+            values.append((len(items), job.value(task)))
+            items.append(_core.SaveItem(name, len(values[-1][1]), **place))
             continue
-        for number, chunk in enumerate(task.item.chunks):
+        place |= {"dtype": NAMES[task.dtype], "shape": item.shape, "flags": item.flags}
+        for number, chunk in enumerate(item.chunks):
             region = task.region(number)
             if region.numel:
-                numbers.append(len(items))
-                regions.append(region)
-            items.append(
-                _core.SaveItem(
-                    task.name,
-                    region.nbytes,
-                    dtype=NAMES[task.dtype],
-                    shape=task.item.shape,
-                    offsets=chunk.offsets,
-                    sizes=chunk.sizes,
-                    flags=task.item.flags,
-                    path=path,
-                    position=task.item.position,
-                )
-            )
+                regions[len(items)] = region
+            extent: dict[str, Any] = {"offsets": chunk.offsets, "sizes": chunk.sizes}
+            items.append(_core.SaveItem(name, region.nbytes, **place, **extent))
     save = _core.Save.create(
-        output.to.folder,
-        items,
-        save_id=save_id,
-        generation=output.generation,
-        token=secrets.randbits(64),
-        rank=rank,
-        world_size=world_size,
-        store=output.to.store,
-        **job.engine(),
+        to.folder, items, store=to.store, token=secrets.randbits(64), **how, **job.engine()
     )
-    try:
-        for number, task in values:
-            write_value(job, save, number, task)
-        job.write(save, regions, numbers)
-        return save.finish(nesting)
-    except BaseException:
-        save.abort()
-        raise
-
-
-def write_value(job: Job, save: _core.Save, number: int, task: Task) -> None:
-    """Write a value, which is in memory as a whole."""
-    data = job.source.value(task.item)
-    if data:
-        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        save.write([_core.Part(number, 0, memory.data_ptr(), memory.nbytes)])
-    job.advance(len(data))
+    with aborting(save):
+        save.write_values(values)
+        job.write(save, regions)
+        if job.containers is None:
+            return save.finish()
+        return save.finish([(c.position, c.path, c.kind) for c in job.containers])

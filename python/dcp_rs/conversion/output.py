@@ -10,26 +10,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions, Url, options_for
+from dcp_rs._url import Url, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, is_foreign, make_folder
-from dcp_rs.engine.destination import Destination
+from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, make_folder
+from dcp_rs.conversion.request import WriteRequest
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
-from dcp_rs.options import WriteOptions
 
-__all__ = [
-    "Output",
-    "check_apart",
-    "check_output",
-    "new_output",
-    "output_on_store",
-    "uploaded_output",
-]
+__all__ = ["check_apart", "check_output", "new_output", "uploaded_output"]
 
 #: Files of one rank: its data under torch, and what it publishes alone.
 _OF_A_RANK = re.compile(rf"__\d+(_\d+\.distcp|\.{re.escape(INDEX_NAME)}|\.metadata)")
@@ -39,6 +30,21 @@ _MODELS = (".safetensors", ".safetensors.index.json", ".distcp")
 _LINKS = 40
 #: Bytes of a name. File systems allow 255, and a temporary folder adds a dot, a token and `.tmp`.
 _NAME_BYTES = 255 - len(".") - len(".0123456789abcdef.tmp")
+#: The name of a result in its temporary folder. The final name need not be text.
+_MADE = "made"
+
+
+def _may_be_of_a_checkpoint(entry: Path) -> bool:
+    return not entry.is_dir() and (_is_own_name(entry.name) or entry.name.endswith(_MODELS))
+
+
+def _is_own_name(name: str) -> bool:
+    """Return whether only this package, or torch, gives files such a name."""
+    return (
+        name in (INDEX_NAME, STOCK_NAME, _core.LOCK_NAME)
+        or is_data_file(name)
+        or _OF_A_RANK.fullmatch(name) is not None
+    )
 
 
 def check_output(
@@ -46,7 +52,7 @@ def check_output(
     out: Path,
     *,
     overwrite: bool,
-    is_part: Callable[[Path], bool] | None = None,
+    is_part: Callable[[Path], bool] = _may_be_of_a_checkpoint,
 ) -> _core.Fingerprint | None:
     """Check that ``out`` can be written. Return what is there, for :func:`new_output`.
 
@@ -76,7 +82,7 @@ def check_output(
         msg = f"{out} is neither a folder nor a file, and is not replaced"
         raise CheckpointExistsError(msg, path=out)
     if is_folder:
-        _check_folder(out, is_part or _may_be_of_a_checkpoint)
+        _check_folder(out, is_part)
     return before
 
 
@@ -203,69 +209,9 @@ def _indexes(path: Path, files: set[str]) -> bool:
         return False
 
 
-def _may_be_of_a_checkpoint(entry: Path) -> bool:
-    return not entry.is_dir() and (_is_own_name(entry.name) or entry.name.endswith(_MODELS))
-
-
-def _is_own_name(name: str) -> bool:
-    """Return whether only this package, or torch, gives files such a name."""
-    return (
-        name in (INDEX_NAME, STOCK_NAME, _core.LOCK_NAME)
-        or is_data_file(name)
-        or _OF_A_RANK.fullmatch(name) is not None
-    )
-
-
-@dataclass(frozen=True)
-class Output:
-    """A temporary folder beside the destination. On a store, the destination itself.
-
-    Attributes:
-        folder: the folder to write to.
-        result: the folder, or a file in it, that becomes the destination.
-        to: the folder, for a save.
-        generation: the number of such a save.
-        overwrite: the commit may replace indexes of single ranks.
-    """
-
-    folder: Path
-    result: Path
-    to: Destination
-    generation: int = 1
-    overwrite: bool = True
-
-
-def output_on_store(out: Url, options: StorageOptions | None, *, overwrite: bool) -> Output:
-    """Return a destination on a store. The commit replaces only what is there now.
-
-    Raises:
-        CheckpointExistsError: there is a checkpoint, and ``overwrite`` is not set; or there is one
-            of another format.
-        StorageError: see :mod:`dcp_rs.errors`.
-    """
-    to = Destination(out, options)
-    files = [] if to.store is None else to.store.list([out])[0][0]
-    foreign = next((name for name, *_ in files if is_foreign(name)), None)
-    if foreign is not None:
-        msg = (
-            f"{out} holds {foreign!r} of another format, and a store cannot replace that in one "
-            "step: remove it, or convert to another folder"
-        )
-        raise CheckpointExistsError(msg, path=out)
-    to.prepare(None, overwrite=overwrite)
-    return Output(out, out, to, to.begin(None, overwrite=overwrite), overwrite)
-
-
 @contextmanager
-def uploaded_output(
-    out: Url,
-    options: StorageOptions | None,
-    write: WriteOptions,
-    *,
-    as_file: bool,
-    overwrite: bool,
-) -> Iterator[Output]:
-    """Make a temporary folder on this machine, and upload it when it is complete.
+def uploaded_output(request: WriteRequest, out: Url) -> Iterator[Path]:
+    """Yield a path on this machine to write to, and upload what is there in the end.
 
     Other formats are not written from beginning to end, as an upload must be. The file that names
     the other files is the last one.
@@ -276,21 +222,19 @@ def uploaded_output(
         StorageUnclearError: the store did not answer. Nothing of the result is removed.
         StorageError: see :mod:`dcp_rs.errors`.
     """
-    store = _core.Store(os.fspath(out), options_for(out, options) or {})
-    inflight = write.inflight_bytes(accelerator=False)
-    limits = {"threads": write.threads or 0, "max_inflight_bytes": inflight}
+    store = _core.Store(os.fspath(out), options_for(out, request.storage_options) or {})
+    inflight = request.write_options.inflight_bytes(accelerator=False)
+    limits = {"threads": request.threads or 0, "max_inflight_bytes": inflight}
     with tempfile.TemporaryDirectory(prefix="dcp-rs-convert-") as scratch:
-        folder = Path(scratch, "made")
-        folder.mkdir()
-        to = Destination(folder, None)
-        if as_file:
-            _check_new(store, out, overwrite=overwrite)
-            yield Output(folder, folder / out.name, to)
-            store.upload_file(folder / out.name, out, overwrite=overwrite, **limits)
+        made = Path(scratch, _MADE)
+        if request.as_file:
+            _check_new(store, out, overwrite=request.overwrite)
+            yield made
+            store.upload_file(made, out, overwrite=request.overwrite, **limits)
             return
         with _claimed_folder(store, out) as claim:
-            yield Output(folder, folder, to)
-            files = sorted(folder.iterdir())
+            yield made
+            files = sorted(made.iterdir())
             last = next((p for p in files if p.name.endswith((".metadata", ".index.json"))), None)
             store.upload_folder(
                 [(path, out / path.name) for path in files if path != last],
@@ -344,18 +288,15 @@ def _claimed_folder(store: _core.Store, out: Url) -> Iterator[tuple[Path, bytes]
 
 
 @contextmanager
-def new_output(
-    out: Path, before: _core.Fingerprint | Literal["anything"] | None, *, as_file: bool
-) -> Iterator[Output]:
-    """Make a temporary folder beside ``out``. It gets its name at the end, in one step.
+def new_output(out: Path, before: _core.Fingerprint | Literal["anything"] | None) -> Iterator[Path]:
+    """Yield a path in a temporary folder beside ``out``, to create a file or a folder at.
 
-    After an error or Ctrl-C it is removed. Meanwhile its folder is locked, so that
-    ``dcp_rs.clean`` leaves it alone.
+    It gets its name at the end, in one step. After an error or Ctrl-C it is removed. Meanwhile the
+    temporary folder is locked, so that ``dcp_rs.clean`` leaves it alone.
 
     Args:
         out: the file or folder to write.
         before: what is there now, and is replaced. A file can replace "anything".
-        as_file: ``out`` is a file.
 
     Raises:
         CheckpointExistsError: ``out`` changed meanwhile.
@@ -363,25 +304,21 @@ def new_output(
             back.
     """
     make_folder(out.parent)
-    name = out.name[:200]  # `dcp_rs.clean` finds the folder by these characters
-    while len(os.fsencode(name)) > _NAME_BYTES:
-        name = name[:-1]
+    # `dcp_rs.clean` finds the folder by the first 200 characters of the name.
+    name = os.fsencode(out.name[:200])[:_NAME_BYTES].decode(errors="ignore")
     beside = out.parent / f".{name}.{secrets.token_hex(8)}.tmp"
     beside.mkdir()
     is_ours = True
     try:
         _lock = _core.FolderLock(os.fspath(beside))
-        result = beside / name
-        if not as_file:
-            result.mkdir()
-        folder = beside if as_file else result
-        yield Output(folder, result, Destination(folder, None))
+        made = beside / _MADE
+        yield made
         if before == "anything":
-            _replace_file(result, out)
+            _replace_file(made, out)
             return
         is_ours = False  # the earlier checkpoint passes through this folder
         try:
-            _core.put_in_place(os.fspath(result), os.fspath(out), before)
+            _core.put_in_place(os.fspath(made), os.fspath(out), before)
         except (OSError, DcpRsError) as error:
             is_ours = getattr(error, "filename2", None) is None
             raise
@@ -391,8 +328,8 @@ def new_output(
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def _replace_file(result: Path, out: Path) -> None:
-    result.replace(out)
+def _replace_file(made: Path, out: Path) -> None:
+    made.replace(out)
     folder = os.open(out.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

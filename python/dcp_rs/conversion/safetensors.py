@@ -5,28 +5,31 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dcp_rs import _core
+from dcp_rs.checkpoint.blocks import Region
 from dcp_rs.checkpoint.metadata import MERGED_FROM
-from dcp_rs.conversion.job import Job, Task, split
-from dcp_rs.conversion.output import Output
-from dcp_rs.errors import PlanError
+from dcp_rs.conversion.job import Job, Task, aborting, split
+from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.elements import safetensors_name, safetensors_shape, why_not_safetensors
 
-__all__ = ["RESERVED", "header", "why_not", "why_not_of", "write"]
+__all__ = ["header", "leave_out", "why_not_of", "write"]
 
 #: The bytes of a file, if the number of shards is not given. transformers has the same limit.
 _SHARD_BYTES = 5_000_000_000
+#: The number of names in a message.
+_SHOWN = 5
 _HEADER_LIMIT = 100_000_000
 _ALIGNMENT = 4096
 #: Metadata about pieces of tensors in a file. The result has whole tensors.
 _OF_PIECES = frozenset({"DCP_SHARDING_INFO", "DCP_VERSION", "DCPRS"})
 #: Keys of the metadata with a meaning of their own, so that no tied tensor is noted under them.
-RESERVED = _OF_PIECES | {"format", MERGED_FROM}
+_RESERVED = _OF_PIECES | {"format", MERGED_FROM}
 
 
 def why_not_of(dtype: torch.dtype, shape: Sequence[int]) -> str | None:
@@ -34,7 +37,34 @@ def why_not_of(dtype: torch.dtype, shape: Sequence[int]) -> str | None:
     return why_not_safetensors(NAMES.get(dtype, str(dtype).removeprefix("torch.")), shape)
 
 
-def why_not(task: Task) -> str | None:
+def leave_out(job: Job) -> None:
+    """Leave out entries that the format cannot hold, and second names of tied tensors.
+
+    The metadata of the files has the second names. ``transformers`` and
+    ``safetensors.torch.load_model`` tie these tensors again.
+
+    Raises:
+        UnsupportedError: the format cannot hold an entry, and ``skip_unsupported`` is not set.
+    """
+    refused = {task.item.name: why for task in job.tasks if (why := _why_not(task)) is not None}
+    if refused and not job.request.skip_unsupported:
+        named = "; ".join(f"{name!r} {why}" for name, why in list(refused.items())[:_SHOWN])
+        more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+        msg = (
+            f"safetensors cannot hold {len(refused)} of {len(job.tasks)} entries "
+            f"(skip_unsupported=True leaves them out): {named}{more}"
+        )
+        raise UnsupportedError(msg, tensor=next(iter(refused)))
+    job.report.skipped = refused
+    names = {task.item.name: task.name for task in job.tasks if task.item.name not in refused}
+    tied = job.source.tied([task.item for task in job.tasks if task.item.name in names])
+    for name, kept in tied.items():
+        if names[name] not in _RESERVED:
+            job.report.tied[names.pop(name)] = names[kept]
+    job.tasks = [task for task in job.tasks if task.item.name in names]
+
+
+def _why_not(task: Task) -> str | None:
     """Return why safetensors cannot hold an entry; None if it can."""
     if task.dtype is None:
         return "is not a tensor"
@@ -45,48 +75,51 @@ def why_not(task: Task) -> str | None:
     return None
 
 
-def write(job: Job, output: Output) -> None:
-    """Write one file, or several files and their index."""
-    runs = split(job.tasks, job.shards or -(-job.total // _SHARD_BYTES))
-    single = output.result != output.folder
-    if single or len(runs) == 1:
-        names = [output.result.name if single else f"{job.name}.safetensors"]
+def write(job: Job, result: Path) -> None:
+    """Write one file, or a folder of several files and their index."""
+    if job.request.as_file:
+        folder, runs, names = result.parent, [job.tasks], [result.name]
     else:
-        names = [f"{job.name}-{i + 1:05}-of-{len(runs):05}.safetensors" for i in range(len(runs))]
-    files: list[tuple[str, bytes, int]] = []
-    values: list[_core.PlacedValue] = []
-    order: list[Task] = []
+        folder, stem = result, job.request.name
+        folder.mkdir()
+        runs = split(job.tasks, job.request.shards or -(-job.total // _SHARD_BYTES))
+        names = [f"{stem}-{i + 1:05}-of-{len(runs):05}.safetensors" for i in range(len(runs))]
+        if len(runs) == 1:
+            names = [f"{stem}.safetensors"]
     kept = {key: text for key, text in job.source.metadata().items() if key not in _OF_PIECES}
     if job.merged_from:
         kept[MERGED_FROM] = json.dumps(job.merged_from)
-    for number, (name, run) in enumerate(zip(names, runs, strict=True)):
+    files: list[tuple[str, bytes, int]] = []
+    values: list[_core.PlacedValue] = []
+    regions: dict[int, Region] = {}
+    weight_map: dict[str, str] = {}
+    for number, (file, run) in enumerate(zip(names, runs, strict=True)):
+        weight_map |= dict.fromkeys((task.name for task in run), file)
         # Large elements first, so that every tensor is aligned.
-        tasks = sorted(run, key=lambda task: -task.dtype.itemsize if task.dtype else 0)
+        tensors = sorted(
+            ((task.name, task.region()) for task in run), key=lambda t: -t[1].dtype.itemsize
+        )
         ties = {
-            tied: kept for tied, kept in job.report.tied.items() if any(t.name == kept for t in run)
+            name: first for name, first in job.report.tied.items() if weight_map.get(first) == file
         }
-        metadata = {**ties, "format": "pt", **kept}
-        head = header(metadata, ((t.name, t.region().dtype, t.item.shape, t.nbytes) for t in tasks))
+        head = header(
+            {**ties, "format": "pt", **kept},
+            ((name, region.dtype, region.sizes, region.nbytes) for name, region in tensors),
+        )
         at = len(head)
-        for task in tasks:
-            values.append(_core.PlacedValue(task.name, number, at, task.nbytes))
-            at += task.nbytes
-        files.append((name, head, at))
-        order += tasks
-    save = _core.Save.create_files(os.fspath(output.folder), files, values, **job.engine())
-    try:
-        numbers = [i for i, task in enumerate(order) if task.nbytes]
-        job.write(save, [order[i].region() for i in numbers], numbers)
+        for name, region in tensors:
+            if region.nbytes:
+                regions[len(values)] = region
+            values.append(_core.PlacedValue(name, number, at, region.nbytes))
+            at += region.nbytes
+        files.append((file, head, at))
+    save = _core.Save.create_files(os.fspath(folder), files, values, **job.engine())
+    with aborting(save):
+        job.write(save, regions)
         save.finish()
-    except BaseException:
-        save.abort()
-        raise
     job.report.files = len(files)
-    if len(names) > 1:
-        weight_map = {
-            task.name: name for name, run in zip(names, runs, strict=True) for task in run
-        }
-        _write_index(job, output, weight_map)
+    if len(files) > 1:
+        _write_index(job, folder, weight_map)
 
 
 def header(
@@ -118,13 +151,13 @@ def header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_index(job: Job, output: Output, weight_map: dict[str, str]) -> None:
+def _write_index(job: Job, folder: Path, weight_map: dict[str, str]) -> None:
     """Write the index of several files, as transformers does."""
     index = {"metadata": {"total_size": job.total}, "weight_map": dict(sorted(weight_map.items()))}
     text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
     _core.publish(
-        os.fspath(output.folder),
-        f"{job.name}.safetensors.index.json",
+        os.fspath(folder),
+        f"{job.request.name}.safetensors.index.json",
         text.encode(),
-        job.options.fsync,
+        job.request.write_options.fsync,
     )

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -27,50 +27,52 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_rs import _torch
-from dcp_rs.conversion.job import ConvertReport, Job, Task, split
-from dcp_rs.conversion.output import Output
-from dcp_rs.conversion.placeholders import Content, Placeholders
+from dcp_rs.conversion.job import Job, Task, split
+from dcp_rs.conversion.placeholders import Placeholders
 from dcp_rs.engine.metadata import tensor_properties
 from dcp_rs.errors import UnsupportedError
-from dcp_rs.tensors.nesting import Container, TreePath, name_of, text_path
+from dcp_rs.tensors.nesting import TreePath, name_of, text_path
 
 __all__ = ["check_nesting", "write"]
 
 
-def write(job: Job, output: Output) -> None:
+def write(job: Job, result: Path) -> None:
     """Write one plan for each shard, as if it was that of a rank."""
-    writer = FileSystemWriter(output.folder, sync_files=False)
-    contents: dict[_Key, Content] = {}
-    runs = split(job.tasks, job.shards or 1)
+    writer = FileSystemWriter(result, sync_files=False)
+    runs = split(job.tasks, job.request.shards or 1)
+    chunks = {task.name: _chunks(task) for task in job.tasks}
+    placeholders = Placeholders(
+        task.region(number) for task in job.tasks for number in chunks[task.name]
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         writer.set_up_storage_writer(is_coordinator=True)
-        plans = [writer.prepare_local_plan(SavePlan(_items(run, contents))) for run in runs]
+        items = [[item for t in run for item in _items(t, chunks[t.name])] for run in runs]
+        plans = [writer.prepare_local_plan(SavePlan(of_rank)) for of_rank in items]
         plans, metadata = create_default_global_save_plan(plans)
         metadata = dataclasses.replace(metadata, planner_data=_planner_data(job))
         plans = writer.prepare_global_plan(plans)
-        planner = _Planner(job, contents)
-        writer.fs = _Files(planner.placeholders)
+        writer.fs = _Files(placeholders)
+        planner = _Planner(job, chunks, placeholders)
         with _torch.without_checksums():
             results = [writer.write_data(plan, planner).wait() for plan in plans]
         archives = _archives(result for of_plan in results for result in of_plan)
-        planner.placeholders.write(output.folder, archives)
+        placeholders.write(job, result, archives)
         writer.finish(metadata, results)
     # The writer of torch 2.8 syncs the metadata before all of it is written.
-    if job.options.fsync:
-        with (output.folder / ".metadata").open("rb") as file:
+    if job.request.write_options.fsync:
+        with (result / ".metadata").open("rb") as file:
             os.fsync(file.fileno())
-    job.report.files = sum(1 for _ in output.folder.glob("*.distcp"))
+    job.report.files = sum(1 for _ in result.glob("*.distcp"))
 
 
-def check_nesting(
-    tasks: Sequence[Task], containers: Sequence[Container] | None, report: ConvertReport | None
-) -> None:
-    """Find keys and containers that DCP cannot hold, and add them to ``report``.
+def check_nesting(job: Job) -> None:
+    """Find keys and containers that DCP cannot hold, and add them to the report.
 
     Raises:
-        UnsupportedError: there are some, and ``report`` is None.
+        UnsupportedError: there are some, and ``skip_unsupported`` is not set.
     """
+    tasks = job.tasks
     groups = {
         task.path[:at]
         for task in tasks
@@ -92,21 +94,20 @@ def check_nesting(
             if type(part) is tuple and not is_parameter(task.path, at):
                 lost[task.name] = f"the key {part[0]!r}, which is no text"
     holding = {task.path[:depth] for task in tasks for depth in range(len(task.path))}
-    for container in containers or ():
+    for container in job.containers or ():
         if container.path and container.path not in holding:
             lost[name_of(container.path)] = "an empty dict"
         elif container.kind == "Counter":
             lost[name_of(container.path)] = "a Counter"
-    if report is not None:
-        report.skipped.update(lost)
-        return
-    for name, what in lost.items():
+    if lost and not job.request.skip_unsupported:
+        name, what = next(iter(lost.items()))
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
         msg = (
             f"{name!r}: DCP cannot hold {what}{more}; skip_unsupported=True converts nevertheless: "
             "keys become text, a Counter a dict, and empty dicts are left out"
         )
         raise UnsupportedError(msg, tensor=name)
+    job.report.skipped = lost
 
 
 def _archives(results: Iterable[WriteResult]) -> dict[str, list[tuple[int, int]]]:
@@ -122,10 +123,10 @@ def _archives(results: Iterable[WriteResult]) -> dict[str, list[tuple[int, int]]
 
 def _planner_data(job: Job) -> Any:
     root = job.source.root
-    if root is not None and not isinstance(root, dict):
-        return root  # of a custom planner
+    if not job.has_paths:
+        return root
     paths = {task.name: text_path(task.path) for task in job.tasks}
-    return paths if job.renamed or job.filtered else {**(root or {}), **paths}
+    return {**(root or {}), **paths} if job.is_whole else paths
 
 
 class _Files(FileSystem):
@@ -145,52 +146,46 @@ class _Files(FileSystem):
                 yield stream
 
 
-#: Name, offsets, sizes. A chunk without elements may have the offsets of another one.
-_Key = tuple[str, torch.Size | None, torch.Size | None]
+def _chunks(task: Task) -> list[int]:
+    """Return the numbers of the chunks of a tensor that are written; none for a value."""
+    # A chunk that is stored twice is written once.
+    numbers = {(chunk.offsets, chunk.sizes): n for n, chunk in enumerate(task.item.chunks)}
+    return [] if task.dtype is None else list(numbers.values())
 
 
-def _key(item: WriteItem) -> _Key:
-    sizes = None if item.tensor_data is None else item.tensor_data.chunk.sizes
-    return item.index.fqn, item.index.offset, sizes
-
-
-def _items(tasks: Sequence[Task], contents: dict[_Key, Content]) -> list[WriteItem]:
-    """Return the items of a plan, and add their contents."""
-    items = []
-
-    def add(item: WriteItem, content: Content) -> None:
-        contents[_key(item)] = content
-        items.append(item)
-
-    for task in tasks:
-        if task.dtype is None:
-            add(WriteItem(MetadataIndex(task.name), WriteItemType.BYTE_IO), task)
-            continue
-        properties = tensor_properties(task.dtype, task.item.flags)
-        # A chunk that is stored twice is written once.
-        numbers = {(chunk.offsets, chunk.sizes): n for n, chunk in enumerate(task.item.chunks)}
-        for (at, sizes), number in numbers.items():
-            offsets = torch.Size(at)
-            chunk = ChunkStorageMetadata(offsets, torch.Size(sizes))
-            data = TensorWriteData(chunk, properties, torch.Size(task.item.shape))
-            whole = len(numbers) == 1 and sizes == task.item.shape
-            kind = WriteItemType.TENSOR if whole else WriteItemType.SHARD
-            index = MetadataIndex(task.name, offsets)
-            add(WriteItem(index, kind, tensor_data=data), task.region(number))
-    return items
+def _items(task: Task, chunks: Sequence[int]) -> Iterator[WriteItem]:
+    """Yield the items of an entry in a plan, in the order of its chunks."""
+    if task.dtype is None:
+        yield WriteItem(MetadataIndex(task.name), WriteItemType.BYTE_IO)
+        return
+    properties = tensor_properties(task.dtype, task.item.flags)
+    for number in chunks:
+        stored = task.item.chunks[number]
+        whole = len(chunks) == 1 and stored.sizes == task.item.shape
+        chunk = ChunkStorageMetadata(torch.Size(stored.offsets), torch.Size(stored.sizes))
+        yield WriteItem(
+            MetadataIndex(task.name, chunk.offsets),
+            WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, torch.Size(task.item.shape)),
+        )
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner that resolves items to placeholders."""
+    """Planner that resolves items to placeholders and values."""
 
-    def __init__(self, job: Job, contents: dict[_Key, Content]) -> None:
+    def __init__(
+        self, job: Job, chunks: Mapping[str, Sequence[int]], placeholders: Placeholders
+    ) -> None:
         super().__init__()
-        self._numbers = {key: number for number, key in enumerate(contents)}
-        self.placeholders = Placeholders(job, list(contents.values()))
+        self._job = job
+        self._values = {task.name: task for task in job.tasks if task.dtype is None}
+        tensors = iter(placeholders.tensors)
+        self._tensors = {name: [next(tensors) for _ in of] for name, of in chunks.items()}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the placeholder of an item."""
-        number = self._numbers[_key(write_item)]
+        """Return the placeholder of a chunk, or a value."""
+        index = write_item.index
         if write_item.type == WriteItemType.BYTE_IO:
-            return self.placeholders.value(number)
-        return self.placeholders.tensor(number)
+            return io.BytesIO(self._job.value(self._values[index.fqn]))
+        # The global plan gave each chunk its number.
+        return self._tensors[index.fqn][index.index or 0]

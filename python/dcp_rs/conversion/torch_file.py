@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
 from dcp_rs import _torch
-from dcp_rs.conversion.job import Job
-from dcp_rs.conversion.output import Output
+from dcp_rs.conversion.job import Job, Task
 from dcp_rs.conversion.placeholders import Placeholders
 from dcp_rs.errors import UnsafePickleError
 from dcp_rs.tensors import pickles
@@ -19,46 +19,41 @@ from dcp_rs.tensors.nesting import Container, name_of, nest, shown
 
 __all__ = ["write"]
 
-#: The name of the file while it is written. The final name need not be text.
-_NAME = "data"
 
-
-def write(job: Job, output: Output) -> None:
+def write(job: Job, result: Path) -> None:
     """Write the state dict, nested as it was.
 
     Raises:
         UnsafePickleError: a ``defaultdict``, with ``weights_only``.
     """
-    if job.weights_only:
+    weights_only = job.request.weights_only
+    if weights_only:
         _check_kinds(job.containers or ())
     tied = job.source.tied([task.item for task in job.tasks])
-    names = {task.item.name: task.name for task in job.tasks}
-    tensors = [t for t in job.tasks if t.dtype is not None and t.item.name not in tied]
-    placeholders = Placeholders(job, [task.region() for task in tensors])
-    flat: dict[str, Any] = {t.name: placeholders.tensor(n) for n, t in enumerate(tensors)}
-    for task in job.tasks:
-        if task.item.name in tied:
-            flat[task.name] = flat[names[tied[task.item.name]]].detach()
+    stored = [t for t in job.tasks if t.dtype is not None and t.item.name not in tied]
+    placeholders = Placeholders(task.region() for task in stored)
+    names = (task.item.name for task in stored)
+    tensors = dict(zip(names, placeholders.tensors, strict=True))
+
+    def value(task: Task) -> Any:
+        name = task.item.name
+        if task.dtype is None:
+            return pickles.load(name, job.value(task), weights_only=weights_only)
+        if name in tied:
             job.advance(task.nbytes)
-        elif task.dtype is None:
-            data = job.source.value(task.item)
-            flat[task.name] = pickles.load(task.item.name, data, weights_only=job.weights_only)
-            job.advance(len(data))
-    for task in job.tasks:
-        requires_grad = task.dtype is not None and task.item.flags & REQUIRES_GRAD
-        if requires_grad and task.dtype is not None and can_require_grad(task.dtype):
-            flat[task.name] = flat[task.name].detach().requires_grad_()
-    state_dict = nest(
-        ((task.item.position, task.path, flat[task.name]) for task in job.tasks),
-        job.containers or (),
-    )
+        tensor = tensors[tied.get(name, name)].detach()
+        if task.item.flags & REQUIRES_GRAD and can_require_grad(task.dtype):
+            tensor.requires_grad_()
+        return tensor
+
+    leaves = ((task.item.position, task.path, value(task)) for task in job.tasks)
+    state_dict = nest(leaves, job.containers or ())
     if job.containers is None:
         number_parameters(state_dict)
-    stream = placeholders.stream(_NAME)
+    stream = placeholders.stream(result.name)
     with _torch.without_checksums():
         torch.save(state_dict, cast(IO[bytes], stream))
-    placeholders.write(output.folder, {_NAME: [(0, stream.tell())]})
-    (output.folder / _NAME).rename(output.result)
+    placeholders.write(job, result.parent, {result.name: [(0, stream.tell())]})
     job.report.files = 1
 
 

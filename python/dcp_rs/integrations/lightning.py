@@ -88,8 +88,8 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
         self.wait()
         target = local_path(path)
         if target.is_file() or target.is_symlink():
-            with new_output(target, _core.fingerprint(os.fspath(target)), as_file=False) as place:
-                save(checkpoint, place.result, no_dist=True, **self._options)
+            with new_output(target, _core.fingerprint(os.fspath(target))) as made:
+                save(checkpoint, made, no_dist=True, **self._options)
         elif self._asynchronous:
             self._saving = async_save(checkpoint, target, no_dist=True, **self._options)
         else:

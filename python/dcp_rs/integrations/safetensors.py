@@ -15,6 +15,7 @@ from dcp_rs._url import absolute
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint, read_whole
+from dcp_rs.conversion.job import aborting
 from dcp_rs.conversion.output import new_output
 from dcp_rs.conversion.safetensors import header, why_not_of
 from dcp_rs.errors import PlanError, UnsupportedError
@@ -147,16 +148,13 @@ def save_file(
     for entry in entries:
         values.append(_core.PlacedValue(entry.fqn, 0, at, entry.nbytes))
         at += entry.nbytes
-    with new_output(target, "anything", as_file=True) as place:
+    with new_output(target, "anything") as made:
         save = _core.Save.create_files(
-            os.fspath(place.folder), [(place.result.name, head, at)], values, **options.engine()
+            os.fspath(made.parent), [(made.name, head, at)], values, **options.engine()
         )
-        try:
+        with aborting(save):
             write_entries(save, entries, options)
             save.finish()
-        except BaseException:
-            save.abort()
-            raise
 
 
 def _check_text(metadata: Mapping[Any, Any] | None) -> None:

@@ -386,10 +386,10 @@ def save_pretrained(
     if tied:
         left_out = [exclude] if isinstance(exclude, str) else list(exclude or ())
         exclude = [*left_out, *map(escape, tied)]
-    with new_output(target, before, as_file=False) as place:
+    with new_output(target, before) as made:
         report = convert(
             path,
-            place.result,
+            made,
             to="safetensors",
             rename=rename,
             include=include,
@@ -401,8 +401,8 @@ def save_pretrained(
         )
         report.tied.update({new_name(head): new_name(kept) for head, kept in tied.items()})
         for name, file in beside.items():
-            (place.result / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, place.result / name)
+            (made / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, made / name)
     return report
 
 

@@ -1,0 +1,139 @@
+"""The result that ``convert`` and ``merge`` are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from dcp_rs._progress import Progress
+from dcp_rs._url import StorageOptions, Url
+from dcp_rs.checkpoint.names import Rename
+from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.tensors.dtypes import NAMES
+
+__all__ = ["Target", "WriteRequest", "parse_dtype"]
+
+Target = Literal["dcp-rs", "dcp", "safetensors", "torch"]
+
+#: The format of a file, by the ending of its name.
+_ENDINGS: dict[str, Target] = {
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".safetensors": "safetensors",
+}
+_ALIASES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+    "f64": "float64",
+    "fp64": "float64",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRequest:
+    """The result to write. The fields are arguments of :func:`dcp_rs.convert`.
+
+    Attributes:
+        out: the path or URL, which does not depend on the current folder.
+        storage_options: the options of the store of ``out``, if it is on one.
+    """
+
+    out: Path
+    to: Target | None
+    dtype: torch.dtype | None
+    shards: int | None
+    include: str | Iterable[str] | None
+    exclude: str | Iterable[str] | None
+    rename: Rename
+    name: str
+    skip_unsupported: bool
+    overwrite: bool
+    progress: Progress
+    threads: int | None
+    verify: bool
+    fsync: bool
+    max_inflight_bytes: int | None
+    weights_only: bool
+    storage_options: StorageOptions | None
+
+    def __post_init__(self) -> None:
+        if self.target not in get_args(Target):
+            msg = f"to={self.to!r}: must be one of {', '.join(map(repr, get_args(Target)))}"
+            raise ValueError(msg)
+        shards = self.shards
+        if shards is not None and not (isinstance(shards, int) and shards > 0):
+            msg = f"shards={shards!r}: must be a positive integer"
+            raise ValueError(msg)
+        if not self.name or "/" in self.name:
+            msg = f"name={self.name!r}: what files are called"
+            raise ValueError(msg)
+        if self.as_file and (shards or 1) > 1:
+            msg = f"shards={shards}: {self.out} is one file"
+            raise ValueError(msg)
+
+    @property
+    def target(self) -> Target:
+        """The format. Default: by the ending of ``out``."""
+        return _ENDINGS.get(self.out.suffix, "dcp-rs") if self.to is None else self.to
+
+    @property
+    def as_file(self) -> bool:
+        """True if ``out`` is a file."""
+        return self.target == "torch" or (
+            self.target == "safetensors" and self.out.suffix == ".safetensors"
+        )
+
+    @property
+    def write_options(self) -> WriteOptions:
+        """The options to write with."""
+        # A temporary folder for an upload need not survive a power failure.
+        fsync = self.fsync and not isinstance(self.out, Url)
+        return WriteOptions(
+            threads=self.threads, fsync=fsync, max_inflight_bytes=self.max_inflight_bytes
+        )
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """The options to read with."""
+        return ReadOptions(
+            threads=self.threads, verify=self.verify, max_inflight_bytes=self.buffer_bytes
+        )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of a buffer. Reads, writes and the blocks on their way share the bound."""
+        return max(1, self.write_options.inflight_bytes(accelerator=False) // 4 >> 20) << 20
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype by torch's name, or by a short one such as ``bf16``.
+
+    Raises:
+        ValueError: it is not a floating-point dtype.
+    """
+    if dtype is None:
+        return None
+    found: torch.dtype | None
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.").lower()
+        found = getattr(torch, _ALIASES.get(name, name), None)
+    else:
+        found = dtype
+    if found is None or found not in NAMES or not found.is_floating_point:
+        msg = (
+            f"dtype={dtype!r}: must be one of float64, float32, float16, bfloat16, "
+            "or of the float8 types"
+        )
+        raise ValueError(msg)
+    if str(found) == "torch.float4_e2m1fn_x2":
+        msg = f"dtype={dtype!r}: torch has no conversion to it"
+        raise ValueError(msg)
+    return found
