@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -110,18 +110,7 @@ def check_apart(paths: Iterable[Path], out: Path) -> None:
 
 def _lost_with(out: Path, paths: Iterable[Path]) -> Path | None:
     """Return a path that would be lost if ``out`` was replaced."""
-    target = out.resolve()
-    here = _identity(target) if target.is_dir() else None
-    above = _identity(target.parent)
-
-    def is_target(path: Path) -> bool:
-        # One folder has several paths if a file system is mounted twice.
-        return (
-            path == target
-            or (here is not None and _identity(path) == here)
-            or (above is not None and path.name == target.name and _identity(path.parent) == above)
-        )
-
+    target = _identity(out.resolve())
     seen: set[Path] = set()
     for path in paths:
         for place in _places(path):
@@ -129,7 +118,7 @@ def _lost_with(out: Path, paths: Iterable[Path]) -> Path | None:
                 if part in seen:
                     break
                 seen.add(part)
-                if is_target(part):
+                if _identity(part) == target:
                     return path
     return None
 
@@ -144,12 +133,17 @@ def _places(path: Path) -> Iterator[Path]:
         path = path.parent / path.readlink()
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: Path) -> Hashable:
+    """Return the identity of a folder, or of a name in a folder.
+
+    A folder has several paths if a file system is mounted twice.
+    """
+    folder, name = (path, "") if path.is_dir() else (path.parent, path.name)
     try:
-        found = path.stat()
+        found = folder.stat()
     except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino
+        return path
+    return found.st_dev, found.st_ino, name
 
 
 def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
@@ -157,56 +151,31 @@ def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
 
     A damaged checkpoint need not open, if the names tell that each file is one of its files.
     """
-    entries = {entry.name: entry for entry in sorted(folder.iterdir())}
-    for name, entry in entries.items():
-        if not is_part(entry):
-            raise _holds_more(folder, name)
-    models = [name for name in entries if name.endswith(_MODELS) and not _is_own_name(name)]
-    is_two = INDEX_NAME in entries and STOCK_NAME in entries
-    if not models and not is_two:
-        return
-    try:
-        index = _open(folder)
-    except (DcpRsError, OSError) as error:
-        if models:
+    entries = sorted(folder.iterdir())
+    names = [entry.name for entry in entries]
+    others = [entry.name for entry in entries if not is_part(entry)]
+    if STOCK_NAME in names and any(map(is_data_file, names)):
+        others.append(STOCK_NAME)
+    models = [name for name in names if name.endswith(_MODELS) and not _is_own_name(name)]
+    if models and not others:
+        try:
+            index = _core.Index.open(os.fspath(folder), None, True, None)
+        except (DcpRsError, OSError) as error:
             msg = (
                 f"{folder} does not open as one checkpoint, and is not replaced ({error}); "
                 "remove what is there, or choose another place"
             )
             raise CheckpointExistsError(msg, path=folder) from error
-        if any(map(is_data_file, entries)):  # files of two checkpoints, and a damaged index
-            raise _holds_more(folder, STOCK_NAME) from error
-        return
-    if is_two and index.source == "dcp-rs":
-        raise _holds_more(folder, STOCK_NAME)
-    own = _file_names(index)
-    for name in models:
-        if name not in own and not (name.endswith(".json") and _indexes(entries[name], own)):
-            raise _holds_more(folder, name)
-
-
-def _holds_more(folder: Path, name: str) -> CheckpointExistsError:
-    msg = (
-        f"{folder} also holds {name!r}, which is no part of a checkpoint, or not of the one there: "
-        "it is not replaced; move what is to stay, or choose another place"
-    )
-    return CheckpointExistsError(msg, path=folder)
-
-
-def _open(path: Path) -> _core.Index:
-    return _core.Index.open(os.fspath(path), None, True, None)
-
-
-def _file_names(index: _core.Index) -> set[str]:
-    return {path.name for path in index.file_paths()}
-
-
-def _indexes(path: Path, files: set[str]) -> bool:
-    """Return whether a Hugging Face index names only these files."""
-    try:
-        return _file_names(_open(path)) <= files
-    except (DcpRsError, OSError):
-        return False
+        own = {path.name for path in index.file_paths()}
+        indexes = [name for name in models if name.endswith(".json")]
+        others = [name for name in models if name not in own and name not in indexes]
+        others += indexes[1:]
+    if others:
+        msg = (
+            f"{folder} also holds {others[0]!r}, which is no part of a checkpoint, or not of the "
+            "one there: it is not replaced; move what is to stay, or choose another place"
+        )
+        raise CheckpointExistsError(msg, path=folder)
 
 
 @contextmanager
