@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 import dcp_rs
-from dcp_rs import RsSavePlanner, RsWriter
+from dcp_rs import RsSavePlanner, RsWriter, _core
 from dcp_rs.errors import PlanError
 from support import assert_state_equal, run_ranks
 
@@ -88,6 +88,21 @@ def test_a_plan_without_items_is_not_saved_by_torchs_writer(tmp_path):
         save_by_torch(dcp.FileSystemWriter(tmp_path / "2"), {"w": torch.ones(3)}, no_dist=True)
     assert not (tmp_path / "2" / ".metadata").exists()
     forget_plans_of_torch()
+
+
+@pytest.mark.parametrize("saves_before", [0, 1])
+def test_a_save_that_could_not_begin_does_not_end_those_after_it(tmp_path, saves_before):
+    """It failed after torch had filled half of its cache, and no rank got its plan any more."""
+    forget_plans_of_torch()
+    for number in range(saves_before):
+        save_by_torch(RsWriter(tmp_path), {"w": torch.full((3,), float(number))}, no_dist=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_core, "next_generation", fail_to_write)
+        with pytest.raises(CheckpointException, match="disk full"):
+            save_by_torch(RsWriter(tmp_path), {"w": torch.ones(3)}, no_dist=True)
+    for number in range(2):
+        save_by_torch(RsWriter(tmp_path), {"w": torch.full((3,), 5.0 + number)}, no_dist=True)
+        assert dcp_rs.open(tmp_path)["w"].eq(5 + number).all()
 
 
 def save_what_one_rank_writes(path):

@@ -228,6 +228,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._to: Destination | None = None
         self._rank: int | None = None  # of a rank-local save
         self._is_coordinator = True
+        self._generation: int  # the coordinator knows it
         self._clock = Phases()
         self._cached_plans: dict[str, SavePlan] = {}
         self._written: WrittenFiles | None = None  # until it is committed
@@ -300,8 +301,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._check_folder()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Create the folder, and check that it may be saved to."""
+        """Create the folder, and check that it may be saved to. The coordinator begins the save."""
         self._destination().prepare(self._rank, overwrite=self.overwrite)
+        if self._is_coordinator or self._rank is not None:
+            # An error after torch's planner made the global plan would leave its cache in halves.
+            self._generation = self._destination().begin(self._rank, overwrite=self.overwrite)
         # A save that failed may have left an answer without items in torch's cache.
         self._cached_plans = {
             key: plan
@@ -311,13 +315,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose the id and the generation of the save. Add each rank's place to its plan."""
+        """Add the place of each rank in the save to its plan."""
         save_id = uuid.UUID(self.save_id).bytes
-        generation = self._destination().begin(self._rank, overwrite=self.overwrite)
         places = [
-            SavePlace(rank, len(plans), save_id, generation)
+            SavePlace(rank, len(plans), save_id, self._generation)
             if self._rank is None
-            else SavePlace(self._rank, 0, save_id, generation)
+            else SavePlace(self._rank, 0, save_id, self._generation)
             for rank in range(len(plans))
         ]
         # torch sends no items of a plan that the rank has in its cache, and its planner would drop
