@@ -9,11 +9,10 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
-from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import is_rank_local
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
@@ -123,7 +122,11 @@ def save(
         nonlocal writer
         request = make_request()
         writer = RsWriter._of(request.path, request.options)
-        _set_up(planner, request.state_dict, writer.storage_meta(), ranks.is_coordinator)
+        planner.set_up_planner(
+            state_dict=request.state_dict,
+            storage_meta=writer.storage_meta(),
+            is_coordinator=ranks.is_coordinator,
+        )
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -180,31 +183,6 @@ def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
         except Exception as own:  # noqa: BLE001  # one of the two is raised
             is_own = isinstance(reader, RsReader) and is_rank_local(reader.path)
             raise (own if is_own else error) from None
-
-
-def _set_up(
-    planner: SavePlanner,
-    state_dict: dict[str, Any],
-    storage_meta: StorageMeta | None,
-    is_coordinator: bool,
-) -> None:
-    """Set a planner up by keywords, or without ``storage_meta`` if it is written for older torch.
-
-    torch gives these arguments to it in the same way. A wrapper that takes any arguments gets all.
-    """
-    parameters = inspect.signature(planner.set_up_planner).parameters
-    if "storage_meta" in parameters:
-        planner.set_up_planner(
-            state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator
-        )
-    elif any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
-        planner.set_up_planner(state_dict, storage_meta, is_coordinator)
-    else:
-        warn_caller(
-            f"{type(planner).__name__}.set_up_planner takes no storage_meta, as in old releases of "
-            "torch: add this parameter"
-        )
-        planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
 
 
 def _takes_kwargs(method: Callable[..., Any]) -> bool:
