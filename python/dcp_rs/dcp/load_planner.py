@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -19,8 +20,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_rs import _core, _torch
 from dcp_rs._reports import call
+from dcp_rs._url import location
 from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed, repeatable
-from dcp_rs.checkpoint.open import open as open_checkpoint
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.engine.load import Reads, Source, plan_reads
 from dcp_rs.engine.matching import LoadOptions, check_cast
@@ -31,7 +32,7 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
 from dcp_rs.tensors.shards import Layouts, Piece, local_pieces
 
-__all__ = ["RsLoadPlanner", "is_plain", "make_items"]
+__all__ = ["RsLoadPlanner", "is_plain"]
 
 
 class RsLoadPlanner(DefaultLoadPlanner):
@@ -88,43 +89,34 @@ class RsLoadPlanner(DefaultLoadPlanner):
         flatten_sharded_tensors: bool = True,
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        self.device = None if device is None else torch.device(device)
-        self.dtype, self.dtype_policy = dtype, dtype_policy
+        self.dtype_policy = dtype_policy
         self.report = LoadReport()
         self.metadata: Metadata | None = None
-        include, exclude = repeatable(include), repeatable(exclude)
-        self._rename, self._include, self._exclude = rename, include, exclude
-        self.names = LoadNames(rename, include, exclude)
+        # Options that torch's planner lacks.
+        self._given: dict[str, Any] = {
+            "dtype": dtype,
+            "device": None if device is None else torch.device(device),
+            "rename": rename,
+            "include": repeatable(include),
+            "exclude": repeatable(exclude),
+        }
+        self.names = LoadNames(rename, self._given["include"], self._given["exclude"])
         self._options()  # checks the policy
-        self._checkpoint_path = checkpoint
-        self._source: Source | None = None  # of the last load, if torch did not call this planner
+        #: Of the last load, if torch did not call this planner.
+        self._source = None if checkpoint is None else Source(path=location(checkpoint))
         self._index: _core.Index | None = None
         self._flat = Flat({}, {}, [])
         self._reads: Reads | None = None
 
     def __repr__(self) -> str:
         partial = self.allow_partial_load or None
-        return call(type(self).__name__, {**self._given(), "allow_partial_load": partial})
-
-    def _given(self) -> dict[str, Any]:
-        """Return the options that torch's planner lacks."""
-        return {
-            "dtype": self.dtype,
-            "device": self.device,
-            "rename": self._rename,
-            "include": self._include,
-            "exclude": self._exclude,
-        }
+        return call(type(self).__name__, {**self._given, "allow_partial_load": partial})
 
     def _options(self) -> LoadOptions:
         """Return the options of a load without a planner."""
         return LoadOptions(
-            rename=self._rename,
-            include=self._include,
-            exclude=self._exclude,
+            **self._given,
             allow_partial_load=self.allow_partial_load,
-            dtype=self.dtype,
-            device=self.device,
             dtype_policy=self.dtype_policy,
         )
 
@@ -144,14 +136,14 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.report, self._reads, self._flat = LoadReport(), None, Flat({}, {}, [])
         self._index = index_of(metadata) if self.flatten_state_dict else None
         if self._index is None:
-            given = {**self._given(), "dtype_policy": self.dtype_policy == "error" or None}
+            given = {**self._given, "dtype_policy": self.dtype_policy == "error" or None}
             if names := [f"{name}=" for name, value in given.items() if value is not None]:
                 needed = "an RsReader" if self.flatten_state_dict else "flatten_state_dict=True"
                 raise PlanError(f"{' and '.join(names)} of RsLoadPlanner need {needed}")
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
         self.original_state_dict = state_dict
-        self.metadata, self._source = metadata, None
+        self.metadata = metadata
         self.is_coordinator = is_coordinator
         flat = flatten(state_dict)
         if self.flatten_sharded_tensors and holds_sharded(flat):
@@ -165,18 +157,15 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if self._index is None:
             plan: LoadPlan = super().create_local_plan()
             return plan
-        flat = Flat(
-            dict(self.state_dict), self._flat.paths, self._flat.containers, self._flat.is_text
-        )
+        flat = replace(self._flat, values=dict(self.state_dict))
         self._reads = reads = plan_reads(
             self.original_state_dict, self._index, self._options(), flat
         )
         self.report = reads.report
         self._set_flat(reads.flat)
-        return LoadPlan(
-            make_items(reads, self.metadata),
-            planner_data=(not self.state_dict, reads.nothing_to_load),
-        )
+        # A text: this rank has nothing to load. It is empty if it wants nothing either.
+        reason = reads.nothing_to_load if self.state_dict else ""
+        return LoadPlan(_make_items(reads, self.metadata), planner_data=reason)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plan of each rank as it is.
@@ -184,13 +173,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlanError: no rank has anything to load, though there are entries.
         """
-        told = [plan.planner_data for plan in global_plan]
-        notes = [
-            note if isinstance(note, tuple) and len(note) == 2 else (False, None) for note in told
-        ]
-        reasons = [reason for _, reason in notes if reason is not None]
-        if reasons and all(is_empty or reason is not None for is_empty, reason in notes):
-            raise PlanError(reasons[0])
+        reasons = [plan.planner_data for plan in global_plan]
+        if any(reasons) and all(isinstance(reason, str) for reason in reasons):
+            raise PlanError(next(filter(None, reasons)))
         plans: list[LoadPlan] = super().create_global_plan(global_plan)
         return plans
 
@@ -204,7 +189,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value as torch does, under keys that are no text, too."""
-        if self._index is None and self.flatten_state_dict:
+        if self._index is None:
             super().load_bytes(read_item, value)
         else:
             self._set_value(read_item.dest_index.fqn, torch.load(value, weights_only=False))
@@ -235,13 +220,21 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if not isinstance(read_item, str):
             tensor: torch.Tensor = super().resolve_tensor(read_item)
             return tensor
-        device = torch.device(device) if device is not None else self.device or torch.device("cpu")
+        device = torch.device(device or self._given["device"] or "cpu")
         with self._open(device) as checkpoint:
-            value = checkpoint[self._stored_name(checkpoint, read_item)]
+            name: str | None = read_item
+            if (rename := self._given["rename"]) is not None:
+                renamed = Renamed(rename, checkpoint)
+                name = renamed.stored_name(read_item)
+                if name is None:
+                    msg = f"there is no entry {read_item!r} in {checkpoint.path}"
+                    msg += renamed.explain(read_item)
+                    raise EntryNotFoundError(msg, path=checkpoint.path, tensor=read_item)
+            value = checkpoint[name]
             if not isinstance(value, torch.Tensor):
                 msg = f"{read_item!r} is not a tensor"
                 raise TypeError(msg)
-            wanted = dtype or (self.dtype if value.is_floating_point() else None)
+            wanted = dtype or (self._given["dtype"] if value.is_floating_point() else None)
             if wanted is not None and wanted != value.dtype:
                 check_cast(read_item, wanted, value.dtype)
                 return value.to(wanted)
@@ -252,33 +245,19 @@ class RsLoadPlanner(DefaultLoadPlanner):
         """Take the report and the source of a load with the options of this planner."""
         self.report, self._source, self.metadata = report, source, None
 
-    # --- reads by name ----------------------------------------------------------------------------
-
     def _open(self, device: torch.device) -> Checkpoint:
-        index = index_of(self.metadata)
-        if index is not None:
+        """Open the checkpoint of this planner for reads by name."""
+        if (index := index_of(self.metadata)) is not None:
             return Checkpoint(index, device=device, options=ReadOptions())
         if self._source is not None:
             return Checkpoint(self._source.open(), device=device, options=self._source.read)
-        if self._checkpoint_path is None:
-            msg = (
-                "this planner has no checkpoint: "
-                "pass RsLoadPlanner(checkpoint=path), or load with it first"
-            )
-            raise PlanError(msg)
-        return open_checkpoint(self._checkpoint_path, device=device)
+        raise PlanError(
+            "this planner has no checkpoint: "
+            "pass RsLoadPlanner(checkpoint=path), or load with it first"
+        )
 
     def _set_flat(self, flat: Flat) -> None:
         self._flat, self.state_dict, self.mappings = flat, flat.values, flat.text_paths()
-
-    def _stored_name(self, checkpoint: Checkpoint, fqn: str) -> str:
-        renamed = None if self._rename is None else Renamed(self._rename, checkpoint)
-        name = fqn if renamed is None else renamed.stored_name(fqn)
-        if name is None:
-            hint = "" if renamed is None else renamed.explain(fqn)
-            msg = f"there is no entry {fqn!r} in {checkpoint.path}{hint}"
-            raise EntryNotFoundError(msg, path=checkpoint.path, tensor=fqn)
-        return name
 
 
 def is_plain(planner: LoadPlanner) -> TypeGuard[RsLoadPlanner]:
@@ -294,7 +273,7 @@ def is_plain(planner: LoadPlanner) -> TypeGuard[RsLoadPlanner]:
 # --- items ----------------------------------------------------------------------------------------
 
 
-def make_items(reads: Reads, metadata: Metadata) -> list[ReadItem]:
+def _make_items(reads: Reads, metadata: Metadata) -> list[ReadItem]:
     """Return a read item for each tensor and value, as torch's planner makes them."""
     layouts: Layouts = {}
     items: list[ReadItem] = []
@@ -338,16 +317,12 @@ def _tensor_items(fqn: str, stored: str, entry: Any, pieces: Sequence[Piece]) ->
     items: list[ReadItem] = create_read_items_for_chunk_list(stored, entry, chunks)
     if stored == fqn and all(piece.offsets == piece.shard for piece in pieces):
         return items
-    return [_item_of_shard(fqn, item, pieces[item.dest_index.index or 0]) for item in items]
 
+    def of_shard(item: ReadItem) -> ReadItem:
+        """Return the item with its destination in the shard that its piece is a part of."""
+        piece = pieces[item.dest_index.index or 0]
+        offsets = torch.Size(a + b for a, b in zip(piece.at, item.dest_offsets, strict=True))
+        shard = MetadataIndex(fqn, torch.Size(piece.shard), piece.number)
+        return replace(item, dest_index=shard, dest_offsets=offsets)
 
-def _item_of_shard(fqn: str, item: ReadItem, piece: Piece) -> ReadItem:
-    """Return the item with its destination in the shard that the piece is a part of."""
-    return ReadItem(
-        type=item.type,
-        dest_index=MetadataIndex(fqn, torch.Size(piece.shard), piece.number),
-        dest_offsets=torch.Size(a + b for a, b in zip(piece.at, item.dest_offsets, strict=True)),
-        storage_index=item.storage_index,
-        storage_offsets=item.storage_offsets,
-        lengths=item.lengths,
-    )
+    return list(map(of_shard, items))

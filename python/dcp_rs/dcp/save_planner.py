@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -146,18 +146,14 @@ class RsSavePlanner(DefaultSavePlanner):
     def _with_dtype(self, plan: SavePlan) -> SavePlan:
         if self.dtype is None:
             return plan
-        items = []
-        for item in plan.items:
-            data = item.tensor_data
-            if data is not None and not is_counter(item.index.fqn, data.size):
-                properties = dataclasses.replace(
-                    data.properties, dtype=cast_to(data.properties.dtype, self.dtype)
-                )
-                tensor_data = dataclasses.replace(data, properties=properties)
-                items.append(dataclasses.replace(item, tensor_data=tensor_data))
-            else:
-                items.append(item)
-        return dataclasses.replace(plan, items=items)
+        return replace(plan, items=list(map(self._item_with_dtype, plan.items)))
+
+    def _item_with_dtype(self, item: WriteItem) -> WriteItem:
+        data = item.tensor_data
+        if data is None or is_counter(item.index.fqn, data.size):
+            return item
+        properties = replace(data.properties, dtype=cast_to(data.properties.dtype, self.dtype))
+        return replace(item, tensor_data=replace(data, properties=properties))
 
     def __getstate__(self) -> Mapping[str, Any]:
         # A save in another process sets the planner up again.
