@@ -135,7 +135,6 @@ def test_warnings_are_of_the_callers_line(ckpt, tmp_path):
     for make, said in (
         (lambda: dcp_rs.open(ckpt, verify=True), "checks nothing"),
         (lambda: dcp_rs.open(tmp_path / "both"), "holds two checkpoints"),
-        (lambda: dcp_rs.RsWriter(ckpt, per_thread_copy_ahead=1), "has no use for"),
         (
             lambda: dcp_rs.load({"small": torch.zeros(3).double()}, ckpt, no_dist=True),
             "are cast on loading",

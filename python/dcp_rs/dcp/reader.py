@@ -8,6 +8,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,11 +23,12 @@ from dcp_rs._progress import Counts, Progress, watching
 from dcp_rs._reports import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions, location
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import is_of_all_ranks
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp.load_planner import RsLoadPlanner
-from dcp_rs.dcp.stock_arguments import choose_argument, warn_ignored
+from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine import cache_sharing
 from dcp_rs.engine.load import Source
 from dcp_rs.engine.matching import warn_of_left_out_state
@@ -43,7 +45,7 @@ from dcp_rs.tensors import pickles
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 
-__all__ = ["ItemReads", "RsReader"]
+__all__ = ["RsReader"]
 
 #: Bytes of destinations that are resolved before they are filled. A planner may allocate each.
 BATCH_BYTES = 256 << 20
@@ -77,9 +79,9 @@ class RsReader(StorageReader):
             and its relatives, one after another.
         progress: ``True`` draws a bar on the first rank, on a terminal and in notebooks. A
             callable is called on its rank with the bytes loaded so far and the bytes to load.
-        thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` names it. ``token`` and
-            ``_extension_registry`` of torch's readers are accepted with a warning, and have no
-            effect.
+        thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` names it.
+        token, _extension_registry: arguments of torch's readers, without effect. Data that was
+            stored through extensions is refused.
 
     Attributes:
         report: the :class:`dcp_rs.LoadReport` of the last load; None before it. The log ``dcp_rs``
@@ -124,12 +126,6 @@ class RsReader(StorageReader):
         _extension_registry: Any = None,
     ) -> None:
         super().__init__()
-        if _extension_registry is not None:
-            why = "data that was stored through extensions is refused"
-            warn_ignored("RsReader", "_extension_registry", why)
-        if token is not None:
-            why = "nothing is read from the Hub; stores take storage_options="
-            warn_ignored("RsReader", "token", why)
         threads = choose_argument("threads", threads, "thread_count", thread_count)
         self._source = Source(
             path=location(path),
@@ -228,9 +224,8 @@ class RsReader(StorageReader):
         note = _Note(is_of_all=self._is_of_all)
         if self._is_of_all:
             self._sample = cache_sharing.sample_of(index, self._source.read, regions)
-            note = _Note(
-                is_of_all=True, save_id=index.save_id, sample=cache_sharing.share(self._sample)
-            )
+            sample = cache_sharing.share(self._sample)
+            note = _Note(is_of_all=True, save_id=index.save_id, sample=sample)
         return dataclasses.replace(plan, storage_data=note)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -240,12 +235,12 @@ class RsReader(StorageReader):
             CheckpointReplacedError: another save was committed while the ranks opened it.
         """
         notes = [plan.storage_data for plan in plans]
-        known = [note for note in notes if isinstance(note, _Note)]
-        if len({(note.is_of_all, note.save_id) for note in known}) > 1:
-            msg = "the checkpoint was replaced by another save"
-            if len({note.is_of_all for note in known}) > 1:
-                msg = "a save of all ranks replaced those of single ranks"
-            msg = f"{msg} while the ranks were opening it: {self.path}"
+        saves = {(note.is_of_all, note.save_id) for note in notes if isinstance(note, _Note)}
+        if len(saves) > 1:
+            msg = (
+                "the checkpoint was replaced by another save while the ranks were opening it: "
+                f"{self.path}"
+            )
             raise CheckpointReplacedError(msg, path=self.path)
         samples = [note.sample if isinstance(note, _Note) else None for note in notes]
         return [
@@ -257,12 +252,10 @@ class RsReader(StorageReader):
         """Fill the tensors that ``planner`` resolves, and load values. The future is done."""
         source = self._source
         if source.replicas != "each":
-            why = (
-                "torch's planners and your own name each item: "
-                "dcp_rs.load() and dcp_rs.load_state_dict() without them do"
+            warn_caller(
+                "replicas= has no effect under dcp.load, or with a planner of your own, as these "
+                "name each item: use dcp_rs.load() or dcp_rs.load_state_dict() without one"
             )
-            owner = "RsReader under dcp.load, or with a planner of your own,"
-            warn_ignored(owner, "replicas", why)
         index, clock = self._open_once(), self._clock
         clock.end("plan")
         warn_of_left_out_state(index, [item.storage_index.fqn for item in plan.items], ())
@@ -272,9 +265,21 @@ class RsReader(StorageReader):
             common, reply = None, plan.storage_data
             if isinstance(reply, cache_sharing.CommonReads):
                 common = cache_sharing.common_reads(self._sample, reply)
-            ItemReads(
-                index, options, counts, planner, weights_only=source.weights_only, common=common
-            ).read(plan)
+            tensors, values = _located(index, plan)
+            if watch is not None:
+                counts.expected = sum(
+                    item.lengths.numel() * stored_dtype("", index.dtype_of(chunk)).itemsize
+                    for chunk, item in tensors
+                )
+            stored = index.read_bytes([chunk for chunk, _ in values], **options.engine())
+            nbytes = sum(map(len, stored))
+            counts.expected += nbytes
+            counts.add(Counts(nbytes, nbytes))
+            for (_, item), data in zip(values, stored, strict=True):
+                if source.weights_only:
+                    pickles.check_loadable(item.storage_index.fqn, data)
+                planner.load_bytes(item, io.BytesIO(data))
+            _read_tensors(index, tensors, planner, options, counts, common)
             if watch is not None and counts.expected:
                 watch(counts.expected, counts.expected)  # hidden destinations were not read
         clock.end("read")
@@ -333,7 +338,7 @@ class RsReader(StorageReader):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Note:
-    """What a rank tells the coordinator, in ``plan.storage_data``.
+    """Note of a rank for the coordinator, in ``plan.storage_data``.
 
     Attributes:
         is_of_all: it opened a save of all ranks.
@@ -346,139 +351,103 @@ class _Note:
     sample: cache_sharing.ReadSample | None = None
 
 
+#: A read item, and the number of the stored chunk that has it.
+_Located = tuple[int, ReadItem]
+
+
 def _locate(index: _core.Index, items: Sequence[ReadItem]) -> list[int]:
     """Return the number of the chunk that each item reads."""
     keys = [item.storage_index for item in items]
     return index.locate([(key.fqn, key.offset, key.index) for key in keys])
 
 
-class ItemReads:
-    """Reads of one rank, item by item.
+def _located(index: _core.Index, plan: LoadPlan) -> tuple[list[_Located], list[_Located]]:
+    """Return the items of a plan that are tensors, and those that are values.
 
-    Args:
-        index: the index of the checkpoint.
-        options: how to read.
-        counts: counts what is read.
-        planner: resolves the items, and commits them.
-        weights_only: check that each value loads under ``torch.load(weights_only=True)`` before
-            the planner gets it.
-        common: the sections of the checkpoint that other ranks read, too.
+    The tensors are in the order of torch's readers: file by file, as the plan first needs them.
     """
+    chunks = _locate(index, plan.items)
+    index.check_files(chunks)
+    tensors: list[_Located] = []
+    values: list[_Located] = []
+    for chunk, item in zip(chunks, plan.items, strict=True):
+        (values if item.type == LoadItemType.BYTE_IO else tensors).append((chunk, item))
+    by_file: dict[int, list[_Located]] = {}
+    for file, located in zip(index.files_of([n for n, _ in tensors]), tensors, strict=True):
+        by_file.setdefault(file, []).append(located)
+    return [located for of_file in by_file.values() for located in of_file], values
 
-    def __init__(
-        self,
-        index: _core.Index,
-        options: ReadOptions,
-        counts: Counts,
-        planner: LoadPlanner,
-        *,
-        weights_only: bool,
-        common: _core.SharedSections | None,
-    ) -> None:
-        self._index = index
-        self._options = options
-        self._counts = counts
-        self._planner = planner
-        self._weights_only = weights_only
-        self._common = common
-        self._commits = _overrides(planner, "commit_tensor")
 
-    def read(self, plan: LoadPlan) -> None:
-        """Fill the destinations that the planner resolves, and commit them.
+def _read_tensors(
+    index: _core.Index,
+    items: list[_Located],
+    planner: LoadPlanner,
+    options: ReadOptions,
+    counts: Counts,
+    common: _core.SharedSections | None,
+) -> None:
+    """Fill the destinations that the planner resolves, and commit them.
 
-        Raises:
-            PlanError: the planner resolved a tensor of another shape.
-            UnsafePickleError: with ``weights_only``, a value would not load.
-        """
-        index = self._index
-        chunks = _locate(index, plan.items)
-        index.check_files(chunks)
-        tensors: list[tuple[int, ReadItem]] = []
-        values: list[tuple[int, ReadItem]] = []
-        for chunk, item in zip(chunks, plan.items, strict=True):
-            (values if item.type == LoadItemType.BYTE_IO else tensors).append((chunk, item))
-        if self._counts.watch is not None:
-            self._counts.expected = sum(
-                item.lengths.numel() * stored_dtype("", index.dtype_of(chunk)).itemsize
-                for chunk, item in tensors
+    Raises:
+        PlanError: the planner resolved a tensor of another shape.
+    """
+    resolve: Callable[[ReadItem], torch.Tensor] = planner.resolve_tensor
+    limit = BATCH_BYTES
+    if not _overrides(planner, "resolve_tensor", "lookup_tensor", "transform_tensor"):
+        resolve, limit = partial(_resolve, planner), sys.maxsize  # the memory of the state dict
+    commits = _overrides(planner, "commit_tensor")
+    if commits:
+        # As in torch's readers: items may be resolved to one buffer, one after another.
+        limit = 0
+    targets: list[Target] = []
+    nbytes = 0
+    for chunk, item in items:
+        tensor = resolve(item)
+        fqn = item.storage_index.fqn
+        if tensor.shape != item.lengths:
+            msg = (
+                f"tensor {fqn!r}: the planner resolved {tuple(tensor.shape)} "
+                f"for a read of {tuple(item.lengths)}"
             )
-        self._read_values(values)
-        self._read_tensors(tensors)
-
-    def _read_values(self, items: list[tuple[int, ReadItem]]) -> None:
-        stored = self._index.read_bytes([chunk for chunk, _ in items], **self._options.engine())
-        nbytes = sum(map(len, stored))
-        self._counts.expected += nbytes
-        self._counts.add(Counts(nbytes, nbytes))
-        for (_, item), data in zip(items, stored, strict=True):
-            if self._weights_only:
-                pickles.check_loadable(item.storage_index.fqn, data)
-            self._planner.load_bytes(item, io.BytesIO(data))
-
-    def _read_tensors(self, items: list[tuple[int, ReadItem]]) -> None:
-        resolve: Callable[[ReadItem], torch.Tensor] = self._planner.resolve_tensor
-        limit = BATCH_BYTES
-        if not _overrides(self._planner, "resolve_tensor", "lookup_tensor", "transform_tensor"):
-            resolve, limit = self._resolve, sys.maxsize  # the memory of the state dict
-        if self._commits:
-            # As in torch's readers: items may be resolved to one buffer, one after another.
-            limit = 0
-        batch: list[tuple[ReadItem, torch.Tensor]] = []
-        targets: list[Target] = []
-        nbytes = 0
-        for chunk, item in self._by_file(items):
-            tensor = resolve(item)
-            fqn = item.storage_index.fqn
-            if tensor.shape != item.lengths:
-                msg = (
-                    f"tensor {fqn!r}: the planner resolved {tuple(tensor.shape)} "
-                    f"for a read of {tuple(item.lengths)}"
-                )
-                raise PlanError(msg, tensor=fqn)
-            values = tensor.detach() if tensor.requires_grad else tensor
-            dtype = stored_dtype(fqn, self._index.dtype_of(chunk))
-            target = Target(
-                chunk, item.storage_offsets, values, fqn, dtype, len(batch), of_chunk=True
-            )
-            targets.append(target)
-            batch.append((item, tensor))
-            nbytes += values.nbytes
-            if nbytes >= limit:
-                self._fill(batch, targets)
-                batch, targets, nbytes = [], [], 0
-        self._fill(batch, targets)
-
-    def _resolve(self, item: ReadItem) -> torch.Tensor:
-        """Resolve as torch's planner, without its 20 microseconds for a whole plain tensor."""
-        planner: Any = self._planner
-        value = planner.state_dict.get(item.dest_index.fqn)
-        is_whole = (
-            type(value) in PLAIN_TYPES
-            and value.shape == item.lengths
-            and not _torch.is_shard(value)
+            raise PlanError(msg, tensor=fqn)
+        values = tensor.detach() if tensor.requires_grad else tensor
+        dtype = stored_dtype(fqn, index.dtype_of(chunk))
+        place = len(targets)
+        targets.append(
+            Target(chunk, item.storage_offsets, values, fqn, dtype, place, of_chunk=True)
         )
-        tensor: torch.Tensor = value if is_whole else planner.resolve_tensor(item)
-        return tensor
-
-    def _by_file(self, items: list[tuple[int, ReadItem]]) -> list[tuple[int, ReadItem]]:
-        """Return the items in the order of torch's readers: file by file."""
-        files = self._index.files_of([chunk for chunk, _ in items])
-        order = {file: number for number, file in enumerate(dict.fromkeys(files))}
-        if len(order) <= 1:
-            return items
-        pairs = sorted(zip(files, items, strict=True), key=lambda pair: order[pair[0]])
-        return [item for _, item in pairs]
-
-    def _fill(self, batch: list[tuple[ReadItem, torch.Tensor]], targets: list[Target]) -> None:
-        try:
-            fill(self._index, targets, self._options, self._counts, self._common)
-        finally:
-            # A failed read may have filled some. Autograd refuses gradients of changed tensors.
-            torch.autograd.graph.increment_version([target.tensor for target in targets])
-        if self._commits:
+        nbytes += values.nbytes
+        if nbytes >= limit:
+            _fill(index, targets, options, counts, common)
+            targets, nbytes = [], 0
+        if commits:
             with torch.no_grad():  # a planner may copy from a tensor that requires grad
-                for item, tensor in batch:
-                    self._planner.commit_tensor(item, tensor)
+                planner.commit_tensor(item, tensor)
+    _fill(index, targets, options, counts, common)
+
+
+def _resolve(planner: Any, item: ReadItem) -> torch.Tensor:
+    """Resolve as torch's planner, without its 20 microseconds for a whole plain tensor."""
+    value = planner.state_dict.get(item.dest_index.fqn)
+    is_whole = (
+        type(value) in PLAIN_TYPES and value.shape == item.lengths and not _torch.is_shard(value)
+    )
+    tensor: torch.Tensor = value if is_whole else planner.resolve_tensor(item)
+    return tensor
+
+
+def _fill(
+    index: _core.Index,
+    targets: list[Target],
+    options: ReadOptions,
+    counts: Counts,
+    common: _core.SharedSections | None,
+) -> None:
+    try:
+        fill(index, targets, options, counts, common)
+    finally:
+        # A failed read may have filled some. Autograd refuses gradients of changed tensors.
+        torch.autograd.graph.increment_version([target.tensor for target in targets])
 
 
 #: Methods of torch's planner and of ours, as they are before a user patches a class.

@@ -9,9 +9,8 @@ import os
 import sys
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -36,7 +35,7 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
 from dcp_rs.dcp.save_planner import RsSavePlanner
-from dcp_rs.dcp.stock_arguments import choose_argument, warn_ignored
+from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.local_plan import Writes
 from dcp_rs.engine.metadata import make_metadata, tensor_flags
@@ -52,14 +51,11 @@ from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
-from dcp_rs.tensors.memory import memory_of, why_not_raw
+from dcp_rs.tensors.memory import clone, memory_of, why_not_raw
 from dcp_rs.transfer.save import Entry, as_object, refuse_meta
 from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["RsWriter", "resolve_items"]
-
-#: The default of torch's ``FileSystemWriter(per_thread_copy_ahead=)``.
-_STOCK_COPY_AHEAD = 10_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +69,6 @@ class _Answer:
 
     place: SavePlace
     is_cached: bool = False
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of torch's file names, for its writer, which may get this plan from the cache.
-
-        Raises:
-            PlanError: a save that failed left its plan there without items.
-        """
-        if self.is_cached:
-            raise PlanError("torch remembers a plan of a save that failed, without its items")
-        return f"__{self.place.rank}_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +121,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             runs. If entering that raises, nothing is committed.
         thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` names
             them.
-        single_file_per_rank, per_thread_copy_ahead: accepted with a warning, and without effect.
-        serialization_format, cache_staged_state_dict: accepted, and without effect.
+        single_file_per_rank, per_thread_copy_ahead, serialization_format, cache_staged_state_dict:
+            arguments of torch's ``FileSystemWriter``, without effect.
 
     Attributes:
         report: the :class:`dcp_rs.SaveReport` of the last save on this rank; None before it. The
@@ -162,13 +147,15 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         ```
     """
 
+    _written: WrittenFiles | None = None  # until it is committed
+
     def __init__(
         self,
         path: str | os.PathLike[str],
         single_file_per_rank: bool = True,
         sync_files: bool | None = None,
         thread_count: int | None = None,
-        per_thread_copy_ahead: int = _STOCK_COPY_AHEAD,
+        per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
         _extensions: Sequence[Any] | None = None,
@@ -195,12 +182,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 "the data would be stored without them"
             )
             raise UnsupportedError(msg, path=path)
-        if not single_file_per_rank:
-            why = "an index says what lies where, not the names of files"
-            warn_ignored("RsWriter", "single_file_per_rank=False", why)
-        if per_thread_copy_ahead != _STOCK_COPY_AHEAD:
-            why = "max_inflight_bytes bounds what is copied ahead"
-            warn_ignored("RsWriter", "per_thread_copy_ahead", why)
         fsync = choose_argument("fsync", fsync, "sync_files", sync_files)
         self._options = SaveOptions(
             io=io,
@@ -223,15 +204,13 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._stager = HostStager()
         self._staged: _Staged | None = None
         self._is_used = False  # files were written under this save id
-        self._checked_folder: Path | None = None
-        # Of the present save:
-        self._to: Destination | None = None
-        self._rank: int | None = None  # of a rank-local save
-        self._is_coordinator = True
+        # Of the present save, from set_up_storage_writer() on:
+        self._to: Destination
+        self._rank: int | None  # of a rank-local save
+        self._is_coordinator: bool
+        self._clock: Phases
         self._generation: int  # the coordinator knows it
-        self._clock = Phases()
-        self._cached_plans: dict[str, SavePlan] = {}
-        self._written: WrittenFiles | None = None  # until it is committed
+        self._cached_plans: dict[str, SavePlan]
 
     @classmethod
     def _of(cls, path: str | os.PathLike[str], options: SaveOptions) -> RsWriter:
@@ -265,8 +244,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Copy the state dict to host memory, for ``dcp.async_save``."""
         ranks = _world_size()
         self.path = absolute(self.path)  # until the save begins, the current folder may change
-        if ranks == 0 or dist.get_rank() == 0:
-            self._check_folder()
         parent = self._options.parent
         if parent is not None:
             parent = parent.resolve(state_dict)
@@ -281,7 +258,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._discard_failed()
         if checkpoint_id:
             self.path = location(checkpoint_id)
-        self._to = None
         self._renew_id()
 
     def storage_meta(self) -> StorageMeta | None:
@@ -298,14 +274,14 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._is_coordinator = is_coordinator
         self._clock = Phases()
         if is_coordinator:
-            self._check_folder()
+            warn_of_foreign_model(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder, and check that it may be saved to. The coordinator begins the save."""
-        self._destination().prepare(self._rank, overwrite=self.overwrite)
+        self._to.prepare(self._rank, overwrite=self.overwrite)
         if self._is_coordinator or self._rank is not None:
             # An error after torch's planner made the global plan would leave its cache in halves.
-            self._generation = self._destination().begin(self._rank, overwrite=self.overwrite)
+            self._generation = self._to.begin(self._rank, overwrite=self.overwrite)
         # A save that failed may have left an answer without items in torch's cache.
         self._cached_plans = {
             key: plan
@@ -317,25 +293,26 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Add the place of each rank in the save to its plan."""
         save_id = uuid.UUID(self.save_id).bytes
-        places = [
-            SavePlace(rank, len(plans), save_id, self._generation)
-            if self._rank is None
-            else SavePlace(self._rank, 0, save_id, self._generation)
-            for rank in range(len(plans))
-        ]
+        ranks = [(rank, len(plans)) for rank in range(len(plans))]
+        if self._rank is not None:
+            ranks = [(self._rank, 0)]
         # torch sends no items of a plan that the rank has in its cache, and its planner would drop
         # our answer with it. So the answer goes as a usable plan, which `write_data` replaces.
         return [
             dataclasses.replace(
-                plan, usable=True, storage_data=_Answer(place, is_cached=not plan.usable)
+                plan,
+                usable=True,
+                storage_data=_Answer(
+                    SavePlace(rank, size, save_id, self._generation), is_cached=not plan.usable
+                ),
             )
-            for plan, place in zip(plans, places, strict=True)
+            for plan, (rank, size) in zip(plans, ranks, strict=True)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data files. The result carries this rank's index."""
         plan, place = self._take_answer(plan)
-        to = self._destination()
+        to = self._to
         self.save_id, self._is_used = str(uuid.UUID(bytes=place.save_id)), True
         self._clock.end("plan")
         self._discard_failed()  # all ranks have come here, so the save before is over
@@ -378,7 +355,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             msg = "this writer wrote nothing for this save: give each save a writer of its own"
             raise SaveInProgressError(msg, path=self.path)
         to, place = written.to, written.place
-        planner_data = metadata.planner_data
         try:
             with self._options.guard():
                 index = to.commit(
@@ -386,9 +362,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                     indexes,
                     save_id=place.save_id,
                     generation=place.generation,
-                    planner_data=dict(planner_data)
-                    if isinstance(planner_data, dict)
-                    else planner_data,
+                    planner_data=metadata.planner_data,
                     items=None,
                     names=metadata.state_dict_metadata,
                     fsync=self.options.fsync,
@@ -418,23 +392,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         written, self._written = self._written, None
         if written is not None:
             written.release()
-        self._checked_folder = None
 
     # --- a save -----------------------------------------------------------------------------------
 
-    def _destination(self) -> Destination:
-        if self._to is None:
-            self._to = Destination(self.path, self._options.storage_options)
-        return self._to
-
     def _renew_id(self) -> None:
         self.save_id, self._is_used = str(uuid.uuid4()), False
-
-    def _check_folder(self) -> None:
-        """Warn of a model of others in the folder: once a save, on the caller's thread."""
-        if self._checked_folder != self.path:
-            self._checked_folder = self.path
-            warn_of_foreign_model(self.path)
 
     def _take_answer(self, plan: SavePlan) -> tuple[SavePlan, SavePlace]:
         """Return the plan of this rank with its items, and its place in the save.
@@ -444,11 +406,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """
         answer = plan.storage_data
         if isinstance(answer, _Answer) and answer.is_cached:
-            cached = _torch.restore_cached_plan(
-                plan, self._cached_plans, storage_data=_Answer(answer.place)
-            )
-            if cached is not None:
-                return cached, answer.place
+            place = _Answer(answer.place)
+            found = _torch.restore_cached_plan(plan, self._cached_plans, storage_data=place)
+            if found is not None:
+                return found, answer.place
         elif isinstance(answer, _Answer):
             return plan, answer.place
         raise PlanError(
@@ -491,13 +452,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         :func:`dcp_rs.clean`.
         """
         if self._written is not None and self._written.to.store is not None:
-            self._written.release()
-            self._written = None
+            self.close()
         self._discard()
 
     def __del__(self) -> None:
-        if getattr(self, "_written", None) is not None:
-            self._discard_failed()
+        self._discard_failed()
 
     def __getstate__(self) -> dict[str, Any]:
         # A save in another process begins anew there. torch sends the staged state dict itself.
@@ -505,13 +464,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         options.progress = None
         if options.parent is not None:
             options.parent = options.parent.resolve({})  # a module stays in this process
-        left_out = dict.fromkeys(("_staged", "_to", "_written"))
         # torch sends the same writer for each save, and each save needs an id of its own.
         return {
             **self.__dict__,
-            **left_out,
+            **dict.fromkeys(("_staged", "_to", "_cached_plans", "_written")),
             "_options": options,
-            "_cached_plans": {},
             "_is_used": True,
         }
 
@@ -545,19 +502,21 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writ
     if nesting is not None:
         paths, positions = nesting.paths, nesting.positions
     values: Mapping[str, Any] = getattr(planner, "state_dict", {})
-    owned = _Storages(planner)
+    state_dicts = _state_dicts(planner)
+    known = {place for one in state_dicts for value in one.values() for place in _storages(value)}
     whole: list[WriteItem] = []
     tensors: list[Any] = []
     entries: list[Entry] = []
     for item in plan.items:
         data = planner.resolve_data(item)
-        fqn, is_raw = item.index.fqn, True
+        fqn = item.index.fqn
         if isinstance(data, torch.Tensor):
             data = _torch.wait_tensor(data)
-            if not owned.holds(data):
-                is_raw = data.is_meta or why_not_raw(data) is None
-                data = data if data.is_meta or not is_raw else _copy(data)
-        if is_raw and _is_whole(item):
+            if not _is_strided(data) or _torch.storage_id(data) not in known:
+                # A planner may resolve each item in the memory of the one before, as torch's
+                # writer writes one before it asks for the next.
+                data = clone(data).requires_grad_(data.requires_grad)
+        if _is_whole(item):
             whole.append(item)
             tensors.append(data)
         else:
@@ -621,57 +580,21 @@ def _entry(
     )
 
 
-class _Storages:
-    """Storages of the tensors that a planner's state dict holds.
-
-    A planner may resolve each item in the memory of the one before, as torch's writer writes one
-    before it asks for the next. So tensors in other memory than the state dict's are copied.
-
-    Args:
-        planner: the planner. State dicts of planners that it wraps count, too.
-    """
-
-    def __init__(self, planner: object) -> None:
-        self._state_dicts = list(_state_dicts(planner, set()))  # keeps the storages alive
-        self._known = {
-            _torch.storage_id(tensor)
-            for state_dict in self._state_dicts
-            for value in state_dict.values()
-            for tensor in _memory(value)
-        }
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return true if the memory of a tensor is the state dict's."""
-        return _is_strided(tensor) and _torch.storage_id(tensor) in self._known
+def _state_dicts(planner: SavePlanner) -> list[Mapping[str, Any]]:
+    """Return the state dicts of a planner and of the planners that it wraps."""
+    wrapped = (value for value in vars(planner).values() if isinstance(value, SavePlanner))
+    return [getattr(one, "state_dict", {}) for one in (planner, *wrapped)]
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    made = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return made.requires_grad_(tensor.requires_grad)
+def _storages(value: Any) -> list[int]:
+    """Return the storages that hold the elements of a value of a state dict."""
+    if isinstance(value, ShardedTensor):
+        return [place for shard in value.local_shards() for place in _storages(shard.tensor)]
+    if not isinstance(value, torch.Tensor) or not _is_strided(value):
+        return []
+    with torch.no_grad():
+        return [_torch.storage_id(part.tensor) for part in memory_of(value)]
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
-
-
-def _state_dicts(planner: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
-    """Yield the state dicts of a planner and of the planners that it wraps."""
-    seen.add(id(planner))
-    state_dict = getattr(planner, "state_dict", None)
-    if isinstance(state_dict, Mapping):
-        yield state_dict
-    for inner in getattr(planner, "__dict__", {}).values():
-        if isinstance(inner, SavePlanner) and id(inner) not in seen:
-            yield from _state_dicts(inner, seen)
-
-
-def _memory(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold the elements of a value of a state dict."""
-    if type(value) in PLAIN_TYPES and value.layout == torch.strided:
-        yield value
-    elif isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            yield from _memory(shard.tensor)
-    elif isinstance(value, torch.Tensor) and _is_strided(value):
-        with torch.no_grad():
-            yield from (part.tensor for part in memory_of(value))
