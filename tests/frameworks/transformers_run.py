@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import dcp_rs.integrations.transformers as ours
+from dcp_rs.checkpoint import torch_checkpoint
+from dcp_rs.checkpoint.torch_checkpoint import TensorSlice
 
 SIZES = {
     "vocab_size": 64,
@@ -43,7 +45,7 @@ def make(name):
     return cls(config).eval()
 
 
-class Counted(ours.StoredTensor):
+class Counted(TensorSlice):
     """Counts the bytes that are read."""
 
     nbytes = 0
@@ -79,7 +81,7 @@ def load(name, path, **how):
 
 
 def main(folder):
-    ours.StoredTensor = Counted
+    torch_checkpoint.TensorSlice = Counted
     dist.init_process_group("gloo")
     ways = {
         "tp_plan": lambda: {"tp_plan": "auto"},

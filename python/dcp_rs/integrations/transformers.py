@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -16,20 +16,18 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._url import absolute, location
+from dcp_rs.checkpoint.compare import difference
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, repeatable, selector
+from dcp_rs.checkpoint.source import IndexSource
+from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.conversion import ConvertReport, convert
 from dcp_rs.conversion.output import check_output, new_output
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations._experts import single_experts
 from dcp_rs.integrations._needs import framework
 from dcp_rs.options import ReadArguments, ReadOptions
-from dcp_rs.tensors.dtypes import NAMES
-from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
-from dcp_rs.tensors.regions import selection
-from dcp_rs.transfer.load import fill
-from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["from_pretrained", "save_pretrained"]
 
@@ -62,42 +60,19 @@ _BESIDE = frozenset(
 _TEMPLATES = "additional_chat_templates"
 #: Names of word embeddings, which output weights may be tied to.
 _EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "shared.weight")
-#: Bytes of a tensor that are compared at once.
-_COMPARED_BYTES = 16 << 20
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json", _core.LOCK_NAME)
 
 
-class StoredTensor:
-    """A stored tensor that is read when it is indexed, as a slice of safetensors is.
+class _Slices(Checkpoint):
+    """A checkpoint whose slices are read when they are indexed, into memory of their own.
 
     transformers asks for one slice at a time from each of its threads, and does not announce the
     next. So the slices of a rank are not read in one batch.
     """
 
-    def __init__(self, index: _core.Index, number: int, options: ReadOptions) -> None:
-        entry = index.tensor(number)
-        self._index, self._number, self._name, self._options = index, number, entry.name, options
-        self.dtype = stored_dtype(entry.name, entry.dtype)
-        self.shape = torch.Size(entry.shape)
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        """Read the elements that ``key`` selects, into memory of their own."""
-        offsets, sizes, local = selection(key, self.shape)
-        values = torch.empty(tuple(sizes), dtype=self.dtype, device="cpu")
-        fill(
-            self._index,
-            [Target(self._number, offsets, values, self._name, self.dtype)],
-            self._options,
-        )
-        return values[local]
-
-    def get_shape(self) -> list[int]:
-        """Return the shape, as a slice of safetensors does."""
-        return safetensors_shape(NAMES[self.dtype], self.shape)
-
-    def get_dtype(self) -> str:
-        """Return the name of the dtype in a header of safetensors."""
-        return safetensors_name(NAMES[self.dtype])
+    @property
+    def _can_view(self) -> bool:
+        return False
 
 
 def from_pretrained(
@@ -152,7 +127,8 @@ def from_pretrained(
     config = _own_config(type(skeleton), config)
     names = list(skeleton.state_dict())
     numbers = numbers_in_model(index, stored, names, rename)
-    state = {name: StoredTensor(index, number, options) for name, number in numbers.items()}
+    slices = _Slices(index, options=options)
+    state = {name: slices.get_slice(index.name(number)) for name, number in numbers.items()}
     if (
         kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) in (None, "auto")
         and config.dtype is None
@@ -168,13 +144,29 @@ def from_pretrained(
     model, info = type(skeleton).from_pretrained(
         None, config=config, state_dict=state, output_loading_info=True, **kwargs
     )
-    missing = sorted(info["missing_keys"])
-    if missing and not allow_partial_load:
-        msg = f"{os.fspath(path)} lacks {len(missing)} weights of the model, {missing[0]!r} first"
-        raise PlanError(
-            msg + explain_missing(missing, names, stored), path=index.path, tensor=missing[0]
-        )
+    if not allow_partial_load:
+        check_missing(index, info["missing_keys"], names, stored)
     return (model, info) if wants_info else model
+
+
+def check_missing(
+    index: _core.Index, missing: Iterable[str], names: Iterable[str], stored: Collection[str]
+) -> None:
+    """Raise if a checkpoint lacks weights of a model.
+
+    Args:
+        index: the index of the checkpoint.
+        missing: the names of the weights that it lacks.
+        names: the names of all weights of the model.
+        stored: the names in the checkpoint.
+
+    Raises:
+        PlanError: there are missing weights.
+    """
+    if missing := sorted(missing):
+        msg = f"{index.path} lacks {len(missing)} weights of the model, {missing[0]!r} first"
+        msg += explain_missing(missing, list(names), stored)
+        raise PlanError(msg, path=index.path, tensor=missing[0])
 
 
 def _where_configured(config: Any, path: Path) -> Any:
@@ -348,21 +340,12 @@ def save_pretrained(
     """
     source = local_path(config) if config is not None else local_path(path)
     beside = _beside(source)
-    kind = next(
-        (
-            name
-            for name in ("adapter_config.json", "config.json", "model_index.json")
-            if name in beside
-        ),
-        None,
-    )
-    if kind is None or kind == "model_index.json":
-        said = (
-            "a pipeline of several models"
-            if kind
-            else "no folder with a config.json or an adapter_config.json"
+    kind = next((name for name in ("adapter_config.json", "config.json") if name in beside), None)
+    if kind is None:
+        msg = (
+            f"there is no config.json or adapter_config.json in {source}: "
+            "config= says where the model's configuration is"
         )
-        msg = f"{source} is {said}: config= says where the model's configuration is"
         raise FileNotFoundError(msg)
     if kind == "adapter_config.json":
         if shards not in (None, 1):
@@ -407,7 +390,7 @@ def save_pretrained(
 
 
 def _tied_head(
-    index: _core.Index, stored: Mapping[str, int], config: Path, rename: Rename
+    index: _core.Index, stored: Collection[str], config: Path, rename: Rename
 ) -> dict[str, str]:
     """Find output weights that equal the embeddings, if the configuration ties the two.
 
@@ -419,26 +402,15 @@ def _tied_head(
     text = said.get("text_config") or {}
     if True not in (said.get("tie_word_embeddings"), text.get("tie_word_embeddings")):
         return {}
-    new_name = renamer(rename)
-    heads = [name for name in stored if f".{new_name(name)}".endswith(".lm_head.weight")]
+    new_name, source = renamer(rename), IndexSource(index, ReadOptions())
+    items = [item for item in source.items if item.name in stored]
+    heads = [item for item in items if f".{new_name(item.name)}".endswith(".lm_head.weight")]
     return {
-        head: embeddings
+        head.name: item.name
         for head in heads[:1]
-        for embeddings in stored
-        if embeddings.endswith(_EMBEDDINGS) and _same(index, stored[head], stored[embeddings])
+        for item in items
+        if item.name.endswith(_EMBEDDINGS) and difference(source, head, source, item) is None
     }
-
-
-def _same(index: _core.Index, one: int, other: int) -> bool:
-    """Return whether two stored tensors are equal bit for bit, in bounded memory."""
-    a, b = (StoredTensor(index, number, ReadOptions()) for number in (one, other))
-    if a.shape != b.shape or a.dtype != b.dtype or len(a.shape) != 2 or 0 in a.shape:
-        return False
-    rows = max(1, _COMPARED_BYTES // (a.shape[1] * a.dtype.itemsize))
-    return all(
-        torch.equal(a[at : at + rows].view(torch.uint8), b[at : at + rows].view(torch.uint8))
-        for at in range(0, a.shape[0], rows)
-    )
 
 
 def _beside(folder: Path) -> dict[str, Path]:

@@ -17,13 +17,17 @@ from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs._reports import size
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.names import explain_missing
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import PlanError
 from dcp_rs.integrations._experts import names_of_rank, single_experts
 from dcp_rs.integrations._needs import framework
-from dcp_rs.integrations.transformers import numbers_in_model, skeleton_of, stored_tensors
+from dcp_rs.integrations.transformers import (
+    check_missing,
+    numbers_in_model,
+    skeleton_of,
+    stored_tensors,
+)
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer.target import stored_dtype
 
@@ -131,13 +135,8 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
             or self._own.get("allow_partial_load", False)
         ):
             return
-        missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
-        if missing:
-            msg = f"{index.path} lacks {len(missing)} weights of the model, {missing[0]!r} first"
-            stored = [index.name(number) for number in range(index.tensor_count)]
-            raise PlanError(
-                msg + explain_missing(missing, missing, stored), path=index.path, tensor=missing[0]
-            )
+        missing = {name for name, _ in model.named_parameters()} - set(loaded)
+        check_missing(index, missing, missing, index.names())
 
     def _index(self, model_config: Any) -> _core.Index:
         path = self._own.get("checkpoint", model_config.model)
