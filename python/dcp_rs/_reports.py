@@ -1,4 +1,4 @@
-"""Base of all reports, and short texts for sizes and options."""
+"""Base of all reports, and short texts for sizes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-__all__ = ["Report", "call", "size"]
+__all__ = ["Report", "size"]
 
-#: Number of names that a report or an option shows of a long list.
+#: Number of names that a report shows of a long list.
 _NAMED = 2
-#: Entries of an option that are all shown.
-_LISTED = 8
 
 
 class Report:
@@ -69,18 +67,6 @@ def _short(name: str, value: Any) -> str:
     if name.startswith("bytes"):
         return size(value)
     return f"{value:.3g}" if isinstance(value, float) else repr(value)
-
-
-def call(name: str, given: Mapping[str, Any]) -> str:
-    """Return a constructor call as text, ``name(option=value, ...)``, without options of None."""
-    parts = []
-    for option, value in given.items():
-        is_long = (
-            isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > _LISTED
-        )
-        if value is not None:
-            parts.append(f"{option}={_listed(value) if is_long else repr(value)}")
-    return f"{name}({', '.join(parts)})"
 
 
 def _listed(values: Collection[Any]) -> str:

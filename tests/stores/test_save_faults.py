@@ -200,8 +200,6 @@ def test_a_store_that_stays_busy_is_given_up(server):
 def test_no_secret_in_the_writer(server):
     options = server.options(aws_session_token=SECRETS[1])
     writer = dcp_rs.RsWriter(server.url("ckpt"), storage_options=options)
-    assert "aws_secret_access_key=***" in repr(writer)
-    assert not has_secret(repr(writer))
     assert not has_secret(vars(writer))
     data = pickle.dumps(writer)
     assert not any(secret.encode() in data for secret in SECRETS)

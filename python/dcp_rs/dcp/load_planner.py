@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_rs import _core, _torch
-from dcp_rs._reports import call
 from dcp_rs._url import location
 from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed, repeatable
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
@@ -107,10 +106,6 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self._index: _core.Index | None = None
         self._flat = Flat({}, {}, [])
         self._reads: Reads | None = None
-
-    def __repr__(self) -> str:
-        partial = self.allow_partial_load or None
-        return call(type(self).__name__, {**self._given, "allow_partial_load": partial})
 
     def _options(self) -> LoadOptions:
         """Return the options of a load without a planner."""

@@ -20,7 +20,6 @@ from torch.futures import Future
 
 from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts, Progress, watching
-from dcp_rs._reports import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions, location
 from dcp_rs._warnings import warn_caller
@@ -156,13 +155,6 @@ class RsReader(StorageReader):
         reader = cls(source.path)
         reader._source = source
         return reader
-
-    def __repr__(self) -> str:
-        source, layout = self._source, self._source.layout or Layout()
-        replicas = None if source.replicas == "each" else source.replicas
-        shown = {"path": os.fspath(source.path), **source.read.given(), "replicas": replicas}
-        shown |= {"dequantize": layout.dequantize, "views": layout.views or None}
-        return call("RsReader", {**shown, "storage_options": source.storage_options})
 
     @property
     def path(self) -> os.PathLike[str]:

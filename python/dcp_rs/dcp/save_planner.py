@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_rs._reports import call
 from dcp_rs.checkpoint.names import repeatable
 from dcp_rs.engine.local_plan import Nesting, PlanOptions, Selected, select
 from dcp_rs.errors import PlanError
@@ -72,20 +71,9 @@ class RsSavePlanner(DefaultSavePlanner):
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
             msg = f"dtype={dtype!r}: a floating-point dtype"
             raise ValueError(msg)
-        include, exclude = repeatable(include), repeatable(exclude)
-        self._given = {
-            "dtype": dtype,
-            "include": include,
-            "exclude": exclude,
-            "enable_plan_caching": enable_plan_caching or None,
-        }
         self.dtype = dtype
-        self.include = include
-        self.exclude = exclude
+        self.include, self.exclude = repeatable(include), repeatable(exclude)
         self._selected: Selected | None = None
-
-    def __repr__(self) -> str:
-        return call(type(self).__name__, self._given)
 
     def _options(self) -> PlanOptions:
         """Return the options of a save without a planner."""

@@ -30,7 +30,6 @@ from torch.futures import Future
 
 from dcp_rs import _core, _torch
 from dcp_rs._progress import Progress
-from dcp_rs._reports import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
@@ -233,10 +232,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The path, as DCP calls it."""
         return self.path
-
-    def __repr__(self) -> str:
-        given = {"path": os.fspath(self.path), **self.options.given()}
-        return call("RsWriter", {**given, "storage_options": self._options.storage_options})
 
     # --- DCP's protocol, in the order of the calls ------------------------------------------------
 
@@ -549,13 +544,11 @@ def _entry(
     """Return the entry that stores what a planner resolved for an item."""
     fqn = item.index.fqn
     path = path if isinstance(path, tuple) else None
-    if item.type == WriteItemType.BYTE_IO:
-        if not isinstance(data, io.BytesIO):
-            msg = f"value {fqn!r}: the planner resolved a {type(data).__name__}, not io.BytesIO"
-            raise PlanError(msg, tensor=fqn)
+    if item.type == WriteItemType.BYTE_IO and isinstance(data, io.BytesIO):
         return Entry(fqn, data.getvalue(), path=path, position=position)
     if not isinstance(data, torch.Tensor) or item.tensor_data is None:
-        msg = f"tensor {fqn!r}: the planner resolved a {type(data).__name__}"
+        kind = type(data).__name__
+        msg = f"{fqn!r}: the planner resolved a {kind} for an item {item.type.name}"
         raise PlanError(msg, tensor=fqn)
     tensor = _torch.wait_tensor(data.detach())
     refuse_meta(fqn, tensor)
@@ -592,6 +585,8 @@ def _storages(value: Any) -> list[int]:
         return [place for shard in value.local_shards() for place in _storages(shard.tensor)]
     if not isinstance(value, torch.Tensor) or not _is_strided(value):
         return []
+    if type(value) in PLAIN_TYPES:  # as most are, and this is fast
+        return [_torch.storage_id(value)]
     with torch.no_grad():
         return [_torch.storage_id(part.tensor) for part in memory_of(value)]
 

@@ -11,11 +11,11 @@ One process of this release writes the checkpoints. Some are then damaged.
 
 from __future__ import annotations
 
-import dataclasses
 import io
+import itertools
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,9 @@ def _check_entry(what: str, got: Entry, want: Any) -> None:
             raise NonconformingError(f"{what}: a value, and not a tensor")
         for part, have, should in zip(("dtype", "shape", "bytes"), got, expected, strict=True):
             if have != should:
-                shown = "" if part == "bytes" else f": {have!r}, and not {should!r}"
-                raise NonconformingError(f"{what}: another {part}{shown}")
+                raise NonconformingError(
+                    f"{what}: another {part}: {have!r:.80}, not {should!r:.80}"
+                )
         return
     if not isinstance(got, bytes):
         raise NonconformingError(f"{what}: a tensor, and not a value")
@@ -118,16 +119,16 @@ def _check_entry(what: str, got: Entry, want: Any) -> None:
 
 
 class _Cut(DefaultSavePlanner):
-    """A planner that saves matrices in chunks of two rows, or of two rows and two columns."""
+    """A planner that saves matrices in chunks of two rows and of so many columns."""
 
-    def __init__(self, *, columns: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self._columns = columns
+        self._width = width
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         items = [piece for item in plan.items for piece in self._pieces(item)]
-        self.plan = dataclasses.replace(plan, items=items)
+        self.plan = replace(plan, items=items)
         return self.plan
 
     def _pieces(self, item: WriteItem) -> list[WriteItem]:
@@ -135,19 +136,13 @@ class _Cut(DefaultSavePlanner):
         if data is None or len(data.size) != 2:
             return [item]
         rows, columns = data.size
-        width = 2 if self._columns else max(1, columns)
         pieces = []
-        for row in range(0, rows, 2):
-            for column in range(0, columns, width):
-                offsets = torch.Size((row, column))
-                sizes = torch.Size((min(2, rows - row), min(width, columns - column)))
-                chunk = dataclasses.replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
-                place = MetadataIndex(item.index.fqn, offsets)
-                pieces.append(
-                    dataclasses.replace(
-                        item, index=place, type=WriteItemType.SHARD, tensor_data=chunk
-                    )
-                )
+        for row, column in itertools.product(range(0, rows, 2), range(0, columns, self._width)):
+            offsets = torch.Size((row, column))
+            sizes = torch.Size((min(2, rows - row), min(self._width, columns - column)))
+            chunk = replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
+            place = MetadataIndex(item.index.fqn, offsets)
+            pieces.append(replace(item, index=place, type=WriteItemType.SHARD, tensor_data=chunk))
         return pieces
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -155,12 +150,9 @@ class _Cut(DefaultSavePlanner):
         if data is None or write_item.type != WriteItemType.SHARD:
             whole: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
             return whole
+        (row, column), (rows, columns) = data.chunk.offsets, data.chunk.sizes
         tensor: torch.Tensor = self.state_dict[write_item.index.fqn].detach()
-        for dim, (offset, size) in enumerate(
-            zip(data.chunk.offsets, data.chunk.sizes, strict=True)
-        ):
-            tensor = tensor.narrow(dim, offset, size)
-        return tensor
+        return tensor[row : row + rows, column : column + columns]
 
 
 def _saved(make: Callable[[], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
@@ -172,14 +164,14 @@ def _saved(make: Callable[[], dict[str, Any]]) -> Callable[[Path], dict[str, Any
     return write
 
 
-def _cut(*, columns: bool) -> Callable[[Path], dict[str, Any]]:
+def _cut(width: int) -> Callable[[Path], dict[str, Any]]:
     def write(path: Path) -> dict[str, Any]:
         state = {
             f"{rows}x{width}": random_tensor((rows, width), seed=rows)
             for rows, width in ((4, 4), (5, 3), (1, 7))
         }
         state["short"] = random_tensor((5, 4), torch.int16)
-        save(dict(state), path, planner=_Cut(columns=columns), no_dist=True, fsync=False)
+        save(dict(state), path, planner=_Cut(width), no_dist=True, fsync=False)
         return state
 
     return write
@@ -245,14 +237,13 @@ def _small(path: Path) -> dict[str, Any]:
     return _saved(lambda: {"w": random_tensor((4, 4)), "step": 3})(path)
 
 
-def _change(path: Path, fields: dict[int, bytes], *, refit: bool = True) -> None:
-    """Overwrite bytes of the index. With ``refit``, correct its digest."""
+def _change(path: Path, fields: dict[int, bytes]) -> None:
+    """Overwrite bytes of the index, and correct its digest."""
     raw = bytearray((path / INDEX).read_bytes())
     for at, new in fields.items():
         raw[at : at + len(new)] = new
-    if refit:
-        raw[DIGEST : DIGEST + 8] = bytes(8)
-        raw[DIGEST : DIGEST + 8] = struct.pack("<Q", _core.block_digest(bytes(raw)))
+    raw[DIGEST : DIGEST + 8] = bytes(8)
+    raw[DIGEST : DIGEST + 8] = struct.pack("<Q", _core.block_digest(bytes(raw)))
     (path / INDEX).write_bytes(raw)
 
 
@@ -300,8 +291,8 @@ _READ: list[tuple[str, str, Callable[[Path], dict[str, Any] | None]]] = [
     ("nested", "names are paths joined by dots", _nested),
     ("empty", "a checkpoint of nothing", _saved(dict)),
     ("blocks", "a chunk of several blocks, each with its digest", _saved(_blocks)),
-    ("rows", "tensors in pieces along the first dimension", _cut(columns=False)),
-    ("rectangles", "tensors in pieces along two dimensions", _cut(columns=True)),
+    ("rows", "tensors in pieces along the first dimension", _cut(100)),
+    ("rectangles", "tensors in pieces along two dimensions", _cut(2)),
     ("replaced", "a save over another: the second generation alone", _replaced),
     ("adopted", "an index over a safetensors file of others (source 1)", _adopted),
     ("other bits", "unknown bits of compat and reserved bytes are ignored", _with_other_bits),

@@ -28,12 +28,9 @@ def random_tensor(
 ) -> torch.Tensor:
     """Return random bits, so that NaNs with payloads, infinities and subnormal numbers occur."""
     generator = torch.Generator().manual_seed(seed)
-    if dtype == torch.bool:
-        return torch.randint(
-            0, 2, shape, generator=generator, dtype=torch.uint8, device="cpu"
-        ).view(dtype)
+    end = 2 if dtype == torch.bool else 256
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8, device="cpu")
+    raw = torch.randint(0, end, (nbytes,), generator=generator, dtype=torch.uint8, device="cpu")
     return raw.view(dtype).reshape(shape)
 
 

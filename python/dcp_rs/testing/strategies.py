@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,15 +112,17 @@ def meshes(ranks: int, max_dims: int = 2) -> st.SearchStrategy[tuple[int, ...]]:
         ranks: the number of ranks.
         max_dims: the most dimensions.
     """
-    shapes: list[tuple[int, ...]] = [()]
-    for _ in range(max_dims - 1):
-        shapes += [
-            (*shape, side) for shape in shapes for side in range(1, ranks + 1) if ranks % side == 0
-        ]
-    whole = {
-        (*shape, ranks // math.prod(shape)) for shape in shapes if ranks % math.prod(shape) == 0
-    }
-    return st.sampled_from(sorted(whole, key=lambda shape: (len(shape), shape)))
+
+    def shapes(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
+        yield (ranks,)
+        for side in range(1, ranks + 1) if dims > 1 else ():
+            if ranks % side == 0:
+                yield from ((side, *rest) for rest in shapes(ranks // side, dims - 1))
+
+    # The simplest first, which hypothesis shrinks to.
+    return st.sampled_from(
+        sorted(set(shapes(ranks, max_dims)), key=lambda shape: (len(shape), shape))
+    )
 
 
 def placements(
