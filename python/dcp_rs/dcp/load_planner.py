@@ -217,14 +217,15 @@ class RsLoadPlanner(DefaultLoadPlanner):
             return tensor
         device = torch.device(device or self._given["device"] or "cpu")
         with self._open(device) as checkpoint:
-            name: str | None = read_item
+            name = read_item
             if (rename := self._given["rename"]) is not None:
                 renamed = Renamed(rename, checkpoint)
-                name = renamed.stored_name(read_item)
-                if name is None:
+                stored = renamed.stored_name(read_item)
+                if stored is None:
                     msg = f"there is no entry {read_item!r} in {checkpoint.path}"
                     msg += renamed.explain(read_item)
                     raise EntryNotFoundError(msg, path=checkpoint.path, tensor=read_item)
+                name = stored
             value = checkpoint[name]
             if not isinstance(value, torch.Tensor):
                 msg = f"{read_item!r} is not a tensor"

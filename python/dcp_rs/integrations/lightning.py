@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from concurrent.futures import Future
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Unpack
 
@@ -24,28 +23,31 @@ from dcp_rs.options import WriterArguments
 
 __all__ = ["DcpRsCheckpointIO", "DcpRsFSDPStrategy", "DcpRsModelParallelStrategy", "DcpRsSharded"]
 
-#: Lightning is published under two names, with classes of their own.
-_FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-_PYTORCH = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+#: Lightning is published under two names, with classes of their own: of Fabric, and of PyTorch.
+_PACKAGES = {
+    "lightning": ("lightning.fabric", "lightning.pytorch"),
+    "pytorch_lightning": ("lightning_fabric", "pytorch_lightning"),
+}
 
 
-def _names() -> list[str]:
-    """Return the names under which Lightning is imported, or the one that is installed."""
-    used = [name for name in _FABRIC if name in sys.modules]
-    if not used and find_spec("lightning") is None and find_spec("pytorch_lightning") is not None:
-        used = ["pytorch_lightning"]
-    return used or ["lightning"]
+def _bases(part: int, inner: str, name: str) -> Any:
+    """Return a base class that derives from the class of that name in each package in use.
+
+    Args:
+        part: 0 for a class of Fabric, 1 for one of PyTorch Lightning.
+        inner: the module of the class.
+        name: the name of the class.
+    """
+    used = [package for package in _PACKAGES if package in sys.modules]
+    installed_one = next(filter(find_spec, _PACKAGES), "lightning")
+    modules = [
+        framework(f"{_PACKAGES[package][part]}.{inner}", "lightning")
+        for package in used or [installed_one]
+    ]
+    return type(name, tuple(dict.fromkeys(getattr(module, name) for module in modules)), {})
 
 
-def _bases(modules: dict[str, str], inner: str, name: str) -> Any:
-    """Return a base class that derives from the class of that name in each package in use."""
-    for package in _names():
-        framework(package, "lightning")
-    found = [getattr(import_module(f"{modules[package]}.{inner}"), name) for package in _names()]
-    return type(name, tuple(dict.fromkeys(found)), {})
-
-
-class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ignore[misc]
+class DcpRsCheckpointIO(_bases(0, "plugins", "CheckpointIO")):  # type: ignore[misc]
     """Lightning's checkpoints as folders of dcp-rs: ``Trainer(plugins=[DcpRsCheckpointIO()])``.
 
     ``Fabric(plugins=...)`` takes it too. A checkpoint loads as it was saved, with its empty dicts,
@@ -158,8 +160,8 @@ class DcpRsSharded:
             return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 
-_FSDP: Any = _bases(_PYTORCH, "strategies", "FSDPStrategy")
-_ModelParallel: Any = _bases(_PYTORCH, "strategies", "ModelParallelStrategy")
+_FSDP: Any = _bases(1, "strategies", "FSDPStrategy")
+_ModelParallel: Any = _bases(1, "strategies", "ModelParallelStrategy")
 
 
 class DcpRsFSDPStrategy(DcpRsSharded, _FSDP):  # type: ignore[misc]

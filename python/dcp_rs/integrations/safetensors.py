@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -136,14 +137,16 @@ def save_file(
     if target.is_dir() and not target.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(filename))
     _check_text(metadata)
-    entries = _entries(tensors)
-    _check_apart(entries)
-    dtypes = {entry.fqn: tensors[entry.fqn].dtype for entry in entries}
     # Large elements first, so that every tensor is aligned.
-    entries.sort(key=lambda entry: -dtypes[entry.fqn].itemsize)
+    checked = sorted(_checked(tensors), key=lambda named: -named[1].itemsize)
+    _check_apart(checked)
     head = header(
-        metadata, ((entry.fqn, dtypes[entry.fqn], entry.shape, entry.nbytes) for entry in entries)
+        metadata, ((name, tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in checked)
     )
+    entries = [
+        Entry(name, tensor, shape := tuple(tensor.shape), (0,) * len(shape), shape)
+        for name, tensor in checked
+    ]
     values, at = [], len(head)
     for entry in entries:
         values.append(_core.PlacedValue(entry.fqn, 0, at, entry.nbytes))
@@ -164,11 +167,11 @@ def _check_text(metadata: Mapping[Any, Any] | None) -> None:
             raise TypeError(msg)
 
 
-def _entries(tensors: Any) -> list[Entry]:
+def _checked(tensors: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors by name, if safetensors can hold all of them."""
     if not isinstance(tensors, Mapping):
         msg = f"tensors is a {type(tensors).__name__}: a mapping of names to tensors is wanted"
         raise TypeError(msg)
-    entries: list[Entry] = []
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             msg = f"{name!r} names a tensor: a name is text"
@@ -184,9 +187,7 @@ def _entries(tensors: Any) -> list[Entry]:
                 "or the whole of what it is a part of"
             )
             raise PlanError(msg, tensor=name)
-        shape = tuple(tensor.shape)
-        entries.append(Entry(name, tensor.detach(), shape, (0,) * len(shape), shape))
-    return entries
+    return [(name, tensor.detach()) for name, tensor in tensors.items()]
 
 
 def _why_not(name: str, tensor: Any) -> str | None:
@@ -200,19 +201,17 @@ def _why_not(name: str, tensor: Any) -> str | None:
     return None if what is None else f"its dtype is {what}"
 
 
-def _check_apart(entries: list[Entry]) -> None:
+def _check_apart(tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Raise if tensors share memory: the file would store it twice, and a load would untie them."""
     places = sorted(
-        (str(entry.data.device), entry.data.data_ptr(), entry.nbytes, entry.fqn)  # type: ignore[union-attr]
-        for entry in entries
-        if entry.nbytes
+        (str(tensor.device), tensor.data_ptr(), tensor.nbytes, name)
+        for name, tensor in tensors
+        if tensor.nbytes
     )
-    end, last = ("", 0), ""
-    for device, begin, nbytes, name in places:
-        if (device, begin) < end and device == end[0]:
+    for (device, begin, nbytes, name), (next_device, next_begin, _, other) in pairwise(places):
+        if device == next_device and next_begin < begin + nbytes:
             msg = (
-                f"tensors {last!r} and {name!r} share memory: leave one out and tie them again "
+                f"tensors {name!r} and {other!r} share memory: leave one out and tie them again "
                 "after a load (safetensors.torch.save_model does so), or save a clone of it"
             )
-            raise PlanError(msg, tensor=name)
-        end, last = (device, begin + nbytes), name
+            raise PlanError(msg, tensor=other)

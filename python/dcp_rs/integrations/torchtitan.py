@@ -175,9 +175,12 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         for found in root.newest():
             if max_step is not None and found.number > max_step:
                 continue
-            if isinstance(found, Step) or _is_of_others(found.path):
+            is_stock = any((found.path / name).is_file() for name in _STOCK_FILES)
+            if isinstance(found, Step) or is_stock:
                 return found.number
-            if found.kind in MAY_BE_WHOLE and not _is_unfinished_of_others(found.path):
+            # torch's own save stores .metadata last.
+            is_unfinished_stock = any(found.path.glob("*.distcp"))
+            if found.kind in MAY_BE_WHOLE and not is_unfinished_stock:
                 msg = (
                     f"{root.path} cannot be resumed: {found}. Nothing tells whether "
                     f"{found.path.name} is whole. To resume from another step, "
@@ -214,12 +217,3 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         super()._close()
         if stager is not None:
             stager.release()
-
-
-def _is_unfinished_of_others(path: Path) -> bool:
-    """Return whether torch's own save did not finish: it stores ``.metadata`` last."""
-    return any(path.glob("*.distcp"))
-
-
-def _is_of_others(path: Path) -> bool:
-    return any((path / name).is_file() for name in _STOCK_FILES)

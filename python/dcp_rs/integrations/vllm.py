@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -117,10 +117,12 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
             for entry in skipped
         )
         names = {number: name for number, name in names.items() if name in wanted}
-        counts = Counts()
-        loaded = model.load_weights(
-            self._weights(index, names, next(model.parameters()).device, counts)
-        )
+        new_names = {index.name(number): name for number, name in names.items()}
+        device, counts = next(model.parameters()).device, Counts()
+        if device.type == "meta":
+            device = torch.device("cpu")
+        weights = stream(index, device, self._options, _no_value, numbers=names, counts=counts)
+        loaded = model.load_weights((new_names[stored], tensor) for stored, tensor in weights)
         _log.info(
             "read %s of %s; skipped %s of experts of other ranks",
             size(counts.read),
@@ -151,16 +153,6 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         names = _names_in_transformers(config) if rename is None else ()
         numbers = numbers_in_model(index, stored, names, rename)
         return {number: name for name, number in numbers.items()}
-
-    def _weights(
-        self, index: _core.Index, names: Mapping[int, str], device: torch.device, counts: Counts
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        new_names = {index.name(number): name for number, name in names.items()}
-        target = torch.device("cpu") if device.type == "meta" else device
-        for name, tensor in stream(
-            index, target, self._options, _no_value, numbers=names, counts=counts
-        ):
-            yield new_names[name], tensor
 
 
 def _names_to_read(names: Collection[str], model_config: Any) -> set[str]:

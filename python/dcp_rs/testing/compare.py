@@ -63,25 +63,18 @@ def _is_same(got: Any, want: Any) -> bool:
 def _tensor_differences(got: Any, want: torch.Tensor, path: str) -> list[str]:
     if not isinstance(got, torch.Tensor):
         return [f"{path}: got a {type(got).__name__}, want a tensor"]
-    if isinstance(want, DTensor):
-        if not isinstance(got, DTensor):
-            return [f"{path}: got a plain tensor, want a DTensor"]
-        if got.placements != want.placements or got.shape != want.shape:
-            shapes = tuple(got.shape), tuple(want.shape)
-            return [f"{path}: got {got.placements}, want {want.placements}; shapes {shapes}"]
-        got, want, path = got.to_local(), want.to_local(), path + " (local)"
-    elif isinstance(got, DTensor):
-        return [f"{path}: got a DTensor, want a plain tensor"]
-    if got.dtype != want.dtype:
-        return [f"{path}: got {got.dtype}, want {want.dtype}"]
-    if got.shape != want.shape:
-        return [f"{path}: got shape {tuple(got.shape)}, want {tuple(want.shape)}"]
+    kinds = ["a DTensor" if isinstance(one, DTensor) else "a plain tensor" for one in (got, want)]
+    if kinds[0] != kinds[1]:
+        return [f"{path}: got {kinds[0]}, want {kinds[1]}"]
+    for name in ("placements", "dtype", "shape"):
+        have, should = (getattr(one, name, None) for one in (got, want))
+        if have != should:
+            return [f"{path}: got the {name} {have}, want {should}"]
+    if isinstance(got, DTensor) and isinstance(want, DTensor):
+        return _tensor_differences(got.to_local(), want.to_local(), f"{path} (local)")
     if why_not_raw(got) is not None or why_not_raw(want) is not None:
-        return (
-            []
-            if same(got, want)
-            else [f"{path}: {type(want).__name__}s of {want.dtype} {tuple(want.shape)} differ"]
-        )
+        what = f"{type(want).__name__}s of {want.dtype} {tuple(want.shape)}"
+        return [] if same(got, want) else [f"{path}: {what} differ"]
     differing = torch.nonzero(raw_bytes(got) != raw_bytes(want)).reshape(-1)
     if len(differing) == 0:
         return []

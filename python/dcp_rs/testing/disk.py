@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import signal
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from dcp_rs import _core
@@ -60,12 +59,7 @@ class FailingDisk:
         FailingDisk._is_entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         FailingDisk._is_entered = False
         self.calls, self.failed = _core.disarm_fault() or (0, None)
 
