@@ -184,9 +184,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value as torch does, under keys that are no text, too."""
-        if self._index is None:
+        if self._index is None and self.flatten_state_dict:
             super().load_bytes(read_item, value)
-        else:
+        else:  # torch's would not reach the caller's state dict without flattening
             self._set_value(read_item.dest_index.fqn, torch.load(value, weights_only=False))
 
     def _set_value(self, fqn: str, value: Any) -> None:
