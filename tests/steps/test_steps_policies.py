@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from dcp_rs.steps.retention import (
     Policies,
-    best,
     beyond,
     keep_best,
     keep_every,
@@ -104,8 +103,8 @@ def test_keep_best(losses, count, mode, kept):
     found = [Saved(n, metrics={} if loss is None else {"loss": loss}) for n, loss in losses.items()]
     assert keep_best(found, count, "loss", mode) == set(kept)
     if count == 1:
-        assert best(found, "loss", mode) == min(kept, default=None)
-        assert best(found, "another", mode) is None
+        assert Policies(metric="loss", mode=mode).best(found) == min(kept, default=None)
+        assert Policies(metric="another", mode=mode).best(found) is None
 
 
 @pytest.mark.parametrize(
@@ -142,14 +141,19 @@ def test_beyond_max_bytes(sizes, max_bytes, protected, gone):
 )
 def test_together_they_keep_what_one_of_them_keeps(policies, gone):
     found = [Saved(n, saved=n / 5, metrics={"loss": float(n)}) for n in (5, 10, 15, 20, 25, 30)]
-    assert Policies(**policies).unneeded(found, {30}) == set(gone)
+    assert unneeded(Policies(**policies), found) == gone
+
+
+def unneeded(policies, *arguments, **options):
+    return [step.number for step in policies.unneeded(*arguments, **options)]
 
 
 def test_what_is_protected_stays():
-    policies = Policies(keep_last=1, max_bytes=10)
-    assert policies.unneeded(steps(1, 2, 3), {1, 3}) == {2}
-    assert policies.too_much(steps(1, 2, 3), {3}, room=10) == {1, 2}
-    assert Policies().too_much(steps(1, 2, 3), set(), room=10**9) == set()
+    policies = Policies(keep_last=1, max_bytes=10, metric="loss")
+    assert unneeded(policies, steps(1, 2, 3), {1}) == [2]
+    assert unneeded(policies, steps(1, 2, 3), room=10) == [1, 2]
+    assert unneeded(policies, [Saved(1, metrics={"loss": 1.0}), *steps(2, 3)]) == [2]
+    assert unneeded(Policies(keep_last=1), steps(1, 2, 3), room=10**9) == []
 
 
 @pytest.mark.parametrize(
@@ -191,10 +195,10 @@ def test_what_goes_now_or_later_is_the_same(found, last, every, within, best_one
     there = []
     for step in found:
         there.append(step)
-        gone = policies.unneeded(there, {step.number})
-        there = [each for each in there if each.number not in gone]
-    newest = {found[-1].number} if found else set()
-    assert {step.number for step in there} == policies.kept(found) | newest
+        gone = policies.unneeded(there)
+        there = [each for each in there if each not in gone]
+    fixed = {found[-1].number, policies.best(found)} - {None} if found else set()
+    assert {step.number for step in there} == policies.kept(found) | fixed
 
 
 def sharing(*files):

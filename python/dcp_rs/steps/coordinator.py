@@ -21,7 +21,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.steps.notes import is_extra
-from dcp_rs.steps.retention import Policies, expendable, prune
+from dcp_rs.steps.retention import Policies, prune
 from dcp_rs.steps.step_store import MAY_BE_WHOLE, SkippedStep, Step, StepStore
 
 __all__ = ["Coordinator", "ExtraFiles", "Prepared"]
@@ -31,8 +31,6 @@ ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]]
 
 #: There never was a checkpoint.
 _NEVER_WHOLE = ("unfinished", "in use", "unknown")
-#: A save may replace it.
-_USELESS = ("unfinished", "damaged")
 #: The disk is full.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -43,12 +41,14 @@ class Prepared:
 
     Attributes:
         save_id: its id.
-        parent: the step that it may reuse, if there is one.
+        parent: the folder of the step that it may reuse, if there is one.
+        is_trusted: this manager saved the parent, and loaded nothing since.
         overwrite: whether it may replace a checkpoint.
     """
 
     save_id: str
-    parent: Step | None
+    parent: Path | None
+    is_trusted: bool
     overwrite: bool
 
 
@@ -62,6 +62,7 @@ class Coordinator:
 
     Attributes:
         resumed: the step that this run resumed from. It is never removed.
+        problems: what went wrong, and is no error of a save or a load.
     """
 
     def __init__(self, store: StepStore, policies: Policies, *, verify: bool) -> None:
@@ -69,12 +70,9 @@ class Coordinator:
         self._store = store
         self._policies = policies
         self._verify = verify
-        self._problems: list[str] = []
-        self._reported: set[str] = set()
-        self._files: Mapping[str, bytes] = {}  # to put into the step, once its save is committed
-        # Names of files to remove from it then; None if the save replaces no checkpoint.
-        self._replaced: set[str] | None = None
-        self._begun: set[str] = set()  # ids of the saves of this run
+        self.problems: list[str] = []
+        self._late_files: Mapping[str, bytes] = {}  # to put into the step, once it is committed
+        self._begun: set[str] = set()  # ids of the saves since the last load
         self._damaged: set[str] = set()  # ids of the saves that could not be loaded
 
     # --- saves
@@ -108,21 +106,23 @@ class Coordinator:
             self._store.take_over()
         with self._store.holding():
             pass  # raise before anything is written
-        overwrite = self._make_way(step, force=force)
-        limited = self._policies.max_bytes is not None
-        latest = self._newest() if reuse or limited else None
-        if latest is not None and limited:
-            # The first save of a run may have other ranks, and reuse nothing.
-            is_alike = reuse and latest.save_id in self._begun
-            # The policies keep the newest step, which may be a damaged one.
-            room = latest.written if is_alike else latest.nbytes
-            self._prune(step, latest.number, room=room)
+        replaces = self._make_way(step, force=force)
+        parent, is_trusted, limited = None, False, self._policies.max_bytes is not None
+        if (reuse or limited) and (newest := self._newest()) is not None:
+            if reuse:
+                parent, is_trusted = newest.path, newest.save_id in self._begun
+            if limited:
+                # The first save of a run may have other ranks, and reuse nothing. The policies
+                # keep the newest step, which may be a damaged one.
+                room = newest.written if is_trusted else newest.nbytes
+                self._prune(step, newest.number, room=room)
         save_id = uuid.uuid4().hex
-        replaces = self._replaced is not None
-        self._store.begin(step, save_id, numbers, contents, replaces=replaces)
-        self._files = contents if replaces else {}
+        self._store.begin(step, save_id, numbers, contents)
+        if not replaces:
+            self._store.put_files(step, contents)
+        self._late_files = contents if replaces else {}
         self._begun.add(save_id)
-        return Prepared(save_id, self._newest() if reuse else None, overwrite)
+        return Prepared(save_id, parent, is_trusted, overwrite=force or replaces)
 
     def _newest(self) -> Step | None:
         """Return the newest step that no load found damaged; None if one cannot be read."""
@@ -131,60 +131,42 @@ class Coordinator:
                 if isinstance(found, Step) and found.save_id not in self._damaged:
                     return found
         except OSError as error:
-            self._report(f"a step cannot be looked at, so nothing of it is reused: {error}")
+            self.problems.append(f"a step cannot be looked at, so none is reused: {error}")
         return None
 
     def _make_way(self, step: int, *, force: bool) -> bool:
-        """Remove what is in the way of a save. Return whether the save may replace a checkpoint.
+        """Remove what is in the way of a save. Return whether the save replaces a whole step.
 
-        What is or may be whole stays until the save replaces it. Beside a save that may be under
-        way, the new save begins: the first of the two to commit wins, and a save of an earlier run
-        cannot.
+        That step stays until the save is committed. Beside a save that may be under way, the new
+        save begins: the first of the two to commit wins, and a save of an earlier run cannot.
         """
-        self._replaced = None
         found = self._store.look_at(step)
-        if force and isinstance(found, SkippedStep) and found.kind == "no index":
-            found = self._restore_index(found)
         if found is None:
-            return force
+            return False
         if isinstance(found, Step):
-            if not force and found.save_id not in self._damaged:
-                msg = (
-                    f"there is a step {step} in {self._store.path} already: force=True replaces it"
-                )
-                raise CheckpointExistsError(msg, path=found.path)
-            self._replaced = self._store.extra_files(found)
-            return True
-        if force and found.kind == "foreign" and not found.path.is_symlink():
-            self._replaced = self._store.files_in(step)
-            return True
-        if found.kind in _USELESS or force:
+            if force or found.save_id in self._damaged:
+                return True
+            msg = f"there is a step {step} in {self._store.path} already: force=True replaces it"
+            raise CheckpointExistsError(msg, path=found.path)
+        msg = f"step {step} cannot be saved to {found.path}: {found.why}"
+        if found.kind in MAY_BE_WHOLE:
+            raise CheckpointExistsError(f"{msg}; delete({step}) removes it", path=found.path)
+        if found.kind in ("unfinished", "damaged") or (found.kind == "in use" and force):
             self._store.remove(step)
-            return force
-        is_ours = not found.runs or self._store.run in found.runs
-        if found.kind != "unknown" and (found.kind != "in use" or is_ours):
-            msg = (
-                f"step {step} cannot be saved to {found.path}: {found.why} "
-                "(force=True replaces what is there)"
-            )
-            is_busy = found.kind == "in use"
-            raise (SaveInProgressError if is_busy else CheckpointExistsError)(msg, path=found.path)
-        return force
+        elif found.kind == "in use" and not found.is_over:
+            msg = f"{msg} (force=True removes what it wrote)"
+            raise SaveInProgressError(msg, path=found.path)
+        return False
 
     def committed(self, step: int, save_id: str) -> None:
         """Remove what a commit replaced, and unneeded steps. A failure becomes a problem."""
         try:
-            self._store.put_files(step, self._files)
-        except OSError as error:
-            self._report(f"extra_files of step {step} are not all in its folder: {error}")
-        try:
-            self._store.remove_files(step, (self._replaced or set()) - self._files.keys())
-        except OSError as error:
-            self._report(f"what was in step {step} before is still in its folder: {error}")
-        try:
+            self._store.put_files(step, self._late_files)
             self._store.settle(step, save_id)
         except OSError as error:
-            self._report(f"what was noted of step {step} could not be renamed: {error}")
+            self.problems.append(
+                f"step {step} is saved, but its notes or extra_files are not all in place: {error}"
+            )
         self._prune(step)
 
     def _prune(self, *protected: int, room: int | None = None) -> None:
@@ -197,23 +179,12 @@ class Coordinator:
                 verify=self._verify,
             )
         except (DcpRsError, OSError) as error:
-            self._report(f"what the policies do not keep is still there: {error}")
+            self.problems.append(f"what the policies do not keep is still there: {error}")
         else:
-            for problem in done.problems:
-                self._report(problem)
+            self.problems += done.problems
 
     def _protected(self, *steps: int) -> set[int]:
         return {*steps} if self.resumed is None else {*steps, self.resumed}
-
-    def _report(self, problem: str) -> None:
-        if problem not in self._reported:
-            self._reported.add(problem)
-            self._problems.append(problem)
-
-    def take_problems(self) -> list[str]:
-        """Return the problems since the last call. Each problem is returned once."""
-        problems, self._problems = self._problems, []
-        return problems
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -228,7 +199,7 @@ class Coordinator:
     def _expendable(self) -> str:
         path = self._store.path
         try:
-            steps = expendable(self._store.look().steps, self._policies, self._protected())
+            steps = self._policies.expendable(self._store.look().steps, self._protected())
         except OSError as error:
             return f"{path} cannot be looked at: {error}"
         if not steps:
@@ -266,6 +237,8 @@ class Coordinator:
                 name of a step.
             OSError: a step cannot be read, and may be whole.
         """
+        # A parameter that was frozen in an earlier save may have other values after the load.
+        self._begun.clear()
         if step is not None:
             found = self._store.look_at(step)
             if not isinstance(found, Step):
@@ -276,38 +249,24 @@ class Coordinator:
             if isinstance(found, SkippedStep) and found.kind == "no index":
                 found = self._restore_index(found)  # noqa: PLW2901
             if isinstance(found, Step) and found.number not in damaged:
-                self._refuse_misnamed(found.number)
                 return found.number, skipped
             if isinstance(found, Step):
                 self._damaged.add(found.save_id)
                 found = _damaged_step(found, damaged[found.number])  # noqa: PLW2901
             if found.kind in MAY_BE_WHOLE:
-                name = found.path.name
                 msg = (
-                    f"{self._store.path} cannot be resumed: {found}. Nothing tells whether {name} "
-                    "is whole, so no older step takes its place. To go on from step N, say "
-                    f"load(state, N); to give it up, say delete({found.number})"
+                    f"{self._store.path} cannot be resumed: {found}. It may be whole, so no older "
+                    "step takes its place. To go on from step N, say load(state, N); to give "
+                    f"{found.path.name} up, remove it, as delete({found.number}) does"
                 )
                 raise UnsupportedError(msg, path=found.path)
             skipped.append(found)
-        self._refuse_misnamed(-1)
         lost = [found for found in skipped if found.kind not in _NEVER_WHOLE]
         if lost:
             why = "; ".join(map(str, lost))
             msg = f"{self._store.path} has steps, and none can be resumed from: {why}"
             raise CheckpointNotFoundError(msg, path=self._store.path)
         return None, skipped
-
-    def _refuse_misnamed(self, chosen: int) -> None:
-        """Raise if a checkpoint newer than the chosen step has a name such as ``step-007``."""
-        newest = max(self._store.misnamed(), key=lambda step: step.number, default=None)
-        if newest is not None and newest.number > chosen:
-            right = self._store.folder(newest.number).name
-            msg = (
-                f"{self._store.path} cannot be resumed: {newest}. Rename {newest.path.name} to "
-                f"{right}, move it away, or make the manager with the step_name= of its folders"
-            )
-            raise UnsupportedError(msg, path=newest.path)
 
     def _restore_index(self, found: SkippedStep) -> Step | SkippedStep:
         """Write the index of a complete step again, if this process took over the run."""
@@ -321,7 +280,9 @@ class Coordinator:
         except CorruptDataError as error:
             return _damaged_step(found, str(error))
         else:
-            self._report(f"{found.path.name} lost its index, which was made again from its data")
+            self.problems.append(
+                f"{found.path.name} lost its index, which was made again from its data"
+            )
         return self._store.look_at(found.number) or found
 
     def delete(self, step: int) -> None:

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import secrets
 import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from dcp_rs import _core
 from dcp_rs._url import absolute
 from dcp_rs.checkpoint.clean import leftovers
-from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder
+from dcp_rs.checkpoint.folders import local_path, make_folder
 from dcp_rs.errors import SaveInProgressError
-from dcp_rs.steps import notes
-from dcp_rs.steps.notes import saved_name, saving_name
-from dcp_rs.steps.step_store import File, Files, SkippedStep, Step, StepNames, StepStore
+from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, Step, StepStore
 
 __all__ = ["FolderStepStore"]
 
 T = TypeVar("T")
 
 #: A folder gets such a name before it is deleted, so that no half of a step has its name.
-_REMOVING = ".removing-"
-_ASIDE = re.compile(r"\.removing-step-\d+(\.[0-9a-f]{16})?")
+_REMOVING = ".removing-step-"
 #: Seconds to wait before each retry.
 _WAITS = (0.1, 0.4, 1.5, 3.0)
 
@@ -39,7 +36,7 @@ class FolderStepStore(StepStore):
 
     Args:
         path: the folder, which need not exist yet.
-        names: the names of the folders of steps.
+        step_name: as for :class:`StepStore`.
 
     Raises:
         UnsupportedError: a path with a scheme.
@@ -47,8 +44,8 @@ class FolderStepStore(StepStore):
 
     _shares_files = True
 
-    def __init__(self, path: str | os.PathLike[str], names: StepNames | None = None) -> None:
-        super().__init__(names)
+    def __init__(self, path: str | os.PathLike[str], step_name: str = "step-{}") -> None:
+        super().__init__(step_name)
         self.path = absolute(local_path(path))
         self.access: Mapping[str, Any] = {}
         self._claimed: int | None = None  # an open note, which is locked
@@ -71,15 +68,12 @@ class FolderStepStore(StepStore):
         make_folder(path.parent)
         _core.publish(os.fspath(path.parent), path.name, data, True)
 
+    def _rename(self, path: Path, to: Path) -> None:
+        path.rename(to)
+
     def _remove_files(self, paths: Sequence[Path]) -> None:
         for path in paths:
             path.unlink(missing_ok=True)
-
-    def files_in(self, number: int) -> set[str]:
-        """Return the names of all files in a folder. See :meth:`StepStore.files_in`."""
-        folder = self.folder(number)
-        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
-        return found - {INDEX_NAME, _core.LOCK_NAME}
 
     def _data_files(self, index: _core.Index, files: Files) -> list[File | None]:
         return [
@@ -113,21 +107,14 @@ class FolderStepStore(StepStore):
                 )
         return found
 
-    def _kind_of_unfinished(
-        self, path: Path, files: Files, runs: frozenset[str], *, is_locked: bool
-    ) -> Literal["in use", "no index", "unknown", "unfinished"]:
-        # The lock of the folder claims an index without its final name, so it does not count here.
-        verdicts = {
-            left.verdict for left in leftovers(path) if left.kind == "data" or not is_locked
-        }
-        saving = [path / name for name in files if name.startswith("saving-")]
+    def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> Kind:
+        # An index without its final name is claimed by the lock of the folder, which may be ours.
+        verdicts = {left.verdict for left in leftovers(self.folder(number)) if left.kind == "data"}
         # Before a save writes data, its note alone is claimed.
-        if "in use" in verdicts or any(map(_is_claimed, saving)):
+        if "in use" in verdicts or self.is_claimed(number):
             return "in use"
-        if "whole" in verdicts and not saving:
+        if "whole" in verdicts and not any(name.startswith("saving-") for name in files):
             return "no index"
-        # An earlier run cannot commit any more.
-        is_over = bool(runs) and self.run is not None and self.run not in runs
         return "unknown" if "young" in verdicts and not is_over else "unfinished"
 
     # --- the run and its saves
@@ -155,17 +142,9 @@ class FolderStepStore(StepStore):
                 fcntl.flock(claimed, fcntl.LOCK_UN)  # that of forked processes, too
             os.close(claimed)
 
-    def is_being_replaced(self, number: int) -> bool:
-        """Return whether a process claims a save. See :meth:`StepStore.is_being_replaced`."""
+    def is_claimed(self, number: int) -> bool:
+        """Return whether a process claims a save. See :meth:`StepStore.is_claimed`."""
         return any(map(_is_claimed, self.folder(number).glob("saving-*.json")))
-
-    def settle(self, number: int, save_id: str) -> None:
-        """Note that a save is committed. See :meth:`StepStore.settle`."""
-        self.release()
-        path = self.folder(number)
-        (path / saving_name(save_id)).rename(path / saved_name(save_id))
-        notes_of = {file: notes.id_of(file.name) for file in path.iterdir()}
-        self._remove_files([file for file, of in notes_of.items() if of not in (None, save_id)])
 
     # --- removal
 
@@ -182,11 +161,11 @@ class FolderStepStore(StepStore):
             The new path; None if there is no such step.
         """
         with self.holding():
-            return self._rename(number)
+            return self._hide(number)
 
-    def _rename(self, number: int) -> Path | None:
+    def _hide(self, number: int) -> Path | None:
         # The token avoids the name of an earlier removal that could not delete its folder.
-        doomed = self.path / f"{_REMOVING}step-{number}.{secrets.token_hex(8)}"
+        doomed = self.path / f"{_REMOVING}{number}.{secrets.token_hex(8)}"
         try:
             self.folder(number).rename(doomed)
         except FileNotFoundError:  # another process was faster
@@ -196,29 +175,24 @@ class FolderStepStore(StepStore):
 
     def set_aside_before(self) -> list[Path]:
         """Return the folders that were set aside and still exist."""
-        return [self.path / name for name in self._names() if _ASIDE.fullmatch(name)]
+        return [self.path / name for name in self._names() if name.startswith(_REMOVING)]
 
-    def _sweep_removals(self, steps: Sequence[Step]) -> list[str]:
-        problems = []
-        for path in self.set_aside_before():
-            try:
-                _delete(path)
-            except OSError as error:  # on NFS, a file that another process has open
-                problems.append(f"{path}, which was removed, is still there: {error}")
-        return problems
+    def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
+        # On NFS, a file that another process has open cannot be deleted.
+        aside = {
+            f"{path}, which was removed,": partial(_delete, path)
+            for path in self.set_aside_before()
+        }
+        return aside | super()._leftovers(found)
 
-    def _remove_left(self, number: int) -> None:
-        path, doomed = self.folder(number), None
+    def _remove_left(self, left: SkippedStep) -> None:
+        doomed = None
         # The lock of the root comes before that of the step, as in a commit.
         with self.holding(), suppress(FileNotFoundError, SaveInProgressError):
-            _lock = _core.FolderLock(os.fspath(path))  # while this is held, no save commits
-            files = _files_in(path) or {}
-            if INDEX_NAME in files:
-                return
-            data = self._read_contents({number: files}).get(number, {})
-            left = self._unfinished_step(number, files, data, is_locked=True)
-            if left.kind == "unfinished":
-                doomed = self._rename(number)
+            _lock = _core.FolderLock(os.fspath(left.path))  # while this is held, no save commits
+            found = self.look_at(left.number)
+            if isinstance(found, SkippedStep) and found.kind == "unfinished":
+                doomed = self._hide(left.number)
         if doomed is not None:
             _delete(doomed)
 
@@ -262,9 +236,8 @@ def _file_at(path: Path | os.DirEntry[str]) -> File | None:
 
 
 def _read_file(path: Path) -> bytes | None:
-    """Return the bytes of a file; nothing of a pipe, which would block."""
     try:
-        return path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else b""
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -272,7 +245,7 @@ def _read_file(path: Path) -> bytes | None:
 def _is_claimed(note: Path) -> bool:
     """Return whether a process is saving: it holds a lock on the note of its save."""
     try:
-        opened = os.open(note, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+        opened = os.open(note, os.O_RDONLY)
     except OSError:  # it is gone
         return False
     try:

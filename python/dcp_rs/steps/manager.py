@@ -24,13 +24,13 @@ from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError, DcpRsError
-from dcp_rs.options import WriteOptions
+from dcp_rs.options import WriteOptions, check_positive
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.ranks import ManagerRanks
-from dcp_rs.steps.retention import Policies, check_positive
-from dcp_rs.steps.step_store import SkippedStep, Step, StepNames
+from dcp_rs.steps.retention import Policies
+from dcp_rs.steps.step_store import SkippedStep, Step
 
 __all__ = ["CheckpointManager"]
 
@@ -137,7 +137,7 @@ class CheckpointManager:
         max_inflight_bytes: int | None = None,
     ) -> None:
         check_positive("save_every", save_every)
-        self._store = step_store_at(root, storage_options, StepNames(step_name))
+        self._store = step_store_at(root, storage_options, step_name)
         self._policies = Policies(
             keep_last=keep_last,
             keep_every=keep_every,
@@ -156,7 +156,6 @@ class CheckpointManager:
         if not isinstance(reuse, bool):
             self._frozen = repeatable(reuse)
         Frozen(self._frozen)  # raise for an invalid argument now, and not at the first save
-        self._saved_here: set[str] = set()  # ids of the saves of this manager
         self._save_every = save_every
         self.resumed: int | None = None
         self.report: LoadReport | None = None
@@ -253,7 +252,7 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Return whether to save this step: a multiple of ``save_every``, or a rank is to stop.
 
-        It is false for a step that was just saved or loaded. In one small message, the ranks agree
+        It is false for a step that was just saved or loaded. In one small exchange, the ranks agree
         whether one of them is to stop (``preemption``), and whether the save in the background
         failed.
 
@@ -324,18 +323,16 @@ class CheckpointManager:
                 manager.save(3, {"model": model}, metrics={"loss": 0.25})
             ```
         """
-        prepared = self._begin(step, metrics, extra_files, force=force)
+        options = self._begin(step, metrics, extra_files, force=force)
         with self._coordinator.explaining():
-            metadata = api.save(
-                state_dict, self.path(step), planner=planner, **self._options(prepared)
-            )
+            metadata = api.save(state_dict, self.path(step), planner=planner, **options)
         self._done = step
 
-        def finish(step: int) -> None:
-            self._coordinator.committed(step, prepared.save_id)
+        def finish() -> None:
+            self._coordinator.committed(step, options["save_id"])
             self._warn()
 
-        self._ranks.decide(step, finish)
+        self._ranks.broadcast(finish)
         return metadata
 
     @suggest_option
@@ -374,11 +371,11 @@ class CheckpointManager:
                 model(torch.ones(2)).sum().backward()  # training goes on
             ```
         """
-        prepared = self._begin(step, metrics, extra_files, force=force)
+        options = self._begin(step, metrics, extra_files, force=force)
         self._done = step
-        how = {"planner": planner, "async_staging": async_staging, **self._options(prepared)}
-        committed = partial(self._coordinator.committed, step, prepared.save_id)
-        return self._ranks.save(state_dict, self.path(step), committed, **how)
+        committed = partial(self._coordinator.committed, step, options["save_id"])
+        options |= {"planner": planner, "async_staging": async_staging}
+        return self._ranks.save(state_dict, self.path(step), committed, **options)
 
     @suggest_option
     def wait(self) -> None:
@@ -416,7 +413,7 @@ class CheckpointManager:
             ```
         """
         self._settle()
-        self._ranks.decide(step, self._coordinator.delete)
+        self._ranks.decide(step, partial(self._coordinator.delete, step))
 
     # --- loads
 
@@ -466,9 +463,8 @@ class CheckpointManager:
             first = manager.load(state)  # None in a new run
             ```
         """
-        options = {"planner": planner, **read_options}
         load = partial(api.load, state_dict)
-        return self._load(step, load, options, take_over=take_over)
+        return self._load(step, load, take_over=take_over, planner=planner, **read_options)
 
     @suggest_option
     def load_training_state(
@@ -500,37 +496,35 @@ class CheckpointManager:
             manager.load_training_state(model, optimizer)
             ```
         """
+        model, optimizers = repeatable(model), repeatable(optimizers)
 
         def load(path: Path, **options: Any) -> LoadReport | None:
-            nonlocal model, optimizers  # the next attempt iterates over them again
-            model, optimizers = repeatable(model), repeatable(optimizers)
             return optim.load_training_state(path, model, optimizers, extra, **options)
 
-        return self._load(step, load, options, take_over=take_over)
+        return self._load(step, load, take_over=take_over, **options)
 
     def _load(
         self,
         step: int | None,
         load: Callable[..., LoadReport | None],
-        options: dict[str, Any],
         *,
         take_over: bool,
+        **options: Any,
     ) -> int | None:
         """Load ``step``; or the newest whole step that the load does not find damaged."""
         self._settle()
         if take_over:
-            self._ranks.decide(None, lambda _: self._coordinator.take_over())
+            self._ranks.broadcast(self._coordinator.take_over)
         self.report = None
-        # A parameter that was frozen in an earlier save may have other values after the load.
-        self._saved_here.clear()
         options = {**self._store.access, **self._ranks.options, **options}
+        # Each attempt iterates over globs and views.
+        options = {name: repeatable(value) for name, value in options.items()}
         is_partial = options.get("allow_partial_load") or getattr(
             options.get("planner"), "allow_partial_load", False
         )
 
         def attempt(number: int) -> str | None:
-            nonlocal options  # the next attempt iterates over globs and views again
-            options = {name: repeatable(value) for name, value in options.items()}
+            """Load a step. Return why it is damaged; None if it is not."""
             try:
                 self.report = load(self.path(number), **options)
             except _DAMAGED as error:
@@ -549,7 +543,7 @@ class CheckpointManager:
         damaged: dict[int, str] = {}
         while True:
             number, self.passed_over = self._ranks.decide(
-                step, lambda step: self._coordinator.choose(step, damaged)
+                step, partial(self._coordinator.choose, step, damaged)
             )
             if number is None:
                 break
@@ -561,12 +555,12 @@ class CheckpointManager:
             damaged[number] = reasons[0]
         self._coordinator.resumed = self.resumed = self._done = number
 
-        def warn(_: None) -> None:
+        def warn() -> None:
             for skipped in self.passed_over:
                 warn_caller(f"not resumed from {skipped}")
             self._warn()
 
-        self._ranks.decide(None, warn)
+        self._ranks.broadcast(warn)
         return number
 
     # --- the end
@@ -634,39 +628,30 @@ class CheckpointManager:
         files: ExtraFiles | None,
         *,
         force: bool,
-    ) -> Prepared:
-        """Wait for the save before, and create the folder of the step."""
+    ) -> dict[str, Any]:
+        """Wait for the save before, and create the folder of the step. Return save's options."""
         self._settle()
-        metrics, files = metrics or {}, files or {}
 
-        def prepare(step: int) -> Prepared:
+        def prepare() -> Prepared:
             prepared = self._coordinator.prepare(
-                step, metrics, files, force=force, reuse=self._reuse
+                step, metrics or {}, files or {}, force=force, reuse=self._reuse
             )
             self._warn()
             return prepared
 
         with self._coordinator.explaining():
-            return self._ranks.decide(step, prepare)
-
-    def _options(self, prepared: Prepared) -> dict[str, Any]:
-        """Return the options of the save of a step."""
-        one: dict[str, Any] = {
+            prepared = self._ranks.decide(step, prepare)
+        return {
+            **self._write.given(),
+            **self._store.access,
+            **self._ranks.options,
             "save_id": prepared.save_id,
             "overwrite": prepared.overwrite,
             "guard": self._store.holding,
+            "parent": prepared.parent,
+            "reuse": Frozen(self._frozen, trusted=prepared.is_trusted),
+            "verify_reuse": self._verify_reuse,
         }
-        if self._reuse:
-            parent = prepared.parent
-            # Another run may have frozen other values.
-            trusted = parent is not None and parent.save_id in self._saved_here
-            one["parent"] = None if parent is None else parent.path
-            one |= {
-                "reuse": Frozen(self._frozen, trusted=trusted),
-                "verify_reuse": self._verify_reuse,
-            }
-        self._saved_here.add(prepared.save_id)
-        return {**self._write.given(), **self._store.access, **self._ranks.options, **one}
 
     def _settle(self) -> None:
         """Wait for the save in the background. Raise on every rank if it failed on one."""
@@ -683,5 +668,6 @@ class CheckpointManager:
 
     def _warn(self) -> None:
         """Warn of the coordinator's problems, in a step: a warning may be an error on all ranks."""
-        for problem in self._coordinator.take_problems():
-            warn_caller(f"{self.root}: {problem}")
+        problems = self._coordinator.problems
+        while problems:
+            warn_caller(f"{self.root}: {problems.pop(0)}")

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
-from dcp_rs.errors import (
-    CorruptDataError,
-    CorruptIndexError,
-    StoragePreconditionError,
-    UnsupportedError,
-)
+from dcp_rs.errors import CorruptDataError, CorruptIndexError, UnsupportedError
 from dcp_rs.steps import notes
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.notes import saved_name, saving_name
-from dcp_rs.steps.step_store import File, Files, Step, StepNames, StepStore
+from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, StepStore
 
 __all__ = ["ObjectStepStore", "step_store_at"]
 
@@ -39,15 +35,13 @@ class ObjectStepStore(StepStore):
     Args:
         path: the URL.
         options: how to reach the store.
-        names: the names of the prefixes of steps.
+        step_name: as for :class:`StepStore`.
     """
 
     _shares_files = False
 
-    def __init__(
-        self, path: Url, options: StorageOptions | None, names: StepNames | None = None
-    ) -> None:
-        super().__init__(names)
+    def __init__(self, path: Url, options: StorageOptions | None, step_name: str) -> None:
+        super().__init__(step_name)
         self.path = path
         self.access: Mapping[str, Any] = {"storage_options": options}
 
@@ -95,18 +89,15 @@ class ObjectStepStore(StepStore):
     def _put(self, path: Path, data: bytes) -> None:
         self._store().put(path, data)
 
+    def _rename(self, path: Path, to: Path) -> None:
+        (data,) = self._read([path])
+        if data is not None:
+            self._put(to, data)
+            self._remove_files([path])
+
     def _remove_files(self, paths: Sequence[Path]) -> None:
         if paths:
             self._store().remove(paths)
-
-    def files_in(self, number: int) -> set[str]:
-        """Return the names of all files of a step. See :meth:`StepStore.files_in`.
-
-        Young files of this package are not among them: another save may be under way.
-        """
-        files = self._walk(self.folder(number))
-        ours = {name for name, file in files.items() if notes.is_own(name) and _is_young(file)}
-        return files.keys() - ours - {INDEX_NAME}
 
     def _data_files(self, index: _core.Index, files: Files) -> list[File | None]:
         entries = index.files()
@@ -118,9 +109,7 @@ class ObjectStepStore(StepStore):
             files = self._walk(index.path.parent)
         return [files.get(entry.name) for entry in entries]
 
-    def _kind_of_unfinished(
-        self, path: Path, files: Files, runs: frozenset[str], *, is_locked: bool
-    ) -> Literal["unknown", "unfinished"]:
+    def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> Kind:
         return "unknown" if any(map(_is_young, files.values())) else "unfinished"
 
     # --- the run and its saves
@@ -128,76 +117,54 @@ class ObjectStepStore(StepStore):
     def _lock(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def settle(self, number: int, save_id: str) -> None:
-        """Note that a save is committed. See :meth:`StepStore.settle`."""
-        path = self.folder(number)
-        (note,) = self._read([path / saving_name(save_id)])
-        if note is not None:
-            self._put(path / saved_name(save_id), note)
-        # The note of another save that may go on stays for a day: see `_sweep_removals`.
-        replaced = [
-            name
-            for name in self._list([path])[0] or {}
-            if notes.id_of(name) not in (None, save_id) and not name.startswith("saving-")
-        ]
-        doomed = [*replaced, saving_name(save_id)] if note is not None else replaced
-        self._remove_files([path / name for name in doomed])
-
     # --- removal
 
     def remove(self, number: int) -> None:
         """Remove a step: first its index, then the rest. See :meth:`StepStore.remove`.
 
-        Young files of other saves stay: such a save may be under way.
+        Beside an index, young files of other saves stay: such a save may be under way.
 
         Raises:
             RunTakenOverError: another run began here.
-            StoragePreconditionError: the step was replaced meanwhile, and not touched.
+            StoragePreconditionError: the step was saved anew meanwhile. It is not touched.
             StorageError: the first object that could not be removed, after all were tried.
         """
         store, path = self._store(), self.folder(number)
-        files = self._walk(path)
-        others = list(files)  # without an index, all of it may be of a save under way
+        files, young = self._walk(path), set()
         if INDEX_NAME in files:
-            others = []
             (data,) = store.read([path / INDEX_NAME])
             with suppress(CorruptIndexError, UnsupportedError):
                 index = _core.Index.from_bytes(data or b"", os.fspath(path / INDEX_NAME), False)
                 own = {entry.name for entry in index.files()}
                 others = _of_other_saves(files, own, (index.save_id or "").replace("-", ""))
-            try:
-                with self.holding():
-                    store.remove_seen(path / INDEX_NAME)
-            except StoragePreconditionError:
-                msg = f"step {number} was saved anew while it was to be removed; it was not touched"
-                raise StoragePreconditionError(
-                    msg, path=path, operation="remove", attempts=1
-                ) from None
-        young = {name for name in others if _is_young(files[name])}
+                young = {name for name in others if _is_young(files[name])}
+            with self.holding():
+                store.remove_seen(path / INDEX_NAME)
         self._delete(path, files.keys() - young - {INDEX_NAME})
 
     def _delete(self, path: Path, names: Collection[str]) -> None:
         """Delete data before notes, which tell what the data is."""
         for are_notes in (False, True):
-            some = sorted(name for name in names if notes.is_note(name) == are_notes)
+            some = sorted(n for n in names if (notes.id_of(n) is not None) == are_notes)
             self._remove_files([path / name for name in some])
 
-    def _remove_left(self, number: int) -> None:
-        path = self.folder(number)
-        files = self._walk(path)
+    def _remove_left(self, left: SkippedStep) -> None:
+        files = self._walk(left.path)
         if INDEX_NAME not in files:
-            self._delete(path, {name for name, file in files.items() if not _is_young(file)})
+            self._delete(left.path, {name for name, file in files.items() if not _is_young(file)})
 
-    def _sweep_removals(self, steps: Sequence[Step]) -> list[str]:
-        """Remove what other saves left beside whole steps more than a day ago."""
-        for step in steps:
+    def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
+        leftovers = super()._leftovers(found)
+        # Those of a killed save stay beside a whole step. They are removed after a day.
+        for step in found.steps:
             files = self._known[step.number][0] if step.number in self._known else {}
             own = {name for name, file in files.items() if file.id in step.files}
             left = {n for n in _of_other_saves(files, own, step.save_id) if not _is_young(files[n])}
             if saved_name(step.save_id) in files:  # a kill may have come before its removal
                 left |= {saving_name(step.save_id)} & files.keys()
-            self._delete(step.path, left)
-        return []
+            what = f"what other saves left in {step.path}"
+            leftovers[what] = partial(self._delete, step.path, left)
+        return leftovers
 
 
 def _is_young(file: File) -> bool:
@@ -217,7 +184,7 @@ def _of_other_saves(files: Files, own: Collection[str], save_id: str) -> list[st
 def step_store_at(
     path: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | Any | None = None,
-    names: StepNames | None = None,
+    step_name: str = "step-{}",
 ) -> StepStore:
     """Return the steps at a path, or at a URL. Nothing is read yet.
 
@@ -227,6 +194,6 @@ def step_store_at(
     where = location(path)
     # A secret must not be in a variable: tools show those of a traceback.
     if isinstance(where, Url):
-        return ObjectStepStore(where, StorageOptions.of(storage_options), names)
+        return ObjectStepStore(where, StorageOptions.of(storage_options), step_name)
     options_for(where, StorageOptions.of(storage_options))
-    return FolderStepStore(where, names)
+    return FolderStepStore(where, step_name)

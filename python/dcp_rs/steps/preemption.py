@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -21,7 +20,8 @@ class Preemption:
             function without arguments that returns whether to stop. Or None.
 
     Raises:
-        ValueError: a signal outside of the main thread, or one that cannot be handled.
+        ValueError: a signal outside of the main thread.
+        OSError: a signal that cannot be handled.
     """
 
     def __init__(self, source: signal.Signals | Callable[[], bool] | None) -> None:
@@ -33,34 +33,23 @@ class Preemption:
         if callable(source):
             self._ask = source
         elif source is not None:
-            if threading.current_thread() is not threading.main_thread():
-                msg = (
-                    "preemption= takes a signal in the main thread only; "
-                    "elsewhere, give it a function"
-                )
-                raise ValueError(msg)
-            self._signal = signal.Signals(source)
-            try:
-                self._before = signal.signal(self._signal, self._handle)
-            except OSError as error:
-                msg = f"preemption={self._signal.name}: it cannot be handled"
-                raise ValueError(msg) from error
+            self._before = signal.signal(source, self._handle)
+            self._signal = source
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            self._handle_in_child(number, frame)
+        if self._signal is not None and os.getpid() == self._process:
+            self._is_noticed = True
+        elif signal.getsignal(number) == self._handle:  # closed, or in a forked process
+            self._restore(number)
+            os.kill(os.getpid(), number)
             return
-        self._is_noticed = True
         if callable(self._before):
             self._before(number, frame)
 
-    def _handle_in_child(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal in a forked process as without this object: nobody asks it there."""
+    def _restore(self, number: int) -> None:
+        """Put the earlier handler back, unless another one replaced this one."""
         if signal.getsignal(number) == self._handle:
-            self.close()
-            os.kill(os.getpid(), number)
-        elif callable(self._before):  # called by a handler that replaced this one
-            self._before(number, frame)
+            signal.signal(number, self._before or signal.SIG_DFL)
 
     @property
     def is_set_up(self) -> bool:
@@ -73,20 +62,12 @@ class Preemption:
             self._is_noticed = bool(self._ask())
         return self._is_noticed
 
-    def earlier_handler(self) -> Any:
-        """Return the handler before this one. Skip those of objects that were closed meanwhile."""
-        owner = getattr(self._before, "__self__", None)
-        if isinstance(owner, Preemption) and not owner.is_set_up:
-            return owner.earlier_handler()
-        return self._before
-
     def close(self) -> None:
         """Put the earlier handler back, unless another one replaced this one.
 
         Raises:
             ValueError: outside of the main thread.
         """
-        if self._signal is not None and signal.getsignal(self._signal) == self._handle:
-            before = self.earlier_handler()
-            signal.signal(self._signal, signal.SIG_DFL if before is None else before)
+        if self._signal is not None:
+            self._restore(self._signal)
         self._signal = None

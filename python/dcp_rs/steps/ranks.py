@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from dcp_rs import _torch, api
@@ -20,11 +19,8 @@ __all__ = ["ManagerRanks"]
 
 T = TypeVar("T")
 
-#: In place of "stop" (1) or "go on" (0): the question failed on a rank.
-_RAISED = 2
 
-
-class ManagerRanks:
+class ManagerRanks(RankGroup):
     """The ranks of a manager. They make the same calls, and have one save in the background.
 
     The save has a process group of its own, so that its messages do not meet those of the manager.
@@ -35,34 +31,38 @@ class ManagerRanks:
 
     Attributes:
         options: the arguments of a save or a load that name the ranks.
-        is_coordinator: whether this rank does what one rank does for all.
         pending: the save in the background, until all ranks know its result.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool) -> None:
         is_alone = no_dist or not has_group()
         self._groups = [] if is_alone else [_gloo_group(process_group) for _ in range(2)]
-        self._group = None if is_alone else self._groups[1]
+        super().__init__(None if is_alone else self._groups[0], no_dist=is_alone)
         self.options: dict[str, Any] = {
-            "process_group": None if is_alone else self._groups[0],
+            "process_group": None if is_alone else self._groups[1],
             "no_dist": is_alone,
         }
-        self._ranks = RankGroup(self._group, no_dist=is_alone)
-        self.is_coordinator = self._ranks.is_coordinator
         self.pending: SaveFuture | None = None
-        self._stager: HostStager | None = None  # keeps the host memory for the next save
+        self._stager = HostStager(cache=True)  # keeps the host memory for the next save
 
-    def all_gather(self, work: Callable[[], T]) -> list[T]:
-        """Call ``work`` on every rank. Return all results; raise an error of one on all."""
-        return self._ranks.all_gather(work)
-
-    def decide(self, step: int | None, work: Callable[[Any], T]) -> T:
-        """Call ``work(step)`` on the coordinator. Return its result, or raise its error, on all.
+    def decide(self, step: int | None, work: Callable[[], T]) -> T:
+        """Call ``work`` on the coordinator. Return its result, or raise its error, on all ranks.
 
         Raises:
             PlanError: the ranks give different steps.
         """
-        return self._ranks.all_reduce(lambda: step, lambda steps: work(_same(steps)))
+
+        def join(steps: list[int | None]) -> T:
+            for rank, other in enumerate(steps):
+                if other != step:
+                    msg = (
+                        f"the ranks give different steps: rank 0 gives {steps[0]!r}, "
+                        f"rank {rank} gives {other!r}"
+                    )
+                    raise PlanError(msg)
+            return work()
+
+        return self.all_reduce(lambda: step, join)
 
     def settle(self, then: Callable[[], None]) -> None:
         """Wait for the save in the background, if there is one, and call ``then`` after it.
@@ -77,7 +77,7 @@ class ManagerRanks:
                 then()
 
             try:
-                self._ranks.run(work)
+                self.run(work)
             finally:
                 if pending.done():
                     self.pending = None
@@ -89,8 +89,6 @@ class ManagerRanks:
 
         The coordinator calls ``committed`` after the commit, before the future is done.
         """
-        if self._stager is None:
-            self._stager = HostStager(cache=True)
         self.pending = done = SaveFuture()
         try:
             saving = api.async_save(state_dict, path, stager=self._stager, **options)
@@ -123,39 +121,22 @@ class ManagerRanks:
 
         An error of ``is_stopping`` on one rank is raised on all.
         """
-        stops, error = 0, None
-        try:
-            stops = int(is_stopping())
-        except BaseException as raised:  # noqa: BLE001  # raised below, on all ranks
-            stops, error = _RAISED, raised
-        failed = (
-            self.pending is not None
-            and self.pending.done()
-            and self.pending.exception() is not None
-        )
-        if not self._ranks.is_alone:
-            flags = torch.tensor([stops, failed], dtype=torch.int32, device="cpu")
-            with self._ranks.talking():
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-            stops, failed = flags.tolist()
+        saving = self.pending
 
-        def check() -> None:
-            if error is not None:
-                raise error
+        def answer() -> tuple[bool, bool]:
+            failed = saving is not None and saving.done() and saving.exception() is not None
+            return is_stopping(), failed
 
-        if stops == _RAISED:
-            self._ranks.run(check)
-        return bool(stops), bool(failed)
+        stops, failed = zip(*self.all_gather(answer), strict=True)
+        return any(stops), any(failed)
 
     def close(self) -> None:
         """Release host memory, and destroy the groups. A rank that waits in one gets an error."""
-        stager, self._stager = self._stager, None
-        if stager is not None:
-            stager.release()
-        groups, self._groups, self._group, self.options = self._groups, [], None, {}
-        self._ranks = RankGroup(no_dist=True)
-        while groups and dist.is_initialized():
-            dist.destroy_process_group(groups.pop())
+        self._stager.release()
+        # A group closes its connections once nothing refers to it.
+        self.process_group, self.options = None, {}
+        while self._groups and dist.is_initialized():
+            dist.destroy_process_group(self._groups.pop())
 
 
 def _gloo_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -168,19 +149,3 @@ def _gloo_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     )
     assert isinstance(group, dist.ProcessGroup)  # noqa: S101  # this process is one of the ranks
     return group
-
-
-def _same(steps: Sequence[T]) -> T:
-    """Return the step that all ranks gave.
-
-    Raises:
-        PlanError: they gave different steps.
-    """
-    for rank, step in enumerate(steps):
-        if step != steps[0]:
-            msg = (
-                f"the ranks give different steps: rank 0 gives {steps[0]!r}, "
-                f"rank {rank} gives {step!r}"
-            )
-            raise PlanError(msg)
-    return steps[0]

@@ -11,22 +11,19 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from dcp_rs._reports import Report
-from dcp_rs.errors import DcpRsError, RunTakenOverError, StorageError, StoragePreconditionError
+from dcp_rs.errors import DcpRsError, StorageError, StoragePreconditionError
+from dcp_rs.options import check_positive
 from dcp_rs.steps.step_store import SkippedStep, Step, StepStore
 
 __all__ = [
     "Policies",
     "Pruned",
-    "best",
     "beyond",
-    "check_positive",
-    "expendable",
     "keep_best",
     "keep_every",
     "keep_last",
     "keep_within",
     "prune",
-    "unneeded",
     "used",
 ]
 
@@ -74,11 +71,6 @@ def keep_best(
     return {-number for _, number in sorted(rated)[:count]}
 
 
-def best(steps: Iterable[Step], metric: str, mode: Literal["min", "max"]) -> int | None:
-    """Return the best step by a metric; None if no step has it."""
-    return next(iter(keep_best(steps, 1, metric, mode)), None)
-
-
 def beyond(steps: Iterable[Step], max_bytes: int, protected: Collection[int]) -> set[int]:
     """Return the oldest steps whose removal brings the others down to ``max_bytes``.
 
@@ -104,13 +96,6 @@ def used(steps: Iterable[Step]) -> int:
     for step in steps:
         shared.update(step.files)
     return sum(step.nbytes - sum(step.files.values()) for step in steps) + sum(shared.values())
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raise a ``ValueError`` unless the value is a positive integer, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
-        msg = f"{name}={value!r}: must be a positive integer"
-        raise ValueError(msg)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,18 +160,35 @@ class Policies:
         return kept
 
     def best(self, steps: Iterable[Step]) -> int | None:
-        """Return the best step; None without a metric."""
-        return None if self.metric is None else best(steps, self.metric, self.mode)
+        """Return the best step; None without a metric, or if no step has it."""
+        if self.metric is None:
+            return None
+        return next(iter(keep_best(steps, 1, self.metric, self.mode)), None)
 
-    def unneeded(self, steps: Sequence[Step], protected: Collection[int]) -> set[int]:
-        """Return the steps that are neither kept nor protected, and those beyond ``max_bytes``."""
-        gone = {step.number for step in steps} - self.kept(steps) - set(protected)
-        rest = [step for step in steps if step.number not in gone]
-        return gone | self.too_much(rest, protected, room=0)
+    def expendable(self, steps: Sequence[Step], protected: Collection[int] = ()) -> list[Step]:
+        """Return all steps but the latest, the best, and the protected ones."""
+        if not steps:
+            return []
+        fixed = {*protected, steps[-1].number, self.best(steps)}
+        return [step for step in steps if step.number not in fixed]
 
-    def too_much(self, steps: Sequence[Step], protected: Collection[int], *, room: int) -> set[int]:
-        """Return the steps to remove so that ``room`` bytes of ``max_bytes`` are free."""
-        return set() if self.max_bytes is None else beyond(steps, self.max_bytes - room, protected)
+    def unneeded(
+        self, steps: Sequence[Step], protected: Collection[int] = (), *, room: int | None = None
+    ) -> list[Step]:
+        """Return the expendable steps that the policies do not keep.
+
+        Args:
+            steps: all steps, oldest first.
+            protected: steps that stay in any case.
+            room: the bytes of a save that is about to begin. If given, only ``max_bytes`` counts.
+        """
+        expendable = {step.number for step in self.expendable(steps, protected)}
+        gone = expendable - self.kept(steps) if room is None else set()
+        if self.max_bytes is not None:
+            rest = [step for step in steps if step.number not in gone]
+            fixed = {step.number for step in rest} - expendable
+            gone |= beyond(rest, self.max_bytes - (room or 0), fixed)
+        return [step for step in steps if step.number in gone]
 
 
 @dataclass(frozen=True, repr=False)
@@ -204,40 +206,6 @@ class Pruned(Report):
     problems: list[str] = field(default_factory=list)
 
 
-def expendable(
-    steps: Sequence[Step], policies: Policies, protected: Collection[int] = ()
-) -> list[Step]:
-    """Return all steps but the latest, the best, and the protected ones."""
-    if not steps:
-        return []
-    fixed = {*protected, steps[-1].number, policies.best(steps)}
-    return [step for step in steps if step.number not in fixed]
-
-
-def unneeded(
-    steps: Sequence[Step],
-    policies: Policies,
-    protected: Collection[int] = (),
-    *,
-    room: int | None = None,
-) -> list[Step]:
-    """Return the expendable steps that the policies do not keep.
-
-    Args:
-        steps: all steps, oldest first.
-        policies: the policies.
-        protected: steps that stay in any case.
-        room: the bytes of a save that is about to begin. If given, only ``max_bytes`` counts.
-    """
-    fixed = {step.number for step in steps}
-    fixed -= {step.number for step in expendable(steps, policies, protected)}
-    if room is None:
-        gone = policies.unneeded(steps, fixed)
-    else:
-        gone = policies.too_much(steps, fixed, room=room)
-    return [step for step in steps if step.number in gone]
-
-
 def prune(
     store: StepStore,
     policies: Policies,
@@ -250,27 +218,20 @@ def prune(
 
     Args:
         store: the steps.
-        policies, protected, room: as for :func:`unneeded`.
+        policies: the steps to keep.
+        protected, room: as for :meth:`Policies.unneeded`.
         verify: remove nothing unless a step that stays is verified. If none is, the newest is read,
             and if that is damaged, the one before.
     """
-    done = Pruned()
-    try:
-        found = store.sweep()
-        done.swept.extend(found.left)
-        done.problems.extend(found.problems)
-    except RunTakenOverError:
-        raise
-    except (DcpRsError, OSError) as error:
-        done.problems.append(f"what killed saves left is still there: {error}")
-        found = store.look()
-    gone = unneeded(found.steps, policies, protected, room=room)
+    found = store.sweep()
+    done = Pruned(swept=found.left, problems=found.problems)
+    gone = policies.unneeded(found.steps, protected, room=room)
     stay = [step for step in found.steps if step not in gone]
     if gone and verify and not _has_verified(store, stay, done.problems):
         done.problems.append("nothing was removed: no step that would stay is as its digests say")
         return done
     for step in gone:
-        if store.is_being_replaced(step.number):
+        if store.is_claimed(step.number):
             done.problems.append(f"step {step.number} was not removed: a save is replacing it")
             continue
         try:

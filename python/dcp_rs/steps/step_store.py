@@ -10,27 +10,27 @@ import os
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from dcp_rs import _core
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME
 from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import (
     CorruptDataError,
     DcpRsError,
     RunTakenOverError,
-    SaveInProgressError,
     StorageError,
     StoragePreconditionError,
     UnsupportedError,
 )
 from dcp_rs.steps import notes
-from dcp_rs.steps.notes import Owner, saved_name, saving_name, verified_name
+from dcp_rs.steps.notes import saved_name, saving_name, verified_name
 
 __all__ = [
     "MAY_BE_WHOLE",
@@ -40,17 +40,15 @@ __all__ = [
     "Listing",
     "SkippedStep",
     "Step",
-    "StepNames",
     "StepStore",
 ]
 
-#: A longer number is part of another thing's name.
-_DIGITS = 18
 #: The number of steps whose indexes are in memory together.
 _AT_ONCE = 16
-#: The number of looks at a step that seems damaged while it changes.
-_LOOKS = 5
-_TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{16}\.tmp")
+#: The number of looks at a step that seems damaged. It may have changed during a look.
+_LOOKS = 3
+#: Names of temporary files, and of the lock.
+_PASSING = re.compile(rf".+\.[0-9a-f]{{16}}\.tmp|{re.escape(_core.LOCK_NAME)}")
 
 Kind = Literal["unfinished", "in use", "unknown", "no index", "foreign", "unreadable", "damaged"]
 #: A step of these kinds may be whole, so no older step takes its place.
@@ -106,14 +104,14 @@ class SkippedStep:
             is complete, but its index is gone. ``"foreign"``: it holds something that this version
             of this package does not know. ``"unreadable"``: it cannot be read. ``"damaged"``: it
             lacks data, or is not what was saved.
-        runs: the ids of the runs whose saves of this step did not finish, if they are noted.
+        is_over: an earlier run began the save, and cannot commit it any more.
     """
 
     number: int
     path: Path
     why: str
     kind: Kind
-    runs: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    is_over: bool = field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.why}"
@@ -165,50 +163,6 @@ class File:
 Files = Mapping[str, File]
 
 
-class StepNames:
-    """Names of the folders of steps.
-
-    Args:
-        pattern: a name with ``{}`` for the number.
-
-    Raises:
-        ValueError: the pattern is invalid.
-    """
-
-    def __init__(self, pattern: str) -> None:
-        before, number, after = pattern.partition("{}")
-        # Hidden names are those of folders under removal.
-        if (
-            not number
-            or not re.fullmatch(r"[^/{}.\0][^/{}\0]*", before or "x")
-            or re.search(r"[/{}\0]", after)
-        ):
-            msg = (
-                f"step_name={pattern!r}: the name of a folder, with {{}} for the number, "
-                "as 'step-{}'"
-            )
-            raise ValueError(msg)
-        self._before, self._after = before, after
-        self._pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
-
-    def of(self, number: int) -> str:
-        """Return the name of a step."""
-        return f"{self._before}{number}{self._after}"
-
-    def numbers(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers of the steps among these names, in order."""
-        return sorted(
-            number
-            for name in names
-            if (number := self.number(name)) is not None and name == self.of(number)
-        )
-
-    def number(self, name: str) -> int | None:
-        """Return the number in the name of a step, in another form (``step-007``) too; or None."""
-        found = self._pattern.fullmatch(name)
-        return None if found is None or len(found[1]) > _DIGITS else int(found[1])
-
-
 class StepStore(ABC):
     """The steps of one run, and the operations on them.
 
@@ -216,26 +170,35 @@ class StepStore(ABC):
     object stores, and so does the way to tell whether a save is under way.
 
     Args:
-        names: the names of the folders of steps.
+        step_name: the name of the folder of a step, with ``{}`` for its number.
 
     Attributes:
         path: a folder, which need not exist yet, or a URL.
         access: the arguments with which a save or a load reaches a step.
         run: the id of this process's run, after it took over the root.
+
+    Raises:
+        ValueError: the name is invalid.
     """
 
     path: Path
     access: Mapping[str, Any]
     run: str | None = None
 
-    def __init__(self, names: StepNames | None = None) -> None:
-        self._step_names = StepNames("step-{}") if names is None else names
+    def __init__(self, step_name: str) -> None:
+        # Hidden names are those of folders under removal.
+        if not re.fullmatch(r"([^/{}.\0][^/{}\0]*)?\{\}[^/{}\0]*", step_name):
+            msg = f"step_name={step_name!r}: the name of a folder, with {{}} for the number"
+            raise ValueError(msg)
+        self._step_name = step_name
+        # A longer number is part of another thing's name.
+        self._pattern = re.compile(re.escape(step_name).replace(r"\{\}", "([0-9]{1,18})"))
         # Whole steps as they were last seen. An equal listing means the same step.
         self._known: dict[int, tuple[Files, Step]] = {}
 
     def folder(self, number: int) -> Path:
         """Return the folder of a step, which need not exist."""
-        return self.path / self._step_names.of(number)
+        return self.path / self._step_name.replace("{}", str(number))
 
     # --- files
 
@@ -256,6 +219,10 @@ class StepStore(ABC):
         """Store a file, durably and in one step, in place of an older one."""
 
     @abstractmethod
+    def _rename(self, path: Path, to: Path) -> None:
+        """Rename a small file."""
+
+    @abstractmethod
     def _remove_files(self, paths: Sequence[Path]) -> None:
         """Remove files. Ignore those that do not exist."""
 
@@ -265,16 +232,19 @@ class StepStore(ABC):
 
     # --- looking
 
+    def _numbered(self) -> list[tuple[int, str]]:
+        """Return the names in the root that have the number of a step, in order."""
+        found = [(self._pattern.fullmatch(name), name) for name in self._names()]
+        return sorted((int(match[1]), name) for match, name in found if match is not None)
+
     def is_run(self) -> bool:
         """Return whether the root has steps, and is not a checkpoint itself."""
         try:
             names = self._names()
-            if INDEX_NAME in names or STOCK_NAME in names:
-                return False
-            steps = [name for name in names if self._step_names.number(name) is not None]
-            return any(self._list([self.path / name])[0] is not None for name in steps)
         except (UnsupportedError, NotADirectoryError):  # a web server lists nothing
             return False
+        is_checkpoint = INDEX_NAME in names or STOCK_NAME in names
+        return not is_checkpoint and any(map(self._pattern.fullmatch, names))
 
     def is_there(self) -> bool:
         """Return whether the root exists, and is not empty."""
@@ -286,12 +256,15 @@ class StepStore(ABC):
         Raises:
             OSError: the root cannot be listed.
         """
-        names = self._names()
-        numbers = self._step_names.numbers(names)
-        found = [step for step in self._look(numbers).values() if step is not None]
-        skipped = [step for step in found if isinstance(step, SkippedStep)]
-        skipped += self._misnamed(names)
+        numbers, misnamed = [], []
+        for number, name in self._numbered():
+            if name == self.folder(number).name:
+                numbers.append(number)
+            else:
+                misnamed.append(self._look_at_misnamed(number, name))
+        found = [step for step in (*self._look(numbers).values(), *misnamed) if step is not None]
         steps = [step for step in found if isinstance(step, Step)]
+        skipped = [step for step in found if isinstance(step, SkippedStep)]
         # The thread of the saves looks as well: the dict must not change meanwhile.
         self._known = {n: known for n, known in list(self._known.items()) if n in numbers}
         return Listing(steps, sorted(skipped, key=lambda step: step.number))
@@ -305,7 +278,7 @@ class StepStore(ABC):
         Raises:
             OSError: the step cannot be read, after several tries. It may be whole.
         """
-        return self._look_at_some([number], _LOOKS)[number]
+        return self._look_at_some([number])[number]
 
     def newest(self) -> Iterator[Step | SkippedStep]:
         """Look at one step after the other, the newest first.
@@ -313,8 +286,9 @@ class StepStore(ABC):
         Raises:
             OSError: as :meth:`look_at`.
         """
-        for number in reversed(self._step_names.numbers(self._names())):
-            found = self.look_at(number)
+        for number, name in reversed(self._numbered()):
+            is_misnamed = name != self.folder(number).name
+            found = self._look_at_misnamed(number, name) if is_misnamed else self.look_at(number)
             if found is not None:
                 yield found
 
@@ -326,48 +300,43 @@ class StepStore(ABC):
         """
         return next((step for step in self.newest() if isinstance(step, Step)), None)
 
-    def misnamed(self) -> list[SkippedStep]:
-        """Return checkpoints whose name has a number in another form, such as ``step-007``.
+    def _look_at_misnamed(self, number: int, name: str) -> SkippedStep | None:
+        """Look at a folder whose name has a number in another form, such as ``step-007``.
 
-        Raises:
-            OSError: one cannot be read.
+        It is None unless the folder has an index.
         """
-        found = self._misnamed(self._names())
-        contents = self._list([step.path for step in found])
-        return [
-            step
-            for step, files in zip(found, contents, strict=True)
-            if files is not None and (INDEX_NAME in files or STOCK_NAME in files)
-        ]
-
-    def _misnamed(self, names: Iterable[str]) -> list[SkippedStep]:
-        found = []
-        for name in names:
-            number = self._step_names.number(name)
-            if number is not None and name != (right := self._step_names.of(number)):
-                why = f"its name is not {right}"
-                path = self.path / name
-                found.append(SkippedStep(number=number, path=path, why=why, kind="foreign"))
-        return found
+        path = self.path / name
+        files = self._list([path])[0] or {}
+        if INDEX_NAME not in files and STOCK_NAME not in files:
+            return None
+        right = self.folder(number).name
+        why = f"its name is not {right}. Rename it, or pass the step_name= of its folder"
+        return SkippedStep(number=number, path=path, why=why, kind="foreign")
 
     def _look(self, numbers: Sequence[int]) -> dict[int, Step | SkippedStep | None]:
         found: dict[int, Step | SkippedStep | None] = {}
         for begin in range(0, len(numbers), _AT_ONCE):
-            found |= self._look_at_some(numbers[begin : begin + _AT_ONCE], _LOOKS)
+            found |= self._look_at_some(numbers[begin : begin + _AT_ONCE])
         return found
 
     def _look_at_some(
-        self, numbers: Sequence[int], looks: int
+        self, numbers: Sequence[int], looks: int = _LOOKS
     ) -> dict[int, Step | SkippedStep | None]:
-        """Look at steps. Look again at a step that changes and seems damaged meanwhile."""
+        """Look at steps. Look again at those that changed meanwhile, or seem damaged."""
+        found: dict[int, Step | SkippedStep | None] = dict.fromkeys(numbers)
+        new: dict[int, Files] = {}
         # The listing comes before the index, which names only what was stored before it.
-        listed = dict(zip(numbers, self._list([*map(self.folder, numbers)]), strict=True))
+        for number, files in zip(numbers, self._list([*map(self.folder, numbers)]), strict=True):
+            known = self._known.get(number)
+            if known is not None and known[0] == files:
+                found[number] = known[1]
+                # Equal listings may differ in the times of changes.
+                self._known[number] = files, known[1]
+            elif files is not None:
+                new[number] = files
         try:
-            contents = self._read_contents(listed)
-            found = {
-                number: self._judge(number, files, contents.get(number, {}))
-                for number, files in listed.items()
-            }
+            contents = self._read_contents(new)
+            found |= {number: self._judge(number, new[number], contents[number]) for number in new}
         except (CorruptDataError, StoragePreconditionError):  # replaced while it was read
             if looks == 1:
                 raise
@@ -378,43 +347,31 @@ class StepStore(ABC):
             if isinstance(step, SkippedStep) and step.kind == "damaged"
         ]
         if damaged and looks > 1:
-            now = self._list([*map(self.folder, damaged)])
-            changed = [n for n, files in zip(damaged, now, strict=True) if files != listed[n]]
-            if changed:
-                found |= self._look_at_some(changed, looks - 1)
+            found |= self._look_at_some(damaged, looks - 1)
         return found
 
-    def _read_contents(
-        self, listed: Mapping[int, Files | None]
-    ) -> dict[int, dict[str, bytes | None]]:
-        """Read the index and the notes of each step that is not known as it is listed."""
+    def _read_contents(self, listed: Mapping[int, Files]) -> dict[int, dict[str, bytes]]:
+        """Read the index and the notes of steps.
+
+        Raises:
+            CorruptDataError: one of them went after it was listed.
+        """
         wanted = [
             (number, name)
             for number, files in listed.items()
-            if files is not None and not self._is_known(number, files)
             for name, file in files.items()
-            if file.is_file
-            and (name == INDEX_NAME or (notes.is_note(name) and file.nbytes <= notes.MAX_BYTES))
+            if file.is_file and (name == INDEX_NAME or notes.id_of(name) is not None)
         ]
-        read = self._read([self.folder(number) / name for number, name in wanted]) if wanted else []
-        contents: dict[int, dict[str, bytes | None]] = {}
-        for (number, name), data in zip(wanted, read, strict=True):
-            contents.setdefault(number, {})[name] = data
+        contents: dict[int, dict[str, bytes]] = {number: {} for number in listed}
+        paths = [self.folder(number) / name for number, name in wanted]
+        for (number, name), data in zip(wanted, self._read(paths), strict=True):
+            if data is None:
+                raise CorruptDataError(f"{name} is gone", path=self.folder(number))
+            contents[number][name] = data
         return contents
 
-    def _is_known(self, number: int, files: Files) -> bool:
-        return number in self._known and self._known[number][0] == files
-
-    def _judge(
-        self, number: int, files: Files | None, data: Mapping[str, bytes | None]
-    ) -> Step | SkippedStep | None:
+    def _judge(self, number: int, files: Files, data: Mapping[str, bytes]) -> Step | SkippedStep:
         """Return the state of a step, given its listing and the bytes of its index and notes."""
-        if files is None:
-            return None
-        if self._is_known(number, files):
-            step = self._known[number][1]
-            self._known[number] = files, step  # equal listings may differ in the times of changes
-            return step
         kind: Kind = "damaged"
         try:
             if INDEX_NAME in files:
@@ -428,16 +385,16 @@ class StepStore(ABC):
             why = str(error)
         return SkippedStep(number=number, path=self.folder(number), why=why, kind=kind)
 
-    def _whole_step(self, number: int, files: Files, data: Mapping[str, bytes | None]) -> Step:
+    def _whole_step(self, number: int, files: Files, data: Mapping[str, bytes]) -> Step:
         """Return the step of an index.
 
         Raises:
             DcpRsError: the index does not open, or a data file is missing or has another length.
         """
         path = self.folder(number)
-        if (content := data.get(INDEX_NAME)) is None:
-            raise CorruptDataError(f"its {INDEX_NAME} cannot be read", path=path)
-        index = _core.Index.from_bytes(content, os.fspath(path / INDEX_NAME), False)
+        if INDEX_NAME not in data:
+            raise CorruptDataError(f"its {INDEX_NAME} is no file", path=path)
+        index = _core.Index.from_bytes(data[INDEX_NAME], os.fspath(path / INDEX_NAME), False)
         entries = index.files()
         sizes: dict[Any, int] = {}
         reused, shared = 0, set()
@@ -457,21 +414,25 @@ class StepStore(ABC):
                 reused += used
                 shared.add(file.id)
         save_id = (index.save_id or "").replace("-", "")
-        names = [name for name in (saved_name(save_id), saving_name(save_id)) if name in files]
-        noted = data.get(names[0], b"") if names else None
         step = Step(
             number=number,
             path=path,
             save_id=save_id,
             saved=files[INDEX_NAME].changed,
-            nbytes=len(content) + sum(sizes.values()),
+            nbytes=len(data[INDEX_NAME]) + sum(sizes.values()),
             reused=reused,
             linked=sum(sizes[file] for file in shared) if self._shares_files else 0,
             files=sizes,
             verified=verified_name(save_id) in files,
         )
-        if noted is not None:
-            step = replace(step, **notes.time_and_metrics(path / names[0], noted))
+        names = [name for name in (saved_name(save_id), saving_name(save_id)) if name in data]
+        if names and (note := notes.read(data[names[0]])) is not None:
+            step = replace(step, saved=note.saved, metrics=note.metrics)
+        elif names:
+            warn_caller(
+                f"{path / names[0]} is no note of a save, so the step has no metrics, and is as "
+                "old as its index"
+            )
         if all(entry.name in files for entry in entries):  # the listing tells of all its data
             self._known[number] = files, step
         return step
@@ -479,34 +440,20 @@ class StepStore(ABC):
     #: Whether steps share the files that they reuse.
     _shares_files: bool
 
-    def _unfinished_step(
-        self,
-        number: int,
-        files: Files,
-        data: Mapping[str, bytes | None],
-        *,
-        is_locked: bool = False,
-    ) -> SkippedStep:
-        """Return the state of a folder without an index.
-
-        Args:
-            number: the number of the step.
-            files: the content of its folder.
-            data: the bytes of its notes.
-            is_locked: this process holds the lock of the folder.
-        """
-        path = self.folder(number)
-        names = {(t[1] if (t := _TEMPORARY.fullmatch(name)) else name) for name in files}
-        strange = {n for n in names if n != _core.LOCK_NAME and not notes.is_own(n)}
-        strange.difference_update(*map(notes.files_of, data.values()))
-        saving = [data.get(name) for name in files if name.startswith("saving-")]
-        owners = [owner for note in saving if (owner := notes.owner_of(note)) is not None]
-        runs = frozenset(owner.run for owner in owners if owner.run is not None)
-        kind = self._kind_of_unfinished(path, files, runs, is_locked=is_locked)
+    def _unfinished_step(self, number: int, files: Files, data: Mapping[str, bytes]) -> SkippedStep:
+        """Return the state of a folder without an index."""
+        read = {name: note for name in data if (note := notes.read(data[name])) is not None}
+        strange = {n for n in files if not (_PASSING.fullmatch(n) or notes.is_own(n))}
+        strange.difference_update(*(note.files for note in read.values()))
+        saving = [note for name, note in read.items() if name.startswith("saving-")]
+        runs = {note.run for note in saving} - {None}
+        is_over = bool(runs) and self.run is not None and self.run not in runs
+        kind = self._kind_of_unfinished(number, files, is_over=is_over)
         if strange and kind != "in use":
             kind = "foreign"
+        newest = max(saving, key=lambda note: note.saved, default=None)
         why = {
-            "in use": f"{_newest(owners) or 'a process'} is saving it",
+            "in use": f"{newest.process if newest else 'a process'} is saving it",
             "foreign": (
                 f"it has no {INDEX_NAME}, and holds {min(strange, default='')}: "
                 "dcp_rs.index(path) may adopt it"
@@ -517,22 +464,18 @@ class StepStore(ABC):
             "unknown": "its save did not finish, or goes on: nothing here tells which",
             "unfinished": "its save did not finish",
         }[kind]
-        return SkippedStep(number=number, path=path, why=why, kind=kind, runs=runs)
+        path = self.folder(number)
+        return SkippedStep(number=number, path=path, why=why, kind=kind, is_over=is_over)
 
     @abstractmethod
-    def _kind_of_unfinished(
-        self, path: Path, files: Files, runs: frozenset[str], *, is_locked: bool
-    ) -> Literal["in use", "no index", "unknown", "unfinished", "foreign"]:
-        """Return what is known of a save without an index, begun by these runs."""
+    def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> Kind:
+        """Return what is known of a save without an index. If ``is_over``, it cannot commit."""
 
     # --- the run
 
     @abstractmethod
     def _lock(self) -> AbstractContextManager[object]:
         """Hold the lock of the root, if the store has locks."""
-
-    def _read_run(self) -> bytes | None:
-        return self._read([self.path / notes.RUN_NAME])[0]
 
     def take_over(self) -> None:
         """Begin a run here. After that, an earlier run can neither commit nor remove anything.
@@ -542,13 +485,8 @@ class StepStore(ABC):
             OSError: the note of the run cannot be written.
         """
         run = uuid.uuid4().hex
-        try:
-            with self._lock():
-                self._put(self.path / notes.RUN_NAME, notes.note_of_run(run))
-        except SaveInProgressError as error:
-            owner = notes.owner_of(self._read_run())
-            msg = f"{error}; the run is that of {owner or 'an unknown process'}"
-            raise SaveInProgressError(msg, path=self.path) from error
+        with self._lock():
+            self._put(self.path / notes.RUN_NAME, notes.write(run))
         self.run = run
 
     @contextmanager
@@ -563,11 +501,12 @@ class StepStore(ABC):
             yield
             return
         with self._lock():
-            data = self._read_run()
-            owner = notes.owner_of(data)
-            if data is not None and (owner is None or owner.run != self.run):
+            (data,) = self._read([self.path / notes.RUN_NAME])
+            note = notes.read(data)
+            if data is not None and (note is None or note.run != self.run):
                 msg = (
-                    f"the run in {self.path} was taken over by {owner or 'an unknown process'}: "
+                    f"the run in {self.path} was taken over by "
+                    f"{note.process if note else 'an unknown process'}: "
                     "this process may not save or remove steps any more"
                 )
                 raise RunTakenOverError(msg, path=self.path)
@@ -576,43 +515,25 @@ class StepStore(ABC):
     # --- a save
 
     def begin(
-        self,
-        number: int,
-        save_id: str,
-        metrics: Mapping[str, float],
-        files: Mapping[str, bytes] = MappingProxyType({}),
-        *,
-        replaces: bool = False,
+        self, number: int, save_id: str, metrics: Mapping[str, float], files: Iterable[str] = ()
     ) -> None:
-        """Create the folder of a step, with the note of the save and ``files``.
+        """Create the folder of a step, with the note of the save.
 
-        If the save replaces a whole step, the files come later, by :meth:`put_files`.
+        Args:
+            number: the number of the step.
+            save_id: the id of the save.
+            metrics: its metrics.
+            files: the names of files of the user, which :meth:`put_files` puts into the folder.
         """
         note = self.folder(number) / saving_name(save_id)
-        self._put(note, notes.note_of_save(number, metrics, self.run, files))
+        content = {"step": number, "metrics": dict(metrics), "files": sorted(files)}
+        self._put(note, notes.write(self.run, **content))
         self._claim(note)
-        if not replaces:
-            self.put_files(number, files)
 
     def put_files(self, number: int, files: Mapping[str, bytes]) -> None:
         """Put files of the user into the folder of a step."""
         for name, data in files.items():
             self._put(self.folder(number) / name, data)
-
-    def extra_files(self, step: Step) -> set[str]:
-        """Return the names of the user's files in a step, as its note has them."""
-        names = [name_of(step.save_id) for name_of in (saved_name, saving_name)]
-        data = self._read([step.path / name for name in names])
-        return {file for note in data for file in notes.files_of(note)}
-
-    @abstractmethod
-    def files_in(self, number: int) -> set[str]:
-        """Return the names of all files in the folder of a step that a save may replace."""
-
-    def remove_files(self, number: int, names: Iterable[str]) -> None:
-        """Remove files from the folder of a step."""
-        folder = self.folder(number)
-        self._remove_files([folder / name for name in names])
 
     def _claim(self, note: Path) -> None:  # noqa: B027  # object stores have no locks
         """Let other processes see that a save is under way."""
@@ -620,13 +541,21 @@ class StepStore(ABC):
     def release(self) -> None:  # noqa: B027  # as above
         """Release the claim on the last save that began here: it is over."""
 
-    def is_being_replaced(self, number: int) -> bool:
-        """Return whether a save to a whole step is known to be under way. A store cannot tell."""
+    def is_claimed(self, number: int) -> bool:
+        """Return whether a save to a step is known to be under way. An object store cannot tell."""
         return False
 
-    @abstractmethod
     def settle(self, number: int, save_id: str) -> None:
-        """Note that a save is committed. Remove the notes of saves that it replaced."""
+        """Note that a save is committed. Remove the notes and the user's files of other saves."""
+        self.release()
+        folder, own = self.folder(number), saving_name(save_id)
+        names = [name for name in self._list([folder])[0] or {} if notes.id_of(name) is not None]
+        read = [notes.read(data) for data in self._read([folder / name for name in names])]
+        files = {name: note.files for name, note in zip(names, read, strict=True) if note}
+        self._rename(folder / own, folder / saved_name(save_id))
+        others = {name for name in names if notes.id_of(name) != save_id}
+        theirs = {file for name in others for file in files.get(name, ())} - files.get(own, set())
+        self._remove_files([folder / name for name in (*others, *theirs)])
 
     def verify(self, step: Step) -> VerifyReport:
         """Read all of a step, and note it if it matches its digests."""
@@ -656,24 +585,21 @@ class StepStore(ABC):
             RunTakenOverError: another run began here.
         """
         found = self.look()
-        problems = self._sweep_removals(found.steps)
-        for left in found.left:
+        problems = []
+        for what, remove in self._leftovers(found).items():
             try:
-                self._remove_left(left.number)
+                remove()
             except OSError as error:
-                problems.append(
-                    f"{left.path}, of a save that did not finish, could not be removed: {error}"
-                )
+                problems.append(f"{what} is still there: {error}")
         return replace(found, problems=problems)
 
-    @abstractmethod
-    def _sweep_removals(self, steps: Sequence[Step]) -> list[str]:
-        """Remove leftovers beside these steps. Return what could not be removed, and why."""
+    def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
+        """Return what a sweep removes: functions by what they remove, in words."""
+        return {
+            f"{left.path}, of a save that did not finish,": partial(self._remove_left, left)
+            for left in found.left
+        }
 
     @abstractmethod
-    def _remove_left(self, number: int) -> None:
+    def _remove_left(self, left: SkippedStep) -> None:
         """Remove what a killed save left of a step, unless it changed after the look."""
-
-
-def _newest(owners: Iterable[Owner]) -> Owner | None:
-    return max(owners, key=lambda owner: owner.since, default=None)

@@ -168,7 +168,7 @@ def _prune(
     With --yes, remove them. ROOT is the folder of a run, or its URL. The latest step is never
     removed. Exit code 1: something could not be removed.
     """
-    from dcp_rs.steps.retention import Policies, Pruned, prune, unneeded, used
+    from dcp_rs.steps.retention import Policies, Pruned, prune, used
 
     kept_by = Policies(**policies)
     opened, found = _look(root, step_name)
@@ -176,7 +176,7 @@ def _prune(
     if yes:
         done = prune(opened, kept_by, verify=verify)
     else:
-        done = Pruned(unneeded(found.steps, kept_by), found.left)
+        done = Pruned(kept_by.unneeded(found.steps), found.left)
     removed = {step.number for step in done.removed}
     kept = [step for step in found.steps if step.number not in removed]
     nbytes = used(found.steps) - used(kept)
@@ -212,9 +212,8 @@ def _prune(
 
 def _look(path: Path, step_name: str) -> tuple[StepStore, Listing]:
     from dcp_rs.steps.object_store import step_store_at
-    from dcp_rs.steps.step_store import StepNames
 
-    root = step_store_at(path, names=StepNames(step_name))
+    root = step_store_at(path, step_name=step_name)
     found = root.look()
     if not found.steps and not found.passed_over:
         name = root.folder(0).name.replace("0", "N")
