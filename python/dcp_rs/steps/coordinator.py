@@ -174,17 +174,13 @@ class Coordinator:
             done = prune(
                 self._store,
                 self._policies,
-                protected=self._protected(*protected),
+                protected={*protected, self.resumed},
                 room=room,
                 verify=self._verify,
             )
+            self.problems += done.problems
         except (DcpRsError, OSError) as error:
             self.problems.append(f"what the policies do not keep is still there: {error}")
-        else:
-            self.problems += done.problems
-
-    def _protected(self, *steps: int) -> set[int]:
-        return {*steps} if self.resumed is None else {*steps, self.resumed}
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -193,19 +189,12 @@ class Coordinator:
             yield
         except OSError as error:
             if error.errno in _FULL:
-                error.add_note(self._expendable())
+                with suppress(OSError):
+                    steps = self._policies.expendable(self._store.look().steps, {self.resumed})
+                    sizes = ", ".join(f"{step.number} ({step.nbytes:,} bytes)" for step in steps)
+                    path = self._store.path
+                    error.add_note(f"of {path} these steps could be removed: {sizes or 'none'}")
             raise
-
-    def _expendable(self) -> str:
-        path = self._store.path
-        try:
-            steps = self._policies.expendable(self._store.look().steps, self._protected())
-        except OSError as error:
-            return f"{path} cannot be looked at: {error}"
-        if not steps:
-            return f"{path} has no step that could be removed"
-        sizes = ", ".join(f"{step.number} ({step.nbytes:,} bytes)" for step in steps)
-        return f"of {path} these steps could be removed: {sizes}"
 
     # --- loads
 
@@ -245,22 +234,21 @@ class Coordinator:
                 raise self._not_found(step, found)
             return step, []
         skipped: list[SkippedStep] = []
-        for found in self._store.newest():
-            if isinstance(found, SkippedStep) and found.kind == "no index":
-                found = self._restore_index(found)  # noqa: PLW2901
-            if isinstance(found, Step) and found.number not in damaged:
-                return found.number, skipped
+        for found in map(self._restore_index, self._store.newest()):
             if isinstance(found, Step):
+                if found.number not in damaged:
+                    return found.number, skipped
                 self._damaged.add(found.save_id)
-                found = _damaged_step(found, damaged[found.number])  # noqa: PLW2901
-            if found.kind in MAY_BE_WHOLE:
+                skipped.append(_damaged_step(found, damaged[found.number]))
+            elif found.kind in MAY_BE_WHOLE:
                 msg = (
                     f"{self._store.path} cannot be resumed: {found}. It may be whole, so no older "
                     "step takes its place. To go on from step N, say load(state, N); to give "
                     f"{found.path.name} up, remove it, as delete({found.number}) does"
                 )
                 raise UnsupportedError(msg, path=found.path)
-            skipped.append(found)
+            else:
+                skipped.append(found)
         lost = [found for found in skipped if found.kind not in _NEVER_WHOLE]
         if lost:
             why = "; ".join(map(str, lost))
@@ -268,9 +256,9 @@ class Coordinator:
             raise CheckpointNotFoundError(msg, path=self._store.path)
         return None, skipped
 
-    def _restore_index(self, found: SkippedStep) -> Step | SkippedStep:
-        """Write the index of a complete step again, if this process took over the run."""
-        if self._store.run is None:
+    def _restore_index(self, found: Step | SkippedStep) -> Step | SkippedStep:
+        """Write the index of a step again if it is gone, and this process took over the run."""
+        if isinstance(found, Step) or found.kind != "no index" or self._store.run is None:
             return found
         try:
             with self._store.holding():
@@ -297,9 +285,9 @@ class Coordinator:
 
     def _not_found(self, step: int, found: SkippedStep | None = None) -> CheckpointNotFoundError:
         numbers = [str(each.number) for each in self._store.look().steps]
-        there = f"it has {', '.join(numbers)}" if numbers else "it has none"
-        why = "" if found is None else f" ({found.why})"
-        msg = f"there is no step {step} in {self._store.path}{why}: {there}"
+        msg = f"there is no step {step} in {self._store.path}"
+        msg += "" if found is None else f" ({found.why})"
+        msg += f": it has {', '.join(numbers) or 'none'}"
         return CheckpointNotFoundError(msg, path=self._store.folder(step))
 
 

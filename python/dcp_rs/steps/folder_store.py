@@ -54,7 +54,7 @@ class FolderStepStore(StepStore):
 
     def _names(self) -> list[str]:
         try:
-            return _retry(lambda: sorted(entry.name for entry in self.path.iterdir()))
+            return _retry(lambda: os.listdir(self.path))  # noqa: PTH208  # names alone
         except FileNotFoundError:
             return []
 
@@ -245,17 +245,10 @@ def _read_file(path: Path) -> bytes | None:
 def _is_claimed(note: Path) -> bool:
     """Return whether a process is saving: it holds a lock on the note of its save."""
     try:
-        opened = os.open(note, os.O_RDONLY)
-    except OSError:  # it is gone
-        return False
-    try:
-        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(opened)
+        with note.open() as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)  # else it is gone, or there are no locks
     return False
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class ObjectStepStore(StepStore):
     # --- files
 
     def _names(self) -> list[str]:
-        return sorted(self._list([self.path])[0] or {})
+        return list(self._list([self.path])[0] or {})
 
     def _list(self, folders: Sequence[Path]) -> list[Files | None]:
         now, listed = time.time(), self._store().list(folders)
@@ -111,11 +111,6 @@ class ObjectStepStore(StepStore):
 
     def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> Kind:
         return "unknown" if any(map(_is_young, files.values())) else "unfinished"
-
-    # --- the run and its saves
-
-    def _lock(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     # --- removal
 

@@ -165,7 +165,9 @@ class Policies:
             return None
         return next(iter(keep_best(steps, 1, self.metric, self.mode)), None)
 
-    def expendable(self, steps: Sequence[Step], protected: Collection[int] = ()) -> list[Step]:
+    def expendable(
+        self, steps: Sequence[Step], protected: Collection[int | None] = ()
+    ) -> list[Step]:
         """Return all steps but the latest, the best, and the protected ones."""
         if not steps:
             return []
@@ -173,7 +175,11 @@ class Policies:
         return [step for step in steps if step.number not in fixed]
 
     def unneeded(
-        self, steps: Sequence[Step], protected: Collection[int] = (), *, room: int | None = None
+        self,
+        steps: Sequence[Step],
+        protected: Collection[int | None] = (),
+        *,
+        room: int | None = None,
     ) -> list[Step]:
         """Return the expendable steps that the policies do not keep.
 
@@ -210,7 +216,7 @@ def prune(
     store: StepStore,
     policies: Policies,
     *,
-    protected: Collection[int] = (),
+    protected: Collection[int | None] = (),
     room: int | None = None,
     verify: bool = False,
 ) -> Pruned:
