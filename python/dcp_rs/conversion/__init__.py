@@ -22,7 +22,6 @@ from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import ConvertReport, Job, select
 from dcp_rs.conversion.output import check_apart, check_output, new_output, uploaded_output
 from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype
-from dcp_rs.options import checks_pickles
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.nesting import nest
 
@@ -164,7 +163,7 @@ def convert(
         verify=verify,
         fsync=fsync,
         max_inflight_bytes=max_inflight_bytes,
-        weights_only=checks_pickles(weights_only),
+        weights_only=weights_only is None or bool(weights_only),
         storage_options=of_out if isinstance(target, Url) else None,
     )
     source = open_source(

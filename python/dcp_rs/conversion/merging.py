@@ -22,7 +22,6 @@ from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import ConvertReport, write_result
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
 from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype
-from dcp_rs.options import checks_pickles
 
 __all__ = ["MergeReport", "merge"]
 
@@ -156,7 +155,7 @@ def merge(
         verify=verify,
         fsync=fsync,
         max_inflight_bytes=max_inflight_bytes,
-        weights_only=checks_pickles(weights_only),
+        weights_only=weights_only is None or bool(weights_only),
         storage_options=of_out if isinstance(target, Url) else None,
     )
     layout = Layout.of(dequantize, views)
