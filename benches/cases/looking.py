@@ -21,7 +21,9 @@ from safetensors.torch import save_file
 
 import dcp_rs
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.stats import TensorStats, stats
+from dcp_rs.options import ReadOptions
 
 REPORTED = "dcp_rs.load_state_dict, report and INFO log"
 SILENT = "the same, logger off"
@@ -88,8 +90,8 @@ def _statistics(context: Context) -> list[Row]:
 
     def ours() -> None:
         index = open_index(path, rank=None, allow_external=False)
-        tensors = [number for number in index.file_order() if not index.tensor(number).is_bytes]
-        found[:] = stats(index, tensors)
+        source = IndexSource(index, ReadOptions())
+        found[:] = stats(source, source.items)
 
     def check() -> None:
         assert len(found) == len(pattern.shapes)

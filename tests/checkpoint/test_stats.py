@@ -12,17 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs.checkpoint import stats as module
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.stats import stats
+from dcp_rs.options import ReadOptions
 from support import dtypes_state, run_ranks, shapes_state
 from support.both import save_rs, save_stock
 
 
 def of(path, **options):
-    index = open_index(path, rank=None, allow_external=False)
-    tensors = [number for number in index.file_order() if not index.tensor(number).is_bytes]
-    return {one.name: one for one in stats(index, tensors, **options)}
+    source = IndexSource(open_index(path, rank=None, allow_external=False), ReadOptions())
+    return {one.name: one for one in stats(source, source.items, **options)}
 
 
 def numbers(tensor):
@@ -108,20 +108,23 @@ def test_large_finite_numbers_have_finite_statistics(ckpt):
     assert (found["uint64"].min, found["uint64"].max) == (3, 2**64 - 1)
 
 
+#: Rows that need two slabs.
+CUT = 1_300_000
+
+
 def save_cut(path):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.arange(5000 * 7, dtype=torch.float32).reshape(5000, 7)
+    whole = torch.arange(CUT * 7, dtype=torch.float32).reshape(CUT, 7)
     dcp_rs.save({"w": distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)}, path)
 
 
-def test_tensors_are_put_together_from_slabs_and_chunks(ckpt, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SLAB_BYTES", 9_600)
+def test_tensors_are_put_together_from_slabs_and_chunks(ckpt, tmp_path):
     run_ranks(2, save_cut, ckpt)
     seen = []
     found = of(ckpt, progress=lambda done, total: seen.append((done, total)))
-    check(found["w"], torch.arange(5000 * 7, dtype=torch.float32).reshape(5000, 7))
-    assert len(seen) > 10
-    assert seen[-1] == (140_000, 140_000)
+    check(found["w"], torch.arange(CUT * 7, dtype=torch.float32).reshape(CUT, 7))
+    assert len(seen) == 2
+    assert seen[-1] == (CUT * 28, CUT * 28)
     state = {
         f"t{i}": torch.randn(i * 17, generator=torch.Generator().manual_seed(i)) for i in range(60)
     }

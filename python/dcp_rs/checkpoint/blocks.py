@@ -11,7 +11,7 @@ import torch
 from dcp_rs.checkpoint.source import Item, Request, Source
 from dcp_rs.tensors.regions import BLOCK_BYTES, Cut, cut, read_ahead, unflatten
 
-__all__ = ["Region", "RegionBlock", "Slabs", "blocks"]
+__all__ = ["Region", "RegionBlock", "blocks", "make_slabs"]
 
 #: Room for a block of the smallest dtype, made of elements of the largest.
 _MIN_SLAB_BYTES = 16 * BLOCK_BYTES
@@ -70,50 +70,36 @@ class RegionBlock:
     data: torch.Tensor
 
 
-class Slabs:
-    """Reusable memory: two slabs to read into, and one to cast into.
+def make_slabs(nbytes: int) -> list[torch.Tensor]:
+    """Return memory for :func:`blocks`: two slabs to read into, and one to cast into.
 
     Args:
-        slab_bytes: the bound on each slab. Slabs grow as they are needed.
+        nbytes: the size of each slab. It is raised to the least size that any dtype needs.
     """
-
-    def __init__(self, slab_bytes: int) -> None:
-        self.slab_bytes = max(slab_bytes, _MIN_SLAB_BYTES)
-        self._slabs = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 3
-
-    def get(self, number: int, nbytes: int) -> torch.Tensor:
-        """Return a slab of at least ``nbytes``."""
-        if self._slabs[number].numel() < nbytes:
-            # Slabs that grew in small steps would fragment the heap.
-            self._slabs[number] = torch.empty(
-                min(self.slab_bytes, 4 * nbytes), dtype=torch.uint8, device="cpu"
-            )
-        return self._slabs[number]
+    size = max(nbytes, _MIN_SLAB_BYTES)
+    return [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(3)]
 
 
-_CAST = 2
-
-
-def blocks(source: Source, regions: Sequence[Region], slabs: Slabs) -> Iterator[list[RegionBlock]]:
+def blocks(
+    source: Source, regions: Sequence[Region], slabs: Sequence[torch.Tensor]
+) -> Iterator[list[RegionBlock]]:
     """Yield the blocks of all regions in order, while a thread reads the next slab."""
+    *read_slabs, cast_slab = slabs
 
     def read(cuts: list[Cut], turn: int) -> torch.Tensor:
-        last = cuts[-1]
-        slab = slabs.get(turn, last.at + last.count * regions[last.number].source_dtype.itemsize)
         requests: list[Request] = []
         for part in cuts:
             region = regions[part.number]
-            dtype = region.source_dtype
-            memory = slab[part.at : part.at + part.count * dtype.itemsize].view(dtype)
+            memory = _memory(read_slabs[turn], part, region.source_dtype)
             requests += (
                 Request(region.item, region.chunk, offsets, into)
                 for offsets, into in unflatten(region.sizes, part.begin, memory)
             )
         source.read(requests)
-        return slab
+        return read_slabs[turn]
 
-    for cuts, slab in read_ahead(cut(map(_to_cut, regions), slabs.slab_bytes), read):
-        yield [_block(regions[part.number], part, slab, slabs) for part in cuts]
+    for cuts, slab in read_ahead(cut(map(_to_cut, regions), cast_slab.numel()), read):
+        yield [_block(regions[part.number], part, slab, cast_slab) for part in cuts]
 
 
 def _to_cut(region: Region) -> tuple[int, int, int]:
@@ -122,11 +108,12 @@ def _to_cut(region: Region) -> tuple[int, int, int]:
     return region.numel, size, BLOCK_BYTES // region.dtype.itemsize
 
 
-def _block(region: Region, part: Cut, slab: torch.Tensor, slabs: Slabs) -> RegionBlock:
-    dtype, end = region.source_dtype, part.at + part.count * region.dtype.itemsize
-    data = slab[part.at : part.at + part.count * dtype.itemsize]
-    if region.dtype != dtype:
-        cast = slabs.get(_CAST, max(end, slab.numel()))[part.at : end]
-        cast.view(region.dtype).copy_(data.view(dtype))
-        data = cast
-    return RegionBlock(part.number, part.begin * region.dtype.itemsize, data)
+def _memory(slab: torch.Tensor, part: Cut, dtype: torch.dtype) -> torch.Tensor:
+    return slab[part.at : part.at + part.count * dtype.itemsize].view(dtype)
+
+
+def _block(region: Region, part: Cut, slab: torch.Tensor, cast_slab: torch.Tensor) -> RegionBlock:
+    data = _memory(slab, part, region.source_dtype)
+    if region.dtype != data.dtype:
+        data = _memory(cast_slab, part, region.dtype).copy_(data)
+    return RegionBlock(part.number, part.begin * region.dtype.itemsize, data.view(torch.uint8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,20 +13,23 @@ import torch
 
 from dcp_rs._reports import Report
 from dcp_rs._url import StorageOptions, Url, location
+from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
 from dcp_rs.checkpoint.names import selector, some
-from dcp_rs.checkpoint.source import Item, Request, Source, open_source
+from dcp_rs.checkpoint.source import Item, Source, open_source
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.equality import same
-from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
-from dcp_rs.tensors.regions import unflatten
+from dcp_rs.tensors.nesting import name_of, remaining, shown
 
-__all__ = ["Comparison", "Difference", "compare", "difference"]
+__all__ = ["Comparison", "Difference", "compare", "entry_differences"]
 
-#: Bytes of each checkpoint in memory at a time.
-_PIECE_BYTES = 16 << 20
+#: Bytes of each checkpoint that are read at once.
+_SLAB_BYTES = 16 << 20
+#: The dtype that torch cannot cast.
+_UNREADABLE = torch.float4_e2m1fn_x2
+_INT64_MIN = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def compare(
     """
     begin = time.perf_counter()
     # Damaged elements are differences.
-    options = ReadOptions(threads=threads, verify=False, max_inflight_bytes=_PIECE_BYTES)
+    options = ReadOptions(threads=threads, verify=False, max_inflight_bytes=_SLAB_BYTES)
     stores = StorageOptions.of(storage_options)
     of_b = StorageOptions.of(b_storage_options)
     left, right = (
@@ -143,61 +146,49 @@ def compare(
     ]
     left.check([item for item, _ in pairs])
     right.check([item for _, item in pairs])
-    total, done = sum(item.nbytes for item, _ in pairs), 0
-    for one, other in pairs:
-        found = difference(left, one, right, other, tolerance)
-        if found is not None:
-            differences.append(found)
-        done += one.nbytes
-        if progress is not None:
-            progress(done, total)
-    mappings_a, mappings_b = _mappings(left, in_a, passes), _mappings(right, in_b, passes)
-    if mappings_a is not None and mappings_b is not None:
+    differences += entry_differences(left, right, pairs, tolerance, progress)
+    kinds_a, kinds_b = _container_kinds(left, in_a, passes), _container_kinds(right, in_b, passes)
+    if kinds_a is not None and kinds_b is not None:
         differences += [
             Difference(one.name, "path", shown(one.path or ()), shown(other.path or ()))
             for one, other in pairs
             if not same(one.path, other.path)
         ]
-        differences += _container_differences(mappings_a, mappings_b)
+        differences += _container_differences(kinds_a, kinds_b)
     seconds = time.perf_counter() - begin
     return Comparison(
-        sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done, seconds
+        sorted(differences, key=lambda d: d.name),
+        len({**in_a, **in_b}),
+        sum(item.nbytes for item, _ in pairs),
+        seconds,
     )
 
 
-def _mappings(
+def _container_kinds(
     source: Source, chosen: dict[str, Item], passes: Callable[[str], bool]
-) -> dict[str, tuple[TreePath, str]] | None:
-    """Return path and kind of each container that is listed, or None if the format lists none."""
+) -> dict[str, str] | None:
+    """Return the kind of each container that is listed, or None if the format lists none."""
     if source.containers is None:
         return None
     leaves = [item.path for item in chosen.values() if item.path is not None]
-    kept = remaining(source.containers, leaves, passes)
     holding = {path[:depth] for path in leaves for depth in range(len(path))}
     return {
-        name_of(c.path): (c.path, c.kind if c.path in holding else f"empty {c.kind}")
-        for c in kept
+        name_of(c.path): c.kind if c.path in holding else f"empty {c.kind}"
+        for c in remaining(source.containers, leaves, passes)
         if c.path or c.kind != "dict"
     }
 
 
-def _container_differences(
-    a: dict[str, tuple[TreePath, str]], b: dict[str, tuple[TreePath, str]]
-) -> Iterator[Difference]:
+def _container_differences(a: dict[str, str], b: dict[str, str]) -> Iterator[Difference]:
     for name in {**a, **b}:
-        (path_a, kind_a), (path_b, kind_b) = a.get(name, ((), "")), b.get(name, ((), ""))
-        if not kind_a.startswith("empty ") and not kind_b.startswith("empty "):
-            if kind_a != kind_b:
-                yield Difference(name, "kind", kind_a or "dict", kind_b or "dict", container=True)
-        elif not kind_a or not kind_b:
-            yield Difference(
-                name, "only in a" if kind_a else "only in b", kind_a, kind_b, container=True
-            )
-        elif kind_a != kind_b or not same(path_a, path_b):
-            kind: Literal["kind", "path"] = "kind" if kind_a != kind_b else "path"
-            yield Difference(
-                name, kind, f"{kind_a} {shown(path_a)}", f"{kind_b} {shown(path_b)}", container=True
-            )
+        # A dict is listed only if it is empty.
+        kind_a, kind_b = a.get(name, ""), b.get(name, "")
+        if not kind_b and kind_a.startswith("empty "):
+            yield Difference(name, "only in a", kind_a, container=True)
+        elif not kind_a and kind_b.startswith("empty "):
+            yield Difference(name, "only in b", b=kind_b, container=True)
+        elif kind_a != kind_b:
+            yield Difference(name, "kind", kind_a or "dict", kind_b or "dict", container=True)
 
 
 def _describe(item: Item) -> str:
@@ -208,35 +199,61 @@ def _dtype_name(item: Item) -> str:
     return str(item.dtype).removeprefix("torch.")
 
 
-def difference(
-    left: Source, one: Item, right: Source, other: Item, tolerance: float = 0.0
-) -> Difference | None:
-    """Compare an entry of ``left`` with one of ``right``, and return their difference, if any."""
-    if (one.dtype is None) != (other.dtype is None):
-        return Difference(one.name, "kind", _describe(one), _describe(other))
-    if one.dtype is None or other.dtype is None:
-        return _value_difference(one.name, left.value(one), right.value(other))
-    if one.shape != other.shape:
-        return Difference(one.name, "shape", str(list(one.shape)), str(list(other.shape)))
-    elements, largest = _compare_elements(left, one, right, other)
-    if one.dtype != other.dtype:
-        return Difference(
-            one.name, "dtype", _dtype_name(one), _dtype_name(other), elements, largest
-        )
-    if elements and not (largest is not None and largest <= tolerance and tolerance > 0):
-        return Difference(one.name, "elements", elements=elements, max_abs=largest)
-    return None
+def entry_differences(
+    left: Source,
+    right: Source,
+    pairs: Sequence[tuple[Item, Item]],
+    tolerance: float = 0.0,
+    progress: Callable[[int, int], Any] | None = None,
+) -> Iterator[Difference]:
+    """Yield the differences between entries of ``left`` and entries of ``right``.
+
+    Args:
+        left, right: the checkpoints.
+        pairs: the entries to compare with each other.
+        tolerance, progress: see :func:`compare`.
+    """
+    alike: list[tuple[Item, Item]] = []
+    for one, other in pairs:
+        if (one.dtype is None) != (other.dtype is None):
+            yield Difference(one.name, "kind", _describe(one), _describe(other))
+        elif one.dtype is None:
+            yield from _value_difference(one.name, left.value(one), right.value(other))
+        elif one.shape != other.shape:
+            yield Difference(one.name, "shape", str(list(one.shape)), str(list(other.shape)))
+        elif one.dtype != other.dtype and _UNREADABLE in (one.dtype, other.dtype):
+            yield Difference(one.name, "dtype", _dtype_name(one), _dtype_name(other))
+        else:
+            alike.append((one, other))
+    total = sum(one.nbytes for one, _ in pairs)
+    done = total - sum(one.nbytes for one, _ in alike)
+    numbers = [0] * len(alike)
+    largest: list[float | None] = [0.0] * len(alike)
+    for pair, a, b in _pieces(left, right, alike):
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            numbers[pair] += _count_different(a, b)
+            largest[pair] = _larger(largest[pair], _largest_difference(a, b))
+        one = alike[pair][0]
+        done += one.nbytes * a.numel() // math.prod(one.shape)
+        if progress is not None:
+            progress(done, total)
+    for (one, other), number, by in zip(alike, numbers, largest, strict=True):
+        if one.dtype != other.dtype:
+            yield Difference(one.name, "dtype", _dtype_name(one), _dtype_name(other), number, by)
+        elif number and not (by is not None and by <= tolerance and tolerance > 0):
+            yield Difference(one.name, "elements", elements=number, max_abs=by)
 
 
-def _value_difference(name: str, one: bytes, other: bytes) -> Difference | None:
+def _value_difference(name: str, one: bytes, other: bytes) -> Iterator[Difference]:
     if one == other:
-        return None
+        return
     try:
         # One value may have many pickles.
         a, b = (pickles.load(name, data, weights_only=True) for data in (one, other))
-        return None if same(a, b) else Difference(name, "value", _short(a), _short(b))
+        if not same(a, b):
+            yield Difference(name, "value", _short(a), _short(b))
     except Exception:  # noqa: BLE001  # classes that the caller allowed may raise anything
-        return Difference(name, "value", f"{len(one)} bytes", f"{len(other)} bytes")
+        yield Difference(name, "value", f"{len(one)} bytes", f"{len(other)} bytes")
 
 
 def _short(value: Any) -> str:
@@ -244,93 +261,74 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def _compare_elements(
-    left: Source, one: Item, right: Source, other: Item
-) -> tuple[int, float | None]:
-    """Return the number of elements that differ, and the largest difference.
-
-    The difference is None for dtypes that torch cannot compute with, as complex32.
-    """
-    if one.dtype is None or other.dtype is None:
-        raise TypeError(one.name)
-    count = math.prod(one.shape)
-    step = _PIECE_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
-    differing, largest = 0, 0.0
-    comparable = True
-    for begin in range(0, count, step):
-        a, b = (
-            _read(
-                source,
-                item,
-                begin,
-                torch.empty(min(step, count - begin), dtype=item.dtype, device="cpu"),
-            )
-            for source, item in ((left, one), (right, other))
+def _pieces(
+    left: Source, right: Source, pairs: Sequence[tuple[Item, Item]]
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield the number of a pair and a run of elements of both, in a dtype that holds either."""
+    dtypes = [_common_dtype(one.dtype, other.dtype) for one, other in pairs]
+    sides = [
+        blocks(
+            source,
+            [Region(pair[side], None, dtype) for pair, dtype in zip(pairs, dtypes, strict=True)],
+            make_slabs(_SLAB_BYTES),
         )
-        if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            continue
-        number, by = _difference(a, b)
-        differing += number
-        comparable = comparable and by is not None
-        if by is not None and not math.isnan(largest):
-            largest = by if math.isnan(by) else max(largest, by)
-    return differing, largest if comparable else None
+        for side, source in enumerate((left, right))
+    ]
+    for slab_a, slab_b in zip(*sides, strict=True):
+        # Regions of equal sizes and dtypes are cut at the same places.
+        for a, b in zip(slab_a, slab_b, strict=True):
+            dtype = dtypes[a.region]
+            yield a.region, a.data.view(dtype), b.data.view(dtype)
 
 
-def _read(source: Source, item: Item, begin: int, flat: torch.Tensor) -> torch.Tensor:
-    source.read(
-        [Request(item, None, offsets, into) for offsets, into in unflatten(item.shape, begin, flat)]
-    )
-    return flat
+def _common_dtype(one: torch.dtype | None, other: torch.dtype | None) -> torch.dtype:
+    if one is None or other is None:
+        raise TypeError("values have no dtype")
+    if one == other:
+        return one
+    if one.is_complex or other.is_complex:
+        return torch.complex128
+    if _is_integral(one) and _is_integral(other) and torch.uint64 not in (one, other):
+        return torch.int64
+    return torch.float64
 
 
-def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float | None]:
-    same_bits = None
-    if a.dtype == b.dtype:
-        size = a.dtype.itemsize
-        bits, bits_b = (tensor.view(torch.uint8).view(-1, size) for tensor in (a, b))
-        same_bits = (bits == bits_b).all(1)
-        if _is_integral(a) or bool((~same_bits).sum() * 8 < a.numel()):
-            # Few differ. Older torch cannot index tensors of unsigned dtypes, so index the bytes.
-            a, b = (some[~same_bits].view(a.dtype).view(-1) for some in (bits, bits_b))
-    try:
-        number, largest = _exactly(a, b) if _is_integral(a) and _is_integral(b) else _nearly(a, b)
-    except (RuntimeError, NotImplementedError):
-        number, largest = 0, None
-    return number if same_bits is None else int((~same_bits).sum()), largest
+def _is_integral(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _is_integral(tensor: torch.Tensor) -> bool:
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Return the number of elements with different bits."""
+    bits = a.view(torch.uint8) != b.view(torch.uint8)
+    return int(bits.view(-1, a.dtype.itemsize).any(1).sum())
 
 
-_INT64_MIN = torch.iinfo(torch.int64).min
+def _larger(one: float | None, other: float | None) -> float | None:
+    if one is None or other is None:
+        return None
+    return max(one, other, key=lambda by: (math.isnan(by), by))
 
 
-def _exactly(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int]:
-    """Compare integers, without the rounding of float64."""
-    if a.dtype != b.dtype and torch.uint64 in (a.dtype, b.dtype):
-        apart = [abs(x - y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
-        return sum(map(bool, apart)), max(apart, default=0)
-    if a.dtype == torch.uint64:  # in the same order as signed numbers
-        a, b = (tensor.view(torch.int64) ^ _INT64_MIN for tensor in (a, b))
-    a, b = a.to(torch.int64), b.to(torch.int64)
-    # The difference may overflow: its bits are those of an unsigned number.
-    by = torch.maximum(a, b) - torch.minimum(a, b)
-    largest = int((by ^ _INT64_MIN).max()) - _INT64_MIN if by.numel() else 0
-    return int((by != 0).sum()), largest
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """Return the largest absolute difference of two elements; None for :data:`_UNREADABLE`.
 
-
-def _nearly(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
-    """Compare numbers in float64, and complex numbers part by part."""
-    if a.dtype.is_complex or b.dtype.is_complex:
-        x, y = (torch.view_as_real(tensor.to(torch.complex128)) for tensor in (a, b))
-    else:
-        x, y = a.to(torch.float64), b.to(torch.float64)
-    by = (x - y).abs()
-    by[(x == y) | (x.isnan() & y.isnan())] = 0.0  # infinities, too
-    if by.ndim > 1:
-        incomparable = by.isnan().any(1)
-        by = torch.hypot(by[:, 0], by[:, 1])
-        by[incomparable] = math.nan
-    return int((by != 0).sum()), float(by.max()) if by.numel() else 0.0
+    Integers are compared exactly, complex numbers part by part, and others in float64.
+    """
+    if a.dtype == _UNREADABLE:
+        return None
+    if _is_integral(a.dtype):
+        if a.dtype == torch.uint64:  # in the same order as signed numbers
+            a, b = (tensor.view(torch.int64) ^ _INT64_MIN for tensor in (a, b))
+        a, b = a.to(torch.int64), b.to(torch.int64)
+        # The difference may overflow: its bits are those of an unsigned number.
+        apart = torch.maximum(a, b) - torch.minimum(a, b)
+        return int((apart ^ _INT64_MIN).max()) - _INT64_MIN
+    is_complex = a.dtype.is_complex
+    if is_complex:
+        a, b = (torch.view_as_real(tensor.to(torch.complex128)) for tensor in (a, b))
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    by = (a - b).abs()
+    by[(a == b) | (a.isnan() & b.isnan())] = 0.0  # infinities, too
+    if is_complex:
+        by = torch.where(by.isnan().any(1), math.nan, torch.hypot(by[:, 0], by[:, 1]))
+    return float(by.max())

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dcp_rs import _core
-from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.elements import ITEMSIZES
-from dcp_rs.tensors.regions import ALIGNMENT, Cut, cut, read_ahead
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
+from dcp_rs.checkpoint.source import Item, Source
+from dcp_rs.tensors.dtypes import BY_NAME, NAMES
 
 __all__ = ["TensorStats", "stats"]
 
-_INTEGERS = frozenset(
-    ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
-)
 #: Bytes that are read at once.
 _SLAB_BYTES = 32 << 20
 #: Bytes that several passes count at once, a multiple of all itemsizes. As float64 they stay in the
@@ -36,8 +31,6 @@ _COUNTED_AS = {
     "complex128": "float64",
     "float4_e2m1fn_x2": "uint8",
 }
-#: By the bytes of an element.
-_OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +94,7 @@ class _Sums:
 
 def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
     """Return the statistics of the elements in some bytes."""
-    import torch  # here and below, as most commands do not need it
-
-    stored = piece.view(getattr(torch, _COUNTED_AS.get(dtype, dtype)))
+    stored = piece.view(BY_NAME[_COUNTED_AS.get(dtype, dtype)])
     if dtype == "float4_e2m1fn_x2":
         values = torch.tensor(
             [*_FLOAT4, *(-value for value in _FLOAT4)], dtype=torch.float64, device="cpu"
@@ -113,17 +104,16 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
         numbers = stored.double()
     sums = _Sums(zeros=int((numbers == 0).sum()))
     finite = numbers.isfinite()
-    count = int(finite.sum())
-    if count < numbers.numel():
+    sums.finite = int(finite.sum())
+    if sums.finite < numbers.numel():
         sums.nan = int(numbers.isnan().sum())
-        sums.infinite = numbers.numel() - count - sums.nan
+        sums.infinite = numbers.numel() - sums.finite - sums.nan
         numbers = numbers[finite]
-    if count == 0:
+    if sums.finite == 0:
         return sums
-    least, greatest = (float(extreme) for extreme in numbers.aminmax())
-    sums.finite, sums.least, sums.greatest = count, least, greatest
+    sums.least, sums.greatest = (float(extreme) for extreme in numbers.aminmax())
     # Sums of large elements would overflow, so they are counted in units of the largest.
-    largest = max(-least, greatest)
+    largest = max(-sums.least, sums.greatest)
     unit = largest if largest > 1e100 else 1.0
     deviation, mean = torch.std_mean(numbers / unit if unit != 1.0 else numbers, correction=0)
     sums.mean, sums.deviation = float(mean) * unit, float(deviation) * unit
@@ -132,82 +122,48 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
     elif dtype == "uint64":  # torch cannot compare them
         signed = stored.view(torch.int64) ^ torch.iinfo(torch.int64).min
         sums.least, sums.greatest = (int(extreme) + (1 << 63) for extreme in signed.aminmax())
+    elif dtype == "bool" or "int" in dtype:
+        sums.least, sums.greatest = int(sums.least), int(sums.greatest)
     return sums
 
 
 def stats(
-    index: _core.Index,
-    tensors: Sequence[int],
-    *,
-    threads: int | None = None,
-    progress: Callable[[int, int], Any] | None = None,
-) -> Iterator[TensorStats]:
-    """Yield the statistics of tensors, each after its last element was read.
+    source: Source, items: Sequence[Item], progress: Callable[[int, int], Any] | None = None
+) -> list[TensorStats]:
+    """Return the statistics of tensors.
 
     Args:
-        index: the checkpoint.
-        tensors: the numbers of the tensors.
-        threads: the number of threads that read; default: the cores of this process.
+        source: the checkpoint.
+        items: its tensors to read, best in their order in the source.
         progress: called with the bytes counted so far, and all of them.
 
     Raises:
         CorruptDataError: a data file is missing or damaged.
         PlanError: no chunk holds some of the elements.
     """
-    import torch
-
-    from dcp_rs.transfer.target import fills
-
-    options = ReadOptions(threads=threads, max_inflight_bytes=_SLAB_BYTES).engine()
-    known = [index.tensor(tensor) for tensor in tensors]
-    sizes = [(math.prod(entry.shape), ITEMSIZES[entry.dtype or ""]) for entry in known]
-    slabs = [
-        torch.empty(_SLAB_BYTES + ALIGNMENT, dtype=torch.uint8, device="cpu") for _ in range(2)
-    ]
-
-    def memory_of(part: Cut, slab: torch.Tensor) -> torch.Tensor:
-        return slab[part.at : part.at + part.count * sizes[part.number][1]]
-
-    def read(cuts: list[Cut], turn: int) -> torch.Tensor:
-        slab = slabs[turn]
-        requests = []
-        for part in cuts:
-            # This torch may lack the dtype, so the elements are read as another one of its size.
-            elements = memory_of(part, slab).view(getattr(torch, _OF_SIZE[sizes[part.number][1]]))
-            requests += fills(tensors[part.number], known[part.number].shape, part.begin, elements)
-        index.read_regions(requests, **options)
-        return slab
-
-    total, done = sum(elements * itemsize for elements, itemsize in sizes), 0
-    found = [_Sums() for _ in known]
-    first = 0
-    for cuts, slab in read_ahead(cut(((*size, 1) for size in sizes), _SLAB_BYTES), read):
-        for part in cuts:
-            memory = memory_of(part, slab)
-            for at in range(0, memory.numel(), _COUNTED_BYTES):
-                found[part.number].add(
-                    _sums(memory[at : at + _COUNTED_BYTES], known[part.number].dtype or "")
-                )
-            done += memory.numel()
+    regions = [Region(item, None, item.dtype) for item in items if item.dtype is not None]
+    dtypes = [NAMES[region.dtype] for region in regions]
+    found = [_Sums() for _ in regions]
+    total, done = sum(region.nbytes for region in regions), 0
+    for slab in blocks(source, regions, make_slabs(_SLAB_BYTES)):
+        for block in slab:
+            for piece in block.data.split(_COUNTED_BYTES):
+                found[block.region].add(_sums(piece, dtypes[block.region]))
+            done += block.data.nbytes
         if progress is not None:
             progress(done, total)
-        last = cuts[-1]
-        whole = last.number + (last.begin + last.count == sizes[last.number][0])
-        for place in range(first, whole):
-            yield _finished(known[place], found[place])
-        first = max(first, whole)
-    for place in range(first, len(known)):  # empty ones
-        yield _finished(known[place], found[place])
+    return [
+        _finished(region.item, dtype, sums)
+        for region, dtype, sums in zip(regions, dtypes, found, strict=True)
+    ]
 
 
-def _finished(entry: _core.TensorEntry, sums: _Sums) -> TensorStats:
-    dtype, some = entry.dtype or "", sums.finite > 0
-    if dtype in _INTEGERS and some:
-        sums.least, sums.greatest = int(sums.least), int(sums.greatest)
+def _finished(item: Item, dtype: str, sums: _Sums) -> TensorStats:
+    some = sums.finite > 0
     return TensorStats(
-        entry.name,
+        item.name,
         dtype,
-        entry.shape,
+        item.shape,
         sums.least if some else None,
         sums.greatest if some else None,
         sums.mean if some else None,
@@ -215,5 +171,5 @@ def _finished(entry: _core.TensorEntry, sums: _Sums) -> TensorStats:
         sums.nan,
         sums.infinite,
         sums.zeros,
-        math.prod(entry.shape),
+        math.prod(item.shape),
     )

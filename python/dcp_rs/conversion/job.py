@@ -13,7 +13,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._progress import Watch
 from dcp_rs._reports import Report
-from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
+from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
 from dcp_rs.checkpoint.names import renamer, selector
 from dcp_rs.checkpoint.source import Item, Source
 from dcp_rs.conversion.request import WriteRequest
@@ -121,9 +121,9 @@ class Job:
         return sum(task.nbytes for task in self.tasks)
 
     @cached_property
-    def slabs(self) -> Slabs:
+    def slabs(self) -> list[torch.Tensor]:
         """The memory for all blocks."""
-        return Slabs(self.request.buffer_bytes)
+        return make_slabs(self.request.buffer_bytes)
 
     def advance(self, nbytes: int) -> None:
         """Count bytes as written."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from dcp_rs import _core
-from dcp_rs.checkpoint.compare import Difference, difference
+from dcp_rs.checkpoint.compare import Difference, entry_differences
 from dcp_rs.checkpoint.names import selector, some
 from dcp_rs.checkpoint.source import IndexSource, Item, Request
 from dcp_rs.conversion.job import new_dtype
@@ -96,30 +96,24 @@ class MergedSource:
         #: The entries of all inputs that are summed, and the inputs of entries that are copied.
         self._sums: dict[str, list[Item]] = {}
         self._origins: dict[str, IndexSource] = {}
-        unlike: list[tuple[Difference, Path]] = []
         for name in chosen[0]:
             items = [of_input[name] for of_input in chosen]
             if all(item.dtype in _SUMMED for item in items):
                 _check_shapes(inputs, items)
                 self._sums[name] = items
-                self.items.append(_sum_of(items, request.dtype))
-                continue
-            differs = _find_difference(inputs, items)
-            if differs is not None:
-                unlike.append(differs)
-            if differs is None or conflicts == "first":
-                taken = 0
-            elif conflicts == "last":
-                taken = -1
-            else:
-                continue
-            place: dict[str, Any] = {"path": items[0].path, "position": items[0].position}
-            self.items.append(replace(items[taken], **place))
-            self._origins[name] = inputs[taken].source
+        unlike = _differences(inputs, chosen, [n for n in chosen[0] if n not in self._sums])
         if unlike and conflicts == "error":
-            raise _conflict(inputs[0].path, unlike)
+            raise _conflict(inputs[0].path, list(unlike.values()))
+        for name, item in chosen[0].items():
+            if name in self._sums:
+                self.items.append(_sum_of(self._sums[name], request.dtype))
+            elif name not in unlike or conflicts != "drop":
+                taken = -1 if name in unlike and conflicts == "last" else 0
+                place: dict[str, Any] = {"path": item.path, "position": item.position}
+                self.items.append(replace(chosen[taken][name], **place))
+                self._origins[name] = inputs[taken].source
         self.summed = list(self._sums)
-        self.conflicts = [what.name for what, _ in unlike]
+        self.conflicts = list(unlike)
         if first.items and not self.items:
             msg = (
                 f"nothing is left of the {len(first.items)} entries of {inputs[0].path} by "
@@ -235,15 +229,16 @@ def _sum_of(items: Sequence[Item], dtype: torch.dtype | None) -> Item:
     return replace(item, read_as=delivered)
 
 
-def _find_difference(
-    inputs: Sequence[Input], items: Sequence[Item]
-) -> tuple[Difference, Path] | None:
-    """Return how an entry differs from that of the first input, and in which input."""
-    first = inputs[0].source
-    for one, item in zip(inputs[1:], items[1:], strict=True):
-        if (found := difference(first, items[0], one.source, item)) is not None:
-            return found, one.path
-    return None
+def _differences(
+    inputs: Sequence[Input], chosen: Sequence[dict[str, Item]], names: Sequence[str]
+) -> dict[str, tuple[Difference, Path]]:
+    """Return which entries differ from those of the first input, how, and in which input first."""
+    found: dict[str, tuple[Difference, Path]] = {}
+    for one, own in zip(inputs[1:], chosen[1:], strict=True):
+        pairs = [(chosen[0][name], own[name]) for name in names]
+        for what in entry_differences(inputs[0].source, one.source, pairs):
+            found.setdefault(what.name, (what, one.path))
+    return {name: found[name] for name in names if name in found}
 
 
 def _conflict(first: Path, found: Sequence[tuple[Difference, Path]]) -> PlanError:

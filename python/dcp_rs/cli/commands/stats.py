@@ -19,6 +19,7 @@ from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import Contents
 from dcp_rs.cli.output import count, line, print_json, show_shape, size, table, took
 from dcp_rs.errors import PlanError
+from dcp_rs.options import ReadOptions
 
 if TYPE_CHECKING:
     from dcp_rs.checkpoint.stats import TensorStats  # it imports torch
@@ -65,18 +66,23 @@ def _stats(
 
     These are minimum, maximum, mean, standard deviation, and counts of zeros, NaN and infinities.
     """
+    from dcp_rs.checkpoint.source import IndexSource
     from dcp_rs.checkpoint.stats import stats
 
     contents = Contents(path, chosen, rank=rank, allow_external=allow_external, layout=layout)
-    tensors = {entry.number: entry for entry in contents.entries if entry.dtype is not None}
-    if chosen is not None and not tensors:
+    source = IndexSource(contents.index, ReadOptions(threads=threads))
+    items = [
+        item
+        for item in source.items
+        if item.dtype is not None and (chosen is None or chosen(item.name))
+    ]
+    if chosen is not None and not items:
         msg = "no tensor matches: a pattern covers a whole name, as '*norm*' does"
         raise PlanError(msg, path=path)
-    numbers = [number for number in contents.index.file_order() if number in tensors]
-    nbytes = sum(entry.nbytes for entry in tensors.values())
+    nbytes = sum(item.nbytes for item in items)
     begin = time.perf_counter()
     with watching(True, "reading") as progress:
-        found = list(stats(contents.index, numbers, threads=threads, progress=progress))
+        found = stats(source, items, progress)
     seconds = time.perf_counter() - begin
     found.sort(key=lambda one: natural(one.name))
     if sort != "name":
