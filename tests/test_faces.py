@@ -87,7 +87,7 @@ def test_reprs_say_something_in_a_line(ckpt):
         repr(
             opened.get_slice("layer.weight")
         ): "TensorSlice('layer.weight', float32, shape=[4, 2])",
-        repr(part): "ArraySlice('layer.weight', float32, shape=[4, 2])",
+        repr(part): "TensorSlice('layer.weight', float32, shape=[4, 2])",
         repr(
             dcp_rs.LoadReport(missing=["a", "b", "c"])
         ): "LoadReport(missing=<3: 'a', 'b' and 1 more>)",

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts
@@ -26,7 +26,7 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
 from dcp_rs.tensors.regions import selection
 
-__all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "StoredSlice", "TensorInfo", "check_held"]
+__all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "TensorInfo", "TensorSlice", "check_held"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,9 +56,6 @@ class ReadReport(Report):
             f"read {size(self.bytes_read)} of {self.path} for {size(self.bytes_wanted)}, "
             f"in {self.requests:,} requests"
         )
-
-
-Slice = TypeVar("Slice")
 
 
 @dataclass(frozen=True)
@@ -97,19 +94,26 @@ class ChunkInfo:
     nbytes: int
 
 
-class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
+class OpenCheckpoint(Mapping[str, Any]):
     """A checkpoint that is open for reading, as :func:`dcp_rs.open` returns it.
 
     A copy by pickle, as in a worker of a ``DataLoader``, opens the checkpoint again. It raises
     ``CheckpointReplacedError`` if another save has replaced the checkpoint meanwhile.
     """
 
-    #: A function that opens it again in any process; None without :func:`dcp_rs.open`.
-    _open_again: Callable[[], OpenCheckpoint[Any]] | None = None
+    #: The type of shapes.
+    _shape: type[tuple[int, ...]] = tuple
 
-    def __init__(self, index: _core.Index, options: ReadOptions) -> None:
+    def __init__(
+        self,
+        index: _core.Index,
+        options: ReadOptions,
+        open_again: Callable[[], OpenCheckpoint] | None,
+    ) -> None:
         self._index = index
         self._options = options
+        self._open_again = open_again
+        self._can_view = not index.is_remote
         self._files: dict[int, _core.FileMapping] = {}
         self._counts = Counts()
         self._closed = False
@@ -148,28 +152,23 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         number = self._find(fqn)
         entry = self._index.tensor(number)
         if not entry.is_bytes:
-            return self._tensor(number, entry)
+            view = self._view(number, entry)
+            if view is not None:
+                return view
+            return self._read(number, entry, [0] * len(entry.shape), entry.shape)
         (data,) = self._index.read_bytes(
             [self._index.first_chunk(number)], **self._options.engine()
         )
         self._counts.add(Counts(len(data), len(data)))
         return self._value(fqn, data)
 
-    def _tensor(self, number: int, entry: _core.TensorEntry) -> Any:
-        """Return a whole tensor: a view of its file if possible."""
-        dtype = self._element_dtype(entry.name, entry.dtype)
-        view = self._view(number, entry.shape, dtype)
-        if view is not None:
-            return view
-        return self._read(number, entry.name, dtype, [0] * len(entry.shape), entry.shape)
-
-    def _view(self, number: int, shape: Sequence[int], dtype: Any) -> Any:
+    def _view(self, number: int, entry: _core.TensorEntry) -> Any:
         """Return a tensor over the mapped file that holds it; None if it must be read."""
         index = self._index
-        if not self._can_view or index.tensor(number).chunk_count != 1:
+        if not self._can_view or entry.chunk_count != 1:
             return None
         chunk, first = index.chunks(number)[0], index.first_chunk(number)
-        if chunk.sizes != tuple(shape) or chunk.length == 0 or not index.is_in_place(first):
+        if chunk.sizes != entry.shape or chunk.length == 0 or not index.is_in_place(first):
             return None
         if self._options.verify is True:
             if index.is_view:  # a read verifies only the blocks that it needs
@@ -179,12 +178,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         if mapping is None:
             # Of two threads that get here at once, both must see the same memory.
             mapping = self._files.setdefault(chunk.file, index.map_file(chunk.file))
-        return self._over(mapping, chunk, dtype, index.chunk_strides(first))
-
-    @property
-    def _can_view(self) -> bool:
-        """True if tensors may be views of their files."""
-        return not self._index.is_remote
+        return self._over(mapping, chunk, self._dtype(entry), index.chunk_strides(first))
 
     @abstractmethod
     def _over(
@@ -205,23 +199,19 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
 
     @abstractmethod
     def _read(
-        self, number: int, name: str, dtype: Any, offsets: Sequence[int], sizes: Sequence[int]
+        self, number: int, entry: _core.TensorEntry, offsets: Sequence[int], sizes: Sequence[int]
     ) -> Any:
         """Read a region of a tensor into new memory."""
 
     @abstractmethod
-    def _element_dtype(self, name: str, dtype: str | None) -> Any:
+    def _dtype(self, entry: _core.TensorEntry) -> Any:
         """Return the framework's dtype of a tensor."""
 
     @abstractmethod
     def _value(self, name: str, data: bytes) -> Any:
         """Unpickle ``torch.save`` bytes."""
 
-    @abstractmethod
-    def _slice(self, number: int) -> Slice:
-        """Return an object to index like the tensor."""
-
-    def get_slice(self, fqn: str) -> Slice:
+    def get_slice(self, fqn: str) -> TensorSlice:
         """Open the tensor ``fqn`` to read parts of it.
 
         Args:
@@ -240,11 +230,12 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             rows = checkpoint.get_slice("model.weight")[1:3, :]
             ```
         """
-        tensor = self._find(fqn)
-        if self._index.tensor(tensor).is_bytes:
+        number = self._find(fqn)
+        entry = self._index.tensor(number)
+        if entry.is_bytes:
             msg = f"{fqn!r} is not a tensor"
             raise TypeError(msg)
-        return self._slice(tensor)
+        return TensorSlice(self, number, entry)
 
     def info(self, fqn: str) -> TensorInfo:
         """Describe the entry ``fqn`` without reading it.
@@ -263,14 +254,11 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             assert dcp_rs.open("ckpt").info("model.weight").shape == (3, 2)
             ```
         """
-        tensor = self._find(fqn)
-        return self._info(
-            self._index.tensor(tensor), sum(chunk.length for chunk in self._index.chunks(tensor))
-        )
-
-    @abstractmethod
-    def _info(self, entry: _core.TensorEntry, nbytes: int) -> TensorInfo:
-        """Describe an entry in the framework's terms."""
+        number = self._find(fqn)
+        entry = self._index.tensor(number)
+        dtype = None if entry.is_bytes else self._dtype(entry)
+        nbytes = sum(chunk.length for chunk in self._index.chunks(number))
+        return TensorInfo(fqn, dtype, self._shape(entry.shape), entry.chunk_count, nbytes)
 
     def chunks(self, fqn: str) -> list[ChunkInfo]:
         """List the chunks that ``fqn`` is stored in.
@@ -484,7 +472,7 @@ def check_held(
         raise PlanError(msg, path=index.path, tensor=name)
 
 
-def _reopen(open_again: Callable[[], OpenCheckpoint[Any]], identity: str) -> OpenCheckpoint[Any]:
+def _reopen(open_again: Callable[[], OpenCheckpoint], identity: str) -> OpenCheckpoint:
     checkpoint = open_again()
     if checkpoint._identity() != identity:
         msg = (
@@ -494,34 +482,32 @@ def _reopen(open_again: Callable[[], OpenCheckpoint[Any]], identity: str) -> Ope
     return checkpoint
 
 
-T = TypeVar("T")
+class TensorSlice:
+    """A stored tensor, to be indexed by integers, slices and ``...`` as in torch and NumPy.
 
-
-class StoredSlice(Generic[T]):
-    """A tensor of an open checkpoint, to be indexed.
+    Each indexing reads no more than its bounding rectangle.
 
     Attributes:
         dtype: the framework's dtype.
         shape: the shape of the whole tensor.
     """
 
-    dtype: Any
-
-    def __init__(self, checkpoint: OpenCheckpoint[Any], number: int) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, number: int, entry: _core.TensorEntry) -> None:
         self._checkpoint = checkpoint
         self._number = number
-        entry = checkpoint._index.tensor(number)
-        self._name, self._stored, self.shape = entry.name, entry.dtype, entry.shape
+        self._entry = entry
+        self.dtype = checkpoint._dtype(entry)
+        self.shape = checkpoint._shape(entry.shape)
 
     def get_shape(self) -> list[int]:
         """Return the shape as safetensors gives it. It counts float4 values, not torch's pairs."""
-        return safetensors_shape(self._stored or "", self.shape)
+        return safetensors_shape(self._entry.dtype or "", self.shape)
 
     def get_dtype(self) -> str:
         """Return the dtype as safetensors gives it, or torch's name if it has none."""
-        return safetensors_name(self._stored or "")
+        return safetensors_name(self._entry.dtype or "")
 
-    def __getitem__(self, key: Any) -> T:
+    def __getitem__(self, key: Any) -> Any:
         """Return the elements that ``key`` selects.
 
         Raises:
@@ -531,11 +517,14 @@ class StoredSlice(Generic[T]):
         """
         offsets, sizes, local = selection(key, self.shape)
         checkpoint = self._checkpoint
-        number = checkpoint._find(self._name)
-        part = checkpoint._view(number, self.shape, self.dtype)
+        checkpoint._check_open()
+        part = checkpoint._view(self._number, self._entry)
         if part is None:
-            part = checkpoint._read(number, self._name, self.dtype, offsets, sizes)
+            part = checkpoint._read(self._number, self._entry, offsets, sizes)
         else:
             part = part[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-        found: T = part[local]
-        return found
+        return part[local]
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"TensorSlice({self._entry.name!r}, {dtype}, shape={list(self.shape)})"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.mapping import OpenCheckpoint, StoredSlice, TensorInfo, check_held
+from dcp_rs.checkpoint.mapping import OpenCheckpoint, check_held
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.elements import bits_dtype, numpy_dtype
 
-__all__ = ["ArraySlice", "NumpyCheckpoint"]
+__all__ = ["NumpyCheckpoint"]
 
 
-class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
+class NumpyCheckpoint(OpenCheckpoint):
     """A checkpoint that is open for reading, as NumPy arrays.
 
     :func:`dcp_rs.open` makes it with ``framework="np"``. An array that is stored in one piece is a
@@ -37,8 +37,14 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         ```
     """
 
-    def __init__(self, index: _core.Index, *, options: ReadOptions) -> None:
-        super().__init__(index, options)
+    def __init__(
+        self,
+        index: _core.Index,
+        *,
+        options: ReadOptions,
+        open_again: Callable[[], OpenCheckpoint] | None = None,
+    ) -> None:
+        super().__init__(index, options, open_again)
         self._warned: set[str] = set()
 
     def _value(self, name: str, data: bytes) -> Any:
@@ -46,12 +52,9 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
 
         return pickles.load(name, data, weights_only=True)
 
-    def _slice(self, number: int) -> ArraySlice:
-        return ArraySlice(self, number)
-
-    def _element_dtype(self, name: str, dtype: str | None) -> np.dtype[Any]:
+    def _dtype(self, entry: _core.TensorEntry) -> np.dtype[Any]:
         """Return the dtype in NumPy. Warn if it is only the bits."""
-        dtype = dtype or ""
+        dtype = entry.dtype or ""
         found = numpy_dtype(dtype)
         if found is not None:
             return found
@@ -61,14 +64,10 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
             is_young = dtype.startswith(("bfloat", "float8"))
             without = " without ml_dtypes (pip install ml_dtypes)" if is_young else ""
             warn_caller(
-                f"tensor {name!r} is of dtype {dtype}, which NumPy lacks{without}: it comes as its "
-                f"bits, in {bits.name}"
+                f"tensor {entry.name!r} is of dtype {dtype}, which NumPy lacks{without}: it comes "
+                f"as its bits, in {bits.name}"
             )
         return bits
-
-    def _info(self, entry: _core.TensorEntry, nbytes: int) -> TensorInfo:
-        dtype = None if entry.dtype is None else numpy_dtype(entry.dtype) or bits_dtype(entry.dtype)
-        return TensorInfo(entry.name, dtype, entry.shape, entry.chunk_count, nbytes)
 
     def _over(
         self,
@@ -83,16 +82,11 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         return np.ndarray(chunk.sizes, dtype, memoryview(mapping), chunk.offset, in_bytes)
 
     def _read(
-        self,
-        number: int,
-        name: str,
-        dtype: np.dtype[Any],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
+        self, number: int, entry: _core.TensorEntry, offsets: Sequence[int], sizes: Sequence[int]
     ) -> np.ndarray[Any, Any]:
         check_held(self._index, [(number, offsets, sizes)])
-        made = np.empty(sizes, dtype)
-        strides = [stride // dtype.itemsize for stride in made.strides]
+        made = np.empty(sizes, self._dtype(entry))
+        strides = [stride // made.itemsize for stride in made.strides]
         if made.size:
             fill = _core.Fill(number, offsets, sizes, made.ctypes.data, strides)
             self._counts.add(self._index.read_regions([fill], **self._options.engine()))
@@ -100,17 +94,3 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
 
     def __repr__(self) -> str:
         return f"NumpyCheckpoint({self._facts()})"
-
-
-class ArraySlice(StoredSlice[Any]):
-    """A stored array, to be indexed by integers, slices and ``...`` as in NumPy.
-
-    Each indexing reads no more than its bounding rectangle.
-    """
-
-    def __init__(self, checkpoint: NumpyCheckpoint, number: int) -> None:
-        super().__init__(checkpoint, number)
-        self.dtype = checkpoint._element_dtype(self._name, self._stored)
-
-    def __repr__(self) -> str:
-        return f"ArraySlice({self._name!r}, {self.dtype.name}, shape={list(self.shape)})"

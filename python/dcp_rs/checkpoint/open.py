@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StorageOptions, absolute, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.views import Layout, LayoutView
-from dcp_rs.options import ReadOptions
+from dcp_rs.options import ReadArguments, ReadOptions, checks_pickles
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +30,10 @@ def open(
     *,
     weights_only: bool | None = True,
     allow_external: bool = False,
-    io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
-    threads: int | None = None,
-    verify: Literal["auto"] | bool = "auto",
-    shared: bool | None = None,
-    max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
     dequantize: bool | torch.dtype = False,
     views: LayoutView | Iterable[LayoutView] | None = None,
+    **options: Unpack[ReadArguments],
 ) -> Checkpoint: ...
 @overload
 def open(
@@ -45,14 +41,10 @@ def open(
     framework: Literal["np"],
     *,
     allow_external: bool = False,
-    io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
-    threads: int | None = None,
-    verify: Literal["auto"] | bool = "auto",
-    shared: bool | None = None,
-    max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
     dequantize: bool | torch.dtype = False,
     views: LayoutView | Iterable[LayoutView] | None = None,
+    **options: Unpack[ReadArguments],
 ) -> NumpyCheckpoint: ...
 @suggest_option
 def open(
@@ -102,7 +94,7 @@ def open(
             first_rows = checkpoint.get_slice("model.weight")[:2]
         ```
     """
-    weights_only = weights_only is None or bool(weights_only)
+    weights_only = checks_pickles(weights_only)
     stores = StorageOptions.of(storage_options)
     options = ReadOptions(
         io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
@@ -126,20 +118,24 @@ def open(
         storage_options=stores,
         layout=layout,
     )
-    checkpoint: Checkpoint | NumpyCheckpoint
+    again = partial(
+        open,
+        os.fspath(absolute(where)),
+        framework,
+        device,
+        weights_only=weights_only,
+        allow_external=allow_external,
+        storage_options=stores,
+        dequantize=layout.dequantize or False,
+        views=layout.views,
+        **options.given(),
+    )
     if framework == "np":
         from dcp_rs.checkpoint.numpy_checkpoint import NumpyCheckpoint
 
-        checkpoint = NumpyCheckpoint(index, options=options)
-        how: dict[str, Any] = {"framework": "np"}
-    else:
-        from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
+        return NumpyCheckpoint(index, options=options, open_again=again)
+    from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 
-        checkpoint = Checkpoint(index, device=device, weights_only=weights_only, options=options)
-        how = {"device": device, "weights_only": weights_only}
-    again = os.fspath(absolute(where))
-    how |= {"dequantize": layout.dequantize or False, "views": layout.views}
-    checkpoint._open_again = partial(
-        open, again, allow_external=allow_external, storage_options=stores, **how, **options.given()
+    return Checkpoint(
+        index, device=device, weights_only=weights_only, options=options, open_again=again
     )
-    return checkpoint

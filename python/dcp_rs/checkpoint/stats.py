@@ -147,7 +147,8 @@ def stats(
     total, done = sum(region.nbytes for region in regions), 0
     for slab in blocks(source, regions, make_slabs(_SLAB_BYTES)):
         for block in slab:
-            for piece in block.data.split(_COUNTED_BYTES):
+            for at in range(0, block.data.nbytes, _COUNTED_BYTES):
+                piece = block.data[at : at + _COUNTED_BYTES]
                 found[block.region].add(_sums(piece, dtypes[block.region]))
             done += block.data.nbytes
         if progress is not None:

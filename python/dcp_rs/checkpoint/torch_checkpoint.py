@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts
-from dcp_rs.checkpoint.mapping import OpenCheckpoint, StoredSlice, TensorInfo, check_held
+from dcp_rs.checkpoint.mapping import OpenCheckpoint, check_held
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
@@ -19,7 +19,7 @@ from dcp_rs.tensors.nesting import Container, TreePath, nest
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 
-__all__ = ["Checkpoint", "TensorSlice", "containers_of", "read_whole"]
+__all__ = ["Checkpoint", "containers_of", "read_whole"]
 
 
 def read_whole(
@@ -48,7 +48,7 @@ def read_whole(
     return {target.name: target.tensor for target in targets}
 
 
-class Checkpoint(OpenCheckpoint["TensorSlice"]):
+class Checkpoint(OpenCheckpoint):
     """A checkpoint that is open for reading: a mapping from names to tensors and values.
 
     :func:`dcp_rs.open` makes it. On the CPU, a tensor that is stored in one piece is a view of a
@@ -63,6 +63,8 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         ```
     """
 
+    _shape = torch.Size
+
     def __init__(
         self,
         index: _core.Index,
@@ -70,35 +72,18 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         device: torch.device | str | int = "cpu",
         weights_only: bool = True,
         options: ReadOptions,
+        open_again: Callable[[], OpenCheckpoint] | None = None,
     ) -> None:
-        super().__init__(index, options)
+        super().__init__(index, options, open_again)
         self._device = torch.device(device)
         self._weights_only = weights_only
+        self._can_view &= self._device.type == "cpu"
 
     def _value(self, name: str, data: bytes) -> Any:
         return pickles.load(name, data, weights_only=self._weights_only)
 
-    def _tensor(self, number: int, entry: _core.TensorEntry) -> torch.Tensor:
-        if self._device.type == "meta":
-            tensor = Target.whole(number, entry, "meta").tensor
-            requires_grad = can_require_grad(tensor.dtype) and bool(entry.flags & REQUIRES_GRAD)
-            return tensor.requires_grad_(requires_grad)
-        stored: torch.Tensor = super()._tensor(number, entry)
-        return stored
-
-    def _slice(self, number: int) -> TensorSlice:
-        return TensorSlice(self, number)
-
-    @property
-    def _can_view(self) -> bool:
-        return self._device.type == "cpu" and super()._can_view
-
-    def _element_dtype(self, name: str, dtype: str | None) -> torch.dtype:
-        return stored_dtype(name, dtype)
-
-    def _info(self, entry: _core.TensorEntry, nbytes: int) -> TensorInfo:
-        dtype = None if entry.dtype is None else stored_dtype(entry.name, entry.dtype)
-        return TensorInfo(entry.name, dtype, torch.Size(entry.shape), entry.chunk_count, nbytes)
+    def _dtype(self, entry: _core.TensorEntry) -> torch.dtype:
+        return stored_dtype(entry.name, entry.dtype)
 
     def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
         """Return all entries, nested as they were saved.
@@ -185,37 +170,17 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         return flat.view(chunk.sizes) if strides is None else flat.as_strided(chunk.sizes, strides)
 
     def _read(
-        self,
-        number: int,
-        name: str,
-        dtype: torch.dtype,
-        offsets: Sequence[int],
-        sizes: Sequence[int],
+        self, number: int, entry: _core.TensorEntry, offsets: Sequence[int], sizes: Sequence[int]
     ) -> torch.Tensor:
+        dtype = self._dtype(entry)
         if self._device.type == "meta":
-            return torch.empty(sizes, dtype=dtype, device="meta")
+            requires_grad = can_require_grad(dtype) and bool(entry.flags & REQUIRES_GRAD)
+            return torch.empty(sizes, dtype=dtype, device="meta", requires_grad=requires_grad)
         check_held(self._index, [(number, offsets, sizes)])
-        target = Target(
-            number, offsets, torch.empty(sizes, dtype=dtype, device=self._device), name, dtype
-        )
+        tensor = torch.empty(sizes, dtype=dtype, device=self._device)
+        target = Target(number, offsets, tensor, entry.name, dtype)
         fill(self._index, [target], self._options, self._counts)
-        return target.tensor
-
-
-class TensorSlice(StoredSlice[torch.Tensor]):
-    """A stored tensor, to be indexed by integers, slices and ``...`` as in torch.
-
-    Each indexing reads no more than its bounding rectangle.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, number: int) -> None:
-        super().__init__(checkpoint, number)
-        self.dtype = stored_dtype(self._name, self._stored)
-        self.shape = torch.Size(self.shape)
-
-    def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"TensorSlice({self._name!r}, {dtype}, shape={list(self.shape)})"
+        return tensor
 
 
 def containers_of(index: _core.Index) -> list[Container] | None:
