@@ -22,7 +22,6 @@ def lost(tmp_path):
     ("option", "says"),
     [
         ({"generation": -1}, "generation=-1"),
-        ({"generation": True}, "generation=True"),
         ({"save_id": "mine"}, "save_id='mine': must be a UUID"),
         ({"save_id": 3}, "save_id=3: must be a UUID"),
         ({"threads": -1}, "threads=-1: must be a positive integer"),

@@ -21,60 +21,6 @@ from dcp_rs.options import ReadOptions, uuid_of
 __all__ = ["index"]
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """The save whose index to recover; None for the only one there is.
-
-    Attributes:
-        generation: the number in the names of its data files.
-        save_id: its id, 16 bytes.
-    """
-
-    generation: int | None
-    save_id: bytes | None
-
-    @classmethod
-    def of(cls, generation: int | None, save_id: str | None) -> _Wanted:
-        """Return the save that the caller's arguments choose.
-
-        Raises:
-            ValueError: a generation below 0, or an id that is not a UUID.
-        """
-        if generation is not None and (
-            isinstance(generation, bool) or not 0 <= generation < 1 << 64
-        ):
-            msg = f"generation={generation!r}: a number from 0 on, as in the names of data files"
-            raise ValueError(msg)
-        return cls(generation, None if save_id is None else uuid_of(save_id).bytes)
-
-    def check_lost(self, path: Path, *, is_lost: bool) -> None:
-        """Raise a ``ValueError`` if a save was chosen, but the index is not to be recovered."""
-        if not is_lost and self != _Wanted(None, None):
-            msg = (
-                "generation= and save_id= choose among saves of dcp-rs whose index is to be "
-                f"rebuilt, and {path} holds none"
-            )
-            raise ValueError(msg)
-
-    def recover(
-        self,
-        folder: Path,
-        threads: int | None,
-        progress: Progress,
-        store: _core.Store | None = None,
-    ) -> bytes:
-        """Return an index of the save, rebuilt from all of its data."""
-        with watching(progress, "indexing") as watch:
-            return _core.recover(
-                os.fspath(folder),
-                generation=self.generation,
-                save_id=self.save_id,
-                threads=threads or 0,
-                progress=None if watch is None else lambda done: watch(done, None),
-                store=store,
-            )
-
-
 @suggest_option
 def index(
     path: str | os.PathLike[str],
@@ -137,28 +83,78 @@ def index(
     """
     source, options = location(path), StorageOptions.of(storage_options)
     ReadOptions(threads=threads)
-    wanted = _Wanted.of(generation, save_id)
-    if isinstance(source, Url):
-        if out is not None:
-            msg = (
-                f"{source}: the index of data on a store lies beside it: out= is for folders of "
-                "the file system"
-            )
-            raise UnsupportedError(msg, path=source)
-        return _index_on_store(
-            source,
-            options,
-            digests=digests,
-            wanted=wanted,
-            overwrite=overwrite,
-            threads=threads,
-            progress=progress,
+    if generation is not None and not 0 <= generation < 1 << 64:
+        msg = f"generation={generation!r}: a number from 0 on, as in the names of data files"
+        raise ValueError(msg)
+    id_bytes = None if save_id is None else uuid_of(save_id).bytes
+    maker = _Maker(generation, id_bytes, digests, threads, progress)
+    if not isinstance(source, Url):
+        options_for(source, options)  # it raises if there are any, for a folder
+        return _index_files(source, None if out is None else local_path(out), maker, overwrite)
+    if out is not None:
+        msg = (
+            f"{source}: the index of data on a store lies beside it: out= is for folders of "
+            "the file system"
         )
-    options_for(source, options)  # it raises if there are any, for a folder
+        raise UnsupportedError(msg, path=source)
+    return _index_on_store(source, options, maker, overwrite)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """The arguments of :func:`index` that say how an index is made.
+
+    Attributes:
+        generation, save_id: the save to recover; None for the only one there is.
+        digests, threads, progress: as the arguments.
+    """
+
+    generation: int | None
+    save_id: bytes | None
+    digests: bool
+    threads: int | None
+    progress: Progress
+
+    def check_choice(self, source: Path, *, is_lost: bool) -> None:
+        """Raise a ``ValueError`` if a save was chosen, but no index is to be recovered."""
+        if not is_lost and (self.generation is not None or self.save_id is not None):
+            msg = (
+                "generation= and save_id= choose among saves of dcp-rs whose index is to be "
+                f"rebuilt, and {source} holds none"
+            )
+            raise ValueError(msg)
+
+    def recover(self, folder: Path, store: _core.Store | None = None) -> bytes:
+        """Return an index of a save, rebuilt from all of its data."""
+        with watching(self.progress, "indexing") as watch:
+            return _core.recover(
+                os.fspath(folder),
+                generation=self.generation,
+                save_id=self.save_id,
+                threads=self.threads or 0,
+                progress=None if watch is None else lambda done: watch(done, None),
+                store=store,
+            )
+
+    def copy(self, found: _core.Index, prefix: str | None = None) -> bytes:
+        """Return a native index of the same data, with the id of the save that wrote it, if any."""
+        save_id = uuid.uuid4() if found.save_id is None else uuid.UUID(found.save_id)
+        with watching(self.progress, "indexing") as watch:
+            total = 0 if watch is None else payload(found)
+            return found.copy(
+                prefix=prefix,
+                digests=self.digests,
+                save_id=save_id.bytes,
+                threads=self.threads or 0,
+                progress=None if watch is None else lambda done: watch(done, total),
+            )
+
+
+def _index_files(source: Path, out: Path | None, maker: _Maker, overwrite: bool) -> Path:
     folder = source if source.is_dir() else source.parent
-    target = folder if out is None else local_path(out)
-    if folder.exists() and target.exists() and target.samefile(folder):
-        out, target = None, folder
+    if out is not None and folder.exists() and out.exists() and out.samefile(folder):
+        out = None
+    target = folder if out is None else out
     if target.is_dir():
         _core.check_no_rank_indexes(os.fspath(target))
     before = _core.fingerprint(os.fspath(target / INDEX_NAME))
@@ -168,10 +164,10 @@ def index(
         msg = f"no checkpoint at {source}: there is no such path"
         raise CheckpointNotFoundError(msg, path=source)
     is_lost = source.is_dir() and _core.has_native_data(os.fspath(source))
-    wanted.check_lost(source, is_lost=is_lost)
+    maker.check_choice(source, is_lost=is_lost)
     if is_lost:
-        data = wanted.recover(source, threads, progress)
-        found = _core.Index.from_bytes(data, os.fspath(folder / INDEX_NAME), False)
+        recovered = maker.recover(source)
+        found = _core.Index.from_bytes(recovered, os.fspath(folder / INDEX_NAME), False)
     else:
         # Not from an index that is to be replaced.
         found = _core.Index.from_data(os.fspath(source))
@@ -183,24 +179,16 @@ def index(
             "allow_external=True; or put the file in place of the link"
         )
         raise UnsupportedError(msg, path=link)
-    prefix = None if out is None else os.fspath(folder.absolute())
-    data = _copy(found, prefix=prefix, digests=digests, threads=threads, progress=progress)
+    data = maker.copy(found, None if out is None else os.fspath(folder.absolute()))
     make_folder(target)
     _core.replace_index(os.fspath(target), data, before, True)
     return target / INDEX_NAME
 
 
 def _index_on_store(
-    url: Url,
-    options: StorageOptions | None,
-    *,
-    digests: bool,
-    wanted: _Wanted,
-    overwrite: bool,
-    threads: int | None,
-    progress: Progress,
+    url: Url, options: StorageOptions | None, maker: _Maker, overwrite: bool
 ) -> Path:
-    """Do the same as :func:`index` for a URL. It replaces only the index that it found at first."""
+    """Do the same for a URL. It replaces only the index that it found at first."""
     # Secrets get no variable here, as tools show the variables of a traceback.
     store = _core.Store(os.fspath(url), options_for(url, options) or {})
     ((files, _),) = store.list([url])
@@ -210,13 +198,12 @@ def _index_on_store(
         raise _exists(folder)
     ((files, _),) = store.list([url])
     is_lost = any(is_data_file(name) for name, *_ in files)
-    wanted.check_lost(url, is_lost=is_lost)
+    maker.check_choice(url, is_lost=is_lost)
     if is_lost:
-        data = wanted.recover(folder, threads, progress, store)
+        data = maker.recover(folder, store)
     else:
         # Not from an index that is to be replaced.
-        found = _core.Index.from_data(os.fspath(url), options_for(url, options))
-        data = _copy(found, prefix=None, digests=digests, threads=threads, progress=progress)
+        data = maker.copy(_core.Index.from_data(os.fspath(url), options_for(url, options)))
     store.replace_index(os.fspath(folder), data)
     return folder / INDEX_NAME
 
@@ -225,24 +212,3 @@ def _exists(folder: Path) -> CheckpointExistsError:
     path = folder / INDEX_NAME
     msg = f"there is an index at {path}; pass overwrite=True to replace it"
     return CheckpointExistsError(msg, path=path)
-
-
-def _copy(
-    found: _core.Index,
-    *,
-    prefix: str | None,
-    digests: bool,
-    threads: int | None,
-    progress: Progress,
-) -> bytes:
-    """Return a native index of the same data, with the id of the save that wrote it, if any."""
-    save_id = uuid.uuid4() if found.save_id is None else uuid.UUID(found.save_id)
-    with watching(progress, "indexing") as watch:
-        total = 0 if watch is None else payload(found)
-        return found.copy(
-            prefix=prefix,
-            digests=digests,
-            save_id=save_id.bytes,
-            threads=threads or 0,
-            progress=None if watch is None else lambda done: watch(done, total),
-        )

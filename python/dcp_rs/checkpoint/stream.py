@@ -16,7 +16,7 @@ from dcp_rs.checkpoint.mapping import check_held
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import space_of
 from dcp_rs.tensors.regions import read_ahead
-from dcp_rs.transfer.copy_stream import CopyStream, copy_stream_for, is_accelerator
+from dcp_rs.transfer.copy_stream import copy_stream_for, is_accelerator
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, groups, stored_dtype
 from dcp_rs.transfer.upload import SlabLoad, make_transfer
@@ -88,27 +88,6 @@ def _read_ahead(
             yield tensors.pop()  # the consumer has the only reference
 
 
-class _Made(dict[int, Target]):
-    """Targets by number, with memory that is made when a number is first looked up."""
-
-    def __init__(self, stream: CopyStream, targets: Sequence[Target]) -> None:
-        super().__init__()
-        self._stream = stream
-        self._targets = targets
-
-    def __missing__(self, number: int) -> Target:
-        target = self._targets[number]
-        tensor = self._stream.empty(tuple(target.tensor.shape), target.dtype)
-        made = self[number] = replace(target, tensor=tensor)
-        return made
-
-    def take(self, number: int) -> torch.Tensor:
-        """Return a tensor for the current stream, and forget it."""
-        tensor = self[number].tensor
-        del self[number]
-        return self._stream.hand_over(tensor)
-
-
 def _through_slabs(
     index: _core.Index,
     targets: Sequence[Target],
@@ -118,7 +97,16 @@ def _through_slabs(
 ) -> Generator[torch.Tensor, None, None]:
     """Yield tensors on a device. A tensor's memory is made when its first bytes are read."""
     stream = copy_stream_for(device)
-    made = _Made(stream, targets)
+    made: dict[int, Target] = {}
+
+    def make(number: int) -> Target:
+        target = targets[number]
+        return replace(target, tensor=stream.empty(tuple(target.tensor.shape), target.dtype))
+
+    def take(number: int) -> torch.Tensor:
+        """Return a tensor for the current stream, and forget it. An empty one is made here."""
+        return stream.hand_over((made.pop(number, None) or make(number)).tensor)
+
     batch = _core.Batch(index)
     for number, target in enumerate(targets):
         batch.add_device_target(number, target, space_of(device), there=False)
@@ -130,18 +118,18 @@ def _through_slabs(
         )
         first = 0
         for _, copies, slab in load:
-            known = len(made)
-            transfer = make_transfer(slab, stream, made, copies)
-            if len(made) > known:
+            if new := {copy.target for copy in copies} - made.keys():
+                made |= {number: make(number) for number in sorted(new)}
                 # The caller's stream may still use the new memory for an older tensor.
                 stream.order_after_caller()
+            transfer = make_transfer(slab, stream, made, copies)
             load.sent(stream.upload(slab, transfer))
             del transfer
             for copy in copies:
                 left[copy.target] -= copy.nbytes
             while first < len(targets) and left[first] == 0:
-                yield made.take(first)
+                yield take(first)
                 first += 1
         for number in range(first, len(targets)):  # empty tensors at the end
-            yield made.take(number)
+            yield take(number)
     counts.add(load.stats())

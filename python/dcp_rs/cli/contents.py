@@ -15,7 +15,6 @@ from dcp_rs.checkpoint.names import natural
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.output import count, for_command_line, json_text, size
 from dcp_rs.errors import DcpRsError, UnsupportedError
-from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.elements import ITEMSIZES
 
 __all__ = ["SORTS", "Contents", "Entry"]

@@ -15,11 +15,7 @@ from dcp_rs.cli.contents import SORTS, Contents, Entry
 from dcp_rs.cli.output import line, plain, size
 
 if TYPE_CHECKING:
-    from dcp_rs.checkpoint.compare import Difference  # they import torch
-    from dcp_rs.checkpoint.stats import TensorStats
-
-    #: Statistics of tensors, by name.
-    Statistics = Mapping[str, TensorStats]
+    from dcp_rs.checkpoint.compare import Difference  # it needs torch
 
 __all__ = ["render", "render_both", "write"]
 
