@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import itertools
 import re
@@ -35,7 +36,7 @@ _SHOWN = 5
 #: The most modules in a prefix.
 _PREFIX_PARTS = 3
 #: The number of missing names that tell prefixes apart. All names would take minutes.
-_SAMPLED = 100
+_SAMPLED = 50
 _NUMBER = re.compile(r"\d+")
 
 
@@ -80,31 +81,20 @@ def some(names: Collection[str]) -> str:
 
 def nearest(name: str, names: Collection[str]) -> str | None:
     """Return the name that was probably meant: one with another prefix, or of similar spelling."""
-    first, dot, rest = name.partition(".")
-    if dot and rest in names:
+    rest = name.partition(".")[2]
+    if rest in names:
         return rest
-    for end in (f".{name}", f".{rest}" if dot else ""):
-        ends = [known for known in names if known.endswith(end)] if end else []
-        if len(ends) == 1 or (ends and end[1:] == name):
-            return min(ends, key=lambda known: (len(known), known))
-    compared = [known for known in names if abs(len(known) - len(name)) <= 1 + len(name) // 4]
-    numbers = _NUMBER.findall(name)
-    of_same_numbers = (
-        [known for known in compared if _NUMBER.findall(known) == numbers] if numbers else []
-    )
-    if len(compared) > _COMPARED:
-        compared = [
-            known
-            for known in compared
-            if known.startswith(first + dot) or known.endswith(name[-4:])
-        ]
-    import difflib  # a tenth of the package's import time, for mistakes only
-
+    longer = [known for known in names if known.endswith(f".{name}")]
+    if not longer and rest:
+        of_rest = [known for known in names if known.endswith(f".{rest}")]
+        longer = of_rest if len(of_rest) == 1 else []
+    if longer:
+        return min(longer, key=lambda known: (len(known), known))
     # People mistype letters more often than the number of a layer.
-    for among in (of_same_numbers, compared):
-        if close := difflib.get_close_matches(name, among[:_COMPARED], n=1):
-            return close[0]
-    return None
+    numbers = _NUMBER.findall(name)
+    compared = [known for known in names if _NUMBER.findall(known) == numbers]
+    close = difflib.get_close_matches(name, compared[:_COMPARED], n=1)
+    return close[0] if close else None
 
 
 def hint(name: str, names: Collection[str]) -> str:
@@ -142,51 +132,44 @@ def explain_missing(
     """
     stored = stored if isinstance(stored, set | frozenset | dict) else set(stored)
     old, new, number = _changed_prefix(missing, stored)
-    if number == 0:
+    # The mapping must not rename names that are right.
+    is_safe = number == len(wanted) or (new and not any(name.startswith(new) for name in wanted))
+    if number == 0 or not is_safe:
         return hint(missing[0], stored)
     if not new:
         said = f"its names lack the prefix {old!r}"
     else:
         said = f"its names begin with {new!r}" + (f", not with {old!r}" if old else "")
-    before, after = new.removesuffix("."), old.removesuffix(".")
-    if number == len(wanted) or (new and not any(name.startswith(new) for name in wanted)):
-        mend = f"{{{before!r}: {after!r}}}"
-    else:  # a mapping of the prefix would rename correct names, too
-        first = next(
-            name
-            for name in missing
-            if name.startswith(old) and new + name.removeprefix(old) in stored
-        )
-        mend = f"{{{new + first.removeprefix(old)!r}: {first!r}, ...}}"
+    rename = {new.removesuffix("."): old.removesuffix(".")}
     which = "" if number == len(missing) else f", which finds {number:,} of {len(missing):,} names"
-    return f"; {said}: pass rename={mend}{which}"
+    return f"; {said}: pass rename={rename}{which}"
 
 
 def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[str, str, int]:
     """Return the prefix of missing names, that of the checkpoint, and how many names it finds."""
-    parts, sample = missing[0].split("."), missing[:_SAMPLED]
-    found: tuple[str, str, int] = ("", "", 0)
+
+    def count(prefixes: tuple[str, str], names: Sequence[str]) -> int:
+        old, new = prefixes
+        return sum(
+            name.startswith(old) and new + name.removeprefix(old) in stored for name in names
+        )
+
+    # All prefixes that would find the first name.
+    candidates: list[tuple[str, str]] = []
+    parts = missing[0].split(".")
     for cut in range(min(len(parts), _PREFIX_PARTS + 1)):
         old, rest = "".join(f"{part}." for part in parts[:cut]), ".".join(parts[cut:])
-        ends = [name.removeprefix(old) for name in sample if name.startswith(old)]
-        for known in stored:
-            if known != rest and not known.endswith(f".{rest}"):
-                continue
-            new = known[: len(known) - len(rest)]
-            if new.count(".") > _PREFIX_PARTS:
-                continue
-            number = sum(new + end in stored for end in ends)
-            if number > found[2]:
-                found = (old, new, number)
-        if found[2] == len(sample):
-            break
-    old, new, _ = found
-    number = sum(
-        name.startswith(old) and new + name.removeprefix(old) in stored for name in missing
-    )
+        news = {
+            known.removesuffix(rest)
+            for known in stored
+            if known == rest or known.endswith(f".{rest}")
+        }
+        candidates += [(old, new) for new in news if new.count(".") <= _PREFIX_PARTS]
+    best = max(candidates, key=lambda one: count(one, missing[:_SAMPLED]), default=("", ""))
+    number = count(best, missing)
     # A single name may end like another one by chance.
-    is_prefix = number > 1 or (number == len(missing) == 1 and not (old and new))
-    return (old, new, number) if is_prefix else ("", "", 0)
+    is_prefix = number > 1 or (number == len(missing) == 1 and "" in best)
+    return (*best, number) if is_prefix else ("", "", 0)
 
 
 #: A mapping of names, or of prefixes up to a dot; or a function of a name.
@@ -221,9 +204,7 @@ class Renamed:
         stored: all names of the checkpoint.
     """
 
-    def __init__(
-        self, rename: Mapping[str, str] | Callable[[str], str], stored: Iterable[str]
-    ) -> None:
+    def __init__(self, rename: Rename, stored: Iterable[str]) -> None:
         new_name = renamer(rename)
         self._stored: dict[str, str] = {}
         self._twice: dict[str, str] = {}
@@ -293,8 +274,6 @@ class LoadNames:
         if self._passes is not None:
             excluded = [fqn for fqn in wanted if not self._passes(fqn)]
             wanted = list(filter(self._passes, wanted))
-        if self._renamed is None:
-            return dict(zip(wanted, wanted, strict=True)), excluded
         named = self.named(wanted)
         self.unnamed = [fqn for fqn in wanted if fqn not in named]
         return named, excluded
@@ -305,12 +284,12 @@ class LoadNames:
 
     def named(self, names: Iterable[str]) -> dict[str, str]:
         """Return the stored names of those entries that have one."""
+        if self._renamed is None:
+            return {fqn: fqn for fqn in names}
         return {fqn: name for fqn in names if (name := self.stored_name(fqn)) is not None}
 
     def explain(self, missing: list[str], wanted: Collection[str], stored: Collection[str]) -> str:
         """Return the end of a message about missing names."""
-        return (
-            explain_missing(missing, wanted, stored)
-            if self._renamed is None
-            else self._renamed.explain(missing[0])
-        )
+        if self._renamed is None:
+            return explain_missing(missing, wanted, stored)
+        return self._renamed.explain(missing[0])
