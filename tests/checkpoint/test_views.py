@@ -188,21 +188,27 @@ def test_views_of_quantized_weights(tmp_path):
         ),
         (
             Stack("layers.{layer}.experts.{expert}.{name}", into="layers.{layer}"),
-            "more than one field",
+            "the same fields, or one more",
         ),
-        (Stack("layers.{layer}.experts.{expert}.gate", into="{depth}.g"), "in no name"),
+        (
+            Stack("layers.{layer}.experts.{expert}.gate", into="{depth}.g"),
+            "the same fields, or one more",
+        ),
         (
             Stack("layers.{layer}.{name}.{expert}.gate", into="layers.{layer}.{expert}.g"),
             "is no number",
         ),
-        (Stack("layers.{layer}.experts.{expert}.gate", into="norm"), "more than one field"),
+        (
+            Stack("layers.{layer}.experts.{expert}.gate", into="norm"),
+            "the same fields, or one more",
+        ),
         (Stack("layers.{layer}.experts.0.gate", into="norm"), "two of this name"),
         ([VIEWS[0], Stack(VIEWS[1].pattern, into=VIEWS[0].into)], "layers.0.gates"),
         (
             Concat(
                 ["layers.{layer}.experts.0.gate", "layers.{layer}.experts.0.down"], into="{layer}"
             ),
-            "beside dim 0",
+            "cannot be joined",
         ),
         (Split("norm", into=["a", "b"], sizes=[1, 2]), "are no sizes"),
         (Split("norm", into=["a", "b", "c"]), "are no sizes"),
@@ -292,7 +298,6 @@ def test_views_for_other_models():
     assert dcp_rs.views_for({"model_type": "llama"}) == []
     assert dcp_rs.views_for({"model_type": "gpt_oss", "num_local_experts": 32}) == []
     assert dcp_rs.views_for({"model_type": "deepseek_v3", "n_routed_experts": None}) == []
-    assert dcp_rs.views_for({"model_type": "jamba", "num_experts": 1}) == []
     assert dcp_rs.views_for({"model_type": "mixtral", "num_local_experts": 1}) != []
     with pytest.raises(dcp_rs.errors.UnsupportedError, match="new_moe"):
         dcp_rs.views_for({"model_type": "new_moe", "num_experts": 8})

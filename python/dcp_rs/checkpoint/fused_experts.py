@@ -16,14 +16,13 @@ __all__ = ["views_for"]
 #: The module of the experts in files and in the model, and the names of the gate, up and down
 #: projections in files (transformers' ``conversion_mapping.py``).
 _QWEN = ("mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
-_MIXTRAL = ("block_sparse_moe", "mlp", ("w1", "w3", "w2"))
 _TYPES = {
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe"),
         _QWEN,
     ),
     **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"), _QWEN),
-    **dict.fromkeys(("mixtral", "minimax"), _MIXTRAL),
+    **dict.fromkeys(("mixtral", "minimax"), ("block_sparse_moe", "mlp", ("w1", "w3", "w2"))),
     "phimoe": ("mlp", "mlp", ("w1", "w3", "w2")),
     "lfm2_moe": ("feed_forward", "feed_forward", ("w1", "w3", "w2")),
     "jamba": ("feed_forward", "feed_forward", ("gate_proj", "up_proj", "down_proj")),
@@ -72,8 +71,7 @@ def views_for(
             raise UnsupportedError(msg)
         return []
     counts = [known[name] for name in _COUNTS if name in known]
-    none = (None, 0, 1) if kind == "jamba" else (None, 0)  # one expert of Jamba is a plain layer
-    if counts and all(count in none for count in counts):
+    if counts and not any(counts):
         return []
     stored, fused, (gate, up, down) = _TYPES[kind]
     layer = f"{prefix}model.layers.{{layer}}"
@@ -81,16 +79,15 @@ def views_for(
     single = {name: f"{experts}.{{expert}}.{name}.weight" for name in (gate, up, down)}
     half = {name: f"{into}.{name}.stacked" for name in (gate, up)}
     router = (f"{layer}.{stored}.gate.weight", f"{layer}.{fused}.gate.weight")
-    moves = stored != fused
     if fuse:
         return [
-            *([Concat(router[0], into=router[1])] if moves else []),
+            *([Concat(router[0], into=router[1])] if stored != fused else []),
             *(Stack(single[name], into=half[name]) for name in (gate, up)),
             Concat([half[gate], half[up]], into=f"{into}.gate_up_proj", dim=1),
             Stack(single[down], into=f"{into}.down_proj"),
         ]
     return [
-        *([Concat(router[1], into=router[0])] if moves else []),
+        *([Concat(router[1], into=router[0])] if stored != fused else []),
         Split(f"{into}.gate_up_proj", into=[half[gate], half[up]], dim=1),
         *(Unstack(half[name], into=single[name]) for name in (gate, up)),
         Unstack(f"{into}.down_proj", into=single[down]),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import PlanError
-from dcp_rs.options import ReadOptions
 
 if TYPE_CHECKING:
     import torch
@@ -29,26 +32,20 @@ Rectangle: TypeAlias = tuple[int, list[int], list[int], list[int | None], list[i
 Tensor: TypeAlias = tuple[str, list[int], list[Rectangle]]
 
 
-def _fields(pattern: str) -> list[str]:
-    return _FIELD.findall(pattern)
+def _fields(pattern: str) -> set[str]:
+    return set(_FIELD.findall(pattern))
 
 
-def _filled(pattern: str, fields: Mapping[str, object]) -> str:
+def _filled(pattern: str, fields: Mapping[str, str]) -> str:
     """Return the name of a pattern with values for its fields."""
-    return _FIELD.sub(lambda field: str(fields[field[1]]), pattern)
+    return _FIELD.sub(lambda field: fields[field[1]], pattern)
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    """Return a regex with a group for each field. A repeated field matches the same text."""
-    parts, seen = [], set()
-    for i, part in enumerate(_FIELD.split(pattern)):
-        if i % 2 == 0:
-            parts.append(re.escape(part))
-        elif part in seen:
-            parts.append(f"(?P={part})")
-        else:
-            seen.add(part)
-            parts.append(rf"(?P<{part}>[^.]+)")
+    """Return a regex with a group for each field."""
+    parts = _FIELD.split(pattern)
+    parts[::2] = map(re.escape, parts[::2])
+    parts[1::2] = [f"(?P<{field}>[^.]+)" for field in parts[1::2]]
     return re.compile("".join(parts))
 
 
@@ -95,7 +92,7 @@ class _Stored(NamedTuple):
         return self.number, offsets, sizes, dims, _replaced([0] * len(dims), *to)
 
 
-def _replaced(values: Sequence[int], place: int, value: int) -> list[int]:
+def _replaced(values: Sequence[int], place: int | None, value: int) -> list[int]:
     return [value if i == place else known for i, known in enumerate(values)]
 
 
@@ -135,41 +132,46 @@ class _Names:
 
     def groups(self, patterns: Sequence[str], into: str) -> dict[str, list[_Stored]]:
         """Return the tensors to join under each name of ``into``, in order."""
-        groups: dict[str, dict[tuple[int, int], _Stored]] = {}
+        groups: dict[str, list[tuple[int, int, _Stored]]] = {}
         for place, pattern in enumerate(patterns):
-            joined = [field for field in _fields(pattern) if field not in _fields(into)]
-            unknown = [field for field in _fields(into) if field not in _fields(pattern)]
-            if unknown or len(set(joined)) > 1:
-                what = (
-                    f"{unknown} are in no name"
-                    if unknown
-                    else f"{joined} are more than one field to join over"
+            joined = _fields(pattern) - _fields(into)
+            if len(joined) > 1 or not _fields(into) <= _fields(pattern):
+                raise self.fail(
+                    f"{pattern!r} does not go into {into!r}: it needs the same fields, or one more "
+                    "to join over"
                 )
-                raise self.fail(f"{pattern!r} does not go into {into!r}: {what}")
             for stored in self.match(pattern):
-                at = stored.fields[joined[0]] if joined else "0"
-                if not at.isdecimal():
+                number = stored.fields[next(iter(joined))] if joined else "0"
+                if not number.isdecimal():
                     raise self.fail(
-                        f"tensor {stored.name!r}: {at!r} is no number, and {{{joined[0]}}} is "
-                        "joined over",
+                        f"tensor {stored.name!r}: {number!r} is no number to join over",
                         stored.name,
                     )
-                group = groups.setdefault(_filled(into, stored.fields), {})
-                if group.setdefault((place, int(at)), stored) is not stored:
-                    raise self.fail(
-                        f"tensor {stored.name!r} and another one have the same number", stored.name
-                    )
+                group = groups.setdefault(_filled(into, stored.fields), [])
+                group.append((place, int(number), stored))
         for name, group in groups.items():
+            group.sort(key=itemgetter(0, 1))
             for place, pattern in enumerate(patterns):
-                numbers = sorted(number for of, number in group if of == place)
-                if numbers != list(range(len(numbers))) or not numbers:
-                    gap = next(n for n in range(len(numbers) + 1) if n not in numbers)
+                numbers = [number for of, number, _ in group if of == place]
+                lacking = min({*range(len(numbers) + 1)} - {*numbers})
+                if not numbers or lacking < len(numbers):
                     raise self.fail(
                         f"{name!r} lacks a part: {pattern!r} has numbers {numbers[:8]}, and no "
-                        f"{gap}",
+                        f"{lacking}",
                         name,
                     )
-        return {name: [group[at] for at in sorted(group)] for name, group in groups.items()}
+        return {name: [stored for *_, stored in group] for name, group in groups.items()}
+
+    def check_alike(self, name: str, parts: Sequence[_Stored], dim: int | None) -> None:
+        """Raise unless all parts of a tensor have one shape, but for a dimension."""
+        first = parts[0]
+        for part in parts:
+            if _replaced(part.shape, dim, 0) != _replaced(first.shape, dim, 0):
+                raise self.fail(
+                    f"{first.name!r} is {first.shape} and {part.name!r} is {part.shape}: they "
+                    "cannot be joined",
+                    name,
+                )
 
     def dim(self, dim: int, ndim: int, name: str) -> int:
         """Return a dimension as a number from 0."""
@@ -204,15 +206,8 @@ class Stack(LayoutView):
         for name, parts in names.groups([self.pattern], self.into).items():
             shape = parts[0].shape
             dim = names.dim(self.dim, len(shape) + 1, name)
-            dims: list[int | None] = [*range(len(shape))]
-            dims.insert(dim, None)
-            for part in parts:
-                if part.shape != shape:
-                    raise names.fail(
-                        f"{parts[0].name!r} is {shape} and {part.name!r} is {part.shape}: they "
-                        "cannot be stacked",
-                        name,
-                    )
+            dims = [*range(dim), None, *range(dim, len(shape))]
+            names.check_alike(name, parts, None)
             rectangles = [part.part(dims=dims, to=(dim, i)) for i, part in enumerate(parts)]
             yield name, [*shape[:dim], len(parts), *shape[dim:]], rectangles
 
@@ -244,19 +239,12 @@ class Concat(LayoutView):
         if not patterns:
             raise names.fail(f"Concat into {self.into!r} has no names to join")
         for name, parts in names.groups(patterns, self.into).items():
-            first = parts[0]
-            dim, at = names.dim(self.dim, len(first.shape), name), 0
-            rectangles: list[Rectangle] = []
-            for part in parts:
-                if _replaced(part.shape, dim, 0) != _replaced(first.shape, dim, 0):
-                    raise names.fail(
-                        f"{first.name!r} is {first.shape} and {part.name!r} is {part.shape}: they "
-                        f"differ beside dim {dim}",
-                        name,
-                    )
-                rectangles.append(part.part(to=(dim, at)))
-                at += part.shape[dim]
-            yield name, _replaced(first.shape, dim, at), rectangles
+            shape = parts[0].shape
+            dim = names.dim(self.dim, len(shape), name)
+            names.check_alike(name, parts, dim)
+            ends = [*accumulate((part.shape[dim] for part in parts), initial=0)]
+            rectangles = [part.part(to=(dim, at)) for part, at in zip(parts, ends, strict=False)]
+            yield name, _replaced(shape, dim, ends[-1]), rectangles
 
 
 @dataclass(frozen=True)
@@ -280,7 +268,7 @@ class Unstack(LayoutView):
     dim: int = 0
 
     def _tensors(self, names: _Names) -> Iterator[Tensor]:
-        new = [field for field in _fields(self.into) if field not in _fields(self.pattern)]
+        new = _fields(self.into) - _fields(self.pattern)
         if len(new) != 1:
             raise names.fail(
                 f"{self.pattern!r} does not go into {self.into!r}, which needs one field more, for "
@@ -292,7 +280,7 @@ class Unstack(LayoutView):
             rest = [size for d, size in enumerate(stored.shape) if d != dim]
             for i in range(stored.shape[dim]):
                 part = stored.part(begin=i, size=1, dim=dim, dims=dims)
-                yield _filled(self.into, {**stored.fields, new[0]: i}), rest, [part]
+                yield _filled(self.into, stored.fields | dict.fromkeys(new, str(i))), rest, [part]
 
 
 @dataclass(frozen=True)
@@ -332,7 +320,7 @@ class Split(LayoutView):
                 )
                 raise names.fail(msg, stored.name)
             for into, size in zip(self.into, sizes, strict=True):
-                if unknown := [field for field in _fields(into) if field not in stored.fields]:
+                if unknown := _fields(into) - stored.fields.keys():
                     raise names.fail(
                         f"{self.pattern!r} does not go into {into!r}: {unknown} are in no name"
                     )
@@ -403,18 +391,14 @@ class Layout:
                 known = ", ".join(f"torch.{name}" for name in _TARGETS)
                 msg = f"dequantize={dequantize!r}: True, or one of {known}"
                 raise ValueError(msg)
-        given: tuple[Any, ...] = ()
-        if isinstance(views, Iterable):
-            given = tuple(views)
-        elif views is not None:
-            given = (views,)
+        given: tuple[Any, ...] = (views,) if isinstance(views, LayoutView) else tuple(views or ())
         for view in given:
             if not isinstance(view, LayoutView):
                 msg = f"views={view!r}: Stack, Concat, Unstack, Split or Transpose"
                 raise TypeError(msg)
         return cls(target, given)
 
-    def apply(self, index: _core.Index, options: ReadOptions | None = None) -> _core.Index:
+    def apply(self, index: _core.Index) -> _core.Index:
         """Return the index of the logical tensors, or the same index if it needs no views.
 
         Raises:
@@ -423,8 +407,7 @@ class Layout:
             PlanError: a view does not fit the tensors, or makes a second tensor of one name.
         """
         if self.dequantize is not None:
-            how = {} if options is None else options.engine()
-            index = index.dequantize(self.dequantize, **how) or index
+            index = index.dequantize(self.dequantize) or index
         for view in self.views:
             names = _Names(index)
             tensors = list(view._tensors(names))  # noqa: SLF001
@@ -438,29 +421,18 @@ def views_in(path: str | os.PathLike[str]) -> tuple[LayoutView, ...]:
     Raises:
         PlanError: the file is not such a list.
     """
-    import json
-    from pathlib import Path
-
     kinds = {kind.__name__.lower(): kind for kind in (Stack, Concat, Unstack, Split, Transpose)}
-
-    def fail(reason: object) -> PlanError:
-        return PlanError(f"{path}: {reason}", path=path)
-
-    def view(item: Any) -> LayoutView:
-        kind = next((one for one in kinds if isinstance(item, dict) and one in item), None)
-        if kind is None:
-            raise fail(f"{item!r} is none of {', '.join(kinds)}")
-        rest = dict(item)
-        try:
-            made: LayoutView = kinds[kind](rest.pop(kind), **rest)
-        except TypeError as error:
-            raise fail(f"{item!r}: {error}") from None
-        return made
-
+    made: list[LayoutView] = []
     try:
         listed = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise fail(error) from None
-    if not isinstance(listed, list):
-        raise fail("a list of views is wanted")
-    return tuple(map(view, listed))
+        for item in listed if isinstance(listed, list) else [listed]:
+            given = item if isinstance(item, dict) else {}
+            kind = next((kind for kind in kinds if kind in given), None)
+            if kind is None:
+                msg = f"{path}: {item!r} is none of {', '.join(kinds)}"
+                raise PlanError(msg, path=path)
+            made.append(kinds[kind](given.pop(kind), **given))
+    except (TypeError, ValueError) as error:
+        msg = f"{path}: not a list of views: {error}"
+        raise PlanError(msg, path=path) from None
+    return tuple(made)
