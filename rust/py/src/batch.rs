@@ -20,8 +20,8 @@ use crate::read::{self, Options, read_options};
 use crate::rows::ReadStats;
 use crate::sample;
 
-/// `dcp_rs.transfer.target.Target`: a region of a stored tensor or of a chunk, and the tensor that
-/// it goes to.
+/// A `dcp_rs.transfer.target.Target`: a region of a stored tensor or of a chunk, and the tensor to
+/// fill from it.
 #[derive(FromPyObject)]
 struct Target<'py> {
     place: u64,
@@ -31,15 +31,16 @@ struct Target<'py> {
     tensor: Bound<'py, PyAny>,
 }
 
-/// `dcp_rs.tensors.memory.DeviceMemory`: a tensor, and the number of the device whose memory it is.
+/// A `dcp_rs.tensors.memory.DeviceMemory`: a tensor, and the number of the device that has its
+/// memory.
 #[derive(FromPyObject)]
 pub struct DeviceMemory<'py> {
     space: u32,
     tensor: Bound<'py, PyAny>,
 }
 
-/// Reads that are planned, and checked as far as they can be without reading. Destinations that
-/// share memory are filled in passes.
+/// Planned reads, checked as far as is possible without reading. Destinations that share memory are
+/// filled in several passes.
 #[pyclass(module = "dcp_rs._core")]
 pub struct Batch {
     index: Py<Index>,
@@ -49,7 +50,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// A batch of plain tensors, each at its place.
+    /// Makes a batch of plain tensors, each with its place set.
     pub fn of_plain(index: Py<Index>, gather: Gather) -> Self {
         Self { index, gather, passes: Passes::default(), common: None }
     }
@@ -110,7 +111,7 @@ impl Batch {
         self.gather.len()
     }
 
-    /// Adds targets in host memory that hold what is stored, to be filled in place.
+    /// Adds targets in host memory and in the stored dtype, to fill in place.
     fn add(&mut self, py: Python<'_>, targets: Vec<Target<'_>>) -> PyResult<()> {
         for target in targets {
             let (source, tensor) = self.source(&target)?;
@@ -129,8 +130,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds a target that the caller fills through slabs, and calls `number`. `device` is the
-    /// number of its device; `there`: its memory is there already.
+    /// Adds a target, with the caller's `number`, that the caller fills through slabs. `device` is
+    /// the number of its device. `there` says that its memory exists already.
     fn add_device_target(
         &mut self,
         py: Python<'_>,
@@ -152,8 +153,7 @@ impl Batch {
         self.gather.add_device_target(number, source, &region, &to).into_py(py)
     }
 
-    /// The same for a target that only its own class can fill. `parts` is the memory that it may
-    /// write to.
+    /// Adds a target that only its own class can fill. `parts` is the memory that it may write to.
     fn add_opaque(
         &mut self,
         py: Python<'_>,
@@ -173,8 +173,8 @@ impl Batch {
         added.into_py(py)
     }
 
-    /// Finds the passes, once all is added; returns how many there are. What a later destination
-    /// hides has none.
+    /// Finds the passes after the last target was added, and returns their number. A destination
+    /// that a later one overwrites has no pass.
     fn arrange(&mut self, py: Python<'_>) -> usize {
         self.passes = py.detach(|| self.gather.arrange());
         self.passes.len()
@@ -187,36 +187,36 @@ impl Batch {
         self.common = Some(common);
     }
 
-    /// Returns the numbers of a pass for `SlabReader.create`.
+    /// Returns the parts of a pass that go through slabs: numbers for `SlabReader.create`.
     fn wants(&self, number: usize) -> PyResult<Vec<usize>> {
         self.check_pass(number)?;
         Ok(self.gather.wants(&self.passes, number))
     }
 
-    /// Numbers of the targets that their own class fills in a pass.
+    /// Returns the numbers of the targets that their own class fills in a pass.
     fn opaque(&self, number: usize) -> PyResult<Vec<usize>> {
         self.check_pass(number)?;
         Ok(self.gather.opaque(&self.passes, number))
     }
 
-    /// The places of all that is filled in a pass.
+    /// Returns the places that are filled in a pass.
     fn places(&self, number: usize) -> PyResult<Vec<u64>> {
         self.check_pass(number)?;
         Ok(self.gather.places(&self.passes, number))
     }
 
-    /// The places of which all is filled in the first pass.
+    /// Returns the places that are filled entirely in the first pass.
     fn at_once(&self) -> Vec<u64> {
         self.gather.at_once(&self.passes)
     }
 
-    /// Takes all of these places out of the passes.
+    /// Takes these places out of the passes.
     fn leave_out(&mut self, places: Vec<u64>) {
         self.gather.leave_out(&mut self.passes, &places);
     }
 
-    /// Fills what has this pass and is not elsewhere. `progress` is called now and then with the
-    /// bytes of it that are there.
+    /// Fills the targets of a pass that are filled in place. Calls `progress` from time to time
+    /// with the bytes filled so far.
     #[pyo3(signature = (number, *, progress = None, **options))]
     #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn read(
@@ -228,8 +228,8 @@ impl Batch {
     ) -> PyResult<ReadStats> {
         self.check_pass(number)?;
         let options = read_options(options)?;
-        // SAFETY: the contract of what added tensors: the caller holds them, and their memory,
-        // until this returns.
+        // SAFETY: the contract of the methods that add targets: the caller keeps the tensors, and
+        // their memory, until this returns.
         let stats = unsafe {
             read::run_pass(py, &self.gather, &self.passes, number, &options, progress.as_ref())?
         };
@@ -241,7 +241,7 @@ fn itemsize(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
     tensor.call_method0(intern!(tensor.py(), "element_size"))?.extract()
 }
 
-/// The memory of a part; None where it ends beyond all memory.
+/// Returns the memory of a part; `None` if its end is beyond the address space.
 fn footprint(part: &DeviceMemory<'_>) -> PyResult<Option<Footprint>> {
     let layout = Layout::of(&part.tensor)?;
     let itemsize = itemsize(&part.tensor)?;

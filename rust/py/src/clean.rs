@@ -13,7 +13,7 @@ use crate::interrupt;
 use crate::panics::guarded;
 use crate::rows::Leftover;
 
-/// Lists the leftovers of killed saves and conversions at `path`; changes nothing.
+/// Returns what killed saves and conversions left at `path`. Changes nothing.
 #[guarded]
 #[pyfunction]
 pub fn leftovers(
@@ -26,8 +26,7 @@ pub fn leftovers(
     Ok(found.into_iter().map(Leftover::from).collect())
 }
 
-/// Removes what nobody needs. Returns what is gone, what was left alone, and why other things could
-/// not be removed.
+/// Removes leftovers. Returns what was removed, what was kept, and the errors of failed removals.
 #[guarded]
 #[pyfunction]
 pub fn clean(py: Python<'_>, path: PathBuf, older_than: Option<f64>) -> PyResult<CleanedRows> {
@@ -47,7 +46,7 @@ pub fn to_rows(cleaned: Cleaned) -> CleanedRows {
     )
 }
 
-/// Exclusive lock of a folder, for the process that works there.
+/// Exclusive lock of a folder, held while this object exists.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct FolderLock {
     _lock: store::FolderLock,
@@ -56,7 +55,7 @@ pub struct FolderLock {
 #[guarded]
 #[pymethods]
 impl FolderLock {
-    /// A wait that lasts longer than `notice` seconds is logged.
+    /// Waits for the lock. Logs a wait of more than `notice` seconds.
     #[new]
     #[pyo3(signature = (folder, *, notice=NOTICE.as_secs_f64()))]
     fn new(py: Python<'_>, folder: PathBuf, notice: f64) -> PyResult<Self> {

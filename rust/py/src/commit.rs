@@ -16,15 +16,15 @@ use crate::remote::{Store, with_cause};
 use crate::save_item::name_of;
 use crate::{index, interrupt};
 
-/// Merges the indexes of all ranks and commits them as the index of `folder` (or of one rank in
-/// it). Returns that index, and why files of the checkpoint it replaces are still there, if some
-/// are.
+/// Merges the indexes of all ranks, and commits the result as the index of `folder`, or of one rank
+/// in it. Returns that index, and the reasons why files of the replaced checkpoint are still there.
 ///
-/// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors;
-/// what names no tensor, and any other value, goes to the root. Without `overwrite` nothing in a
-/// folder of the file system is replaced, and no index of a rank on a store; the rest was said of a
-/// store when the save began. `items`: how many chunks and values there must be, where that is
-/// known; or names that must be there.
+/// - `planner_data` is that of DCP's `Metadata`. A mapping of FQN to path is spread over the
+///   tensors. Entries for other names, and any other value, go to the root.
+/// - Without `overwrite`, nothing in a folder of the file system is replaced. On a store, this
+///   applies to the index of one rank; `Store.begin` decided about the index of all ranks.
+/// - `items` is the expected number of chunks and values, if it is known.
+/// - `names` are tensors that the indexes must have.
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (
@@ -55,7 +55,7 @@ pub fn commit_indexes(
         && planner_data.cast::<PyDict>().is_ok_and(pyo3::types::PyDictMethods::is_empty)
         && names.len()? == 0
     {
-        // Nothing to merge: the index of one rank says it all.
+        // Nothing to merge: the index of the one rank is complete.
         let bytes = index.to_vec();
         let index = move || Index::from_bytes(bytes, &path);
         return commit_one(py, &folder, rank, index, items, overwrite, &to);
@@ -156,21 +156,21 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
     Ok(Value::Dict(rest))
 }
 
-/// The generation of the next save into `folder`.
+/// Returns the generation of the next save into `folder`.
 #[guarded]
 #[pyfunction]
 pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
     py.detach(|| checkpoint::next_generation(&folder)).into_py(py)
 }
 
-/// Creates a folder and those it is in, where they are missing; durably.
+/// Creates a folder and its missing parents, durably.
 #[guarded]
 #[pyfunction]
 pub fn create_folder(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
     py.detach(|| store::create_folder(&folder)).into_py(py)
 }
 
-/// Gives `data` the name `name` in `folder`, atomically.
+/// Publishes `data` as `name` in `folder`, atomically.
 #[guarded]
 #[pyfunction]
 pub fn publish(
@@ -183,8 +183,8 @@ pub fn publish(
     interrupt::run(py, |control| store::publish(&folder, name, &data, fsync, control))
 }
 
-/// Removes the data files that an index names, but for those that the published index (with `rank`,
-/// of that rank) names too: those of a save that was not committed.
+/// Removes the data files of a save that was not committed: those that `index` names and the
+/// published index does not. With `rank`, the published index is that of the rank.
 #[guarded]
 #[pyfunction]
 pub fn discard(

@@ -29,12 +29,12 @@ impl<'py> FromPyObject<'_, 'py> for Extent {
     }
 }
 
-/// A path as Python has file names: so that Python can open it, whatever its bytes are and whatever
-/// the locale says of them.
+/// A path as Python represents file names, so that Python can open it whatever its bytes and the
+/// locale are.
 pub struct FsPath(pub PathBuf);
 
 impl FsPath {
-    /// The name as text.
+    /// Returns the path as a Python `str`.
     pub fn text<'py>(py: Python<'py>, path: &Path) -> PyResult<Bound<'py, PyAny>> {
         let bytes = PyBytes::new(py, path.as_os_str().as_bytes());
         py.import(intern!(py, "os"))?.call_method1(intern!(py, "fsdecode"), (bytes,))
@@ -56,19 +56,19 @@ impl<'py> IntoPyObject<'py> for FsPath {
     }
 }
 
-/// A tuple of integers.
+/// Returns a tuple of integers.
 pub fn extent_to_py<'py>(py: Python<'py>, dims: &[u64]) -> PyResult<Bound<'py, PyTuple>> {
     PyTuple::new(py, dims)
 }
 
-/// The dtype of torch's name.
+/// Returns the dtype with this name in torch.
 pub fn dtype(name: &str) -> PyResult<Dtype> {
     Dtype::from_name(name)
         .ok_or_else(|| UnsupportedError::new_err(format!("no dtype {name:?} in the format")))
 }
 
-/// Planner data of a Python object: None, bool, int, float, str, bytes, and tuples, lists and dicts
-/// of such.
+/// Converts a Python object to planner data: None, bool, int, float, str, bytes, and tuples, lists
+/// and dicts of these.
 pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
     let unsupported = |what: String| {
         UnsupportedError::new_err(format!(
@@ -115,7 +115,7 @@ pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
     })
 }
 
-/// The Python object of planner data.
+/// Converts planner data to a Python object.
 pub fn from_value<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     let items =
         |values: &[Value]| values.iter().map(|v| from_value(py, v)).collect::<PyResult<Vec<_>>>();

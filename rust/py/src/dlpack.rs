@@ -1,7 +1,7 @@
-//! The C exchange API of `dlpack.h`, version 1: what torch (2.10 and newer) says of a tensor in one
-//! call, without a Python object for every answer.
+//! The C exchange API of `dlpack.h`, version 1: torch (2.10 and newer) describes a tensor in one
+//! call, without a Python object for each answer.
 //!
-//! The structures are those of the header, field by field; of the table only the one function is
+//! The structures are those of the header, field by field. Only one function of the table is
 //! called.
 
 #![allow(unsafe_code)] // a table of C functions
@@ -19,11 +19,12 @@ const MAJOR: u32 = 1;
 /// `kDLCPU`.
 const CPU: i32 = 1;
 
-/// Code, bits and lanes.
+/// Code, bits, and lanes (two bytes).
 pub type ElementType = [u8; 4];
 
 /// Returns whether only one of torch's dtypes has this element type. Integers of a few bits share
-/// it with those of 8 bits, and one of two complex types of 32 bits is refused so far.
+/// the element type of 8-bit integers. torch has two complex types of 32 bits, and so far refuses
+/// to describe one of them.
 pub const fn is_one_dtype([code, bits, ..]: ElementType) -> bool {
     const INT: u8 = 0;
     const UINT: u8 = 1;
@@ -46,7 +47,7 @@ struct Table {
 #[repr(C)]
 struct DlTensor {
     data: *const c_void,
-    /// Its kind, and its number.
+    /// Type and number of the device.
     device: [i32; 2],
     ndim: i32,
     dtype: ElementType,
@@ -55,11 +56,11 @@ struct DlTensor {
     byte_offset: u64,
 }
 
-/// `DLPackDLTensorFromPyObjectNoSync`: 0, or -1 with an exception.
+/// `DLPackDLTensorFromPyObjectNoSync`. Returns 0, or -1 with an exception set.
 type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
 
-/// It has nothing to say of a tensor, as of a sparse one, or of one on the meta device, and has
-/// raised.
+/// The function cannot describe a tensor, such as a sparse or meta tensor. Its exception is
+/// discarded.
 pub struct Refused;
 
 /// `DLPack` functions of a class of tensors.
@@ -68,13 +69,13 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// Returns those of `class`, if it has some of this version.
+    /// Returns the functions of `class`, if it has those of this version.
     pub fn of(class: &Bound<'_, PyAny>) -> Option<Self> {
         let found = class.getattr(intern!(class.py(), "__dlpack_c_exchange_api__")).ok()?;
         let table =
             found.cast::<PyCapsule>().ok()?.pointer_checked(Some(c"dlpack_exchange_api")).ok()?;
-        // SAFETY: a capsule of this name points to a table that stays for as long as the process
-        // does; all of version 1 begin with these fields.
+        // SAFETY: a capsule of this name points to a table that lives as long as the process. All
+        // tables of version 1 begin with these fields.
         let table = unsafe { table.cast::<Table>().as_ref() };
         (table.major == MAJOR).then_some(Self { describe: table.describe? })
     }
@@ -86,24 +87,24 @@ impl Exchange {
         tensor: &Bound<'_, PyAny>,
     ) -> Result<Option<(ElementType, Layout)>, Refused> {
         let mut found = std::mem::MaybeUninit::<DlTensor>::zeroed();
-        // SAFETY: the tensor is of the class, and `found` is all that is written to.
+        // SAFETY: the tensor is of the class, and the function writes to `found` only.
         if unsafe { (self.describe)(tensor.as_ptr().cast(), found.as_mut_ptr()) } != 0 {
             drop(PyErr::take(tensor.py()));
             return Err(Refused);
         }
-        // SAFETY: it has been filled, and zeros would be valid as well.
+        // SAFETY: the function has filled it, and zeros would be valid as well.
         let found = unsafe { found.assume_init() };
-        // SAFETY: nothing runs before what it points to is copied.
+        // SAFETY: nothing else runs before the memory it points to is copied.
         Ok((found.device[0] == CPU).then(|| unsafe { found.layout() }).flatten())
     }
 }
 
 impl DlTensor {
     /// # Safety
-    /// The tensor that it describes is there.
+    /// The tensor that this describes is alive.
     unsafe fn layout(&self) -> Option<(ElementType, Layout)> {
         let ndim = usize::try_from(self.ndim).ok()?;
-        // SAFETY: `ndim` sizes and strides, which are the tensor's own.
+        // SAFETY: the tensor has `ndim` sizes and strides.
         let (shape, strides) = unsafe { (dims(self.shape, ndim)?, dims(self.strides, ndim)?) };
         let is_contiguous = shape.contains(&0) || is_run(&shape, &strides);
         let layout = Layout {
@@ -115,10 +116,10 @@ impl DlTensor {
     }
 }
 
-/// Sizes or strides; `None` if there are none, or one is negative.
+/// Copies sizes or strides; returns `None` if `first` is null or if one is negative.
 ///
 /// # Safety
-/// There are `count` of them at `first`, if it is not null.
+/// If `first` is not null, it points to `count` numbers.
 unsafe fn dims(first: *const i64, count: usize) -> Option<Dims> {
     if count == 0 {
         return Some(Dims::new());
@@ -126,7 +127,7 @@ unsafe fn dims(first: *const i64, count: usize) -> Option<Dims> {
     if first.is_null() {
         return None;
     }
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees it.
     let all = unsafe { std::slice::from_raw_parts(first, count) };
     all.iter().map(|&size| u64::try_from(size).ok()).collect()
 }

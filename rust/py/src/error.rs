@@ -1,5 +1,5 @@
-//! From the core's errors to the exceptions of `dcp_rs.errors`, which Python defines so that they
-//! pickle.
+//! Translation of the core's errors to the exceptions of `dcp_rs.errors`. Those are defined in
+//! Python so that they can be pickled.
 
 use std::io;
 use std::path::Path;
@@ -29,7 +29,7 @@ pyo3::import_exception!(dcp_rs.errors, StorageUnclearError);
 pyo3::import_exception!(dcp_rs.errors, UnsafePickleError);
 pyo3::import_exception!(dcp_rs.errors, UnsupportedError);
 
-/// The exception for an error of the core.
+/// Returns the exception for an error of the core.
 pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     let message = error.to_string();
     match error {
@@ -52,7 +52,7 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::Exists { path } => {
             with_place(py, CheckpointExistsError::new_err(message), Some(path), None, None)
         }
-        // As of a rename that failed: of two names.
+        // Like a failed rename: an `OSError` with two file names.
         Error::Displaced { path, at, source } => {
             let name = |path| FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind);
             let number = match &**source {
@@ -79,8 +79,8 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             Some(tensor.as_str()),
             None,
         ),
-        // The standard class, so that callers can look at errno: OSError picks FileNotFoundError
-        // and the like by it.
+        // The standard class, so that callers can look at errno. `OSError` picks a subclass, such
+        // as `FileNotFoundError`, by errno.
         Error::Io { action, path, source } => PyOSError::new_err((
             source.raw_os_error().unwrap_or(EIO),
             format!("cannot {action}: {}", words(source)),
@@ -106,19 +106,19 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         }
         Error::Internal(what) => internal_error(what, None),
         Error::Interrupted => PyKeyboardInterrupt::new_err(()),
-        // `Plan`, and what a later core adds.
+        // `Plan`, and variants that a later core adds.
         _ => PlanError::new_err(message),
     }
 }
 
-/// The system's words. Rust appends the number, which Python shows in front of them.
+/// Returns the system's message. Rust appends the error number, which Python shows in front.
 fn words(source: &io::Error) -> String {
     let text = source.to_string();
     let number = source.raw_os_error().map(|number| format!(" (os error {number})"));
     number.and_then(|number| text.strip_suffix(&number)).unwrap_or(&text).to_owned()
 }
 
-/// For a failure that the system gave no number.
+/// Stands for an error without a number.
 const EIO: i32 = 5;
 
 /// Sets `path`, `tensor` and `offset`, which every class of `dcp_rs.errors` has.
@@ -143,7 +143,7 @@ fn with_place(
     }
 }
 
-/// A `PlanError` about an index, and a tensor of it where one is concerned.
+/// Returns a `PlanError` about an index, and about one of its tensors if `tensor` is given.
 pub fn plan_error(index: &Path, tensor: Option<&str>, message: String) -> PyErr {
     Python::attach(|py| with_place(py, PlanError::new_err(message), Some(index), tensor, None))
 }

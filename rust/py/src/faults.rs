@@ -1,4 +1,4 @@
-//! A disk that fails on demand: see `dcp_rs.testing`.
+//! A disk that fails on demand. See `dcp_rs.testing`.
 
 use std::path::PathBuf;
 
@@ -7,15 +7,15 @@ use pyo3::prelude::*;
 
 use crate::panics::guarded;
 
-/// From now on, in this process, the call number `at` (from 0) that changes something below
-/// `folder` fails with `errno`.
+/// Arms a fault in this process: the change number `at` (from 0) below `folder` fails with `errno`.
 #[guarded]
 #[pyfunction]
 pub fn arm_fault(folder: PathBuf, at: u64, errno: i32) -> PyResult<()> {
     Ok(store::arm(&folder, at, errno)?)
 }
 
-/// Ends it: how many calls there were, and the one that failed. `None` where nothing was armed.
+/// Disarms the fault. Returns the number of calls, and the one that failed; `None` if no fault was
+/// armed.
 #[guarded]
 #[pyfunction]
 pub fn disarm_fault() -> PyResult<Option<(u64, Option<&'static str>)>> {

@@ -28,13 +28,14 @@ use crate::rows::{ChunkEntry, FileEntry, TensorEntry};
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Index {
     pub inner: Arc<format::Index>,
-    /// True if names that lead out of the folder may be opened.
+    /// True if files outside of the checkpoint's folder may be opened.
     pub allow_external: bool,
-    /// Reader of the values in files of `torch.save`.
+    /// Reader of the values in files that `torch.save` wrote.
     pub values: ValueReader,
 }
 
-/// A rectangle of a tensor, and where it goes.
+/// Tensor, offsets and sizes in it, its dimension for each dimension of the new tensor, and offsets
+/// in the new tensor.
 type Rectangle = (u32, Extent, Extent, Vec<Option<usize>>, Extent);
 
 /// Tensor, dtype, shape.
@@ -43,7 +44,7 @@ type Description<'py> = (u32, Option<&'static str>, Bound<'py, PyTuple>);
 #[guarded]
 #[pymethods]
 impl Index {
-    /// Opens the checkpoint at `path`, whatever it is; with `rank`, what that rank wrote for
+    /// Opens the checkpoint at `path`, of any format; with `rank`, the one that the rank wrote for
     /// itself. With `storage_options`, `path` is a URL.
     #[staticmethod]
     #[pyo3(signature = (path, rank, allow_external, storage_options = None))]
@@ -60,8 +61,8 @@ impl Index {
         Ok(Self::new(Arc::new(inner), allow_external))
     }
 
-    /// Indexes the foreign checkpoint at `path`, even if there is an index. With `storage_options`,
-    /// `path` is a URL.
+    /// Makes an index of the foreign checkpoint at `path`, and ignores an index that is there. With
+    /// `storage_options`, `path` is a URL.
     #[staticmethod]
     #[pyo3(signature = (path, storage_options = None))]
     fn from_data(
@@ -74,7 +75,7 @@ impl Index {
         Ok(Self::new(Arc::new(looking(py, remote.is_some(), look)?), true))
     }
 
-    /// Checks the bytes of an index; `path` is where its file would be.
+    /// Checks the bytes of an index. `path` is where its file would be.
     #[staticmethod]
     fn from_bytes(
         py: Python<'_>,
@@ -91,7 +92,7 @@ impl Index {
         FsPath(self.inner.path().to_owned())
     }
 
-    /// Returns whether no file holds it: it was derived from a foreign checkpoint at `path`.
+    /// Returns whether the index has no file: it was made from a foreign checkpoint at `path`.
     #[getter]
     fn is_in_memory(&self) -> bool {
         self.inner.is_in_memory()
@@ -149,12 +150,12 @@ impl Index {
         (0..self.inner.chunk_count()).any(|chunk| self.inner.chunk(chunk).digests.is_some())
     }
 
-    /// The index as it stands on disk.
+    /// Returns the index as it is on disk.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.inner.bytes())
     }
 
-    /// All FQNs, sorted.
+    /// Returns all FQNs, sorted.
     fn names<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         PyList::new(py, (0..self.inner.tensor_count()).map(|t| self.inner.name(t)))
     }
@@ -168,7 +169,8 @@ impl Index {
         self.inner.find(fqn)
     }
 
-    /// For each name: (tensor, dtype or None for bytes, shape), or None where there is none.
+    /// Returns (tensor, dtype, shape) for each name, with dtype `None` for bytes. Returns `None`
+    /// for a name that the index does not have.
     fn describe<'py>(
         &self,
         py: Python<'py>,
@@ -192,15 +194,15 @@ impl Index {
         TensorEntry::new(py, &self.inner.tensor(tensor))
     }
 
-    /// The chunks of a tensor, in the order of their offsets.
+    /// Returns the chunks of a tensor, sorted by offsets.
     fn chunks(&self, py: Python<'_>, tensor: u32) -> PyResult<Vec<ChunkEntry>> {
         self.check_tensor(tensor)?;
         let chunks = self.inner.tensor(tensor).chunks;
         chunks.map(|chunk| ChunkEntry::new(py, &self.inner, chunk)).collect()
     }
 
-    /// `make(extent(offsets), extent(sizes))` for each chunk of a tensor, in the order of their
-    /// offsets. Equal sizes one after the other are one object.
+    /// Returns `make(extent(offsets), extent(sizes))` for each chunk of a tensor, sorted by
+    /// offsets. Consecutive chunks of equal sizes share one sizes object.
     fn make_chunks<'py>(
         &self,
         tensor: u32,
@@ -227,13 +229,13 @@ impl Index {
         Ok(made)
     }
 
-    /// Index of the first chunk of a tensor, for the methods that read chunks.
+    /// Returns the number of a tensor's first chunk, for the methods that read chunks.
     fn first_chunk(&self, tensor: u32) -> PyResult<u64> {
         self.check_tensor(tensor)?;
         Ok(self.inner.tensor(tensor).chunks.start)
     }
 
-    /// Strides in elements of a chunk, or None where it is contiguous.
+    /// Returns the strides of a chunk in elements; `None` if it is contiguous.
     fn chunk_strides<'py>(
         &self,
         py: Python<'py>,
@@ -250,14 +252,14 @@ impl Index {
         Ok(view.coded.is_none() && !view.signs.conjugate && !view.signs.negative)
     }
 
-    /// Returns whether it has logical tensors, which no index file lists.
+    /// Returns whether the index has logical tensors, which no index file stores.
     #[getter]
     fn is_view(&self) -> bool {
         self.inner.is_view()
     }
 
-    /// The names of the stored tensors that a tensor is decoded from, and their format; None of one
-    /// that is stored as it is.
+    /// Returns the format that a tensor is decoded from, and the names of its stored tensors.
+    /// Returns `None` if it is stored as it is.
     fn coded_from(&self, tensor: u32) -> PyResult<Option<(&'static str, Vec<String>)>> {
         self.check_tensor(tensor)?;
         let chunks = self.inner.tensor(tensor).chunks;
@@ -270,8 +272,8 @@ impl Index {
         }))
     }
 
-    /// The same checkpoint with its quantized weights as tensors of `dtype`; None where it has
-    /// none.
+    /// Returns this checkpoint with its quantized weights as tensors of `dtype`; `None` if it has
+    /// no quantized weights.
     #[pyo3(signature = (dtype, **options))]
     fn dequantize(
         &self,
@@ -289,9 +291,8 @@ impl Index {
         Ok(found.map(|index| self.view(index)))
     }
 
-    /// The same checkpoint with other tensors in the place of the `hidden` ones. Each has a name, a
-    /// shape, and rectangles of tensors: (tensor, offsets, sizes, for each dimension of the new
-    /// tensor that of the other or None, where it goes).
+    /// Returns this checkpoint with other tensors in place of the `hidden` ones. Each new tensor
+    /// has a name, a shape and [`Rectangle`]s of stored tensors.
     fn derive(
         &self,
         py: Python<'_>,
@@ -313,28 +314,28 @@ impl Index {
         Ok(self.view(derived.into_py(py)?))
     }
 
-    /// Returns whether the elements of a chunk are the conjugates of its bytes, and whether they
-    /// are the negatives.
+    /// Returns whether the elements of a chunk are the conjugates of its stored values, and whether
+    /// they are the negatives.
     fn chunk_signs(&self, chunk: u64) -> PyResult<(bool, bool)> {
         self.check_chunk(chunk)?;
         let signs = self.inner.chunk(chunk).signs;
         Ok((signs.conjugate, signs.negative))
     }
 
-    /// The dtype of the tensor that a chunk belongs to; None for bytes.
+    /// Returns the dtype of the tensor that a chunk belongs to; `None` for bytes.
     fn dtype_of(&self, chunk: u64) -> PyResult<Option<&'static str>> {
         self.check_chunk(chunk)?;
         let tensor = self.inner.tensor(self.inner.chunk(chunk).tensor);
         Ok(tensor.dtype.map(dcp_rs_core::Dtype::name))
     }
 
-    /// The data files of chunks.
+    /// Returns the data file of each chunk.
     fn files_of(&self, chunks: Vec<u64>) -> PyResult<Vec<u32>> {
         let file = |chunk| self.check_chunk(chunk).map(|()| self.inner.chunk_file(chunk));
         chunks.into_iter().map(file).collect()
     }
 
-    /// All tensors, in the order of their first bytes on disk.
+    /// Returns all tensors, in the order of their first bytes on disk.
     fn file_order(&self) -> Vec<u32> {
         let mut order: Vec<u32> = (0..self.inner.tensor_count()).collect();
         order.sort_by_cached_key(|&t| {
@@ -347,14 +348,14 @@ impl Index {
         order
     }
 
-    /// Every data file.
+    /// Returns all data files.
     fn files(&self) -> Vec<FileEntry> {
         let count = self.inner.file_count();
         (0..count).map(|file| FileEntry::new(&self.inner.file(file))).collect()
     }
 
-    /// For each data file, the bytes of it that chunks are in, and whether it is a link to what
-    /// another save wrote.
+    /// Returns for each data file the bytes that chunks use, and whether it is a link to a file of
+    /// another save.
     fn use_of_files(&self) -> Vec<(u64, bool)> {
         let mut used = vec![0; self.inner.file_count() as usize];
         for number in 0..self.inner.chunk_count() {
@@ -371,7 +372,7 @@ impl Index {
         (0..count).map(|file| FsPath(self.inner.file_path(file))).collect()
     }
 
-    /// The path of a tensor in the state dict that was saved, as a tuple, or None.
+    /// Returns the path of a tensor in the saved state dict, as a tuple; `None` if it has none.
     fn planner_path<'py>(
         &self,
         py: Python<'py>,
@@ -381,25 +382,26 @@ impl Index {
         self.inner.planner_path(tensor).map(|path| from_value(py, &path)).transpose()
     }
 
-    /// The planner data that belongs to no tensor.
+    /// Returns the planner data that belongs to no tensor.
     fn planner_root<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         from_value(py, &self.inner.planner_root())
     }
 
-    /// The containers (position, path, kind) that the paths do not tell, or None where that is not
-    /// known.
+    /// Returns the containers (position, path, kind) that no path shows; `None` if they are
+    /// unknown.
     fn nesting<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         from_value(py, &self.inner.nesting())
     }
 
-    /// The place of each entry, in the order of `names`, among those of the state dict; None where
-    /// it is not known.
+    /// Returns the position of each entry in the state dict, in the order of `names`; `None` if it
+    /// is unknown.
     fn positions(&self) -> Vec<Option<u32>> {
         let count = self.inner.tensor_count();
         (0..count).map(|tensor| self.inner.tensor(tensor).position).collect()
     }
 
-    /// The chunk for each (fqn, offset or None, hint or None), as DCP's `MetadataIndex` names one.
+    /// Returns the chunk for each (fqn, offset or None, hint or None), the fields of DCP's
+    /// `MetadataIndex`.
     fn locate(&self, wanted: Vec<(String, Option<Extent>, Option<u64>)>) -> PyResult<Vec<u64>> {
         wanted
             .into_iter()
@@ -407,7 +409,7 @@ impl Index {
             .collect()
     }
 
-    /// A private (copy-on-write) mapping of a data file, after its length was checked.
+    /// Maps a data file privately (copy-on-write), after a check of its length.
     fn map_file(&self, py: Python<'_>, file: u32) -> PyResult<FileMapping> {
         let inner = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
@@ -417,7 +419,7 @@ impl Index {
     }
 }
 
-/// The store that a URL leads to; `None` for a path of a file system, which has no options.
+/// Returns the store of a URL; `None` for a path of the file system, which has no `options`.
 fn remote(
     py: Python<'_>,
     path: &Path,
@@ -427,7 +429,7 @@ fn remote(
     options.map(|options| Ok(Arc::new(store(options)?) as _)).transpose()
 }
 
-/// Looks at files without the GIL. Where each look is a request, Ctrl-C stops it.
+/// Runs `look` without the GIL. On a store each look is a request, so Ctrl-C stops it.
 fn looking<T: Send>(
     py: Python<'_>,
     is_remote: bool,
@@ -445,7 +447,8 @@ impl Index {
         Self { inner, allow_external, values: ValueReader::default() }
     }
 
-    /// Looks at data files without the GIL. Where each look is a request, Ctrl-C stops it.
+    /// Runs `look`, which checks data files, without the GIL. On a store each look is a request, so
+    /// Ctrl-C stops it.
     pub fn looking<T: Send>(
         &self,
         py: Python<'_>,
@@ -454,7 +457,7 @@ impl Index {
         looking(py, self.inner.remote().is_some(), look)
     }
 
-    /// Another index over the same files.
+    /// Wraps another index over the same files.
     fn view(&self, inner: format::Index) -> Self {
         Self::new(Arc::new(inner), self.allow_external)
     }
@@ -473,7 +476,7 @@ impl Index {
         if is_there { Ok(()) } else { Err(missing()) }
     }
 
-    /// Bytes of an element; 1 for bytes.
+    /// Returns the size of an element in bytes; 1 for a value.
     pub fn itemsize(&self, tensor: u32) -> u64 {
         self.inner.tensor(tensor).dtype.map_or(1, dcp_rs_core::Dtype::size)
     }
@@ -521,7 +524,7 @@ impl Index {
     }
 }
 
-/// A data file in memory, writable without changing the file. Lives as long as any tensor over it.
+/// A data file in memory, writable without changing the file. Every tensor over it keeps it alive.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct FileMapping {
     mapping: PrivateMapping,
@@ -530,10 +533,11 @@ pub struct FileMapping {
 #[guarded]
 #[pymethods]
 impl FileMapping {
-    /// Lends the mapping out for writing: it is private, so writes stay in this process.
+    /// Exports the mapping as a writable buffer. The mapping is private, so writes stay in this
+    /// process.
     ///
     /// # Safety
-    /// Called by Python with a `view` to fill; Python keeps `slf` alive until it releases the view.
+    /// Python calls this with a `view` to fill, and keeps `slf` alive until it releases the view.
     #[expect(unsafe_code, reason = "the buffer protocol is a C interface")]
     unsafe fn __getbuffer__(
         slf: Bound<'_, Self>,
@@ -543,9 +547,9 @@ impl FileMapping {
         let mapping = &slf.get().mapping;
         let len = isize::try_from(mapping.len())
             .map_err(|_| PlanError::new_err("file too large to map"))?;
-        // SAFETY: `view` is Python's to fill; the memory is the mapping's, which lives as long as
-        // `slf`, to which PyBuffer_FillInfo takes a reference; writes through it are private to
-        // this process, and their synchronisation is the caller's business as with any tensor.
+        // SAFETY: `view` is Python's to fill. The memory belongs to the mapping, which lives as
+        // long as `slf`, and PyBuffer_FillInfo takes a reference to `slf`. Writes are private to
+        // this process. As with any tensor, the caller synchronizes them.
         let status = unsafe {
             pyo3::ffi::PyBuffer_FillInfo(
                 view,

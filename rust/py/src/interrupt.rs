@@ -1,4 +1,4 @@
-//! Long work without the GIL, that Ctrl-C stops.
+//! Long work without the GIL. Ctrl-C stops it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -14,7 +14,7 @@ use crate::error::IntoPy;
 /// Interval at which signals are checked.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// [`run_with`] without progress.
+/// Calls [`run_with`] without progress.
 pub fn run<T: Send>(
     py: Python<'_>,
     work: impl FnOnce(&Control) -> Result<T> + Send,
@@ -22,7 +22,7 @@ pub fn run<T: Send>(
     run_with(py, None, 0, work)
 }
 
-/// [`run`], where the caller has made the control.
+/// Like [`run`], with the caller's control.
 pub fn run_under<T: Send>(
     py: Python<'_>,
     control: &Control,
@@ -40,11 +40,13 @@ fn log_notices(py: Python<'_>, control: &Control) -> PyResult<()> {
     Ok(())
 }
 
-/// Runs `work` on another thread while this one, without the GIL, watches for signals; on this
-/// thread where the system gives no other, and then signals wait. A signal whose handler raises
-/// cancels the work; its threads have ended when this returns. `progress` is called now and then
-/// with the bytes done (and those done `before`), and at the end with all of them; what it raises
-/// cancels the work too.
+/// Runs `work` on another thread while this one, without the GIL, watches for signals.
+///
+/// A signal whose handler raises cancels the work. The threads of the work have ended when this
+/// returns. If the system has no thread to spare, the work runs on this one, and signals wait.
+///
+/// Calls `progress` from time to time with the bytes done, including those done `before`, and at
+/// the end with all of them. An exception from it cancels the work too.
 pub fn run_with<T: Send>(
     py: Python<'_>,
     progress: Option<&Py<PyAny>>,
@@ -54,7 +56,7 @@ pub fn run_with<T: Send>(
     run_on(py, progress, before, || Ok(None::<()>), |_, control| work(control))
 }
 
-/// Nobody waits for work whose maker panicked.
+/// Cancels the work if `make` panics, since no one waits for its result.
 struct CancelOnPanic<'a>(&'a Control);
 
 impl Drop for CancelOnPanic<'_> {
@@ -65,16 +67,19 @@ impl Drop for CancelOnPanic<'_> {
     }
 }
 
-/// All that [`run_on`] has made by now, but at least one block of it; `None` at the end.
+/// Returns everything that [`run_on`] has made so far, and waits for at least one block; `None` at
+/// the end.
 pub fn made_by_now<I>(blocks: &Receiver<Vec<I>>) -> Option<Vec<I>> {
     let mut all = blocks.recv().ok()?;
     all.extend(blocks.try_iter().flatten());
     Some(all)
 }
 
-/// [`run_with`] on what `make` makes, with the GIL, until it makes no more: the work begins with
-/// the first of it. What `make` raises cancels the work, unless that has failed already: then its
-/// error comes first (but not before a `KeyboardInterrupt`).
+/// Runs `work` like [`run_with`], on the items that `make` returns. `make` runs with the GIL until
+/// it returns `None`, and the work begins with the first item.
+///
+/// An exception from `make` cancels the work. If the work has failed already, its error takes
+/// precedence, but not over a `KeyboardInterrupt`.
 pub fn run_on<I: Send, T: Send>(
     py: Python<'_>,
     progress: Option<&Py<PyAny>>,
@@ -106,8 +111,8 @@ fn run_all<I: Send, T: Send>(
     let (result, raised, raised_late) = std::thread::scope(|scope| {
         let (give, made) = channel();
         let (done, is_done) = channel();
-        // Not handed to the thread but taken by it: it is still there where the system has no
-        // thread to give.
+        // The thread takes the work instead of owning it, so the work is still here if the system
+        // has no thread to spare.
         let work = Mutex::new(Some((work, made)));
         let run = move || {
             let (work, made) = work
@@ -125,7 +130,7 @@ fn run_all<I: Send, T: Send>(
             let run = Arc::clone(&run);
             move || run()
         });
-        // The worker alone keeps `done`: if it panics, the waiting thread notices.
+        // Only the worker owns `done`, so the waiting thread notices if the worker panics.
         let worker = match spawned {
             Ok(worker) => {
                 drop(run);
@@ -138,7 +143,7 @@ fn run_all<I: Send, T: Send>(
         loop {
             match make().map(|item| item.map(|item| give.send(item))) {
                 Ok(Some(Ok(()))) => {}
-                // There is no more, or nobody to take it: the work has failed.
+                // There are no more items, or the work has failed and no longer receives them.
                 Ok(None | Some(Err(_))) => break,
                 Err(error)
                     if error.is_instance_of::<PyException>(py) && is_done.try_recv().is_ok() =>
@@ -159,13 +164,13 @@ fn run_all<I: Send, T: Send>(
         let (result, raised) = py.detach(move || {
             let worker = match worker {
                 Ok(worker) => worker,
-                // On this thread, which then hears of no signals.
+                // This thread does the work, and signals wait.
                 Err(run) => return (run(), raised),
             };
             while raised.is_none() && is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout)
             {
-                // An interpreter that ends has no more signals: what is dropped last may still have
-                // work to do.
+                // At exit the interpreter delivers no more signals, but an object that is dropped
+                // last may still have work to do.
                 let watch = Python::try_attach(|py| {
                     py.check_signals()?;
                     log_notices(py, control)?;

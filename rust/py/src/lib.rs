@@ -1,5 +1,5 @@
-//! `dcp_rs._core`: the boundary between dcp-rs-core and Python. Translates, validates, releases the
-//! GIL; decides nothing.
+//! `dcp_rs._core`: the boundary between dcp-rs-core and Python. It translates, validates and
+//! releases the GIL. It decides nothing.
 
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 

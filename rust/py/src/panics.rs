@@ -1,5 +1,5 @@
-//! Panics: defects of this package. Python gets them as `InternalError`, which it can catch and
-//! pickle, and never as the exception that `PyO3` would make of them, which is neither.
+//! Panics are defects of this package. Python gets them as `InternalError`, which it can catch and
+//! pickle. It can do neither with the exception that `PyO3` would raise.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
@@ -11,10 +11,11 @@ use crate::error::InternalError;
 
 pub use dcp_rs_py_macros::guarded;
 
-/// Message and place of the last panic. Another thread than the panicking one may catch it.
+/// Message and place of the last panic. The thread that catches it may not be the one that
+/// panicked.
 static LAST: Mutex<Option<(String, String)>> = Mutex::new(None);
 
-/// Runs what Python asked for.
+/// Runs `work` and turns a panic into an `InternalError`.
 pub fn catch<T>(work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let said = text(&*panic);
@@ -24,7 +25,7 @@ pub fn catch<T>(work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
     })
 }
 
-/// The exception for a defect.
+/// Returns the exception for a defect.
 pub fn internal_error(what: &str, place: Option<&str>) -> PyErr {
     let version = env!("CARGO_PKG_VERSION");
     let place = place.map_or_else(String::new, |place| format!(" (at {place})"));
@@ -51,7 +52,7 @@ fn text(panic: &(dyn Any + Send)) -> String {
         .to_owned()
 }
 
-/// Panics, here or on a thread that this one waits for: for the tests of what becomes of it.
+/// Panics, on this thread or on one that it waits for, so that tests can check the outcome.
 #[guarded]
 #[pyfunction]
 #[pyo3(name = "_panic")]

@@ -1,4 +1,4 @@
-//! Replacement of an earlier result, for Python.
+//! Replacement of an earlier result in place, for Python.
 
 use std::path::PathBuf;
 
@@ -23,9 +23,8 @@ pub fn fingerprint(py: Python<'_>, path: PathBuf) -> PyResult<Option<Fingerprint
     Ok(found.map(|inner| Fingerprint { inner }))
 }
 
-/// Gives a finished file or folder its name, in place of what it was `before`, and of nothing else.
-/// Signals end the wait for a lock, and nothing after it: what this raises says where everything
-/// is.
+/// Renames a finished file or folder to its final name, if the target is still what it was
+/// `before`. Signals end only the wait for the lock. An exception says where everything is.
 #[guarded]
 #[pyfunction]
 pub fn put_in_place(
@@ -44,8 +43,8 @@ pub fn put_in_place(
     put.into_py(py)
 }
 
-/// Makes `index` the index of `folder`, atomically, in place of what it was `before`; removes
-/// nothing.
+/// Makes `index` the index of `folder`, atomically, if the index there is still what it was
+/// `before`. Removes nothing.
 #[guarded]
 #[pyfunction]
 pub fn replace_index(

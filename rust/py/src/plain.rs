@@ -1,6 +1,6 @@
-//! Plain tensors: those in host memory that are stored as they lie there. A model has thousands, so
-//! what there is to know of them is asked here and not in Python, where every tuple of every tensor
-//! would burden the garbage collector.
+//! Plain tensors: those in host memory that are stored as they are there. A model has thousands.
+//! Their properties are read here and not in Python, where every tuple of every tensor would burden
+//! the garbage collector.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -32,8 +32,8 @@ pub struct Plain<'py> {
     exchange: Option<Exchange>,
     /// Dtypes met so far, by element type; `None` if other dtypes share it.
     met: RefCell<Vec<(ElementType, Option<Dtype>)>>,
-    /// True if `DLPack` refused a tensor. A refusal takes as long as a thousand tensors, so there is
-    /// no second try.
+    /// True if `DLPack` refused a tensor. A refusal takes as long as a thousand tensors, so there
+    /// is no second try.
     refused: Cell<bool>,
 }
 
@@ -56,7 +56,8 @@ impl Layout {
     pub fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = tensor.py();
         let shape = tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0;
-        // Most are, and a tuple of strides is a good part of all that is asked of a tensor.
+        // Most tensors are contiguous, and a tuple of strides is costly compared with the other
+        // properties.
         let is_contiguous = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
         let strides = if is_contiguous {
             row_major(&shape)
@@ -68,7 +69,7 @@ impl Layout {
         layout.if_there(tensor)
     }
 
-    /// The same, with the address 0 where nothing is behind it.
+    /// Sets the address to 0 if the memory was freed.
     fn if_there(mut self, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         if (1..LOWEST).contains(&self.address) && is_freed(tensor)? {
             self.address = 0;
@@ -77,7 +78,7 @@ impl Layout {
     }
 }
 
-/// No storage lies below it; what a freed one leaves of the address of a view is the offset.
+/// No storage is below this address. A view of a freed storage has its offset as the address.
 const LOWEST: usize = 1 << 32;
 
 /// Returns whether the memory of a tensor was freed.
@@ -99,7 +100,7 @@ impl<'py> Plain<'py> {
                 .iter()
                 .map(|class| Ok(class.cast_into::<PyType>()?))
                 .collect::<PyResult<_>>()?,
-            // torch has one object for each dtype, so that its address tells which one it is.
+            // torch has one object for each dtype, so its address identifies the dtype.
             dtypes: dtypes
                 .iter()
                 .map(|(object, name)| Ok((object.as_ptr() as usize, dtype(name.extract()?)?)))
@@ -111,14 +112,14 @@ impl<'py> Plain<'py> {
         })
     }
 
-    /// The memory of a tensor, if bytes in host memory are all there is to it.
+    /// Returns the memory of a tensor, if it consists only of bytes in host memory.
     pub fn look(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<HostTensor>> {
         let py = tensor.py();
         let class = tensor.get_type();
         if !self.types.iter().any(|plain| plain.is(&class)) {
             return Ok(None);
         }
-        // A shard of a larger tensor, in torch's `CheckpointableTensor`, is marked by attributes.
+        // torch's `CheckpointableTensor` marks a shard of a larger tensor by attributes.
         if tensor.getattr(intern!(py, "__dict__"))?.is_truthy()? {
             return Ok(None);
         }
@@ -157,7 +158,7 @@ impl<'py> Plain<'py> {
         is_strided.then(|| Ok((dtype, Layout::of(tensor)?))).transpose()
     }
 
-    /// The dtype of a tensor of which the exchange API calls it so.
+    /// Returns the dtype of a tensor for which the exchange API gave this element type.
     fn dtype_called(
         &self,
         element: ElementType,
@@ -180,16 +181,17 @@ impl<'py> Plain<'py> {
     }
 }
 
-/// So many tensors are looked at before another thread goes on with them.
+/// Tensors that are examined before another thread processes them.
 pub const BLOCK: usize = 1024;
 
 #[guarded]
 #[pymethods]
 impl Index {
-    /// A batch that fills those of the tensors that are plain and fit what is stored under their
-    /// names, each at its place in the list, and the places of all others.
+    /// Plans the tensors that are plain and match the entry of their name. Returns a batch that
+    /// fills them, each with its position in the list as its place, and the positions of all
+    /// others.
     ///
-    /// Raises unless the data files of the batch are there and as long as they should be.
+    /// Raises unless the data files of the batch exist and have the expected length.
     fn plan_plain(
         slf: &Bound<'_, Self>,
         py: Python<'_>,
@@ -219,16 +221,16 @@ impl Index {
     }
 }
 
-/// Tensors and what is stored under their names.
+/// Tensors, and the entries of the index with their names.
 struct Matches<'a> {
     index: &'a format::Index,
     names: &'a [PyBackedStr],
     gather: Gather,
-    /// The places of those that are not plain, or do not fit.
+    /// Positions of the tensors that are not plain or do not match.
     others: Vec<usize>,
-    /// Number of tensors that were added.
+    /// Number of tensors that were examined.
     count: usize,
-    /// Guess for the next name: state dicts are often nearly in the order of their names.
+    /// Guess for the next name. State dicts are often nearly in the order of their names.
     near: u32,
 }
 
@@ -244,7 +246,7 @@ impl<'a> Matches<'a> {
         }
     }
 
-    /// The next tensors, as far as they are plain.
+    /// Adds the next tensors, if they are plain and match.
     fn add(&mut self, tensors: Vec<Option<HostTensor>>) {
         for tensor in tensors {
             if let Some(stored) = tensor.and_then(|tensor| self.find(tensor)) {
@@ -256,7 +258,7 @@ impl<'a> Matches<'a> {
         }
     }
 
-    /// Returns the number of the tensor in the index, if the next tensor can be added.
+    /// Adds the next tensor, and returns its number in the index, if that is possible.
     fn find(&mut self, host: HostTensor) -> Option<u32> {
         let stored = self.index.find_near(&self.names[self.count], self.near)?;
         let view = self.index.tensor(stored);
@@ -271,7 +273,8 @@ impl<'a> Matches<'a> {
             strides: strides?,
         };
         let whole = Region { offsets: Dims::from_elem(0, host.shape.len()), sizes: host.shape };
-        // The planner reports parts that no chunk holds and memory that cannot be written to.
+        // If it fails, the planner reports the cause: parts that no chunk holds, or read-only
+        // memory.
         let before = self.gather.len();
         self.gather.set_place(self.count as u64);
         if self.gather.add(Source::Tensor(stored), &whole, &to).is_err() {

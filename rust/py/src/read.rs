@@ -1,4 +1,4 @@
-//! Reads, as Python asks for them: a batch a call, destinations by address.
+//! Reads for Python: one batch per call, with destinations by address.
 
 #![allow(unsafe_code)] // tensors are handed over by address
 
@@ -21,7 +21,7 @@ use crate::interrupt;
 use crate::panics::guarded;
 use crate::rows::{self, Fill, Overlap};
 
-/// Region, offsets and sizes of what it lacks.
+/// Region, offsets and sizes of a part that no chunk holds.
 type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
 /// The options of a read, as keyword arguments.
@@ -30,7 +30,7 @@ type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 pub struct Options {
     io: String,
     threads: usize,
-    /// `None`: what costs nothing.
+    /// `None`: [`Verify::Auto`](dcp_rs_core::read::Verify::Auto).
     #[pyo3(default)]
     verify: Option<bool>,
     #[pyo3(default)]
@@ -39,7 +39,7 @@ pub struct Options {
     max_inflight_bytes: u64,
 }
 
-/// Converts options. Those that were not given have their defaults.
+/// Converts options, with defaults for those that were not given.
 pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
     let Some(options) = options else {
         return Ok(ReadOptions::default());
@@ -68,7 +68,7 @@ pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
     })
 }
 
-/// The memory of a tensor. One whose storage was freed has the address 0.
+/// Returns the memory of a tensor. A freed tensor has the address 0.
 pub fn memory(
     index: &Index,
     tensor: u32,
@@ -92,16 +92,16 @@ pub fn memory(
     })
 }
 
-/// Reads all of a batch with the GIL released.
+/// Reads a whole batch without the GIL.
 ///
 /// # Safety
 /// That of [`Gather::read`].
 unsafe fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     interrupt::run(py, |control| unsafe { gather.read(options, control) })
 }
 
-/// Reads one pass of a batch with the GIL released.
+/// Reads one pass of a batch without the GIL.
 ///
 /// # Safety
 /// That of [`Gather::read_pass`].
@@ -113,7 +113,7 @@ pub unsafe fn run_pass(
     options: &ReadOptions,
     progress: Option<&Py<PyAny>>,
 ) -> PyResult<ReadStats> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     interrupt::run_with(py, progress, 0, |control| unsafe {
         gather.read_pass(passes, pass, options, control)
     })
@@ -122,10 +122,9 @@ pub unsafe fn run_pass(
 #[guarded]
 #[pymethods]
 impl Index {
-    /// Fills rectangles of chunks into memory.
+    /// Fills memory with rectangles of chunks.
     ///
-    /// The memory behind every address must stay there until this returns: the caller holds the
-    /// tensors.
+    /// The caller keeps the tensors, and so the memory behind every address, until this returns.
     #[pyo3(signature = (fills, **options))]
     fn read_chunks(
         &self,
@@ -139,9 +138,9 @@ impl Index {
         })
     }
 
-    /// Fills regions of tensors into memory, from whichever chunks hold them.
+    /// Fills memory with regions of tensors, from all chunks that hold parts of them.
     ///
-    /// As with `read_chunks`, the caller holds the tensors.
+    /// As with `read_chunks`, the caller keeps the tensors.
     #[pyo3(signature = (fills, **options))]
     fn read_regions(
         &self,
@@ -150,15 +149,16 @@ impl Index {
         options: Option<Options>,
     ) -> PyResult<rows::ReadStats> {
         self.fill(py, fills, options, |source| {
-            // A number beyond 32 bits is no tensor's.
+            // No tensor has a number beyond 32 bits.
             let tensor = u32::try_from(source).unwrap_or(u32::MAX);
             self.check_tensor(tensor)?;
             Ok((Source::Tensor(tensor), tensor))
         })
     }
 
-    /// The bytes of whole chunks, as they are stored. A value of a file of `torch.save` is a part
-    /// of that file's pickle: of one, what `torch.save` writes for the value alone.
+    /// Returns the bytes of whole chunks, as they are stored. A value in a file of `torch.save` is
+    /// only a part of that file's pickle. For it, this returns what `torch.save` would write for
+    /// the value alone.
     #[pyo3(signature = (chunks, **options))]
     fn read_bytes<'py>(
         &self,
@@ -168,8 +168,8 @@ impl Index {
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
-        // The files first: the lengths of chunks are only as true as those of the files that hold
-        // them.
+        // Checks the files first: a buffer gets the length of its chunk, which may be wrong if the
+        // file is shorter.
         self.check_files(py, chunks.clone())?;
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         let mut buffers = Vec::with_capacity(chunks.len());
@@ -189,12 +189,13 @@ impl Index {
             gather.add_bytes(chunk, 0, length, Destination(buffer.as_mut_ptr())).into_py(py)?;
             buffers.push(buffer);
         }
-        // SAFETY: each chunk goes to a buffer of its length, which nothing else touches meanwhile.
+        // SAFETY: each chunk goes to a buffer of its length, which nothing else accesses until this
+        // ends.
         unsafe { run(py, &gather, &options)? };
         Ok(buffers.iter().map(|buffer| PyBytes::new(py, buffer)).collect())
     }
 
-    /// Raises unless the files of these chunks are there, and as long as they should be.
+    /// Raises unless the files of these chunks exist and have the expected length.
     fn check_files(&self, py: Python<'_>, chunks: Vec<u64>) -> PyResult<()> {
         for &chunk in &chunks {
             self.check_chunk(chunk)?;
@@ -206,7 +207,7 @@ impl Index {
         })
     }
 
-    /// Raises unless the digests of these chunks are right.
+    /// Raises unless the digests of these chunks match.
     #[pyo3(signature = (chunks, **options))]
     fn verify_chunks(
         &self,
@@ -225,7 +226,7 @@ impl Index {
         })
     }
 
-    /// The parts of a region that chunks hold, which may leave some of it out.
+    /// Returns the overlaps of chunks and a region. They need not cover the region.
     fn touching(
         &self,
         py: Python<'_>,
@@ -239,8 +240,8 @@ impl Index {
     }
 
     /// Checks a plan before anything is read. Raises unless the data files of these regions and
-    /// values are there and as long as they should be; returns (region, offsets, sizes) for what no
-    /// chunk holds.
+    /// values exist and have the expected length. Returns (region, offsets, sizes) for each part
+    /// that no chunk holds.
     fn check_regions<'py>(
         &self,
         py: Python<'py>,
@@ -268,7 +269,7 @@ impl Index {
 }
 
 impl Index {
-    /// Fills memory from what `source` finds for each: chunk or tensor, and the tensor.
+    /// Fills memory from the sources that `source` returns: a chunk or a tensor, and the tensor.
     fn fill(
         &self,
         py: Python<'_>,
@@ -284,8 +285,8 @@ impl Index {
             let region = Region::new(&fill.offsets.0, &fill.sizes.0);
             gather.add(source, &region, &to).into_py(py)?;
         }
-        // SAFETY: this method's contract: the caller keeps the tensors at the addresses. Shapes and
-        // strides are the tensors' own.
+        // SAFETY: the contract of this method: the caller keeps the tensors at the addresses.
+        // Shapes and strides are those of the tensors.
         Ok(unsafe { run(py, &gather, &options)? }.into())
     }
 

@@ -1,4 +1,4 @@
-//! Saves to stores, as Python sees them: where one goes, and what it found there.
+//! Saves to stores, for Python: the destination of a save, and what the save replaces.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -20,13 +20,13 @@ use crate::interrupt;
 use crate::panics::guarded;
 use crate::rows::Leftover;
 
-/// For the removal of all that is asked for.
+/// Time limit for a removal.
 const REMOVING: Duration = Duration::from_secs(60 * 60);
 
-/// Files (name, length, seconds since it was stored, tag), and the names of folders.
+/// Files (name, length, age in seconds, tag), and the names of folders.
 type FolderRows = (Vec<(String, u64, f64, Option<String>)>, Vec<String>);
 
-/// A store, for one save: its commit replaces what was there when it began.
+/// A store for one save. Its commit replaces what was there when the save began.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Store {
     pub inner: Arc<dyn Remote>,
@@ -36,7 +36,7 @@ pub struct Store {
 #[guarded]
 #[pymethods]
 impl Store {
-    /// The store that a URL leads to. Nothing is asked of it yet.
+    /// Connects to the store of a URL lazily: this sends no request.
     #[new]
     fn new(
         py: Python<'_>,
@@ -48,8 +48,8 @@ impl Store {
         Ok(Self { inner: Arc::new(store), begun: Mutex::default() })
     }
 
-    /// Looks at what a save to `folder` will replace; with `rank`, of that rank alone. Returns the
-    /// number of the save.
+    /// Looks at what a save to `folder` will replace; with `rank`, a save of that rank alone.
+    /// Returns the generation of the save.
     fn begin(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>) -> PyResult<u64> {
         let begun = self.ask(py, |connection, control| {
             checkpoint::begin_remote(&folder, rank, connection, control)
@@ -58,14 +58,14 @@ impl Store {
         Ok(begun.generation)
     }
 
-    /// Returns whether a folder has an index; with `rank`, a rank-local one.
+    /// Returns whether a folder has an index; with `rank`, the index of that rank.
     fn has_index(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>) -> PyResult<bool> {
         self.ask(py, |connection, control| {
             checkpoint::is_there_remote(&folder, rank, connection, control)
         })
     }
 
-    /// As `discard` of folders, of what several ranks wrote.
+    /// Does what the function `discard` does, for the files of several ranks.
     fn discard(
         &self,
         py: Python<'_>,
@@ -78,7 +78,7 @@ impl Store {
         })
     }
 
-    /// As `leftovers` of folders.
+    /// Does what the function `leftovers` does.
     fn leftovers(
         &self,
         py: Python<'_>,
@@ -92,7 +92,7 @@ impl Store {
         Ok(found.into_iter().map(Leftover::from).collect())
     }
 
-    /// As `clean` of folders.
+    /// Does what the function `clean` does.
     fn clean(
         &self,
         py: Python<'_>,
@@ -106,8 +106,8 @@ impl Store {
         Ok(to_rows(cleaned))
     }
 
-    /// Lists some folders: for each its files (name, length, seconds since it was stored, tag) and
-    /// the names of its folders.
+    /// Returns the files (name, length, age in seconds, tag) and the names of the folders in each
+    /// folder.
     fn list(&self, py: Python<'_>, folders: Vec<PathBuf>) -> PyResult<Vec<FolderRows>> {
         let found =
             self.ask(py, |connection, control| store::list_folders(&folders, connection, control))?;
@@ -116,7 +116,7 @@ impl Store {
         Ok(found.into_iter().map(rows).collect())
     }
 
-    /// All bytes of each of some files; None of those that are not there.
+    /// Returns all bytes of each file; `None` for a file that does not exist.
     fn read<'py>(
         &self,
         py: Python<'py>,
@@ -128,19 +128,19 @@ impl Store {
         Ok(found.into_iter().map(bytes).collect())
     }
 
-    /// Stores a file, in place of one that has the name.
+    /// Stores a file, and replaces one of the same name.
     fn put(&self, py: Python<'_>, path: PathBuf, data: Vec<u8>) -> PyResult<()> {
         self.ask(py, |connection, control| {
             connection.put(&path, &Body::new(data), Condition::Always, control)
         })
     }
 
-    /// Returns whether the store refuses a file in `folder` whose condition does not hold.
+    /// Returns whether the store refuses a write to `folder` whose condition does not hold.
     fn asks_conditions(&self, py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
         self.ask(py, |connection, control| connection.keeps_conditions(&folder, control))
     }
 
-    /// Stores a file of which there is none.
+    /// Stores a new file. It is an error if there is another one of this name.
     fn put_new(&self, py: Python<'_>, path: PathBuf, data: Vec<u8>) -> PyResult<()> {
         self.ask(py, |connection, control| {
             let folder = path.parent().unwrap_or(&path);
@@ -156,8 +156,7 @@ impl Store {
         Ok(found == Some(true))
     }
 
-    /// Stores a file of this machine under another name; with `overwrite` in place of what is
-    /// there.
+    /// Uploads a local file. Without `overwrite`, the target must not exist.
     #[pyo3(signature = (path, to, *, overwrite, threads, max_inflight_bytes))]
     fn upload_file(
         &self,
@@ -174,8 +173,8 @@ impl Store {
         })
     }
 
-    /// Stores files of this machine, from and to, in a folder that a claim, and what it holds,
-    /// keeps others out of; then the last one, which says what the others are.
+    /// Uploads local files (from, to) to a folder that `claim`, a file and its content, reserves.
+    /// Then uploads the last file, which makes the others visible.
     #[pyo3(signature = (files, last, *, claim, threads, max_inflight_bytes))]
     fn upload_folder(
         &self,
@@ -194,8 +193,7 @@ impl Store {
         })
     }
 
-    /// Removes files. Those that are not there are as good as removed; what could not be removed is
-    /// an error, once all were tried.
+    /// Removes files, and ignores those that do not exist. Tries all, then returns the first error.
     fn remove(&self, py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<()> {
         self.ask(py, |connection, control| {
             let left = connection.remove(&paths, &[], REMOVING, control);
@@ -203,14 +201,12 @@ impl Store {
         })
     }
 
-    /// Removes a file that was read, if it is the one that was read; it is an error where it is
-    /// another by now.
+    /// Removes a file that was read. It is an error if another file has replaced it.
     fn remove_seen(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         self.ask(py, |connection, control| connection.remove_seen(&path, control))
     }
 
-    /// Stores an index over data that is there already, in place of the one that was there when
-    /// this was begun. Removes nothing.
+    /// Stores an index over existing data, in place of the index seen at `begin`. Removes nothing.
     fn replace_index(&self, py: Python<'_>, folder: PathBuf, index: Vec<u8>) -> PyResult<()> {
         let begun = self.has_begun().into_py(py)?;
         self.ask(py, |connection, control| {
@@ -225,13 +221,14 @@ impl Store {
         self.begun().is_none_or(|begun| begun.keeps_conditions)
     }
 
-    /// Returns whether there was an index when the save began, which it replaces.
+    /// Returns whether there was an index when the save began. The save replaces it.
     #[getter]
     fn replaces(&self) -> bool {
         self.begun().is_some_and(|begun| begun.replaces)
     }
 
-    /// True if single ranks had indexes when the save of all ranks began. It replaces them.
+    /// Returns whether single ranks had indexes when the save of all ranks began. The save replaces
+    /// them.
     #[getter]
     fn replaces_ranks(&self) -> bool {
         self.begun().is_some_and(|begun| begun.replaces_ranks)
@@ -256,7 +253,7 @@ impl Store {
         interrupt::run(py, |control| question(&*self.inner.connect_to_store(0)?, control))
     }
 
-    /// Commits over what was there when the save began.
+    /// Commits, and replaces what was there when the save began.
     pub fn commit(
         &self,
         folder: &Path,
@@ -282,8 +279,8 @@ fn sending(threads: usize, max_inflight_bytes: u64) -> WriteOptions {
     WriteOptions { threads, max_inflight_bytes, ..WriteOptions::default() }
 }
 
-/// Stores something that `path` makes visible. What a signal raises meanwhile has as its cause that
-/// it is there, or may be.
+/// Runs `work`, which stores something that becomes visible as `path`. If a signal raises
+/// meanwhile, the cause of its exception says that the object is, or may be, stored.
 fn told_with(
     py: Python<'_>,
     path: &Path,

@@ -16,8 +16,7 @@ use crate::rows;
 use crate::save_plan::Planned;
 use crate::write::{parts_at, parts_of};
 
-/// The items that one rank saves, beside what a parent holds. It takes bytes as `Save` does, and
-/// compares them.
+/// Comparison of one rank's items with a parent checkpoint. It takes bytes as `Save` does.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Reuse {
     pub inner: Arc<write::Reuse>,
@@ -49,8 +48,7 @@ impl Reuse {
         interrupt::run(py, |control| self.inner.compare(parts, control))
     }
 
-    /// Compares the parts of all blocks, of which the first are compared while the others are
-    /// looked for.
+    /// Compares the parts of all blocks. The first are compared while later ones are still located.
     fn compare_all<'a>(
         &self,
         py: Python<'_>,
@@ -68,20 +66,21 @@ impl Reuse {
 #[guarded]
 #[pymethods]
 impl Reuse {
-    /// For each item, whether its bytes are to be given to one of the following.
+    /// Returns for each item whether its bytes are needed.
     fn wanted(&self) -> Vec<bool> {
         self.wants.clone()
     }
 
-    /// For each item, whether of its bytes the first block is enough.
+    /// Returns for each item whether its first block is enough.
     fn probed(&self) -> Vec<bool> {
         (0..self.wants.len()).map(|item| self.inner.probes(item)).collect()
     }
 
-    /// Compares parts of items, as `Save.write` writes them: memory stays until this returns.
+    /// Compares parts of items, as `Save.write` writes them. The caller keeps the memory until this
+    /// returns.
     #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn write(&self, py: Python<'_>, parts: Vec<Bound<'_, rows::Part>>) -> PyResult<()> {
-        // SAFETY: this method's contract, which `dcp_rs.transfer.save` keeps.
+        // SAFETY: the contract of this method, which `dcp_rs.transfer.save` keeps.
         let parts = unsafe { parts_at(&parts)? };
         self.compare(py, &parts)
     }
@@ -103,8 +102,8 @@ impl Reuse {
         self.compare(py, &parts_of(&values))
     }
 
-    /// Reads what would be reused. What is damaged will be written; returns what is wrong there, in
-    /// words.
+    /// Reads what would be reused, and returns descriptions of the damage. Damaged items will be
+    /// written.
     fn verify(&self, py: Python<'_>, threads: usize) -> PyResult<Vec<String>> {
         let Some(parent) = self.inner.parent() else {
             return Ok(Vec::new());
@@ -130,7 +129,7 @@ impl Reuse {
             .collect())
     }
 
-    /// Why files of the parent are not reused.
+    /// Returns the reasons why files of the parent are not reused.
     fn problems(&self) -> Vec<String> {
         self.inner.problems().iter().map(ToString::to_string).collect()
     }

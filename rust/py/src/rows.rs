@@ -15,7 +15,7 @@ use pyo3::types::PyTuple;
 use crate::convert::{Extent, FsPath, extent_to_py};
 use crate::panics::guarded;
 
-/// A tensor, or a value, of an index.
+/// A tensor or a value of an index.
 #[pyclass(frozen, get_all, module = "dcp_rs._core")]
 pub struct TensorEntry {
     name: String,
@@ -104,7 +104,8 @@ impl Overlap {
     }
 }
 
-/// A block that is not what was written, or a file that is not as the index says.
+/// A block whose bytes have changed since they were written, or a file that does not match the
+/// index.
 #[pyclass(frozen, get_all, module = "dcp_rs._core")]
 pub struct Damage {
     path: Py<PyAny>,
@@ -160,7 +161,7 @@ impl From<checkpoint::Leftover> for Leftover {
     }
 }
 
-/// Statistics of a read, in bytes, and the number of its jobs.
+/// Counts of a read: bytes, and the number of requests.
 #[pyclass(frozen, get_all, module = "dcp_rs._core")]
 pub struct ReadStats {
     wanted: u64,
@@ -184,10 +185,10 @@ impl From<read::ReadStats> for ReadStats {
     }
 }
 
-/// Memory to be filled with a rectangle of a chunk or of a tensor. Strides are in elements.
+/// Memory to fill with a rectangle of a chunk or of a tensor. Strides are in elements.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Fill {
-    /// The chunk, or the tensor.
+    /// Number of the chunk or the tensor.
     pub source: u64,
     pub offsets: Extent,
     pub sizes: Extent,
@@ -204,11 +205,11 @@ impl Fill {
     }
 }
 
-/// Memory that holds some bytes of an item that is saved.
+/// Memory with some bytes of an item to save.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Part {
     pub item: u32,
-    /// First byte of the item.
+    /// Offset in the item.
     pub at: u64,
     pub address: usize,
     pub nbytes: usize,
@@ -223,7 +224,7 @@ impl Part {
     }
 }
 
-/// A place in a file that the caller has laid out, for an item that is saved.
+/// A range of a file that the caller has laid out, for an item to save.
 #[pyclass(frozen, get_all, module = "dcp_rs._core")]
 pub struct PlacedValue {
     name: String,

@@ -15,7 +15,7 @@ use crate::error::{IntoPy, PlanError};
 use crate::index::Index;
 use crate::panics::guarded;
 
-/// Bytes that a rank reads of a checkpoint, as a message of fixed size.
+/// A sample of a rank's reads, as a message of fixed size.
 #[pyclass(module = "dcp_rs._core")]
 pub struct Sample {
     index: Py<Index>,
@@ -37,7 +37,7 @@ impl Sample {
         Self { index, inner }
     }
 
-    /// Adds what is filled in place of a batch of the same index.
+    /// Adds the targets of a batch of the same index that are filled in place.
     fn add_batch(&mut self, py: Python<'_>, batch: &Batch) -> PyResult<()> {
         if !Arc::ptr_eq(&batch.index().inner, &self.index.get().inner) {
             return Err(PlanError::new_err("the batch is of another index"));
@@ -46,7 +46,7 @@ impl Sample {
         Ok(())
     }
 
-    /// Adds regions (source, whether that is a chunk, offsets, sizes).
+    /// Adds regions (source, whether it is a chunk, offsets, sizes).
     fn add(&mut self, regions: Vec<(u64, bool, Extent, Extent)>) -> PyResult<()> {
         let index = self.index.get();
         for (source, of_chunk, offsets, sizes) in regions {
@@ -64,20 +64,20 @@ impl Sample {
         Ok(())
     }
 
-    /// For the coordinator: 1 KiB.
+    /// Returns the message for the coordinator: 1 KiB.
     fn told<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.inner.to_bytes())
     }
 
-    /// With the coordinator's answer. None: it is none.
+    /// Combines the sample with the coordinator's reply; returns `None` if the reply is invalid.
     fn judged(&self, answer: &[u8]) -> Option<SharedSections> {
         let common = self.inner.judged(answer);
         common.map(|common| SharedSections { inner: Arc::new(common) })
     }
 }
 
-/// The coordinator's part, for what ranks told it: for each (its machine, `Sample.told`), how many
-/// of them are on that machine, and the answer.
+/// Compares the samples of all ranks, on the coordinator. Each has the rank's machine and
+/// `Sample.told`. Returns for each the number of ranks on its machine, and the reply.
 #[guarded]
 #[pyfunction]
 pub fn compare_wanted<'py>(

@@ -9,7 +9,7 @@ use crate::convert::{Extent, dtype as dtype_of, to_value};
 use crate::error::UnsupportedError;
 use crate::panics::guarded;
 
-/// A chunk of a tensor, or a value, to be saved.
+/// A chunk of a tensor, or a value, to save.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct SaveItem {
     pub inner: write::SaveItem,
@@ -18,8 +18,8 @@ pub struct SaveItem {
 #[guarded]
 #[pymethods]
 impl SaveItem {
-    /// `dtype`: none for a value, of which `length` is all that there is to say. `path` and
-    /// `position`: in the state dict.
+    /// Makes an item. A value has no `dtype`, and only `length` describes it. `path` and `position`
+    /// are those in the state dict.
     #[new]
     #[pyo3(signature = (
         name, length, *, dtype=None, shape=None, offsets=None, sizes=None, flags=0, path=None,
@@ -63,7 +63,7 @@ pub fn items_of(items: &[Bound<'_, SaveItem>]) -> Vec<write::SaveItem> {
     items.iter().map(|item| item.get().inner.clone()).collect()
 }
 
-/// A name, which has to be text that the format can hold.
+/// Returns a name. Raises unless it is valid Unicode text.
 pub fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
     match name.extract::<String>() {
         Ok(name) => Ok(name),

@@ -25,8 +25,8 @@ use crate::write::{Save, bytes_at, save_options, to};
 
 const REQUIRES_GRAD: u8 = 1;
 
-/// The items that one rank holds: plain tensors, which are places in a list that the caller keeps,
-/// then others.
+/// The items of one rank: plain tensors, which are positions in a list that the caller keeps, then
+/// other items.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct SavePlan {
     inner: Mutex<Inner>,
@@ -35,18 +35,18 @@ pub struct SavePlan {
 #[derive(Default)]
 struct Inner {
     items: Vec<SaveItem>,
-    /// For each plain item (the first ones), its place in the list.
+    /// Position in the list of each plain item. The plain items come first.
     plain: Vec<usize>,
 }
 
-/// Items of a plan that go to the files of a save.
+/// Items of a plan that are written to the files of a save.
 #[derive(Default)]
 pub struct Planned {
-    /// Number in the save, place in the list, bytes; of those that are written.
+    /// Plain items to write: number in the save, position in the list, length in bytes.
     pub plain: Vec<(u32, usize, u64)>,
     /// Number of plain items.
     pub count: usize,
-    /// For each item, in which turn it is written; empty where nobody says it.
+    /// The turn in which each item is written; empty if all are written at once.
     pub turns: Vec<u32>,
 }
 
@@ -58,10 +58,12 @@ impl SavePlan {
         Self { inner: Mutex::default() }
     }
 
-    /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out those that become
-    /// it (floating-point ones of more than 8 bits and of another dtype), and `shapes` those of
-    /// another shape. Returns the places of the others. `paths` and `positions` are those in the
-    /// state dict, or None.
+    /// Adds the plain ones of `tensors`, and returns the positions of the others. `paths` and
+    /// `positions` are those in the state dict, or `None`.
+    ///
+    /// `cast` (the name of a dtype) leaves out tensors that are to be cast to it: floating-point
+    /// tensors of another dtype and of more than 8 bits. `shapes` leaves out tensors of another
+    /// shape.
     #[pyo3(signature = (
         names, paths, tensors, types, dtypes, *, positions=None, cast=None, shapes=None
     ))]
@@ -86,8 +88,8 @@ impl SavePlan {
                 "names, paths, positions and shapes must be as many as tensors",
             ));
         }
-        // Without the lock: looking at a tensor may run Python, which may come back here, or wait
-        // for a thread that does.
+        // Does not hold the lock: looking at a tensor may run Python code, which may call this
+        // object, or wait for a thread that does.
         let mut found = Inner::default();
         let mut others = Vec::new();
         found.items.reserve(tensors.len());
@@ -98,8 +100,8 @@ impl SavePlan {
             })
         };
         for (place, tensor) in tensors.iter().enumerate() {
-            // Whatever raises when it is looked at is for the planner to judge, which has the words
-            // for it.
+            // If looking at a tensor raises, the planner handles it, since it has the better
+            // messages.
             let looked = plain.look(&tensor).ok().flatten().filter(|host| !is_cast(host.dtype));
             let Some((length, plain)) =
                 looked.and_then(|host| Some((contiguous_length(&host)?, host)))
@@ -147,7 +149,7 @@ impl SavePlan {
         Ok(others)
     }
 
-    /// Adds items. The length of a value that is not a tensor may be given later.
+    /// Adds items. The length of a value may be given later.
     fn add(&self, items: Vec<Bound<'_, save_item::SaveItem>>) {
         self.lock().items.extend(items_of(&items));
     }
@@ -156,13 +158,13 @@ impl SavePlan {
         self.lock().items.len()
     }
 
-    /// Returns the items in few bytes, for the coordinator.
+    /// Returns the items in a compact form, for the coordinator.
     fn request<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &save_plan::encode(&self.lock().items))
     }
 
-    /// The places of the items, among those given to `add`, that `keep` (a bit for each item; None:
-    /// all) gives to this rank.
+    /// Returns the items given to `add` that this rank saves, by their positions. `keep` has a bit
+    /// for each item; `None` keeps all.
     fn kept_others(&self, keep: Option<PyBackedBytes>) -> PyResult<Vec<usize>> {
         let inner = self.lock();
         let keep = Keep::new(keep, inner.items.len())?;
@@ -170,10 +172,11 @@ impl SavePlan {
         Ok((first..inner.items.len()).filter(|&i| keep.has(i)).map(|i| i - first).collect())
     }
 
-    /// Creates the files for what `keep` gives to this rank: first the plain tensors, for
-    /// `Save.write_plain`; then the others, in the order of `kept_others`, whose lengths in bytes
-    /// are `lengths`. `turns`, for each of these, where they are not written at a time: in which
-    /// one, from 1 on.
+    /// Creates the files for the items that this rank saves: the plain tensors, for
+    /// `Save.write_plain`, then the others, in the order of `kept_others`.
+    ///
+    /// `lengths` has the length of each of the others in bytes. `turns` has the turn, from 1, in
+    /// which each is written, if they are not written at once.
     #[pyo3(signature = (folder, keep, lengths, *, turns=None, reuse=None, store=None, **options))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
@@ -200,8 +203,8 @@ impl SavePlan {
         Save::begin(py, &to(&folder, store), items, info, &options, planned, reuse)
     }
 
-    /// Compares the items of `create` with `parent`. `frozen`, for each item: the caller says that
-    /// it never changes; `trusted`: nor did it since the parent was saved.
+    /// Compares the items of `create` with `parent`. `frozen` says for each item that it never
+    /// changes. `trusted` says that frozen items did not change since the parent was saved.
     fn reuse(
         &self,
         py: Python<'_>,
@@ -216,7 +219,7 @@ impl SavePlan {
         Reuse::new(py, parent, &items, planned, &frozen, trusted)
     }
 
-    /// The names of the items that `keep` gives to this rank.
+    /// Returns the names of the items that this rank saves.
     fn kept_names(&self, keep: Option<PyBackedBytes>) -> PyResult<Vec<String>> {
         let inner = self.lock();
         let keep = Keep::new(keep, inner.items.len())?;
@@ -226,8 +229,8 @@ impl SavePlan {
 }
 
 impl SavePlan {
-    /// The items that `keep` gives to this rank, of the lengths that are given for those that are
-    /// not plain.
+    /// Returns the items that this rank saves. `lengths` has the lengths of those that are not
+    /// plain.
     fn kept(
         &self,
         keep: Option<PyBackedBytes>,
@@ -259,7 +262,7 @@ impl SavePlan {
     }
 }
 
-/// A path, or none where it is not one of the format.
+/// Converts a path; returns `None` if the format cannot store it.
 fn path(object: &Bound<'_, PyAny>) -> PyResult<Option<Value>> {
     match object.cast::<PyTuple>() {
         Ok(tuple) => Ok(Some(to_value(tuple.as_any(), 0)?).filter(Value::is_path)),
@@ -285,25 +288,26 @@ impl Keep {
 }
 
 impl Planned {
-    /// The same, of which only those are written whose number passes.
+    /// Keeps only the plain items whose number passes.
     pub fn only(mut self, passes: impl Fn(u32) -> bool) -> Self {
         self.plain.retain(|&(number, ..)| passes(number));
         self
     }
 
-    /// The memory of the plain tensors, which are in `tensors`: block by block, `None` at the end.
+    /// Returns an iterator over the memory of the plain tensors of `tensors`: one block a call,
+    /// then `None`.
     pub fn parts<'a>(
         &'a self,
         plain: &'a Plain<'_>,
         tensors: &'a Bound<'_, PyList>,
     ) -> impl FnMut() -> PyResult<Option<Vec<Part<'a>>>> + 'a {
         let written = self.plain.iter().filter(|(.., length)| *length > 0);
-        // Whoever changes the list meanwhile frees none of them.
+        // Keeps the tensors alive if another thread changes the list meanwhile.
         let mut held = Vec::new();
         let mut parts = written.map(move |&(item, place, length)| {
             let tensor = tensors.get_item(place)?;
-            // SAFETY: torch said just now where the tensor is, and it is held until the write is
-            // over.
+            // SAFETY: torch has just reported where the tensor is, and `held` keeps it until the
+            // write is over.
             #[expect(unsafe_code, reason = "tensors are handed over by address")]
             let part = unsafe { part(item, plain.look(&tensor)?, length)? };
             held.push(tensor);
@@ -316,11 +320,12 @@ impl Planned {
     }
 }
 
-/// All of an item of `length` bytes, as its tensor is found. It may have been replaced since it was
-/// planned (`tensor.data = ...`): only what it is now says what may be read.
+/// Returns all bytes of an item of `length` bytes, from its tensor as it is now. The tensor may
+/// have been replaced since it was planned (`tensor.data = ...`), so the planned address must not
+/// be read.
 ///
 /// # Safety
-/// The tensor is where it was found for `'a`.
+/// The tensor stays where it was found for `'a`.
 #[expect(unsafe_code, reason = "tensors are handed over by address")]
 unsafe fn part<'a>(item: u32, found: Option<HostTensor>, length: u64) -> PyResult<Part<'a>> {
     let host = found
@@ -332,19 +337,18 @@ unsafe fn part<'a>(item: u32, found: Option<HostTensor>, length: u64) -> PyResul
     Ok(Part {
         item,
         at: 0,
-        // SAFETY: as the caller vouches; the tensor, contiguous and in host memory, is `length`
+        // SAFETY: the caller guarantees it. The tensor is contiguous, in host memory, and `length`
         // bytes long.
         data: unsafe { bytes_at(host.address, length)? },
     })
 }
 
-/// The bytes of a tensor, if it is contiguous.
+/// Returns the length of a tensor in bytes, if it is contiguous.
 fn contiguous_length(host: &HostTensor) -> Option<u64> {
     let count = element_count(&host.shape)?;
     let mut stride = 1;
     for (&size, &is) in host.shape.iter().zip(&host.strides).rev() {
-        // As torch has it: the strides of an empty tensor, and of a dimension of one element, do
-        // not matter.
+        // torch ignores the strides of an empty tensor, and of a dimension of one element.
         if count > 0 && size != 1 && is != stride {
             return None;
         }
@@ -353,8 +357,8 @@ fn contiguous_length(host: &HostTensor) -> Option<u64> {
     count.checked_mul(host.dtype.size())
 }
 
-/// Assigns what ranks hold, by their requests: (for each rank the bits of what it saves, the number
-/// of items of all of them, the bytes of each).
+/// Assigns items to ranks, by the ranks' requests. Returns for each rank the bits of the items that
+/// it saves, then the number of items in all, and the bytes of each rank.
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (requests, *, lowest_rank))]

@@ -1,4 +1,4 @@
-//! Loads through slabs, as Python sees them.
+//! Loads through slabs, for Python.
 
 #![allow(unsafe_code)] // slabs are handed over by address
 
@@ -25,15 +25,15 @@ const PERIOD: Duration = Duration::from_millis(20);
 pub struct Copy {
     /// Number of the target.
     target: usize,
-    /// Number of the reader's region that it is a part of.
+    /// Position of the reader's region that contains it.
     want: usize,
     /// First byte in the slab.
     at: u64,
     /// Bytes.
     nbytes: u64,
-    /// First byte in the target, counted as its elements are stored; None: they go to `r#box`.
+    /// First byte in the target, in the order of its stored elements; `None` if `r#box` is set.
     begin: Option<u64>,
-    /// Offsets and sizes of a rectangle of the target; None: they go to one run of memory.
+    /// Offsets and sizes of a rectangle of the target; `None` if the bytes go to one run of memory.
     r#box: Option<Py<PyTuple>>,
 }
 
@@ -61,15 +61,15 @@ impl Copy {
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct SlabReader {
     plan: Arc<Plan>,
-    /// The owner of the slabs' memory is declared after the session, so that it is dropped later.
+    /// The owner of the slabs' memory comes after the session, so that it is dropped later.
     running: OnceLock<(Session, Py<PyAny>)>,
 }
 
 #[guarded]
 #[pymethods]
 impl SlabReader {
-    /// Packs wants of a batch, in their order or that of the files, into slabs of up to
-    /// `slab_bytes`, and checks the files.
+    /// Packs parts of a batch into slabs of up to `slab_bytes`, in the order of `wants` or, with
+    /// `sort`, of the files. Checks the files.
     #[staticmethod]
     #[pyo3(signature = (batch, wants, slab_bytes, *, sort, **options))]
     fn create(
@@ -98,14 +98,14 @@ impl SlabReader {
         self.plan.batches().len()
     }
 
-    /// Returns the number of slabs to fill at a time.
+    /// Returns the best number of slabs to fill at a time.
     #[getter]
     fn workers(&self) -> usize {
         self.plan.workers()
     }
 
-    /// The number of the device that a batch goes to, and the copies that bring it there, in the
-    /// order of their places.
+    /// Returns the number of the batch's device, and the copies to it, in the order of their
+    /// places.
     fn batch<'py>(&self, py: Python<'py>, batch: usize) -> PyResult<(u32, Bound<'py, PyList>)> {
         let batch = self.found(batch)?;
         let copies = self.plan.copies(batch).map(|copy| Copy::new(py, copy));
@@ -113,8 +113,8 @@ impl SlabReader {
         Ok((self.plan.device(batch), list))
     }
 
-    /// Begins to fill slabs, on up to `workers` threads. `slabs` are the addresses and lengths in
-    /// bytes of memory that `memory` keeps, a slab each; addresses are multiples of 4096.
+    /// Begins to fill slabs, on up to `workers` threads. `slabs` are addresses and lengths in bytes
+    /// of the memory that `memory` keeps alive. Addresses are multiples of 4096.
     fn start(&self, slabs: Vec<(usize, u64)>, memory: Py<PyAny>, workers: usize) -> PyResult<()> {
         if self.running.get().is_some() {
             return Err(PlanError::new_err("the load has begun"));
@@ -130,17 +130,17 @@ impl SlabReader {
             .map(|(address, _)| Slab(Destination(std::ptr::with_exposed_provenance_mut(address))))
             .collect();
         let plan = Arc::clone(&self.plan);
-        // SAFETY: this method's contract: `memory` keeps the slabs, `plan.slab_bytes()` each, alive
-        // and apart, and is held until the session is gone; `dcp_rs.transfer.upload` touches a slab
-        // only between `next` and `release`.
+        // SAFETY: the contract of this method: `memory` keeps the slabs, of `plan.slab_bytes()`
+        // each, alive and disjoint, and is kept until the session is dropped.
+        // `dcp_rs.transfer.upload` accesses a slab only between `next` and `release`.
         let session = unsafe { Session::start(plan, slabs, workers) };
         let session = Python::attach(|py| session.into_py(py))?;
-        // If two calls race, the session of the later one stops again.
+        // If two calls race, the later session is dropped, which stops it.
         let _ = self.running.set((session, memory));
         Ok(())
     }
 
-    /// (batch, slab) for the next batch in order, once it is filled; None after the last.
+    /// Returns (batch, slab) of the next batch in order, once it is filled; `None` after the last.
     fn next(&self, py: Python<'_>) -> PyResult<Option<(usize, usize)>> {
         let (session, _) = self.running.get().ok_or_else(not_begun)?;
         loop {
@@ -152,20 +152,20 @@ impl SlabReader {
         }
     }
 
-    /// Gives a slab back, to be filled again.
+    /// Returns a slab to the reader, to be filled again.
     fn release(&self, slab: usize) -> PyResult<()> {
         self.running.get().ok_or_else(not_begun)?.0.release(slab);
         Ok(())
     }
 
-    /// Stops the load. When this returns, no slab is touched any more.
+    /// Stops the load. After this returns, nothing accesses the slabs.
     fn close(&self, py: Python<'_>) {
         if let Some((session, _)) = self.running.get() {
             py.detach(|| session.close());
         }
     }
 
-    /// Complete once the load is closed.
+    /// Returns the counts, which are complete once the load is closed.
     fn stats(&self) -> ReadStats {
         let running = self.running.get();
         running.map(|(session, _)| session.stats()).unwrap_or_default().into()

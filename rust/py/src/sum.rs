@@ -1,4 +1,4 @@
-//! Weighted sums of several checkpoints, as Python asks for them.
+//! Weighted sums of several checkpoints, for Python.
 
 #![allow(unsafe_code)] // tensors are handed over by address
 
@@ -16,15 +16,15 @@ use crate::interrupt;
 use crate::panics::guarded;
 use crate::read::{Options, read_options};
 
-/// The tensors of a sum, offsets and sizes of the region, the address of the result, and whether it
-/// is of bfloat16.
+/// The tensor of each input, offsets and sizes of the region, the address of the result, and
+/// whether the result is bfloat16.
 type SumArguments = (Vec<u32>, Extent, Extent, usize, bool);
 
-/// Sums up regions of several checkpoints (an index and a weight each), in float32 or (`double`)
+/// Sums regions of several checkpoints, each an index and a weight, in float32 or (`double`)
 /// float64.
 ///
-/// The memory behind every address must stay there until this returns: the caller holds the
-/// tensors. They are contiguous, and no two of them share memory.
+/// The caller keeps the tensors, and so the memory behind every address, until this returns. They
+/// are contiguous, and no two of them share memory.
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (inputs, sums, *, double, **options))]
@@ -61,7 +61,7 @@ pub fn sum_regions(
             weight: *weight,
         })
         .collect();
-    // SAFETY: this function's contract: the caller holds the tensors at the addresses, which are as
-    // large as the regions.
+    // SAFETY: the contract of this function: the caller keeps the tensors at the addresses, and
+    // they are as large as the regions.
     interrupt::run(py, |control| unsafe { sum(&summands, &made, double, &options, control) })
 }

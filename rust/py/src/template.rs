@@ -1,4 +1,4 @@
-//! Files that torch writes but for the bytes of tensors, as a stream that Python hands to it.
+//! Files that torch writes without the bytes of tensors, as a stream that Python writes to.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,8 +11,8 @@ use pyo3::sync::MutexExt as _;
 use crate::error::IntoPy as _;
 use crate::panics::guarded;
 
-/// A stream that keeps what is written to it, but for memory of a range of addresses that stands
-/// for bytes from elsewhere: of that it keeps the place.
+/// A stream that keeps what is written to it. A range of addresses stands for bytes that come from
+/// elsewhere: of a write from it, the stream keeps only the position.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Template {
     inner: Mutex<Inner>,
@@ -25,8 +25,8 @@ pub struct Inner {
     holes: Vec<Hole>,
 }
 
-/// Bytes of the file that are not in memory, and where in the range of addresses their stand-in
-/// begins.
+/// A gap: bytes of the file that come from elsewhere, and the place of their stand-in in the range
+/// of addresses.
 #[derive(Clone, Copy)]
 struct Hole {
     at: u64,
@@ -37,7 +37,8 @@ struct Hole {
 #[guarded]
 #[pymethods]
 impl Template {
-    /// `nbytes` from `address` on stand for the bytes of tensors. They are never read.
+    /// Makes a stream. The `nbytes` from `address` on stand for the bytes of tensors, and are never
+    /// read.
     #[new]
     fn new(address: usize, nbytes: usize) -> Self {
         Self {
@@ -63,20 +64,19 @@ impl Template {
         self.lock(py).file.size()
     }
 
-    /// There is nothing to be done: all is in memory.
+    /// Does nothing, since everything is in memory.
     fn flush(&self) {}
 
-    /// There is nothing to be done: all is in memory.
+    /// Does nothing, since everything is in memory.
     fn close(&self) {}
 
-    /// (First byte in the file, where in the range of addresses, length) of what was kept the place
-    /// of.
+    /// Returns (first byte in the file, distance from `address`, length) of the gaps.
     fn holes(&self, py: Python<'_>) -> Vec<(u64, u64, u64)> {
         let inner = self.lock(py);
         inner.holes.iter().map(|hole| (hole.at, hole.place, hole.len)).collect()
     }
 
-    /// (First byte in the file, length) of what is in memory.
+    /// Returns (first byte in the file, length) of the bytes that it keeps.
     fn pieces(&self, py: Python<'_>) -> Vec<(u64, u64)> {
         let inner = self.lock(py);
         inner.file.pieces().map(|(at, bytes)| (at, bytes.len() as u64)).collect()
@@ -107,7 +107,7 @@ impl Template {
 }
 
 impl Inner {
-    /// Stand-in memory may come in several writes.
+    /// Adds a gap, or extends the last one: stand-in memory may come in several writes.
     fn skip(&mut self, place: u64, len: u64) {
         let at = self.file.size();
         match self.holes.last_mut() {

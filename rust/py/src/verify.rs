@@ -1,4 +1,4 @@
-//! Whole checkpoints, as Python checks and indexes them.
+//! Checks, copies and recovery of whole checkpoints, for Python.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::rows::Damage;
 #[guarded]
 #[pymethods]
 impl Index {
-    /// Damage, bytes hashed, bytes that have no digest.
+    /// Verifies all data. Returns the damage, the bytes hashed, and the bytes without a digest.
     #[pyo3(signature = (*, threads, progress = None))]
     fn verify(
         &self,
@@ -38,14 +38,14 @@ impl Index {
         Ok((damage, verified.bytes, verified.bytes_without_digest))
     }
 
-    /// A data file that is a link out of the folder, and so refused to who opens the index file
-    /// without `allow_external`; None where none is.
+    /// Returns a data file that is a link out of the folder; `None` if there is none. Opening the
+    /// index file refuses such a link without `allow_external`.
     fn find_link_outside(&self, py: Python<'_>) -> Option<FsPath> {
         py.detach(|| checkpoint::find_link_outside(&self.inner)).map(FsPath)
     }
 
-    /// The bytes of an index like this one, for a file in another folder (`prefix` is then the
-    /// folder of the data), or with digests for all chunks.
+    /// Returns a copy of this index: for a file in another folder (`prefix` is then the folder of
+    /// the data), or with digests for all chunks.
     #[pyo3(signature = (*, prefix, digests, save_id, threads, progress = None))]
     fn copy<'py>(
         &self,
@@ -65,16 +65,15 @@ impl Index {
     }
 }
 
-/// The cores that this process may use: those of its affinity, and no more than its cgroup's quota
-/// pays for.
+/// Returns the number of cores that this process may use, by its affinity and its cgroup's quota.
 #[guarded]
 #[pyfunction]
 pub fn available_cores() -> usize {
     dcp_rs_core::available_cores()
 }
 
-/// Why torch should not unpickle the bytes of a value: whether they are damaged, and what is wrong.
-/// None: it may.
+/// Returns why torch should not unpickle the bytes of a value: whether they are damaged, and the
+/// reason. Returns `None` if torch may.
 #[guarded]
 #[pyfunction]
 pub fn refusal(py: Python<'_>, data: &[u8]) -> Option<(bool, String)> {
@@ -85,7 +84,7 @@ pub fn refusal(py: Python<'_>, data: &[u8]) -> Option<(bool, String)> {
     }
 }
 
-/// XXH3-64 of some bytes, as the format has it.
+/// Returns the XXH3-64 of some bytes, as the format defines it.
 #[guarded]
 #[pyfunction]
 pub fn block_digest(data: &[u8]) -> u64 {
@@ -106,8 +105,8 @@ pub fn check_no_rank_indexes(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
     py.detach(|| checkpoint::check_no_rank_indexes(&folder)).into_py(py)
 }
 
-/// The bytes of an index over the native data files of `folder`, on a store if one is given, whose
-/// index was lost.
+/// Rebuilds a lost index from the native data files of `folder`, and returns its bytes. With
+/// `store`, the folder is on it.
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (folder, *, generation, save_id, threads, progress = None, store = None))]

@@ -1,4 +1,4 @@
-//! Saves, as Python sees them.
+//! Saves, for Python.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,21 +24,23 @@ use crate::save_item::{SaveItem, items_of};
 use crate::save_plan::Planned;
 use crate::template::Template;
 
-/// One rank's data files of one save. Dropped before `finish`, it removes what it created.
+/// One rank's data files of one save. If it is dropped before `finish`, it removes the files that
+/// it created.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Save {
     inner: Mutex<State>,
     planned: Planned,
-    /// Bytes of all items that are written.
+    /// Bytes of all items to write.
     #[pyo3(get)]
     bytes: u64,
-    /// Bytes of items that a parent holds, and that are linked, or copied by a store.
+    /// Bytes of the reused items: those that a parent has, and that are linked or copied by a
+    /// store.
     #[pyo3(get)]
     bytes_reused: u64,
-    /// Requests to a store that have the bytes in them, or have it copy some.
+    /// Requests to a store that upload or copy data.
     #[pyo3(get)]
     requests: u64,
-    /// Why files of the parent could not be linked, or copied.
+    /// Reasons why files of the parent could not be linked or copied.
     #[pyo3(get)]
     problems: Vec<String>,
     /// True if all parts are collected before the first write: incomplete parts of a store's
@@ -48,11 +50,11 @@ pub struct Save {
 }
 
 struct State {
-    /// Until it is finished.
+    /// Set until the save is finished.
     save: Option<write::Save>,
-    /// From then on, until it is committed.
+    /// Set from then until the save is committed.
     claim: Option<FileLock>,
-    /// Hears of the bytes that are written, of which there are so many.
+    /// Callback for the number of bytes written, which is `written`.
     progress: Option<Py<PyAny>>,
     written: u64,
 }
@@ -75,8 +77,8 @@ impl Save {
         Self::begin(py, &to, items_of(&items), info, &options, Planned::default(), None)
     }
 
-    /// Creates files (name, header, size) of the caller's own layout, with values in them. With
-    /// `crc32`, theirs are found out.
+    /// Creates files (name, header, size) in the caller's own layout, for `values` in them. `crc32`
+    /// enables [`crc32s`](Self::crc32s).
     #[staticmethod]
     #[pyo3(signature = (folder, files, values, *, crc32 = false, **options))]
     fn create_files(
@@ -103,17 +105,17 @@ impl Save {
 
     /// Writes parts of items.
     ///
-    /// The memory behind every address must be there, and unchanged, until this returns: the caller
-    /// holds the tensors.
+    /// The caller keeps the tensors until this returns. The memory behind every address must not
+    /// change.
     #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn write(&self, py: Python<'_>, parts: Vec<Bound<'_, rows::Part>>) -> PyResult<()> {
-        // SAFETY: this method's contract, which `dcp_rs.transfer.save` keeps.
+        // SAFETY: the contract of this method, which `dcp_rs.transfer.save` keeps.
         let parts = unsafe { parts_at(&parts)? };
         self.put(py, &parts)
     }
 
-    /// Writes the plain tensors of the plan that this save was created from; they are in the list
-    /// that the plan was made with.
+    /// Writes the plain tensors of the plan that created this save. `tensors` is the list that the
+    /// plan was made with.
     fn write_plain<'py>(
         &self,
         py: Python<'py>,
@@ -130,7 +132,7 @@ impl Save {
         self.put(py, &parts_of(&values))
     }
 
-    /// Writes the pieces of a template, which are items from `first` on.
+    /// Writes the pieces of a template, which are the items from `first` on.
     fn write_template(&self, py: Python<'_>, template: &Template, first: u32) -> PyResult<()> {
         let template = template.lock(py);
         let pieces = (first..).zip(template.file.pieces());
@@ -139,20 +141,20 @@ impl Save {
         self.put(py, &parts)
     }
 
-    /// The CRC-32 of every item.
+    /// Returns the CRC-32 of each item.
     fn crc32s(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         let state = self.lock(py)?;
         let save = state.save.as_ref().ok_or_else(closed)?;
         Ok(py.detach(|| save.crc32s()))
     }
 
-    /// From here on `progress` is called, while something is written, with the bytes that are.
+    /// Calls `progress` with the bytes written so far, from the next write on.
     fn watch(&self, py: Python<'_>, progress: Py<PyAny>) -> PyResult<()> {
         self.lock(py)?.progress = Some(progress);
         Ok(())
     }
 
-    /// For each item, whether a parent holds it: then it is not written.
+    /// Returns for each item whether it is reused from a parent, and so not written.
     fn reused(&self, py: Python<'_>) -> PyResult<Vec<bool>> {
         Ok(self.lock(py)?.save.as_ref().ok_or_else(closed)?.is_reused())
     }
@@ -163,8 +165,8 @@ impl Save {
         self.planned.count
     }
 
-    /// Completes the files, and returns the bytes of an index over them. `nesting`: containers
-    /// (position, path, kind) that the paths do not tell; None where that is not known.
+    /// Completes the files, and returns the bytes of an index over them. `nesting` has the
+    /// containers (position, path, kind) that no path shows; `None` if they are unknown.
     #[pyo3(signature = (nesting=None))]
     fn finish<'py>(
         &self,
@@ -182,16 +184,18 @@ impl Save {
         Ok(PyBytes::new(py, &index))
     }
 
-    /// The save is committed, or given up: the claim on its files ends.
+    /// Releases the claim on the files, once the save is committed or abandoned.
     fn let_go(&self, py: Python<'_>) -> PyResult<()> {
         let claim = self.lock(py)?.claim.take();
         py.detach(|| drop(claim));
         Ok(())
     }
 
-    /// Removes the files, if they are not complete. Returns why something is still on a store.
+    /// Removes the files, unless they are complete. Returns the reasons why something is still on a
+    /// store.
     fn abort(&self, py: Python<'_>) -> Vec<String> {
-        // In a fork of the process that began it, they are not its files.
+        // In a fork of the process that began the save, the lock fails, and the files stay: they
+        // belong to the parent process.
         let save = self.lock(py).ok().and_then(|mut inner| inner.save.take());
         let left = py.detach(|| save.map(write::Save::abort).unwrap_or_default());
         left.iter().map(ToString::to_string).collect()
@@ -199,8 +203,8 @@ impl Save {
 }
 
 impl Drop for Save {
-    /// Removes the files of a save that did not end, or talks to a store: other Python threads run
-    /// meanwhile.
+    /// Removes the files of an unfinished save. This may send requests to a store, so it releases
+    /// the GIL.
     fn drop(&mut self) {
         let state = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner);
         let (save, claim) = (state.save.take(), state.claim.take());
@@ -253,9 +257,9 @@ impl Save {
         self.put_all(py, || Ok(parts.take()))
     }
 
-    /// Writes the parts of all blocks, of which the first are written while the others are looked
-    /// for. That may run Python, which may come back here: nothing is locked but while something is
-    /// written.
+    /// Writes the parts of all blocks. The first are written while later ones are still located.
+    /// Locating may run Python code, which may call this object, so the lock is held only during a
+    /// write.
     fn put_all<'a>(
         &self,
         py: Python<'_>,
@@ -270,7 +274,7 @@ impl Save {
             (progress, state.written)
         };
         let bytes = interrupt::run_on(py, progress.as_ref(), before, blocks, |blocks, control| {
-            // One write of many parts is much faster than many.
+            // One write of many parts is much faster than many writes.
             let all = self.at_once.then(|| blocks.iter().flatten().collect());
             let mut next = all.or_else(|| interrupt::made_by_now(&blocks));
             while let Some(parts) = next {
@@ -298,7 +302,7 @@ impl Save {
         }
     }
 
-    /// Locks the state. In a fork it fails: a thread of the parent may have had the lock.
+    /// Locks the state. Fails in a fork, where a thread of the parent may have held the lock.
     fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, State>> {
         if self.process != std::process::id() {
             return Err(PlanError::new_err(
@@ -315,7 +319,7 @@ pub enum To<'a> {
     Store(&'a Path, Arc<dyn Remote>),
 }
 
-/// A folder of the file system, or of a store.
+/// Returns the destination: a folder of the file system, or of `store` if one is given.
 pub fn to<'a>(folder: &'a Path, store: Option<&Bound<'_, Store>>) -> To<'a> {
     match store {
         Some(store) => To::Store(folder, Arc::clone(&store.get().inner)),
@@ -323,7 +327,7 @@ pub fn to<'a>(folder: &'a Path, store: Option<&Bound<'_, Store>>) -> To<'a> {
     }
 }
 
-/// Parts of tensors that the caller holds.
+/// Converts parts of tensors that the caller keeps.
 ///
 /// # Safety
 /// That of [`bytes_at`], for each part.
@@ -337,17 +341,18 @@ pub unsafe fn parts_at<'a>(parts: &[Bound<'_, rows::Part>]) -> PyResult<Vec<Part
             Ok(Part {
                 item: part.item,
                 at: part.at,
-                // SAFETY: as the caller vouches.
+                // SAFETY: the caller guarantees it.
                 data: unsafe { bytes_at(part.address, part.nbytes)? },
             })
         })
         .collect()
 }
 
-/// Memory that Python holds, as bytes. An address and a length that no memory can have are refused.
+/// Returns memory that Python keeps, as bytes. Refuses an address and a length that no memory can
+/// have.
 ///
 /// # Safety
-/// `length` bytes from the address on can be read for `'a`. Training code that changes a tensor
+/// The `length` bytes from `address` on can be read for `'a`. Training code that changes a tensor
 /// while it is saved gets a torn save, as with any writer.
 #[expect(unsafe_code, reason = "tensors are handed over by address")]
 pub unsafe fn bytes_at<'a>(address: usize, length: usize) -> PyResult<&'a [u8]> {
@@ -358,11 +363,11 @@ pub unsafe fn bytes_at<'a>(address: usize, length: usize) -> PyResult<&'a [u8]> 
             "{length} bytes at address {address:#x} are not memory"
         )));
     }
-    // SAFETY: as the caller vouches; the length is one that a slice may have.
+    // SAFETY: the caller guarantees it, and a slice may have this length.
     Ok(unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), length) })
 }
 
-/// Values (item, bytes), each in one part.
+/// Converts values (item, bytes), each to one part.
 pub fn parts_of(values: &[(u32, PyBackedBytes)]) -> Vec<Part<'_>> {
     values
         .iter()
@@ -415,7 +420,7 @@ fn write_options(options: Option<&Bound<'_, PyDict>>) -> PyResult<WriteOptions> 
     })
 }
 
-/// The keyword arguments of `Save.create` and `SavePlan.create`.
+/// Extracts the keyword arguments of `Save.create` and `SavePlan.create`.
 pub fn save_options(options: Option<&Bound<'_, PyDict>>) -> PyResult<(SaveInfo, WriteOptions)> {
     let info: Info = options.ok_or_else(no_options)?.extract()?;
     let info = SaveInfo {
