@@ -1,5 +1,5 @@
-//! The coordinator's part of a save: every chunk to one rank, after checking that the chunks make
-//! up their tensors.
+//! The coordinator's part of a save: it checks that the chunks tile their tensors, and assigns
+//! every chunk to one rank.
 
 use std::cmp::{Ordering, Reverse};
 
@@ -9,38 +9,40 @@ use crate::geometry::{Dims, element_count};
 use crate::names::ByName;
 use crate::{Dtype, Error, Result};
 
-/// Weight of a non-tensor value, in bytes, when ranks are balanced: `torch.save` makes about this
-/// of a number.
+/// Weight of a non-tensor value in bytes, for the balance between ranks: about what `torch.save`
+/// writes for a number.
 const VALUE_BYTES: u64 = 1024;
 
 /// Options of [`assign`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rules {
-    /// Give what several ranks hold to the lowest of them, rather than balance the ranks by bytes.
+    /// Assign a replicated chunk to the lowest rank that has it, instead of balancing the bytes of
+    /// ranks.
     pub lowest_rank: bool,
 }
 
 /// Assignment of chunks to ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Assignment {
-    /// For each rank, a bit for each item of its request, the lowest first: whether that rank saves
+    /// For each rank, a bit for each item of its request, lowest bit first: set if the rank saves
     /// it.
     pub keep: Vec<Vec<u8>>,
-    /// The bytes of the tensors that each rank saves (and something for other values).
+    /// Bytes that each rank saves. A non-tensor value counts as a fixed number of bytes.
     pub bytes: Vec<u64>,
-    /// The number of items that are saved, by all ranks.
+    /// Number of items that all ranks save together.
     pub items: u64,
 }
 
-/// Assigns each chunk that the ranks hold to one of them.
+/// Assigns each chunk to one of the ranks that have it.
 ///
-/// A chunk that only one rank holds stays there. One that several hold goes to the rank with the
-/// fewest bytes so far, the largest first.
+/// A chunk of a single rank stays there. Replicated chunks are assigned by size, the largest first,
+/// each to the rank with the fewest bytes so far.
 ///
 /// # Errors
-/// [`Error::TensorPlan`] names a tensor that ranks describe in two ways, a chunk outside of its
-/// tensor, chunks that overlap, or (with more than one rank: one alone may hold a part) an element
-/// that no chunk holds. [`Error::Plan`] where a request is damaged.
+/// - [`Error::TensorPlan`] names the tensor that has a fault: ranks describe it differently, a
+///   chunk lies outside of it, chunks overlap, or no chunk holds some element. The last check needs
+///   more than one rank, as a single rank may save a part.
+/// - [`Error::Plan`] if a request is damaged.
 pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment> {
     let mut gathered = Gathered::default();
     let mut keep = Vec::with_capacity(requests.len());
@@ -58,8 +60,8 @@ pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment>
     let mut order = gathered.by_tensor();
     for group in order.chunk_by_mut(|a, b| a.tensor == b.tensor) {
         let tensor = &gathered.tensors[group[0].tensor as usize];
-        // Stable: who holds the same stays in the order of ranks. And it merges the runs that the
-        // order of ranks makes.
+        // A stable sort keeps equal chunks in the order of ranks. It also merges the runs of the
+        // ranks, which are mostly sorted.
         group.sort_by(|a, b| gathered.compare(tensor, a, b));
         let chunks: Vec<&[Held]> =
             group.chunk_by(|a, b| gathered.compare(tensor, a, b) == Ordering::Equal).collect();
@@ -73,7 +75,7 @@ pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment>
             }
         }
     }
-    // Stable: of equal ones the first named comes first, on every run.
+    // A stable sort keeps equal sizes in the order of names, so every run gives the same result.
     shared.sort_by_key(|(bytes, _)| Reverse(*bytes));
     for (bytes, holders) in shared {
         let lightest = holders
@@ -100,7 +102,7 @@ struct Held {
     tensor: u32,
     rank: u32,
     item: u32,
-    /// Start of its offsets and sizes in the pool.
+    /// Start of its offsets and sizes in the pool; `None` for a whole tensor.
     dims: Option<u32>,
 }
 
@@ -120,8 +122,8 @@ struct Gathered {
     held: Vec<Held>,
     /// Offsets and sizes of chunks that are not whole tensors.
     pool: Vec<u64>,
-    /// Number of the last item of a rank. Requests name tensors in nearly the same order, so this
-    /// saves most look-ups.
+    /// Guess for the next tensor. Requests name tensors in nearly the same order, so it saves most
+    /// look-ups.
     next: u32,
 }
 
@@ -207,8 +209,8 @@ impl Gathered {
         Ok(id)
     }
 
-    /// All items, those of one tensor together, and the pool in the same order: what is compared
-    /// lies side by side.
+    /// Groups all items by tensor, and sorts the pool in the same order, so that compared values
+    /// are adjacent.
     fn by_tensor(&mut self) -> Vec<Held> {
         let gathered = std::mem::take(&mut self.held);
         let mut starts = vec![0_usize; self.tensors.len() + 1];
@@ -255,12 +257,12 @@ impl Gathered {
     fn length(&self, tensor: &Tensor, held: &Held) -> u64 {
         match tensor.dtype {
             None => VALUE_BYTES,
-            // Within the tensor, whose size was checked.
+            // This cannot overflow: the chunk lies in the tensor, whose size was checked.
             Some(dtype) => self.chunk(tensor, held).1.iter().product::<u64>() * dtype.size(),
         }
     }
 
-    /// Checks the chunks of one tensor, each with those who hold it.
+    /// Checks the chunks of one tensor. Each chunk comes with its holders.
     fn check(&self, tensor: &Tensor, chunks: &[&[Held]], all_ranks: bool) -> Result<()> {
         if tensor.dtype.is_none() {
             return Ok(());

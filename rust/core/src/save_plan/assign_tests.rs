@@ -1,4 +1,4 @@
-//! Every chunk goes to one rank, and what does not make up its tensor is refused.
+//! Every chunk goes to one rank. Chunks that do not tile their tensor are refused.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -56,7 +56,7 @@ fn kept(assignment: &Assignment, rank: usize, item: usize) -> bool {
 
 #[test]
 fn replicas_are_spread_by_bytes() {
-    // One tensor of 8 rows and eight of one row: one rank takes the large one, the other the rest.
+    // One tensor of 8 rows and eight of one row: one rank saves the large one, the other the rest.
     let mut items = vec![whole("large", &[8, 16])];
     items.extend((0..8).map(|i| whole(&format!("small.{i}"), &[1, 16])));
     let assignment = run(&[items.clone(), items], Rules::default()).unwrap();
@@ -127,7 +127,7 @@ fn empty_tensors_scalars_and_values_are_saved_once() {
     );
 }
 
-/// A model of a few tensors, each cut into rows, each part held by some ranks.
+/// A model of a few tensors. Each is cut into rows, and some ranks hold each part.
 fn job() -> impl Strategy<Value = Vec<Vec<SaveItem>>> {
     (1..6_usize).prop_flat_map(|ranks| {
         let part = (1..5_u64, prop::collection::btree_set(0..ranks, 1..=ranks));
@@ -143,7 +143,7 @@ fn job() -> impl Strategy<Value = Vec<Vec<SaveItem>>> {
                     at += count;
                 }
             }
-            // Ranks need not agree on the order.
+            // The order may differ between ranks.
             for items in job.iter_mut().skip(1) {
                 items.reverse();
             }
@@ -153,7 +153,7 @@ fn job() -> impl Strategy<Value = Vec<Vec<SaveItem>>> {
 }
 
 proptest! {
-    /// Each chunk is saved by exactly one of those that hold it.
+    /// Exactly one of its holders saves each chunk.
     #[test]
     fn each_chunk_is_saved_once(job in job(), lowest_rank: bool) {
         let assignment = run(&job, Rules { lowest_rank }).unwrap();
@@ -182,7 +182,7 @@ proptest! {
         }
     }
 
-    /// Items that all ranks hold are spread as evenly as the largest of them allows.
+    /// Items that all ranks hold are spread as evenly as their sizes allow.
     #[test]
     fn replicas_balance(lengths in prop::collection::vec(1..100_u64, 0..30), ranks in 1..6_usize) {
         let items: Vec<_> = lengths.iter().enumerate().map(|(i, &n)| whole(&format!("t{i}"), &[n])).collect();

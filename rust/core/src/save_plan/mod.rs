@@ -1,9 +1,9 @@
-//! Save planning: each rank lists its items in few bytes, and the coordinator assigns every chunk
-//! to exactly one rank.
+//! Save planning: each rank lists its items in a compact request, and the coordinator assigns every
+//! chunk to exactly one rank.
 //!
-//! Pure. The requests of all ranks are gathered on the coordinator, so their size and the time that
-//! `assign` takes decide how far a save scales: both grow linearly with the number of chunks (but
-//! for a sort).
+//! Planning is pure. The coordinator gathers the requests of all ranks, so the size of requests and
+//! the time of `assign` limit how far a save scales. Both grow linearly with the number of chunks,
+//! except for a sort.
 
 mod assign;
 mod request;

@@ -1,4 +1,4 @@
-//! List of one rank's items, as bytes that cross a collective.
+//! The items of one rank, encoded for a collective.
 //!
 //! ```text
 //! version u8 | count varint | items
@@ -9,7 +9,8 @@
 //!       without WHOLE: offsets varints, sizes varints
 //! ```
 //!
-//! A varint has 7 bits a byte, the lowest first, and the high bit set in all but its last.
+//! A varint has 7 bits in each byte, lowest bits first. All bytes but the last have the high bit
+//! set.
 
 use crate::format::Kind;
 use crate::geometry::Dims;
@@ -22,7 +23,7 @@ const WHOLE: u8 = 0x20;
 const SAME_SHAPE: u8 = 0x40;
 const MAX_NDIM: u64 = 64;
 
-/// An item of a request, lent by [`decode`].
+/// An item of a request. It borrows from [`decode`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Requested<'a> {
     /// FQN.
@@ -31,11 +32,11 @@ pub struct Requested<'a> {
     pub dtype: Option<Dtype>,
     /// Sizes of the whole tensor.
     pub shape: &'a [u64],
-    /// Offsets and sizes of the chunk; `None`: it is the whole tensor.
+    /// Offsets and sizes of the chunk; `None` for the whole tensor.
     pub chunk: Option<(&'a [u64], &'a [u64])>,
 }
 
-/// The request of a rank that holds `items`.
+/// Returns the request of a rank with these items.
 pub fn encode(items: &[SaveItem]) -> Vec<u8> {
     let mut out = Vec::with_capacity(items.len() * 24 + 16);
     out.push(VERSION);
@@ -69,10 +70,10 @@ pub fn encode(items: &[SaveItem]) -> Vec<u8> {
     out
 }
 
-/// Hands each item of a request to `take`.
+/// Decodes a request, and calls `take` with each item. Returns the number of items.
 ///
 /// # Errors
-/// [`Error::Plan`] where the bytes are no request, and whatever `take` returns.
+/// [`Error::Plan`] if the bytes are not a request, and the errors of `take`.
 pub fn decode(bytes: &[u8], mut take: impl FnMut(Requested<'_>) -> Result<()>) -> Result<u32> {
     let mut input = Input(bytes);
     if input.byte()? != VERSION {

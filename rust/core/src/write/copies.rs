@@ -1,5 +1,5 @@
-//! Files of another save that a store copies to names of this one: what a hard link is on a disk
-//! (`links.rs`). No byte of them comes here.
+//! Copies of another save's files, made by the store: the counterpart of hard links on a disk
+//! (`links.rs`). Their bytes never come to this machine.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,22 +14,23 @@ use crate::format::{Index, block_digest};
 use crate::store::{Remote, StoringConnection, random_token};
 use crate::{Control, Error, Result, parallel};
 
-/// Rounds of copies for a rank, each under one token. After a refusal there is one more round
-/// without that file; then the rank writes everything.
+/// Rounds of copies for a rank, each under its own token. After a refusal, one more round leaves
+/// out the refused file. After that the rank writes everything.
 const ROUNDS: usize = 2;
 
-/// The copies of one rank. Dropped before they are [taken](Self::take), it removes them.
+/// The copies of one rank. If they are dropped before they are [taken](Self::take), they are
+/// removed.
 pub(super) struct Copies {
     remote: Arc<dyn Remote>,
     /// Paths that may exist.
     paths: Mutex<Vec<PathBuf>>,
     interrupted: AtomicBool,
-    /// The process that began it.
+    /// The process that began the save.
     owner: u32,
 }
 
 impl Copies {
-    /// None yet, where `remote` leads.
+    /// Starts without copies, on the store of `remote`.
     pub(super) fn new(remote: Arc<dyn Remote>) -> Self {
         Self {
             remote,
@@ -56,9 +57,10 @@ impl Copies {
         self.paths.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Copies what is worth it to `dir`. What was refused may yet be done, so its name is never
-    /// used: where anything was, the rank gets another token, and what was copied is copied once
-    /// more. What the store copies at no time is not tried at all.
+    /// Copies the files that are worth it to `dir`, and skips those that the store can never copy.
+    ///
+    /// The store may still carry out a copy that it refused, so the name is never used again. After
+    /// a refusal the rank gets another token, and copies its other files once more.
     pub(super) fn make(
         &self,
         dir: &Path,
@@ -161,8 +163,8 @@ impl Drop for Copies {
     }
 }
 
-/// Makes the store copy one file, and checks the result: the copy has the length and the first
-/// bytes in the index, and the original is unchanged, as not every store checks that.
+/// Makes the store copy one file, and checks the result. The copy must have the length and the
+/// first bytes that the index has. The original must be unchanged, which not every store checks.
 fn copy(
     parent: &Index,
     file: u32,
@@ -198,7 +200,7 @@ fn copy(
     }
 }
 
-/// Returns the reason, if an error only keeps a file from being copied: the save then writes its
+/// Returns the error if it only prevents the copy of a file: the save then writes the file's
 /// contents.
 fn tolerable(error: Error) -> Result<Error> {
     match error {

@@ -1,5 +1,5 @@
-//! A copy on a store is the parent's file or does not exist, and a name whose copy was refused is
-//! never used.
+//! A copy on a store is the parent's file or does not exist. A name whose copy was refused is never
+//! used.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -20,16 +20,16 @@ const ONE: &str = "s3://bucket/1";
 const TWO: &str = "s3://bucket/2";
 const LENGTH: u64 = 1 << 16;
 
-/// Replacement for the copy: it gets the source, the target, and the number of copies before.
+/// Replaces the copy. It gets the source, the target, and the number of copies before.
 type Copier = dyn Fn(&Memory, &Path, &Path, usize) -> Result<()> + Send + Sync;
 
 struct Memory {
     files: Mutex<HashMap<PathBuf, Vec<u8>>>,
     asked: Mutex<Vec<PathBuf>>,
     copier: Mutex<Box<Copier>>,
-    /// Bytes of a file that is copied, at most.
+    /// Largest file that can be copied, in bytes.
     most: Mutex<u64>,
-    /// Connections that fail before there is one.
+    /// Connections that fail before one succeeds.
     unreachable: AtomicUsize,
 }
 
@@ -201,7 +201,7 @@ impl StoringConnection for Store {
     }
 }
 
-/// Each is a file of its own.
+/// Each item gets a file of its own.
 fn items() -> Vec<SaveItem> {
     (0..4)
         .map(|number| whole(&format!("t{number}"), "uint8", &[LENGTH + number]))
@@ -232,7 +232,7 @@ fn pieces(data: &[Vec<u8>], of: impl Fn(usize) -> bool) -> Vec<Piece<'_>> {
     all.map(|(item, data)| Piece { item, at: 0, data }).collect()
 }
 
-/// A parent whose files hold one item each: rows of a local save, that is uploaded.
+/// A parent whose files hold one item each: rows of a local save, which is then uploaded.
 fn parent(store: &Store) -> Arc<Index> {
     let control = Control::new();
     let dir = Path::new(ONE);
@@ -267,8 +267,7 @@ struct Done {
     problems: Vec<String>,
 }
 
-/// Saves beside the parent; what is stored is checked, with its index and with one that was
-/// recovered.
+/// Saves with the parent. Checks what is stored, with its index and with a recovered one.
 fn save(store: &Store, parent: Arc<Index>) -> Done {
     let control = Control::new();
     let data = bytes(2);
@@ -309,7 +308,7 @@ fn save(store: &Store, parent: Arc<Index>) -> Done {
     Done { reused, problems: problems.iter().map(ToString::to_string).collect() }
 }
 
-/// Number of files for so many items: unchanged and changed items are apart.
+/// Number of files for this many items. Unchanged and changed items are in different files.
 fn store_files(written: usize) -> usize {
     if written > 1 { 2 } else { 1 }
 }
@@ -336,13 +335,14 @@ fn what_did_not_change_is_copied_by_the_store() {
 
 #[test]
 fn what_is_refused_is_written_under_other_names() {
-    // Any of the four, or several, or all; also where what was refused is done later.
+    // Refuse any of the four, or several, or all, also if the store carries out a refused copy
+    // later.
     for refuses in [0b0001_u8, 0b0010, 0b1000, 0b0110, 0b1111] {
         for is_late in [false, true] {
             let store = Store::new();
             let parent = parent(&store);
             store.copying(move |memory, from, to, _| {
-                // The token in its name says which one it is.
+                // The token in the name identifies the round.
                 let which =
                     |item: &u64| from.to_str().unwrap().contains(&format!("{:016x}", 1000 + item));
                 let which = (0..4).find(which).unwrap();
@@ -379,7 +379,7 @@ fn what_is_too_large_to_be_copied_is_not_tried_and_hinders_no_other() {
 fn nothing_is_copied_more_than_twice() {
     let store = Store::new();
     let parent = parent(&store);
-    // One of them in the first round, another in the second.
+    // Refuse one file in the first round, and another in the second.
     store.copying(|memory, from, to, before| match before {
         0 | 4 => Err(refused(from)),
         _ => copied(memory, from, to, before),
@@ -393,7 +393,7 @@ fn nothing_is_copied_more_than_twice() {
 
 #[test]
 fn a_store_that_cannot_be_reached_for_a_while_is_a_reason_to_write() {
-    // The store fails when the parent is read, or when its files are copied.
+    // The store fails when the parent is examined, or when its files are copied.
     for (refuses, looked) in [(1, false), (2, false), (1, true)] {
         let store = Store::new();
         let parent = parent(&store);
@@ -419,7 +419,7 @@ fn a_store_that_cannot_be_reached_for_a_while_is_a_reason_to_write() {
             Some(Arc::new(reuse)),
             &control,
         );
-        // The save itself has to reach it.
+        // The save itself has to reach the store.
         assert_eq!(begun.is_ok(), refuses == 1);
         if let Ok((save, problems)) = begun {
             assert_eq!(save.is_reused(), [false; 5]);
@@ -475,7 +475,7 @@ fn nothing_is_left_of_what_is_stopped() {
     );
     assert!(matches!(stopped, Err(Error::Interrupted)));
     assert_eq!(store.names(TWO), Vec::<PathBuf>::new());
-    // So it is with a save that is given up after it.
+    // A save that is given up afterwards removes its copies too.
     store.copying(copied);
     let again = SaveInfo { token: 3, ..info(2) };
     let to = Arc::new(store.clone());

@@ -1,4 +1,4 @@
-//! A save by one rank: its data files from creation to the bytes of its index.
+//! A save of one rank, from the creation of its data files to the bytes of its index.
 
 mod create;
 
@@ -27,30 +27,30 @@ pub struct Part<'a> {
     pub data: &'a [u8],
 }
 
-/// The data files of one rank, on their way to the disk, or to a store.
+/// The data files of one rank while they are written to a disk or a store.
 ///
-/// Dropped without [`finish`](Self::finish), it removes the files that it created.
+/// If the save is dropped before [`finish`](Self::finish), it removes the files that it created.
 pub struct Save {
     sink: Box<dyn Sink>,
     info: SaveInfo,
     items: Vec<SaveItem>,
     layout: Arc<SaveLayout>,
-    /// The parent's items, and its files that are linked.
+    /// The parent's items, and the files of the parent that are linked.
     reuse: Option<Arc<Reuse>>,
     links: Vec<Link>,
     digests: Digests,
     progress: Mutex<Progress>,
 }
 
-/// Held for the length of a write: writes follow each other, so that memory stays bounded.
+/// Locked during a write: writes follow each other, so that memory stays bounded.
 struct Progress {
-    /// Bytes of each item that were written.
+    /// Bytes written of each item.
     written: Vec<u64>,
     failed: bool,
 }
 
 impl Save {
-    /// The items of which a parent's file was linked: they are not written.
+    /// Returns for each item whether a linked file of the parent has it, so that it is not written.
     #[must_use]
     pub fn is_reused(&self) -> Vec<bool> {
         reused(&self.links, self.items.len())
@@ -62,23 +62,23 @@ impl Save {
         self.sink.requests()
     }
 
-    /// The CRC-32 of every item, of a save that was created to find them out; of one that is not
-    /// written yet it is of no use.
+    /// Returns the CRC-32 of each item, if the save was created to compute them. The value has no
+    /// meaning for an item that is not yet written.
     #[must_use]
     pub fn crc32s(&self) -> Vec<u32> {
         let items = self.items.iter().enumerate();
         items.map(|(number, item)| self.digests.crc32_of(number, item.length)).collect()
     }
 
-    /// Writes parts of items, in parallel. The parts of one item come in order, over all calls, and
-    /// each but its last is a multiple of [`BLOCK_SIZE`] long. One call for many parts is much
-    /// faster than many calls.
+    /// Writes parts of items, in parallel. The parts of one item come in order, over all calls.
+    /// Each but the last has a length that is a multiple of [`BLOCK_SIZE`]. One call with many
+    /// parts is much faster than many calls.
     ///
     /// `control` counts the bytes, and can stop the call.
     ///
     /// # Errors
     /// [`Error::Plan`] for a part out of order or too long; [`Error::Io`], [`Error::Interrupted`].
-    /// After any error the save takes no more, and is there to be dropped.
+    /// After an error, the save accepts no more parts and can only be dropped.
     pub fn write(&self, parts: &[Part<'_>], control: &Control) -> Result<()> {
         self.check_process()?;
         let mut progress = self.progress();
@@ -92,13 +92,14 @@ impl Save {
         result.map_err(|error| clean_after(error, &*self.sink))
     }
 
-    /// Gives the save up. Returns why something of it is still on the store.
+    /// Abandons the save. Returns the reasons why something of it is still on the store.
     #[must_use]
     pub fn abort(self) -> Vec<Error> {
         self.sink.give_up()
     }
 
-    /// A fork of the process that began this save has neither its threads nor its files.
+    /// Raises an error in a fork of the process that began this save: the fork has neither its
+    /// threads nor its files.
     fn check_process(&self) -> Result<()> {
         if self.sink.is_own() {
             Ok(())
@@ -117,7 +118,7 @@ impl Save {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The parts as places in files, sorted. Counts them as written.
+    /// Returns the parts as spans of files, sorted, and counts them as written.
     fn spans<'a>(&self, parts: &[Part<'a>], written: &mut [u64]) -> Result<Vec<Span<'a>>> {
         let mut spans = Vec::with_capacity(parts.len());
         for part in parts {
@@ -178,17 +179,18 @@ impl Save {
         )
     }
 
-    /// Makes the files valid and durable, and returns the bytes of this rank's index, which no file
-    /// holds yet.
+    /// Makes the files valid and durable. Returns the bytes of this rank's index, which is not yet
+    /// in a file.
     ///
     /// # Errors
-    /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`], [`Error::Interrupted`].
-    /// The files are removed then.
+    /// [`Error::Plan`] if bytes of an item are missing; [`Error::Io`], [`Error::Interrupted`].
+    /// After an error the files are removed.
     pub fn finish(self, control: &Control) -> Result<Vec<u8>> {
         Ok(self.finish_with(Value::None, control)?.keep().0)
     }
 
-    /// [`finish`](Self::finish), with the containers of the state dict that the paths do not tell.
+    /// Does the same as [`finish`](Self::finish), with the containers of the state dict that no
+    /// path shows.
     pub fn finish_with(self, nesting: Value, control: &Control) -> Result<Finished> {
         self.check_process()?;
         let progress = self.progress();
@@ -211,7 +213,7 @@ impl Save {
             links: &self.links,
             parent: self.reuse.as_ref().and_then(|reuse| reuse.parent()),
         };
-        // While the disk or the store is waited for.
+        // Builds the index while the disk or the store works.
         let (durable, index) =
             parallel::both(|| self.sink.finish(control), || index::build(saved, nesting));
         durable.map_err(|error| clean_after(error, &*self.sink))?;
@@ -219,32 +221,33 @@ impl Save {
     }
 }
 
-/// The complete data files of one rank. Dropped without [`keep`](Self::keep), it removes them.
+/// The complete data files of one rank. They are removed on drop, unless they are
+/// [kept](Self::keep).
 pub struct Finished {
     index: Vec<u8>,
     sink: Box<dyn Sink>,
 }
 
 impl Finished {
-    /// The bytes of this rank's index, which no file holds yet, and the claim on the files, to be
-    /// held until the save is committed or given up: while it is, nobody takes them for those of a
-    /// save that was killed.
+    /// Keeps the files. Returns the bytes of this rank's index, which is not yet in a file, and the
+    /// claim on the files. Hold the claim until the save is committed or abandoned: without it,
+    /// `clean` takes the files for those of a killed save.
     pub fn keep(self) -> (Vec<u8>, Option<FileLock>) {
         (self.index, self.sink.keep())
     }
 }
 
-/// Removes what a store has of a save that failed with `error`, which then names what is left.
+/// Removes from a store what a failed save left there. Adds to `error` what could not be removed.
 fn clean_after(error: Error, sink: &dyn Sink) -> Error {
     if matches!(error, Error::Storage { .. }) {
         with_leftovers(error, &sink.give_up())
     } else {
-        // It cannot carry a text: `abort` removes, and returns what is left.
+        // This error has no text to extend. `abort` removes the objects, and returns what is left.
         error
     }
 }
 
-/// For each of so many items, whether a link holds it.
+/// Returns for each of `items` whether a linked file has it.
 fn reused(links: &[Link], items: usize) -> Vec<bool> {
     let mut reused = vec![false; items];
     for &(item, _) in links.iter().flat_map(|link| &link.chunks) {

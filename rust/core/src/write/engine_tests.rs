@@ -1,4 +1,4 @@
-//! Written files equal their input, however it is cut, and whatever the disk does.
+//! Written files equal their input, however it is split and whatever the disk does.
 
 use std::path::Path;
 use std::process::Command;
@@ -26,7 +26,7 @@ fn options(io: WriteIo) -> WriteOptions {
     WriteOptions { io, threads: 3, fsync: false, max_inflight_bytes: 3 << 18, local_ranks: 1 }
 }
 
-/// Lengths around those of pages and blocks, first those that are aligned.
+/// Lengths around those of pages and blocks. The aligned ones come first.
 fn uneven() -> Vec<SaveItem> {
     [
         8192,
@@ -51,7 +51,7 @@ fn uneven() -> Vec<SaveItem> {
     .collect()
 }
 
-/// Less of the same, for tests that save many times.
+/// Fewer such items, for tests that save many times.
 fn few() -> Vec<SaveItem> {
     let lengths = [8192, MIB + 64, 40_000, 4096, 1000, 4097, 1];
     let tensors = lengths.iter().enumerate();
@@ -62,7 +62,7 @@ fn finish(save: Save, dir: &Path) -> Index {
     Index::from_bytes(save.finish(&Control::new()).unwrap(), &dir.join(INDEX_NAME)).unwrap()
 }
 
-/// In calls of one block of every item.
+/// Each call writes one block of every item.
 fn write_by_blocks(save: &Save, contents: &[Vec<u8>]) -> Result<()> {
     for block in 0..4 {
         let at = block * MIB;
@@ -134,7 +134,7 @@ proptest! {
         let dir = tempdir().unwrap();
         let save = create(dir.path(), items.clone(), INFO, &options(if direct { WriteIo::Direct } else { WriteIo::Buffered })).unwrap();
         let contents = contents(&items);
-        // Two calls, one with the items that a coin picks.
+        // Two calls: the first has the items that a coin toss picks.
         let (first, second): (Vec<_>, Vec<_>) =
             parts(&contents).into_iter().enumerate().partition(|(number, _)| seed >> (number % 64) & 1 == 1);
         for call in [first, second] {
@@ -204,7 +204,7 @@ fn headers_follow_the_payload_to_the_disk() {
     let (recorder, result) = recorded(Recorder::default(), dir.path(), WriteIo::Direct);
     result.unwrap();
     let mut calls: Vec<_> = recorder.calls.lock().unwrap().iter().map(|(call, _)| *call).collect();
-    // Direct I/O, if there is any, is asked for once.
+    // Direct I/O, if it is available, is asked for once.
     let opened = calls.iter().filter(|call| **call == Call::OpenDirect).count();
     assert_eq!(opened, usize::from(cfg!(all(target_os = "linux", not(posix_only)))));
     calls.retain(|call| *call != Call::OpenDirect);
@@ -365,7 +365,7 @@ fn a_cancelled_write_stops() {
     assert!(save.finish(&Control::new()).is_err());
 }
 
-/// The parent runs this test again in a shell that limits the size of files.
+/// The parent process runs this test again in a shell that limits the size of files.
 #[test]
 fn a_limit_on_file_sizes_is_an_error() {
     const CHILD: &str = "DCP_RS_TEST_FILE_LIMIT";
@@ -395,7 +395,7 @@ fn a_limit_on_file_sizes_is_an_error() {
 
 #[test]
 fn a_save_can_be_stopped_while_it_is_synced() {
-    /// Ctrl-C in the midst of one sync after the other.
+    /// Simulates Ctrl-C between two syncs.
     struct Stopping {
         control: Arc<Control>,
         syncs: std::sync::atomic::AtomicUsize,
@@ -451,7 +451,7 @@ fn files_of_a_foreign_layout_have_their_checksums() {
         let save =
             Save::create_files(dir.path(), files, values, sums, &options(WriteIo::Auto), &control)
                 .unwrap();
-        // The first comes in two calls.
+        // The first item comes in two calls.
         let part = |item, at: u64, length: u64| Part {
             item,
             at,

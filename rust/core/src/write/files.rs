@@ -1,4 +1,4 @@
-//! The data files of a save while they are written.
+//! The data files of a save during the write.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -9,14 +9,13 @@ use crate::store::disk::Disk;
 use crate::store::{FileLock, FolderLock, Mode};
 use crate::{Control, Error, Result};
 
-/// Files that stay open for the length of a save. Those beyond are opened by the thread that writes
-/// to them.
+/// Files that stay open during a save. A thread that writes to another file opens it itself.
 const MAX_HELD: usize = 64;
 
-/// The ways to write to one file.
+/// The open handles of one file.
 pub(super) struct Handles {
     pub plain: File,
-    /// Past the page cache.
+    /// For direct I/O.
     pub direct: Option<File>,
 }
 
@@ -25,21 +24,22 @@ struct DataFile {
     held: Option<Arc<Handles>>,
 }
 
-/// The data files that a save created and linked. Dropped without [`keep`](Self::keep), it removes
-/// them.
+/// The data files that a save created and linked. They are removed on drop, unless they are
+/// [kept](Self::keep).
 pub(super) struct DataFiles {
     disk: Disk,
     direct: bool,
     files: Vec<DataFile>,
     links: Vec<PathBuf>,
-    /// On the first file: `clean` takes all of them for files of a save that goes on.
+    /// Lock on the first file. While it is held, `clean` takes all of the files for those of a
+    /// running save.
     claim: Option<FileLock>,
-    /// The process that created them: a forked child that drops its copy removes nothing.
+    /// The process that created the files: a forked child that drops its copy removes nothing.
     owner: u32,
 }
 
 impl DataFiles {
-    /// None yet.
+    /// Starts without files.
     pub(super) fn new(disk: Disk) -> Self {
         Self {
             disk,
@@ -51,8 +51,8 @@ impl DataFiles {
         }
     }
 
-    /// Links a file of the length `size`, of which somebody holds the folder's lock: nothing claims
-    /// it yet. `Err` within: why not.
+    /// Links a file of `size` bytes. The caller holds the lock of the folder, because no claim
+    /// protects the link yet. The inner `Err` says why the file cannot be linked.
     pub(super) fn link(
         &mut self,
         from: &Path,
@@ -74,13 +74,13 @@ impl DataFiles {
         }
     }
 
-    /// Puts the bytes of linked files on stable storage, as the save that wrote them may not have.
+    /// Syncs the linked files, because the save that wrote them may not have done so.
     pub(super) fn sync_links(&self, control: &Control) -> Result<()> {
         self.links.iter().try_for_each(|path| self.disk.sync_at(path, control))
     }
 
-    /// Creates the files and gives them their lengths; with `claimed`, claims them. If that fails,
-    /// none is left once this is dropped.
+    /// Creates the files, allocates their lengths, and with `claimed` claims them. If that fails,
+    /// dropping `self` removes all of them.
     pub(super) fn create(
         mut self,
         dir: &Path,
@@ -92,8 +92,8 @@ impl DataFiles {
         self.direct = direct;
         self.files.reserve(plans.len());
         let files = &mut self;
-        // Nobody removes the first file between its creation and the claim. The lock's own file is
-        // made here and not when it is needed to clean up: the disk may be full then.
+        // The lock keeps `clean` from removing the first file between its creation and the claim.
+        // Its own file is made now and not for a later cleanup, when the disk may be full.
         let mut lock = if claimed && !plans.is_empty() {
             Some(FolderLock::take_on(&files.disk, dir, Mode::Shared, control)?)
         } else {
@@ -121,7 +121,7 @@ impl DataFiles {
         &self.files[file as usize].path
     }
 
-    /// Ways to write to a file: those that are open, or new ones.
+    /// Returns the open handles of a file, or opens new ones.
     pub(super) fn handles(&self, file: u32) -> Result<Arc<Handles>> {
         let DataFile { path, held } = &self.files[file as usize];
         if let Some(held) = held {
@@ -130,8 +130,8 @@ impl DataFiles {
         Ok(Arc::new(Handles { plain: self.disk.open(path)?, direct: self.open_direct(path)? }))
     }
 
-    /// Returns whether the handles of a file close when their user drops them, which loses errors
-    /// of the page cache.
+    /// Returns whether the handles of a file are closed after use. Closing loses errors of the page
+    /// cache.
     pub(super) fn is_transient(&self, file: u32) -> bool {
         self.files[file as usize].held.is_none()
     }
@@ -140,12 +140,12 @@ impl DataFiles {
         if self.direct { self.disk.open_direct(path) } else { Ok(None) }
     }
 
-    /// Returns whether this process created them.
+    /// Returns whether this process created the files.
     pub(super) fn is_own(&self) -> bool {
         self.owner == std::process::id()
     }
 
-    /// The files shall stay. Returns the claim, to be held until an index names them.
+    /// Keeps the files. Returns the claim, to hold until an index names them.
     pub(super) fn keep(mut self) -> Option<FileLock> {
         self.files.clear();
         self.links.clear();
@@ -157,7 +157,8 @@ impl Drop for DataFiles {
     fn drop(&mut self) {
         if self.is_own() {
             for path in self.links.iter().chain(self.files.iter().map(|file| &file.path)) {
-                // The earlier failure is the error worth reporting, and no index names these files.
+                // Ignored: the earlier failure is the error worth reporting, and no index names
+                // these files.
                 let _ = self.disk.remove(path);
             }
         }

@@ -7,23 +7,23 @@ use super::item::{SaveInfo, SaveItem};
 use crate::Dtype;
 use crate::format::{Kind, PAYLOAD_ALIGNMENT, Value, to_header_name, uuid};
 
-/// The most bytes that the parts take which every header has: the length before the JSON, brackets,
-/// fixed keys, numbers.
+/// Bound in bytes on the parts that every header has: the length before the JSON, brackets, fixed
+/// keys, numbers.
 pub(super) const FIXED_BOUND: u64 = 512;
 
-/// Digits of the largest offset, twice, and the punctuation of an entry.
+/// Bytes for the two offsets of an entry, at their largest, and for its punctuation.
 const OFFSETS_BOUND: usize = 2 * 20 + 8;
 
-/// Additions of one item to a header, in all three places.
+/// What one item adds to a header, in all three places.
 #[derive(Default)]
 pub(super) struct ItemText {
     /// Its entry, up to the offsets.
     entry: Vec<u8>,
-    /// Its entry in `DCP_SHARDING_INFO`, as it stands in that text.
+    /// Its entry in `DCP_SHARDING_INFO`, escaped.
     sharding: Vec<u8>,
-    /// Its entry in `DCPRS`, as it stands in that text; empty where all of it can be derived.
+    /// Its entry in `DCPRS`, escaped; empty if it can be derived.
     about: Vec<u8>,
-    /// One of these before it is escaped.
+    /// Buffer for an entry before it is escaped.
     plain: Vec<u8>,
 }
 
@@ -57,7 +57,7 @@ impl ItemText {
         }
     }
 
-    /// The most bytes that the item adds.
+    /// Returns a bound on the bytes that the item adds.
     pub(super) fn bound(&self) -> u64 {
         let separators = 3;
         (self.entry.len() + OFFSETS_BOUND + self.sharding.len() + self.about.len() + separators)
@@ -65,7 +65,7 @@ impl ItemText {
     }
 }
 
-/// The texts of the items of one file, as they stand in its header.
+/// The texts of the items of one file, in the form that the header has.
 #[derive(Default)]
 pub(super) struct FileText {
     entries: Vec<u8>,
@@ -83,9 +83,9 @@ impl FileText {
         push_member(&mut self.about, &item.about);
     }
 
-    /// The header: length, JSON, padding. `linked` is what there is to say of links, or nothing.
-    /// `spans` are the items' places in the payload, as (position in this file's items, first byte,
-    /// byte after the last), in the order they shall stand in.
+    /// Returns the header: length, JSON, padding. `linked` is the note about links, or empty.
+    /// `spans` are the items in the order of the header, as (position in this file's items, first
+    /// byte, byte after the last).
     pub(super) fn header(
         &self,
         info: &SaveInfo,
@@ -127,8 +127,8 @@ impl FileText {
     }
 }
 
-/// The type in the header, and the size of the dimension that is appended to the shape (section
-/// 2.1).
+/// Returns the type in the header, and the size of the dimension that is appended to the shape
+/// (section 2.1).
 pub(super) fn in_header(item: &SaveItem) -> (&'static str, Option<u64>) {
     match item.dtype {
         None => ("U8", Some(item.length)),
@@ -166,7 +166,7 @@ fn push_about(out: &mut Vec<u8>, item: &SaveItem) {
     out.push(b'}');
 }
 
-/// A part of a path, or what is in one. A tuple is a list in JSON.
+/// Appends a part of a path, or a value inside of one. A tuple is a list in JSON.
 fn push_key(out: &mut Vec<u8>, key: &Value) {
     match key {
         Value::None => out.extend(b"null"),
@@ -197,7 +197,7 @@ fn push_member(object: &mut Vec<u8>, member: &[u8]) {
     }
 }
 
-/// By `serde_json`, which is quicker at it than `write!`.
+/// Appends a number with `serde_json`, which is faster than `write!`.
 fn push_number(out: &mut Vec<u8>, number: impl serde::Serialize) {
     serde_json::to_writer(out, &number).expect("a Vec takes all");
 }
@@ -217,8 +217,8 @@ fn push_list(out: &mut Vec<u8>, numbers: impl Iterator<Item = u64>) {
     out.push(b']');
 }
 
-/// JSON as the inside of a JSON string. There are no control characters in JSON that was written
-/// without line breaks.
+/// Appends JSON as the content of a JSON string. JSON written without line breaks has no control
+/// characters.
 fn push_escaped(out: &mut Vec<u8>, json: &[u8]) {
     let mut rest = json;
     while let Some(at) = rest.iter().position(|&byte| is_escaped(byte)) {

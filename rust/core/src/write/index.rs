@@ -1,4 +1,4 @@
-//! The index of what one rank saved.
+//! The index of one rank's save.
 
 use super::item::{SaveInfo, SaveItem};
 use super::layout::SaveLayout;
@@ -9,21 +9,21 @@ use crate::format::{
     ChunkEntry, FileEntry, Index, IndexBuilder, SourceKind, TensorEntry, Value, block_digest,
 };
 
-/// Sources of an index's parts.
+/// Parts that an index is built from.
 pub(super) struct Saved<'a> {
     pub info: &'a SaveInfo,
     pub items: Vec<SaveItem>,
     pub layout: &'a SaveLayout,
-    /// For each item, whether the caller says that it does not change.
+    /// Returns whether the caller says that an item never changes.
     pub frozen: &'a dyn Fn(usize) -> bool,
-    /// The digests of an item that was written, by block, and of its content.
+    /// Returns the digests of a written item: those of its blocks, and that of its content.
     pub digests: &'a dyn Fn(usize) -> (Vec<u64>, u128),
     /// Reused files.
     pub links: &'a [Link],
     pub parent: Option<&'a Index>,
 }
 
-/// The bytes of the index.
+/// Builds the bytes of the index.
 pub(super) fn build(saved: Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
     let mut builder = IndexBuilder::new(SourceKind::Native);
     builder.save_id = saved.info.save_id;

@@ -6,7 +6,7 @@ use crate::{Dtype, Error, Result};
 
 const MAX_NDIM: usize = 64;
 
-/// A chunk of a tensor, or another value, to be saved.
+/// A chunk of a tensor, or another value, to save.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SaveItem {
     /// FQN.
@@ -21,24 +21,24 @@ pub struct SaveItem {
     pub flags: u8,
     /// Its path in the state dict.
     pub path: Option<Value>,
-    /// Its place among the entries of the state dict.
+    /// Its position among the entries of the state dict.
     pub position: Option<u32>,
     /// Offsets of the chunk in the tensor.
     pub offsets: Dims,
     /// Sizes of the chunk.
     pub sizes: Dims,
-    /// Its bytes: elements times element size, for a tensor.
+    /// Length in bytes; for a tensor, the number of elements times their size.
     pub length: u64,
 }
 
 /// Identity of a save, and of the rank in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SaveInfo {
-    /// Random: identifies the save, on all ranks.
+    /// Random. Identifies the save on all ranks.
     pub save_id: [u8; 16],
-    /// 1 + the highest that any file of the folder carries.
+    /// One more than the highest generation of any file in the folder.
     pub generation: u64,
-    /// Random: no two saves into a folder may share it.
+    /// Random. No two saves into a folder may have the same.
     pub token: u64,
     /// The rank that writes.
     pub rank: u32,
@@ -47,13 +47,13 @@ pub struct SaveInfo {
 }
 
 impl SaveItem {
-    /// An error that names the item.
+    /// Returns an error that names the item.
     pub(super) fn refuse(&self, reason: impl std::fmt::Display) -> Error {
         let name: String = self.name.chars().take(200).collect();
         Error::tensor_plan(None, &name, format!("it cannot be saved: {reason}"))
     }
 
-    /// Refuses an item that contradicts itself, or that the format cannot hold.
+    /// Refuses an item that is inconsistent, or that the format cannot store.
     pub(super) fn check(&self) -> Result<()> {
         let dims = [&self.shape, &self.offsets, &self.sizes].map(Dims::len);
         let Some(dtype) = self.dtype.filter(|_| self.kind == Kind::Tensor) else {
@@ -83,8 +83,8 @@ impl SaveItem {
                 )));
             }
         }
-        // In bits and in this order, even where a size is 0: safetensors multiplies so, and refuses
-        // what overflows.
+        // In bits and in this order, even if a size is 0: safetensors multiplies like this, and
+        // refuses an overflow.
         let bits = self
             .sizes
             .iter()
@@ -99,7 +99,7 @@ impl SaveItem {
         }
     }
 
-    /// Chunks of one name are of one tensor.
+    /// Checks that two chunks of one name belong to one tensor.
     pub(super) fn agree_with(&self, first: &Self) -> Result<()> {
         if self.kind == Kind::Bytes {
             return Err(self.refuse("a second value has this name"));

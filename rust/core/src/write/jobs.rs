@@ -1,10 +1,10 @@
-//! Cutting what is to be written into jobs. Pure.
+//! Splitting of a write into jobs. Pure.
 
 use std::ops::Range;
 
 use super::sink::to_usize;
 
-/// Bytes in memory, and the place in the files that they go to.
+/// Bytes in memory, and their destination in the files.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span<'a> {
     /// Index of the file.
@@ -13,7 +13,7 @@ pub(super) struct Span<'a> {
     pub offset: u64,
     /// Index of the first digest.
     pub digest: usize,
-    /// The bytes, from the start of a digest's block on.
+    /// The bytes. They begin at a block of a digest.
     pub data: &'a [u8],
 }
 
@@ -22,7 +22,7 @@ impl Span<'_> {
         self.offset + self.data.len() as u64
     }
 
-    /// The part of its data that goes to these bytes of its file.
+    /// Returns the part of the data that goes to these bytes of the file.
     pub(super) fn within(&self, bytes: &Range<u64>) -> Range<usize> {
         let begin = bytes.start.saturating_sub(self.offset);
         let end = bytes.end.min(self.end()).saturating_sub(self.offset).max(begin);
@@ -37,13 +37,13 @@ pub(super) struct Job {
     pub file: u32,
     /// The bytes of the file.
     pub bytes: Range<u64>,
-    /// The spans that reach into it.
+    /// The spans that overlap it.
     pub spans: Range<usize>,
 }
 
-/// Cuts spans, sorted by file and offset and none empty, into jobs of at most `job_bytes` (a
-/// multiple of `alignment`). A job ends at a multiple of `alignment` in its file, except where the
-/// spans do.
+/// Cuts spans into jobs of at most `job_bytes` (a multiple of `alignment`). The spans are not
+/// empty, and sorted by file and offset. A job ends at a multiple of `alignment` in its file, or
+/// where the spans end.
 pub(super) fn cut(spans: &[Span], job_bytes: u64, alignment: u64) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     for (number, span) in spans.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Layout of the chunks in files: section 2 of `docs/format.md`. Pure.
+//! Layout of chunks in files: section 2 of `docs/format.md`. Pure.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -8,22 +8,22 @@ use super::item::{SaveInfo, SaveItem};
 use crate::format::{DataFileName, PAYLOAD_ALIGNMENT};
 use crate::{Error, Result};
 
-/// The longest header of a data file, in bytes, with its length and padding.
+/// Limit on the header of a data file in bytes, with its length and padding.
 pub const HEADER_LIMIT: u64 = 64 << 20;
 
-/// The most that an offset in a file can be.
+/// Largest offset in a file.
 const MAX_FILE_SIZE: u64 = i64::MAX.unsigned_abs();
 
-/// A data file to be written.
+/// A data file to write.
 #[derive(Clone, Debug)]
 pub struct FilePlan {
     /// Its name in the folder.
     pub name: String,
-    /// Its first bytes: the payload begins after them.
+    /// Its first bytes. The payload follows them.
     pub header: Vec<u8>,
     /// Its length in bytes.
     pub size: u64,
-    /// Its items, by number, in the order of the bytes.
+    /// Numbers of its items, in the order of their bytes.
     pub items: Vec<u32>,
 }
 
@@ -39,30 +39,29 @@ pub struct Place {
 /// Places of all items.
 #[derive(Clone, Debug)]
 pub struct SaveLayout {
-    /// The files; at least one, so that every rank leaves a trace of its part (recovery counts on
-    /// it).
+    /// The files. There is at least one, because recovery expects a file of every rank.
     pub files: Vec<FilePlan>,
     /// A place for each item.
     pub places: Vec<Place>,
 }
 
 /// Constraints on the layout of a save: linked files of another save, and the turns in which items
-/// come.
+/// are written.
 #[derive(Debug, Default)]
 pub(super) struct Beside {
-    /// For each item, whether a linked file holds it; none where there are no links.
+    /// For each item, whether a linked file has it; empty if there are no links.
     pub reused: Vec<bool>,
-    /// For each item, whether it is likely to stay as it is: such items share no file with others.
-    /// None: no item is.
+    /// For each item, whether it is unlikely to change: such items share no file with others. Empty
+    /// if this holds for no item.
     pub stays: Vec<bool>,
-    /// For each item, in which turn it is written: what comes together lies together, as far as
-    /// alignment lets it. None: in one.
+    /// For each item, the turn in which it is written. Items of one turn are adjacent, as far as
+    /// alignment permits. Empty if there is only one turn.
     pub turns: Vec<u32>,
-    /// Number of linked files. Their numbers follow that of the first file that is written.
+    /// Number of linked files. Their numbers follow that of the first written file.
     pub links: u32,
     /// Note about the links in the header of the first file, as JSON.
     pub note: Vec<u8>,
-    /// The most bytes of items in a file that has several; `None`: any number.
+    /// Limit on the bytes of items in a file that has several items; `None` for no limit.
     pub most_bytes: Option<u64>,
 }
 
@@ -72,11 +71,12 @@ impl Beside {
     }
 }
 
-/// Lays out what one rank saves, beside links, with headers of so many bytes at most.
+/// Lays out the items that one rank writes, next to linked files. Headers have at most
+/// `header_limit` bytes.
 ///
 /// # Errors
-/// [`Error::TensorPlan`] names the item that contradicts itself or another one, or that no file can
-/// hold.
+/// [`Error::TensorPlan`] names an item that is inconsistent with itself or with another, or that no
+/// file can hold.
 pub(super) fn plan_files_within(
     items: &[SaveItem],
     info: &SaveInfo,
@@ -136,7 +136,7 @@ pub(super) fn plan_files_within(
     Ok(layout)
 }
 
-/// A file while items are still added to it.
+/// A file to which items are still added.
 #[derive(Default)]
 struct Draft {
     items: Vec<u32>,
@@ -148,7 +148,7 @@ struct Draft {
     stays: Option<bool>,
 }
 
-/// First item of a name, and the first file without items of that name.
+/// First item with a name, and the first file without items of that name.
 struct Seen<'a> {
     item: &'a SaveItem,
     next_file: usize,
@@ -215,7 +215,7 @@ fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<
     Ok(drafts)
 }
 
-/// The largest power of two, at most a page, that divides the length.
+/// Returns the largest power of two, at most a page, that divides the length.
 const fn alignment(length: u64) -> u64 {
     if length.is_multiple_of(PAYLOAD_ALIGNMENT) {
         PAYLOAD_ALIGNMENT

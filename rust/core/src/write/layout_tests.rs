@@ -1,4 +1,4 @@
-//! Every planned file must be what the `safetensors` crate takes it for.
+//! The `safetensors` crate reads every planned file as intended.
 
 use std::collections::{HashMap, HashSet};
 
@@ -30,7 +30,7 @@ fn metadata(file: &[u8]) -> HashMap<String, String> {
     SafeTensors::read_metadata(file).unwrap().1.metadata().clone().unwrap()
 }
 
-/// Everything that section 2 of the format says.
+/// Checks everything that section 2 of the format requires.
 fn assert_well_formed(items: &[SaveItem], layout: &SaveLayout, limit: u64) {
     let mut placed = 0;
     for (number, (plan, bytes)) in layout.files.iter().zip(files(layout, items)).enumerate() {

@@ -1,5 +1,5 @@
-//! Files of another save that get a name in this one, for what is reused of them: by a hard link
-//! here, on a store by a copy (`copies.rs`).
+//! Names in this save for reused files of another save: hard links on a disk, copies on a store
+//! (`copies.rs`).
 
 use std::io::Write as _;
 use std::path::Path;
@@ -10,30 +10,30 @@ use super::reuse::{ParentFile, Reuse};
 use crate::format::{DataFileName, FileEntry, Index};
 use crate::{Control, Error, Result};
 
-/// Longest note about links in the header of a rank's first file, in bytes. Files beyond it are
-/// written.
+/// Limit in bytes on the note about links in the header of a rank's first file. Files that do not
+/// fit in the note are written.
 const NOTE_LIMIT: usize = 8 << 20;
 
-/// A file of another save that got a name in this one.
+/// A file of another save that got a name in this save.
 pub(super) struct Link {
     pub entry: FileEntry,
     /// (item, chunk of the parent), in the order of the bytes.
     pub chunks: Vec<(usize, u64)>,
 }
 
-/// All of them, and what there is to say of them.
+/// All linked files of a rank, and the note about them.
 #[derive(Default)]
 pub(super) struct Links {
     pub files: Vec<Link>,
-    /// The member `linked` of `DCPRS` in the header of the rank's first file, with a comma before
-    /// it; empty where there are none.
+    /// The member `linked` of `DCPRS` in the header of the rank's first file, with a leading comma;
+    /// empty if there are no links.
     pub note: Vec<u8>,
-    /// Why other files could not be linked.
+    /// Reasons why other files could not be linked.
     pub problems: Vec<Error>,
 }
 
 impl Links {
-    /// Links what is worth it into `dir`, of which the lock is held.
+    /// Links the files that are worth it into `dir`. The caller holds the folder's lock.
     pub(super) fn make(
         files: &mut DataFiles,
         dir: &Path,
@@ -59,8 +59,8 @@ impl Links {
         Ok(made.finished())
     }
 
-    /// The name that the next file gets, and what is said of it; `None` where that would be too
-    /// much.
+    /// Returns the name of the next file, and the note with it; `None` if the file does not fit in
+    /// the note or has no digest of its head.
     pub(super) fn draft(
         &self,
         parent: &Index,
@@ -83,7 +83,7 @@ impl Links {
         Ok(fits.then_some(Draft { name, note }))
     }
 
-    /// The file has the name.
+    /// Adds a file that now has the name of `draft`.
     pub(super) fn take(&mut self, parent: &Index, draft: Draft, source: ParentFile) {
         self.note = draft.note;
         self.files.push(Link {
@@ -92,7 +92,7 @@ impl Links {
         });
     }
 
-    /// These are all.
+    /// Closes the list after the last file.
     pub(super) fn finished(mut self) -> Self {
         if !self.note.is_empty() {
             self.note.push(b']');
@@ -101,14 +101,14 @@ impl Links {
     }
 }
 
-/// Name of the next linked file, and the note about all.
+/// Name of the next linked file, and the note about all linked files.
 pub(super) struct Draft {
     pub name: String,
     note: Vec<u8>,
 }
 
-/// Adds a link; false where that would be too much, or there is no digest to know the file again
-/// by.
+/// Adds a link to the note. Returns false if the note becomes too long, or if there is no digest by
+/// which to recognize the file.
 fn push_note(
     note: &mut Vec<u8>,
     number: u32,

@@ -1,4 +1,4 @@
-//! Saving: where every chunk goes, and getting it there; or where it is already.
+//! Saving: layout of the chunks, the writes themselves, and reuse of chunks that exist already.
 
 mod copies;
 mod engine;

@@ -1,5 +1,4 @@
-//! An object on its way to a store, in one piece or in parts; and what is left of those that
-//! failed.
+//! An object that is uploaded to a store, in one piece or in parts, and the removal of failed ones.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +8,7 @@ use std::time::Duration;
 use crate::store::{Body, Condition, Remote, StoringConnection, Upload, unclear};
 use crate::{Control, Error, Result};
 
-/// Time limit of a failed save for removing its objects, and of an interrupted one.
+/// Time limits for a failed save, and for an interrupted one, to remove its objects.
 const CLEANING: Duration = Duration::from_secs(10);
 const LEAVING: Duration = Duration::from_millis(700);
 
@@ -18,9 +17,9 @@ pub(super) struct Object {
     condition: Condition,
     /// The upload of an object in several parts.
     upload: OnceLock<Upload>,
-    /// It may be there.
+    /// True if the object may exist.
     stored: AtomicBool,
-    /// It is.
+    /// True if the object is complete.
     complete: AtomicBool,
 }
 
@@ -35,13 +34,13 @@ impl Object {
         }
     }
 
-    /// Begins to store it in parts. Called once, or not at all.
+    /// Begins an upload in parts. Call it at most once.
     pub fn begin(&self, connection: &dyn StoringConnection, control: &Control) -> Result<()> {
         let _ = self.upload.set(connection.begin(&self.path, self.condition, control)?);
         Ok(())
     }
 
-    /// Stores a part, or all of one that has none. Returns what the store answered.
+    /// Uploads a part, or the whole object if no upload was begun. Returns the store's answer.
     pub fn send(
         &self,
         number: usize,
@@ -57,7 +56,8 @@ impl Object {
         put.map(|()| String::new())
     }
 
-    /// Makes the parts one object of `size` bytes; `answers` are what came for each.
+    /// Joins the parts to one object of `size` bytes. `answers` are the store's answers for the
+    /// parts.
     pub fn complete(
         &self,
         answers: impl Iterator<Item = String>,
@@ -69,7 +69,7 @@ impl Object {
             self.stored.store(true, Ordering::Relaxed);
             let done = connection.complete(upload, answers.collect(), size, control);
             done.map_err(|error| match error {
-                // The store may yet carry out the request.
+                // The store may still carry out the request.
                 Error::Interrupted if self.condition != Condition::Always => {
                     unclear(&self.path, error)
                 }
@@ -80,7 +80,7 @@ impl Object {
         Ok(())
     }
 
-    /// Returns the path if the object may exist and its name cannot be another object's.
+    /// Returns the path if the object may exist and no other object can have its name.
     pub fn may_be_at(&self) -> Option<PathBuf> {
         let is_own = self.condition == Condition::Always;
         (is_own && self.stored.load(Ordering::Relaxed)).then(|| self.path.clone())
@@ -93,7 +93,7 @@ impl Object {
     }
 }
 
-/// Removes what a failed save stored. Returns why something is still there.
+/// Removes what a failed save stored. Returns the reasons why something is still there.
 pub(super) fn give_up(
     remote: &Arc<dyn Remote>,
     files: &[PathBuf],
@@ -104,14 +104,14 @@ pub(super) fn give_up(
         return Vec::new();
     }
     let within = if interrupted { LEAVING } else { CLEANING };
-    // The failure may have broken the connection.
+    // Connects anew, since the failure may have broken the connection.
     match remote.connect_to_store(1) {
         Ok(connection) => connection.remove(files, uploads, within, &Control::new()),
         Err(error) => vec![error],
     }
 }
 
-/// Adds to a store's error what it left on the store.
+/// Adds to a store's error what the save left on the store.
 pub(super) fn with_leftovers(mut error: Error, left: &[Error]) -> Error {
     if let (Error::Storage { reason, .. }, [first, more @ ..]) = (&mut error, left) {
         let and_more = match more.len() {

@@ -7,29 +7,29 @@ use crate::store::Buffer;
 /// Ways of writing to the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WriteIo {
-    /// Direct for large files that are synced, else buffered.
+    /// Direct for large files that are synced, otherwise buffered.
     #[default]
     Auto,
-    /// Past the page cache, where the file system can do that.
+    /// Bypasses the page cache, if the file system supports that.
     Direct,
-    /// Through the page cache.
+    /// Writes through the page cache.
     Buffered,
 }
 
-/// Options of a write; data with defaults, no environment variables.
+/// Options of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WriteOptions {
-    /// Way of writing to the disk.
+    /// How to write to the disk.
     pub io: WriteIo,
-    /// Threads, each with one write in flight. 0: 16 for direct writes, of which most wait for the
-    /// disk; for buffered ones as many as the cores that this process may use, at most four a file;
-    /// fewer of both where there is little to write.
+    /// Threads, each with one write in flight. 0 chooses: 16 for direct writes, which mostly wait
+    /// for the disk; for buffered writes the cores that this process may use, at most four for each
+    /// file. The ranks of a machine share these, and small writes use fewer.
     pub threads: usize,
-    /// True if all files are on stable storage when a save is done.
+    /// Sync all files to stable storage before a save is done.
     pub fsync: bool,
-    /// The most memory that a save may take for bytes in flight.
+    /// Limit on the memory for bytes in flight.
     pub max_inflight_bytes: u64,
-    /// Ranks of this machine, that save at a time: they share its cores and its disk.
+    /// Ranks of this machine that save at the same time. They share its cores and its disk.
     pub local_ranks: usize,
 }
 
@@ -45,44 +45,45 @@ impl Default for WriteOptions {
     }
 }
 
-/// Below this many bytes a synced file is written through the page cache too: one flush, no wait
-/// for each write.
+/// If no file has this many bytes, a synced save is written through the page cache too: one flush
+/// instead of a wait for each write.
 const DIRECT_MIN: u64 = 4 << 20;
 const DIRECT_THREADS: usize = 16;
-/// Buffered writes to one file wait for each other: a file system lets one in at a time. More
-/// writers of a file only hash and copy.
+/// Limit on the threads for a file. A file system lets one buffered write to a file in at a time,
+/// so more threads would only hash and copy.
 const WRITERS_A_FILE: usize = 4;
-/// So many keep a disk busy, or nearly.
+/// Threads that keep a disk nearly busy.
 const FEW_THREADS: usize = 4;
-/// A call has more for every so many bytes.
+/// A call gets one thread for this many bytes.
 const BYTES_A_THREAD: u64 = 8 << 20;
-/// Bytes a write. More gains nothing on disks that were tried, and leaves the cache between digest
-/// and copy.
+/// Bytes of a write. Larger writes were not faster on the disks we tried, and no longer fit in the
+/// processor's cache between digest and copy.
 const JOB_BYTES: u64 = 1 << 20;
 
-/// [`WriteOptions`] with every choice made.
+/// [`WriteOptions`] after every choice.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resolved {
     pub direct: bool,
     pub threads: usize,
-    /// Fewer where there is little to write.
+    /// Threads for a call that writes little.
     pub few_threads: usize,
     pub fsync: bool,
     pub job_bytes: u64,
-    /// Alignment of offsets, lengths and memory for direct writes. It is a page, so that a direct
-    /// and a buffered write never share one page of the cache.
+    /// Alignment of offsets, lengths and memory for direct writes: a page, so that direct and
+    /// buffered writes never share a page of the cache.
     pub alignment: u64,
 }
 
 impl Resolved {
-    /// Threads for a call that writes `total`: each has a buffer to begin with zeros, which takes
-    /// as long as writing a good part of it.
+    /// Returns the threads for a call that writes `total` bytes. A new thread zeroes a buffer,
+    /// which takes as long as writing a good part of it.
     pub(super) fn threads_for(&self, total: u64) -> usize {
         let worth = usize::try_from(total / BYTES_A_THREAD).unwrap_or(usize::MAX);
         self.threads.min(worth.max(self.few_threads))
     }
 
-    /// Bytes a job for such a call: smaller ones where there would be too few for all threads.
+    /// Returns the bytes of a job for such a call. Jobs are smaller if there would be too few for
+    /// all threads.
     pub(super) fn job_bytes_for(&self, total: u64) -> u64 {
         (total / self.threads_for(total) as u64)
             .next_multiple_of(self.alignment)
@@ -91,7 +92,7 @@ impl Resolved {
 }
 
 impl WriteOptions {
-    /// The choices for a save of so many files, whose largest has `largest` bytes.
+    /// Makes the choices for a save of `files` files, of which the largest has `largest` bytes.
     pub(super) fn resolve(&self, files: usize, largest: u64) -> Resolved {
         let direct = match self.io {
             WriteIo::Auto => self.fsync && largest >= DIRECT_MIN,
@@ -105,7 +106,7 @@ impl WriteOptions {
         };
         let room = usize::try_from(self.max_inflight_bytes).unwrap_or(usize::MAX);
         let threads = threads.min(room / Buffer::footprint(0)).max(1);
-        // One page less: a buffer begins at the page that its first byte lies in.
+        // One page less, because a buffer begins at the start of the page of its first byte.
         let largest = Buffer::largest_within(room / threads) as u64;
         let job_bytes = largest.saturating_sub(alignment).clamp(alignment, JOB_BYTES);
         Resolved {
@@ -119,11 +120,11 @@ impl WriteOptions {
     }
 }
 
-/// Threads that a rank writes with where nobody says how many.
+/// Returns the default number of threads of a rank.
 fn threads_of_rank(direct: bool, cores: usize, local_ranks: usize, files: usize) -> usize {
     let ranks = local_ranks.max(1);
     if direct {
-        // They wait for the disk, and few of each rank keep it busy.
+        // Threads wait for the disk, and a few of each rank keep it busy.
         (DIRECT_THREADS / ranks).max(FEW_THREADS)
     } else {
         (cores / ranks).min(WRITERS_A_FILE * files).max(1)

@@ -1,5 +1,5 @@
-//! Items that another checkpoint, the *parent*, already has and a save need not write: found by
-//! digests, or by the caller's word.
+//! Items that another checkpoint, the *parent*, already has, so that a save need not write them.
+//! They are found by digests, or because the caller says that they are frozen.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,31 +16,31 @@ use crate::format::{
 use crate::store::Connection;
 use crate::{Control, Error, Result, parallel};
 
-/// Blocks that a thread hashes before it looks whether the rest of the chunk is worth it.
+/// Blocks that a thread hashes before it checks whether the chunk already differs.
 const BLOCKS_AT_A_TIME: u64 = 4;
-/// Looks that wait for a store at a time.
+/// Concurrent checks of files on a store.
 const LOOKS: usize = 32;
 
-/// The items of a save, and which of them a parent holds.
+/// The items of a save, and which of them the parent has.
 pub struct Reuse {
     parent: Option<Arc<Index>>,
     items: Vec<Candidate>,
-    /// For each item, the index of its first block; and the end of the last.
+    /// Number of each item's first block, followed by the end of the last.
     first_block: Vec<usize>,
-    /// Blocks that were hashed.
+    /// Digests of the hashed blocks.
     blocks: Vec<BlockCell>,
-    /// Bytes of each item that were compared.
+    /// Bytes compared of each item.
     compared: Mutex<Vec<u64>>,
     problems: Vec<Error>,
 }
 
-/// An item, and what the parent holds at its place.
+/// An item, and the chunk of the parent that may equal it.
 struct Candidate {
     length: u64,
     chunk: Option<u64>,
-    /// The caller says that it does not change.
+    /// The caller says that it never changes.
     frozen: bool,
-    /// The caller says so, and said so when the parent was saved: only its first block is compared.
+    /// The caller says so, and said so when the parent was saved. Only its first block is compared.
     trusted: bool,
     differs: AtomicBool,
 }
@@ -54,14 +54,17 @@ pub(super) struct ParentFile {
 }
 
 impl Reuse {
-    /// Finds, for each item, the chunk of `parent` of its name, place, shape, dtype, flags and
-    /// path. `frozen`, for each item: the caller says that it never changes; `trusted`: also that
-    /// it did not since the parent was saved, so that of an item which was frozen there, too, only
-    /// the first block is compared: whatever trains or loads a tensor after all changes that as
+    /// Finds the chunk of `parent` for each item: one of the same name, place, shape, dtype, flags
+    /// and path.
+    ///
+    /// `frozen` says for each item that it never changes. `trusted` says that frozen items did not
+    /// change since the parent was saved. For an item that was frozen there too, only the first
+    /// block is then compared, since training or loading a tensor by mistake changes that block as
     /// well.
     ///
-    /// Without a parent it only notes what is frozen. Nothing of a parent that others wrote, or of
-    /// files that are not there as its index says, is reused: see [`problems`](Self::problems).
+    /// Without a parent, this only records which items are frozen. A file is not reused if another
+    /// program wrote it, or if it does not match the parent's index: see
+    /// [`problems`](Self::problems).
     ///
     /// # Errors
     /// [`Error::Interrupted`].
@@ -120,12 +123,12 @@ impl Reuse {
         })
     }
 
-    /// The checkpoint that is reused from, if there is one.
+    /// Returns the parent, if there is one.
     pub fn parent(&self) -> Option<&Index> {
         self.parent.as_deref()
     }
 
-    /// Why files of the parent are not reused.
+    /// Returns the reasons why files of the parent are not reused.
     pub fn problems(&self) -> &[Error] {
         &self.problems
     }
@@ -140,9 +143,9 @@ impl Reuse {
         self.wants(item) && self.items[item].trusted
     }
 
-    /// Compares parts of items with what the parent holds. The parts of one item come in order,
-    /// over all calls, and each but its last is a multiple of [`BLOCK_SIZE`] long. An item that
-    /// differs is read up to there, and of one that is trusted the first block.
+    /// Compares parts of items with the parent. The parts of one item come in order, over all
+    /// calls. Each but the last has a length that is a multiple of [`BLOCK_SIZE`]. Stops reading an
+    /// item at the first difference, and a trusted item after its first block.
     ///
     /// # Errors
     /// [`Error::Plan`] for a part out of order, or of an item that is not wanted;
@@ -211,8 +214,8 @@ impl Reuse {
         }
     }
 
-    /// The chunk of the parent that an item is the same as: by all of its bytes, or by the caller's
-    /// word.
+    /// Returns the chunk of the parent that equals an item, by all of its bytes or, for a trusted
+    /// item, by its first block.
     fn same(&self, number: usize, compared: u64) -> Option<u64> {
         let item = &self.items[number];
         let chunk = item.chunk.filter(|_| !item.differs.load(Ordering::Relaxed))?;
@@ -227,13 +230,13 @@ impl Reuse {
         (self.parent()?.chunk(chunk).content == Some(content)).then_some(chunk)
     }
 
-    /// The chunks of the parent that items are the same as.
+    /// Returns the chunks of the parent that equal items.
     pub fn chunks(&self) -> Vec<u64> {
         let compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
         (0..self.items.len()).filter_map(|item| self.same(item, compared[item])).collect()
     }
 
-    /// Takes chunks of the parent for others than the items: they are damaged there.
+    /// Excludes damaged chunks of the parent from reuse.
     pub fn refuse(&self, chunks: &[u64]) {
         for item in &self.items {
             if item.chunk.is_some_and(|chunk| chunks.contains(&chunk)) {
@@ -242,12 +245,12 @@ impl Reuse {
         }
     }
 
-    /// Returns whether the caller says that an item does not change.
+    /// Returns whether the caller says that an item never changes.
     pub(super) fn is_frozen(&self, item: usize) -> bool {
         self.items[item].frozen
     }
 
-    /// For each item, whether it is likely to stay as it is.
+    /// Returns for each item whether it is unlikely to change.
     pub(super) fn stays(&self) -> Vec<bool> {
         let compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
         (0..self.items.len())
@@ -255,7 +258,7 @@ impl Reuse {
             .collect()
     }
 
-    /// The bytes of a source that are reused: (first, the one after the last), in order.
+    /// Returns the reused byte ranges of a source, in order, as (first, one after the last).
     pub(super) fn ranges(parent: &Index, source: &ParentFile) -> Vec<(u64, u64)> {
         let mut ranges: Vec<(u64, u64)> = Vec::new();
         for &(_, chunk) in &source.chunks {
@@ -269,7 +272,7 @@ impl Reuse {
         ranges
     }
 
-    /// The files of the parent of which at least half is reused, in their order.
+    /// Returns the files of the parent of which at least half is reused, in order.
     pub(super) fn sources(&self) -> Vec<ParentFile> {
         let Some(parent) = self.parent() else {
             return Vec::new();
@@ -299,12 +302,12 @@ impl Reuse {
 struct Files {
     /// Files that may be linked.
     usable: BTreeSet<u32>,
-    /// Why some are not usable, but for those of which that is no wonder.
+    /// Reasons why some files cannot be linked. Files in other formats or folders are not listed.
     problems: Vec<Error>,
 }
 
 impl Files {
-    /// Looks at files, each once: on a store, at many at a time.
+    /// Checks each file once. On a store, many checks run at the same time.
     fn look(parent: &Index, files: impl Iterator<Item = u32>, control: &Control) -> Result<Self> {
         let mut usable: BTreeSet<u32> = files.collect();
         usable.retain(|&file| {
@@ -319,7 +322,8 @@ impl Files {
         let looked = match connection {
             None => files.iter().map(|&file| check(parent, file)).collect(),
             Some(Err(Error::Interrupted)) => return Err(Error::Interrupted),
-            // Nobody can look: nothing is reused, and the save itself may yet reach the store.
+            // No file can be checked, so nothing is reused. The save itself may still reach the
+            // store.
             Some(Err(problem)) => {
                 return Ok(Self { problems: vec![problem], ..Self::default() });
             }
@@ -342,7 +346,7 @@ impl Files {
     }
 }
 
-/// Checks that a file is as its index says.
+/// Checks that a file matches the parent's index.
 fn check(parent: &Index, file: u32) -> Result<()> {
     let path = parent.file_path(file);
     match fs::symlink_metadata(&path) {
@@ -374,7 +378,7 @@ fn check_length(path: &Path, found: u64, expected: u64) -> Result<()> {
     Err(Error::corrupt_file(path, format!("it is {found} bytes long, expected {expected}")))
 }
 
-/// The chunk of the parent that is the same in all but, perhaps, its bytes.
+/// Returns the chunk of the parent that equals the item in everything except, perhaps, its bytes.
 fn find(parent: &Index, item: &SaveItem) -> Option<u64> {
     if item.length == 0 {
         return None;

@@ -1,4 +1,4 @@
-//! Unchanged items are linked and not written, changed ones are written, and recovery knows both.
+//! Unchanged items are linked, changed ones are written, and recovery finds both.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -132,7 +132,7 @@ fn what_did_not_change_is_linked_and_outlives_the_parent() {
     assert_ne!(of(&a, "changes").content, of(&b, "changes").content);
     fs::remove_dir_all(&one).unwrap();
     assert_holds(&two, &bytes(2));
-    // The third links what the second linked: there is no chain.
+    // The third save links what the second linked: there is no chain.
     save(&three, 3, &bytes(3), after(&two));
     fs::remove_dir_all(&two).unwrap();
     assert_holds(&three, &bytes(3));
@@ -160,7 +160,7 @@ fn recovery_takes_of_linked_files_what_was_reused() {
             "{name}"
         );
     }
-    // Without the link the set is not complete; nor with another file under its name.
+    // The set is incomplete without the link, and also if another file has its name.
     let other = fs::read(&link).unwrap();
     fs::remove_file(&link).unwrap();
     assert!(matches!(recover(), Err(Error::NotFound { .. })));
@@ -197,9 +197,9 @@ fn of_what_the_caller_vouches_for_twice_the_first_block_is_compared() {
     changed[0].iter_mut().for_each(|byte| *byte ^= 1);
     save(&dir(4), 4, &changed, told(Some(1), true));
     assert_holds(&dir(4), &changed);
-    // Without its first block it is nothing.
+    // Without its first block, an item is not reused.
     assert_eq!(told(Some(1), true).chunks(), Vec::<u64>::new());
-    // Without the caller's word at the parent's save, the word does not count.
+    // `trusted` has no effect on an item that was not frozen in the parent.
     save(&dir(3), 3, &bytes(3), after(&dir(2)));
     assert!(!told(Some(3), true).probes(0));
 }

@@ -1,4 +1,4 @@
-//! Destinations of a save's bytes: files, or objects of a store.
+//! Destinations of a save's bytes: files, or objects on a store.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -13,19 +13,19 @@ use crate::format::{
 use crate::store::FileLock;
 use crate::{Control, Error, Result};
 
-/// Sizes into which a call cuts its writes.
+/// Sizes of the jobs of one call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Grain {
     /// The most bytes of a job; a multiple of `alignment`.
     pub job_bytes: u64,
-    /// Jobs end at multiples of it in their file, or where what is written does.
+    /// A job ends at a multiple of it in the file, or where the written bytes end.
     pub alignment: u64,
-    /// Jobs at a time.
+    /// Concurrent jobs.
     pub threads: usize,
 }
 
-/// Takes the bytes of one rank's data files. Dropped without [`keep`](Self::keep), it removes what
-/// it made.
+/// Writes the bytes of one rank's data files. On drop it removes what it created, unless that is
+/// [kept](Self::keep).
 pub(super) trait Sink: Send + Sync {
     /// Returns the sizes for a call that writes `total` bytes.
     fn grain(&self, total: u64) -> Grain;
@@ -33,10 +33,11 @@ pub(super) trait Sink: Send + Sync {
     /// Returns the writer of one thread in one call.
     fn hand<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn Hand + 'a>;
 
-    /// Everything was written: makes the files valid and durable.
+    /// Makes the files valid and durable, after everything was written.
     fn finish(&self, control: &Control) -> Result<()>;
 
-    /// Returns whether this process began it: a forked child has neither its threads nor its files.
+    /// Returns whether this process began the save. A forked child has neither its threads nor its
+    /// files.
     fn is_own(&self) -> bool;
 
     /// Returns the number of requests to a store that carry or copy data.
@@ -48,55 +49,53 @@ pub(super) trait Sink: Send + Sync {
     #[cfg(test)]
     fn buffers(&self) -> usize;
 
-    /// Removes what is on a store, once. Returns why something is still there. Files of a disk are
-    /// removed on drop.
+    /// Removes the objects from a store; later calls do nothing. Returns the reasons why something
+    /// is still there. Files on a disk are removed on drop.
     fn give_up(&self) -> Vec<Error> {
         Vec::new()
     }
 
-    /// The files shall stay. Returns the claim on them, if there is one, to be held until an index
-    /// names them.
+    /// Keeps the files. Returns the claim on them, if there is one, to hold until an index names
+    /// them.
     fn keep(self: Box<Self>) -> Option<FileLock>;
 }
 
 /// Writer of one thread.
 pub(super) trait Hand {
-    /// Writes a job, of which `spans` are the bytes, and takes their digests.
+    /// Writes a job, whose bytes are in `spans`, and computes their digests.
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()>;
 }
 
 /// Digests that are computed while bytes are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sums {
-    /// The digests of an index: XXH3, by block and of content.
+    /// The digests of an index: XXH3 of blocks and of content.
     Digests,
-    /// CRC-32, which zip archives have.
+    /// CRC-32, as in zip archives.
     Crc32,
-    /// Nothing.
+    /// No digest.
     None,
 }
 
-/// The digests of all items, while they are found out.
+/// The digests of all items, while they are computed.
 ///
-/// A tensor may change while it is saved. So digests are taken of a copy, and that copy is written:
-/// they are right for what is in the file, whatever the tensor holds by then.
+/// A tensor may change while it is saved. The save therefore hashes and writes one and the same
+/// copy, so that the digests always match the file.
 pub(super) struct Digests {
     sums: Sums,
-    /// For each item, the index of its first; and the end of the last.
+    /// Number of each item's first digest, followed by the end of the last.
     first: Vec<usize>,
     cells: Vec<BlockCell>,
-    /// The blocks that several jobs share and that not all of them have added their bytes to, by
-    /// cell.
+    /// Blocks that several jobs share and that are still incomplete, by cell.
     shared: Mutex<HashMap<usize, Arc<Mutex<Shared>>>>,
 }
 
-/// A block whose bytes several jobs write.
+/// A block that several jobs write.
 struct Shared {
     hasher: Hasher,
-    /// Bytes that the hasher has, from the start of the block on.
+    /// Bytes in the hasher, from the start of the block.
     done: usize,
-    /// Copies of the pieces that came before the bytes in front of them did, by their place in the
-    /// block.
+    /// Copies of pieces that came before the bytes in front of them, by their offset in the block.
     early: BTreeMap<usize, Vec<u8>>,
 }
 
@@ -105,7 +104,7 @@ enum Hasher {
     Crc32(crc32fast::Hasher),
 }
 
-/// The bytes of a job that do not begin a block: the job before this one has its first bytes.
+/// The first bytes of a job, if they continue a block that the previous job begins.
 pub(super) struct Rest {
     cell: usize,
     /// Length of the whole block.
@@ -138,18 +137,17 @@ impl Digests {
         self.sums == Sums::None
     }
 
-    /// Returns the number of the first digest of an item, from its byte `at` on, which begins a
-    /// block.
+    /// Returns the number of the digest of an item's block that begins at byte `at`.
     pub(super) fn start(&self, item: usize, at: u64) -> usize {
         self.first[item] + to_usize(at / BLOCK_SIZE)
     }
 
-    /// Copies the bytes of the spans that lie in the job to `to`, where the job begins, and hashes
-    /// the copy. Each byte of the spans is read once.
+    /// Copies the bytes of the job from the spans to `to`, and hashes the copy. Reads each byte of
+    /// the spans once.
     ///
-    /// Call [`add_rest`](Self::add_rest) with what this returns once the copy is written: by then
-    /// the job before this one has most likely hashed the bytes in front of it, and none need be
-    /// kept.
+    /// Pass the result to [`add_rest`](Self::add_rest) after the copy is written. By then the
+    /// previous job has most likely hashed the bytes in front of it, so that the rest need not be
+    /// stored.
     pub(super) fn copy(
         &self,
         spans: &[Span<'_>],
@@ -186,7 +184,7 @@ impl Digests {
         Ok(rest)
     }
 
-    /// Hashes the bytes that [`copy`](Self::copy) left, of the same copy.
+    /// Hashes the bytes that [`copy`](Self::copy) left, from the same copy.
     pub(super) fn add_rest(&self, rest: Option<Rest>, copy: &[u8]) -> io::Result<()> {
         rest.map_or(Ok(()), |rest| self.add(&rest, &copy[rest.bytes.clone()]))
     }
@@ -239,7 +237,7 @@ impl Digests {
         self.cells[cell].set(found);
     }
 
-    /// The CRC-32 of an item of `length` bytes that was written.
+    /// Returns the CRC-32 of a written item of `length` bytes.
     pub(super) fn crc32_of(&self, item: usize, length: u64) -> u32 {
         let mut whole = crc32fast::Hasher::new();
         for (block, cell) in (0..).zip(&self.cells[self.first[item]..self.first[item + 1]]) {
@@ -250,7 +248,7 @@ impl Digests {
         whole.finalize()
     }
 
-    /// Digests of an item that was written: by block, and of its content.
+    /// Returns the digests of a written item: those of its blocks, and that of its content.
     pub(super) fn of_item(&self, item: usize) -> (Vec<u64>, u128) {
         let blocks = &self.cells[self.first[item]..self.first[item + 1]];
         let digests = blocks.iter().map(BlockCell::digest).collect();
@@ -275,12 +273,12 @@ impl Shared {
     }
 }
 
-/// A CRC-32 in the place of a digest.
+/// Stores a CRC-32 in place of a digest.
 fn of_crc32(crc: u32) -> BlockDigests {
     BlockDigests { digest: crc.into(), content: 0 }
 }
 
-/// For lengths of what is in memory.
+/// Converts the length of something in memory.
 pub(super) fn to_usize(value: u64) -> usize {
     usize::try_from(value).expect("the length of something in memory")
 }

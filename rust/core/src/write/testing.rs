@@ -63,7 +63,7 @@ pub(crate) fn value(name: &str, length: u64) -> SaveItem {
     }
 }
 
-/// A prime number of bytes, so that they fall differently into every block.
+/// The length is prime, so that the bytes fall differently into every block.
 static NOISE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     (0..65_521_u64).map(|at| ((at * 2_654_435_761) >> 7).to_le_bytes()[0]).collect()
 });
@@ -80,7 +80,7 @@ pub(crate) fn content(item: usize, length: u64) -> Vec<u8> {
     bytes
 }
 
-/// The names that are most likely to go wrong.
+/// Names that are likely to cause trouble.
 pub(crate) fn odd_names() -> Vec<String> {
     [
         "",
@@ -155,7 +155,7 @@ prop_compose! {
     }
 }
 
-/// All bytes of all items, in one call.
+/// Returns all bytes of all items, for one call.
 pub(crate) fn parts(contents: &[Vec<u8>]) -> Vec<Part<'_>> {
     (0..).zip(contents).map(|(item, data)| Part { item, at: 0, data }).collect()
 }
@@ -184,12 +184,12 @@ pub(crate) fn create_on(
     Ok(Save::create_on(disk, dir, items, info, options, None, &Control::new())?.0)
 }
 
-/// A layout beside no other save's files.
+/// Returns a layout without links.
 pub(crate) fn plan_files(items: &[SaveItem], info: &SaveInfo) -> Result<SaveLayout> {
     plan_files_within(items, info, &Beside::default(), HEADER_LIMIT)
 }
 
-/// Commits the bytes of an index of a whole save.
+/// Commits the index of a save by one rank.
 pub(crate) fn commit(dir: &Path, index: Vec<u8>) -> Result<checkpoint::Committed> {
     let index = Index::from_bytes(index, &dir.join(INDEX_NAME))?;
     checkpoint::commit_index(dir, None, &index, true, true, &Control::new())
@@ -207,7 +207,7 @@ pub(crate) fn save(
     Index::from_bytes(save.finish(&Control::new()).unwrap(), &dir.join(INDEX_NAME)).unwrap()
 }
 
-/// Checks every byte, digest and length that an index of these items promises.
+/// Checks every byte, digest and length in an index of these items.
 pub(crate) fn assert_saved(index: &Index, items: &[SaveItem]) {
     let files: Vec<_> = (0..index.file_count())
         .map(|number| {
@@ -242,7 +242,7 @@ pub(crate) fn assert_saved(index: &Index, items: &[SaveItem]) {
     }
 }
 
-/// All but the lock.
+/// Returns all names except that of the lock.
 pub(crate) fn names_in(dir: &Path) -> Vec<String> {
     let mut names: Vec<_> = fs::read_dir(dir)
         .unwrap()
@@ -253,13 +253,13 @@ pub(crate) fn names_in(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Writes down the calls but those for locks, and may let one fail.
+/// Records the calls except those for locks, and can make one fail.
 #[derive(Default)]
 pub(crate) struct Recorder {
     pub calls: Mutex<Vec<(Call, String)>>,
     /// The number of the call that fails, and its error.
     pub fault: Option<(usize, i32)>,
-    /// The most bytes of a write, where that is limited.
+    /// Limit on the bytes of a write, if there is one.
     pub most: Option<usize>,
     /// True if every direct write fails.
     pub refuse_direct: bool,

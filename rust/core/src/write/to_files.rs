@@ -1,4 +1,4 @@
-//! A save to files: whole pages past the page cache where that is possible, headers last.
+//! A save to files: whole pages bypass the page cache if possible, and headers are written last.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -16,16 +16,16 @@ use crate::{Control, Error, Result, parallel};
 /// The files of a folder.
 pub(super) struct ToFiles {
     pub disk: Disk,
-    /// The folder, after those that it had to be created in.
+    /// The folder, after the parent folders that were created for it.
     pub folders: Vec<PathBuf>,
     pub layout: Arc<SaveLayout>,
     pub how: Resolved,
     pub files: DataFiles,
-    /// Buffers that no thread uses at the moment.
+    /// Buffers that no thread is using.
     pub staging: Mutex<Vec<Buffer>>,
 }
 
-/// The handles of one file: jobs come sorted by file, so a worker keeps the last ones.
+/// The handles of one file. Jobs are sorted by file, so a worker keeps its last handles.
 struct OpenFile<'a> {
     to: &'a ToFiles,
     digests: &'a Digests,
@@ -46,7 +46,7 @@ impl Sink for ToFiles {
         Box::new(OpenFile { to: self, digests, control, open: None })
     }
 
-    /// Headers are written last, after the payload is on stable storage: a file with a header is
+    /// Writes headers last, after the payload is on stable storage: a file with a header is
     /// complete.
     fn finish(&self, control: &Control) -> Result<()> {
         self.sync(control)?;
@@ -102,13 +102,13 @@ impl ToFiles {
         )
     }
 
-    /// Returns whether direct writes can start from this memory for this place in a file.
+    /// Returns whether this memory is aligned for direct writes to this offset of a file.
     fn is_aligned_alike(&self, bytes: &[u8], offset: u64) -> bool {
         bytes.as_ptr().addr() as u64 % self.how.alignment == offset % self.how.alignment
     }
 
-    /// Writes the bytes of a job: whole pages past the cache where that is possible, the rest
-    /// through it.
+    /// Writes the bytes of a job: whole pages with direct I/O if possible, the rest through the
+    /// page cache.
     fn store(&self, job: &Job, bytes: &[u8], handles: &Handles, control: &Control) -> Result<()> {
         let Range { start, end } = job.bytes;
         let path = self.files.path(job.file);
@@ -157,7 +157,7 @@ impl Hand for OpenFile<'_> {
         let pool = || to.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let kept = pool().pop();
         let mut buffer = kept.unwrap_or_default();
-        // The job begins in the buffer at the same offset as in its first page.
+        // The offset in the buffer equals the offset in the job's first page.
         let begin = to_usize(job.bytes.start % to.how.alignment);
         let end = begin + to_usize(job.bytes.end - job.bytes.start);
         let no_memory = |e| Error::io("take memory to write", to.files.path(job.file), e);

@@ -1,4 +1,4 @@
-//! A save to a store: each file an object, sent in parts, each from a buffer.
+//! A save to a store: each file is an object, sent in parts, each from a buffer.
 
 use std::ops::Range;
 use std::path::Path;
@@ -18,11 +18,11 @@ use crate::{Control, Error, Result, parallel};
 
 /// Bytes of a part.
 const PART: u64 = 8 << 20;
-/// Smallest part that stores take, except for the last.
+/// Smallest part that stores accept, except for the last.
 const LEAST_PART: u64 = 5 << 20;
-/// Parts that stores take.
+/// Most parts that stores accept.
 const MOST_PARTS: u64 = 10_000;
-/// Requests in flight, where nobody says how many.
+/// Default number of requests in flight.
 const IN_FLIGHT: usize = 32;
 /// Interval at which a thread that waits for memory checks for cancellation.
 const PERIOD: Duration = Duration::from_millis(50);
@@ -30,19 +30,19 @@ const PERIOD: Duration = Duration::from_millis(50);
 /// The objects of one rank.
 pub(super) struct ToStore {
     remote: Arc<dyn Remote>,
-    /// For the length of the save.
+    /// Connection that lasts as long as the save.
     connection: Arc<dyn StoringConnection>,
     layout: Arc<SaveLayout>,
     files: Vec<File>,
-    /// Files that the store copied for it.
+    /// Files that the store copied for the save.
     copies: Copies,
     part_bytes: u64,
     threads: usize,
     room: Arc<Room>,
     interrupted: AtomicBool,
-    /// True if its objects were removed, as far as that was possible.
+    /// True if the objects were removed, as far as that was possible.
     given_up: AtomicBool,
-    /// The process that began it.
+    /// The process that began the save.
     owner: u32,
 }
 
@@ -51,20 +51,20 @@ struct File {
     parts: Vec<Mutex<UploadPart>>,
 }
 
-/// A part on its way.
+/// A part of an object.
 #[derive(Default)]
 struct UploadPart {
-    /// Bytes of items that are still to come.
+    /// Bytes of items that are still missing.
     missing: u64,
-    /// Bytes so far, if they did not all come at a time.
+    /// The bytes so far, if they did not all come in one job.
     buffer: Option<Buffer>,
     /// The store's answer.
     sent: Option<String>,
 }
 
 impl ToStore {
-    /// Begins the objects in `dir`, beside `copies`; those of the items that are `reused` lie in
-    /// these. If that fails, nothing is left.
+    /// Begins the objects in `dir`. The `reused` items are in `copies`. If this fails, it removes
+    /// what it began.
     pub(super) fn begin(
         copies: Copies,
         dir: &Path,
@@ -123,7 +123,7 @@ impl ToStore {
         }
     }
 
-    /// The bytes of the file that a part holds.
+    /// Returns the range of the file that a part holds.
     fn bytes_of(&self, file: u32, number: usize) -> Range<u64> {
         let start = number as u64 * self.part_bytes;
         start..(start + self.part_bytes).min(self.layout.files[file as usize].size)
@@ -146,7 +146,7 @@ impl ToStore {
         object.send(number, body, &*self.connection, control)
     }
 
-    /// A buffer for a part, with what there is of it before any item came.
+    /// Returns a buffer for a part, with the header's bytes in it and zeros elsewhere.
     fn buffer(&self, file: u32, bytes: &Range<u64>) -> Result<Vec<u8>> {
         let length = to_usize(bytes.end - bytes.start);
         let mut buffer = self.room.taken().unused.pop().unwrap_or_default();
@@ -165,7 +165,7 @@ impl ToStore {
         Ok(buffer)
     }
 
-    /// Notes whether it was the caller who stopped it.
+    /// Records whether the caller interrupted the work.
     fn noted<T>(&self, result: Result<T>) -> Result<T> {
         if matches!(result, Err(Error::Interrupted)) {
             self.interrupted.store(true, Ordering::Relaxed);
@@ -185,8 +185,8 @@ impl ToStore {
         let length = job.bytes.end - job.bytes.start;
         let mut part = self.part(job.file, number);
         let completes = part.missing == length;
-        // Not the part's while this works on it: an error or a panic gives the memory back, for
-        // which others may wait.
+        // Takes the buffer out of the part, so that an error or a panic returns the memory, for
+        // which other threads may wait.
         let mut buffer = if let Some(buffer) = part.buffer.take() {
             buffer
         } else {
@@ -207,7 +207,7 @@ impl ToStore {
         if completes {
             let body = Body::new(std::mem::take(&mut buffer.bytes));
             part.sent = Some(self.send(job.file, number, &body, control)?);
-            // For the next part, unless the client still holds it.
+            // Reused for the next part, unless the client still holds it.
             buffer.bytes = Body::try_unwrap(body).unwrap_or_default();
         } else {
             part.buffer = Some(buffer);
@@ -215,7 +215,7 @@ impl ToStore {
         Ok(())
     }
 
-    /// Sends a part that no item is in.
+    /// Sends a part that contains no item.
     fn send_rest(&self, file: u32, number: usize, control: &Control) -> Result<()> {
         let mut part = self.part(file, number);
         if part.sent.is_none() {
@@ -298,7 +298,7 @@ impl Drop for ToStore {
     }
 }
 
-/// Requests at a time.
+/// Returns the number of concurrent requests.
 pub(super) fn in_flight(options: &WriteOptions) -> usize {
     match options.threads {
         0 => IN_FLIGHT,
@@ -306,7 +306,7 @@ pub(super) fn in_flight(options: &WriteOptions) -> usize {
     }
 }
 
-/// Sender of one thread.
+/// Writer of one thread.
 struct Sender<'a> {
     to: &'a ToStore,
     digests: &'a Digests,
@@ -319,14 +319,14 @@ impl Hand for Sender<'_> {
     }
 }
 
-/// The bytes of a part: as many as stores want, and few enough for the largest file, and for some
-/// in the memory that there is.
+/// Returns the size of a part: at least what stores accept, and large enough that the largest file
+/// has few enough parts. With little memory, parts are smaller.
 pub(super) fn part_bytes(largest: u64, memory: u64) -> u64 {
     let least = if memory < 4 * PART { LEAST_PART } else { PART };
     largest.div_ceil(MOST_PARTS).next_multiple_of(1 << 20).max(least)
 }
 
-/// The memory for parts.
+/// Memory limit for parts.
 struct Room {
     most: u64,
     taken: Mutex<Taken>,
@@ -336,10 +336,10 @@ struct Room {
 #[derive(Default)]
 struct Taken {
     bytes: u64,
-    /// Buffers that were sent, for the next parts.
+    /// Buffers of sent parts, for the next parts.
     unused: Vec<Vec<u8>>,
-    /// Bytes on their way that will be given back: worth a wait. What of a part is not
-    /// there yet may come in the next call only.
+    /// Bytes of complete parts that are being sent. Waiting for them is safe. An incomplete part
+    /// may wait for the next call, so waiting for it could take forever.
     leaving: u64,
 }
 
@@ -361,7 +361,8 @@ struct Share {
 }
 
 impl Share {
-    /// Takes so many bytes, once that many are free or nobody will give any.
+    /// Takes memory once it is free. If no memory is about to be returned, exceeds the limit
+    /// instead of waiting.
     fn take(room: &Arc<Room>, bytes: u64, leaves: bool, control: &Control) -> Result<Self> {
         let mut taken = room.taken();
         while taken.bytes + bytes > room.most && taken.leaving > 0 {
@@ -377,7 +378,7 @@ impl Share {
         Ok(Self { room: Arc::clone(room), bytes, leaves })
     }
 
-    /// It is on its way.
+    /// Marks the share as being sent, and so about to be returned.
     fn leave(&mut self) {
         if !self.leaves {
             self.leaves = true;
@@ -398,7 +399,7 @@ impl Drop for Share {
     }
 }
 
-/// Memory for a part. Dropped, it is there for the next part before its share of the room is.
+/// Memory for a part. On drop, it becomes available to the next part before its share is returned.
 struct Buffer {
     bytes: Vec<u8>,
     share: Share,

@@ -1,4 +1,5 @@
-//! Stored objects equal their input, in parts that a store takes, and a failed save leaves nothing.
+//! Stored objects equal their input, in parts that a store accepts, and a failed save leaves
+//! nothing.
 
 use std::collections::HashMap;
 use std::fs;
@@ -22,11 +23,11 @@ const DIR: &str = "s3://bucket/ckpt";
 struct Memory {
     files: Mutex<HashMap<PathBuf, Vec<u8>>>,
     uploads: Mutex<HashMap<String, HashMap<usize, Vec<u8>>>>,
-    /// The part of this number is refused.
+    /// The number of the part that is refused.
     refused: Option<usize>,
-    /// Nothing is removed.
+    /// True if nothing can be removed.
     stuck: bool,
-    /// Sending the part of this number panics.
+    /// The number of the part whose upload panics.
     panics: Option<usize>,
 }
 
@@ -90,7 +91,7 @@ impl StoringConnection for Store {
             return Err(refused("write", &upload.path));
         }
         if self.0.panics == Some(number) {
-            // Others wait for its memory by then.
+            // By then other threads wait for its memory.
             std::thread::sleep(Duration::from_millis(100));
             panic!("as a defect would");
         }
@@ -178,7 +179,7 @@ fn check(store: &Store, save: Save, items: &[SaveItem]) {
     assert_saved(&Index::from_bytes(index, &dir.path().join(INDEX_NAME)).unwrap(), items);
 }
 
-/// Lengths that share parts, span them, and begin them.
+/// Lengths that share parts, span several, and begin new ones.
 fn items() -> Vec<SaveItem> {
     let lengths =
         [20 * MIB, 5, 9 * MIB + 4, 0, 3 * MIB, 4096, 8 * MIB - PAYLOAD_ALIGNMENT, MIB + 1];
@@ -246,8 +247,8 @@ fn nothing_is_left_of_what_fails_or_is_given_up() {
     }
 }
 
-/// Parts of an upload cost money and are in no listing. The error of the save said nothing of those
-/// that it left.
+/// Parts of an upload cost money and appear in no listing. The error of the save once did not
+/// mention those that it left.
 #[test]
 fn what_could_not_be_removed_is_named() {
     let items = items();
@@ -264,7 +265,7 @@ fn what_could_not_be_removed_is_named() {
 
 #[test]
 fn memory_of_what_panics_is_given_back() {
-    // Each part lies in so many pieces that it takes a buffer, and there is room for one.
+    // Each part has so many pieces that it needs a buffer, and there is memory for one.
     let items: Vec<SaveItem> =
         (0..1600).map(|number| whole(&format!("t{number}"), "uint8", &[MIB / 20])).collect();
     let store = Store(Arc::new(Memory { panics: Some(2), ..Memory::default() }));
@@ -283,8 +284,8 @@ fn memory_of_what_panics_is_given_back() {
 
 #[test]
 fn what_comes_in_turns_shares_few_parts() {
-    // Every second one comes in the second turn: in their order, each part would be of both, and
-    // wait for it.
+    // Every second item is written in the second turn. In the order of items, each part would have
+    // items of both turns, and wait for the second.
     let lengths = [3 * MIB, 3 * MIB + 512, 700, 2 * MIB];
     let items: Vec<SaveItem> = (0..60)
         .map(|number| whole(&format!("t{number}"), "uint8", &[lengths[number / 2 % 4]]))
@@ -303,8 +304,8 @@ fn what_comes_in_turns_shares_few_parts() {
         let now: Vec<_> =
             all.into_iter().filter(|part| turn_of(part.item as usize) == turn).collect();
         save.write(&now, &control).unwrap();
-        // For the three alignments (4096, 512 and 4): the start of the second turn in each, and the
-        // start of the next one.
+        // For each of the three alignments (4096, 512 and 4): the start of the second turn, and the
+        // start of the next alignment.
         let most = if turn == 0 { 5 } else { 0 };
         assert!(save.buffers() <= most, "{} buffers after turn {turn}", save.buffers());
     }

@@ -1,4 +1,4 @@
-//! Uploads of local files as they are, for checkpoints in foreign formats.
+//! Uploads of unchanged local files, for checkpoints in foreign formats.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -14,14 +14,14 @@ use crate::store::{
 };
 use crate::{Control, Error, Result, StorageFault, parallel};
 
-/// Stores a file under another name: at once, so that what is there is what was there before until
-/// it is the new one. With `overwrite` in place of whatever is there; without it there must be
-/// none, when this begins and when it ends.
+/// Uploads a file to `to`, atomically: until the new file is there, readers see the old one.
+/// Without `overwrite`, no file may exist there when this begins or when it ends.
 ///
 /// # Errors
-/// Those of the store: with [`StorageFault::Precondition`] nothing was touched, with
-/// [`StorageFault::Unclear`] the file may be the new one, now or in a moment, and after any other
-/// it is not. [`Error::Io`] for a file that cannot be read.
+/// - Those of the store. [`StorageFault::Precondition`] means that nothing changed, and
+///   [`StorageFault::Unclear`] that the new file is there or may still appear. After any other
+///   error it is not there.
+/// - [`Error::Io`] for a file that cannot be read.
 pub fn upload_file(
     remote: &Arc<dyn Remote>,
     from: &Path,
@@ -46,15 +46,17 @@ pub fn upload_file(
     put_new(to, &bytes, keeps_conditions, connection, control)
 }
 
-/// Stores files under other names, `(from, to)`, in parts, many at a time; then `last`, that says
-/// what the others are, by one request, of which there must be none. All the while a file, the
-/// `claim`, has to hold the bytes that the caller put there: it keeps other jobs out.
+/// Uploads files `(from, to)` in parts, many at a time. Then uploads `last`, which makes the others
+/// visible, with one request; it must not exist before. Throughout, the file `claim` must hold the
+/// bytes that the caller stored there: it keeps other jobs out.
 ///
 /// # Errors
-/// Those of the store; [`Error::Io`] for a file that cannot be read. What fails leaves nothing. But
-/// all stays with [`StorageFault::Unclear`], where it is not known whether `last` is there; and
-/// where the claim is another's by then ([`StorageFault::Precondition`]), as the files may be as
-/// well.
+/// Those of the store, and [`Error::Io`] for a file that cannot be read. A failed upload leaves
+/// nothing, with two exceptions:
+///
+/// - [`StorageFault::Unclear`]: `last` may be there, so all files stay.
+/// - [`StorageFault::Precondition`], if the claim belongs to another job by then: the files may be
+///   its files, so all stay.
 pub fn upload_folder(
     remote: &Arc<dyn Remote>,
     files: &[(PathBuf, PathBuf)],
@@ -99,7 +101,7 @@ fn claimed(claim: &Path) -> Error {
     Error::storage(StorageFault::Precondition, "write", claim, reason)
 }
 
-/// Files on their way.
+/// Files that are being uploaded.
 struct Sending {
     files: Vec<Sent>,
     part_bytes: u64,
@@ -136,7 +138,7 @@ impl Sending {
         store(connection, &self.files, self.part_bytes, options, control)
     }
 
-    /// Removes what was stored, and what was begun. The error names what could not be removed.
+    /// Removes stored files and begun uploads. The error names what could not be removed.
     fn give_up(&self, remote: &Arc<dyn Remote>, error: Error, control: &Control) -> Error {
         let objects = || self.files.iter().map(|file| &file.object);
         let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
@@ -147,7 +149,7 @@ impl Sending {
     }
 }
 
-/// A file on its way.
+/// A file that is being uploaded.
 struct Sent {
     file: File,
     from: PathBuf,
