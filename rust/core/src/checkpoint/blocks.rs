@@ -1,5 +1,5 @@
-//! The blocks of chunks, read in parallel: what verification compares, what adds digests, and what
-//! recovers an index.
+//! Parallel reads of the blocks of chunks, for verification, added digests and the recovery of an
+//! index.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,8 @@ pub(super) struct Block {
     pub number: u64,
 }
 
-/// The blocks that have digests, in the order of the disk, and the bytes that have none.
+/// Returns the blocks that have digests, in the order of the disk, and the number of bytes without
+/// digests. Skips blocks of files for which `there` is false.
 pub(super) fn blocks(index: &Index, there: impl Fn(u32) -> bool) -> (Vec<Block>, u64) {
     let mut blocks = Vec::new();
     let mut without = 0;
@@ -48,7 +49,7 @@ pub(super) fn push_blocks(
     }));
 }
 
-/// Opens a data file, after its length was checked.
+/// Opens a data file, after a check of its length.
 pub(super) fn open<'a>(there: Files<'a>, file: &FileRef) -> Result<Opened<'a>> {
     if there.is_remote() {
         check_remote(there, file)?;
@@ -58,10 +59,10 @@ pub(super) fn open<'a>(there: Files<'a>, file: &FileRef) -> Result<Opened<'a>> {
     }
 }
 
-/// Blocks that are read by one call of the engine, of which each is a request.
+/// Blocks that one call of the engine reads. Each is a request.
 const AT_A_TIME: usize = 1 << 16;
 
-/// Reads blocks in parallel, and shows `visitor` the bytes of each. Its first error stops the rest.
+/// Reads blocks in parallel, and passes the bytes of each to `visitor`. Stops at its first error.
 pub(super) fn each_block(
     files: &BTreeMap<u32, FileRef>,
     blocks: &[Block],

@@ -1,5 +1,5 @@
-//! Checks of some of a checkpoint, before it is read or handed out: what no chunk holds, files that
-//! are missing.
+//! Checks of parts of a checkpoint before they are read: regions that no chunk holds, and missing
+//! files.
 
 use std::collections::HashSet;
 
@@ -8,7 +8,7 @@ use crate::format::Index;
 use crate::geometry::overlap::{self, Region};
 use crate::{Control, Result};
 
-/// Checks that the files of some chunks are there and as long as they should be.
+/// Checks that the files of some chunks exist and have the expected length.
 pub fn check_files(
     index: &Index,
     chunks: &[u64],
@@ -29,8 +29,9 @@ fn check_numbers(
     check_each(index, &files.collect::<Result<Vec<_>>>()?, control)
 }
 
-/// Checks a plan before anything is read: finds what of the regions no chunk holds (by their
-/// number), and checks the data files of all of them and of some values, as [`check_files`] does.
+/// Checks a plan before anything is read. Returns the parts of regions that no chunk holds, each
+/// with the number of its region. Checks the data files of all regions and values, as
+/// [`check_files`] does.
 pub fn check_regions(
     index: &Index,
     regions: &[(u32, Region)],

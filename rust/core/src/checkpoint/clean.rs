@@ -1,8 +1,8 @@
-//! Files and folders that killed saves and conversions left behind, and their removal.
+//! Files and folders that killed saves and conversions left, and their removal.
 //!
-//! A save removes only what the index that it replaces had named, so the files of one that was
-//! killed stay. They are told from those of a save that goes on, perhaps on another machine, by its
-//! claim (section 1.3 of `docs/format.md`).
+//! A save removes only files that the replaced index names, so the files of a killed save stay.
+//! They have no claim, unlike those of a running save, which may be on another machine (section 1.3
+//! of `docs/format.md`).
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
@@ -29,25 +29,25 @@ const LONG_AGO: Duration = Duration::from_secs(24 * 60 * 60);
 pub enum LeftoverKind {
     /// A data file that no index names.
     Data,
-    /// An index that did not get its name.
+    /// An index that was not renamed to its final name.
     TemporaryIndex,
-    /// The index of a single rank beside one of all ranks, which comes before it; and then what it
-    /// named is [`LeftoverKind::Data`].
+    /// The index of a single rank next to one of all ranks, which takes precedence. The files that
+    /// it names are then [`LeftoverKind::Data`].
     RankIndex,
-    /// The folder in which a conversion made its result, or what the result replaced.
+    /// The folder in which a conversion built its result, or what the result replaced.
     Conversion,
 }
 
 /// Decision about a leftover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nobody needs it.
+    /// No process needs it, and it can be removed.
     Left,
     /// A process uses it.
     InUse,
-    /// It is not old enough to be sure.
+    /// It is too recent to be sure.
     Young,
-    /// It is a whole checkpoint that lacks its index, or its name.
+    /// It belongs to a complete checkpoint that lacks its index or its final name.
     Whole,
 }
 
@@ -56,7 +56,7 @@ pub enum Verdict {
 pub struct Leftover {
     /// Its path.
     pub path: PathBuf,
-    /// Its length; of a folder, that of all in it.
+    /// Its length in bytes; for a folder, the length of all files in it.
     pub bytes: u64,
     /// Its kind.
     pub kind: LeftoverKind,
@@ -69,22 +69,22 @@ pub struct Leftover {
 pub struct Cleaned {
     /// Leftovers that were removed.
     pub removed: Vec<Leftover>,
-    /// Leftovers that stay, because of their verdict.
+    /// Leftovers that were kept, because of their verdict.
     pub kept: Vec<Leftover>,
     /// Errors of removals.
     pub failed: Vec<Error>,
 }
 
-/// Lists leftovers of killed saves in the folder at `path`, and of killed conversions to `path`
-/// beside it, sorted by name. It changes nothing and waits for no lock, so it may list files of a
-/// save that begins or ends at this moment.
+/// Returns leftovers of killed saves in the folder at `path`, and of killed conversions to `path`,
+/// which are beside it. They are sorted by name. This changes nothing and waits for no lock, so the
+/// result may include files of a save that begins or ends at the same time.
 ///
-/// `older_than`: what was written to since is young. `None`: nothing is where locks tell who is at
-/// work; a day where they do not, as on a network.
+/// Anything modified within `older_than` counts as young. The default is no time if locks show
+/// which processes are running. If they do not, as on a network file system, it is a day.
 ///
 /// # Errors
-/// [`Error::NotFound`] where there is neither; [`Error::CorruptIndex`] where an index cannot be
-/// read: nobody knows what it names; [`Error::Io`].
+/// [`Error::NotFound`] if there is neither; [`Error::CorruptIndex`] if an index cannot be read,
+/// since it is then unknown which files it names; [`Error::Io`].
 pub fn leftovers(path: &Path, older_than: Option<Duration>) -> Result<Vec<Leftover>> {
     find(path, older_than, None)
 }
@@ -111,11 +111,12 @@ fn find(
     Ok(found)
 }
 
-/// Removes what [`leftovers`] finds and nobody needs, while no save commits.
+/// Removes what [`leftovers`] finds with the verdict [`Verdict::Left`]. No save can commit
+/// meanwhile.
 ///
 /// # Errors
-/// Those of [`leftovers`], and [`Error::Interrupted`], [`Error::Busy`] while waiting for the
-/// folder; nothing was removed then.
+/// Those of [`leftovers`], and [`Error::Interrupted`] or [`Error::Busy`] while waiting for the
+/// folder's lock. Then nothing was removed.
 pub fn clean(path: &Path, older_than: Option<Duration>, control: &Control) -> Result<Cleaned> {
     clean_on(&Disk::default(), path, older_than, control)
 }
@@ -168,12 +169,12 @@ pub(super) struct Unneeded<'a> {
     pub kind: LeftoverKind,
     /// Its parsed name, if it is a data file.
     pub data: Option<DataFileName>,
-    /// True if it belongs to a save that lacks only its index.
+    /// True if only the index of its save is missing.
     pub is_whole: bool,
 }
 
-/// Returns the files, out of a folder with these names, that no index needs. Of temporary files,
-/// only those of indexes count.
+/// Returns the files with these names in a folder that no index needs. Ignores temporary files,
+/// except those of indexes.
 pub(super) fn unneeded<'a>(
     files: Files<'_>,
     dir: &Path,
@@ -190,7 +191,7 @@ pub(super) fn unneeded<'a>(
         let bytes = files.read(&path)?;
         let bytes = bytes.ok_or_else(|| Error::io("read", &path, ErrorKind::NotFound.into()))?;
         let index = Index::from_bytes(bytes, &path)?;
-        // Wherever it is said to lie: better one too many.
+        // Ignores the folder of the name: it is safer to keep a file too many.
         let last = |number| Path::new(index.file(number).name).file_name().map(OsStr::to_owned);
         named.extend((0..index.file_count()).filter_map(last));
     }
@@ -215,7 +216,7 @@ pub(super) fn unneeded<'a>(
     Ok(names.iter().filter_map(judge).collect())
 }
 
-/// Lists leftovers of saves into the folder, whose lock may be taken.
+/// Returns leftovers of saves into the folder. `lock` is the folder's lock, if the caller holds it.
 fn of_saves(
     dir: &Path,
     older_than: Option<Duration>,
@@ -234,7 +235,7 @@ fn of_saves(
             continue;
         };
         let verdict = match judge(claims.of(file.data)?, age(&meta), older_than) {
-            // Whole, too, is a save whose commit is about to come.
+            // A save that is about to commit is complete as well.
             Verdict::InUse => Verdict::InUse,
             _ if file.is_whole => Verdict::Whole,
             verdict => verdict,
@@ -244,7 +245,7 @@ fn of_saves(
     Ok(found)
 }
 
-/// Lists leftovers of conversions to `path`.
+/// Returns leftovers of conversions to `path`.
 fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Leftover>> {
     let Some(name) = path.file_name().and_then(OsStr::to_str) else {
         return Ok(Vec::new());
@@ -253,7 +254,7 @@ fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Lefto
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let parent = parent.unwrap_or(Path::new("."));
     let entries = match fs::read_dir(parent) {
-        // Nothing of ours is where we may not look.
+        // We cannot have written to a folder that we may not list.
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied) => {
             return Ok(Vec::new());
         }
@@ -316,7 +317,7 @@ impl<'a> Claims<'a> {
     fn of(&mut self, data: Option<DataFileName>) -> Result<Claimed> {
         let dir = self.dir;
         let look = |path: PathBuf| match FileLock::is_claimed(&path) {
-            // A rank's first file is there as long as its save goes on.
+            // The first file of a rank exists as long as its save runs.
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
                 Ok(Claimed::No)
             }
@@ -350,8 +351,8 @@ pub(super) fn judge(claimed: Claimed, age: Duration, older_than: Option<Duration
     }
 }
 
-/// Since it was last written to, or got its name: one that is linked keeps the time at which it was
-/// written.
+/// Returns the time since the file was modified or, for a hard link, since it was linked: a link
+/// keeps its modification time.
 fn age(meta: &Metadata) -> Duration {
     let modified = meta.modified().unwrap_or_else(|_| SystemTime::now());
     let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(meta.ctime().max(0).unsigned_abs());
@@ -368,8 +369,8 @@ fn look(path: &Path) -> Result<Option<Metadata>> {
     }
 }
 
-/// The length of all files in a folder, the age of the newest, and whether what was replaced is
-/// among them.
+/// Returns the length of all files in a folder, the age of the newest, and whether a replaced
+/// result is among them.
 fn measure(folder: &Path) -> Result<(u64, Duration, bool)> {
     let failed = |error| Error::io("list", folder, error);
     let (mut bytes, mut newest, mut aside) = (0, Duration::MAX, false);

@@ -1,5 +1,5 @@
-//! Leftovers of killed saves on a store, and their removal. A store has no locks: only the age of
-//! an object tells whether a save is still running.
+//! Leftovers of killed saves on a store, and their removal. A store has no locks, so only the age
+//! of an object shows whether its save may still be running.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -9,18 +9,18 @@ use super::clean::{Cleaned, Leftover, Unneeded, Verdict, judge, unneeded};
 use crate::store::{Claimed, Files, StoringConnection};
 use crate::{Control, Error, Result};
 
-/// For the removal of all that was found.
+/// Time limit for the removal.
 const PATIENCE: Duration = Duration::from_secs(60 * 60);
 
-/// [`leftovers`](super::leftovers) of the folder `dir` on a store: data files that no index there
-/// names, and indexes of ranks beside one of all. What was begun as an upload and not completed no
-/// store lists here.
+/// Does what [`leftovers`](super::leftovers) does, for the folder `dir` on a store. Finds data
+/// files that no index names, and indexes of ranks next to one of all ranks. Stores do not list
+/// incomplete uploads here.
 ///
-/// `older_than`: what was stored since is young; by default a day.
+/// Anything stored within `older_than` (a day by default) counts as young.
 ///
 /// # Errors
-/// [`Error::NotFound`] where there is nothing; [`Error::CorruptIndex`] where an index cannot be
-/// read; [`Error::Unsupported`] of a store that cannot be listed; [`Error::Storage`],
+/// [`Error::NotFound`] if nothing is there; [`Error::CorruptIndex`] if an index cannot be read;
+/// [`Error::Unsupported`] if the store cannot list files; [`Error::Storage`],
 /// [`Error::Interrupted`].
 pub fn leftovers_remote(
     dir: &Path,
@@ -28,7 +28,8 @@ pub fn leftovers_remote(
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<Vec<Leftover>> {
-    // Before any index is read: what is committed in between is named by then.
+    // Listed before any index is read, so that an index names all files that are committed in
+    // between.
     let listed = connection.list(dir, control)?;
     let listed =
         listed.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
@@ -58,10 +59,10 @@ pub fn leftovers_remote(
     Ok(found.into_iter().map(leftover).collect())
 }
 
-/// Removes what [`leftovers_remote`] finds and nobody needs.
+/// Removes what [`leftovers_remote`] finds with the verdict [`Verdict::Left`].
 ///
 /// # Errors
-/// Those of [`leftovers_remote`]; nothing was removed then.
+/// Those of [`leftovers_remote`]. Then nothing was removed.
 pub fn clean_remote(
     dir: &Path,
     older_than: Option<Duration>,

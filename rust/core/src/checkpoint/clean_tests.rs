@@ -25,7 +25,7 @@ fn killed(dir: &Path, generation: u64) -> Vec<u8> {
     save(dir, &items(), info(generation), &WriteOptions::default()).bytes().to_vec()
 }
 
-/// A save that goes on.
+/// A save that is still running.
 fn begun(dir: &Path, generation: u64) -> Save {
     let options = WriteOptions::default();
     create(dir, items(), info(generation), &options).unwrap()
@@ -96,7 +96,7 @@ fn a_save_that_goes_on_is_left_alone_until_its_claim_ends() {
     let save = begun(dir, 2);
     let verdict = || leftovers(dir, None).unwrap()[0].verdict;
     assert_eq!(verdict(), Verdict::InUse);
-    // However old it is said to be.
+    // At any given age.
     let kept = clean(dir, Some(Duration::ZERO), &Control::new()).unwrap();
     assert_eq!((kept.removed.len(), names(&kept.kept)), (0, vec![&*data(2)]));
 
@@ -122,7 +122,7 @@ fn young_ones_stay_where_that_was_asked_for() {
     let day = Some(LONG_AGO);
     assert_eq!(leftovers(dir, day).unwrap()[0].verdict, Verdict::Young);
     assert!(clean(dir, day, &Control::new()).unwrap().removed.is_empty());
-    // Nothing tells of a process that is at it.
+    // Nothing shows whether a process uses it.
     assert_eq!(judge(Claimed::Unknown, LONG_AGO / 2, None), Verdict::Young);
     assert_eq!(judge(Claimed::Unknown, LONG_AGO, None), Verdict::Left);
     assert_eq!(judge(Claimed::Unknown, Duration::ZERO, Some(Duration::ZERO)), Verdict::Left);
@@ -165,7 +165,7 @@ fn indexes_of_single_ranks_count_until_there_is_one_of_all() {
     fs::write(dir.join(of_rank), &old).unwrap();
     killed(dir, 2);
     assert_eq!(names(&leftovers(dir, None).unwrap()), [data(2)]);
-    // A crash between the commit and the removal of what it replaced.
+    // A crash between the commit and the removal of the replaced files.
     committed(dir, 3);
     fs::write(dir.join(of_rank), &old).unwrap();
     killed(dir, 1);
@@ -206,7 +206,7 @@ fn what_a_killed_conversion_left_beside() {
         fs::create_dir_all(folder.join("out")).unwrap();
         fs::write(folder.join("out/data"), [0; 1000]).unwrap();
     }
-    // Killed before its lock, it is only known by its age.
+    // The conversion was killed before it took its lock, so only its age counts.
     assert_eq!(leftovers(&to, None).unwrap()[0].verdict, Verdict::Young);
     let lock = FolderLock::take(&place, Mode::Exclusive, &Control::new()).unwrap();
     assert_eq!(leftovers(&to, None).unwrap()[0].verdict, Verdict::InUse);
@@ -215,7 +215,7 @@ fn what_a_killed_conversion_left_beside() {
     assert_eq!((found.len(), &found[0].path, found[0].bytes), (1, &place, 1000));
     assert_eq!((found[0].kind, found[0].verdict), (LeftoverKind::Conversion, Verdict::Left));
 
-    // Between the two steps of a replacement.
+    // Killed between the two steps of a replacement.
     fs::create_dir(place.join("out.replaced")).unwrap();
     assert_eq!(leftovers(&to, None).unwrap()[0].verdict, Verdict::Whole);
     fs::create_dir(&to).unwrap();

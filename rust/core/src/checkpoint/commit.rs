@@ -1,5 +1,5 @@
-//! The commit: one rename makes a save visible, and what it replaced goes. And the number of the
-//! next save.
+//! The commit: one rename makes a save visible, and then the files that it replaced are removed.
+//! Also the generation of the next save.
 
 use std::collections::HashSet;
 use std::fs;
@@ -16,30 +16,30 @@ use crate::store::disk::Disk;
 use crate::store::{Fingerprint, FolderLock, LOCK_NAME, Mode, publish_on, read_all};
 use crate::{Control, Error, Result};
 
-/// Longest wait of a discard for the folder's lock. `clean` removes the rest.
+/// Time limit for a discard to wait for the folder's lock. `clean` removes what it leaves.
 const DISCARD_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Side effects of a commit.
 #[derive(Debug, Default)]
 pub struct Committed {
-    /// Data files of the checkpoint that was replaced, which are gone now.
+    /// Removed files of the checkpoint that was replaced.
     pub removed: Vec<String>,
-    /// Errors of removals. The new checkpoint is whole all the same.
+    /// Errors of removals. They do not affect the new checkpoint.
     pub left: Vec<Error>,
 }
 
-/// Makes `index` the index of the folder (with `rank`, that rank's of a rank-local save), and
-/// removes the data files that the one before it named as its own and this one does not. The index
-/// of a whole save also replaces those of single ranks. No other file is touched. Without
-/// `replace`, what is there stays.
+/// Publishes `index` as the index of the folder, or with `rank` as that of a rank-local save. Then
+/// removes the data files that the replaced index named as its own and that `index` does not name.
+/// The index of a save by all ranks also replaces those of single ranks. No other file is touched.
+/// Without `replace`, nothing is replaced.
 ///
-/// `control` can stop it until the index is in its place.
+/// `control` can stop it until the index is published.
 ///
 /// # Errors
-/// [`Error::CorruptData`] where a data file is not there; [`Error::Io`] where it could not be
-/// published; [`Error::Interrupted`], [`Error::Busy`]; [`Error::Exists`] where a save was committed
-/// that this one does not replace: without `replace` any that it would, and one of all ranks before
-/// that of a single one.
+/// - [`Error::CorruptData`] if a data file is missing or has the wrong length.
+/// - [`Error::Exists`] if there is an index that this one may not replace. With `rank`, that
+///   includes the index of all ranks.
+/// - [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
 pub fn commit_index(
     dir: &Path,
     rank: Option<u32>,
@@ -61,14 +61,14 @@ pub(super) fn commit_index_on(
     control: &Control,
 ) -> Result<Committed> {
     let name = index_name(rank);
-    // A rank that takes the save for failed removes what it wrote: before this, and then there is
-    // nothing to commit, or never.
+    // A rank that considers the save failed removes its files under this lock: before the commit,
+    // which then fails, or never.
     let lock = FolderLock::take_on(disk, dir, Mode::Exclusive, control)?;
     let kept = [(!replace).then_some(name.as_str()), rank.map(|_| INDEX_NAME)];
     let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
     let mut exists = !replace && !of_ranks.is_empty();
     for name in kept.into_iter().flatten() {
-        // A look that fails says nothing of what is there.
+        // If the look fails, an index may be there.
         exists |= Fingerprint::at(&dir.join(name))?.is_some();
     }
     if exists {
@@ -76,7 +76,7 @@ pub(super) fn commit_index_on(
     }
     check_written(dir, index, control)?;
     let before = read_all(&dir.join(&name)).ok();
-    // One that cannot be read names nothing that may be removed.
+    // An index that cannot be read names no file that may be removed.
     let old: Vec<Index> = std::iter::once(before.clone())
         .chain(of_ranks.iter().map(|name| read_all(&dir.join(name)).ok()))
         .filter_map(|bytes| Index::from_bytes(bytes?, &dir.join(&name)).ok())
@@ -85,7 +85,8 @@ pub(super) fn commit_index_on(
     if !lock.is_certain()
         && let Err(lost) = check_written(dir, index, &Control::new())
     {
-        // Its files went after the first look. Those of the old one are there still.
+        // Its files were removed after the first check. Those of the old checkpoint are still
+        // there.
         match before {
             Some(bytes) => publish_on(disk, dir, &name, &bytes, fsync, &Control::new())?,
             None => disk.remove(&dir.join(&name))?,
@@ -105,14 +106,14 @@ pub(super) fn commit_index_on(
     Ok(committed)
 }
 
-/// Makes `index` the index of a folder whose data files stay as they are: foreign ones, or those of
-/// a save whose index was lost. No file is removed. `before`: the index that was there before the
-/// data was looked at, if any: what has come since is not replaced.
+/// Publishes `index` in a folder whose data files stay: foreign files, or those of a save whose
+/// index was lost. Removes no file. `before` is the index that was there before the data was read,
+/// if any. An index that was published since is not replaced.
 ///
 /// # Errors
-/// [`Error::Exists`], [`Error::Replaced`]: a save was committed meanwhile, or the data is gone;
-/// [`Error::CorruptIndex`], [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`]. What is there
-/// stays then.
+/// [`Error::Exists`] or [`Error::Replaced`] if a save was committed meanwhile, or the data was
+/// removed; [`Error::CorruptIndex`], [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`]. After
+/// any error the folder is unchanged.
 pub fn replace_index(
     dir: &Path,
     index: Vec<u8>,
@@ -146,7 +147,7 @@ fn replace_locked(
         });
     }
     check_no_rank_indexes(dir)?;
-    // Files of a save that failed.
+    // The files may have been those of a failed save, which removed them.
     for file in written(index) {
         control.check()?;
         if fs::metadata(dir.join(file.name)).is_ok_and(|found| found.len() == file.size) {
@@ -157,23 +158,24 @@ fn replace_locked(
     publish_on(disk, dir, INDEX_NAME, index.bytes(), fsync, control)
 }
 
-/// Gives an exclusive lock back. In a folder without data of this package its file goes too: it
-/// would be copied along with foreign data.
+/// Releases an exclusive lock. In a folder without data of this package it also removes the lock's
+/// file, which would otherwise be copied along with foreign data.
 pub(super) fn give_back(lock: FolderLock, disk: &Disk, dir: &Path) {
     let is_own = |name: &str| DataFileName::parse(name).is_some();
-    // Nothing is removed from a folder that cannot be listed.
+    // Keep the file if the folder cannot be listed.
     let has_own = fs::read_dir(dir).map_or(true, |mut entries| {
         entries
             .any(|entry| entry.map_or(true, |entry| entry.file_name().to_str().is_some_and(is_own)))
     });
     if !has_own {
-        // While it is locked: who waits for it looks whether its file is still there.
+        // Removed under the lock: a process that waits for it checks afterwards that the file is
+        // still there.
         let _ = disk.remove(&dir.join(LOCK_NAME));
     }
     drop(lock);
 }
 
-/// Checks that the files of a save are there as its ranks wrote them.
+/// Checks that the files of a save are as its ranks wrote them.
 fn check_written(dir: &Path, index: &Index, control: &Control) -> Result<()> {
     for file in written(index) {
         control.check()?;
@@ -189,14 +191,14 @@ fn check_written(dir: &Path, index: &Index, control: &Control) -> Result<()> {
     Ok(())
 }
 
-/// The data files that a save wrote for this index. Their names are those of data files, whatever
-/// the index says: one that was tampered with gets nothing else looked for, or removed.
+/// Returns the data files that a save wrote for this index. Only names of data files count, so that
+/// a forged index cannot get another file checked or removed.
 pub(super) fn written(index: &Index) -> impl Iterator<Item = FileView<'_>> {
     let files = (0..index.file_count()).map(move |number| index.file(number));
     files.filter(|file| !file.external && DataFileName::parse(file.name).is_some())
 }
 
-/// Checks what a commit found of a file: its length, if it is there.
+/// Checks the length of a file that a commit found, if it found one.
 pub(super) fn check_found(path: &Path, found: Option<u64>, expected: u64) -> Result<()> {
     match found {
         Some(size) if size == expected => Ok(()),
@@ -213,7 +215,7 @@ pub(super) fn index_name(rank: Option<u32>) -> String {
     rank.map_or(INDEX_NAME.to_owned(), rank_index_name)
 }
 
-/// The indexes of single ranks in a folder.
+/// Returns the names of single ranks' indexes in a folder.
 fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
     let failed = |error| Error::io("list", dir, error);
     let mut names = Vec::new();
@@ -227,14 +229,15 @@ fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Removes the data files that an index names as its own: those of a save that was not committed,
-/// because another rank failed. What the published index of the folder (with `rank`, of that rank)
-/// names stays, should the save have been committed after all.
+/// Removes the data files of a save that was not committed because another rank failed: those that
+/// `index` names as its own. Keeps files that the published index of the folder (with `rank`, of
+/// that rank) names, in case the save was committed after all.
 ///
 /// # Errors
-/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where the published index
-/// cannot be read (nothing is removed then), or for the first file that could not be removed, after
-/// trying all; [`Error::Interrupted`], [`Error::Busy`] while waiting for the folder.
+/// - [`Error::CorruptIndex`] if the bytes are not an index.
+/// - [`Error::Io`] if the published index cannot be read; then nothing was removed. Also for the
+///   first file that could not be removed, after all were tried.
+/// - [`Error::Interrupted`] or [`Error::Busy`] while waiting for the folder's lock.
 pub fn discard(
     dir: &Path,
     rank: Option<u32>,
@@ -243,15 +246,15 @@ pub fn discard(
 ) -> Result<()> {
     let path = dir.join(index_name(rank));
     let index = Index::from_bytes(index, &path)?;
-    // A rank that did not commit learns so that the save went well, without the lock that all ranks
-    // would queue for.
+    // Shows a rank that did not commit whether the save succeeded. This needs no lock, for which
+    // all ranks would queue.
     let is_of_this_save = |found: Identity| {
         found.save_id == index.save_id() && found.generation == index.generation()
     };
     if !dir.exists() || identity_of(&path).is_some_and(is_of_this_save) {
         return Ok(());
     }
-    // The caller has an error to raise.
+    // Limited, because the caller has an error to raise.
     let _lock =
         FolderLock::take_within(&Disk::default(), dir, Mode::Exclusive, control, DISCARD_PATIENCE)?;
     let published = match read_all(&path) {
@@ -268,16 +271,16 @@ pub fn discard(
         .fold(Ok(()), Result::and)
 }
 
-/// The names of what it [wrote](written).
+/// Returns the names of the files that it [wrote](written).
 pub(super) fn own_files(index: &Index) -> HashSet<&str> {
     written(index).map(|file| file.name).collect()
 }
 
-/// The generation of the next save into a folder: 1 + the highest that a data file or the index
-/// carries. 1 where there is no such folder.
+/// Returns the generation of the next save into a folder: one more than the highest of its data
+/// files and its index, or 1 if the folder does not exist.
 ///
 /// # Errors
-/// [`Error::Io`] where the folder cannot be read; [`Error::Unsupported`] after generation 2^64 - 1.
+/// [`Error::Io`] if the folder cannot be read; [`Error::Unsupported`] after generation 2^64 - 1.
 pub fn next_generation(dir: &Path) -> Result<u64> {
     let entries = match fs::read_dir(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(1),
@@ -291,8 +294,8 @@ pub fn next_generation(dir: &Path) -> Result<u64> {
     generation_after(identity_of(&dir.join(INDEX_NAME)), &names)
 }
 
-/// 1 + the highest generation that the index or a name of a data file carries. Of a damaged index
-/// the header is enough: it does not hinder the save that replaces it.
+/// Returns one more than the highest generation of the index and of names of data files. Only the
+/// header of the index is needed, so a damaged index does not prevent the save that replaces it.
 pub(super) fn generation_after(index: Option<Identity>, names: &[String]) -> Result<u64> {
     let of_names = names.iter().filter_map(|name| DataFileName::parse(name));
     let all = of_names.map(|name| name.generation).chain(index.map(|index| index.generation));

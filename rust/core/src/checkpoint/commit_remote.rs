@@ -1,5 +1,5 @@
-//! The commit on a store: one request makes a save visible, on the condition that nobody else's was
-//! faster.
+//! The commit on a store: one request makes a save visible, on the condition that no other save was
+//! committed first.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -12,32 +12,31 @@ use crate::store::{
 };
 use crate::{Control, Error, Result, StorageFault, parallel};
 
-/// Looks at data files at a time.
+/// Concurrent checks of data files.
 const LOOKS: usize = 32;
-/// Time limit for removing files after a commit or a failure. `clean` removes the rest.
+/// Time limit for the removal of files after a commit or a failure. `clean` removes what is left.
 const CLEANING: Duration = Duration::from_secs(60);
 
 /// State of the destination when a save begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Begun {
-    /// The number of the save: 1 + the highest that a data file or the index carries.
+    /// Generation of the save: one more than the highest of the data files and the index.
     pub generation: u64,
     /// True if there is an index that the save replaces.
     pub replaces: bool,
-    /// True if single ranks have indexes there, which the save of all ranks removes.
+    /// True if there are indexes of single ranks, which the save of all ranks removes.
     pub replaces_ranks: bool,
-    /// True if the store refuses to replace an object that changed meanwhile. If it does not, the
-    /// last of two savers wins.
+    /// True if the store refuses to replace an object that changed meanwhile. Otherwise the last of
+    /// two concurrent saves wins.
     pub keeps_conditions: bool,
 }
 
-/// Looks at what a save to the folder `dir` will replace: the commit over the same
-/// [`Remote`](crate::store::Remote) replaces that, and nothing else. With `rank`, for the save of
-/// that rank alone.
+/// Looks at what a save to the folder `dir` will replace; with `rank`, a save of that rank alone. A
+/// later commit with the same [`Remote`](crate::store::Remote) replaces only that.
 ///
 /// # Errors
 /// [`Error::Storage`], [`Error::Interrupted`]; [`Error::Unsupported`] after generation 2^64 - 1,
-/// and where nothing can be stored.
+/// and if the store is read-only.
 pub fn begin_remote(
     dir: &Path,
     rank: Option<u32>,
@@ -72,16 +71,18 @@ fn identity_of(started: Option<&(Vec<u8>, u64)>) -> Option<Identity> {
     Identity::of(started?.0.first_chunk()?)
 }
 
-/// [`commit_index`](super::commit_index) on a store: makes `index` the index of the folder `dir`,
-/// if what is there is what was there when it was `begun`, and removes what only the one before it
-/// named. Without `replace` the indexes of single ranks stay, and it fails if there are any.
+/// Does what [`commit_index`](super::commit_index) does, for the folder `dir` on a store. Replaces
+/// only the index that was there when the save was `begun`, and removes the files that only that
+/// index named. Without `replace` it fails if there are indexes of single ranks.
 ///
 /// # Errors
-/// [`Error::CorruptData`] where a data file is not there; [`Error::Storage`] where the index could
-/// not be stored, of the kind [`StorageFault::Precondition`] where another save was faster;
-/// [`Error::Interrupted`]. The old checkpoint is whole then, and what the index names may be
-/// removed. Not so after [`StorageFault::Unclear`]: the index may be stored all the same, now or in
-/// a moment.
+/// - [`Error::CorruptData`] if a data file is missing or has the wrong length.
+/// - [`Error::Storage`] if the index could not be stored. It has the kind
+///   [`StorageFault::Precondition`] if another save was committed first.
+/// - [`Error::Interrupted`].
+///
+/// After these errors the old checkpoint is complete, and the files that `index` names may be
+/// removed. [`StorageFault::Unclear`] is different: the index may be stored, or may still appear.
 pub fn commit_remote(
     dir: &Path,
     rank: Option<u32>,
@@ -98,7 +99,7 @@ pub fn commit_remote(
         Err(error) if is_refused(&error) => return Err(another(&path)),
         before => before?.flatten(),
     };
-    // One that cannot be read names nothing that may be removed.
+    // An index that cannot be read names no file that may be removed.
     let mut old: Vec<Index> =
         (before.iter()).filter_map(|bytes| Index::from_bytes(bytes.clone(), &path).ok()).collect();
     let mut of_ranks = Vec::new();
@@ -119,12 +120,13 @@ pub fn commit_remote(
     match check_written(dir, index, true, connection, control) {
         Ok(()) => {}
         Err(lost @ Error::CorruptData { .. }) => {
-            // Else another save has followed, and removed what it replaced.
+            // If it returns no error, another save has followed and removed the files that it
+            // replaced.
             return take_back(&path, index, before.as_deref(), begun, connection, lost)
                 .map_or_else(|| Ok(Committed::default()), Err);
         }
-        // The index is in its place, and that is all that can be known: old files stay, should new
-        // ones be missing.
+        // The index is published, but its files could not be checked. Keep the old files, in case
+        // new ones are missing.
         Err(unknown) => {
             let stays = !old.is_empty() || !of_ranks.is_empty();
             return Ok(Committed {
@@ -134,7 +136,7 @@ pub fn commit_remote(
         }
     }
 
-    // Indexes of ranks first: without them nothing names what goes then.
+    // Remove the indexes of ranks first, so that no index names the files that are removed next.
     let gone = parallel::map(of_ranks.len(), LOOKS, |number| {
         Ok(connection.remove_seen(&dir.join(&of_ranks[number]), control).err())
     })?;
@@ -148,11 +150,12 @@ pub fn commit_remote(
     Ok(Committed { removed: of_ranks, left })
 }
 
-/// [`replace_index`](super::replace_index) on a store: makes `bytes` the index of the folder `dir`,
-/// over data that is there, if what is there was there when it was `begun`. Removes nothing.
+/// Does what [`replace_index`](super::replace_index) does, for the folder `dir` on a store.
+/// Publishes `bytes` over existing data, in place of the index that was there when this was
+/// `begun`. Removes nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::Storage`] as of
+/// [`Error::Unsupported`] if single ranks have indexes there; [`Error::Storage`] as in
 /// [`commit_remote`]; [`Error::Interrupted`].
 pub fn replace_index_remote(
     dir: &Path,
@@ -166,7 +169,7 @@ pub fn replace_index_remote(
     publish_over(&path, bytes, begun, connection, control)
 }
 
-/// Stores an index over what there was when its save began.
+/// Stores an index in place of the one that was there when its save began.
 fn publish_over(
     path: &Path,
     bytes: &[u8],
@@ -182,9 +185,9 @@ fn publish_over(
     put_and_look(path, bytes, condition, connection, control)
 }
 
-/// After the index was stored a file of it is missing: `lost` says which. Puts back what was there
-/// `before`, and returns the error to raise; `None` where the index is another save's by now, which
-/// removed what it replaced.
+/// Restores what was there `before`, since a file of the new index is missing (`lost`). Returns the
+/// error to raise. Returns `None` if another save has replaced the index by now, and removed the
+/// files.
 fn take_back(
     path: &Path,
     index: &Index,
@@ -216,8 +219,8 @@ fn take_back(
     })
 }
 
-/// Returns the notice for a caller that did not wait for a request to end: the file is stored, or
-/// may be. `None` if it is not.
+/// Returns a notice for a caller that did not wait for a request to end: the file is stored, or may
+/// be. Returns `None` if it is not stored.
 #[must_use]
 pub fn may_be_stored<T>(path: &Path, stored: &Result<T>) -> Option<Error> {
     let (path, attempts, reason) = match stored {
@@ -238,8 +241,8 @@ pub fn may_be_stored<T>(path: &Path, stored: &Result<T>) -> Option<Error> {
     })
 }
 
-/// Checks that the files of a save are there as its ranks stored them; with `again`, though they
-/// were looked at before.
+/// Checks that the files of a save are as its ranks stored them. `again` repeats the requests of an
+/// earlier check.
 fn check_written(
     dir: &Path,
     index: &Index,
@@ -265,12 +268,13 @@ fn check_written(
     )
 }
 
-/// [`discard`](super::discard) on a store, of what several ranks wrote for one save.
+/// Does what [`discard`](super::discard) does, on a store and for several ranks of one save.
 ///
 /// # Errors
-/// [`Error::CorruptIndex`] where bytes are no index; [`Error::Storage`] where the published index
-/// cannot be read (nothing is removed then), or for the first file that could not be removed, after
-/// trying all in a minute; [`Error::Interrupted`].
+/// - [`Error::CorruptIndex`] if bytes are not an index.
+/// - [`Error::Storage`] if the published index cannot be read; then nothing was removed. Also for
+///   the first file that could not be removed, after all were tried for up to a minute.
+/// - [`Error::Interrupted`].
 pub fn discard_remote(
     dir: &Path,
     rank: Option<u32>,
@@ -286,8 +290,8 @@ pub fn discard_remote(
     let published = published(connection, &path, control)?;
     let mut paths: Vec<PathBuf> = Vec::new();
     for index in &indexes {
-        // Else it names these files, and is of this save; or of another of its id, and `clean`
-        // judges.
+        // Otherwise the published index is of this save and names these files. It may also be of
+        // another save with the same id, and then `clean` decides.
         if published.is_none_or(|found| {
             found.save_id != index.save_id() || found.generation != index.generation()
         }) {
@@ -298,10 +302,7 @@ pub fn discard_remote(
     left.into_iter().next().map_or(Ok(()), Err)
 }
 
-/// Returns whether a folder on a store has a checkpoint of all ranks, or with `rank` of that rank.
-///
-/// # Errors
-/// [`Error::Storage`], [`Error::Interrupted`].
+/// Returns whether a folder on a store has an index of all ranks, or with `rank` of that rank.
 pub fn is_there_remote(
     dir: &Path,
     rank: Option<u32>,

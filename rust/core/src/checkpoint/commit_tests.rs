@@ -1,4 +1,4 @@
-//! A crash at any point leaves a checkpoint whole: what is asserted is the order of the calls.
+//! A crash at any point leaves a complete checkpoint. The tests assert the order of the calls.
 
 use std::sync::Arc;
 
@@ -169,7 +169,7 @@ fn a_damaged_index_is_replaced_and_no_index_is_refused() {
     ));
     commit(dir.path(), None, saved(dir.path(), 1), true).unwrap();
     assert_saved(&open(dir.path()), &items());
-    // The index alone counts, too.
+    // The index counts too, if it is alone.
     fs::remove_file(dir.path().join(data(1))).unwrap();
     assert_eq!(next_generation(dir.path()).unwrap(), 2);
     fs::write(dir.path().join(data(u64::MAX)), "").unwrap();
@@ -207,8 +207,8 @@ fn a_save_that_may_replace_nothing_leaves_the_indexes_of_single_ranks() {
     assert_eq!(names_in(dir), before);
 }
 
-/// A rank that lost touch with the others takes the save for failed, and removes its files, while
-/// the coordinator is about to commit.
+/// A rank that lost contact considers the save failed, and removes its files, while the coordinator
+/// is about to commit.
 #[test]
 fn what_is_discarded_is_not_committed_and_the_reverse() {
     let dir = tempdir().unwrap();
@@ -251,7 +251,7 @@ fn of_a_commit_and_a_discard_at_once_one_counts() {
     }
 }
 
-/// Without a lock that keeps out everyone, a rank that takes the save for failed may remove its
+/// If the lock does not exclude every process, a rank that considers the save failed may remove its
 /// files at any time.
 #[test]
 fn where_there_are_no_locks_a_commit_looks_once_more() {
@@ -300,7 +300,7 @@ fn where_there_are_no_locks_a_commit_looks_once_more() {
 
 #[test]
 fn a_commit_can_be_stopped_until_its_rename() {
-    /// Ctrl-C at some call.
+    /// Simulates Ctrl-C at some call.
     struct Stopping {
         control: Arc<Control>,
         at: Call,

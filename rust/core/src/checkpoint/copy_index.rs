@@ -1,4 +1,4 @@
-//! An index written again for the same data: to lie elsewhere, or with digests that it had not.
+//! Copies of an index over the same data, for another folder or with added digests.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,8 +13,8 @@ use crate::{Control, Error, Result};
 /// Options of [`copy_index`].
 #[derive(Clone, Debug, Default)]
 pub struct CopyOptions {
-    /// Put this folder before every relative file name, for an index that is to lie elsewhere than
-    /// its data.
+    /// Prepend this folder to every relative file name, for an index in another folder than its
+    /// data.
     pub prefix: Option<PathBuf>,
     /// Hash the payload of chunks that have no digests.
     pub digests: bool,
@@ -24,8 +24,7 @@ pub struct CopyOptions {
     pub threads: usize,
 }
 
-/// The bytes of an index like this one: of the same tensors in the same files, but as `options`
-/// say.
+/// Returns the bytes of an index of the same tensors in the same files, changed as `options` say.
 pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Result<Vec<u8>> {
     let mut builder = IndexBuilder::new(index.source());
     builder.save_id = options.save_id;
@@ -48,7 +47,7 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
     builder.build()
 }
 
-/// The digests of every chunk that has none.
+/// Returns the digests of every chunk that has none.
 fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap<u64, Vec<u64>>> {
     let storage = Storage::new(index.remote(), threads, control)?;
     let there = storage.files();

@@ -1,5 +1,5 @@
-//! The data files of an index: where they are, whether they may be followed, and whether they are
-//! still those of this save.
+//! The data files of an index: their paths, whether they may be followed out of the folder, and
+//! whether they still belong to this save.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use crate::{Control, Error, Result, StorageFault, parallel};
 /// out of the folder.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where the name leads out, and may not. Links are looked at when the file
+/// [`Error::Unsupported`] if the name leads out without permission. Links are checked when the file
 /// is opened.
 pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRef> {
     let view = index.file(file);
@@ -38,7 +38,8 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
         size: view.size,
         mtime_ns: view.mtime_ns,
         mend: mend(index),
-        // The links beside an index in memory were made with the folder (a cache of downloads).
+        // With an index in memory, the links are as old as the folder (a download cache), and
+        // trusted like it.
         links: if allow_external || index.is_in_memory() {
             Links::Any
         } else {
@@ -64,7 +65,7 @@ fn links(index: &Index, external: bool) -> Links {
     Links::Within { folder: index.folder(), last: external }
 }
 
-/// Checks that data files are there, and as long as they should be.
+/// Checks that data files exist and have the expected length.
 pub(super) fn check_each<'a>(
     index: &Index,
     files: impl IntoIterator<Item = &'a FileRef>,
@@ -88,7 +89,7 @@ pub(super) fn check_each<'a>(
     parallel::map(files.len(), there.threads(0), check).map(drop)
 }
 
-/// Checks that a data file on a store is there, and as long as it should be.
+/// Checks that a data file on a store exists and has the expected length.
 pub(super) fn check_remote(there: Files<'_>, file: &FileRef) -> Result<()> {
     match there.stat(&file.path)?.size {
         size if size == file.size => Ok(()),
@@ -96,8 +97,8 @@ pub(super) fn check_remote(there: Files<'_>, file: &FileRef) -> Result<()> {
     }
 }
 
-/// A data file that is refused to who opens the index file without leave to follow it, because of
-/// links.
+/// Returns a data file that is refused without `allow_external`, because a link leads out of the
+/// folder.
 pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
     (0..index.file_count()).find_map(|file| {
         let path = index.file_path(file);
@@ -107,8 +108,8 @@ pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
     })
 }
 
-/// Explains an error of a read: a data file that is gone or changed may belong to a checkpoint that
-/// was replaced. Adds the index's path to errors that lack it.
+/// Explains an error of a read. If a data file is missing or changed, the checkpoint may have been
+/// replaced. Adds the index's path to errors that lack it.
 pub fn explain(index: &Index, error: Error, control: &Control) -> Error {
     let path = index.path().to_owned();
     match error {
@@ -135,7 +136,7 @@ fn was_replaced(index: &Index, control: &Control) -> bool {
     };
     match now {
         Some(now) => now.save_id != index.save_id(),
-        // A save of all ranks removes the indexes of single ones.
+        // Only a save of all ranks removes the index of a single rank.
         None if index.remote().is_some() => false,
         None => {
             !index.path().ends_with(INDEX_NAME) && index.path().with_file_name(INDEX_NAME).exists()
@@ -143,14 +144,14 @@ fn was_replaced(index: &Index, control: &Control) -> bool {
     }
 }
 
-/// Returns the identity of the index that is on a store now.
+/// Returns the identity of the index that is now on a store.
 fn remote_identity(remote: &dyn Remote, path: &Path, control: &Control) -> Option<Identity> {
     let connection = remote.connect(1).ok()?;
     let start = connection.start(path, Identity::LEN as u64, true, control);
     Identity::of(start.ok()??.0.first_chunk()?)
 }
 
-/// Maps a data file privately, after its length was checked.
+/// Maps a data file privately, after a check of its length.
 pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<PrivateMapping> {
     let file_ref = file_ref(index, file, allow_external)?;
     if file_ref.remote.is_some() {

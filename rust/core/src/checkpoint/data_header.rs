@@ -1,4 +1,4 @@
-//! Headers of native data files, read back: section 2 of `docs/format.md`.
+//! Parsing of the headers of native data files: section 2 of `docs/format.md`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use crate::geometry::Dims;
 use crate::store::{Files, Stat};
 use crate::{Dtype, Error, Result};
 
-/// A data file, by its header.
+/// A data file, as its header describes it.
 #[derive(Debug)]
 pub(super) struct DataHeader {
     pub path: PathBuf,
@@ -31,7 +31,7 @@ pub(super) struct DataHeader {
     pub linked: Vec<DataHeader>,
 }
 
-/// A chunk, by the header of its file.
+/// A chunk, as the header of its file describes it.
 #[derive(Debug)]
 pub(super) struct HeaderChunk {
     pub tensor: TensorEntry,
@@ -42,7 +42,7 @@ pub(super) struct HeaderChunk {
     pub length: u64,
 }
 
-/// `DCPRS`.
+/// Content of `DCPRS`.
 #[derive(Deserialize)]
 struct About {
     version: u64,
@@ -79,12 +79,12 @@ struct Saved {
 }
 
 impl DataHeader {
-    /// Reads the header of the file `name` in `dir`, and those of the files that it says are
+    /// Reads the header of the file `name` in `dir`, and the headers of the files that it lists as
     /// linked.
     ///
     /// # Errors
-    /// [`Error::CorruptIndex`] where it is not that of a complete data file, or not of the one that
-    /// the name says.
+    /// [`Error::CorruptIndex`] if the file is not a complete data file, or its name does not match
+    /// its header.
     pub(super) fn read(files: Files<'_>, dir: &Path, name: DataFileName) -> Result<Self> {
         let path = dir.join(name.to_string());
         let Read { about, entry, chunks } = Read::header(files, &path, name)?;
@@ -152,7 +152,7 @@ impl DataHeader {
     }
 }
 
-/// Contents of a header, whatever the name of its file.
+/// Content of a header. It need not match the name of the file.
 struct Read {
     about: About,
     entry: FileEntry,
@@ -201,7 +201,7 @@ impl Read {
     }
 }
 
-/// Returns the part of a checkpoint that a native safetensors file holds, if it does not hold all
+/// Describes the part of a checkpoint that a native safetensors file holds; `None` if it holds all
 /// of it.
 pub(crate) fn part_of(header: &Header) -> Option<String> {
     let About { rank, world_size, file, files, .. } =
@@ -213,10 +213,10 @@ pub(crate) fn part_of(header: &Header) -> Option<String> {
     }
 }
 
-/// First read of a file, before the length of its header is known.
+/// Bytes of the first read, before the length of the header is known.
 const FIRST: u64 = 64 << 10;
 
-/// The bytes before the payload, and the length of the file.
+/// Returns the bytes before the payload, and the length of the file.
 fn read_head(files: Files<'_>, path: &Path) -> Result<(Vec<u8>, u64)> {
     let (Stat { size, .. }, mut head) = files.stat_with_start(path, FIRST)?;
     let Some(&prefix) = head.first_chunk() else {
@@ -233,7 +233,7 @@ fn read_head(files: Files<'_>, path: &Path) -> Result<(Vec<u8>, u64)> {
     Ok((head, size))
 }
 
-/// Undoes section 2.1. What does not concern the header alone is checked when the index is built.
+/// Reverses section 2.1. Everything beyond the header is checked when the index is built.
 fn chunk(
     tensor: &HeaderTensor,
     about: Option<&AboutTensor>,
@@ -302,7 +302,7 @@ fn chunk(
     })
 }
 
-/// A path as `DCPRS` has it: text, places in lists, and a list of the one key that is no text.
+/// Parses a path of `DCPRS`: strings, positions in lists, and a list for a key of another type.
 fn to_path(parts: &[Json]) -> std::result::Result<Value, String> {
     let part = |part: &Json| match part {
         Json::Array(key) => Some(Value::Tuple(key.iter().map(to_key).collect::<Option<_>>()?)),

@@ -1,5 +1,5 @@
-//! Regions of stored tensors become requests for the read engine: which bytes of which files, and
-//! where in memory they go.
+//! Translation of regions of stored tensors to requests for the read engine: byte ranges of files,
+//! and their destinations in memory.
 
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
@@ -28,7 +28,7 @@ use crate::{Control, Dtype, Error, Result};
 /// Source of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// A tensor: it comes from whichever chunks hold it.
+    /// A tensor. All chunks that hold parts of it are read.
     Tensor(u32),
     /// One chunk, for planners that plan by chunks.
     Chunk(u64),
@@ -48,19 +48,19 @@ pub struct Gather {
     index: Arc<Index>,
     allow_external: bool,
     files: Vec<FileRef>,
-    /// The place in `files` of each file of the index.
+    /// Position in `files` of each file of the index.
     places: Vec<Option<u32>>,
     requests: Vec<ReadReq>,
-    /// The place in the plan of each request, and of what is added next.
+    /// Place in the plan of each request, and then of what is added next.
     at: Vec<u64>,
     next_at: u64,
     elsewhere: Vec<DeviceDestination>,
-    /// For each of `files`, true if other ranks want it too; set once that is known.
+    /// For each of `files`, true if other ranks read it too; set once that is known.
     common: Option<Arc<[bool]>>,
 }
 
 impl Gather {
-    /// An empty batch.
+    /// Makes an empty batch.
     pub fn new(index: Arc<Index>, allow_external: bool) -> Self {
         Self {
             places: vec![None; index.file_count() as usize],
@@ -76,8 +76,8 @@ impl Gather {
     }
 
     /// Sets the place in the plan of everything that is added next. Destinations that share memory
-    /// are filled one after another, as stock DCP's readers do: in the plan's order within a data
-    /// file, and file by file in the order in which the plan first reaches them.
+    /// are filled in the order of stock DCP's readers: file by file, in the order in which the plan
+    /// first reaches the files, and in the plan's order within a file.
     pub fn set_place(&mut self, place: u64) {
         self.next_at = place;
     }
@@ -86,12 +86,12 @@ impl Gather {
         Error::tensor_plan(Some(self.index.path()), tensor, reason)
     }
 
-    /// Adds a region, to be read to memory.
+    /// Adds a region to read into memory.
     pub fn add(&mut self, source: Source, region: &Region, to: &Memory) -> Result<()> {
         self.add_with(source, region, to, Operation::Copy)
     }
 
-    /// [`add`](Self::add), with an operation that suits the elements.
+    /// Does the same as [`add`](Self::add), with an operation that suits the elements.
     pub fn add_with(
         &mut self,
         source: Source,
@@ -120,7 +120,7 @@ impl Gather {
         Ok(())
     }
 
-    /// The tensor that a region is of, and its type, if there is such a region.
+    /// Checks a region, and returns its tensor and dtype.
     fn check(&self, source: Source, region: &Region) -> Result<(u32, Dtype)> {
         let (tensor, chunk) = match source {
             Source::Tensor(tensor) => (tensor, None),
@@ -146,7 +146,7 @@ impl Gather {
         Err(self.refuse(view.name, reason))
     }
 
-    /// Adds a rectangle that was checked.
+    /// Adds a rectangle that has been checked.
     fn add_part(
         &mut self,
         view: &ChunkView,
@@ -164,8 +164,8 @@ impl Gather {
         }
         let signs = view.signs.bits(dtype).expect("checked at open");
         let (signs, operation) = match operation {
-            // The only sign of a real number: its own. Signs are changed at the destination, where
-            // there is a sum now.
+            // The destination has a sum, whose sign must not change, so the factor is negated
+            // instead. Real numbers have no other sign bit.
             Operation::Accumulate(sink) if !signs.is_empty() => {
                 (SignBits::default(), Operation::Accumulate(sink.negated()))
             }
@@ -193,7 +193,7 @@ impl Gather {
         Ok(())
     }
 
-    /// Adds a rectangle of a chunk that is decoded, as one of the tensor that the codes make up.
+    /// Adds a rectangle of a coded chunk, in terms of the tensor that the codes decode to.
     fn add_coded(
         &mut self,
         view: &ChunkView,
@@ -208,7 +208,7 @@ impl Gather {
         let mut files = SmallVec::new();
         for part in chunk.of.parts(&region.offsets, &region.sizes) {
             for held in cover(&base, part.tensor, &part.region)? {
-                // The view has the files of its base, by the same numbers.
+                // The view has the same files as its base, with the same numbers.
                 let file = base.chunk_file(held.chunk);
                 let place = self.place(file)?;
                 if !files.contains(&(file, place)) {
@@ -287,7 +287,7 @@ impl Gather {
         self.check_footprint(tensor, footprint).map(drop)
     }
 
-    /// Refuses memory that cannot hold what is written to it.
+    /// Refuses a destination that overlaps itself or exceeds the address space.
     fn check_footprint(&self, tensor: &str, footprint: Option<Footprint>) -> Result<Footprint> {
         match footprint {
             Some(footprint) if !footprint.overlaps_itself() => Ok(footprint),
@@ -314,23 +314,23 @@ impl Gather {
         self.requests.len()
     }
 
-    /// Forgets what was added after there were `len` rectangles.
+    /// Removes all rectangles after the first `len`.
     pub fn truncate(&mut self, len: usize) {
         self.requests.truncate(len);
         self.at.truncate(len);
     }
 
-    /// True if there is nothing to read.
+    /// Returns whether there is nothing to read.
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Checks the files of all that was added, as [`check_files`](super::check_files) does.
+    /// Checks the files of everything that was added, as [`check_files`](super::check_files) does.
     pub fn check_files(&self, control: &Control) -> Result<()> {
         check_each(&self.index, &self.files, control)
     }
 
-    /// The files, and the requests in the order in which they were added.
+    /// Returns the files, and the requests in the order in which they were added.
     pub(crate) fn into_parts(self) -> (Vec<FileRef>, Vec<ReadReq>) {
         (self.files, self.requests)
     }
@@ -346,7 +346,8 @@ impl Gather {
         }
     }
 
-    /// Reads all that was added, in passes where destinations share memory.
+    /// Reads everything that was added. Destinations that share memory are filled in several
+    /// passes.
     ///
     /// # Errors
     /// Those of [`read::read`].
@@ -358,19 +359,19 @@ impl Gather {
         let passes = self.arrange();
         let mut all = ReadStats::default();
         for pass in 0..passes.len() {
-            // SAFETY: the caller's promise, passed on.
+            // SAFETY: the caller guarantees it.
             all += unsafe { self.read_pass(&passes, pass, options, control)? };
         }
         Ok(all)
     }
 
-    /// Reads what has one pass.
+    /// Reads one pass.
     ///
     /// # Errors
     /// Those of [`read::read`].
     ///
     /// # Safety
-    /// As [`read`](Self::read).
+    /// That of [`read`](Self::read).
     pub unsafe fn read_pass(
         &self,
         passes: &Passes,
@@ -380,8 +381,8 @@ impl Gather {
     ) -> Result<ReadStats> {
         let requests = passes.requests(pass, &self.requests);
         let options = &self.options(options);
-        // SAFETY: the caller's promise; no two requests of a pass share a byte. Files are never
-        // made shorter (section 9 of the format).
+        // SAFETY: the caller guarantees it, and no two requests of a pass share a byte. Files are
+        // never truncated (section 9 of the format).
         let read = unsafe { read::read(&self.files, &requests, &*self.index, options, control) };
         read.map_err(|error| explain(&self.index, error, control))
     }
@@ -394,8 +395,8 @@ fn step_by(address: Destination, offsets: &[u64], strides: &[u64]) -> Result<Des
     Ok(Destination(address.0.wrapping_add(bytes)))
 }
 
-/// Returns the first byte of a rectangle within its chunk, and the strides in bytes. For codes both
-/// are estimates.
+/// Returns the first byte of a rectangle within its chunk, and the strides in bytes. For a coded
+/// chunk, both are estimates.
 pub(crate) fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64, Dims) {
     if let Some(chunk) = &view.coded {
         return coded_bytes(view, chunk, offsets);
@@ -406,8 +407,8 @@ pub(crate) fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64
     (view.lead + first.sum::<u64>(), strides)
 }
 
-/// Estimates the bytes of a rectangle of codes, to compare the demand of ranks. The last dimension
-/// counts as one byte a row.
+/// Estimates the bytes of a rectangle of codes, to compare the reads of ranks. Each row of the last
+/// dimension counts as one byte.
 fn coded_bytes(view: &ChunkView, chunk: &CodedChunk, offsets: &[u64]) -> (u64, Dims) {
     let numbers: u64 = chunk.of.shape.iter().product();
     let own = row_major(&chunk.of.shape);
@@ -422,7 +423,7 @@ fn coded_bytes(view: &ChunkView, chunk: &CodedChunk, offsets: &[u64]) -> (u64, D
     (offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum(), strides)
 }
 
-/// The parts of a region that was checked, and the chunks that hold them.
+/// Returns the parts of a checked region, and the chunks that hold them.
 fn parts(index: &Index, source: Source, region: &Region) -> Result<SmallVec<[Overlap; 1]>> {
     match source {
         Source::Tensor(tensor) => Ok(cover(index, tensor, region)?.into()),
@@ -435,7 +436,8 @@ fn parts(index: &Index, source: Source, region: &Region) -> Result<SmallVec<[Ove
     }
 }
 
-/// The parts of a region and the chunks that hold them; an error that names what no chunk holds.
+/// Returns the parts of a region, and the chunks that hold them. The error names a part that no
+/// chunk holds.
 pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>> {
     overlap::cover(index, tensor, region).map_err(|hole| {
         let reason = format!(

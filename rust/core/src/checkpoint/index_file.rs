@@ -1,4 +1,4 @@
-//! The file of an index: read or mapped, and checked; or only looked at.
+//! The file of an index: read or mapped and then checked, or only identified.
 
 #![allow(unsafe_code)] // a mapping is lent as bytes
 
@@ -9,12 +9,12 @@ use crate::format::{Identity, Index};
 use crate::store::{Mapping, is_remote, open_file, read_at};
 use crate::{Error, Result};
 
-/// Indexes of up to this many bytes are read: what was read cannot be cut short or overwritten
-/// after it was checked.
+/// Indexes of up to this many bytes are read, because bytes in memory cannot be truncated or
+/// overwritten after the check.
 const MOST_READ: u64 = 64 << 20;
 
-/// Opens the index file at `path`, and checks it. A large one is mapped, unless it lies where a
-/// page fault may wait or fail.
+/// Opens the index file at `path`, and checks it. A large one is mapped, except on a network file
+/// system, where a page fault may wait or fail.
 pub fn open_index(path: &Path) -> Result<Index> {
     let mut file = open_file(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => {
@@ -44,8 +44,8 @@ pub(crate) fn identity_of(path: &Path) -> Option<Identity> {
     Identity::of(&start)
 }
 
-/// A mapped index file, a large one. Published indexes are never changed in place (section 9 of the
-/// format), which is what makes a slice of one sound.
+/// A large index file, mapped. A slice of it is sound because published indexes are never changed
+/// in place (section 9 of the format).
 struct IndexMapping(Mapping);
 
 impl AsRef<[u8]> for IndexMapping {

@@ -12,19 +12,18 @@ use crate::{Error, Result};
 
 /// Kinds of checkpoints.
 pub(super) enum Found {
-    /// The file of an index of this crate, over data of whichever kind, and its bytes where looking
-    /// was reading.
+    /// The index file of this crate, over data of any kind, and its bytes if they were read to find
+    /// it.
     Native(PathBuf, Option<Vec<u8>>),
-    /// A checkpoint without one.
+    /// A checkpoint without such an index.
     Foreign(Foreign),
 }
 
-/// Detects the checkpoint at `path`; with `rank`, the rank-local one. An index comes first, as it
-/// may stand over any other kind.
+/// Detects the checkpoint at `path`; with `rank`, the rank-local one. An index takes precedence,
+/// because it may describe data of any other kind.
 ///
-/// A folder is listed only where neither of the two names is there that make one a checkpoint: it
-/// may hold a hundred thousand files. On a store each look is a request, so an index is asked for
-/// at once.
+/// A folder may hold a hundred thousand files, so it is listed only if it has neither an index nor
+/// DCP metadata. On a store each look is a request, so an index is read at once.
 pub(super) fn find(files: Files<'_>, path: &Path, rank: Option<u32>) -> Result<Found> {
     if let Some(model) = file(files, path)? {
         return Ok(Found::Foreign(model));
@@ -48,7 +47,7 @@ pub(super) fn find(files: Files<'_>, path: &Path, rank: Option<u32>) -> Result<F
     }
 }
 
-/// Detects a foreign checkpoint at `path`, whether or not an index of this crate is there too.
+/// Detects a foreign checkpoint at `path`, and ignores an index of this crate.
 pub(super) fn find_data(files: Files<'_>, path: &Path) -> Result<Foreign> {
     if let Some(model) = file(files, path)? {
         return Ok(model);
@@ -63,7 +62,8 @@ fn no<T>(path: &Path, reason: impl Into<String>) -> Result<T> {
     Err(Error::NotFound { path: path.to_owned(), reason: reason.into() })
 }
 
-/// Detects the kind of a single file, or `None` for a folder. On a store only the name tells.
+/// Detects the kind of a single file; returns `None` for a folder. On a store, only the name shows
+/// the kind.
 fn file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
     let is_local = !files.is_remote();
     if is_local {
@@ -81,7 +81,7 @@ fn file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
     let dir = path.parent().unwrap_or(Path::new("")).to_owned();
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let start = if is_local { start(path)? } else { Vec::new() };
-    // A folder of a store may be called so too.
+    // On a store, a folder may have such a name too.
     if torch_file::is_torch_file(&name, &start) && files.has(path)? {
         let model = Model::of_file(&name);
         return Ok(Some(Foreign::Torch { dir, model }));
@@ -101,7 +101,7 @@ fn file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
     Ok(None)
 }
 
-/// The first bytes of a file.
+/// Returns the first bytes of a file.
 fn start(path: &Path) -> Result<Vec<u8>> {
     let file = store::open_file(path).map_err(|e| Error::io("open", path, e))?;
     let mut start = Vec::new();
@@ -111,17 +111,17 @@ fn start(path: &Path) -> Result<Vec<u8>> {
     }
 }
 
-/// The model of a folder.
+/// Returns the model in a folder.
 fn models(files: Files<'_>, path: &Path) -> Result<Foreign> {
     let listed = names(files, path)?;
     let can_list = listed.is_some();
     let names = match listed {
         Some(names) => names,
-        // A server of files tells what it has to who asks for it by name.
+        // A server that cannot list files may still serve those with well-known names.
         None => models::known_names(files, path)?,
     };
     let dir = path.to_owned();
-    // transformers prefers safetensors too.
+    // Like transformers, prefer safetensors.
     if let Some(model) = models::choose(files, path, &names, &models::SAFETENSORS)? {
         return Ok(Foreign::Safetensors { dir, model });
     }
@@ -148,13 +148,13 @@ fn is_there(files: Files<'_>, path: &Path) -> Result<bool> {
     }
 }
 
-/// Returns true if the folder holds native data files.
+/// Returns whether the folder has native data files.
 pub fn has_native_data(dir: &Path) -> Result<bool> {
     Ok(local_names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
 }
 
-/// Refuses a folder in which ranks have indexes of their own: one of all ranks would come before
-/// them, and hide what they saved.
+/// Refuses a folder with indexes of single ranks: an index of all ranks would take precedence, and
+/// hide what those ranks saved.
 ///
 /// # Errors
 /// [`Error::Unsupported`], which names one of them.
@@ -162,7 +162,7 @@ pub fn check_no_rank_indexes(dir: &Path) -> Result<()> {
     check_no_rank_names(dir, &local_names(dir)?)
 }
 
-/// The same of a folder whose files have these names.
+/// Does the same for a folder whose files have these names.
 pub(super) fn check_no_rank_names(dir: &Path, names: &[String]) -> Result<()> {
     match names.iter().filter(|name| parse_rank_index_name(name).is_some()).min() {
         None => Ok(()),
@@ -173,7 +173,7 @@ pub(super) fn check_no_rank_names(dir: &Path, names: &[String]) -> Result<()> {
     }
 }
 
-/// The names in a folder, but for that of its lock; `None` where a store cannot list.
+/// Returns the names in a folder, except that of its lock; `None` if a store cannot list them.
 pub(super) fn names(files: Files<'_>, dir: &Path) -> Result<Option<Vec<String>>> {
     match files {
         Files::Local => local_names(dir).map(Some),
@@ -185,14 +185,14 @@ fn local_names(dir: &Path) -> Result<Vec<String>> {
     let failed = |e| Error::io("list", dir, e);
     let mut names = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(failed)? {
-        // A name that is not UTF-8 is none that is looked for.
+        // We look for no name that is not UTF-8.
         names.extend(entry.map_err(failed)?.file_name().into_string().ok());
     }
     names.retain(|name| name != LOCK_NAME);
     Ok(names)
 }
 
-/// The most helpful guess at what a folder without an index is.
+/// Returns the most helpful guess at what is wrong with a folder without an index.
 fn why_not(names: &[String]) -> &'static str {
     let any = |part: &str| names.iter().any(|name| name.contains(part));
     if names.iter().any(|name| name == INDEX_NAME) {

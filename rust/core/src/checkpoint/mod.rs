@@ -1,5 +1,5 @@
-//! A checkpoint as a whole: found and opened, read from, verified, committed, and its index rebuilt
-//! where that was lost.
+//! Whole checkpoints: finding, opening, reading, verifying and committing them, and recovering a
+//! lost index.
 
 mod blocks;
 mod check;

@@ -1,4 +1,4 @@
-//! Opening a checkpoint, whatever it is.
+//! Opening a checkpoint of any kind.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,9 +10,10 @@ use crate::format::{INDEX_NAME, Index};
 use crate::store::{Files, Remote, Storage};
 use crate::{Control, Result};
 
-/// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory.
-/// With `rank`, what that rank wrote for itself. With `remote`, `path` is a URL that it leads to,
-/// and an index is fetched whole. `threads` may be 0: as many as there are cores.
+/// Opens the checkpoint at `path`, of any kind: its index file, or otherwise an index made in
+/// memory. With `rank`, opens the checkpoint that the rank wrote for itself. With `remote`, `path`
+/// is a URL on that store, and an index is fetched whole. With `threads` 0, there are as many as
+/// cores.
 pub fn open(
     path: &Path,
     rank: Option<u32>,
@@ -30,15 +31,15 @@ pub fn open(
     Ok(index.on(remote))
 }
 
-/// Indexes the foreign checkpoint at `path` as [`open`] does, even if there is an index.
+/// Indexes the foreign checkpoint at `path` as [`open`] does, but ignores an index that is there.
 pub fn open_data(path: &Path, remote: Option<Arc<dyn Remote>>, control: &Control) -> Result<Index> {
     let storage = Storage::new(remote.as_ref(), 0, control)?;
     let files = storage.files();
     Ok(index_of(files, path, &find_data(files, path)?, None, 0)?.on(remote))
 }
 
-/// Indexes a foreign checkpoint in memory, over its own files, and writes nothing. The index is as
-/// one that lies in the folder of the data.
+/// Indexes a foreign checkpoint in memory, over its own files, and writes nothing. The index has
+/// the paths of one in the folder of the data.
 fn index_of(
     files: Files<'_>,
     path: &Path,

@@ -19,26 +19,26 @@ use crate::{Control, Error, Result, parallel};
 /// Options of [`recover`].
 #[derive(Clone, Debug, Default)]
 pub struct RecoverOptions {
-    /// Only this generation. `None`: the highest that is complete.
+    /// Generation to recover. `None`: the highest that is complete.
     pub generation: Option<u64>,
-    /// Only this save. Needed where two saves of one generation are complete.
+    /// Save to recover. Required if two saves of one generation are complete.
     pub save_id: Option<[u8; 16]>,
     /// Threads that hash. 0: as many as the cores that this process may use.
     pub threads: usize,
 }
 
-/// The bytes of an index over the data files in `dir`, as the save that wrote them had it, but for
-/// planner data other than paths. No file is changed. Those of a rank-local save are no part of any
-/// index of all ranks. With `remote`, `dir` is a URL that it leads to.
+/// Rebuilds the index of the data files in `dir`, and returns its bytes. It equals the lost one
+/// except for planner data other than paths. No file is changed. Files of a rank-local save are
+/// ignored. With `remote`, `dir` is a URL on that store.
 ///
-/// All payload is read, to hash it; `control` counts its bytes.
+/// This reads and hashes all payload. `control` counts its bytes.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::NotFound`] where no
-/// generation is complete, with what each one lacks; [`Error::Plan`] where there are two complete
-/// saves to choose from; [`Error::CorruptIndex`] where headers contradict each other;
-/// [`Error::Unsupported`] of a store that cannot be listed, and those of a
-/// [`Connection`](crate::store::Connection).
+/// - [`Error::NotFound`] if no generation is complete. It names what each one lacks.
+/// - [`Error::Plan`] if there are two complete saves to choose from.
+/// - [`Error::CorruptIndex`] if headers contradict each other.
+/// - [`Error::Unsupported`] if single ranks have indexes there, or if a store cannot list files.
+/// - Those of a [`Connection`](crate::store::Connection).
 pub fn recover(
     dir: &Path,
     remote: Option<&Arc<dyn Remote>>,
@@ -79,7 +79,7 @@ pub fn recover(
     })
 }
 
-/// The data files of those saves that [`recover`] could make an index for.
+/// Returns the data files of the saves that [`recover`] could index.
 pub(super) fn recoverable<'a>(
     files: Files<'_>,
     dir: &Path,
@@ -95,31 +95,31 @@ pub(super) fn recoverable<'a>(
             .collect();
         match complete_set(generation, headers) {
             Ok(headers) => found.extend(headers.iter().map(|header| header.name)),
-            // There are several.
+            // Several saves are complete.
             Err(_) => found.extend(names),
         }
     }
     Ok(found)
 }
 
-/// A file, and those of other saves that it says are linked.
+/// Returns a file, and the files of other saves that it lists as linked.
 fn with_linked(mut header: DataHeader) -> impl Iterator<Item = DataHeader> {
     let linked = std::mem::take(&mut header.linked);
     std::iter::once(header).chain(linked)
 }
 
-/// The headers of data files, as far as they can be read, and why others cannot.
+/// Returns the headers of data files, and the reasons why some cannot be read.
 fn read_headers(
     files: Files<'_>,
     dir: &Path,
     names: impl IntoIterator<Item = DataFileName>,
 ) -> Result<(Vec<DataHeader>, Vec<Error>)> {
     let names: Vec<DataFileName> = names.into_iter().collect();
-    // One after another on a file system: it is no wait.
+    // On a file system there is little to wait for, so one after another.
     let looks = if files.is_remote() { files.threads(1) } else { 1 };
     let read = parallel::map(names.len(), looks, |number| {
         match DataHeader::read(files, dir, names[number]) {
-            // A store that does not answer says nothing of the file.
+            // A failed request shows nothing about the file.
             Err(error @ (Error::Storage { .. } | Error::Interrupted)) => Err(error),
             read => Ok(read),
         }
@@ -134,7 +134,7 @@ fn read_headers(
     Ok((headers, refused))
 }
 
-/// The names of data files, by generation.
+/// Returns the names of data files by generation.
 fn by_generation<'a>(
     names: impl Iterator<Item = &'a str>,
 ) -> BTreeMap<u64, BTreeSet<DataFileName>> {
@@ -145,8 +145,8 @@ fn by_generation<'a>(
     found
 }
 
-/// The files of the one save of this generation of which every rank's part is there; none if there
-/// is no such save. In the order of ranks and files.
+/// Returns the files of the only complete save of this generation, in the order of ranks and files.
+/// Returns none if no save is complete.
 fn complete_set(generation: u64, headers: Vec<DataHeader>) -> Result<Vec<DataHeader>> {
     let mut complete: Vec<Vec<DataHeader>> =
         saves(headers).into_values().filter(|save| is_complete(save)).collect();
@@ -162,7 +162,7 @@ fn complete_set(generation: u64, headers: Vec<DataHeader>) -> Result<Vec<DataHea
     Ok(complete.pop().unwrap_or_default())
 }
 
-/// Files by the save that wrote them, in the order of ranks and files.
+/// Groups files by the save that wrote them, in the order of ranks and files.
 fn saves(headers: Vec<DataHeader>) -> BTreeMap<[u8; 16], Vec<DataHeader>> {
     let mut saves: BTreeMap<[u8; 16], Vec<DataHeader>> = BTreeMap::new();
     for header in headers {
@@ -174,8 +174,8 @@ fn saves(headers: Vec<DataHeader>) -> BTreeMap<[u8; 16], Vec<DataHeader>> {
     saves
 }
 
-/// Returns whether these files, sorted, are all that the ranks wrote: each rank has one token, and
-/// all agree on the numbers of ranks and files.
+/// Returns whether these sorted files are all that the ranks wrote. Each rank must have one token,
+/// and all must agree on the numbers of ranks and files.
 fn is_complete(save: &[DataHeader]) -> bool {
     let mut ranks = 0..save.first().map_or(0, |header| header.world_size);
     let mut agrees = |part: &[DataHeader]| {
@@ -224,7 +224,7 @@ fn build(
     builder.build()
 }
 
-/// The digests of all chunks, of their blocks and of their content, in the order of the headers.
+/// Returns the digests of all chunks, of blocks and of content, in the order of the headers.
 fn hash(
     headers: &[DataHeader],
     remote: Option<&Arc<dyn Remote>>,

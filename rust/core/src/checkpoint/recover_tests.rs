@@ -12,7 +12,7 @@ use crate::write::testing::{
 };
 use crate::write::{SaveInfo, SaveItem, SaveLayout, WriteIo, WriteOptions};
 
-/// Id of the save whose ranks all have this token.
+/// Id of a save in which all ranks have this token.
 fn id(token: u64) -> [u8; 16] {
     u128::from(token).to_be_bytes()
 }
@@ -29,7 +29,7 @@ fn recovered(dir: &Path, options: &RecoverOptions) -> Result<Index> {
     Index::from_bytes(recover(dir, None, options, &Control::new())?, &dir.join(INDEX_NAME))
 }
 
-/// An index of the given ones, as the coordinator makes it, with a `save_id` of zeros.
+/// Merges indexes as the coordinator does, with a `save_id` of zeros.
 fn merged(indexes: &[Index]) -> Vec<u8> {
     let mut builder = IndexBuilder::new(SourceKind::Native);
     builder.generation = indexes[0].generation();
@@ -64,7 +64,7 @@ fn the_parts_of_all_ranks_make_one_index() {
             if rank == 0 { value("step", 9) } else { whole("only.here", "bfloat16", &[3]) },
         ]
     };
-    // Past the page cache, so that they are read so, too.
+    // Written with direct I/O, so that they are read with direct I/O too.
     let options = WriteOptions { io: WriteIo::Direct, ..quick() };
     let indexes: Vec<_> = (0..2)
         .map(|rank| {
@@ -137,7 +137,7 @@ fn of_two_saves_that_raced_the_caller_chooses() {
     );
     let chosen = RecoverOptions { save_id: Some(id(0xb)), ..RecoverOptions::default() };
     assert_saved(&recovered(dir.path(), &chosen).unwrap(), &items("b"));
-    // A save of another number of ranks is another save, too.
+    // A save of another number of ranks is another save.
     fs::remove_file(
         dir.path().join(DataFileName { generation: 1, token: 0xa, rank: 0, file: 0 }.to_string()),
     )
@@ -153,7 +153,7 @@ fn parts_of_different_saves_are_never_joined() {
     let dir = tempdir().unwrap();
     let items = |name| [whole(name, "float32", &[100])];
     save(dir.path(), &items("older"), info(1, 1, 0, 1), &quick());
-    // Both began at once; of one, rank 0 came to its end, of the other rank 1.
+    // Both saves began at the same time. Rank 0 finished in one, rank 1 in the other.
     for (token, rank, name) in [(0xa, 0, "a"), (0xb, 1, "b")] {
         save(dir.path(), &items(name), info(2, token, rank, 2), &quick());
     }
@@ -161,7 +161,7 @@ fn parts_of_different_saves_are_never_joined() {
     assert_eq!((index.generation(), index.name(0)), (1, "older"));
     assert_eq!(index.save_id(), id(1));
 
-    // One of them comes to its end, with a token of its own on each rank.
+    // One of them finishes, with a different token on each rank.
     let late = SaveInfo { token: 0xc, ..info(2, 0xa, 1, 2) };
     save(dir.path(), &items("c"), late, &quick());
     let index = recovered(dir.path(), &RecoverOptions::default()).unwrap();
@@ -171,7 +171,7 @@ fn parts_of_different_saves_are_never_joined() {
     assert!(matches!(recovered(dir.path(), &other(0xb)), Err(Error::NotFound { .. })));
     assert_eq!(recovered(dir.path(), &other(1)).unwrap().generation(), 1);
 
-    // Two parts of one rank in one save: nobody wrote that.
+    // No save writes two parts of one rank.
     let twice = SaveInfo { token: 0xd, ..info(2, 0xa, 1, 2) };
     save(dir.path(), &items("d"), twice, &quick());
     assert_eq!(recovered(dir.path(), &RecoverOptions::default()).unwrap().generation(), 1);
@@ -207,7 +207,7 @@ fn what_a_rank_saved_for_itself_is_no_part_of_a_whole() {
         error.to_string().contains(&format!("{} is of a rank-local save", names[0])),
         "{error}"
     );
-    // The index of a rank is enough to tell, whatever the files say.
+    // The index of a rank is enough for the refusal, whatever the files contain.
     fs::write(dir.path().join("__7.index.dcprs"), []).unwrap();
     let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
     assert!(
@@ -229,7 +229,7 @@ fn a_folder_without_data_files_is_no_checkpoint() {
     ));
 }
 
-/// A file whose header says what it likes.
+/// A file with a forged header.
 fn forged(dir: &Path, edit: impl Fn(&str) -> String) -> Result<Index> {
     let items: Vec<SaveItem> = vec![
         rows("w", "complex128", &[4, 2], &[1, 0], &[2, 2]),

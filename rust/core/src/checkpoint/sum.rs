@@ -19,16 +19,16 @@ use crate::read::{
 use crate::slabs::split;
 use crate::{Control, Error, Result, parallel};
 
-/// Elements that are summed at a time: 2 MiB of float32, and one block of bfloat16, so that each is
-/// hashed once.
+/// Elements that are summed together: 2 MiB of float32, and one block of bfloat16, so that each
+/// block is hashed once.
 const PART: u64 = 512 << 10;
-/// Bytes that threads may take together where reads wait and there are more threads than cores.
-/// Each has the memory of a part, and a buffer for each summand,
+/// Limit in bytes on the memory of threads, if reads wait and there are more threads than cores.
+/// Each thread has the memory of a part, and a buffer for each summand.
 const WAITING: usize = 64 << 20;
-/// of this size, about.
+/// Approximate bytes of such a buffer.
 const BUFFER: usize = 2 << 20;
 
-/// A checkpoint, and what its elements are multiplied by.
+/// A checkpoint, and the factor of its elements.
 pub struct Summand {
     /// Index of the tensors.
     pub index: Arc<Index>,
@@ -50,7 +50,7 @@ pub struct Sum {
     pub is_bfloat16: bool,
 }
 
-/// Sums of which one thread takes care at a time.
+/// Sums that one thread computes together.
 #[derive(Default)]
 struct Unit {
     parts: Vec<SumRegion>,
@@ -62,7 +62,7 @@ struct SumRegion {
     sum: usize,
     /// The rectangle, in the tensors.
     region: Region,
-    /// The first element, counted from that of the sum, and from that of the unit.
+    /// The first element, relative to the sum, and relative to the unit.
     begin: u64,
     at: u64,
     elements: u64,
@@ -72,9 +72,9 @@ struct SumRegion {
 struct Input<'a> {
     index: &'a Index,
     files: Vec<FileRef>,
-    /// Destinations are places in the sums of a unit, or of a group.
+    /// Destinations are offsets in the sums of a unit, or of a group.
     requests: Vec<ReadReq>,
-    /// The requests of each.
+    /// The requests of each unit or group.
     ranges: Vec<Range<usize>>,
     probe: FileProbe,
     verify: Verify,
@@ -96,14 +96,13 @@ impl<'a> Input<'a> {
     }
 }
 
-/// Sums up in float32, or in float64 (`is_double`), and rounds once.
+/// Sums in float32, or in float64 (`is_double`), and rounds once.
 ///
-/// A sum begins with zero and takes the summands in their order: `sum = weight * element + sum`,
-/// fused.
+/// A sum begins with zero and adds the summands in order: `sum = weight * element + sum`, fused.
 ///
 /// # Errors
-/// Those of [`Gather::add`] and of [`read`](crate::read::read); [`Error::Plan`] for types that are
-/// not summed.
+/// Those of [`Gather::add`] and of [`read`](crate::read::read); [`Error::Plan`] for dtypes that
+/// cannot be summed.
 ///
 /// # Safety
 /// Every destination is valid for writes to all its elements, from any thread, until this returns.
@@ -118,7 +117,7 @@ pub unsafe fn sum(
     if sums.iter().any(|sum| sum.tensors.len() != summands.len()) {
         return Err(Error::Plan("a sum has a tensor of each summand".into()));
     }
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     let left = unsafe { runs::sum_runs(summands, sums, is_double, options, control)? };
     let units = units(sums, &left);
     if units.is_empty() {
@@ -162,8 +161,8 @@ pub unsafe fn sum(
                     ..request.clone()
                 }
             }));
-            // SAFETY: the parts of a unit lie in its memory, apart from each other; that is
-            // this thread's alone.
+            // SAFETY: the parts of a unit are disjoint and inside its memory, which only this
+            // thread uses.
             let read = unsafe {
                 reader.read(
                     &input.files,
@@ -178,8 +177,8 @@ pub unsafe fn sum(
         }
         for part in &unit.parts {
             let (sum, from) = (&sums[part.sum], base.wrapping_add(fit(part.at * size)));
-            // SAFETY: the sums of the part were made just now; there is room for them at the
-            // destination, as the caller vouches, and no other part has these elements.
+            // SAFETY: the sums of the part were just computed. The caller guarantees the
+            // destination, and no other part has these elements.
             unsafe {
                 hand_over(
                     sum.to,
@@ -195,7 +194,7 @@ pub unsafe fn sum(
     })
 }
 
-/// Cuts sums into parts, and puts small ones together.
+/// Splits sums into parts, and combines small ones.
 fn units(sums: &[Sum], numbers: &[usize]) -> Vec<Unit> {
     let mut units: Vec<Unit> = Vec::new();
     for &number in numbers {
@@ -246,7 +245,7 @@ fn input<'a>(
     Input::new(summand, gather, ranges, options, control)
 }
 
-/// Adds a region to what is read, for the sums from element `at`.
+/// Adds a region to the reads, for the sums from element `at` on.
 fn add(gather: &mut Gather, tensor: u32, region: &Region, at: u64, sink: Accumulate) -> Result<()> {
     let at =
         usize::try_from(at * sink.size()).map_err(|_| Error::Plan("too much to sum up".into()))?;
@@ -268,7 +267,8 @@ fn sink(summand: &Summand, tensor: u32, is_double: bool) -> Result<Accumulate> {
     })
 }
 
-/// Brings `count` sums to where they go: from element `begin` of the destination.
+/// Copies `count` sums to the destination, from its element `begin` on, and rounds them if it is
+/// bfloat16.
 ///
 /// # Safety
 /// `from` is valid for reads of the sums, and the destination for writes of them.
@@ -281,7 +281,7 @@ unsafe fn hand_over(
     is_double: bool,
 ) {
     let size = if is_double { 8 } else { 4 };
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     unsafe {
         if is_bfloat16 {
             round_to_bfloat16(to.0.wrapping_add(begin * 2), from, count);

@@ -1,4 +1,4 @@
-//! Checking a checkpoint, or some chunks of it, against its digests.
+//! Verification of a checkpoint, or of some chunks, against its digests.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -13,15 +13,14 @@ use crate::format::{Index, Kind, SourceKind, block_digest};
 use crate::store::{FileRef, Files, Opened, Storage};
 use crate::{Control, Error, Result, parallel};
 
-/// Something that is not as the index says.
+/// A difference between the data and the index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     /// The data file.
     pub path: PathBuf,
-    /// FQN of the tensor or value concerned; empty where it is a part that belongs to none, or the
-    /// whole file.
+    /// FQN of the tensor or value; empty for a whole file, or for bytes of no tensor.
     pub tensor: String,
-    /// True if no block of the file matches.
+    /// True if the whole file does not match.
     pub whole_file: bool,
     /// Number of the block in its chunk.
     pub block: u64,
@@ -49,7 +48,7 @@ impl fmt::Display for Problem {
 /// Result of [`verify`].
 #[derive(Clone, Debug, Default)]
 pub struct Verified {
-    /// Everything that is wrong, in the order of files and offsets.
+    /// All problems, in the order of files and offsets.
     pub problems: Vec<Problem>,
     /// Bytes that were hashed.
     pub bytes: u64,
@@ -57,14 +56,14 @@ pub struct Verified {
     pub bytes_without_digest: u64,
 }
 
-/// Hashes every block that has a digest, and every header; checks that every file is there and has
+/// Hashes every block that has a digest, and every header. Checks that every file exists and has
 /// its length.
 ///
-/// `control` counts the bytes. `threads` may be 0: as many as there are cores.
+/// `control` counts the bytes. With `threads` 0, there are as many as cores.
 ///
 /// # Errors
-/// [`Error::Interrupted`], and what keeps a file from being read that is no damage (permissions).
-/// Damage is a [`Problem`].
+/// [`Error::Interrupted`], and errors other than damage that prevent a file from being read
+/// (permissions). Damage is a [`Problem`].
 pub fn verify(
     index: &Index,
     allow_external: bool,
@@ -76,14 +75,14 @@ pub fn verify(
     let storage = Storage::new(index.remote(), threads, control)?;
     let there = storage.files();
     let count = usize::try_from(index.file_count()).expect("in memory");
-    // One after another on a file system: it is no wait.
+    // On a file system there is little to wait for, so one after another.
     let looks = if there.is_remote() { there.threads(threads) } else { 1 };
     let looked_at = parallel::map(count, looks, |number| {
         control.check()?;
         let number = u32::try_from(number).expect("counted by one");
         let mut file_ref = file_ref(index, number, allow_external)?;
         if index.source() == SourceKind::Native {
-            file_ref.mend = ""; // it would be to verify
+            file_ref.mend = ""; // the advice would be to verify
         }
         let problem = match open(there, &file_ref).map_err(|error| explain(index, error, control)) {
             Ok(file) => check_head(index, number, &file, &file_ref)?.map(|problem| (problem, true)),
@@ -113,10 +112,10 @@ pub fn verify(
     Ok(verified)
 }
 
-/// Finds those of some chunks that do not match their digests, and the first problem of each.
+/// Returns those of some chunks that do not match their digests, with the first problem of each.
 ///
 /// # Errors
-/// As [`verify`]; and [`Error::CorruptData`] where a file is not there, or ends too early.
+/// Those of [`verify`], and [`Error::CorruptData`] if a file is missing or too short.
 pub fn damaged_chunks(
     index: &Index,
     chunks: &[u64],
@@ -136,7 +135,7 @@ pub fn damaged_chunks(
     blocks.sort_unstable_by_key(|block| (block.file, block.offset));
     let mut problems = BTreeMap::new();
     for (&number, file_ref) in &files {
-        // With a header that is damaged, no chunk of the file is of use.
+        // If the header is damaged, no chunk of the file can be used.
         if let Some(problem) = check_head(index, number, &open(there, file_ref)?, file_ref)? {
             let inside = chunks.iter().filter(|&&chunk| index.chunk_file(chunk) == number);
             problems.extend(inside.map(|&chunk| (chunk, problem.clone())));
@@ -148,10 +147,10 @@ pub fn damaged_chunks(
     Ok(problems.into_iter().collect())
 }
 
-/// Raises for a block of these chunks that does not match its digest.
+/// Returns an error for a block of these chunks that does not match its digest.
 ///
 /// # Errors
-/// [`Error::CorruptData`]; as [`damaged_chunks`].
+/// [`Error::CorruptData`], and those of [`damaged_chunks`].
 pub fn verify_chunks(
     index: &Index,
     chunks: &[u64],
@@ -222,7 +221,7 @@ fn compare(
     })
 }
 
-/// Compares the records of files of `torch.save` with the checksums in the files.
+/// Compares the records of files that `torch.save` wrote with the checksums in these files.
 fn verify_records(
     index: &Index,
     there: Files<'_>,
@@ -239,7 +238,7 @@ fn verify_records(
         let (records, pickle_is_checked) =
             match torch_file::check_records(there, file_ref, threads, control) {
                 Ok(checked) => checked,
-                // It was indexed once.
+                // The file could be indexed before.
                 Err(Error::CorruptData { offset, reason, .. }) => {
                     verified.problems.push(Problem {
                         path: file_ref.path.clone(),
@@ -267,13 +266,14 @@ fn verify_records(
                 continue;
             };
             verified.bytes += record.size;
-            // This file has a copy of a tensor in another file.
+            // The entry of this name may be in another file.
             let is_here =
                 |tensor: &u32| index.chunk_file(index.tensor(*tensor).chunks.start) == number;
             let values = record.values.iter().filter_map(|name| index.find(name)).filter(is_here);
             let mut parts: Vec<u32> = values.collect();
             for chunk in within {
-                // Values are counted below: they lie in the pickle, whatever a forged index says.
+                // Values are counted below: they are in the pickle, even if a forged index says
+                // otherwise.
                 if chunk.digests.is_none() && index.tensor(chunk.tensor).kind == Kind::Tensor {
                     verified.bytes_without_digest -= chunk.length;
                 }
@@ -294,8 +294,8 @@ fn verify_records(
                     ),
                     got: format!("{got:08x}"),
                 };
-                // Every tensor over it, and every value: the checksum does not tell which of them
-                // is damaged.
+                // Reports every tensor and every value in the record: the checksum does not show
+                // which of them is damaged.
                 parts.sort_unstable();
                 parts.dedup();
                 if parts.is_empty() {
@@ -318,8 +318,8 @@ fn verify_records(
     Ok(())
 }
 
-/// A file that was refused for `reason`: missing, of another length than it should have, or
-/// modified.
+/// Returns the problem of a file that was refused for `reason`: it is missing, modified, or has
+/// another length.
 fn file_problem(there: Files<'_>, path: PathBuf, file_ref: &FileRef, reason: String) -> Problem {
     let size = file_ref.size;
     let file = format!("a file of {size} bytes");
@@ -337,7 +337,7 @@ fn file_problem(there: Files<'_>, path: PathBuf, file_ref: &FileRef, reason: Str
     Problem { path, tensor: String::new(), whole_file: true, block: 0, offset: 0, expected, got }
 }
 
-/// The header of a data file against its digest.
+/// Compares the header of a data file with its digest.
 fn check_head(
     index: &Index,
     number: u32,
@@ -348,7 +348,7 @@ fn check_head(
     let Some(expected) = view.head_digest else {
         return Ok(None);
     };
-    // No longer than the file, which was compared with the index.
+    // At most the length of the file, which was compared with the index.
     let head = file.fetch(&file_ref.path, file_ref.size, 0, view.data_start)?;
     let got = block_digest(&head);
     Ok((got != expected).then(|| Problem {
@@ -369,7 +369,7 @@ mod tests {
     use crate::format::{ChunkEntry, FileEntry, INDEX_NAME, IndexBuilder, TensorEntry, Value};
     use crate::geometry::Dims;
 
-    /// It was taken off twice.
+    /// It was once subtracted twice.
     #[test]
     fn a_value_that_an_index_puts_into_a_storage_is_counted_once() {
         let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/seeds/torch_file");

@@ -1,4 +1,4 @@
-//! Views of a checkpoint: with its quantized weights as numbers.
+//! Views of a checkpoint that show its quantized weights as numbers.
 
 #![allow(unsafe_code)] // a small tensor is read to a buffer
 
@@ -12,12 +12,12 @@ use crate::read::{Destination, ReadOptions};
 use crate::store::Storage;
 use crate::{Control, Error, Result};
 
-/// The checkpoint with its quantized weights as tensors of `target`, by the configuration beside it
-/// and by names; `None` where it has none.
+/// Returns the checkpoint with its quantized weights as tensors of `target`; `None` if it has none.
+/// Finds them by `config.json` and by names.
 ///
 /// # Errors
-/// [`Error::Quantization`] for a format that is not known, and for parts that are missing or do not
-/// fit; those of reads.
+/// [`Error::Quantization`] for an unknown format, and for parts that are missing or do not fit;
+/// those of reads.
 pub fn dequantize(
     index: &Arc<Index>,
     target: Target,
@@ -51,7 +51,7 @@ fn config(index: &Index, control: &Control) -> Result<Option<Config>> {
     })
 }
 
-/// The elements of a small stored tensor of `int64` or `int32`.
+/// Returns the elements of a small stored tensor of `int64` or `int32`.
 fn integers(
     index: &Arc<Index>,
     tensor: u32,
@@ -74,7 +74,7 @@ fn integers(
     let mut bytes = [0_u8; 64];
     let mut gather = Gather::new(Arc::clone(index), allow_external);
     gather.add_bytes(chunks.start, 0, length, Destination(bytes.as_mut_ptr()))?;
-    // SAFETY: the buffer has room for the bytes, and nobody else has it.
+    // SAFETY: the buffer has room for the bytes, and nothing else uses it.
     unsafe { gather.read(options, control)? };
     let bytes = &bytes[..usize::try_from(length).unwrap_or(0)];
     Ok(if dtype == "int64" {

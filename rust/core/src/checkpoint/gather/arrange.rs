@@ -1,4 +1,4 @@
-//! The passes in which the destinations of a load are filled, where some of them share memory.
+//! The passes in which the destinations of a load are filled, if some of them share memory.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -9,9 +9,9 @@ use crate::geometry::memory::{self, Footprint, Write, contested};
 use crate::geometry::{Dims, Region, is_run, row_major};
 use crate::read::ReadReq;
 
-/// A destination that the caller fills: on a device, say.
+/// A destination that the caller fills, on a device for instance.
 pub(super) struct DeviceDestination {
-    /// As [`Gather::set_place`] had it.
+    /// Place in the plan, from [`Gather::set_place`].
     at: u64,
     file: u32,
     write: Write,
@@ -21,7 +21,7 @@ pub(super) struct DeviceDestination {
 enum How {
     /// From a slab.
     Slab(SlabRegion),
-    /// All of it at once, by its own class.
+    /// In one go, by the tensor's own class.
     Opaque { target: usize },
 }
 
@@ -30,7 +30,7 @@ enum How {
 pub struct SlabRegion {
     /// Number of the target.
     pub target: usize,
-    /// The chunk.
+    /// Number of the chunk.
     pub chunk: u64,
     /// Offsets of the rectangle in the chunk.
     pub chunk_offsets: Dims,
@@ -39,28 +39,29 @@ pub struct SlabRegion {
     /// Sizes of the rectangle.
     pub sizes: Dims,
     /// First byte in the target, in units of stored elements, if the destination is one run of
-    /// memory. Such a rectangle may be cut at any element.
+    /// memory. Such a rectangle may be split at any element.
     pub begin: Option<u64>,
-    /// Number of the target's device: what goes to different ones never shares a slab.
+    /// Number of the target's device. Rectangles for different devices never share a slab.
     pub device: u32,
 }
 
-/// A tensor that the caller fills, as far as it is known where its elements lie.
+/// A tensor that the caller fills, and its layout in memory as far as that is known.
 pub struct DeviceTensor {
     /// Number of its device.
     pub device: u32,
-    /// Address of the first element; `None`: the memory comes into being later.
+    /// Address of the first element; `None` if the memory is allocated later.
     pub address: Option<u64>,
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub itemsize: u64,
-    /// Elements from one to the next, in each dimension.
+    /// Strides in elements.
     pub strides: Dims,
 }
 
-/// In which pass what is filled. Those of one pass share no memory. By default all of it in one.
+/// Assignment of destinations to passes. Those of one pass share no memory. By default there is one
+/// pass.
 pub struct Passes {
     count: usize,
-    /// The pass of each request, then of each device destination; `None` is never filled.
+    /// The pass of each request, then of each device destination. `None` is never filled.
     of: Option<Vec<Option<u32>>>,
 }
 
@@ -91,7 +92,7 @@ impl Passes {
 }
 
 impl Gather {
-    /// Adds a region that the caller fills, so that it gets a pass. `target`: the caller's number
+    /// Adds a region that the caller fills, so that it gets a pass. `target` is the caller's number
     /// for it.
     pub fn add_device_target(
         &mut self,
@@ -144,8 +145,8 @@ impl Gather {
         Ok(())
     }
 
-    /// Adds a region that the caller fills at once, be it in several chunks: a tensor of which only
-    /// its class knows where the elements lie. `footprints`: of the memory that it may write to.
+    /// Adds a region that the caller fills in one go, even if it spans several chunks: a tensor
+    /// whose layout only its class knows. `footprints` are the memory that it may write to.
     pub fn add_opaque(
         &mut self,
         target: usize,
@@ -174,7 +175,7 @@ impl Gather {
         Ok(())
     }
 
-    /// Finds the passes. What a later destination hides has none.
+    /// Finds the passes. A destination that a later one overwrites has none.
     pub fn arrange(&self) -> Passes {
         let count = self.requests.len();
         let mut reaches: Vec<_> = (0..count).map(|i| self.footprint(i).reach(number(i))).collect();
@@ -202,7 +203,8 @@ impl Gather {
         Passes { count, of: Some(of) }
     }
 
-    /// Numbers of what the caller fills from slabs in a pass, for [`want`](Self::want).
+    /// Returns the numbers of the slab regions that the caller fills in a pass, for
+    /// [`want`](Self::want).
     pub fn wants(&self, passes: &Passes, pass: usize) -> Vec<usize> {
         let mut all = self.elsewhere(passes, pass);
         all.retain(|&i| self.want(i).is_some());
@@ -217,7 +219,7 @@ impl Gather {
         }
     }
 
-    /// The targets that their own class fills in a pass.
+    /// Returns the targets that their own class fills in a pass.
     pub fn opaque(&self, passes: &Passes, pass: usize) -> Vec<usize> {
         let target = |i: usize| match &self.elsewhere[i].how {
             How::Slab(_) => None,
@@ -231,7 +233,7 @@ impl Gather {
         (0..self.elsewhere.len()).filter(|i| passes.has(pass, first + i)).collect()
     }
 
-    /// Places in the plan of all that is filled in a pass.
+    /// Returns the places in the plan that are filled in a pass.
     pub fn places(&self, passes: &Passes, pass: usize) -> Vec<u64> {
         let filled = (0..self.count()).filter(|&i| passes.has(pass, i));
         let mut places: Vec<u64> = filled.map(|i| self.at(i)).collect();
@@ -240,7 +242,7 @@ impl Gather {
         places
     }
 
-    /// Places in the plan of which all is filled in the first pass.
+    /// Returns the places in the plan that are filled entirely in the first pass.
     pub fn at_once(&self, passes: &Passes) -> Vec<u64> {
         let late = (0..self.count()).filter(|&i| !passes.has(0, i));
         let late: HashSet<u64> = late.map(|i| self.at(i)).collect();
@@ -249,7 +251,7 @@ impl Gather {
         first
     }
 
-    /// Takes all of these places out of the passes.
+    /// Takes these places out of the passes.
     pub fn leave_out(&self, passes: &mut Passes, places: &[u64]) {
         let places: HashSet<u64> = places.iter().copied().collect();
         let of = passes.of.get_or_insert_with(|| vec![Some(0); self.count()]);
@@ -262,7 +264,7 @@ impl Gather {
         self.requests.len() + self.elsewhere.len()
     }
 
-    /// The order in which the plan comes to the files.
+    /// Returns for each file its position in the order in which the plan first reaches the files.
     fn files_in_order(&self) -> HashMap<u32, usize> {
         let mut all: Vec<usize> = (0..self.count()).collect();
         all.sort_by_key(|&i| self.at(i));
@@ -274,7 +276,7 @@ impl Gather {
         order
     }
 
-    /// The requests come first, then what is elsewhere.
+    /// Returns the place of a destination. Requests come first, then device destinations.
     fn at(&self, i: usize) -> u64 {
         self.at.get(i).copied().unwrap_or_else(|| self.elsewhere[i - self.at.len()].at)
     }

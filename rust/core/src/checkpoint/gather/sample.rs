@@ -1,9 +1,9 @@
 //! Bytes that several ranks of a machine read, estimated from one message of fixed size for each
 //! rank.
 //!
-//! The data files, laid end to end, are cut into equal sections. A rank says of each section how
-//! much of it it reads, and a fingerprint of which bytes. Ranks share a section if two of them read
-//! the same bytes of it, or if all of them together read more than there is. Pure.
+//! The data files are laid end to end and cut into equal sections. For each section, a rank reports
+//! how much of it it reads, and a fingerprint of which bytes. Ranks share a section if two of them
+//! read the same bytes, or if all together read more than the section has. Pure.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,26 +16,26 @@ use crate::geometry::overlap::{self, Overlap, Region};
 use crate::read::span;
 use crate::{Error, Result};
 
-/// Sections of a checkpoint, at most.
+/// Most sections of a checkpoint.
 const SECTIONS: u64 = 256;
-/// Bytes of a section, at least.
+/// Fewest bytes of a section.
 const MIN_SECTION: u64 = 1 << 20;
-/// Value that stands for a section that is read whole.
+/// Value for a section that is read whole.
 const WHOLE: u64 = 1 << 12;
-/// Ranks share a section of which they read more than this, each of them what the others do not
-/// read apart.
+/// Ranks share a section if together they read more of it than this. Then they cannot all read
+/// different bytes.
 const SHARED: u64 = WHOLE + WHOLE / 4;
-/// Bytes of a message for each section: how much of it, and the fingerprint.
+/// Bytes of a message for each section: the amount, and the fingerprint.
 const ENTRY: usize = 4;
-/// Rows shorter than this are read with what lies between them, if they are no further apart than
-/// [`MAX_PITCH`]: columns, the rest of which other ranks read.
+/// Rows shorter than this count as read together with the bytes between them, if they are at most
+/// [`MAX_PITCH`] apart. They are columns of a matrix, and other ranks read the rest.
 const SHORT_ROW: u64 = 32 << 10;
 const MAX_PITCH: u64 = 256 << 10;
 
-/// Division of a checkpoint into sections, the same on every rank that opened it.
+/// Division of a checkpoint into sections. It is the same on every rank that opened the checkpoint.
 #[derive(Clone, Debug)]
 struct Sections {
-    /// First byte of each file, and the end of the last one.
+    /// First byte of each file, followed by the end of the last file.
     starts: Arc<[u64]>,
     size: u64,
 }
@@ -51,7 +51,7 @@ impl Sections {
         Self { starts: starts.into(), size: end.div_ceil(SECTIONS).max(MIN_SECTION) }
     }
 
-    /// The sections of bytes `start..end` of a file, and where the bytes are in each.
+    /// Returns the sections of bytes `start..end` of a file, and the range in each.
     fn of(&self, file: u32, start: u64, end: u64) -> impl Iterator<Item = (usize, u64, u64)> {
         let (first, last) = (self.starts[file as usize], self.starts[file as usize + 1]);
         let (start, end) =
@@ -74,14 +74,14 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Nothing, yet.
+    /// Makes an empty sample.
     #[must_use]
     pub fn new(index: Arc<Index>) -> Self {
         let sections = Sections::new((0..index.file_count()).map(|file| index.file(file).size));
         Self { index, sections, read: vec![(0, 0); usize::try_from(SECTIONS).expect("256")] }
     }
 
-    /// Adds what is filled in place of a batch of the same index.
+    /// Adds the destinations of a batch of the same index that are filled in place.
     pub fn add_batch(&mut self, batch: &Gather) {
         let numbers = batch.numbers();
         for request in &batch.requests {
@@ -91,8 +91,8 @@ impl Sample {
         }
     }
 
-    /// Adds a region. What is none of its source, or held by no chunk, is left out: who reads it
-    /// says so.
+    /// Adds a region. Skips an invalid region, and parts that no chunk holds: the read itself
+    /// reports them.
     pub fn add(&mut self, source: Source, region: &Region) {
         match source {
             Source::Chunk(chunk) => self.add_part(chunk, &region.offsets, &region.sizes),
@@ -121,8 +121,8 @@ impl Sample {
         self.add_rectangle(view.file, view.offset + first, itemsize, sizes, &strides);
     }
 
-    /// Adds elements of `itemsize` bytes from `start` on, so many in each dimension, with so many
-    /// bytes from one to the next.
+    /// Adds elements of `itemsize` bytes from `start` on, with the given shape and strides in
+    /// bytes.
     fn add_rectangle(
         &mut self,
         file: u32,
@@ -158,7 +158,7 @@ impl Sample {
         for (section, begin, end) in self.sections.of(file, start, start.saturating_add(run)) {
             let (bytes, fingerprint) = &mut self.read[section];
             *bytes = bytes.saturating_add(end - begin);
-            // The same in whatever order.
+            // A sum does not depend on the order.
             *fingerprint = fingerprint.wrapping_add(hash(begin, end));
         }
     }
@@ -167,7 +167,7 @@ impl Sample {
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let entry = |&(bytes, fingerprint): &(u64, u64)| {
-            // Some of it is never none of it.
+            // Rounded up, so that a small part is not reported as none.
             let part = bytes.saturating_mul(WHOLE).div_ceil(self.sections.size);
             let part = u16::try_from(part).unwrap_or(u16::MAX);
             let [a, b] = part.to_le_bytes();
@@ -177,7 +177,8 @@ impl Sample {
         self.read.iter().flat_map(entry).collect()
     }
 
-    /// With what [`compare`] found for this rank. `None` where that is no answer.
+    /// Combines the sample with this rank's answer from [`compare`]. Returns `None` if it is not an
+    /// answer.
     #[must_use]
     pub fn judged(&self, answer: &[u8]) -> Option<SharedSections> {
         (answer.len() == self.read.len() / 8)
@@ -192,11 +193,11 @@ fn hash(begin: u64, end: u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// Tells each of the ranks of one machine, by what [`Sample::to_bytes`] gave, which sections it
-/// shares with others: a bit for each.
+/// Compares the messages of one machine's ranks, from [`Sample::to_bytes`]. Returns for each rank a
+/// bit for each section, which is set if the rank shares the section.
 ///
 /// # Errors
-/// [`Error::Plan`] for what is no such message.
+/// [`Error::Plan`] if a message is invalid.
 pub fn compare(messages: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
     let sections = usize::try_from(SECTIONS).expect("256");
     let mut answers = vec![vec![0_u8; sections / 8]; messages.len()];
@@ -226,7 +227,7 @@ pub fn compare(messages: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
 #[derive(Clone, Debug)]
 pub struct SharedSections {
     sections: Sections,
-    /// A bit for each.
+    /// A bit for each section.
     shared: Arc<[u8]>,
 }
 
@@ -245,14 +246,14 @@ impl SharedSections {
 }
 
 impl Gather {
-    /// Splits each file in two: the part that other ranks read, and the rest. Call it after the
-    /// passes were found, whose order goes by files.
+    /// Splits each file in two: the part that other ranks read too, and the rest. Call it after the
+    /// passes were found, because their order depends on the files.
     pub fn divide(&mut self, common: &SharedSections) {
         if self.common.is_some() {
             return;
         }
         let numbers = self.numbers();
-        // The entry that other ranks do not read, and the one that they read.
+        // The entry of what other ranks do not read, and the entry of what they read.
         let mut entries: Vec<[Option<u32>; 2]> = vec![[None; 2]; self.files.len()];
         let mut known = vec![false; self.files.len()];
         for request in &mut self.requests {
@@ -280,7 +281,7 @@ impl Gather {
         self.common = Some(known.into());
     }
 
-    /// The numbers in the index of the batch's files.
+    /// Returns the number in the index of each file of the batch.
     fn numbers(&self) -> Vec<u32> {
         let mut numbers = vec![0; self.files.len()];
         for (number, place) in (0..).zip(&self.places) {
@@ -358,7 +359,7 @@ mod tests {
         (Source::Tensor(tensor), Region::new(&[0, 0], &shape))
     }
 
-    /// All of these tensors, in one batch.
+    /// Returns a batch of these tensors.
     fn batch(index: &Arc<Index>, names: &[&str]) -> Gather {
         let mut gather = Gather::new(Arc::clone(index), true);
         for (i, name) in names.iter().enumerate() {
@@ -379,7 +380,7 @@ mod tests {
         wanted.iter().zip(answers).map(judged).collect()
     }
 
-    /// A rank that reads these stretches of file 1.
+    /// Returns the sample of a rank that reads these ranges of file 1.
     fn reads(stretches: &[(u64, u64)]) -> Sample {
         let mut wanted = Sample::new(index());
         for &(start, end) in stretches {
@@ -388,7 +389,7 @@ mod tests {
         wanted
     }
 
-    /// Returns whether each rank's first stretch is shared.
+    /// Returns whether each rank's first range is shared.
     fn shared(ranks: &[&[(u64, u64)]]) -> Vec<bool> {
         let common = judged(&ranks.iter().map(|rank| reads(rank)).collect::<Vec<_>>());
         let first =
@@ -404,14 +405,14 @@ mod tests {
         assert_eq!(shared(&[&[(0, MIB), (0, MIB)]]), [false], "twice, by one rank");
         let stages = [[(0, 16 * MIB)], [(16 * MIB, 32 * MIB)], [(32 * MIB, 48 * MIB)]];
         assert_eq!(shared(&stages.each_ref().map(|stage| &stage[..])), [false; 3]);
-        // Within one section: the same half, and a half each.
+        // Within one section: both ranks read the same half, or each reads another half.
         assert_eq!(shared(&[&[(0, MIB / 2)], &[(0, MIB / 2)]]), [true; 2]);
         assert_eq!(shared(&[&[(0, MIB / 2)], &[(MIB / 2, MIB)]]), [false; 2]);
-        // In whatever order, and beside what is a rank's own.
+        // In any order, and along with ranges of one rank only.
         let (one, two, own) = ((0, 5 * MIB), (9 * MIB, 20 * MIB), (30 * MIB, 60 * MIB));
         assert_eq!(shared(&[&[one, two], &[two, one, own]]), [true; 2]);
         assert_eq!(shared(&[&[own, one], &[one]]), [false, true]);
-        // Not quite the same, and more than there is.
+        // Not quite the same ranges, but together more than the section has.
         assert_eq!(shared(&[&[(0, 8 * MIB)], &[(9, 8 * MIB)], &[(7, 9 * MIB)]]), [true; 3]);
     }
 

@@ -1,5 +1,5 @@
-//! Sums of what lies in mapped files in long runs: one pass over all summands, and the sums stay in
-//! the first cache.
+//! Sums of long runs in mapped files: one pass over all summands, with the sums in the first-level
+//! cache.
 
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
@@ -18,23 +18,24 @@ use crate::format::{BLOCK_SIZE, block_digest};
 use crate::read::{Destination, Operation, ReadOptions, Sequential, Verify, compare};
 use crate::{Control, Error, Result, parallel};
 
-/// Fewer elements are summed with others, which takes fewer calls.
+/// Sums of fewer elements are combined with others, which takes fewer calls.
 const FEW: u64 = 32 << 10;
-/// Elements that a thread takes at a time: one block of bfloat16.
+/// Elements of a thread's part: one block of bfloat16.
 const PART: u64 = BLOCK_SIZE / 2;
-/// Elements that are summed at a time: 32 KiB of float32, and a whole part of a block of any type.
+/// Elements that are summed in one step: 32 KiB of float32. A block of any dtype is a whole number
+/// of steps.
 const STEP: usize = 8 << 10;
 
-/// Elements of one summand that follow each other in a file, and in the sums: from element `begin`
-/// of them.
+/// Elements of one summand that are consecutive in a file and in the sums, from element `begin` of
+/// the sums on.
 struct Run {
     request: usize,
     begin: u64,
     elements: u64,
 }
 
-/// Elements that one thread sums up. Each summand has them in one run: of a request, from this byte
-/// of its chunk.
+/// Elements that one thread sums. Each summand has them in one run, given by a request and the
+/// first byte in its chunk.
 struct CommonRun {
     to: Destination,
     is_bfloat16: bool,
@@ -47,13 +48,13 @@ struct Row<'a> {
     sink: Accumulate,
     itemsize: usize,
     bytes: &'a [u8],
-    /// The block that is being hashed while it is summed, if blocks are hashed, and its number.
+    /// State of the hash of the current block, and the block's number, if blocks are hashed.
     hashed: Option<(Hasher, u64)>,
 }
 
-/// Sums up what lies in long runs in all summands.
+/// Computes the sums whose elements are in long runs in all summands.
 ///
-/// Returns the numbers of all other sums, of which nothing was done.
+/// Returns the numbers of all other sums, which are untouched.
 ///
 /// # Errors
 /// Those of [`sum`](super::sum).
@@ -97,15 +98,15 @@ pub(super) unsafe fn sum_runs(
     };
     parallel::for_each(parts.len(), threads, state, |(readers, memory), number| {
         control.check()?;
-        // SAFETY: the destination is valid for the elements of the part, as the caller vouches, and
-        // no other part has them.
+        // SAFETY: the caller guarantees that the destination is valid for the elements of the part,
+        // and no other part has them.
         unsafe { add_up(&parts[number], &inputs, readers, memory, is_double, control) }
     })?;
     Ok(left)
 }
 
-/// Puts sums together that follow each other in the same tensors and in memory: a tensor was cut
-/// between them.
+/// Groups sums that are adjacent in the same tensors and in memory: a tensor was split between
+/// them.
 fn groups(sums: &[Sum], size: u64) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::new();
     for (number, sum) in sums.iter().enumerate() {
@@ -129,8 +130,8 @@ fn elements(sums: &[Sum]) -> u64 {
     sums.iter().map(|sum| sum.region.sizes.iter().product::<u64>()).sum()
 }
 
-/// Plans the reads of one summand: for each group, requests with offsets into its sums as
-/// destinations.
+/// Plans the reads of one summand: for each group, requests whose destinations are offsets in its
+/// sums.
 fn input<'a>(
     number: usize,
     summands: &'a [Summand],
@@ -155,8 +156,8 @@ fn input<'a>(
     Input::new(summand, gather, ranges, options, control)
 }
 
-/// The runs of a group of sums in one summand, in their order; `None` where it has others, or files
-/// that are not mapped.
+/// Returns the runs of a group of sums in one summand, in order. Returns `None` if some elements
+/// are not in runs, or if files are not mapped.
 fn runs(input: &Input, group: usize, total: u64, size: u64) -> Option<Vec<Run>> {
     let mut runs = Vec::with_capacity(input.ranges[group].len());
     for number in input.ranges[group].clone() {
@@ -182,7 +183,7 @@ fn runs(input: &Input, group: usize, total: u64, size: u64) -> Option<Vec<Run>> 
         runs.push(Run { request: number, begin: request.dst.0.addr() as u64 / size, elements });
     }
     runs.sort_by_key(|run| run.begin);
-    // Each element once.
+    // The runs must cover each element exactly once.
     let mut end = 0;
     for run in &runs {
         if run.begin != end {
@@ -205,8 +206,8 @@ fn runs(input: &Input, group: usize, total: u64, size: u64) -> Option<Vec<Run>> 
     Some(runs)
 }
 
-/// Cuts a group of sums where the run of any summand ends, and where blocks of the first summand
-/// do.
+/// Splits a group of sums at the end of each summand's runs, and at the blocks of the first
+/// summand.
 fn cut(
     inputs: &[Input],
     runs: &[Vec<Run>],
@@ -230,7 +231,7 @@ fn cut(
         let (_, byte, itemsize) = place(0, &runs[0][at[0]]);
         let block = BLOCK_SIZE / itemsize;
         let to_block = block - byte / itemsize % block;
-        // Whole blocks, from the end of one that was begun.
+        // First the rest of a block, then whole blocks.
         let most = if to_block < block { to_block } else { PART.max(block) };
         let end = runs
             .iter()
@@ -260,7 +261,7 @@ fn cut(
     }
 }
 
-/// Sums up a part.
+/// Computes the sums of a part.
 ///
 /// # Safety
 /// The destination is valid for writes of all its elements, and nothing else uses it meanwhile.
@@ -303,17 +304,17 @@ unsafe fn add_up(
                     *block += 1;
                 }
             }
-            // SAFETY: there is room for the sums of a step, which are this thread's alone.
+            // SAFETY: there is memory for the sums of a step, and only this thread uses it.
             unsafe { row.sink.run(sums, bytes.as_ptr(), &[], bytes.len() as u64) };
         }
-        // SAFETY: the sums were made just now, and the destination has room, as the caller vouches.
+        // SAFETY: the sums were just computed, and the caller guarantees the destination.
         unsafe { hand_over(part.to, at, sums, count, part.is_bfloat16, is_double) };
     }
     control.add(rows.iter().map(|row| row.bytes.len() as u64).sum());
     Ok(())
 }
 
-/// Brings the elements of a part in one summand into memory.
+/// Loads the elements of a part in one summand into memory.
 fn row<'a>(
     input: &Input,
     reader: &'a mut Sequential,
