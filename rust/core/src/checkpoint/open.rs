@@ -12,8 +12,7 @@ use crate::{Control, Result};
 
 /// Opens the checkpoint at `path`, of any kind: its index file, or otherwise an index made in
 /// memory. With `rank`, opens the checkpoint that the rank wrote for itself. With `remote`, `path`
-/// is a URL on that store, and an index is fetched whole. With `threads` 0, there are as many as
-/// cores.
+/// is a URL on that store, and an index is fetched whole. If `threads` is 0, it uses all cores.
 pub fn open(
     path: &Path,
     rank: Option<u32>,

@@ -59,7 +59,7 @@ pub struct Verified {
 /// Hashes every block that has a digest, and every header. Checks that every file exists and has
 /// its length.
 ///
-/// `control` counts the bytes. With `threads` 0, there are as many as cores.
+/// `control` counts the bytes. If `threads` is 0, it uses all cores.
 ///
 /// # Errors
 /// [`Error::Interrupted`], and errors other than damage that prevent a file from being read

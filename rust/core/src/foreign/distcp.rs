@@ -1,4 +1,4 @@
-//! Stock DCP folders (`.distcp`), indexed where they lie.
+//! Stock DCP folders (`.distcp`), indexed in place.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -17,18 +17,17 @@ use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, Tenso
 use crate::store::{Files, Stat};
 use crate::{Dtype, Error, Result, parallel};
 
-/// The file that makes a folder a stock DCP checkpoint.
+/// File that identifies a stock DCP checkpoint.
 pub const METADATA_NAME: &str = ".metadata";
 
-/// The metadata of one rank of a rank-local stock save.
+/// Returns the name of one rank's metadata in a rank-local stock save.
 #[must_use]
 pub fn rank_metadata_name(rank: u32) -> String {
     format!("__{rank}{METADATA_NAME}")
 }
 
 /// Indexes the stock DCP folder `dir` from its `.metadata`, or with `rank` from that rank's own.
-/// Returns the bytes of an index that is to lie in `dir`. `threads` may be 0: as many as there are
-/// cores.
+/// Returns the bytes of an index for a file in `dir`. If `threads` is 0, it uses all cores.
 pub(crate) fn index_folder(
     files: Files<'_>,
     dir: &Path,
@@ -83,13 +82,13 @@ pub(crate) fn index_items(
     builder.build()
 }
 
-/// A data file as it is now. It is opened for each batch: a checkpoint may have more files than a
-/// process may have open.
+/// A data file as it is now. It is opened for each batch, because a checkpoint may have more files
+/// than a process may have open.
 struct DataFile {
     path: PathBuf,
     stat: Stat,
-    /// Bytes that no archive or value has claimed: they share none, so looking into all of them
-    /// takes time in proportion to the file.
+    /// Bytes that no archive or value has claimed. Items may not share bytes, so the time to
+    /// examine them all is proportional to the file.
     left: AtomicU64,
     /// The safetensors files found in it, by their offset.
     embedded: Mutex<HashMap<u64, Arc<Embedded>>>,
@@ -102,7 +101,7 @@ impl DataFile {
         Ok(Self { path, stat, left: AtomicU64::new(stat.size), embedded: Mutex::default() })
     }
 
-    /// Takes the bytes of an item.
+    /// Claims the bytes of an item.
     fn claim(&self, item: &StockItem) -> FaultResult<()> {
         let take = |left: u64| left.checked_sub(item.length);
         match self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
@@ -111,7 +110,8 @@ impl DataFile {
         }
     }
 
-    /// The safetensors file at the start of `window`, parsed once for all its tensors.
+    /// Returns the safetensors file at the start of `window`. It is parsed once for all its
+    /// tensors.
     fn embedded(&self, window: &Window<'_>) -> FaultResult<Arc<Embedded>> {
         let mut known = self.embedded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(embedded) = known.get(&window.start) {
@@ -123,7 +123,7 @@ impl DataFile {
     }
 }
 
-/// Items a batch: enough to share reads among neighbours, few enough to spread over threads.
+/// Items of a batch: enough to share reads among neighbours, few enough to spread over threads.
 const BATCH: usize = 512;
 
 /// Cuts items that are sorted by file and offset into batches of one file each.
@@ -132,18 +132,18 @@ fn batches(items: &[StockItem]) -> Vec<&[StockItem]> {
     files.flat_map(|of_file| of_file.chunks(BATCH)).collect()
 }
 
-/// Bytes at both ends of an item that hold the directory's end and the pickle of nearly every
-/// archive.
+/// Bytes at both ends of an item. In nearly every archive they contain the end of the directory and
+/// the pickle.
 const HEAD: u64 = 1024;
 const TAIL: u64 = 1024;
-/// Reading this much that is not needed costs no more than another call.
+/// Reading this many unneeded bytes costs no more than another call.
 const GAP: u64 = 16 << 10;
 const LONGEST_READ: u64 = 4 << 20;
-/// [`GAP`] where a call is a request to a store.
+/// [`GAP`] for a store, where each call is a request.
 const REMOTE_GAP: u64 = 256 << 10;
 
-/// The ranges to read for some items of a file of `size` bytes: their ends, with near neighbours
-/// joined.
+/// Returns the ranges to read for some items of a file of `size` bytes: both ends of each, with
+/// near neighbours joined.
 fn ranges(items: &[StockItem], size: u64, gap: u64) -> Vec<(u64, u64)> {
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     let mut ends = Vec::with_capacity(2 * items.len());
@@ -193,7 +193,8 @@ fn locate_batch(
     Ok(chunks)
 }
 
-/// Values are bytes as they stand, and empty chunks have none: neither needs a look into the file.
+/// Returns whether the file must be examined for the item. Values are used as they are, and empty
+/// chunks have no bytes.
 fn is_stored_tensor(item: &StockItem, entries: &[TensorEntry]) -> bool {
     entries[item.entry as usize].kind == Kind::Tensor && !item.sizes.contains(&0)
 }
@@ -269,7 +270,7 @@ fn leads_out(item: &StockItem, size: u64) -> Fault {
     Fault::corrupt(0, format!("its {} bytes lead out of a file of {size} bytes", item.length))
 }
 
-/// The place of the storage's first byte in an archive of one tensor, and the tensor over it.
+/// Returns the offset of the storage in the archive of one tensor, and the tensor.
 pub(super) fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, StoredTensor)> {
     let archive = Archive::open(window)?;
     let content = |name: &str, longest: u64| -> FaultResult<Option<_>> {
@@ -305,8 +306,8 @@ pub(super) fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, Stored
     Ok((payload, tensor))
 }
 
-/// A safetensors file within a data file: `SerializationFormat.SAFETENSORS` puts one behind the
-/// values, and notes its offset for every tensor in it.
+/// A safetensors file within a data file. `SerializationFormat.SAFETENSORS` writes one after the
+/// values, and gives every tensor in it the offset of that file.
 struct Embedded {
     data_start: u64,
     tensors: HashMap<String, st::HeaderTensor>,
@@ -335,7 +336,7 @@ impl Embedded {
     }
 }
 
-/// Offset and length of a chunk that a safetensors file holds.
+/// Returns the offset and length of a chunk in an embedded safetensors file.
 fn locate_in_safetensors(
     embedded: &Embedded,
     entry: &TensorEntry,
@@ -349,8 +350,7 @@ fn locate_in_safetensors(
         Fault::Unsupported(format!("stored as {} {:?}", found.dtype.name(), found.shape))
     })?;
     check_stored(stored, &sizes, dtype, item)?;
-    // The writer keeps one shard a name and file, and loses the others: the offsets tell which one
-    // it kept.
+    // The writer keeps only one shard for each name and file. The offsets show which one it kept.
     let offsets = embedded.sharding.offsets(found)?;
     if embedded.sharding.is_noted() && offsets != item.offsets {
         return Err(Fault::corrupt(

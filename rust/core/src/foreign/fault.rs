@@ -1,18 +1,18 @@
-//! Faults of an item, before the tensor and the file are known.
+//! Faults of an item, without the tensor and the file.
 
 use std::path::Path;
 
 use crate::Error;
 
-/// Why an item (an archive or a pickle within a file) was refused. Offsets count from its first
-/// byte.
+/// Reason for which an item (an archive, or a pickle within a file) was refused. Offsets are
+/// relative to its first byte.
 #[derive(Debug)]
 pub(super) enum Fault {
-    /// A rule of the item's format does not hold.
+    /// The item breaks a rule of its format.
     Corrupt { at: u64, reason: String },
-    /// Well-formed, but not something that can be read in place.
+    /// The item is well-formed, but cannot be read in place.
     Unsupported(String),
-    /// A pickle asks for this global (`module.name`), which is not on its list.
+    /// A pickle names this global (`module.name`), which is not allowed.
     Forbidden(String),
     /// Reading failed.
     Read(Error),
@@ -25,7 +25,7 @@ impl Fault {
         Self::Corrupt { at, reason: reason.into() }
     }
 
-    /// As an error of the file at `path` that says what the others hold.
+    /// Converts the fault to an error of the file at `path`, which describes the data files.
     pub(super) fn in_index(self, path: &Path) -> Error {
         match self {
             Self::Corrupt { at, reason } => Error::corrupt_index(path, at, reason),

@@ -9,12 +9,12 @@ use crate::Control;
 use crate::checkpoint::{RecoverOptions, recover};
 use crate::format::{INDEX_NAME, Index};
 
-/// The `.metadata` of a stock checkpoint.
+/// Parses the `.metadata` of a stock checkpoint.
 pub fn metadata(bytes: &[u8]) -> bool {
     metadata_pickle::parse(bytes, Path::new(".metadata")).is_ok()
 }
 
-/// The `data.pkl` of a tensor.
+/// Parses the `data.pkl` of a tensor.
 pub fn tensor_pickle(bytes: &[u8]) -> bool {
     pickle::parse(bytes).is_ok_and(|tensor| {
         let _ = (tensor.is_contiguous(), tensor.length());
@@ -22,7 +22,7 @@ pub fn tensor_pickle(bytes: &[u8]) -> bool {
     })
 }
 
-/// An item of a `.distcp` file: the archive of one tensor.
+/// Parses an item of a `.distcp` file: the archive of one tensor.
 pub fn archive(bytes: &[u8]) -> bool {
     in_memory("x.distcp", bytes, |source, fetched| {
         match distcp::locate_in_archive(&Window::whole(source, fetched)) {
@@ -35,13 +35,13 @@ pub fn archive(bytes: &[u8]) -> bool {
     })
 }
 
-/// A file of `torch.save`, and the same as a value.
+/// Parses a file of `torch.save`, and the same bytes as a value.
 pub fn torch_file(bytes: &[u8]) -> bool {
     let _ = torch::check_value(bytes);
     in_memory("x.pth", bytes, torch::take_apart)
 }
 
-/// A data file whose index was lost.
+/// Recovers the index of a data file.
 pub fn recovery(bytes: &[u8]) -> bool {
     let folder = Path::new("/dev/shm").join(format!("dcp-rs-fuzz-{}", std::process::id()));
     let _ = fs::create_dir(&folder);

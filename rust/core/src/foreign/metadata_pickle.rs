@@ -1,4 +1,4 @@
-//! The `.metadata` of a stock DCP folder: a pickle, taken apart without executing any of it.
+//! The `.metadata` of a stock DCP folder: a pickle, parsed without executing any of it.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -10,18 +10,18 @@ use crate::geometry::Dims;
 use crate::paths::{Reach, reach};
 use crate::{Dtype, Result};
 
-/// Contents of a `.metadata` file as plain data.
+/// Content of a `.metadata` file as plain data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StockMetadata {
     /// The data files, relative to the folder.
     pub files: Vec<String>,
-    /// The tensors and other values, each FQN once.
+    /// The tensors and other values. Each FQN occurs once.
     pub entries: Vec<TensorEntry>,
-    /// Places of their chunks.
+    /// Locations of their chunks.
     pub items: Vec<StockItem>,
-    /// Planner data that belongs to no entry, as section 5 of `docs/format.md` has it.
+    /// Planner data that belongs to no entry: section 5 of `docs/format.md`.
     pub root: Value,
-    /// Id of the save if it is a UUID, else zeros.
+    /// Id of the save if it is a UUID, otherwise zeros.
     pub save_id: [u8; 16],
 }
 
@@ -47,14 +47,14 @@ const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
 /// Module of the class of tensor properties before torch 2.3.
 const OLD_PROPERTIES: &str = "torch.distributed._shard.sharded_tensor.metadata";
 
-/// Element types that torch can name in a `.metadata` and that have no raw bytes of their own.
+/// Dtypes that torch can name in a `.metadata`, but that this crate cannot read.
 const OTHER_DTYPES: [&str; 26] = [
     "bits16", "bits1x8", "bits2x4", "bits4x2", "bits8", "int1", "int2", "int3", "int4", "int5",
     "int6", "int7", "qint32", "qint8", "quint2x4", "quint4x2", "quint8", "uint1", "uint2", "uint3",
     "uint4", "uint5", "uint6", "uint7", "half", "float",
 ];
 
-/// Everything that may be named. Nothing of it is imported or called: the names only tell apart
+/// Returns whether a global may be named. No global is imported or called: the names only identify
 /// what is stored.
 fn allow(module: &str, name: &str) -> bool {
     match module {
@@ -76,7 +76,7 @@ fn allow(module: &str, name: &str) -> bool {
         }
         "torch.serialization" => name == "_get_layout",
         "collections" => name == "OrderedDict",
-        // The folder that was saved to; Python 3.13 has the classes in another place.
+        // The folder of the save. Python 3.13 moved these classes.
         "pathlib" | "pathlib._local" => {
             matches!(name, "PosixPath" | "PurePosixPath" | "WindowsPath" | "PureWindowsPath")
         }
@@ -86,7 +86,7 @@ fn allow(module: &str, name: &str) -> bool {
 
 const RULES: Rules = Rules { allow, persistent: false, keep: false };
 
-/// Takes apart the bytes of a `.metadata`. `path` is for messages.
+/// Parses the bytes of a `.metadata`. `path` is for messages.
 pub fn parse(bytes: &[u8], path: &Path) -> Result<StockMetadata> {
     read(bytes).map_err(|fault| fault.in_index(path))
 }
@@ -123,7 +123,7 @@ fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
     })
 }
 
-/// A chunk, and whether something is stored for it.
+/// A chunk, and whether data is stored for it.
 struct Chunk {
     offsets: Dims,
     sizes: Dims,
@@ -132,7 +132,7 @@ struct Chunk {
 
 struct Reader<'a> {
     pickle: &'a Pickle<'a>,
-    /// Bytes that may still be made. What is shared is made as often as it is used.
+    /// Remaining bytes that may be allocated. A shared object is allocated as often as it is used.
     budget: u64,
     entries: Vec<TensorEntry>,
     ids: HashMap<&'a str, u32>,
@@ -144,7 +144,7 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// The state of an instance of `module.name`.
+    /// Returns the state of an instance of `module.name`.
     fn state(&self, item: Item, module: &str, name: &str) -> FaultResult<Item> {
         match self.pickle.as_object(item) {
             Some((class, [], Some(state))) if class == (module, name) => Ok(state),
@@ -152,7 +152,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The id of the save, where it is one as torch's writers make them; else zeros.
+    /// Returns the id of the save if it is a UUID, as torch's writers make it; otherwise zeros.
     fn save_id(&self, storage_meta: Option<Item>) -> [u8; 16] {
         let id = || {
             let (_, _, state) = self.pickle.as_object(storage_meta?)?;
@@ -179,7 +179,7 @@ impl<'a> Reader<'a> {
                 }
                 _ => return Err(odd(format!("{name:?} is neither a tensor nor bytes"))),
             };
-            // With the place of the name in `ids`.
+            // Includes the name's entry in `ids`.
             let size = size_of::<(TensorEntry, Vec<Chunk>, &str, u32)>();
             self.spend(size + name.len() + on_heap(&entry.shape), "an entry")?;
             self.entries.push(entry);
@@ -241,8 +241,8 @@ impl<'a> Reader<'a> {
         Ok((entry, chunks))
     }
 
-    /// dtype and flags from `(dtype, layout, requires_grad, memory format, pin_memory[, strides])`;
-    /// strides came with torch 2.15.
+    /// Returns dtype and flags from `(dtype, layout, requires_grad, memory format, pin_memory[,
+    /// strides])`. torch 2.15 added the strides.
     fn properties(&self, item: Item, name: &str) -> FaultResult<(Dtype, u8)> {
         let pickle = self.pickle;
         let bad = |what: &str| odd(format!("tensor {name:?}: {what}"));
@@ -301,7 +301,7 @@ impl<'a> Reader<'a> {
     fn read_storage(&mut self, map: Item) -> FaultResult<()> {
         let pickle = self.pickle;
         let pairs = pickle.as_dict(map).ok_or_else(|| odd("storage_data is not a dict"))?;
-        // Each pair makes an item, and then a chunk of the index.
+        // Each pair becomes an item, and then a chunk of the index.
         let size = size_of::<StockItem>() + size_of::<ChunkEntry>();
         self.spend(pairs.len() * size, "stored data")?;
         self.items.reserve(pairs.len());
@@ -329,7 +329,7 @@ impl<'a> Reader<'a> {
             }
             let file = pickle.get(info, "relative_path").and_then(|path| pickle.as_str(path));
             let file = file.ok_or_else(|| bad("its file"))?;
-            // Looking a name up takes as long as the name is.
+            // The time to look up a name grows with its length.
             self.spend(name.len() + file.len(), "stored data")?;
             let file = self.file(file)?;
             let (Some(offset_in_file), Some(length)) =
@@ -357,8 +357,8 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The number of a data file. Names that lead out of the folder are refused: no writer makes
-    /// them.
+    /// Returns the number of a data file. Refuses names that lead out of the folder, which no
+    /// writer makes.
     fn file(&mut self, name: &'a str) -> FaultResult<u32> {
         if let Some(&id) = self.file_ids.get(name) {
             return Ok(id);
@@ -372,7 +372,7 @@ impl<'a> Reader<'a> {
         Ok(id)
     }
 
-    /// Every chunk that holds anything must be stored somewhere, and every other value too.
+    /// Checks that data is stored for every value and for every chunk that is not empty.
     fn check_stored(&self) -> FaultResult<()> {
         let mut has_item = vec![false; self.entries.len()];
         for item in &self.items {
@@ -393,7 +393,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Gives the entries their paths and returns what is left of the planner's data.
+    /// Sets the paths of the entries, and returns the rest of the planner data.
     fn planner_data(&mut self, item: Item) -> FaultResult<Value> {
         let pickle = self.pickle;
         let pairs = pickle.as_dict(item).unwrap_or_default();
@@ -480,7 +480,7 @@ fn bytes_entry(name: &str) -> TensorEntry {
     }
 }
 
-/// Bytes that dimensions take beside their own struct.
+/// Returns the bytes that dimensions take on the heap.
 fn on_heap(dims: &Dims) -> usize {
     if dims.spilled() { size_of::<u64>() * dims.len() } else { 0 }
 }
@@ -492,9 +492,9 @@ fn unsigned(item: Option<Item>) -> Option<u64> {
     }
 }
 
-/// Marks the chunk at `offsets` as stored, and returns its place, unless it was stored before.
-/// Empty shards of a tensor share their place, with each other and perhaps with one that is not
-/// empty, which is then meant.
+/// Marks the chunk at `offsets` as stored, and returns its offsets and sizes. Returns `None` if it
+/// was stored before. Empty shards of a tensor share their offsets with each other, and perhaps
+/// with one shard that is not empty. That shard then takes precedence.
 fn take_chunk(chunks: &mut [Chunk], offsets: Option<&Dims>) -> Option<(Dims, Dims)> {
     let run = match offsets {
         Some(offsets) => {
@@ -502,7 +502,7 @@ fn take_chunk(chunks: &mut [Chunk], offsets: Option<&Dims>) -> Option<(Dims, Dim
             let count = chunks[first..].partition_point(|chunk| chunk.offsets == *offsets);
             &mut chunks[first..first + count]
         }
-        // Without an offset only an uncut tensor can be meant.
+        // Without offsets, the tensor must have a single chunk.
         None if chunks.len() == 1 => chunks,
         None => return None,
     };

@@ -1,8 +1,8 @@
-//! Selection of the files of a folder that make up one model.
+//! Selection of the files in a folder that form one model.
 //!
-//! A folder may hold several: weights and an adapter, one for each precision, a copy in another
-//! layout. transformers and diffusers go by names; what they would load is what opens here, and
-//! where neither would, a folder with more than one model is refused.
+//! A folder may contain several: weights and an adapter, one for each precision, a copy in another
+//! layout. This picks by name the model that transformers and diffusers would load. If they would
+//! load neither, a folder with several models is refused.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::paths::{Reach, reach};
 use crate::store::Files;
 use crate::{Error, Result};
 
-/// A kind of files that models are kept in.
+/// A family of model files.
 #[derive(Debug)]
 pub(crate) struct Family {
     /// Suffix of the file names.
@@ -41,8 +41,8 @@ pub(crate) const SAFETENSORS: Family = Family {
         "diffusion_pytorch_model.safetensors",
     ],
 };
-/// Files of `torch.save`. Of their names no more is known than what those libraries use: trainers
-/// leave other `.bin` files beside them.
+/// Files of `torch.save`. Only the names that those libraries use count, because trainers leave
+/// other `.bin` files in the folder.
 pub(crate) const TORCH: Family = Family {
     suffix: ".bin",
     stems: &["pytorch_model", "diffusion_pytorch_model", "adapter_model"],
@@ -54,25 +54,25 @@ pub(crate) const TORCH: Family = Family {
         "diffusion_pytorch_model.bin",
     ],
 };
-/// So many names are enough for a message.
+/// Most names in a message.
 const SHOWN: usize = 8;
 
-/// A model, by its files in one folder.
+/// A model, as its files in one folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Model {
     /// Their names, sorted.
     pub files: Vec<String>,
-    /// The file of each tensor, where an index says so.
+    /// The file of each tensor, if an index has it.
     pub weight_map: HashMap<String, String>,
 }
 
 impl Model {
-    /// One file.
+    /// Returns a model of one file.
     pub(crate) fn of_file(name: &str) -> Self {
         Self { files: vec![name.to_owned()], ..Self::default() }
     }
 
-    /// The model whose index is the file `name` of the folder.
+    /// Returns the model with the index `name` in the folder.
     fn of_index(from: Files<'_>, dir: &Path, name: &str) -> Result<Self> {
         let weight_map = read_weight_map(from, dir, name)?;
         let files: BTreeSet<&String> = weight_map.values().collect();
@@ -85,7 +85,7 @@ impl Model {
         Ok(Self { files: files.into_iter().cloned().collect(), weight_map })
     }
 
-    /// The model that a file of the folder is, or that it indexes; nothing where it is neither.
+    /// Returns the model that a file is or that it indexes; `None` if it is neither.
     pub(crate) fn at(
         from: Files<'_>,
         dir: &Path,
@@ -102,8 +102,8 @@ impl Model {
 
 impl Family {
     /// Returns whether a file of this name belongs to a model. Hidden files are leftovers of
-    /// downloads and of macOS. Native data files count only if an index names them: without one,
-    /// their save did not finish, or lost its index.
+    /// downloads or belong to macOS. Native data files count only if an index names them. Without
+    /// an index, their save did not finish, or the index was lost.
     fn is_model_file(&self, name: &str) -> bool {
         let is_named =
             self.stems.is_empty() || self.stems.iter().any(|stem| name.starts_with(stem));
@@ -114,19 +114,19 @@ impl Family {
     }
 
     /// Returns whether a file of this name maps tensors to files: `model.safetensors.index.json`,
-    /// or with the name of a variant before `.json`.
+    /// perhaps with the name of a variant before `.json`.
     fn is_index(&self, name: &str) -> bool {
         let rest = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(self.index));
         rest.is_some_and(|(_, variant)| variant.is_empty() || variant.starts_with('.'))
     }
 }
 
-/// The model of a folder with files of these names; nothing where there is none.
+/// Returns the model of a folder with these file names; `None` if there is none.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where there are several and no loader prefers one; [`Error::CorruptData`]
-/// where a file of a numbered series is missing; [`Error::CorruptIndex`] where the index of the
-/// model is no such file.
+/// - [`Error::Unsupported`] if there are several models and no loader prefers one.
+/// - [`Error::CorruptData`] if a file of a numbered series is missing.
+/// - [`Error::CorruptIndex`] if the index of the model is invalid.
 pub(crate) fn choose(
     from: Files<'_>,
     dir: &Path,
@@ -160,8 +160,7 @@ pub(crate) fn choose(
     }
 }
 
-/// Returns the existing files among the names that loaders look for, for a folder that cannot be
-/// listed.
+/// Returns those of the names that loaders look for that exist, for a folder that cannot be listed.
 pub(crate) fn known_names(from: Files<'_>, dir: &Path) -> Result<Vec<String>> {
     let Files::Remote(connection, control) = from else {
         return Ok(Vec::new());
@@ -176,8 +175,8 @@ pub(crate) fn known_names(from: Files<'_>, dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Group of a file by its name alone: all ranks of one distributed save, a series with its length,
-/// or a file by itself.
+/// Group of a file, by its name alone: all ranks of one distributed save, a series with its length,
+/// or a single file.
 type Key<'a> = (Grouping, &'a str, &'a str, u64);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -196,8 +195,8 @@ fn by_series<'a>(files: &[&'a str], family: &Family) -> BTreeMap<Key<'a>, Vec<&'
 }
 
 fn key<'a>(name: &'a str, family: &Family) -> Key<'a> {
-    // torch's `HuggingFaceStorageWriter(save_distributed=True)`: of each rank a series, in which
-    // those without data for it are left out.
+    // torch's `HuggingFaceStorageWriter(save_distributed=True)` writes a series for each rank. It
+    // leaves out files for which the rank has no data.
     let shard = name
         .strip_prefix("shard-")
         .and_then(|rest| rest.split_once('-'))
@@ -213,8 +212,8 @@ fn key<'a>(name: &'a str, family: &Family) -> Key<'a> {
     }
 }
 
-/// A file of a series: `model-00002-of-00005.safetensors`, with the name of a variant in it
-/// perhaps.
+/// A file of a series: `model-00002-of-00005.safetensors`, perhaps with the name of a variant in
+/// it.
 struct Numbered<'a> {
     stem: &'a str,
     number: u64,
@@ -234,7 +233,7 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The files as a model, if none of them is missing.
+/// Returns the model of these files, if none is missing.
 fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<Model> {
     if let (Grouping::Series, stem, variant, of) = *key {
         let numbers: BTreeSet<u64> =
@@ -250,7 +249,8 @@ fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<M
     Ok(Model { files: files.iter().map(|&name| name.to_owned()).collect(), ..Model::default() })
 }
 
-/// The file that the model's own configuration names, which transformers prefers to all others.
+/// Returns the file that the model's own configuration names. transformers prefers it to all
+/// others.
 fn named_by_config(from: Files<'_>, dir: &Path, names: &[String]) -> Option<String> {
     #[derive(Deserialize)]
     struct Config {

@@ -1,8 +1,8 @@
-//! Safetensors files, indexed where they lie.
+//! Safetensors files, indexed in place.
 //!
-//! They are what Hugging Face libraries write (whole tensors over some files, with or without
-//! `*.safetensors.index.json`) or what torch's `HuggingFaceStorageWriter(save_distributed=True)`
-//! does (a file a rank, whose header notes the offsets).
+//! Two writers are supported. Hugging Face libraries write whole tensors to one or more files, with
+//! or without `*.safetensors.index.json`. torch's `HuggingFaceStorageWriter(save_distributed=True)`
+//! writes files for each rank, whose headers have the offsets of chunks.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -20,8 +20,8 @@ use crate::{Dtype, Error, Result, parallel};
 /// Suffix of safetensors file names.
 pub const SUFFIX: &str = ".safetensors";
 
-/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie
-/// there. `threads` may be 0: as many as there are cores.
+/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index for a file in
+/// `dir`. If `threads` is 0, it uses all cores.
 pub(crate) fn index_model(
     files: Files<'_>,
     dir: &Path,
@@ -50,7 +50,7 @@ struct ModelFile {
     sharding: Sharding,
 }
 
-/// Long enough for most headers, so that one read is all it takes.
+/// Bytes of the first read: enough for most headers.
 const FIRST_READ: u64 = 64 << 10;
 
 fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<ModelFile> {
@@ -69,7 +69,7 @@ fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<ModelFile> {
     Ok(ModelFile { name: name.to_owned(), stat, header, sharding })
 }
 
-/// A tensor as known once all files are read.
+/// Properties of a tensor after all files were read.
 struct Known {
     dtype: Dtype,
     shape: Dims,
@@ -78,7 +78,7 @@ struct Known {
 
 struct Chunk {
     part: usize,
-    /// True if the header notes the chunk's place: then an equal chunk of another rank is a
+    /// True if the header has the chunk's offsets. Then an equal chunk of another rank is a
     /// replica.
     noted: bool,
     offsets: Dims,
@@ -231,8 +231,8 @@ fn add(
     Ok(())
 }
 
-/// Checks that the chunks cover the shape, each element once. (That the last of them are missing
-/// cannot be seen: nothing but the chunks tells the shape.)
+/// Checks that the chunks tile the shape. It cannot detect that the last chunks are missing,
+/// because the shape is derived from the chunks.
 fn check_tiling(shape: &[u64], chunks: &[Chunk]) -> std::result::Result<(), String> {
     element_count(shape).ok_or("has a shape that overflows")?;
     let rectangles: Vec<(&[u64], &[u64])> =

@@ -1,5 +1,5 @@
-//! `DCP_SHARDING_INFO`: where the chunks of a safetensors file lie in their tensors, as torch's
-//! writers note it.
+//! `DCP_SHARDING_INFO`: the offsets of a safetensors file's chunks in their tensors, as torch's
+//! writers store them.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use crate::geometry::Dims;
 
 const KEY: &str = "DCP_SHARDING_INFO";
 
-/// The offsets that a header notes for its tensors.
+/// The offsets of chunks in a header.
 pub(super) struct Sharding(Option<HashMap<String, Saved>>);
 
 #[derive(Deserialize)]
@@ -20,11 +20,11 @@ struct Saved {
 }
 
 impl Sharding {
-    /// Reads the note of `header`; without one all tensors are whole.
+    /// Reads the offsets in `header`. Without them, all tensors are whole.
     pub(super) fn of(header: &Header) -> FaultResult<Self> {
         match header.metadata.get(KEY) {
             None => Ok(Self(None)),
-            // As torch's reader, which goes by truth.
+            // torch's reader treats an empty text as missing.
             Some(text) if text.is_empty() => Ok(Self(None)),
             Some(text) => match serde_json::from_str(text) {
                 Ok(saved) => Ok(Self(Some(saved))),

@@ -1,9 +1,9 @@
-//! Files as torch writes them, with holes for the bytes of tensors.
+//! Files in torch's own format, with holes for the bytes of tensors.
 //!
-//! torch writes archives, pickles and directories, in one thread and with CRC-32 at half a gigabyte
-//! a second; so its checksums are switched off. The bytes of tensors are written around it, past
-//! the page cache and on all cores, and summed up on the way. Then the checksums are entered,
-//! before the rest is written.
+//! torch writes archives, pickles and directories in one thread, and computes CRC-32 at half a
+//! gigabyte a second, so its checksums are switched off. We write the bytes of tensors ourselves,
+//! with direct I/O and on all cores, and compute their checksums on the way. Finally we enter the
+//! checksums, and write the rest.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use crate::{Error, Result, parallel};
 /// Bytes of a file that come from elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Filled {
-    /// The first.
+    /// First byte in the file.
     pub at: u64,
     /// Number of bytes.
     pub len: u64,
@@ -24,7 +24,7 @@ pub struct Filled {
     pub crc: u32,
 }
 
-/// A file in the making: pieces in memory, and holes between them.
+/// A file under construction: pieces in memory, and holes between them.
 #[derive(Default)]
 pub struct Template {
     pieces: Vec<Fetched>,
@@ -32,13 +32,13 @@ pub struct Template {
 }
 
 impl Template {
-    /// The bytes of the file so far, with its holes.
+    /// Returns the length of the file so far, with its holes.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Bytes come next.
+    /// Appends bytes.
     pub fn append(&mut self, bytes: &[u8]) {
         if bytes.is_empty() {
             return;
@@ -53,7 +53,7 @@ impl Template {
         }
     }
 
-    /// A hole comes next.
+    /// Appends a hole.
     pub fn skip(&mut self, len: u64) {
         self.size += len;
     }
@@ -63,12 +63,12 @@ impl Template {
         self.pieces.iter().map(|piece| (piece.at, piece.bytes.as_slice()))
     }
 
-    /// Enters the CRC-32 of every record of the archives (first byte, length), whose payload is in
-    /// memory or, whole, one of `filled`, which come in order of their places. `path` is what the
-    /// file is called in errors.
+    /// Enters the CRC-32 of every record of the archives (first byte, length). The payload of a
+    /// record must be in memory, or be exactly one of `filled`, which are sorted. `path` is for
+    /// messages.
     ///
     /// # Errors
-    /// [`Error::CorruptData`] where no archive of stored records is. Nothing is entered then.
+    /// [`Error::CorruptData`] if there is no archive of stored records. Then nothing was entered.
     pub fn seal(
         &mut self,
         path: &Path,
@@ -108,7 +108,7 @@ impl Template {
     }
 }
 
-/// Places of checksums in the file, and what belongs there.
+/// Returns the positions of checksums in the file, and their values.
 fn sums_of(window: &Window<'_>, filled: &[Filled]) -> FaultResult<Vec<(u64, u32)>> {
     let archive = Archive::open(window)?;
     let mut sums = Vec::with_capacity(2 * archive.records().len());

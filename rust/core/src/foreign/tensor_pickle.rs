@@ -1,4 +1,4 @@
-//! The `data.pkl` of a `torch.save`d tensor: which storage it lies in, and how.
+//! The `data.pkl` of a saved tensor: its storage, and its layout there.
 
 use super::fault::{Fault, FaultResult};
 use super::pickle::{Item, MOST_ATTRIBUTES, Node, Pickle, Rules};
@@ -11,7 +11,7 @@ use crate::geometry::{Dims, element_count, row_major, strided_length};
 pub(super) struct StoredTensor {
     /// The storage is the record `data/<key>`.
     pub key: String,
-    /// Length of the storage in bytes, as the pickle says.
+    /// Length of the storage in bytes, according to the pickle.
     pub storage_len: u64,
     pub dtype: Dtype,
     /// Offset of the first element, in bytes from the start of the storage.
@@ -40,24 +40,24 @@ impl StoredTensor {
         true
     }
 
-    /// Its strides, and those of dimensions of one element, along which nothing steps, as if it
-    /// were contiguous.
+    /// Returns the strides. Along a dimension of one element, a stride has no effect, so it is that
+    /// of a contiguous tensor.
     pub(super) fn steps(&self) -> Dims {
         let dense = row_major(&self.sizes);
         let steps = self.sizes.iter().zip(&self.strides).zip(dense);
         steps.map(|((&size, &stride), dense)| if size == 1 { dense } else { stride }).collect()
     }
 
-    /// Bytes from the first element to past the last.
+    /// Returns the number of bytes from the first element to the end of the last.
     pub(super) fn length(&self) -> u64 {
         strided_length(&self.sizes, &self.strides, self.dtype.size()).unwrap_or(u64::MAX)
     }
 }
 
-/// The functions of `torch._utils` that make a strided tensor.
+/// The functions of `torch._utils` that rebuild a strided tensor.
 const STRIDED: [&str; 3] = ["_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"];
 
-/// The storage classes of `torch`, whose element type is that of the tensor.
+/// The storage classes of `torch`, and their dtypes.
 const STORAGES: [(&str, &str); 12] = [
     ("BFloat16Storage", "bfloat16"),
     ("BoolStorage", "bool"),
@@ -73,7 +73,7 @@ const STORAGES: [(&str, &str); 12] = [
     ("ShortStorage", "int16"),
 ];
 
-/// Dtypes of tensors that are values here, and the bytes of an element.
+/// Storage classes of tensors that this crate treats as values, and the bytes of an element.
 const QUANTIZED: [(&str, u64); 5] = [
     ("QInt8Storage", 1),
     ("QInt32Storage", 4),
@@ -82,8 +82,8 @@ const QUANTIZED: [(&str, u64); 5] = [
     ("QUInt8Storage", 1),
 ];
 
-/// Returns whether a global may be named. The list also has tensor types that cannot be read, so
-/// that errors can name them.
+/// Returns whether a global may be named. The list includes types of tensors that cannot be read,
+/// so that errors can name them.
 fn allow(module: &str, name: &str) -> bool {
     match module {
         "torch._utils" => name.starts_with("_rebuild_"),
@@ -92,7 +92,7 @@ fn allow(module: &str, name: &str) -> bool {
         "torch.serialization" => name == "_get_layout",
         "torch.nn.parameter" => matches!(name, "Parameter" | "Buffer"),
         "collections" => name == "OrderedDict",
-        // Element types, storages, Size, device, Tensor; the quantizer schemes.
+        // Dtypes, storages, Size, device, Tensor, and the quantizer schemes.
         "torch" => !name.contains('.'),
         _ => false,
     }
@@ -100,24 +100,24 @@ fn allow(module: &str, name: &str) -> bool {
 
 const RULES: Rules = Rules { allow, persistent: true, keep: false };
 
-/// Takes apart the pickle of one tensor.
+/// Parses the pickle of one tensor.
 pub(super) fn parse(bytes: &[u8]) -> FaultResult<StoredTensor> {
     let pickle = Pickle::parse(bytes, &RULES)?;
     read(&pickle, pickle.top())
 }
 
-/// Takes apart a tensor within a pickle.
+/// Parses a tensor within a pickle.
 pub(super) fn read(pickle: &Pickle<'_>, item: Item) -> FaultResult<StoredTensor> {
     Reader { pickle }.tensor(item, 0)
 }
 
-/// Key of the storage that a persistent id stands for, of whatever class it is.
+/// Returns the key of the storage with a persistent id, whatever its class.
 pub(super) fn storage_key<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<&'a str> {
     pickle.as_str(*pickle.as_tuple(id)?.get(2)?)
 }
 
-/// Key and length in bytes of the storage that a persistent id stands for, where it is one; also of
-/// those whose tensors are values here.
+/// Returns key and length in bytes of the storage with a persistent id, or `None` if it is not a
+/// storage. Includes the storages of tensors that this crate treats as values.
 pub(super) fn storage_extent<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'a str, u64)> {
     let reader = Reader { pickle };
     let (class, key, count) = reader.storage_parts(id).ok()?;
@@ -132,7 +132,7 @@ pub(super) fn storage_extent<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'
     Some((key, count.checked_mul(size)?))
 }
 
-/// Returns whether an item is a tensor of any kind, judged by the global that makes it.
+/// Returns whether an item is a tensor of any kind, by the global that makes it.
 pub(super) fn is_tensor(pickle: &Pickle<'_>, item: Item) -> bool {
     match pickle.as_object(item) {
         Some((("torch._utils", name), ..)) => {
@@ -150,14 +150,14 @@ struct Reader<'a> {
 
 struct Storage<'a> {
     key: &'a str,
-    /// `None` for bytes without a type.
+    /// `None` for untyped bytes.
     dtype: Option<Dtype>,
-    /// In elements, or bytes without a type.
+    /// In elements, or in bytes if it is untyped.
     count: u64,
 }
 
 impl Storage<'_> {
-    /// In bytes.
+    /// Returns the length in bytes.
     fn len(&self) -> Option<u64> {
         self.count.checked_mul(self.dtype.map_or(1, Dtype::size))
     }
@@ -174,8 +174,8 @@ impl<'a> Reader<'a> {
         };
         match (module, name, args) {
             ("torch._utils", name, _) if STRIDED.contains(&name) => self.rebuild(name, args),
-            // A parameter is its data; only gradients and hooks are lost, which no checkpoint
-            // holds.
+            // A parameter is stored as its data. Gradients and hooks are lost, but no checkpoint
+            // has them.
             (
                 "torch._utils",
                 "_rebuild_parameter" | "_rebuild_parameter_with_state",
@@ -212,8 +212,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// `_rebuild_tensor(storage, offset, size, stride)`, v2 `(…, requires_grad, hooks[,
-    /// metadata])`, v3 `(…, requires_grad, hooks, dtype[, metadata])`.
+    /// Rebuilds a tensor from `_rebuild_tensor(storage, offset, size, stride)`, v2 `(…,
+    /// requires_grad, hooks[, metadata])`, or v3 `(…, requires_grad, hooks, dtype[, metadata])`.
     fn rebuild(&self, name: &str, args: &[Item]) -> FaultResult<StoredTensor> {
         let [storage, offset, sizes, strides, more @ ..] = args else {
             return Err(odd("too few arguments"));
@@ -281,9 +281,9 @@ impl<'a> Reader<'a> {
         Ok(Storage { key, dtype, count })
     }
 
-    /// Class, key and number of elements.
+    /// Returns class, key and number of elements of a storage.
     fn storage_parts(&self, id: Item) -> FaultResult<(Item, &'a str, u64)> {
-        // Torch before 1.6 has a sixth part, for views of storages.
+        // torch before 1.6 has a sixth part, for views of storages.
         let Some(
             [tag, class, key, location, count] | [tag, class, key, location, count, Item::None],
         ) = self.pickle.as_tuple(id)
@@ -301,7 +301,7 @@ impl<'a> Reader<'a> {
         Ok((*class, key, count))
     }
 
-    /// Returns the dtype of a storage class; `None` for bytes without a type.
+    /// Returns the dtype of a storage class; `None` for untyped bytes.
     fn element(&self, class: Item) -> FaultResult<Option<Dtype>> {
         match self.pickle.as_global(class) {
             Some(("torch.storage", "UntypedStorage")) => Ok(None),
@@ -325,8 +325,8 @@ impl<'a> Reader<'a> {
         dims(self.pickle, item).ok_or_else(|| odd("its sizes and strides"))
     }
 
-    /// The flags of a view that is computed when it is read: conjugate, negative. None other may be
-    /// on.
+    /// Parses the flags of a view that is computed when it is read: conjugate and negative. No
+    /// other flag may be set.
     fn signs(&self, flags: Item) -> FaultResult<Signs> {
         let mut signs = Signs::default();
         if flags == Item::None {
@@ -348,7 +348,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Sizes or strides.
+/// Parses sizes or strides.
 pub(super) fn dims(pickle: &Pickle<'_>, item: Item) -> Option<Dims> {
     let items = pickle.as_tuple(item).filter(|items| items.len() <= 64)?;
     items.iter().map(|item| size(*item)).collect()

@@ -1,4 +1,5 @@
-//! The bytes of one item of a file, most of them fetched beforehand together with its neighbours'.
+//! The bytes of one item of a file. Most are fetched in advance, together with those of its
+//! neighbours.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -36,7 +37,7 @@ impl SourceFile<'_> {
     }
 }
 
-/// Calls `read` with an in-memory file of these bytes.
+/// Calls `read` with a file of these bytes in memory.
 #[cfg(any(test, fuzzing))]
 pub(super) fn in_memory<T>(
     path: &str,
@@ -49,29 +50,29 @@ pub(super) fn in_memory<T>(
     read(&source, &[Fetched { at: 0, bytes }])
 }
 
-/// Longest piece that a parser may ask for of a file that anyone may have made: directories and
-/// pickles of single tensors are far smaller.
+/// Longest piece that a parser may request of an untrusted file. Directories and pickles of single
+/// tensors are far smaller.
 pub(super) const MAX_PIECE: u64 = 16 << 20;
 
-/// The bytes `[start, start + len)` of a file. Positions count from `start`.
+/// The bytes `[start, start + len)` of a file. Positions are relative to `start`.
 pub(super) struct Window<'a> {
     pub source: &'a SourceFile<'a>,
     pub start: u64,
     pub len: u64,
-    /// Longest piece that a parser may ask for.
+    /// Longest piece that a parser may request.
     pub max_piece: u64,
-    /// In order of their place; whatever they do not hold is read on its own.
+    /// Sorted by position. Bytes outside of them are read separately.
     pub fetched: &'a [Fetched],
 }
 
 impl<'a> Window<'a> {
-    /// A whole file as one item.
+    /// Returns a whole file as one item.
     #[cfg(any(test, fuzzing))]
     pub(super) fn whole(source: &'a SourceFile<'a>, fetched: &'a [Fetched]) -> Self {
         Self { source, start: 0, len: source.size, max_piece: MAX_PIECE, fetched }
     }
 
-    /// Bytes `[at, at + len)` of the item.
+    /// Returns the bytes `[at, at + len)` of the item.
     pub(super) fn get(&self, at: u64, len: u64) -> FaultResult<Cow<'a, [u8]>> {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(Fault::corrupt(at, format!("{len} bytes here lead out of the item")));

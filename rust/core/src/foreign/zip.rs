@@ -8,16 +8,16 @@
 //! whatever follows, which is no part of it
 //! ```
 //!
-//! The central directory is what counts, as it does for torch; the local header is read for the
-//! place of the payload and must name the same record.
+//! Like torch, we rely on the central directory. The local header is read only for the position of
+//! the payload, and must name the same record.
 
 use super::fault::{Fault, FaultResult};
 use super::window::Window;
 
 const END_LEN: u64 = 22;
 const END_MAGIC: [u8; 4] = *b"PK\x05\x06";
-/// Longest distance of the end record from the end of a file: a comment is no longer. Torch looks
-/// as far.
+/// Longest distance of the end record from the end of a file, given by the longest comment. torch
+/// searches as far.
 const LONGEST_COMMENT: u64 = 0xffff;
 const LOCATOR_LEN: u64 = 20;
 const END64_LEN: u64 = 56;
@@ -37,7 +37,7 @@ pub(super) const DESCRIPTOR_MAGIC: [u8; 4] = *b"PK\x07\x08";
 pub(super) struct Record {
     pub name: String,
     pub size: u64,
-    /// CRC-32 of its payload; 0 where none was computed.
+    /// CRC-32 of its payload; 0 if none was computed.
     pub crc: u32,
     /// Offset of its entry in the directory.
     entry_at: u64,
@@ -47,8 +47,8 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// The two places of its checksum: in the directory, and after the payload in a descriptor, if
-    /// it has one, else in the local header.
+    /// Returns the two positions of its checksum: in the directory, and in the descriptor after the
+    /// payload or, without a descriptor, in the local header.
     pub(super) fn checksums_at(&self, payload: u64) -> [u64; 2] {
         let beside =
             if self.has_descriptor() { payload + self.size + 4 } else { self.header_at + 14 };
@@ -60,7 +60,7 @@ impl Record {
         self.header_at
     }
 
-    /// The range of its local header: its begin, and the least end that it may have.
+    /// Returns the range of its local header: the start, and the least possible end.
     pub(super) fn header(&self) -> (u64, u64) {
         let length = LOCAL_LEN + self.name.len() as u64;
         (self.header_at, self.header_at.saturating_add(length))
@@ -92,8 +92,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Archive {
-    /// Reads the directory of the archive that `window` holds; a comment, or something short, may
-    /// follow it.
+    /// Reads the directory of the archive in `window`. A comment or a few bytes may follow it.
     pub(super) fn open(window: &Window<'_>) -> FaultResult<Self> {
         let end_at = find_end(window)?;
         let end = window.get(end_at, END_LEN)?;
@@ -125,13 +124,13 @@ impl Archive {
         Ok(Self { records, directory_at })
     }
 
-    /// The folder that all records are in: what stands before the first `/` of the first.
+    /// Returns the folder of all records: the text before the first `/` of the first name.
     pub(super) fn folder(&self) -> &str {
         let first = self.records.first().map_or("", |record| record.name.as_str());
         first.split_once('/').map_or("", |(folder, _)| folder)
     }
 
-    /// The record `name` of the archive's folder.
+    /// Returns the record `name` in the archive's folder.
     pub(super) fn find(&self, name: &str) -> Option<&Record> {
         let folder = self.folder();
         self.records.iter().find(|record| {
@@ -144,7 +143,8 @@ impl Archive {
         &self.records
     }
 
-    /// Returns the offset of the payload of `record`; all of it lies before the directory.
+    /// Returns the offset of the payload of `record`, and checks that all of it is before the
+    /// directory.
     pub(super) fn payload(&self, window: &Window<'_>, record: &Record) -> FaultResult<u64> {
         let at = record.header_at;
         if record.flags & 1 != 0 {
@@ -190,7 +190,7 @@ fn find_end(window: &Window<'_>) -> FaultResult<u64> {
             format!("{} bytes are too few for a zip archive", window.len),
         ));
     };
-    // The usual place.
+    // The usual position.
     if window.get(last, END_LEN)?.starts_with(&END_MAGIC) {
         return Ok(last);
     }
@@ -230,7 +230,7 @@ fn read_directory(directory: &[u8], directory_at: u64, count: u64) -> FaultResul
         let [mut packed, mut size, mut header_at] =
             [20, 24, 42].map(|at| u64::from(u32_at(fixed, at)));
         let mut wide = zip64_fields(&more[name_len..name_len + extra_len]);
-        // In this order, and only those that did not fit.
+        // In this order, and only the fields that did not fit.
         for field in [&mut size, &mut packed, &mut header_at] {
             if *field == IN_ZIP64 {
                 match wide.split_first_chunk::<8>() {
@@ -267,7 +267,7 @@ fn read_directory(directory: &[u8], directory_at: u64, count: u64) -> FaultResul
     Ok(records)
 }
 
-/// The 64-bit fields among the extra fields of an entry; empty where there are none.
+/// Returns the 64-bit fields among the extra fields of an entry; empty if there are none.
 fn zip64_fields(mut extra: &[u8]) -> &[u8] {
     while let Some((head, rest)) = extra.split_first_chunk::<4>() {
         let len = usize::from(u16_at(head, 2));
@@ -284,7 +284,7 @@ mod tests {
     use super::*;
     use crate::foreign::window::in_memory;
 
-    /// Names of the records.
+    /// Returns the names of the records.
     fn names(bytes: &[u8]) -> FaultResult<Vec<String>> {
         in_memory("x.pt", bytes, |source, fetched| {
             let archive = Archive::open(&Window::whole(source, fetched))?;
@@ -292,7 +292,7 @@ mod tests {
         })
     }
 
-    /// An archive of one empty record.
+    /// Returns an archive of one empty record.
     fn archive(comment: &[u8]) -> Vec<u8> {
         let entry = [&b"PK\x01\x02"[..], &[0; 24], b"\x01\0", &[0; 16], b"a"].concat();
         let local = [&LOCAL_MAGIC[..], &[0; 22], b"\x01\0\0\0a"].concat();

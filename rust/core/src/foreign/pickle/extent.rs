@@ -1,4 +1,4 @@
-//! Depth of the values of a pickle, and their size where nothing is shared.
+//! Depth of the values in a pickle, and their size if nothing were shared.
 
 use super::{Item, Made, Node, Pickle, Then};
 
@@ -7,11 +7,11 @@ use super::{Item, Made, Node, Pickle, Then};
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::foreign) struct Extent {
     pub depth: u32,
-    /// Parts, each as often as something refers to it.
+    /// Number of parts. A part counts as often as it is referenced.
     pub parts: u64,
 }
 
-/// A node on the way from the first one down, and the parts that are still to be looked at.
+/// A node on the path from the first node down, and its parts that are not yet visited.
 struct Visit {
     node: u32,
     left: Vec<u32>,
@@ -19,7 +19,8 @@ struct Visit {
 }
 
 impl Pickle<'_> {
-    /// The extent of each node. It takes no stack, however deep they nest.
+    /// Returns the extent of each node. It does not recurse, so deep nesting cannot exhaust the
+    /// stack.
     pub(in crate::foreign) fn extents(&self) -> Vec<Extent> {
         let mut done: Vec<Option<Extent>> = vec![None; self.nodes.len()];
         let mut is_open = vec![false; self.nodes.len()];
@@ -62,7 +63,7 @@ impl Pickle<'_> {
         Visit { node, left, sum }
     }
 
-    /// Calls `each` with what a node refers to.
+    /// Calls `each` with every item that a node refers to.
     fn each_part(&self, node: &Node, mut each: impl FnMut(Item)) {
         match node {
             Node::Tuple { first, len } => {

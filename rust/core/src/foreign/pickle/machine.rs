@@ -1,8 +1,8 @@
-//! The interpreter of pickles: a stack and a memo, and nothing that it could call.
+//! The interpreter of pickles: a stack and a memo. It can call nothing.
 //!
-//! It knows the opcodes that `pickle` emits for data (protocols 2 to 5) and refuses the others. A
-//! global must be on the caller's list before it even becomes a value; calls and instances are
-//! recorded, never made. What is made of the input is counted in bytes, and bounded.
+//! It knows the opcodes that `pickle` emits for data (protocols 2 to 5), and refuses the others. A
+//! global must be on the caller's list before it becomes a value. Calls and instances are recorded,
+//! but never made. The bytes of everything that is allocated for the input are counted and limited.
 
 mod parts;
 
@@ -13,10 +13,10 @@ use self::parts::{empty_dict, set};
 use super::{Item, Made, Node, Pickle, Rules, Span, most_bytes};
 use crate::foreign::fault::{Fault, FaultResult};
 
-/// The most bytes in the name of a global.
+/// Limit on the bytes in the name of a global.
 const MOST_NAME: u32 = 1024;
 
-/// Reads the value that `input` begins with, and says how many bytes make it.
+/// Reads the value at the start of `input`. Also returns the number of bytes that it takes.
 pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickle<'a>, usize)> {
     if u32::try_from(input.len()).is_err() {
         return Err(Fault::Unsupported(format!("a pickle of {} bytes", input.len())));
@@ -36,14 +36,14 @@ pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickl
     Ok((machine.pickle, machine.at))
 }
 
-/// A value on the stack, and where the part of the input begins that makes it.
+/// A value on the stack, and the start of the input that makes it.
 #[derive(Clone, Copy)]
 struct Slot {
     item: Item,
     at: usize,
 }
 
-/// A mark: how high the stack was, and where it stands in the input.
+/// A mark: the height of the stack, and the mark's position in the input.
 #[derive(Clone, Copy)]
 struct Mark {
     height: usize,
@@ -53,16 +53,16 @@ struct Mark {
 struct Machine<'a, 'r> {
     pickle: Pickle<'a>,
     rules: &'r Rules,
-    /// The next byte.
+    /// Position of the next byte.
     at: usize,
-    /// The opcode that is executed.
+    /// Position of the current opcode.
     op_at: usize,
     stack: Vec<Slot>,
     marks: Vec<Mark>,
     memo: Vec<Item>,
-    /// The tuple of nothing, once there was one.
+    /// The empty tuple, if it was made.
     empty: Option<Item>,
-    /// Bytes of all nodes, and of what is in them.
+    /// Bytes of all nodes and of their contents.
     made: usize,
 }
 
@@ -90,7 +90,7 @@ impl Machine<'_, '_> {
         }
     }
 
-    /// Executes one opcode; true at the end.
+    /// Executes one opcode. Returns true at the end.
     #[allow(clippy::too_many_lines)] // one line an opcode
     fn step(&mut self, op: u8) -> FaultResult<bool> {
         match op {
@@ -99,7 +99,7 @@ impl Machine<'_, '_> {
                 2..=5 if self.op_at == 0 => {}
                 version => return Err(Fault::Unsupported(format!("pickle protocol {version}"))),
             },
-            // FRAME: its length is a hint; what it holds is checked as it is read.
+            // FRAME: its length is only a hint. The content is checked when it is read.
             0x95 => {
                 let len = u64::from_le_bytes(self.take()?);
                 if len > (self.pickle.input.len() - self.at) as u64 {
@@ -138,12 +138,12 @@ impl Machine<'_, '_> {
                 let len = self.take::<1>()?[0].into();
                 self.text(len)?;
             }
-            // SHORT_BINSTRING, of Python 2: readers take it as text
+            // SHORT_BINSTRING of Python 2, which readers take as text
             b'U' if self.rules.keep => {
                 let len = self.take::<1>()?[0].into();
                 self.text(len)?;
             }
-            // BINSTRING, of over 255 bytes; INT, which Python 2 writes for more than 32 bits
+            // BINSTRING for over 255 bytes; INT, which Python 2 writes for more than 32 bits
             b'T' if self.rules.keep => {
                 let len = u32::from_le_bytes(self.take()?).into();
                 self.text(len)?;
@@ -181,7 +181,7 @@ impl Machine<'_, '_> {
                 let bytes = self.span(len)?;
                 self.push_node(Node::ByteArray(bytes), self.op_at)?;
             }
-            // POP, POP_MARK: after a tuple in itself, which is in the memo by then
+            // POP, POP_MARK: after a tuple that contains itself, which is in the memo by then
             b'0' if self.rules.keep => {
                 if self.stack.len() > self.base() {
                     self.pop()?;
@@ -254,7 +254,7 @@ impl Machine<'_, '_> {
                 let index = u32::from_le_bytes(self.take()?) as usize;
                 self.get(index)?;
             }
-            // globals and what is made with them
+            // globals and objects made with them
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
                 self.global(module, name, self.op_at)?;
@@ -277,12 +277,12 @@ impl Machine<'_, '_> {
                 let id = self.pop()?;
                 self.push_node(Node::Persistent(id.item), id.at)?;
             }
-            // INST names a global too: say which.
+            // INST names a global too, for the message.
             b'i' => {
                 let (module, name) = (self.line()?, self.line()?);
                 return Err(Fault::Forbidden(self.full_name(module, name)));
             }
-            // EXT1, EXT2, EXT4: a global by a number of the reader's own registry.
+            // EXT1, EXT2, EXT4: a global by its number in the reader's own registry.
             0x82..=0x84 => {
                 return Err(Fault::Forbidden("an entry of the extension registry".into()));
             }
@@ -352,7 +352,7 @@ impl Machine<'_, '_> {
         Ok(())
     }
 
-    /// The text up to the next line feed, which is taken too.
+    /// Takes the text up to the next line feed, and the line feed.
     fn line(&mut self) -> FaultResult<Span> {
         let rest = &self.pickle.input[self.at..];
         let Some(len) = rest.iter().position(|byte| *byte == b'\n') else {
@@ -363,7 +363,7 @@ impl Machine<'_, '_> {
         self.utf8(span)
     }
 
-    /// A two's complement integer, of which 64 bits are enough for any size.
+    /// Pushes an integer in two's complement. 64 bits are enough for any size.
     fn long(&mut self, len: u64) -> FaultResult<()> {
         if len > 8 && !self.rules.keep {
             return Err(self.fault("an integer of more than 64 bits"));
@@ -381,7 +381,7 @@ impl Machine<'_, '_> {
         Ok(())
     }
 
-    /// Returns the start of the stack's part that belongs to the innermost mark.
+    /// Returns the start of the stack's part above the innermost mark.
     fn base(&self) -> usize {
         self.marks.last().map_or(0, |mark| mark.height)
     }
@@ -393,7 +393,7 @@ impl Machine<'_, '_> {
         }
     }
 
-    /// Pushes what this opcode alone makes.
+    /// Pushes an item that this opcode alone makes.
     fn push(&mut self, item: Item) {
         self.stack.push(Slot { item, at: self.op_at });
     }
@@ -409,7 +409,7 @@ impl Machine<'_, '_> {
         self.marks.pop().ok_or_else(|| self.fault("no mark on the stack"))
     }
 
-    /// Picklers number what they remember from 0 up, without a gap.
+    /// Adds the top of the stack to the memo. Picklers number its entries from 0 up, without a gap.
     fn put(&mut self, index: usize) -> FaultResult<()> {
         let item = self.stack[self.floor(1)?].item;
         match index.cmp(&self.memo.len()) {
@@ -438,7 +438,7 @@ impl Machine<'_, '_> {
     }
 
     fn global(&mut self, module: Span, name: Span, at: usize) -> FaultResult<()> {
-        // Each call compares the name of what it calls.
+        // Each call compares the name of the global that it calls.
         if module.len.saturating_add(name.len) > MOST_NAME {
             let what = format!("a pickle with a global whose name has more than {MOST_NAME} bytes");
             return Err(Fault::Unsupported(what));

@@ -1,7 +1,7 @@
-//! Pickles as plain data: what an interpreter that can do nothing else makes of them.
+//! Pickles as plain data, made by an interpreter that can do nothing else.
 //!
-//! Nodes refer to each other by number, so no depth of nesting can exhaust the stack while one is
-//! read.
+//! Nodes refer to each other by number, so that no depth of nesting can exhaust the stack of the
+//! parser.
 
 mod extent;
 mod machine;
@@ -14,7 +14,7 @@ use std::borrow::Cow;
 
 use super::fault::{Fault, FaultResult};
 
-/// A value: small ones in place, the others by number. Texts are ranges of the input.
+/// A value: small ones in place, others by the number of their node. Texts are ranges of the input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Item {
     None,
@@ -24,20 +24,21 @@ pub(super) enum Item {
     Long(Span),
     Float(f64),
     Str(Span),
-    /// Text that is not UTF-8: Python lets half of a surrogate pair pass.
+    /// Text that is not UTF-8: Python accepts half of a surrogate pair.
     Surrogates(Span),
     Bytes(Span),
     /// A node, by its number.
     Node(u32),
 }
 
-/// The bytes that a pickle of `input` bytes may expand to. Honest pickles stay far below it.
+/// Returns the bytes that a pickle of `input` bytes may expand to. Honest pickles stay far below
+/// it.
 pub(super) fn most_bytes(input: usize) -> u64 {
     (32 * input as u64).max(64 << 20)
 }
 
-/// The most attributes of an object: honest ones have a dozen. Objects can share their attributes,
-/// and each would search all of them.
+/// Limit on the attributes of an object. Honest objects have a dozen. Objects can share their
+/// attributes, and each would search all of them.
 pub(super) const MOST_ATTRIBUTES: usize = 64;
 
 /// A range of the input.
@@ -55,15 +56,15 @@ pub(super) enum Node {
     },
     List {
         items: Vec<Item>,
-        /// The part of the input that makes each item, with [`Rules::keep`].
+        /// With [`Rules::keep`], the part of the input that makes each item.
         places: Vec<Span>,
     },
     Dict {
         ordered: bool,
         pairs: Vec<(Item, Item)>,
-        /// The part of the input that makes each value, with [`Rules::keep`].
+        /// With [`Rules::keep`], the part of the input that makes each value.
         places: Vec<Span>,
-        /// Attributes, which an `OrderedDict` may have.
+        /// Attributes of an `OrderedDict`.
         state: Option<Item>,
     },
     Set {
@@ -75,15 +76,16 @@ pub(super) enum Node {
         module: Span,
         name: Span,
     },
-    /// `callable(*args)` or `class.__new__(class, *args)`, and what was done with it afterwards.
-    /// `callable` is a global's node, with [`Rules::keep`] any; `args` is a tuple's.
+    /// `callable(*args)` or `class.__new__(class, *args)`, and the operations on the result.
+    /// `callable` is the node of a global, or with [`Rules::keep`] any node. `args` is the node of
+    /// a tuple.
     Object {
         callable: u32,
         args: u32,
         how: Made,
         then: Vec<Then>,
     },
-    /// Object that a persistent id stands for.
+    /// Object with this persistent id.
     Persistent(Item),
 }
 
@@ -92,7 +94,7 @@ pub(super) enum Node {
 pub(super) enum Made {
     Called,
     New,
-    /// With these arguments by name, a dict.
+    /// With keyword arguments, given as a dict.
     NewWith(Item),
 }
 
@@ -107,22 +109,22 @@ pub(super) enum Then {
 /// Description of an item, for messages.
 pub(super) enum Described {
     Plain(&'static str),
-    /// The global that names it or made it.
+    /// The global that the item is, or that makes it.
     Object(String),
 }
 
 /// Limits on the contents of a pickle.
 pub(super) struct Rules {
-    /// Returns whether a global may be named at all.
+    /// Returns whether a global may be named.
     pub allow: fn(module: &str, name: &str) -> bool,
-    /// True if persistent ids may occur.
+    /// Allow persistent ids.
     pub persistent: bool,
-    /// True if everything is kept that a pickle written from the nodes needs: values without a
-    /// meaning here (integers of any length, objects that are filled), and the place of every part.
+    /// Keep everything that is needed to write a part of the pickle again: values without a meaning
+    /// here (integers of any length, objects with items), and the place of every part.
     pub keep: bool,
 }
 
-/// A pickle that was read whole.
+/// A pickle that was read completely.
 #[derive(Debug)]
 pub(super) struct Pickle<'a> {
     input: Cow<'a, [u8]>,
@@ -132,7 +134,7 @@ pub(super) struct Pickle<'a> {
 }
 
 impl<'a> Pickle<'a> {
-    /// Reads the one value of `input`, which must end with it.
+    /// Reads the value of `input`. No bytes may follow it.
     pub(super) fn parse(input: impl Into<Cow<'a, [u8]>>, rules: &Rules) -> FaultResult<Self> {
         let input = input.into();
         let (pickle, used) = machine::run(input, rules)?;
@@ -143,7 +145,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// Reads the value that `input` begins with, and says how many bytes make it.
+    /// Reads the value at the start of `input`. Also returns the number of bytes that it takes.
     pub(super) fn parse_prefix(input: Vec<u8>, rules: &Rules) -> FaultResult<(Self, usize)> {
         machine::run(input.into(), rules)
     }
@@ -154,7 +156,7 @@ impl Pickle<'_> {
         self.top
     }
 
-    /// Bytes of input.
+    /// Returns the length of the input in bytes.
     pub(super) fn len(&self) -> usize {
         self.input.len()
     }
@@ -187,7 +189,7 @@ impl Pickle<'_> {
         }
     }
 
-    /// The items of a tuple, of which `torch.Size` is one kind.
+    /// Returns the items of a tuple or of a `torch.Size`.
     pub(super) fn as_tuple(&self, item: Item) -> Option<&[Item]> {
         match self.as_object(item) {
             Some((("torch", "Size"), [sizes], _)) => self.tuple(*sizes),
@@ -206,7 +208,7 @@ impl Pickle<'_> {
         }
     }
 
-    /// The items of a tuple's node, which arguments are.
+    /// Returns the items of a tuple's node, such as arguments.
     pub(super) fn as_plain_tuple(&self, node: u32) -> &[Item] {
         self.tuple(Item::Node(node)).unwrap_or_default()
     }
@@ -225,7 +227,7 @@ impl Pickle<'_> {
         }
     }
 
-    /// Returns the kind of mapping, in the words of section 5 of `docs/format.md`.
+    /// Returns the kind of mapping, as section 5 of `docs/format.md` names it.
     pub(super) fn mapping_kind(&self, item: Item) -> &'static str {
         match (self.as_object(item), self.dict_of(item)) {
             (Some((("collections", "Counter"), ..)), _) => "Counter",
@@ -234,7 +236,7 @@ impl Pickle<'_> {
         }
     }
 
-    /// The dict that an item is, or that a `Counter` is made of.
+    /// Returns the dict that an item is, or that a `Counter` is made of.
     fn dict_of(&self, item: Item) -> Option<&Node> {
         match self.as_object(item) {
             Some((("collections", "Counter"), [dict], None)) => self.node_of(*dict),
@@ -249,9 +251,9 @@ impl Pickle<'_> {
         }
     }
 
-    /// An object, as (module and name of what made it, arguments, state); nothing where more was
-    /// done with it.
-    #[allow(clippy::type_complexity)] // three parts that are taken apart at once
+    /// Returns an object as (module and name of its callable, arguments, state); `None` if there
+    /// were more operations on it.
+    #[allow(clippy::type_complexity)] // three parts, which every caller takes apart at once
     pub(super) fn as_object(&self, item: Item) -> Option<((&str, &str), &[Item], Option<Item>)> {
         let Node::Object { callable, args, how: Made::Called | Made::New, then } =
             self.node_of(item)?
@@ -266,7 +268,7 @@ impl Pickle<'_> {
         Some((self.as_global(Item::Node(*callable))?, self.tuple(Item::Node(*args))?, state))
     }
 
-    /// The class of modules that a persistent id stands for, in files of torch before 1.6.
+    /// Returns the class of the module with this persistent id, in files of torch before 1.6.
     fn module_class(&self, id: Item) -> Option<Item> {
         match self.tuple(id)? {
             [tag, class, ..] if self.as_str(*tag) == Some("module") => Some(*class),
@@ -274,7 +276,7 @@ impl Pickle<'_> {
         }
     }
 
-    /// All that persistent ids stand for.
+    /// Returns all persistent ids.
     pub(super) fn persistent(&self) -> impl Iterator<Item = Item> {
         self.nodes.iter().filter_map(|node| match node {
             Node::Persistent(id) => Some(*id),
@@ -282,7 +284,7 @@ impl Pickle<'_> {
         })
     }
 
-    /// The parts of the input that make the items of a list, or the values of a dict.
+    /// Returns the parts of the input that make the items of a list, or the values of a dict.
     pub(super) fn places(&self, item: Item) -> &[Span] {
         match self.dict_of(item) {
             Some(Node::List { places, .. } | Node::Dict { places, .. }) => places,
@@ -290,12 +292,12 @@ impl Pickle<'_> {
         }
     }
 
-    /// The name of a global, also of one in a class, which protocols 2 and 3 have as
-    /// `getattr(class, name)`; of what is neither, that of what makes it.
+    /// Returns the name of a global, even of one in a class, which protocols 2 and 3 write as
+    /// `getattr(class, name)`. For any other node, returns the name of the global that makes it.
     fn name_of(&self, id: u32) -> String {
         let mut within = Vec::new();
         let mut id = id;
-        // A node is made of earlier ones.
+        // It ends, because a node is made of earlier ones.
         loop {
             match self.node(id) {
                 Node::Global { module, name } => {
@@ -350,8 +352,8 @@ impl Pickle<'_> {
         })
     }
 
-    /// The value of the last pair of `dict` with the key, as in Python. A dict of more than
-    /// [`MOST_ATTRIBUTES`] has none.
+    /// Returns the value of the last pair of `dict` with the key, as Python does; `None` for a dict
+    /// of more than [`MOST_ATTRIBUTES`].
     pub(super) fn get(&self, dict: Item, key: &str) -> Option<Item> {
         let pairs = self.as_dict(dict).filter(|pairs| pairs.len() <= MOST_ATTRIBUTES)?;
         let is_key =

@@ -1,20 +1,20 @@
-//! A part of a pickle, written again so that it stands by itself.
+//! Writing of a part of a pickle as a pickle of its own.
 
 use std::collections::HashMap;
 
 use super::{Item, Made, Node, Pickle, Span, Then, most_bytes};
 use crate::foreign::fault::{Fault, FaultResult};
 
-/// Values nest as deep as Python's own pickler goes, about.
+/// Limit on the nesting of values, about that of Python's own pickler.
 pub(in crate::foreign) const MAX_DEPTH: u32 = 1000;
 
 impl Pickle<'_> {
-    /// A pickle (of protocol 2, which is what `torch.save` writes) of one value, and the persistent
-    /// ids in it, each once.
+    /// Returns a pickle of one value (protocol 2, which `torch.save` uses), and each persistent id
+    /// in it once.
     ///
     /// # Errors
-    /// Values nested too deep; names that protocol 2 cannot write; more than the pickle accounts
-    /// for.
+    /// Values that are nested too deep, names that protocol 2 cannot write, and results that are
+    /// too long for the input.
     pub(in crate::foreign) fn write(&self, item: Item) -> FaultResult<(Vec<u8>, Vec<Item>)> {
         let mut writer = Writer {
             pickle: self,
@@ -32,10 +32,10 @@ impl Pickle<'_> {
 struct Writer<'a> {
     pickle: &'a Pickle<'a>,
     out: Vec<u8>,
-    /// Some parts are written as often as they are used: honest values stay far below this.
+    /// Limit on the length. Some parts are written as often as they are used, but honest values
+    /// stay far below it.
     longest: u64,
-    /// Tasks, the next one last. A list of tasks cannot exhaust the stack, however deep values
-    /// nest.
+    /// Tasks, the next one last. With a list of tasks, deep nesting cannot exhaust the stack.
     todo: Vec<Task<'a>>,
     /// The number of each node and text in the new memo.
     memo: HashMap<Known, u32>,
@@ -49,9 +49,9 @@ enum Task<'a> {
     Item(Item, u32),
     Items(&'a [Item], u32),
     Pairs(&'a [(Item, Item)], u32),
-    /// The end of a node, which is remembered.
+    /// End of a node, which is added to the memo.
     Made(u32),
-    /// The operations on an object that was made.
+    /// The operations on an object after it was made.
     Filled(u32, u32),
 }
 
@@ -59,7 +59,7 @@ enum Task<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Known {
     Node(u32),
-    /// A text, or bytes.
+    /// Text or bytes.
     Span(Span),
 }
 
@@ -92,7 +92,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes these next, in this order.
+    /// Schedules these tasks next, in this order.
     fn next<const N: usize>(&mut self, tasks: [Task<'a>; N]) {
         self.todo.extend(tasks.into_iter().rev());
     }
@@ -145,7 +145,7 @@ impl<'a> Writer<'a> {
         self.out.extend(argument);
     }
 
-    /// Protocol 2 has none: a call, as Python writes it.
+    /// Writes bytes as a call, as Python does: protocol 2 has no opcode for them.
     fn bytes(&mut self, span: Span) -> FaultResult<()> {
         let latin: String = self.pickle.bytes(span).iter().map(|&byte| char::from(byte)).collect();
         self.out.extend(b"c_codecs\nencode\n");
@@ -164,7 +164,7 @@ impl<'a> Writer<'a> {
         self.op(b'r', &index.to_le_bytes());
     }
 
-    /// Takes it from the memo, if it is there.
+    /// Writes a memo entry, if there is one. Returns whether there is.
     fn recall(&mut self, known: Known) -> bool {
         let index = self.memo.get(&known).copied();
         if let Some(index) = index {
@@ -173,8 +173,9 @@ impl<'a> Writer<'a> {
         index.is_some()
     }
 
-    /// Remembers what was just made; true where something within it that it is in made it before:
-    /// then it is that.
+    /// Adds a new node to the memo, and returns false. If the node contains itself, it was already
+    /// written among its parts. Then this drops the second copy, uses the one in the memo, and
+    /// returns true.
     fn remember_unless_made(&mut self, id: u32) -> bool {
         if self.memo.contains_key(&Known::Node(id)) {
             self.out.push(b'0');
@@ -230,7 +231,7 @@ impl<'a> Writer<'a> {
                 match how {
                     Made::Called => self.next([callable, args, Task::Out(b"R"), then]),
                     Made::New => self.next([callable, args, Task::Out(b"\x81"), then]),
-                    // The function that stands for this opcode in other protocols.
+                    // The function for this opcode in other protocols.
                     Made::NewWith(named) => {
                         self.out.extend(b"ccopyreg\n__newobj_ex__\n(");
                         self.next([
@@ -244,7 +245,7 @@ impl<'a> Writer<'a> {
                 }
             }
             Node::Persistent(item) => {
-                // Files of torch before 1.6 have the source of a class of modules, too.
+                // Files of torch before 1.6 also have the source code of a module's class.
                 if let Some(class) = pickle.module_class(*item) {
                     self.next([Task::Item(class, depth)]);
                     return Ok(());
@@ -257,8 +258,8 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A name within a class, which protocol 4 has with dots, is `getattr(class, name)`, as Python
-    /// writes it.
+    /// Writes a global. A name in a class, which protocol 4 writes with dots, becomes
+    /// `getattr(class, name)`, as Python writes it.
     fn global(&mut self, module: Span, name: Span) -> FaultResult<()> {
         let [module, name] = [module, name].map(|span| self.pickle.str(span));
         if module.contains('\n') || name.contains('\n') {
@@ -279,7 +280,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes the operations on an object, unless it was made before.
+    /// Writes the operations on an object, unless they were written before.
     fn fill(&mut self, id: u32, depth: u32) {
         if self.remember_unless_made(id) {
             return;
@@ -296,7 +297,8 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Writes the id of a storage. Torch before 1.6 wrote a sixth part, for views, which is `None`.
+    /// Writes the id of a storage. torch before 1.6 wrote a sixth part, for views, which is `None`
+    /// here.
     fn persistent_id(&mut self, item: Item, depth: u32) {
         match self.pickle.tuple(item) {
             Some([parts @ .., Item::None]) if parts.len() == 5 => {

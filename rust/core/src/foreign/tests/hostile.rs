@@ -1,4 +1,4 @@
-//! Stock checkpoints that are damaged, half-written or made to harm.
+//! Stock checkpoints that are damaged, incomplete or malicious.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt as _;
@@ -133,15 +133,15 @@ fn nesting_and_sharing_cost_no_more_than_they_say() {
     assert!(parse(&fields(global("torch", "float32"))).to_string().contains("plain values"));
 }
 
-/// A `.metadata` whose entries and stored data refer to what they share.
+/// A `.metadata` in which entries and stored data share their objects.
 struct Forged {
-    /// Dimensions of every tensor.
+    /// Number of dimensions of every tensor.
     dims: usize,
-    /// Each tensor has one chunk, of no elements.
+    /// True if each tensor has one chunk, which is empty.
     has_chunk: bool,
-    /// Extensions that what is stored went through.
+    /// Number of extensions of the stored data.
     extensions: usize,
-    /// More attributes of what says where something is stored.
+    /// Number of additional attributes of the object with the location of stored data.
     junk: usize,
     entries: Vec<(String, Vec<u8>)>,
     stored: Vec<u8>,
@@ -243,7 +243,7 @@ impl Forged {
     }
 }
 
-/// References of a few bytes, each of which makes up to 2.5 KB.
+/// References of a few bytes. Each of them allocates up to 2.5 KB.
 #[test]
 fn shared_entries_and_stored_data_are_counted_each_time() {
     let entries = |count| {
@@ -280,7 +280,7 @@ fn shared_entries_and_stored_data_are_counted_each_time() {
     }
 }
 
-/// A name of a MiB, which four bytes look up once more.
+/// A name of one MiB. Each reference of four bytes looks it up again.
 #[test]
 fn a_long_name_counts_each_time_that_it_is_looked_up() {
     let mut forged = Forged::new(1, false);
@@ -292,7 +292,8 @@ fn a_long_name_counts_each_time_that_it_is_looked_up() {
     assert!(e.to_string().contains("stored data that grows without bound"), "{e}");
 }
 
-/// Whatever is stored can share the object that says where, and would search all its attributes.
+/// All stored data can share the object with the location, and each would search all its
+/// attributes.
 #[test]
 fn an_object_has_few_attributes() {
     let mut forged = Forged::new(1, true);
@@ -319,7 +320,7 @@ fn a_chunk_is_stored_once() {
     );
 }
 
-/// A list of references to one name would make a text as long as all of them.
+/// A message with a list of references to one name would be as long as all of them.
 #[test]
 fn the_first_of_the_extensions_is_named() {
     let mut forged = Forged::new(1, true);
@@ -368,7 +369,7 @@ fn half_written_and_cut_checkpoints_are_noticed() {
     );
 }
 
-/// Replaces what is found in a data file, everywhere.
+/// Replaces every occurrence in a data file.
 fn patch(path: &Path, from: &[u8], to: &[u8]) -> usize {
     assert_eq!(from.len(), to.len());
     let bytes = fs::read(path).unwrap();
@@ -385,7 +386,7 @@ fn archives_that_cannot_be_read_in_place_are_named() {
         (b"_rebuild_tensor_v2", b"_rebuild_sparse_te", "stored by torch._utils._rebuild_sparse_te"),
         (b"torch._utils", b"os.path_more", "stored with os.path_more._rebuild_tensor_v2"),
         (b"FloatStorage", b"DoubleStorag", "stored in a torch.DoubleStorag"),
-        // Directory entries that say: deflated.
+        // Directory entries that say "deflated".
         (
             b"PK\x01\x02\0\0\0\0\x08\x08\0\0",
             b"PK\x01\x02\0\0\0\0\x08\x08\x08\0",
@@ -457,7 +458,7 @@ fn tensors_of_other_kinds_are_unsupported() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Bytes of a `.metadata` changed: an error, or an index that passed every check.
+    /// With changed bytes, a `.metadata` gives an error, or an index that passes every check.
     #[test]
     fn damaged_metadata_is_refused_or_safe(edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4)) {
         let mut bytes = metadata("torch-2.15.0/nested");
@@ -482,7 +483,7 @@ proptest! {
         let _ = tensor_pickle::parse(&bytes);
     }
 
-    /// Bytes of a data file changed: the place of every tensor stays within the file, or it is an
+    /// With a changed byte in a data file, every tensor stays within the file, or there is an
     /// error.
     #[test]
     fn damaged_archives_are_refused_or_safe(at: prop::sample::Index, byte: u8) {

@@ -1,4 +1,4 @@
-//! Pickles that are kept whole, and parts of them written anew.
+//! Pickles with all values kept, and parts of them written again.
 
 use proptest::prelude::*;
 
@@ -35,7 +35,7 @@ fn anything_may_be_called_where_all_is_kept() {
         Described::Object(name) => assert_eq!(name, "m.Outer.Kind"),
         Described::Plain(what) => panic!("{what}"),
     }
-    // A class of modules, which files of torch before 1.6 have with its source.
+    // The class of a module, which files of torch before 1.6 have together with its source code.
     let pickle = kept(b"\x80\x02(X\x06\0\0\0modulecm\nNet\nNNtQ)\x81.").unwrap();
     assert!(matches!(pickle.describe(pickle.top()), Described::Object(name) if name == "m.Net"));
     let (out, persistent) = pickle.write(pickle.top()).unwrap();
@@ -61,7 +61,7 @@ fn opcodes_of_other_protocols_become_those_of_protocol_2() {
         (b"\x80\x04cm\nC\n)}\x92.", b"ccopyreg\n__newobj_ex__\n(cm\nC\n"),
         (b"\x80\x02T\x03\0\0\0abc.", b"X\x03\0\0\0abc"),
         (b"\x80\x02I4294967296\n.", b"\x8a\x08\0\0\0\0\x01\0\0\0"),
-        // A tuple in a list in it: ([...],)
+        // A tuple in a list that it contains: ([...],)
         (b"\x80\x02]q\0h\0\x85q\x01a0h\x01.", b"(]r\0\0\0\0((j\0\0\0\0tr\x01\0\0\0et0j\x01\0\0\0"),
     ];
     for (bytes, part) in cases {
@@ -96,7 +96,7 @@ fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
         Err(Fault::Unsupported(what)) => assert!(what.contains("without bound"), "{what}"),
         other => panic!("{:?}", other.map(|(bytes, _)| bytes.len())),
     }
-    // A tuple that many lists within it lead back to.
+    // A tuple that many lists inside it refer back to.
     let lists: Vec<u8> = (0..200).flat_map(|i: u8| [b']', b'q', i]).collect();
     let back: Vec<u8> = (0..200).flat_map(|i: u8| [b'h', i, b'h', 200, b'a', b'0']).collect();
     let tuple =
@@ -106,7 +106,7 @@ fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
         Err(Fault::Unsupported(what)) => assert!(what.contains("without bound"), "{what}"),
         other => panic!("{:?}", other.map(|(bytes, _)| bytes.len())),
     }
-    // Calls of calls are nested.
+    // Calls are nested in calls.
     let calls = [b"\x80\x02cm\nf\n", &b")R".repeat(100_000)[..], b"."].concat();
     let pickle = kept(&calls).unwrap();
     assert!(
@@ -141,7 +141,7 @@ fn an_ordered_dict_of_a_list_of_pairs_is_one() {
         let pickle = kept(&bytes).unwrap();
         assert!(pickle.as_dict(pickle.top()).is_none(), "{other:?}");
     }
-    // Made without a call of its `__init__`, it has no pairs.
+    // If its `__init__` is not called, it has no pairs.
     let made = [&bytes[..bytes.len() - 2], b"\x81."].concat();
     let pickle = kept(&made).unwrap();
     assert!(pickle.as_dict(pickle.top()).is_none());
@@ -164,7 +164,7 @@ fn an_ordered_dict_of_a_list_of_pairs_is_one() {
     }
 }
 
-/// Opcodes with what follows them.
+/// Opcodes with their arguments.
 const PARTS: &[&[u8]] = &[
     b"(",
     b")",
@@ -205,7 +205,7 @@ const PARTS: &[&[u8]] = &[
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Kept values can be described, written and walked, or are refused; written values can be
+    /// Kept values can be described, written and walked, or are refused. Written values can be
     /// read.
     #[test]
     fn noise_is_safe(bytes in prop::collection::vec(prop::sample::select(PARTS), 0..40)) {

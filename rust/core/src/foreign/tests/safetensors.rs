@@ -7,10 +7,10 @@ use std::path::Path;
 use super::{open, refusal};
 use crate::Error;
 
-/// Name, shape, and offsets where they are noted.
+/// Name, shape, and offsets if the header has them.
 type Tensor<'a> = (&'a str, &'a [u64], Option<&'a [u64]>);
 
-/// Writes a file of `U8` tensors, each with its shape, and perhaps with offsets.
+/// Writes a file of `U8` tensors, each with its shape and optional offsets.
 fn write(dir: &Path, name: &str, tensors: &[Tensor<'_>]) {
     let (mut header, mut noted, mut at) = (String::new(), String::new(), 0);
     for (fqn, shape, offsets) in tensors {

@@ -1,4 +1,4 @@
-//! Every source against checkpoints that stock torch wrote (`tests/fixtures/make_stock.py`),
+//! Checkpoints that stock torch wrote (`tests/fixtures/make_stock.py`), read from every source and
 //! compared byte for byte.
 #![allow(unsafe_code)] // changes signs of memory that it has
 
@@ -12,7 +12,7 @@ use crate::Error;
 use crate::format::{Index, Kind, Value};
 use crate::geometry::{Dims, element_count};
 
-/// The bytes of a tensor in row-major order, put together from its chunks.
+/// Assembles the bytes of a tensor in row-major order from its chunks.
 fn assemble(index: &Index, t: u32) -> Vec<u8> {
     let tensor = index.tensor(t);
     let width = usize::try_from(tensor.dtype.unwrap().size()).unwrap();
@@ -74,7 +74,7 @@ fn path_of(json: &Json) -> Option<Value> {
     Some(Value::Tuple(parts.collect()))
 }
 
-/// Compares an index with what `make_stock.py` noted.
+/// Compares an index with the expectations of `make_stock.py`.
 fn check(case: &str, index: &Index, expected: &Json) {
     let (tensors, values) =
         (expected["tensors"].as_object().unwrap(), expected["values"].as_object().unwrap());

@@ -1,4 +1,4 @@
-//! The parts of a file of `torch.save`: its pickle, and where its storages are.
+//! The parts of a file of `torch.save`: its pickle, and the places of its storages.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -14,25 +14,25 @@ use crate::format::Value;
 use crate::store::{Files, Stat};
 use crate::{Error, Result, parallel};
 
-/// Longest directory, and longest pickle. All of one is in memory, and what is made of it takes
-/// some thirty times as much at worst.
+/// Limit on a directory, and on a pickle. Both are read into memory whole, and the parsed data may
+/// take thirty times as much.
 const LONGEST: u64 = 256 << 20;
-/// Bytes at the end of a file that hold the directory's end, and all of a small directory.
+/// Bytes at the end of a file that contain the end of the directory, and all of a small directory.
 const TAIL: u64 = 64 << 10;
-/// Headers no further apart are fetched together.
+/// Headers that are at most this far apart are fetched together.
 const NEAR: u64 = 4 << 10;
-/// The number whose pickle files of torch before 1.6 begin with.
+/// The magic number at the start of files of torch before 1.6, as it is pickled.
 const LEGACY_MAGIC: [u8; 12] = *b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
-/// Longest start that identifies a file: that pickle, with its protocol and a frame.
+/// Longest start that identifies a file: the magic number, with protocol and frame.
 pub(crate) const START: usize = 2 + 9 + LEGACY_MAGIC.len();
-/// A file whose name ends so is one of `torch.save`, or should be.
+/// File names with these endings belong to files of `torch.save`, or should.
 const ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
-/// Everything may be named: nothing is made of names here, torch judges those of a value when the
-/// value is asked for.
+/// Allows every global. Nothing here is made of globals, and torch checks those of a value when the
+/// value is loaded.
 pub(super) const RULES: Rules = Rules { allow: |_, _| true, persistent: true, keep: true };
 
-/// A file that was looked at.
+/// A parsed file.
 pub(super) struct TorchFile {
     pub path: PathBuf,
     pub stat: Stat,
@@ -44,14 +44,14 @@ pub(super) struct Parts {
     pub pickle: Pickle<'static>,
     /// Offset of the pickle in the file.
     pub pickle_at: u64,
-    /// True if the file has a checksum of the pickle; it was compared.
+    /// True if the file has a checksum of the pickle. Then it matched.
     pub pickle_is_checked: bool,
     /// By key.
     pub storages: HashMap<String, StorageRecord>,
 }
 
 impl Parts {
-    /// The storage of this key.
+    /// Returns the storage with this key.
     pub(super) fn storage(&self, key: &str) -> FaultResult<StorageRecord> {
         let found = self.storages.get(key).copied();
         found.ok_or_else(|| {
@@ -60,17 +60,17 @@ impl Parts {
     }
 }
 
-/// Place of a storage's bytes.
+/// Location of a storage's bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StorageRecord {
     pub at: u64,
     pub size: u64,
-    /// CRC-32 of them, where the file says it.
+    /// Their CRC-32, if the file has it.
     pub crc: Option<u32>,
 }
 
-/// Returns whether a file with this name and start is one of `torch.save`. (In a safetensors file a
-/// `{` stands where a zip archive has the compression method of its first record.)
+/// Returns whether a file with this name and start is one of `torch.save`. A safetensors file has a
+/// `{` at the position of a zip archive's first compression method.
 pub(crate) fn is_torch_file(name: &str, start: &[u8]) -> bool {
     let is_zip = start.starts_with(&LOCAL_MAGIC) && start.get(8) != Some(&b'{');
     is_zip || is_legacy(start) || ENDINGS.iter().any(|ending| name.ends_with(ending))
@@ -88,7 +88,7 @@ fn is_legacy(start: &[u8]) -> bool {
 }
 
 impl TorchFile {
-    /// Looks at a file. `threads` may be 0: as many as there are cores.
+    /// Parses a file. If `threads` is 0, it uses all cores.
     pub(super) fn open(files: Files<'_>, path: &Path, threads: usize) -> Result<Self> {
         let stat = files.stat(path)?;
         let file = files.open(path)?;
@@ -101,7 +101,7 @@ impl TorchFile {
         Ok(Self { path, stat, parts })
     }
 
-    /// The entries of what was saved.
+    /// Returns the entries of the saved state dict.
     pub(super) fn leaves(&self) -> Result<(Vec<Leaf>, Value)> {
         tree::leaves(&self.parts.pickle)
             .map_err(|fault| self.name_fault(shift(fault, self.parts.pickle_at), ""))
@@ -126,7 +126,7 @@ fn name_fault(fault: Fault, path: &Path, tensor: &str) -> Error {
     }
 }
 
-/// Takes a file apart. Nothing of its tensors is read.
+/// Parses a file, without reading its tensors.
 pub(super) fn look_at(
     source: &SourceFile<'_>,
     fetched: &[Fetched],
@@ -139,7 +139,8 @@ pub(super) fn look_at(
     }
 }
 
-/// Takes a value apart, which is a file of `torch.save` in memory, and as large as it likes.
+/// Parses a value: a file of `torch.save` in memory, whose directory and pickle may have any
+/// length.
 pub(super) fn look_at_value(source: &SourceFile<'_>) -> FaultResult<Parts> {
     let window =
         Window { source, start: 0, len: source.size, max_piece: source.size, fetched: &[] };
@@ -176,7 +177,7 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
     check_apart(records, &places)?;
     let folder = format!("{}/", archive.folder());
     let mut by_name: HashMap<&str, usize> = HashMap::with_capacity(records.len());
-    // Torch looks records up without regard to case.
+    // torch ignores case when it looks up records.
     let mut lower = HashSet::with_capacity(records.len());
     for (i, record) in records.iter().enumerate() {
         if let Some(name) = record.name.strip_prefix(&folder)
@@ -224,8 +225,8 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
     })
 }
 
-/// The headers of all records, those that lie near each other together: on a store each look is a
-/// request, and all are made at a time.
+/// Fetches the headers of all records at the same time, since on a store each read is a request.
+/// Headers that are near each other are fetched together.
 fn fetch_headers(source: &SourceFile<'_>, records: &[Record]) -> Result<Vec<Fetched>> {
     let mut headers: Vec<(u64, u64)> = records
         .iter()
@@ -243,7 +244,7 @@ fn fetch_headers(source: &SourceFile<'_>, records: &[Record]) -> Result<Vec<Fetc
     source.fetch_all(&ranges)
 }
 
-/// A record that is small, and decides what other bytes mean.
+/// Reads a small record that determines the meaning of other bytes, and compares its checksum.
 fn checked<'a>(
     window: &Window<'a>,
     record: &Record,
@@ -259,12 +260,13 @@ fn checked<'a>(
     Ok(bytes)
 }
 
-/// Looking at a record is one short read: few are not worth a thread.
+/// Returns the number of threads. Each record takes one short read, so a few are not worth a
+/// thread.
 fn threads_for(records: usize, threads: usize) -> usize {
     if records < 1000 { 1 } else { threads }
 }
 
-/// Places in a pickle as places in the file.
+/// Converts an offset in a pickle to an offset in the file.
 fn shift(fault: Fault, by: u64) -> Fault {
     match fault {
         Fault::Corrupt { at, reason } => Fault::corrupt(by + at, reason),
@@ -275,7 +277,7 @@ fn shift(fault: Fault, by: u64) -> Fault {
 /// Layouts of a file.
 enum Format {
     Zip,
-    /// As torch before 1.6 has it.
+    /// The layout of torch before 1.6.
     Legacy,
 }
 

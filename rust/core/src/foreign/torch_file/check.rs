@@ -1,10 +1,9 @@
-//! Looks at a non-tensor value before torch unpickles it.
+//! Check of a non-tensor value before torch unpickles it.
 //!
-//! `torch.load(weights_only=True)` runs nothing that a pickle names, but a pickle of a few hundred
-//! bytes can still crash it, keep it busy for ever, or have it allocate gigabytes: keys that nest
-//! deep or share their parts, `bytearray(10**12)`, compressed records. A value that passes this
-//! check makes objects of a bounded size in a bounded time. Which classes may be made is torch's
-//! decision, not one of this check.
+//! `torch.load(weights_only=True)` does not run arbitrary globals. Still, a pickle of a few hundred
+//! bytes can crash it, keep it busy forever, or make it allocate gigabytes: keys that nest deep or
+//! share their parts, `bytearray(10**12)`, compressed records. A value that passes this check makes
+//! objects of a limited size in a limited time. torch alone decides which classes may be made.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -18,19 +17,19 @@ use crate::foreign::window::SourceFile;
 use crate::geometry::element_count;
 use crate::store::Opened;
 
-/// Why torch does not get a value.
+/// Reason for which torch does not get a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// It is not what `torch.save` writes.
     Damaged(String),
-    /// It asks for more than a value may.
+    /// It needs more resources than a value may.
     Unsafe(String),
 }
 
 /// Checks the bytes of a non-tensor value, a file of `torch.save`.
 ///
 /// # Errors
-/// Why torch should not get it.
+/// The reason why torch should not get it.
 pub fn check_value(bytes: &[u8]) -> Result<(), Refusal> {
     check(bytes).map_err(|fault| match fault {
         Fault::Corrupt { at, reason } => Refusal::Damaged(format!("{reason} (at byte {at})")),
@@ -61,7 +60,7 @@ fn check(bytes: &[u8]) -> FaultResult<()> {
     };
     let mut cost =
         Cost { pickle, extents: &extents, most, left: most, objects: vec![0; extents.len()] };
-    // A walk over the value meets each part as often as something refers to it.
+    // A walk over the value visits each part as often as it is referenced.
     cost.spend(top.saturating_mul(8))?;
     for id in 0..u32::try_from(extents.len()).expect("nodes have numbers of 32 bits") {
         cost.node(id)?;
@@ -69,7 +68,7 @@ fn check(bytes: &[u8]) -> FaultResult<()> {
     Ok(())
 }
 
-/// Checks that each storage is a record of the archive, at least as long as the pickle says.
+/// Checks that each storage is a record of the archive, and at least as long as the pickle says.
 fn check_storages(parts: &Parts) -> FaultResult<()> {
     let mut lengths = HashMap::new();
     for id in parts.pickle.persistent() {
@@ -77,7 +76,7 @@ fn check_storages(parts: &Parts) -> FaultResult<()> {
             return Err(Fault::corrupt(0, "a storage of an unknown form"));
         };
         let size = parts.storage(key)?.size;
-        // Torch reads a record once more for each length that it has.
+        // torch would read a record again for each different length.
         if size < len || *lengths.entry(key).or_insert(len) != len {
             let reason = format!("storage {key:?} has {size} bytes, expected {len}");
             return Err(Fault::corrupt(0, reason));
@@ -86,13 +85,13 @@ fn check_storages(parts: &Parts) -> FaultResult<()> {
     Ok(())
 }
 
-/// The bytes that torch would allocate.
+/// Estimate of the bytes that torch would allocate.
 struct Cost<'a> {
     pickle: &'a Pickle<'a>,
     extents: &'a [Extent],
     most: u64,
     left: u64,
-    /// For each object, the bytes that it copied from its arguments.
+    /// For each object, the bytes that it copies from its arguments.
     objects: Vec<u64>,
 }
 
@@ -123,13 +122,13 @@ impl Cost<'_> {
             Node::Object { callable, args, then, .. } => {
                 let args = pickle.as_plain_tuple(*args);
                 self.call(Item::Node(*callable), args)?;
-                // An empty text counts too: each call walks its arguments.
+                // An empty text counts too, because each call walks its arguments.
                 let copied = args.iter().map(|arg| self.length(*arg).max(8)).sum();
                 self.objects[id as usize] = copied;
                 self.spend(copied.saturating_add(256))?;
                 for then in then {
                     match then {
-                        // A state is a tuple of what is copied, or a dict.
+                        // A state is a dict, or a tuple whose items are copied.
                         Then::State(state) => {
                             let parts = pickle.as_tuple(*state).unwrap_or_default();
                             let copied = parts.iter().map(|part| self.length(*part)).sum::<u64>();
@@ -149,7 +148,7 @@ impl Cost<'_> {
         self.hash(pairs.iter().map(|(key, _)| *key))
     }
 
-    /// Keys are hashed: tuples anew each time, and with all that is in them.
+    /// Counts the hashing of keys. A tuple is hashed each time, with everything in it.
     fn hash(&mut self, keys: impl Iterator<Item = Item>) -> FaultResult<()> {
         for key in keys {
             if let Item::Node(id) = key {
@@ -159,7 +158,7 @@ impl Cost<'_> {
         Ok(())
     }
 
-    /// The bytes that a copy of an item takes, without what it refers to.
+    /// Returns the bytes of a copy of an item, without the items that it refers to.
     fn length(&self, item: Item) -> u64 {
         let Item::Node(id) = item else {
             return match item {
@@ -179,11 +178,11 @@ impl Cost<'_> {
         }
     }
 
-    /// Looks at a call of what torch allows everybody. What a user has allowed is the user's to
-    /// judge.
+    /// Checks a call of a global that torch allows by default. The user is responsible for globals
+    /// that the user has allowed.
     fn call(&mut self, callable: Item, args: &[Item]) -> FaultResult<()> {
         let Some(name) = self.pickle.as_global(callable).map(full_name) else {
-            return Ok(()); // torch calls nothing but globals
+            return Ok(()); // torch calls only globals
         };
         match name.as_str() {
             "builtins.bytes" | "builtins.bytearray" if args.iter().any(|arg| is_number(*arg)) => {
@@ -214,7 +213,7 @@ impl Cost<'_> {
             | "torch._utils._rebuild_tensor_v2"
             | "torch._utils._rebuild_tensor_v3"
             | "torch._utils._rebuild_qtensor" => self.tensor(args),
-            // These copy, to whatever dtype the pickle names.
+            // These copy, to the dtype that the pickle names.
             "torch._utils._rebuild_device_tensor_from_numpy"
             | "torch._utils._rebuild_device_tensor_from_cpu_tensor" => {
                 let size = args.first().map_or(0, |tensor| self.logical_size(*tensor));
@@ -237,7 +236,8 @@ impl Cost<'_> {
                 }
                 _ => Err(Fault::corrupt(0, "a tensor of a class without arguments")),
             },
-            // No pickle of `torch.save` makes memory for a tensor: it has storages.
+            // No pickle of `torch.save` allocates memory for a tensor, because tensors have
+            // storages.
             _ if name.starts_with("torch.")
                 && (name.ends_with("Tensor") || name.ends_with("Storage")) =>
             {
@@ -247,8 +247,8 @@ impl Cost<'_> {
         }
     }
 
-    /// Raises unless the arguments are data: Python asks others for their items, and a tensor can
-    /// have any number.
+    /// Refuses arguments other than data. Python iterates over them, and a tensor can have any
+    /// number of items.
     fn plain(&self, name: &str, args: &[Item]) -> FaultResult<()> {
         for arg in args {
             if let Item::Node(id) = arg
@@ -264,7 +264,8 @@ impl Cost<'_> {
         Ok(())
     }
 
-    /// Storage, offset, sizes, strides. Strides of 0 make a tensor of any size out of a few bytes.
+    /// Counts a tensor by its storage, offset, sizes and strides. Strides of 0 make a tensor of any
+    /// size out of a few bytes.
     fn tensor(&self, args: &[Item]) -> FaultResult<()> {
         let [storage, offset, sizes, strides, ..] = args else {
             return Err(Fault::corrupt(0, "a tensor without sizes and strides"));
@@ -283,7 +284,7 @@ impl Cost<'_> {
         }
     }
 
-    /// Elements of a tensor, or of what was made of one.
+    /// Returns the elements of a tensor, or of an object that was made of one.
     fn logical_size(&self, item: Item) -> u64 {
         let mut item = item;
         while let Item::Node(id) = item
@@ -310,7 +311,8 @@ fn is_number(item: Item) -> bool {
     matches!(item, Item::Bool(_) | Item::Int(_) | Item::Long(_) | Item::Float(_))
 }
 
-/// The name of a global as torch compares it: in one piece, with the modules of Python 2 renamed.
+/// Returns the name of a global as torch compares it: module and name joined, with the modules of
+/// Python 2 renamed.
 fn full_name((module, name): (&str, &str)) -> String {
     let module = match module {
         "__builtin__" => "builtins",

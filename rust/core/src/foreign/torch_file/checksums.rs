@@ -1,4 +1,4 @@
-//! The checksums that a file of `torch.save` has of its records.
+//! Checksums of records in a file of `torch.save`.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,7 +12,7 @@ use crate::read::{self, FileRange};
 use crate::store::{FileRef, Files};
 use crate::{Control, Result};
 
-/// A record, and its checksum as it is and as it should be.
+/// A record, with its actual and its expected checksum.
 #[derive(Clone, Debug)]
 pub(crate) struct Checked {
     /// First byte in the file.
@@ -22,12 +22,13 @@ pub(crate) struct Checked {
     pub expected: Option<u32>,
     /// The checksum of the bytes, if there was one to compare with.
     pub got: Option<u32>,
-    /// For a damaged record, the values that use it and in which no other damage was found.
+    /// For a damaged record, the values that use it. A value is listed only at its first damaged
+    /// record.
     pub values: Vec<String>,
 }
 
-/// Computes the checksum of each record that has one, and says whether the pickle has one too,
-/// which opening compares. `control` counts the bytes.
+/// Computes the checksum of each record that has one. Also returns whether the pickle has one,
+/// which was compared when the file was opened. `control` counts the bytes.
 pub(crate) fn check_records(
     files: Files<'_>,
     file: &FileRef,
@@ -37,7 +38,7 @@ pub(crate) fn check_records(
     let torch = TorchFile::open(files, &file.path, threads)?;
     let mut records: Vec<(&String, &StorageRecord)> = torch.parts.storages.iter().collect();
     records.sort_unstable_by_key(|(_, record)| record.at);
-    // In the order of the records: the sum of one is that of its parts.
+    // In the order of the records: the checksum of a record is combined from those of its parts.
     let mut parts = Vec::new();
     for (_, record) in records.iter().filter(|(_, record)| record.crc.is_some()) {
         parts.extend((0..block_count(record.size)).map(|i| FileRange {
@@ -81,7 +82,8 @@ pub(crate) fn check_records(
     Ok((checked, torch.parts.pickle_is_checked))
 }
 
-/// Enters the values that hold damaged storages, whose numbers are by key.
+/// Adds the values that use damaged storages to the records. `damaged` has the number of each
+/// damaged record by its key.
 fn name_values(
     torch: &TorchFile,
     damaged: &HashMap<&str, usize>,

@@ -1,4 +1,4 @@
-//! Files of torch before 1.6, which are no archives.
+//! Files of torch before 1.6, which are not archives.
 //!
 //! ```text
 //! pickles: a magic number, the version of the protocol, facts about the system, the saved value,
@@ -16,10 +16,10 @@ use crate::foreign::window::Window;
 
 /// The version that all releases wrote.
 const PROTOCOL: i64 = 1001;
-/// Enough for most pickles of a model.
+/// Bytes of the first read: enough for most pickles of a model.
 const FIRST_READ: u64 = 64 << 10;
 
-/// Takes a file apart that begins with the magic number.
+/// Parses a file that begins with the magic number.
 pub(super) fn look_at(window: &Window<'_>) -> FaultResult<Parts> {
     let mut cursor = Cursor { window, at: 0 };
     cursor.pickle()?;
@@ -70,7 +70,8 @@ struct Cursor<'a> {
 }
 
 impl Cursor<'_> {
-    /// The next pickle, of which only the content tells where it ends: more and more is read.
+    /// Reads the next pickle. Only its content shows where it ends, so reads grow until it is
+    /// complete.
     fn pickle(&mut self) -> FaultResult<Pickle<'static>> {
         let most = self.window.len.saturating_sub(self.at).min(self.window.max_piece);
         let mut len = FIRST_READ.min(most);

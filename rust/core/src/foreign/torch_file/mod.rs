@@ -1,9 +1,9 @@
-//! Files of `torch.save`, indexed where they lie.
+//! Files of `torch.save`, indexed in place.
 //!
-//! Such a file is a zip archive: a pickle (`data.pkl`) of whatever was saved, and a record for each
-//! storage that the tensors in it lie in. A tensor becomes a chunk of its storage's record, strided
-//! where the tensor is a view. Any other value becomes the part of the pickle that makes it:
-//! [`ValueReader`] writes that as a file of `torch.save` of its own when it is asked for.
+//! Such a file is a zip archive. It has a pickle (`data.pkl`) of the saved object, and a record for
+//! each storage of its tensors. A tensor becomes a chunk of its storage's record, with strides if
+//! the tensor is a view. Any other value becomes the part of the pickle that makes it.
+//! [`ValueReader`] writes this part as a file of `torch.save` of its own when the value is read.
 
 mod archive;
 mod check;
@@ -32,8 +32,8 @@ use crate::geometry::Dims;
 use crate::store::Files;
 use crate::{Error, Result};
 
-/// Takes bytes apart as such a file, down to every tensor and value, for [`crate::fuzzing`].
-/// Whether it is one.
+/// Parses bytes as such a file, down to every tensor and value, for [`crate::fuzzing`]. Returns
+/// whether it is one.
 #[cfg(any(test, fuzzing))]
 pub(super) fn take_apart(source: &SourceFile<'_>, fetched: &[Fetched]) -> bool {
     let Ok(parts) = archive::look_at(source, fetched, 1) else {
@@ -59,8 +59,8 @@ pub(super) fn take_apart(source: &SourceFile<'_>, fetched: &[Fetched]) -> bool {
     true
 }
 
-/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie
-/// there. `threads` may be 0: as many as there are cores.
+/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index for a file in
+/// `dir`. If `threads` is 0, it uses all cores.
 pub(crate) fn index_model(
     files: Files<'_>,
     dir: &Path,
@@ -149,7 +149,7 @@ fn add(
     })
 }
 
-/// Place of a chunk in the file.
+/// Location of a chunk in the file.
 struct StoredPlace {
     offset: u64,
     length: u64,

@@ -1,8 +1,8 @@
-//! The entries of what was saved, named as DCP's flattening names them.
+//! The entries of a saved object, with the names that DCP's flattening gives them.
 //!
-//! Mappings are entered always, lists only if they hold tensors or containers that do, tuples never
-//! (`torch.distributed.checkpoint._traverse`, torch 2.4 and later). A mapping with keys that are
-//! neither text nor numbers, `True`, `False` or `None` is one value.
+//! Mappings are always flattened. Lists are flattened only if they contain tensors, or containers
+//! that do. Tuples are never flattened (`torch.distributed.checkpoint._traverse`, torch 2.4 and
+//! later). A mapping is one value if a key is neither text nor a number, `True`, `False` or `None`.
 
 use std::collections::HashMap;
 
@@ -27,17 +27,17 @@ pub(super) struct Leaf {
 #[derive(Debug)]
 pub(super) enum Content {
     Tensor(Box<StoredTensor>),
-    /// Whatever is no tensor over a record of bytes: also tensors that are sparse, quantized, or of
-    /// a class of their own.
+    /// Everything but a tensor over a record of bytes. Includes sparse and quantized tensors, and
+    /// tensors of subclasses.
     Value,
 }
 
-/// All entries, in the order of the state dict, and the containers that their paths do not tell:
+/// Returns all entries in the order of the state dict, and the containers that no path shows:
 /// section 5 of `docs/format.md`.
 ///
 /// # Errors
-/// Something else than a state dict; two entries of one name; tensors that contradict themselves;
-/// more than the pickle accounts for.
+/// An object other than a state dict, two entries of one name, tensors that contradict themselves,
+/// and results that are too large for the pickle.
 pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
     let mut walk = Walk {
         pickle,
@@ -65,11 +65,11 @@ pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
 
 struct Walk<'a> {
     pickle: &'a Pickle<'a>,
-    /// Bytes that may still be made. Shared containers are entered as often as they are used.
+    /// Remaining bytes that may be allocated. A shared container is entered as often as it is used.
     budget: u64,
-    /// For each list, by its number, whether it is entered.
+    /// For each list, by its number, whether it is flattened.
     inner: HashMap<u32, bool>,
-    /// By the number of a dict: true if its items are entries of their own.
+    /// For each dict, by its number, whether it is flattened.
     mappings: HashMap<u32, bool>,
     leaves: Vec<Leaf>,
     containers: Vec<Value>,
@@ -101,7 +101,8 @@ impl Walk<'_> {
             return Ok(());
         }
         let pairs = pickle.as_dict(node).unwrap_or_default();
-        // A key may be one long text that the pickle refers to again. Each is copied twice below.
+        // A key may be one long text that the pickle refers to again and again. Each use is copied
+        // twice below.
         let texts = pairs.iter().map(|(key, _)| match key {
             Item::Str(span) => span.len as usize,
             _ => 0,
@@ -144,7 +145,7 @@ impl Walk<'_> {
         depth: u32,
     ) -> FaultResult<()> {
         let name = if path.is_empty() { text.to_owned() } else { format!("{prefix}.{text}") };
-        // The name stands in the path once more.
+        // The path contains the name once more.
         self.spend(2 * name.len() + (path.len() + 1) * size_of::<Value>() + size_of::<Leaf>())?;
         let mut path = path.to_vec();
         path.push(part);
@@ -168,7 +169,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// A key as DCP writes it; nothing where it has no simple text.
+    /// Returns a key as DCP writes it; `None` if it has no simple text.
     fn key(&self, key: Item) -> Option<String> {
         match key {
             Item::Str(span) => Some(self.pickle.str(span).to_owned()),
@@ -205,7 +206,7 @@ impl Walk<'_> {
             let what = format!("its lists are nested more than {MAX_DEPTH} deep");
             return Err(Fault::Unsupported(what));
         }
-        self.inner.insert(id, false); // a list within itself adds nothing
+        self.inner.insert(id, false); // a list inside itself adds nothing
         for item in items {
             if self.is_mapping(*item)
                 || tensor_pickle::is_tensor(self.pickle, *item)

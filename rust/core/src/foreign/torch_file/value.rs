@@ -1,4 +1,4 @@
-//! A value within a file of `torch.save`, as a file of `torch.save` of its own.
+//! A value in a file of `torch.save`, as a file of `torch.save` of its own.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +12,7 @@ use crate::format::Index;
 use crate::store::{FileRef, Files, Opened, Storage};
 use crate::{Control, Error, Result};
 
-/// Reads values; keeps the pickles of the files that it has seen.
+/// Reads values, and caches the pickles of their files.
 #[derive(Default)]
 pub struct ValueReader {
     files: Mutex<HashMap<u32, Arc<Known>>>,
@@ -25,12 +25,11 @@ struct Known {
 }
 
 impl ValueReader {
-    /// Returns the value that `chunk` names, in the form that `torch.save` writes and DCP's
-    /// planners load.
+    /// Returns the value of `chunk`, in the form that `torch.save` writes and DCP's planners load.
     ///
     /// # Errors
-    /// [`Error::CorruptData`]: the file is another one than was indexed. [`Error::Unsupported`]: a
-    /// value that cannot be written by itself.
+    /// [`Error::CorruptData`] if the file is not the one that was indexed; [`Error::Unsupported`]
+    /// if the value cannot be written by itself.
     pub fn read(
         &self,
         index: &Index,
@@ -42,7 +41,7 @@ impl ValueReader {
         let name = index.name(view.tensor);
         let opened = file_ref(index, view.file, allow_external)?;
         if opened.remote.is_none() {
-            // Raises where the file is another one, or a link that is not followed.
+            // Fails if the file has changed, or is a link that may not be followed.
             opened.open(false)?;
         }
         let there = There { file: &opened, control };
@@ -72,7 +71,7 @@ impl ValueReader {
     }
 }
 
-/// The place of a file. A store gets requests only when something is read.
+/// A file, on a disk or a store. A store gets no request before something is read.
 struct There<'a> {
     file: &'a FileRef,
     control: &'a Control,
@@ -83,7 +82,7 @@ impl There<'_> {
         Storage::new(self.file.remote.as_ref(), 1, self.control)
     }
 
-    /// These ranges of the file (first byte, length).
+    /// Reads these ranges of the file (first byte, length).
     fn read(&self, ranges: &[(u64, u64)]) -> Result<Vec<Vec<u8>>> {
         if ranges.is_empty() {
             return Ok(Vec::new());
@@ -97,7 +96,7 @@ impl There<'_> {
     }
 }
 
-/// An archive of the item and the storages in it.
+/// Returns an archive of the item and its storages.
 fn archive_of(torch: &TorchFile, there: &There<'_>, item: Item) -> FaultResult<Vec<u8>> {
     let pickle = &torch.parts.pickle;
     let (bytes, persistent) = pickle.write(item)?;
@@ -109,7 +108,7 @@ fn archive_of(torch: &TorchFile, there: &There<'_>, item: Item) -> FaultResult<V
     for id in persistent {
         let Some(key) = tensor_pickle::storage_key(pickle, id).filter(|&key| seen.insert(key))
         else {
-            continue; // torch has the words for what is no storage
+            continue; // torch has the better message for this
         };
         let record = torch.parts.storage(key)?;
         keys.push(key);
@@ -127,7 +126,7 @@ fn too_large() -> Fault {
     Fault::Unsupported("a value of over 4 GiB".into())
 }
 
-/// Writes a zip archive of records that are stored, without what archives over 4 GiB need.
+/// Writes a zip archive of stored records, without the zip64 parts of archives over 4 GiB.
 #[derive(Default)]
 struct Writer {
     out: Vec<u8>,
@@ -140,8 +139,8 @@ impl Writer {
         let name = format!("archive/{name}");
         let at = u32::try_from(self.out.len()).map_err(|_| too_large())?;
         let len = u32::try_from(bytes.len()).map_err(|_| too_large())?;
-        // Version, flags, method, time, date; CRC-32, both sizes; lengths of the name and of what
-        // follows it.
+        // Version, flags, method, time, date; CRC-32, both sizes; lengths of the name and of the
+        // extra fields.
         let mut common = [0_u8; 26];
         common[10..14].copy_from_slice(&crc32fast::hash(bytes).to_le_bytes());
         common[14..18].copy_from_slice(&len.to_le_bytes());
@@ -152,7 +151,7 @@ impl Writer {
         self.out.extend(common);
         self.out.extend(name.as_bytes());
         self.out.extend(bytes);
-        // Made by; comment, disk, attributes; where the record is.
+        // Version made by; comment, disk, attributes; offset of the record.
         self.directory.extend(b"PK\x01\x02\0\0");
         self.directory.extend(common);
         self.directory.extend([0; 10]);

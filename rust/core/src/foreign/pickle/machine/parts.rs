@@ -1,11 +1,11 @@
-//! Containers and records of calls that opcodes build from values on the stack.
+//! Containers and records of calls, built by opcodes from values on the stack.
 
 use super::{Machine, Slot};
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Item, Made, Node, Span, Then, most_bytes};
 
 impl Machine<'_, '_> {
-    /// Pushes a new node, which the input makes from `at` on.
+    /// Pushes a new node, whose input begins at `at`.
     pub(super) fn push_node(&mut self, node: Node, at: usize) -> FaultResult<()> {
         let Ok(id) = u32::try_from(self.pickle.nodes.len()) else {
             return Err(self.fault("too many values"));
@@ -16,7 +16,8 @@ impl Machine<'_, '_> {
         Ok(())
     }
 
-    /// The one tuple that has nothing in it: an opcode of a byte should make no node.
+    /// Pushes the empty tuple. There is only one, so that an opcode of one byte cannot make a node
+    /// each time.
     pub(super) fn empty_tuple(&mut self) -> FaultResult<()> {
         if let Some(item) = self.empty {
             self.push(item);
@@ -27,7 +28,7 @@ impl Machine<'_, '_> {
         Ok(())
     }
 
-    /// Makes a tuple of the stack from `from` up, which the input makes from `at` on.
+    /// Makes a tuple of the stack from `from` up. Its input begins at `at`.
     pub(super) fn tuple(&mut self, from: usize, at: usize) -> FaultResult<()> {
         let pool = &mut self.pickle.pool;
         let (Ok(first), Ok(len)) =
@@ -50,8 +51,8 @@ impl Machine<'_, '_> {
         }
     }
 
-    /// The part of the input that makes what is on the stack at `i`, if it is kept: up to the next
-    /// value there, or this opcode.
+    /// Returns the part of the input that makes the value at `i` on the stack: up to the next value
+    /// there, or to this opcode. Returns `None` unless places are kept.
     fn place(&self, i: usize) -> Option<Span> {
         let at = self.stack[i].at;
         let end = self.stack.get(i + 1).map_or(self.op_at, |next| next.at);
@@ -125,7 +126,7 @@ impl Machine<'_, '_> {
             return Err(self.not_a_call());
         };
         let global = self.pickle.as_global(made_by.item);
-        // Kept values may call anything: torch decides when it loads them.
+        // A kept value may call anything, since torch checks the call when it loads the value.
         if global.is_none() && !self.rules.keep {
             return Err(self.not_a_call());
         }
@@ -138,8 +139,8 @@ impl Machine<'_, '_> {
         self.push_node(node, made_by.at)
     }
 
-    /// Builds an `OrderedDict` from these arguments: none, or a list of lists of two, as Python 2
-    /// writes it.
+    /// Builds an `OrderedDict` from its arguments: none, or a list of lists of two items, as Python
+    /// 2 writes it.
     fn dict_of_pairs(
         &mut self,
         how: Made,
@@ -154,7 +155,7 @@ impl Machine<'_, '_> {
         let Some(lists) = self.pickle.as_list(list) else {
             return Ok(None);
         };
-        // A list that is used again and again counts again and again.
+        // A list counts as often as it is used.
         self.made += (2 * size_of::<Item>() + size_of::<Span>()) * lists.len();
         if self.made as u64 > most_bytes(self.pickle.input.len()) {
             return Err(Fault::Unsupported("it grows without bound as it repeats itself".into()));
