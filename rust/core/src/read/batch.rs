@@ -1,5 +1,5 @@
-//! State that the workers of one call share: requests, their plan, and the files as found.
-#![allow(unsafe_code)] // `change_signs` writes to addresses that it is given.
+//! State that the workers of one call share: requests, their plan, and the state of the files.
+#![allow(unsafe_code)] // `change_signs` writes to given addresses.
 
 use super::plan::Plan;
 use super::policy::{Access, Policy};
@@ -9,44 +9,45 @@ use crate::copy::Stores;
 use crate::store::Connection;
 use crate::{Control, Result};
 
-/// From here on a batch is streamed: what it writes would not stay in a cache anyway.
+/// Batches of at least this many bytes use streaming stores, since their output would not fit in a
+/// cache.
 const STREAM_BATCH: u64 = 1 << 20;
 
-/// Sees the bytes of each request, by its number.
+/// Called with the number and the bytes of each request.
 pub type Visitor<'a> = &'a (dyn Fn(u32, &[u8]) -> Result<()> + Sync);
 
-/// All that workers need to know of one call.
+/// Everything that workers need to know about one call.
 pub struct Batch<'a> {
     pub files: &'a [FileRef],
     pub reqs: &'a [ReadReq],
     pub catalog: &'a dyn Catalog,
     pub verify: bool,
-    /// Gets the bytes of a call that delivers none.
+    /// Gets the bytes in place of destinations.
     pub visitor: Option<Visitor<'a>>,
-    /// Open handles that the probe left, by file.
+    /// Open handles from the probe, by file.
     pub kept: &'a [CachedHandle],
     pub mappings: &'a [SharedMapping],
     pub access: &'a [Access],
     pub policies: &'a [Policy],
     pub plan: Plan,
     pub stores: Stores,
-    /// Fetches files that are on a store.
+    /// Fetches files on a store.
     pub connection: Option<&'a dyn Connection>,
     pub control: &'a Control,
 }
 
-/// Makes of what was read what it stands for.
+/// Applies the sign bits of requests to the elements that were read.
 ///
 /// # Safety
 /// That of [`read`].
 pub unsafe fn change_signs(reqs: &[ReadReq]) {
     for req in reqs.iter().filter(|req| !req.signs.is_empty() && !req.shape.contains(&0)) {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the caller guarantees it.
         unsafe { req.signs.change(req.dst.0, &req.shape, &req.dst_strides) };
     }
 }
 
-/// Chooses how to copy a batch of so many bytes.
+/// Chooses how to copy a batch of `total` bytes.
 pub fn stores(total: u64) -> Stores {
     if total < STREAM_BATCH { Stores::Cached } else { Stores::Streaming }
 }

@@ -1,5 +1,4 @@
-//! File ranges on their way to a destination: read into a worker's buffer, through the page cache
-//! or past it (`O_DIRECT`).
+//! Reads of file ranges into a worker's buffer, buffered or with direct I/O (`O_DIRECT`).
 
 use std::fs::File;
 use std::io;
@@ -7,13 +6,13 @@ use std::io;
 use super::segments::Segment;
 use crate::store::{Buffer, read_at, read_direct_at};
 
-/// Reads all segments to their places in a buffer; past the page cache where `direct` gives the
-/// alignment that takes.
+/// Reads all segments to their offsets in a buffer. `direct` selects direct I/O, and is its
+/// alignment.
 ///
-/// The buffer has at least `room` bytes. What was counted for a job decides what pages it lies in,
-/// and not how much of that the job happens to use.
+/// The buffer has at least `room` bytes, the bound of its job. This bound, and not the part of it
+/// that the job uses, decides whether the buffer gets huge pages.
 ///
-/// An error comes with the offset of the segment it happened at.
+/// An error comes with the offset of its segment.
 pub fn fill(
     buffer: &mut Buffer,
     file: &File,
@@ -34,7 +33,8 @@ pub fn fill(
     Ok(())
 }
 
-/// The part of the buffer for a segment, in whole units, and how many of its bytes are needed.
+/// Returns the part of the buffer for a segment, in whole units, and the number of bytes that are
+/// needed.
 fn place<'a>(
     memory: &'a mut [u8],
     segment: &Segment,

@@ -1,6 +1,6 @@
-//! Reads what is stored as codes and scales: a window at a time, whose stored parts go to memory of
-//! the thread and are decoded from there.
-#![allow(unsafe_code)] // It writes to addresses that it is given.
+//! Reads of codes and scales: window by window, the stored parts are read to memory of the thread,
+//! and decoded from there.
+#![allow(unsafe_code)] // writes to given addresses
 
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,24 +20,24 @@ use crate::slabs::split;
 use crate::store::Destination;
 use crate::{Control, Error, Result, parallel};
 
-/// Bytes of a window once it is decoded: with its codes it stays in the second-level cache.
+/// Bytes of a decoded window. Together with its codes it stays in the second-level cache.
 const WINDOW: u64 = 512 << 10;
-/// The same where reads wait for storage.
+/// Bytes of a decoded window, if reads wait for storage.
 const WAITING_WINDOW: u64 = 2 << 20;
 
-/// Source of a request that is decoded: a rectangle of this tensor, of the request's shape.
+/// Source of a coded request: a rectangle of this tensor, with the shape of the request.
 #[derive(Clone, Debug)]
 pub struct CodedReq {
     /// The tensor.
     pub of: Arc<Coded>,
     /// Offsets of the rectangle in it.
     pub offsets: Dims,
-    /// The files of the tensor's parts, by their numbers in the index, and as the requests know
-    /// them.
+    /// The files of the tensor's parts: their numbers in the index, and their numbers in the
+    /// requests.
     pub files: SmallVec<[(u32, u32); 2]>,
 }
 
-/// Requests for bytes as they are stored, and those that are decoded.
+/// Separates plain requests from coded ones.
 pub fn apart(reqs: &[ReadReq]) -> (Cow<'_, [ReadReq]>, Vec<&ReadReq>) {
     if reqs.iter().all(|req| req.coded.is_none()) {
         return (Cow::Borrowed(reqs), Vec::new());
@@ -47,8 +47,8 @@ pub fn apart(reqs: &[ReadReq]) -> (Cow<'_, [ReadReq]>, Vec<&ReadReq>) {
     (plain.into_iter().cloned().collect(), coded)
 }
 
-/// The stored parts of a window, as requests. Their destinations are places in one memory, where
-/// the parts lie one after another.
+/// The stored parts of a window, as requests. Their destinations are offsets in one memory, where
+/// the parts are consecutive.
 struct Stored {
     requests: Vec<ReadReq>,
     lengths: SmallVec<[usize; 4]>,
@@ -94,7 +94,7 @@ impl CodedReq {
     }
 }
 
-/// Requests for all that is stored of what is decoded: what is wanted of the files.
+/// Returns requests for all stored bytes that a coded request needs.
 pub fn wanted(req: &ReadReq) -> Result<Vec<ReadReq>> {
     match &req.coded {
         Some(coded) => Ok(coded.stored(&coded.offsets, &req.shape)?.requests),
@@ -102,7 +102,7 @@ pub fn wanted(req: &ReadReq) -> Result<Vec<ReadReq>> {
     }
 }
 
-/// Fills the destinations of requests that are decoded, in parallel.
+/// Fills the destinations of coded requests, in parallel.
 ///
 /// # Safety
 /// That of [`read`](super::read).
@@ -129,8 +129,7 @@ pub unsafe fn read(
         0 => parallel::available(),
         n => n,
     };
-    // A window takes as many bytes again for what it is decoded from, and for a buffer of reads
-    // that wait.
+    // Each window needs about its own size again, for its codes and for the buffer of a read.
     let most = usize::try_from(options.max_inflight_bytes / (2 * window)).unwrap_or(usize::MAX);
     let workers = probe.workers(threads).min(most.max(threads)).max(1);
     let connection = connect(files, threads)?;
@@ -139,7 +138,7 @@ pub unsafe fn read(
     parallel::for_each(windows.len(), workers, reader, |reader, i| {
         let (number, offsets, sizes) = &windows[i];
         let before = reader.stats();
-        // SAFETY: the caller's promise, passed on.
+        // SAFETY: the caller guarantees it.
         unsafe {
             fill_window(
                 reader,
@@ -157,7 +156,7 @@ pub unsafe fn read(
     Ok(stats.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Fills the destination of a request that is decoded, on this thread.
+/// Fills the destination of a coded request, on this thread.
 ///
 /// # Safety
 /// That of [`read`](super::read).
@@ -174,7 +173,7 @@ pub unsafe fn fill(
         windows.push((Dims::from_slice(offsets), Dims::from_slice(sizes)));
     });
     for (offsets, sizes) in &windows {
-        // SAFETY: the caller's promise, passed on.
+        // SAFETY: the caller guarantees it.
         unsafe {
             fill_window(reader, files, req, probe, verify, control, (offsets, sizes))?;
         };
@@ -183,14 +182,14 @@ pub unsafe fn fill(
 }
 
 impl FileProbe {
-    /// Bytes of a window of what is decoded.
+    /// Returns the bytes of a decoded window.
     fn window(&self) -> u64 {
         if self.waits() { WAITING_WINDOW } else { WINDOW }
     }
 }
 
-/// Reads the stored parts of a rectangle of a request, decodes them, and copies the result to its
-/// place.
+/// Reads the stored parts of a rectangle of a request, decodes them, and copies the result to the
+/// destination.
 ///
 /// # Safety
 /// That of [`read`](super::read).
@@ -219,8 +218,8 @@ unsafe fn fill_window(
         request.dst = Destination(base.wrapping_add(request.dst.0.addr()));
     }
     let delivered = reader.stats().bytes_wanted;
-    // SAFETY: the parts lie in `memory` one after another, and the chunks of a part do not overlap
-    // in it. Nobody else has it.
+    // SAFETY: the parts are consecutive in `memory`, and the chunks of a part do not overlap. Only
+    // this thread uses the memory.
     unsafe { reader.read(files, &requests, probe, verify, &*coded.of.index, control)? };
     reader.count_as(delivered, decoded as u64);
     control.add((decoded as u64).saturating_sub(stored as u64));
@@ -240,8 +239,8 @@ unsafe fn fill_window(
         .ok_or_else(|| Error::Plan("destination too large".into()))?;
     let to: u64 = offsets.iter().zip(&req.dst_strides).map(|(at, stride)| at * stride).sum();
     let total = req.shape.iter().fold(req.itemsize, |n, &size| n.saturating_mul(size));
-    // SAFETY: `out` holds the rectangle in row-major order. Its place is within the destination,
-    // which the caller vouches for.
+    // SAFETY: `out` holds the rectangle in row-major order. It fits in the destination, which the
+    // caller guarantees.
     unsafe {
         let to = req.dst.0.wrapping_add(in_memory(to)?);
         match req.operation {

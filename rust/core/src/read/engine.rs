@@ -1,5 +1,6 @@
-//! Carries out a plan: workers that live for one call take jobs until none is left, or one fails.
-#![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
+//! Execution of a plan: workers, which live for one call, take jobs until none is left or one
+//! fails.
+#![allow(unsafe_code)] // `read` is unsafe to call: it writes to given addresses
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -20,19 +21,21 @@ use crate::copy::SignBits;
 use crate::store::Buffer;
 use crate::{Control, Error, Result, parallel};
 
-/// Fills every destination, in parallel; returns when all is written. The first error stops the
-/// rest.
+/// Fills every destination, in parallel, and stops at the first error.
 ///
 /// # Errors
-/// [`Error::CorruptData`] for a file that is missing, of another length or time than expected, or a
-/// block that differs from its digest; [`Error::Io`]; [`Error::Plan`] for a request that reaches
-/// out of its chunk; [`Error::Interrupted`] after [`Control::cancel`]. Destinations may then be
-/// partly written.
+/// - [`Error::CorruptData`] for a file that is missing or that has another length or modification
+///   time, and for a block that does not match its digest.
+/// - [`Error::Plan`] for a request that exceeds its chunk.
+/// - [`Error::Interrupted`] after [`Control::cancel`].
+/// - [`Error::Io`].
+///
+/// After an error, destinations may be partly written.
 ///
 /// # Safety
-/// For every request, all the bytes that `shape` and `dst_strides` reach from `dst` are valid for
-/// writes from any thread until this returns, and no two requests reach the same byte. No file is
-/// made shorter while this runs.
+/// For every request, all bytes that `shape` and `dst_strides` reach from `dst` are valid for
+/// writes from any thread until this returns. No two requests reach the same byte. No file is
+/// truncated while this runs.
 pub unsafe fn read(
     files: &[FileRef],
     reqs: &[ReadReq],
@@ -41,31 +44,31 @@ pub unsafe fn read(
     control: &Control,
 ) -> Result<ReadStats> {
     let (reqs, coded) = coded::apart(reqs);
-    // SAFETY: the caller's promise, passed on.
+    // SAFETY: the caller guarantees it.
     let mut stats = unsafe { carry_out(files, &reqs, catalog, options, None, control)? };
-    // SAFETY: the caller's promise: all elements were written just now.
+    // SAFETY: the caller guarantees it, and all elements were just written.
     unsafe { change_signs(&reqs) };
-    // SAFETY: the caller's promise, passed on.
+    // SAFETY: the caller guarantees it.
     stats += unsafe { coded::read(files, &coded, options, control)? };
     Ok(stats)
 }
 
-/// A part of a file, of at most one block, [`BLOCK_SIZE`](crate::format::BLOCK_SIZE) bytes.
+/// A range of a file of at most one block, [`BLOCK_SIZE`](crate::format::BLOCK_SIZE) bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FileRange {
     /// The file, as an index in the slice given to [`visit`].
     pub file: u32,
     /// First byte.
     pub offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
 }
 
-/// Reads ranges of files in parallel, and shows `visitor` the bytes of each, by its number. Its
-/// first error stops the rest.
+/// Reads ranges of files in parallel, and calls `visitor` with the number and the bytes of each.
+/// Stops at its first error.
 ///
 /// # Errors
-/// Those of [`read`] for files, and the visitor's.
+/// Those of [`read`] for files, and those of the visitor.
 pub(crate) fn visit(
     files: &[FileRef],
     ranges: &[FileRange],
@@ -75,7 +78,7 @@ pub(crate) fn visit(
 ) -> Result<()> {
     let options = ReadOptions {
         threads,
-        // Jobs are cut between blocks, and so between ranges.
+        // Makes the planner split jobs only between blocks, and so between ranges.
         verify: Verify::All,
         ..ReadOptions::default()
     };
@@ -101,7 +104,7 @@ pub(crate) fn visit(
     Ok(())
 }
 
-/// For reads that compare nothing, and so name nothing.
+/// For reads that compare no digest, and so need no names.
 struct Nameless;
 
 impl Catalog for Nameless {
@@ -114,7 +117,7 @@ impl Catalog for Nameless {
     }
 }
 
-/// Carries out [`read`], or [`visit`] where there is a visitor.
+/// Carries out [`read`], or with a visitor [`visit`].
 ///
 /// # Safety
 /// That of [`read`], without a visitor.
@@ -130,7 +133,7 @@ unsafe fn carry_out(
     let wanted = spans(files, reqs, options, catalog)?;
     let total: u64 = wanted.iter().fold(0, |sum, w| sum.saturating_add(w.bytes));
     let threads = match options.threads {
-        // Asking for the number of cores takes longer than a small batch.
+        // Looking up the number of cores takes longer than a small batch.
         0 if total < MIN_JOB => 1,
         0 => parallel::available(),
         n => n,
@@ -140,8 +143,8 @@ unsafe fn carry_out(
         .iter()
         .map(|access| {
             let workers = if access.waits() { threads.max(access.depth()) } else { threads };
-            // A small load from a store is over when the slowest request is: one each. What lies
-            // between rows is fetched too.
+            // The slowest request determines the time of a small load from a store, so each worker
+            // gets one. Gaps between rows are fetched as well.
             let share = match access {
                 Access::Remote => wanted.iter().fold(0_u64, |sum, w| sum.saturating_add(w.reach)),
                 _ => total / 4,
@@ -180,20 +183,20 @@ unsafe fn carry_out(
     call.run(workers)
 }
 
-/// Jobs in the order of files and offsets, and how many were taken.
+/// Jobs in the order of files and offsets, and the number of jobs taken.
 #[derive(Default)]
 struct Queue {
     jobs: Vec<usize>,
     taken: AtomicUsize,
 }
 
-/// The queues of a call: jobs that only need a core; those that wait for storage and need no
-/// buffer; those that wait and need one.
+/// The queues of a call: jobs that only need a core, jobs that wait for storage without a buffer,
+/// and jobs that wait and need a buffer.
 const COPIED: usize = 0;
 const STRAIGHT: usize = 1;
 const BUFFERED: usize = 2;
 
-/// The queue of a job of a file.
+/// Returns the queue of a job.
 fn queue(access: Access, waits_to_open: bool, goes_straight: impl FnOnce() -> bool) -> usize {
     if !waits_to_open && !access.waits() {
         COPIED
@@ -204,7 +207,7 @@ fn queue(access: Access, waits_to_open: bool, goes_straight: impl FnOnce() -> bo
     }
 }
 
-/// One call: its batch, and how far its workers are.
+/// One call: its batch, and the progress of its workers.
 struct Call<'a> {
     batch: Batch<'a>,
     control: &'a Control,
@@ -216,7 +219,7 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Puts every job into its queue.
+    /// Adds every job to its queue.
     fn sort(&mut self) {
         for (i, job) in self.batch.plan.jobs.iter().enumerate() {
             let access = self.batch.access[job.file as usize];
@@ -226,7 +229,7 @@ impl Call<'_> {
         }
     }
 
-    /// True if a worker has to open the file of a job, and waits for that.
+    /// Returns whether a worker has to open the file of a job, and waits for that.
     fn waits_to_open(&self, job: &Job) -> bool {
         self.opening_waits && matches!(self.batch.kept[job.file as usize], CachedHandle::Nothing)
     }
@@ -242,11 +245,11 @@ impl Call<'_> {
 
     fn run(&self, [copying, straight, buffered]: [usize; 3]) -> Result<ReadStats> {
         std::thread::scope(|scope| {
-            // The calling thread is one of the first that there are. Where the system refuses a
-            // thread, fewer do the work.
+            // The calling thread is a worker too. If the system refuses a thread, fewer do the
+            // work.
             for i in 1..parallel::affordable(buffered + straight + copying) {
                 let queues: &[usize] = if i < buffered {
-                    // A worker that has a buffer can do without.
+                    // A worker with a buffer can also do jobs without one.
                     &[BUFFERED, STRAIGHT]
                 } else if i < buffered + straight {
                     &[STRAIGHT]
@@ -283,7 +286,7 @@ impl Call<'_> {
         threads.max(depth)
     }
 
-    /// Returns the number of buffers that there may be, each large enough for any job.
+    /// Returns the limit on the number of buffers, each large enough for any job.
     fn buffers(&self, max_inflight: u64) -> usize {
         let largest = self.jobs(BUFFERED).map(|job| job.buffer).max().unwrap_or_default();
         let footprint = usize::try_from(largest).map_or(usize::MAX, Buffer::footprint) as u64;

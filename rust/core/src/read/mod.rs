@@ -1,5 +1,5 @@
-//! Reads rectangles of stored chunks into memory: planned purely (`plan`), then carried out in
-//! parallel (`engine`).
+//! Reads of rectangles of stored chunks into memory. Planning is pure (`plan`), and the engine
+//! carries a plan out in parallel (`engine`).
 
 mod batch;
 mod bounce;
@@ -29,65 +29,67 @@ pub(crate) use probe::span;
 pub use sequential::{FileProbe, Sequential};
 pub(crate) use verify::compare;
 
-/// Ways in which bytes come from a file.
+/// How the bytes of a file are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoMode {
-    /// For each file: [`Mmap`](Self::Mmap) if what is wanted of it is in the page cache and it lies
-    /// on a local disk, else [`Direct`](Self::Direct) (unless it is [`shared`](Sharing)) where the
-    /// file system takes that, else [`Buffered`](Self::Buffered).
+    /// Chosen for each file. Bytes in the page cache are taken from there, through a mapping if the
+    /// file is on a local disk. Other files on a network file system are read
+    /// [`Buffered`](Self::Buffered), and [`shared`](Sharing) ones through the page cache. All
+    /// others are read [`Direct`](Self::Direct) if the file system supports it, and otherwise
+    /// [`Buffered`](Self::Buffered).
     #[default]
     Auto,
     /// Copied from a mapping of the file.
     Mmap,
-    /// Read past the page cache, many requests in flight. What is in the page cache already is
-    /// taken from there. On a file system without direct I/O: [`Buffered`](Self::Buffered).
+    /// Direct I/O, with many requests in flight. Bytes in the page cache are taken from there. On a
+    /// file system without direct I/O, this is [`Buffered`](Self::Buffered).
     Direct,
-    /// Read through the page cache into a small buffer, copied from there.
+    /// Read through the page cache into a small buffer, and copied from there.
     Buffered,
 }
 
-/// Reads of other processes of this machine at the same time. [`IoMode::Auto`] reads what they also
-/// read through the page cache, so that the disk delivers it once.
+/// What other processes of this machine read at the same time. [`IoMode::Auto`] reads shared bytes
+/// through the page cache, so that the disk delivers them once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
-    /// Nothing of the same files.
+    /// They read nothing of the same files.
     #[default]
     Nothing,
-    /// It is not known, and guessed by the shape of what is wanted here: tensors wanted whole, and
-    /// all that short rows lie in.
+    /// Unknown. It is guessed from the requests: tensors that are read whole, and everything that
+    /// contains short rows, count as shared.
     Guess,
-    /// It is known of each file, by its index in the slice given to [`read`]. A file of which a
-    /// part is wanted by others is there twice.
+    /// Known for each file, by its index in the slice given to [`read`]. A file that is shared in
+    /// part is in the slice twice.
     Known(Arc<[bool]>),
 }
 
 /// Which blocks are compared with their digests, in the pass that copies them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verify {
-    /// None.
+    /// No block.
     #[default]
     Nothing,
-    /// Blocks that come from a disk or a store and not from the page cache, for requests that are
-    /// made of whole blocks.
+    /// Blocks that come from a disk or a store and not from the page cache, if a request reads them
+    /// whole and in one run.
     Auto,
-    /// All. Blocks of which a part is wanted are read whole.
+    /// All blocks. A block is read whole even if only a part is requested.
     All,
 }
 
 /// Options of a read.
 #[derive(Clone, Debug)]
 pub struct ReadOptions {
-    /// The way in which bytes come from the files. Default: [`IoMode::Auto`].
+    /// How the bytes of files are read. Default: [`IoMode::Auto`].
     pub io: IoMode,
-    /// Threads that copy; 0 (the default): as many as the cores this process may use. Reads that
-    /// wait for a disk use more, to keep it busy.
+    /// Threads that copy. 0, the default, means as many as the cores that this process may use.
+    /// Reads that wait for a disk use more, to keep it busy.
     pub threads: usize,
-    /// Which blocks that have digests are compared with them. Default: [`Verify::Nothing`].
+    /// Which blocks with digests are compared with them. Default: [`Verify::Nothing`].
     pub verify: Verify,
-    /// The reads that other processes of this machine make too. Default: [`Sharing::Nothing`].
+    /// What other processes of this machine read too. Default: [`Sharing::Nothing`].
     pub shared: Sharing,
-    /// Bytes of buffers that one call may hold, page cache and mappings aside. Default: 64 MiB. At
-    /// least one buffer for a thread is always used.
+    /// Limit on the bytes of buffers in one call, apart from page cache and mappings. Default: 64
+    /// MiB. There is always at least one buffer for each thread.
     pub max_inflight_bytes: u64,
 }
 
@@ -103,19 +105,19 @@ impl Default for ReadOptions {
     }
 }
 
-/// Operations on elements on their way to the destination.
+/// What happens to elements on the way to the destination.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Operation {
-    /// They are copied as they are stored.
+    /// Copies them as they are stored.
     #[default]
     Copy,
-    /// They are added, with a weight, to the sums that are there. Requests for the same sums are
-    /// for calls one after another: the order of the jobs of one call is not defined.
+    /// Adds them, with a weight, to the sums in the destination. Requests for the same sums must be
+    /// in separate calls, because the order of jobs within a call is not defined.
     Accumulate(Accumulate),
 }
 
 impl Operation {
-    /// Bytes of an element at the destination, where a stored one has `itemsize`.
+    /// Returns the size of an element in the destination. `itemsize` is its stored size.
     #[must_use]
     pub fn element_size(self, itemsize: u64) -> u64 {
         match self {
@@ -125,68 +127,68 @@ impl Operation {
     }
 }
 
-/// A rectangle of one stored chunk, and the memory it goes to.
+/// A rectangle of one stored chunk, and its destination in memory.
 #[derive(Clone, Debug)]
 pub struct ReadReq {
     /// The file, as an index in the slice given to [`read`].
     pub file: u32,
-    /// The tensor, as the [`Catalog`] knows it; for messages only.
+    /// The tensor's number in the [`Catalog`], only for messages.
     pub tensor: u32,
     /// Offset of the chunk in the file, in bytes.
     pub chunk_offset: u64,
-    /// Bytes of the chunk in the file.
+    /// Length of the chunk in the file, in bytes.
     pub chunk_length: u64,
-    /// Number, in the [`Catalog`], of the digest of the chunk's first block; the others follow.
-    /// `None`: it has none.
+    /// Number of the digest of the chunk's first block in the [`Catalog`]. Those of the other
+    /// blocks follow. `None` if the chunk has no digests.
     pub digests: Option<u64>,
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub itemsize: u64,
-    /// Elements of the rectangle in each dimension.
+    /// Sizes of the rectangle.
     pub shape: Dims,
-    /// Bytes from the chunk's first byte to the rectangle's first element.
+    /// Offset of the rectangle's first element in the chunk, in bytes.
     pub src_offset: u64,
-    /// Bytes from an element to the next of each dimension, in the chunk.
+    /// Strides in the chunk, in bytes.
     pub src_strides: Dims,
     /// Destination of the rectangle's first element.
     pub dst: Destination,
-    /// Bytes from an element to the next of each dimension, in the destination.
+    /// Strides in the destination, in bytes.
     pub dst_strides: Dims,
-    /// Changes to the elements once they are there.
+    /// Sign changes of the elements after they were read.
     pub signs: SignBits,
-    /// The operation on the way.
+    /// Operation on the way to the destination.
     pub operation: Operation,
-    /// The coded tensor, if the elements are not stored as they are. The offset of the chunk, and
-    /// strides in it, are estimates then.
+    /// The coded tensor, if the elements are stored as codes. Then the offset in the chunk, and the
+    /// strides there, are estimates.
     pub coded: Option<Arc<CodedReq>>,
 }
 
-/// Facts about the chunks that the engine reads. It asks only when it needs them.
+/// Facts about the chunks that the engine reads. It asks for them only if it needs them.
 pub trait Catalog: Sync {
-    /// The name of a tensor, for a message.
+    /// Returns the name of a tensor, for a message.
     fn tensor_name(&self, tensor: u32) -> String;
-    /// A digest of a block.
+    /// Returns the digest of a block.
     fn digest(&self, i: u64) -> u64;
-    /// Bytes of a tensor, all its chunks together; `None` where that is not known.
+    /// Returns the bytes of a tensor, of all its chunks together; `None` if that is unknown.
     fn tensor_bytes(&self, _tensor: u32) -> Option<u64> {
         None
     }
 }
 
-/// Counts of a call to [`read`], in bytes.
+/// Counts of a call to [`read`], mostly in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadStats {
     /// Delivered to destinations.
     pub bytes_wanted: u64,
-    /// Read from files, or loaded from mappings; what lay around the wanted bytes and was read with
-    /// them is included.
+    /// Read from files, or loaded from mappings. Includes bytes around the requested ones that were
+    /// read with them.
     pub bytes_read: u64,
-    /// The part of `bytes_read` that came past the page cache.
+    /// The part of `bytes_read` that was read with direct I/O.
     pub bytes_direct: u64,
     /// The part of `bytes_read` that came from mappings.
     pub bytes_mapped: u64,
     /// Bytes hashed and compared with digests.
     pub bytes_verified: u64,
-    /// Units of work the requests were made into.
+    /// Number of jobs into which the requests were divided.
     pub jobs: u64,
 }
 

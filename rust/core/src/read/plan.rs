@@ -1,9 +1,9 @@
-//! From requests to jobs: pure, so that tables and properties can test it.
+//! Planning: from requests to jobs. It is pure, so that tables and properties can test it.
 //!
-//! A *piece* is what one copy takes from the file: a run, or a strided rectangle small enough for
-//! one job. A *job* is a group of pieces that lie near each other in one file, done by one thread.
-//! A job's *segments* are the file ranges to fetch for it: the pieces' own, joined where the gap
-//! between them is cheaper to read than to skip.
+//! A *piece* is the part of the file that one copy reads: a run, or a strided rectangle that is
+//! small enough for one job. A *job* is a group of neighbouring pieces in one file, for one thread.
+//! Its *segments* are the file ranges to fetch: those of its pieces, joined if reading the gap is
+//! cheaper than skipping it.
 
 use super::policy::{Policy, ROWS_OVER_READ};
 use super::{Catalog, Operation, ReadReq};
@@ -15,27 +15,28 @@ use crate::{Error, Result, parallel};
 use smallvec::SmallVec;
 use std::ops::Range;
 
-/// A row further than this from the next is fetched alone if the rows between are not wanted. Below
-/// it, skipping cannot save whole pages.
+/// Rows that are farther apart are fetched alone, if the bytes between them are not requested.
+/// Below this distance, skipping cannot save whole pages.
 const MIN_ROW: u64 = 4096;
 
-/// Segments fetch at most 3/2 of what is wanted, alignment aside.
+/// Returns whether a joined segment fetches at most 3/2 of the requested bytes, apart from
+/// alignment.
 pub fn worth_joining(fetched: u64, wanted: u64) -> bool {
     fetched <= wanted + wanted / 2
 }
 
-/// The bytes that one copy takes from the file.
+/// The part of the file that one copy reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// The request it belongs to.
     pub req: u32,
-    /// Index in [`Plan::loops`], or [`RUN`] where the piece is a single run.
+    /// Index in [`Plan::loops`], or [`RUN`] if the piece is a single run.
     pub loops: u32,
     /// First byte in the file.
     pub src: u64,
-    /// First byte, counted from the request's destination, in bytes of stored elements.
+    /// Offset from the request's destination, in bytes of stored elements.
     pub dst: u64,
-    /// Bytes of a run.
+    /// Length of a run in bytes.
     pub run: u64,
 }
 
@@ -47,8 +48,8 @@ pub const RUN: u32 = u32::MAX;
 pub struct PieceLoops {
     /// Outermost first.
     pub loops: SmallVec<[Loop; 4]>,
-    /// Number of outer loops that are fetched step by step, because the bytes between the steps are
-    /// not worth reading.
+    /// Number of outer loops whose steps are fetched separately, because the bytes between the
+    /// steps are not worth reading.
     pub sparse: usize,
 }
 
@@ -59,18 +60,18 @@ pub struct Job {
     pub file: u32,
     /// Index in [`Plan::pieces`] of the first piece, and of the one after the last.
     pub pieces: (usize, usize),
-    /// Bytes delivered.
+    /// Requested bytes.
     pub wanted: u64,
-    /// Bytes that a buffer for its segments needs at most.
+    /// Bound on the buffer for its segments, in bytes.
     pub buffer: u64,
-    /// Separate reads it takes, about.
+    /// Approximate number of separate reads.
     pub seeks: u64,
 }
 
-/// All the work of a call, in the order of files and offsets.
+/// All jobs of a call, in the order of files and offsets.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// All pieces, those of a job together, sorted by file and offset.
+    /// All pieces, grouped by job, and sorted by file and offset.
     pub pieces: Vec<Piece>,
     /// The loops of strided pieces.
     pub loops: Vec<PieceLoops>,
@@ -78,10 +79,10 @@ pub struct Plan {
     pub jobs: Vec<Job>,
 }
 
-/// So many requests are planned by a thread at the least.
+/// Fewest requests for each planning thread.
 const MANY: usize = 16 << 10;
 
-/// Makes requests into jobs. `policies` has an entry for every file.
+/// Divides requests into jobs. `policies` has an entry for every file.
 pub fn plan(
     files: &[FileRef],
     reqs: &[ReadReq],
@@ -92,8 +93,8 @@ pub fn plan(
     plan_by(reqs.len() / MANY, files, reqs, policies, verify, catalog)
 }
 
-/// [`plan`], on up to so many threads: each has files of its own. However many there are, the plan
-/// is the same.
+/// Does what [`plan`] does, on up to `threads` threads. Each thread plans whole files, so the
+/// result does not depend on their number.
 pub fn plan_by(
     threads: usize,
     files: &[FileRef],
@@ -106,19 +107,19 @@ pub fn plan_by(
         return Err(Error::Plan("more than 2^32 requests in one read".into()));
     }
     let (order, ends) = by_file(files.len(), reqs);
-    // Asking for the number of cores takes longer than a small plan.
+    // Looking up the number of cores takes longer than a small plan.
     let workers = if threads < 2 { 1 } else { threads.min(parallel::available()) };
     let shares = shares(&ends, workers);
     let parts = parallel::map(shares.len(), workers, |i| {
         Plan::of(&order[shares[i].clone()], files, reqs, policies, verify, catalog)
     });
-    // Of several faults the first is told, whichever file it is in.
+    // Reports the first fault in the order of the requests, whichever thread found one.
     let first = || reqs.iter().find_map(|req| checked(files, req, catalog).err());
     Plan::joined(parts.map_err(|error| first().unwrap_or(error))?.into_iter())
 }
 
-/// The numbers of the requests, those of a file together, and where those of each file end; the
-/// last are of no file.
+/// Returns the numbers of the requests, grouped by file, and the end of each file's group. The last
+/// group has those of no file.
 fn by_file(files: usize, reqs: &[ReadReq]) -> (Vec<u32>, Vec<usize>) {
     let file = |req: &ReadReq| (req.file as usize).min(files);
     let mut at = vec![0_usize; files + 1];
@@ -138,7 +139,7 @@ fn by_file(files: usize, reqs: &[ReadReq]) -> (Vec<u32>, Vec<usize>) {
     (order, at)
 }
 
-/// Cuts what ends there into about as many parts, of about the same length.
+/// Divides groups with these ends into about `count` shares of about the same length.
 fn shares(ends: &[usize], count: usize) -> Vec<Range<usize>> {
     let all = ends.last().copied().unwrap_or(0);
     let mut shares = Vec::with_capacity(count);
@@ -152,7 +153,7 @@ fn shares(ends: &[usize], count: usize) -> Vec<Range<usize>> {
     shares
 }
 
-/// The copy of a request.
+/// Returns the copy of a request, or an error that names the tensor.
 fn checked(files: &[FileRef], req: &ReadReq, catalog: &dyn Catalog) -> Result<Strided> {
     check(files, req).map_err(|reason| {
         let reason = format!("it cannot be read: {reason}");
@@ -160,7 +161,7 @@ fn checked(files: &[FileRef], req: &ReadReq, catalog: &dyn Catalog) -> Result<St
     })
 }
 
-/// The copy of a request, if all of it lies within its chunk and its file.
+/// Returns the copy of a request, if it is inside its chunk and its file.
 fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, String> {
     let file =
         files.get(req.file as usize).ok_or_else(|| format!("there is no file {}", req.file))?;
@@ -178,27 +179,27 @@ fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, Strin
     Ok(copy)
 }
 
-/// Places at which runs are cut.
+/// Positions at which runs are split.
 #[derive(Clone, Copy)]
 struct Cuts {
-    /// The byte of the file that cuts are multiples from.
+    /// The byte of the file from which multiples count.
     origin: u64,
-    /// Blocks are fetched whole, so that their digests can be checked.
+    /// True if blocks are fetched whole, so that their digests can be checked.
     keep_blocks: bool,
 }
 
 impl Cuts {
     fn of(req: &ReadReq, verify: bool) -> Self {
         let keep_blocks = verify && req.digests.is_some();
-        // Multiples in the file, so that neighbours do not fetch the same pages twice. There an
-        // element may lie on both sides of a cut, which only a copy may do to it.
+        // Multiples in the file, so that neighbours do not fetch the same pages twice. They may
+        // split an element, which only a copy permits.
         let in_file = !keep_blocks && req.operation == Operation::Copy;
         Self { origin: if in_file { 0 } else { req.chunk_offset }, keep_blocks }
     }
 }
 
-/// The strides of the destination, in bytes of stored elements. A plan counts both sides in these,
-/// whatever size the elements have in the destination: [`Piece::dst`] as well.
+/// Returns the strides of the destination, in bytes of stored elements. A plan uses this unit for
+/// both sides, and for [`Piece::dst`], whatever the size of elements in the destination.
 pub(super) fn stored_strides(req: &ReadReq) -> Option<Dims> {
     let size = req.operation.element_size(req.itemsize);
     if size == req.itemsize {
@@ -212,7 +213,7 @@ pub(super) fn stored_strides(req: &ReadReq) -> Option<Dims> {
 }
 
 impl Plan {
-    /// Of the requests of these numbers.
+    /// Plans the requests with these numbers.
     fn of(
         numbers: &[u32],
         files: &[FileRef],
@@ -246,7 +247,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// One plan of several, of files one after another.
+    /// Joins plans of consecutive files to one plan.
     fn joined(mut parts: impl Iterator<Item = Self>) -> Result<Self> {
         let mut all = parts.next().unwrap_or_default();
         for part in parts {
@@ -268,7 +269,7 @@ impl Plan {
         Ok(all)
     }
 
-    /// Cuts a copy that begins at `base` into pieces whose fetch is near the policy's target.
+    /// Splits a copy that begins at `base` into pieces whose fetch is near the policy's target.
     fn split(&mut self, base: Piece, mut copy: Strided, policy: Policy, cuts: Cuts) -> Result<()> {
         if copy.is_contiguous() {
             self.split_run(Piece { run: copy.run, ..base }, policy, cuts);
@@ -278,8 +279,8 @@ impl Plan {
         if cost(&copy.loops, copy.run, sparse, policy) <= policy.target {
             return self.push(base, copy, sparse);
         }
-        // Take as many steps of the outermost loop as fit a job; if not even one does, cut each
-        // step further.
+        // Takes as many steps of the outermost loop as fit in a job. If not even one fits, splits
+        // each step further.
         let outer = copy.loops.remove(0);
         let one = cost(&copy.loops, copy.run, sparse.saturating_sub(1), policy);
         let room = policy.target.saturating_sub(one);
@@ -309,7 +310,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Cuts a run at multiples of the target, or of the block.
+    /// Splits a run at multiples of the target, or of the block.
     fn split_run(&mut self, run: Piece, policy: Policy, cuts: Cuts) {
         let unit = if cuts.keep_blocks { BLOCK_SIZE } else { policy.target };
         let (mut at, end) = (run.src, run.src + run.run);
@@ -321,18 +322,18 @@ impl Plan {
         }
     }
 
-    /// The loops of a piece: those that are fetched step by step, and those of which all is
-    /// fetched.
+    /// Returns the loops of a piece: those whose steps are fetched separately, and those that are
+    /// fetched whole.
     pub fn loops_of(&self, piece: &Piece) -> (&[Loop], &[Loop]) {
         let made = self.loops.get(piece.loops as usize);
         made.map_or((&[], &[]), |made| made.loops.split_at(made.sparse))
     }
 
-    /// Puts neighbouring pieces together into jobs of about the target.
+    /// Groups neighbouring pieces into jobs of about the target size.
     fn group(&mut self, reqs: &[ReadReq], policies: &[Policy], verify: bool) {
         let mut jobs: Vec<Job> = Vec::new();
-        // Of the last job: what it costs to fetch, against the target, and the range that it
-        // fetches all of.
+        // For the last job: its fetch cost, compared with the target, and the range that it fetches
+        // whole.
         let (mut fetched, mut covered) = (0_u64, None::<(u64, u64)>);
         for (i, piece) in self.pieces.iter().enumerate() {
             let req = &reqs[piece.req as usize];
@@ -346,8 +347,9 @@ impl Plan {
                 .filter(|job| job.file == req.file && i - job.pieces.0 < policy.max_pieces);
             let near =
                 covered.filter(|c| open.is_some() && start <= c.1.saturating_add(policy.max_gap));
-            // Alone in a job, and what it adds to the last one: bytes to fetch, room in a buffer.
-            // Segments that are joined fetch half as much again as is wanted.
+            // The cost of the piece alone in a job, and its addition to the last job: bytes to
+            // fetch, and room in a buffer. Joined segments fetch up to half as much again as is
+            // requested.
             let ends = 2 * policy.align;
             let alone = || {
                 let step = extent(dense, piece.run) + ends;
@@ -390,8 +392,8 @@ impl Plan {
         self.jobs = jobs;
     }
 
-    /// Says of the jobs whose gaps are read through, however much that is, what a buffer needs for
-    /// them: what their segments are made to.
+    /// Sets the buffer size of jobs that read through their gaps without a bound, from their actual
+    /// segments.
     fn measure(&mut self, reqs: &[ReadReq], policies: &[Policy], verify: bool) {
         let (mut extents, mut segments) = (Vec::new(), Vec::new());
         for i in 0..self.jobs.len() {
@@ -425,12 +427,12 @@ pub fn fetch_range(req: &ReadReq, src: u64, len: u64, verify: bool) -> (u64, u64
     (req.chunk_offset + first * BLOCK_SIZE, req.chunk_offset + end.min(req.chunk_length))
 }
 
-/// Counts the outer loops that are better fetched step by step.
+/// Counts the outer loops whose steps are better fetched separately.
 fn sparse_loops(copy: &Strided, policy: Policy) -> usize {
     if !policy.skip_gaps {
         return 0;
     }
-    // `alone`: what is read if each run is read by itself.
+    // `alone`: bytes to read if each run is read separately.
     let (mut dense, mut wanted, mut alone) =
         (copy.run, copy.run, copy.run.next_multiple_of(policy.align));
     for (i, l) in copy.loops.iter().enumerate().rev() {
@@ -449,7 +451,7 @@ fn sparse_loops(copy: &Strided, policy: Policy) -> usize {
     0
 }
 
-/// Bytes to fetch for a piece.
+/// Returns the bytes to fetch for a piece.
 fn cost(loops: &[Loop], run: u64, sparse: usize, policy: Policy) -> u64 {
     let (outer, dense) = loops.split_at(sparse);
     let one = extent(dense, run);

@@ -144,12 +144,12 @@ fn over_read_of_shards_is_bounded() {
     let length = rows * row;
     for align in [512, 4096] {
         let policy = Policy { align, ..DISK };
-        // row shards: nothing but the alignment
+        // Row shards: nothing but the alignment.
         let shard =
             rect(4096 + 512, length, 3 * length / 8, &[(rows / 8, row, row), (row / 2, 2, 2)], 2);
         let (_, segments) = made(&[shard], policy, false);
         assert!(fetched(&segments, align) * 100 <= (length / 8) * 105);
-        // column shards of a 4th and a half
+        // Column shards of a quarter and a half.
         for (parts, column) in [(4, 0), (4, 1), (4, 3), (2, 1)] {
             let width = row / parts;
             let shard =
@@ -174,7 +174,7 @@ fn verified_reads_fetch_whole_blocks() {
     req.shape = smallvec![6];
     let (_, segments) = made(&[req.clone()], MAPPED, true);
     assert_eq!(segments, [vec![(4096 + 2 * MIB, 4096 + 3 * MIB + 5)]]);
-    // Without digests there is nothing to fetch for.
+    // Without digests there is no reason to fetch a whole block.
     req.digests = None;
     let (_, segments) = made(&[req], MAPPED, true);
     assert_eq!(segments, [vec![(4096 + 3 * MIB - 1, 4096 + 3 * MIB + 5)]]);
@@ -196,7 +196,7 @@ fn refuses_what_lies_outside() {
     let mut odd = run(0, 10);
     odd.src_strides = Dims::new();
     refused(odd);
-    // Nothing is asked for, so nothing can lie outside.
+    // Nothing is requested, so nothing can be out of bounds.
     assert!(
         plan(&files, &[rect(0, 0, 0, &[(0, 1, 1)], 1)], &[DISK], false, &NoNames)
             .unwrap()
@@ -216,7 +216,7 @@ fn of_several_bad_requests_the_first_is_named() {
     }
 }
 
-/// Every (file byte, destination byte) pair of the requests, by plain loops.
+/// Returns every (file byte, destination byte) pair of the requests, by plain loops.
 fn pairs(reqs: &[ReadReq]) -> Vec<(usize, u64, u64)> {
     fn walk(req: &ReadReq, d: usize, src: u64, dst: u64, each: &mut impl FnMut(u64, u64)) {
         if d == req.shape.len() {
@@ -268,8 +268,8 @@ fn requests() -> impl Strategy<Value = Vec<ReadReq>> {
     prop::collection::vec(one, 0..12)
 }
 
-/// From a store, what lies between columns is fetched with them: a request for each row would take
-/// longer. Further away than a request costs, it is not.
+/// From a store, gaps between columns are fetched too, since a request for each row would take
+/// longer. Gaps that cost more than a request are skipped.
 #[test]
 fn a_store_reads_through_what_a_request_would_cost() {
     let policy = super::policy::Access::Remote.policy(u64::from(u32::MAX));
@@ -301,8 +301,8 @@ fn a_store_reads_through_what_a_request_would_cost() {
     }
 }
 
-/// A column of a wide matrix is read with what lies between its rows, but for rows that lie far
-/// apart.
+/// A column of a wide matrix is read together with the gaps between its rows, unless the rows are
+/// far apart.
 #[test]
 fn thin_rows_are_read_through() {
     let policy = Policy { row_gap: MAX_GAP, ..DISK };
@@ -310,25 +310,25 @@ fn thin_rows_are_read_through() {
         |rows: u64, pitch: u64| rect(0, rows * pitch, 0, &[(rows, pitch, 4096), (4096, 1, 1)], 1);
     let (_, segments) = made(&[columns(1000, 16 << 10)], policy, false);
     assert!(segments.iter().all(|segments| segments.len() == 1));
-    // All but what follows the last row of each job.
+    // Everything but the gap after the last row of each job.
     let jobs = segments.len() as u64;
     assert_eq!(fetched(&segments, 4096), 1000 * (16 << 10) - jobs * (12 << 10));
 
-    // Five times what is wanted; and a gap of more than 64 KiB.
+    // Five times the requested bytes; and a gap of more than 64 KiB.
     for (pitch, width) in [(20 << 10, 4096), (128 << 10, 60 << 10)] {
         let rows = rect(0, 100 * pitch, 0, &[(100, pitch, width), (width, 1, 1)], 1);
         let (_, segments) = made(&[rows], policy, false);
         assert_eq!(fetched(&segments, 4096), 100 * width, "rows of {width} bytes every {pitch}");
     }
-    // Two planes of columns, far apart: never what lies between the planes.
+    // Two planes of columns, far apart: the gap between the planes is never read.
     let planes =
         rect(0, 8 * MIB, 0, &[(2, 4 * MIB, 64 << 10), (16, 16 << 10, 4096), (4096, 1, 1)], 1);
     let (_, segments) = made(&[planes], policy, false);
     assert_eq!(fetched(&segments, 4096), 2 * (15 * (16 << 10) + 4096));
 }
 
-/// Rows of two shards, each fetched row by row, lie so near each other that all between them is
-/// fetched: a buffer has to hold that.
+/// Rows of two shards, each fetched row by row, are so close that everything between them is
+/// fetched. A buffer has to hold that.
 #[test]
 fn a_buffer_holds_what_lies_between_the_rows_of_two_shards() {
     let policy = super::policy::Access::Remote.policy(u64::from(u32::MAX));
@@ -342,7 +342,7 @@ fn a_buffer_holds_what_lies_between_the_rows_of_two_shards() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
-    /// What the jobs copy is what was asked for, each byte once, from within fetched segments.
+    /// The jobs copy exactly the requested bytes, each once, from fetched segments.
     #[test]
     fn jobs_cover_requests(
         reqs in requests(),
@@ -393,7 +393,7 @@ proptest! {
 
 #[test]
 fn elements_that_are_added_are_not_cut_apart() {
-    // A chunk at an odd byte of the file: multiples of the target in the file lie within elements.
+    // A chunk at an odd byte of the file: multiples of the target in the file split elements.
     let sink = Accumulate::new(Dtype::from_name("bfloat16").unwrap(), 0.5, false).unwrap();
     let reqs = [ReadReq {
         operation: Operation::Accumulate(sink),

@@ -1,79 +1,79 @@
-//! Policies of fetching the bytes of a file: from a mapping, through the page cache or past it
-//! (`O_DIRECT`), in jobs of which size, how many at a time.
+//! Policies for reading the bytes of a file: from a mapping, through the page cache or with direct
+//! I/O (`O_DIRECT`), with the size and the number of concurrent jobs.
 
 /// Reads in flight that keep a disk busy, whatever the number of cores.
 const DISK_DEPTH: usize = 16;
-/// The same for reads so small that their number is what limits the disk.
+/// Reads in flight, if reads are so small that their number limits the disk.
 pub const SMALL_READ_DEPTH: usize = 64;
 /// Largest read that counts as small.
 pub const SMALL_READ: u64 = 32 << 10;
-/// Bytes of a job that is copied from a mapping: large against the cost of a job, small against the
-/// work of a thread.
+/// Bytes of a job that copies from a mapping: large compared with the cost of a job, small compared
+/// with the work of a thread.
 const MAPPED_JOB: u64 = 2 << 20;
-/// Bytes of a job read past the page cache.
+/// Bytes of a job that reads with direct I/O.
 const DISK_JOB: u64 = 1 << 20;
-/// Bytes of a job read from the page cache: buffer and all must stay in the second-level cache.
+/// Bytes of a job that reads from the page cache. Its buffer must stay in the second-level cache.
 const CACHED_JOB: u64 = 512 << 10;
-/// Jobs are made smaller than the above to give every thread some, but never below this.
+/// Lower limit on the bytes of a job. Jobs get smaller than the sizes above to give every thread
+/// some.
 pub const MIN_JOB: u64 = 256 << 10;
 
 /// Requests to a store in flight.
 pub const REMOTE_DEPTH: usize = 64;
-/// Bytes of a job fetched from a store: large against what a request costs.
+/// Bytes of a job that fetches from a store: large compared with the cost of a request.
 const REMOTE_JOB: u64 = 8 << 20;
-/// The least of one, where there is little to fetch.
+/// Lower limit on the bytes of such a job, if there is little to fetch.
 const REMOTE_MIN_JOB: u64 = 1 << 20;
-/// A request to a store takes about as long as this many bytes of one connection (20 ms at 50
-/// MB/s).
+/// A request to a store takes about as long as this many more bytes (20 ms at 50 MB/s of one
+/// connection).
 const REQUEST_COST: u64 = 1 << 20;
-/// Gaps up to this are read rather than skipped wherever the over-read stays within bounds.
+/// Gaps up to this are read instead of skipped, if the over-read stays within bounds.
 pub const MAX_GAP: u64 = 64 << 10;
-/// A separate read costs the disk about as much as this many bytes more.
+/// A separate read from a disk takes about as long as this many more bytes.
 pub const SEEK_COST: u64 = 32 << 10;
 
-/// Factor by which bytes may be over-read to read thin rows in one: a disk delivers these sooner
-/// than it answers a request for each row.
+/// Limit on the over-read factor for thin rows. A disk delivers the additional bytes sooner than it
+/// answers a request for each row.
 pub const ROWS_OVER_READ: u64 = 4;
 
-/// Tiny pieces that are worth a thread of their own where they are in memory.
+/// Tiny pieces in memory that are worth a thread of their own.
 const MAX_PIECES: usize = 2048;
-/// Tiny pieces that are worth a request of their own.
+/// Tiny pieces on a store that are worth a request of their own.
 const REMOTE_PIECES: usize = 1 << 16;
 
-/// Numbers by which the bytes of a file are fetched.
+/// Parameters for reading a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
-    /// Bytes a job should fetch.
+    /// Target for the bytes that a job fetches.
     pub target: u64,
-    /// Ends of a segment are multiples of this, a power of two.
+    /// Segments end at multiples of this, a power of two.
     pub align: u64,
-    /// A skipped gap saves reading it. Not so from memory, where only its pages are set up.
+    /// True if skipping a gap saves a read. In a mapping it saves only the setup of pages.
     pub skip_gaps: bool,
-    /// Gaps up to this are read rather than skipped, within the bounds of
-    /// [`over_reads`](Self::over_reads).
+    /// Gaps up to this are read instead of skipped, unless the over-read is too large.
     pub max_gap: u64,
-    /// That is so however much more is read than requested.
+    /// True if there is no bound on the over-read.
     pub over_reads: bool,
-    /// Gaps up to this between thin rows of a rectangle are read, where that reads at most
+    /// Gaps up to this between thin rows of a rectangle are read, unless that reads more than
     /// [`ROWS_OVER_READ`] times the bytes.
     pub row_gap: u64,
-    /// A separate read costs about as much as this many bytes more.
+    /// A separate read takes about as long as this many more bytes.
     pub seek_cost: u64,
-    /// Pieces of a job at most: keeps jobs of tiny pieces small enough to share between threads.
+    /// Limit on the pieces of a job, so that threads can share tiny pieces.
     pub max_pieces: usize,
 }
 
-/// Ways in which one file is read in a call.
+/// How one file is read in a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     Mapped,
-    /// From the page cache, by as many threads as copy.
+    /// From the page cache, with no more threads than copy.
     Cached,
     /// From storage through the page cache.
     Buffered,
-    /// From storage into the page cache, for others too, and copied from a mapping.
+    /// From storage into the page cache, also for other processes, and copied from a mapping.
     Shared,
-    /// From storage past the page cache.
+    /// From storage with direct I/O.
     Direct {
         align: u64,
     },
@@ -82,12 +82,12 @@ pub enum Access {
 }
 
 impl Access {
-    /// True if more threads than cores are useful.
+    /// Returns whether more threads than cores are useful.
     pub fn waits(self) -> bool {
         matches!(self, Self::Shared | Self::Buffered | Self::Direct { .. } | Self::Remote)
     }
 
-    /// True if bytes are copied from a mapping.
+    /// Returns whether bytes are copied from a mapping.
     pub fn maps(self) -> bool {
         matches!(self, Self::Mapped | Self::Shared)
     }

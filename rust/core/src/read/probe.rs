@@ -1,4 +1,5 @@
-//! A look at every file before anything is read: is it there and whole, and how is it best read?
+//! The check of every file before anything is read: does it exist, is it complete, and how is it
+//! best read?
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,17 +12,16 @@ use crate::store::{
 };
 use crate::{Error, Result, parallel};
 
-/// Of a file that is taken as resident, at most one part in this many is not.
+/// A file counts as resident if at most one part in this many is missing.
 const MISSING_PART: u64 = 32;
-/// Below this, setting up a mapping costs more than it saves.
+/// Below this many bytes, setting up a mapping costs more than it saves.
 const SMALL: u64 = 32 << 10;
-/// Files opened to be checked are kept open for the workers, if there are no more than this many.
+/// Files that were opened for the check stay open for the workers, if there are at most this many.
 const KEEP_OPEN: usize = 64;
-/// Where opening them waits, so many are kept whatever their number: mapped, of the 65,530 mappings
-/// that a process may have by default,
+/// Mappings that are kept if opening a file waits. A process may have 65,530 by default.
 const KEEP_MAPPED: usize = 16 << 10;
-/// or open, where workers read through the page cache, one part in this many of what the process
-/// may open.
+/// If opening a file waits and workers read through the page cache, one part in this many of the
+/// process's limit on open files is kept open.
 const PART_OPEN: usize = 4;
 
 /// The part of a file that requests need.
@@ -29,15 +29,15 @@ const PART_OPEN: usize = 4;
 pub struct FileDemand {
     /// Bytes to deliver.
     pub bytes: u64,
-    /// With what lies between the rows that are wanted.
+    /// `bytes`, and the gaps between the requested rows.
     pub reach: u64,
     start: u64,
     end: u64,
-    /// The part of `bytes` that other processes want too, or what lies between.
+    /// The part of `bytes` that other processes read too, or from whose gaps they read.
     common: u64,
 }
 
-/// Returns the part of each file that requests need: how much, and from where to where.
+/// Returns the part of each file that the requests need: its bytes, and its range.
 pub fn spans(
     files: &[FileRef],
     reqs: &[ReadReq],
@@ -54,7 +54,8 @@ pub fn spans(
                 files.len()
             )));
         };
-        // Saturating: what is out of bounds is refused by the planner, this only weighs.
+        // Saturating arithmetic is enough here: the planner refuses requests that are out of
+        // bounds.
         let bytes = bytes_of(req);
         let (start, end) = span(req);
         if bytes > 0 {
@@ -78,7 +79,7 @@ pub fn spans(
     Ok(all)
 }
 
-/// The first byte of a file that is wanted, and the one after the last.
+/// Returns the first requested byte of a file, and the one after the last.
 pub fn span(req: &ReadReq) -> (u64, u64) {
     let start = req.chunk_offset.saturating_add(req.src_offset);
     let steps = req.shape.iter().zip(&req.src_strides);
@@ -92,7 +93,8 @@ pub fn bytes_of(req: &ReadReq) -> u64 {
     req.shape.iter().fold(req.itemsize, |n, &s| n.saturating_mul(s))
 }
 
-/// Bytes wanted of each tensor. Who wants all of one has a replica of it, as others may.
+/// Returns the requested bytes of each tensor. A tensor that is read whole may be a replica, which
+/// other processes read too.
 fn bytes_of_tensors(reqs: &[ReadReq]) -> HashMap<u32, u64> {
     let mut all = HashMap::new();
     for req in reqs {
@@ -102,7 +104,8 @@ fn bytes_of_tensors(reqs: &[ReadReq]) -> HashMap<u32, u64> {
     all
 }
 
-/// Returns true for short rows with gaps between them, such as some columns of a matrix.
+/// Returns whether a request has short rows with gaps between them, such as some columns of a
+/// matrix.
 fn is_thin(req: &ReadReq, bytes: u64) -> bool {
     let mut row = req.itemsize;
     for (&size, &stride) in req.shape.iter().zip(&req.src_strides).rev() {
@@ -115,33 +118,33 @@ fn is_thin(req: &ReadReq, bytes: u64) -> bool {
     row < SMALL_READ.min(bytes)
 }
 
-/// The connection to the store that files are on, if they are on one; `threads` receive, 0 for as
-/// many as there are cores.
+/// Connects to the store of the files, if they are on one. It receives on `threads` threads; 0
+/// means as many as there are cores.
 ///
 /// # Errors
-/// [`Error::Io`] where the system has no thread to give; [`Error::Unsupported`] for what the
-/// store's options do not fit together to.
+/// [`Error::Io`] if the system has no thread to spare; [`Error::Unsupported`] if the store's
+/// options contradict each other.
 pub fn connect(files: &[FileRef], threads: usize) -> Result<Option<Arc<dyn Connection>>> {
     let remote = files.iter().find_map(|file| file.remote.as_ref());
     remote.map(|remote| remote.connect(threads)).transpose()
 }
 
-/// Handles that a look at a file leaves to the workers.
+/// Handle that the check of a file leaves to the workers.
 #[derive(Debug, Default)]
 pub enum CachedHandle {
-    /// They open it again.
+    /// None: workers open the file again.
     #[default]
     Nothing,
     Open(File),
     Mapped(Arc<Mapping>),
 }
 
-/// The mapping of a file, which workers share while any of them has it.
+/// The mapping of a file. Workers share it as long as any of them uses it.
 #[derive(Debug, Default)]
 pub struct SharedMapping(Mutex<Weak<Mapping>>);
 
 impl SharedMapping {
-    /// The one that there is, or a new one.
+    /// Returns the existing mapping, or a new one.
     pub fn get(&self, map: impl FnOnce() -> Result<Mapping>) -> Result<Arc<Mapping>> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(mapping) = known.upgrade() {
@@ -153,24 +156,23 @@ impl SharedMapping {
     }
 }
 
-/// The files of a call, as they were found.
+/// The state of a call's files.
 pub struct Found {
-    /// The way in which each file is read.
+    /// How each file is read.
     pub access: Vec<Access>,
-    /// Handles that the look at each file left.
+    /// Handle that the check of each file left.
     pub kept: Vec<CachedHandle>,
-    /// For each file.
+    /// Mapping of each file.
     pub mappings: Vec<SharedMapping>,
-    /// A file took its time to open, on a network file system for example.
+    /// True if opening a file takes long, on a network file system for example.
     pub opening_waits: bool,
 }
 
-/// Opens and checks every file that is needed before a byte of any is read, and decides how to read
-/// each.
+/// Opens and checks every file that is needed, before any byte is read. Decides how to read each.
 pub fn probe(files: &[FileRef], wanted: &[FileDemand], options: &ReadOptions) -> Result<Found> {
     let mut all = Found {
-        // The first part of a file on a store says that it is there, and how long it is. Files
-        // without requests get no jobs.
+        // The first fetch from a store shows whether the file exists, and its length. Files without
+        // requests get no jobs.
         access: files
             .iter()
             .map(|file| file.remote.as_ref().map_or(Access::Buffered, |_| Access::Remote))
@@ -183,8 +185,8 @@ pub fn probe(files: &[FileRef], wanted: &[FileDemand], options: &ReadOptions) ->
     let local: Vec<usize> = (0..files.len()).filter(local).collect();
     let few = local.len() <= KEEP_OPEN;
     let may_open = OnceLock::new();
-    // Threads may be at as many files, each mapped once. Half of what is left is for buffers and
-    // all else.
+    // Each thread may work on another file, and each file is mapped once. Half of the free address
+    // space is left for buffers and everything else.
     let most_mapped = spare_address_space().map_or(u64::MAX, |spare| {
         let threads = parallel::affordable(options.threads.max(parallel::available()));
         spare / (2 * threads as u64)
@@ -278,7 +280,8 @@ mod tests {
         }
     }
 
-    /// `rows` rows of `width` bytes, of a chunk whose rows are `pitch` bytes.
+    /// Returns a request for `rows` rows of `width` bytes, of a chunk whose rows have `pitch`
+    /// bytes.
     fn rows(rows: u64, width: u64, pitch: u64) -> ReadReq {
         ReadReq {
             file: 0,
@@ -311,7 +314,7 @@ mod tests {
         spans(&[file], reqs, &options, &Sizes).unwrap()[0].common
     }
 
-    /// 32 threads mapped a file 351 times for 320 jobs.
+    /// Once, 32 threads mapped a file 351 times for 320 jobs.
     #[test]
     fn a_file_is_mapped_once_for_all_workers() {
         let file = tempfile::tempfile().unwrap();
@@ -346,7 +349,7 @@ mod tests {
         assert_eq!(guess(&[rows(1, 64, 4096)]), 0, "one row");
         let all = [whole, half, columns];
         assert_eq!(common(&all, Sharing::Nothing), 0, "alone on the machine");
-        // Whatever the shapes, where it is known.
+        // If sharing is known, the shapes do not matter.
         assert_eq!(common(&all, Sharing::Known([false].into())), 0);
         assert_eq!(common(&all, Sharing::Known([true].into())), 7 << 18);
     }

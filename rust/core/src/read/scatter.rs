@@ -1,4 +1,4 @@
-//! Parts of a job that go from a store straight to their destinations. Pure, as the plan is.
+//! Parts of a job that go from a store directly to their destinations. Pure, like the plan.
 
 use super::batch::Batch;
 use super::plan::{Job, Piece, RUN};
@@ -7,11 +7,11 @@ use super::{Operation, ReadReq};
 use crate::format::BLOCK_SIZE;
 use crate::store::{Destination, FetchRange, Run};
 
-/// Runs shorter than this are better gathered in a buffer first.
+/// Shorter runs are better gathered in a buffer first.
 const MIN_RUN: u64 = 512;
 
-/// Returns true if all of a job goes straight to its destinations: its runs are long enough, and
-/// blocks to compare with digests are read whole, so that they can be hashed as they come.
+/// Returns whether all of a job goes directly to its destinations. Its runs must be long enough.
+/// Blocks that are verified must be read whole, so that they can be hashed as they arrive.
 pub fn goes_straight(batch: &Batch, job: &Job) -> bool {
     if batch.visitor.is_some() {
         return false;
@@ -35,7 +35,8 @@ fn is_of_whole_blocks(req: &ReadReq, piece: &Piece) -> bool {
     from.is_multiple_of(BLOCK_SIZE) && (to.is_multiple_of(BLOCK_SIZE) || to == req.chunk_length)
 }
 
-/// The parts to fetch for the extents of a job that [`goes_straight`], one for a segment.
+/// Returns the parts to fetch for the extents of a job that [`goes_straight`], one for each
+/// segment.
 pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<FetchRange> {
     let mut parts: Vec<FetchRange> = segments
         .iter()
@@ -45,7 +46,7 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Fet
         let piece = &batch.plan.pieces[extent.piece];
         let req = &batch.reqs[piece.req as usize];
         let base = req.dst.0;
-        // Such a piece is one whole block.
+        // A verified piece is one whole block.
         let expected = req.digests.filter(|_| batch.verify).map(|first| {
             let block = (piece.src - req.chunk_offset) / BLOCK_SIZE;
             batch.catalog.digest(first + block)
@@ -56,7 +57,7 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Fet
             runs.push(Run {
                 at: src,
                 len: piece.run,
-                // Offsets in memory fit in it.
+                // An offset in memory fits in a `usize`.
                 to: Destination(base.wrapping_add(usize::try_from(dst).unwrap_or(usize::MAX))),
                 expected,
             });
@@ -70,7 +71,7 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Fet
     parts
 }
 
-/// The parts to fetch all segments to their places in a buffer.
+/// Returns the parts to fetch all segments to their offsets in a buffer.
 pub fn whole(segments: &[Segment], buffer: *mut u8) -> Vec<FetchRange> {
     let part = |segment: &Segment| {
         let (at, len) = (segment.start, segment.end - segment.start);

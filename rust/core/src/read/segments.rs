@@ -1,49 +1,50 @@
-//! The ranges of a file that a job fetches for its pieces, joined where that is cheaper.
-//! Pure, as the plan is.
+//! The file ranges that a job fetches for its pieces, joined if that is cheaper. Pure, like the
+//! plan.
 
 use super::ReadReq;
 use super::plan::{Job, Piece, Plan, extent, fetch_range, worth_joining};
 use super::policy::Policy;
 use crate::copy::Loop;
 
-/// A range of the file that a job needs, and the run or dense rectangle that comes from it.
+/// A range of the file that a job needs, for one run or dense rectangle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Index in [`Plan::pieces`].
     pub piece: usize,
     /// First byte in the file.
     pub src: u64,
-    /// Bytes, gaps of a dense rectangle included.
+    /// Length in bytes, with the gaps of a dense rectangle.
     pub len: u64,
-    /// First byte, counted from the request's destination, in bytes of stored elements.
+    /// Offset from the request's destination, in bytes of stored elements.
     pub dst: u64,
-    /// The fetched bytes: the extent, or with `verify` the blocks that it touches.
+    /// The range to fetch: the extent, or with `verify` the blocks that overlap it.
     pub fetch: (u64, u64),
-    /// Index in the job's segments of the one that holds `fetch`.
+    /// Index of the job's segment that contains `fetch`.
     pub segment: usize,
 }
 
-/// A range of the file to fetch, aligned.
+/// An aligned range of the file to fetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// First byte.
     pub start: u64,
-    /// The byte after the last that is needed (not aligned: it may be the end of the file).
+    /// The byte after the last that is needed. It need not be aligned, since it may be the end of
+    /// the file.
     pub end: u64,
-    /// Its offset in a buffer that holds all segments of the job, aligned too.
+    /// Its aligned offset in a buffer that holds all segments of the job.
     pub at: u64,
 }
 
 impl Segment {
-    /// End of its last aligned unit in the buffer.
+    /// Returns the end of its last aligned unit in the buffer.
     pub fn buffer_end(&self, align: u64) -> u64 {
         self.at + (self.end - self.start).next_multiple_of(align)
     }
 }
 
 impl Plan {
-    /// The extents of a job in the order of the file, and the segments to fetch for them. Both
-    /// vectors are emptied first.
+    /// Computes the extents of a job in the order of the file, and the segments to fetch for them.
+    /// Clears both vectors first.
     pub fn extents(
         &self,
         job: &Job,

@@ -1,5 +1,5 @@
-//! Reads batch after batch on one thread, for callers with threads of their own.
-#![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
+//! Reads of batch after batch on one thread, for callers with their own threads.
+#![allow(unsafe_code)] // `read` is unsafe to call: it writes to given addresses
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,8 +15,7 @@ use crate::copy::Stores;
 use crate::store::Connection;
 use crate::{Control, Result};
 
-/// The way in which each file of a series of batches is read. Each is looked at once, before the
-/// first.
+/// How each file of a series of batches is read. Each file is checked once, before the first batch.
 pub struct FileProbe {
     access: Vec<Access>,
     kept: Vec<CachedHandle>,
@@ -25,8 +24,8 @@ pub struct FileProbe {
 }
 
 impl FileProbe {
-    /// Opens and checks every file that the requests need, all batches together, and decides how to
-    /// read it.
+    /// Opens and checks every file that the requests of all batches need, and decides how to read
+    /// it.
     ///
     /// # Errors
     /// Those of [`read`](super::read) for files.
@@ -50,36 +49,36 @@ impl FileProbe {
         Ok(Self { access, kept, mappings, policies })
     }
 
-    /// Returns the number of threads that keep busy the slower one of cores and disk.
+    /// Returns the number of threads that keep cores and disk busy.
     #[must_use]
     pub fn workers(&self, threads: usize) -> usize {
         let waiting = self.access.iter().filter(|access| access.waits());
         waiting.map(|access| access.depth()).fold(threads.max(1), usize::max)
     }
 
-    /// True if a file is in memory, and read from a mapping.
+    /// Returns whether a file is in memory, and read from a mapping.
     pub(crate) fn maps(&self, file: u32) -> bool {
         self.access[file as usize] == Access::Mapped
     }
 
-    /// True if reads of any file wait for storage.
+    /// Returns whether reads of any file wait for storage.
     pub(super) fn waits(&self) -> bool {
         self.access.iter().any(|access| access.waits())
     }
 }
 
-/// The state of one thread that reads: it keeps its file open, or mapped, from batch to batch, and
-/// the connection that others share.
+/// The state of one reading thread: an open or mapped file, which it keeps from batch to batch, and
+/// a connection, which threads share.
 pub struct Sequential {
     worker: Worker,
     connection: Option<Arc<dyn Connection>>,
-    /// For what is decoded.
+    /// Memory for coded windows.
     pub(super) memory: Vec<u8>,
 }
 
 impl Sequential {
-    /// For files that are reached through this connection, if they are on a store
-    /// ([`connect`](super::connect)).
+    /// Makes a reader. `connection` is needed for files on a store: see
+    /// [`connect`](super::connect).
     #[must_use]
     pub fn new(connection: Option<Arc<dyn Connection>>) -> Self {
         Self { worker: Worker::default(), connection, memory: Vec::new() }
@@ -104,7 +103,7 @@ impl Sequential {
         control.check()?;
         let (plain, coded) = coded::apart(reqs);
         for req in coded {
-            // SAFETY: the caller's promise, passed on.
+            // SAFETY: the caller guarantees it.
             unsafe { coded::fill(self, files, req, probe, verify, control)? };
         }
         let (verify, reqs) = verify::chosen(&plain, verify, &probe.access);
@@ -129,12 +128,12 @@ impl Sequential {
             self.worker.job(&batch, job)?;
             control.add(job.wanted);
         }
-        // SAFETY: the caller's promise: all elements were written just now.
+        // SAFETY: the caller guarantees it, and all elements were just written.
         unsafe { change_signs(&reqs) };
         Ok(())
     }
 
-    /// Returns the bytes of a file that is mapped ([`FileProbe::maps`]), which has so many.
+    /// Returns a range of a mapped file ([`FileProbe::maps`]). The range must be inside the file.
     ///
     /// # Errors
     /// Those of [`read`](super::read) for files.
@@ -165,12 +164,12 @@ impl Sequential {
         self.worker.mapped(&batch, file, range)
     }
 
-    /// Counts `bytes` as delivered since there were `before`, whatever they were read as.
+    /// Replaces the count of delivered bytes since `before` by `bytes`.
     pub(super) fn count_as(&mut self, before: u64, bytes: u64) {
         self.worker.stats.bytes_wanted = before + bytes;
     }
 
-    /// Counts of this thread so far.
+    /// Returns the counts of this thread so far.
     #[must_use]
     pub fn stats(&self) -> ReadStats {
         self.worker.stats

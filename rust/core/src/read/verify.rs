@@ -1,4 +1,4 @@
-//! Which blocks are compared with their digests, and the comparison.
+//! Selection of the blocks that are compared with their digests, and the comparison.
 
 use std::borrow::Cow;
 
@@ -26,7 +26,8 @@ impl Catalog for Index {
     }
 }
 
-/// Returns true if anything is compared, and the requests. Those that are not have no digests.
+/// Returns whether anything is compared, and the requests. Requests that are not compared have no
+/// digests.
 pub fn chosen<'a>(
     reqs: &'a [ReadReq],
     verify: Verify,
@@ -37,7 +38,7 @@ pub fn chosen<'a>(
         Verify::Nothing => (false, reqs.into()),
         Verify::All => (true, reqs.into()),
         Verify::Auto if !access.iter().any(|access| access.waits()) => (false, reqs.into()),
-        // Copying many requests takes longer than to look at them.
+        // Checking many requests is faster than copying them.
         Verify::Auto if reqs.iter().all(|req| waits(req) && is_one_chunk(req)) => {
             (true, reqs.into())
         }
@@ -55,13 +56,13 @@ pub fn chosen<'a>(
     }
 }
 
-/// True for all bytes of a chunk, in one run.
+/// Returns whether a request reads all bytes of a chunk, in one run.
 fn is_one_chunk(req: &ReadReq) -> bool {
     req.digests.is_some() && run(req) == Some((0, req.chunk_length))
 }
 
-/// The bytes of the chunk that a request copies as they are, if they are one run in the file and in
-/// memory.
+/// Returns the range of the chunk that a request copies unchanged, if it is one run in the file and
+/// in memory.
 fn run(req: &ReadReq) -> Option<(u64, u64)> {
     let mut bytes = req.itemsize;
     for ((&size, &src), &dst) in req.shape.iter().zip(&req.src_strides).zip(&req.dst_strides).rev()
@@ -72,12 +73,12 @@ fn run(req: &ReadReq) -> Option<(u64, u64)> {
         bytes = bytes.checked_mul(size)?;
     }
     let end = req.src_offset.checked_add(bytes)?;
-    let is_within = bytes > 0 && end <= req.chunk_length; // else the planner refuses it
+    let is_within = bytes > 0 && end <= req.chunk_length; // otherwise the planner refuses it
     (is_within && req.operation == Operation::Copy).then_some((req.src_offset, end))
 }
 
-/// Pushes a request in up to three parts: its whole blocks keep their digests, and what lies before
-/// and after them has none.
+/// Adds a request in up to three parts. Its whole blocks keep their digests, and the bytes before
+/// and after them have none.
 fn push_parts(req: &ReadReq, parts: &mut Vec<ReadReq>) {
     let whole = run(req).filter(|_| req.digests.is_some()).map(|(begin, end)| {
         let first = begin.next_multiple_of(BLOCK_SIZE);
@@ -103,14 +104,14 @@ fn push_parts(req: &ReadReq, parts: &mut Vec<ReadReq>) {
     }
 }
 
-/// Returns the place in the file of block `block` of the request's chunk.
+/// Returns the range in the file of block `block` of the request's chunk.
 pub fn block_range(req: &ReadReq, block: u64) -> (u64, u64) {
     let start = block * BLOCK_SIZE;
     let end = (start + BLOCK_SIZE).min(req.chunk_length);
     (req.chunk_offset + start, req.chunk_offset + end)
 }
 
-/// The error for a block that hashes to `got`, if that is not what the catalog says.
+/// Returns an error if a block's hash `got` differs from its digest in the catalog.
 pub fn compare(
     file: &FileRef,
     req: &ReadReq,
@@ -142,7 +143,8 @@ mod tests {
     use super::*;
     use crate::copy::SignBits;
 
-    /// `length` bytes from `offset` on of a chunk of three blocks and a bit.
+    /// Returns a request for `length` bytes from `offset` on, of a chunk of a little over three
+    /// blocks.
     fn part(file: u32, offset: u64, length: u64) -> ReadReq {
         ReadReq {
             file,
@@ -162,7 +164,7 @@ mod tests {
         }
     }
 
-    /// Begin and end of each part, and whether it is compared.
+    /// Returns the start and end of each part, and whether it is compared.
     fn parts_of(req: &ReadReq, access: Access) -> Vec<(u64, u64, bool)> {
         let (any, parts) = chosen(std::slice::from_ref(req), Verify::Auto, &[access]);
         let found: Vec<_> = (parts.iter())
@@ -189,7 +191,7 @@ mod tests {
             // From the page cache.
             (Access::Mapped, (0, all), vec![(0, all, false)]),
             (Access::Cached, (0, all), vec![(0, all, false)]),
-            // Of a block that is read in part, nothing more is read.
+            // The rest of a block that is read in part is not read.
             (direct, (0, B / 2), vec![(0, B / 2, false)]),
             (direct, (B - 1, 2), vec![(B - 1, B + 1, false)]),
             (direct, (3 * B, 122), vec![(3 * B, 3 * B + 122, false)]),
@@ -197,7 +199,7 @@ mod tests {
             (direct, (5, all - 5), vec![(5, B, false), (B, all, true)]),
             (direct, (5, 2 * B), vec![(5, B, false), (B, 2 * B, true), (2 * B, 2 * B + 5, false)]),
             (direct, (0, 0), vec![(0, 0, false)]),
-            // Out of bounds: the planner says so.
+            // Out of bounds: the planner refuses it.
             (direct, (0, all + 1), vec![(0, all + 1, false)]),
         ] {
             let req = part(0, offset, length);
@@ -210,7 +212,7 @@ mod tests {
         assert!(any && reqs[0].digests.is_some() && reqs[1].digests.is_none());
     }
 
-    /// Pieces of rows end within blocks, and whole blocks would be read for each.
+    /// Pieces of rows end inside blocks, so whole blocks would be read for each.
     #[test]
     fn what_is_no_run_is_not_compared() {
         let whole = ReadReq {

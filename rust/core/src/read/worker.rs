@@ -1,4 +1,4 @@
-//! One thread's part: takes a job, fetches it, checks it and copies it out.
+//! The work of one thread: it takes a job, fetches it, verifies it and copies it.
 #![allow(unsafe_code)] // Writes to destinations and reads from mappings
 
 use std::fs::File;
@@ -19,8 +19,8 @@ use crate::store::{self, Buffer, Mapping, Mismatch, resident_bytes};
 use crate::{Error, Result};
 use smallvec::SmallVec;
 
-/// The one file a worker has open, in the ways that its jobs needed so far. Jobs come sorted by
-/// file.
+/// The only file that a worker has open, with the handles that its jobs needed so far. Jobs are
+/// sorted by file.
 #[derive(Default)]
 struct Open {
     file: Option<u32>,
@@ -36,8 +36,9 @@ impl Open {
         }
     }
 
-    /// The file for reads through the page cache. One that is kept open serves all, but for
-    /// storage: read-ahead is by open file, and would take many readers of one for random access.
+    /// Returns the file for reads through the page cache. Workers share a handle that was kept
+    /// open, except for reads from storage. The kernel does read-ahead for each open file, and
+    /// would take many readers of one for random access.
     fn plain<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o File> {
         match &batch.kept[file as usize] {
             CachedHandle::Open(kept) if batch.access[file as usize] != Access::Buffered => Ok(kept),
@@ -49,7 +50,7 @@ impl Open {
         once(&mut self.direct, || file.open(true))
     }
 
-    /// The file's mapping, where there is one.
+    /// Returns the file's mapping, if there is one.
     fn mapped<'o>(&'o self, batch: &'o Batch, file: u32) -> Option<&'o Mapping> {
         match &batch.kept[file as usize] {
             CachedHandle::Mapped(kept) => Some(kept.as_ref()),
@@ -57,7 +58,7 @@ impl Open {
         }
     }
 
-    /// Returns the file's mapping. A file that got another length after it was opened is refused:
+    /// Returns the file's mapping. Refuses a file whose length changed after it was opened, since
     /// its last page has zeros after the end.
     fn mapping<'o>(&'o mut self, batch: &'o Batch, number: u32) -> Result<&'o Mapping> {
         let file = &batch.files[number as usize];
@@ -115,7 +116,7 @@ impl Worker {
         self.open.turn_to(job.file);
         let mapped = batch.access[index].maps();
         if mapped {
-            // Touching the pages cannot fail once they are set up.
+            // Once the pages are set up, access to them cannot fail.
             let mapping = self.open.mapping(batch, job.file)?;
             let populated = self.segments.iter().try_for_each(|segment| {
                 if batch.access[index] == Access::Shared {
@@ -142,7 +143,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Returns bytes of a mapped file. It has so many.
+    /// Returns a range of a mapped file. The range must be inside the file.
     pub fn mapped(&mut self, batch: &Batch, number: u32, range: Range<u64>) -> Result<&[u8]> {
         self.open.turn_to(number);
         let file = &batch.files[number as usize];
@@ -160,13 +161,13 @@ impl Worker {
         }
         let mapping = self.open.mapping(batch, number)?;
         let (start, length) = (index(range.start), index(range.end - range.start));
-        // SAFETY: the mapping has these bytes, and stays while this worker does not turn to another
+        // SAFETY: the mapping contains the range, and stays until this worker turns to another
         // file. Published files do not change.
         Ok(unsafe { std::slice::from_raw_parts(mapping.as_ptr().wrapping_add(start), length) })
     }
 
-    /// Delivers a job from a store: straight to its destinations where all of it can go there, else
-    /// by way of the buffer.
+    /// Delivers a job from a store: directly to its destinations if all of it can go there,
+    /// otherwise through the buffer.
     fn fetch(&mut self, batch: &Batch, job: &Job) -> Result<()> {
         let file = &batch.files[job.file as usize];
         let connection = batch
@@ -177,9 +178,9 @@ impl Worker {
             let parts = scatter::parts(batch, &self.extents, &self.segments);
             let runs = parts.iter().flat_map(|part| &part.runs);
             let verified: u64 = runs.filter(|run| run.expected.is_some()).map(|run| run.len).sum();
-            // SAFETY: the planner only divides the requests' rectangles, all of which the caller of
-            // `read` vouches for, and no other piece holds these bytes; it has checked that every
-            // extent ends within the file.
+            // SAFETY: the planner only divides the rectangles of the requests. The caller of `read`
+            // guarantees all of them, and no other piece has these bytes. The planner has checked
+            // that every extent ends within the file.
             let found =
                 unsafe { store::fetch(connection, &file.path, file.size, parts, batch.control)? };
             found.into_iter().try_for_each(|mismatch| self.check(batch, file, mismatch))?;
@@ -189,8 +190,8 @@ impl Worker {
             let memory = self.buffer.at_least(index(size));
             let memory = memory.map_err(|e| Error::io("read", &file.path, e))?.as_mut_ptr();
             let parts = scatter::whole(&self.segments, memory);
-            // SAFETY: the buffer has room for every segment at its own place, and is this thread's
-            // alone; segments lie in the file, as above.
+            // SAFETY: the buffer has room for every segment at its offset, and only this thread
+            // uses it. Segments are inside the file, as above.
             unsafe { store::fetch(connection, &file.path, file.size, parts, batch.control)? };
             let delivered = self.deliver(batch, job.file, false);
             fence();
@@ -202,10 +203,10 @@ impl Worker {
         Ok(())
     }
 
-    /// Returns the error for a block that went straight to its destination and differs from its
-    /// digest.
+    /// Returns the error for a block that went directly to its destination, and that does not match
+    /// its digest.
     fn check(&self, batch: &Batch, file: &FileRef, found: Mismatch) -> Result<()> {
-        // Tensors of a file of `torch.save` may begin at one byte and end apart.
+        // Tensors in a file of `torch.save` may begin at the same byte and end at different ones.
         let is_found = |extent: &&Extent| (extent.src, extent.len) == (found.at, found.len);
         self.extents.iter().filter(is_found).try_for_each(|extent| {
             let req = &batch.reqs[batch.plan.pieces[extent.piece].req as usize];
@@ -236,27 +237,27 @@ impl Worker {
                         self.stats.bytes_direct += bytes;
                         return Ok(());
                     }
-                    // Some file systems refuse single reads (compressed extents, inline data): read
-                    // those plainly.
+                    // Some file systems refuse some direct reads (compressed extents, inline data).
+                    // Read those through the page cache.
                     Err((_, e)) if e.raw_os_error() == Some(libc::EINVAL) => {}
                     Err((at, e)) => {
                         return Err(failed(file, self.open.plain(batch, index).ok(), at, e));
                     }
                 }
             }
-            // The segments keep the places that the alignment gave them.
+            // The segments keep their aligned offsets.
         }
         let plain = self.open.plain(batch, index)?;
         bounce::fill(&mut self.buffer, plain, &self.segments, None, room)
             .map_err(|(at, e)| failed(file, Some(plain), at, e))
     }
 
-    /// Checks the fetched extents and copies them to their destinations.
+    /// Verifies the fetched extents, and copies them to their destinations.
     fn deliver(&mut self, batch: &Batch, number: u32, mapped: bool) -> Result<()> {
         let Worker { open, buffer, extents, segments, stats } = self;
         let file = &batch.files[number as usize];
         let mapping = mapped.then(|| open.mapped(batch, number)).flatten();
-        // Finds byte `offset` of the file in memory, for an offset within the segment.
+        // Returns the address of byte `offset` of the file, which must be inside the segment.
         let locate = |segment: usize, offset: u64| -> *const u8 {
             let Segment { start, at, .. } = segments[segment];
             match mapping {
@@ -264,8 +265,8 @@ impl Worker {
                 None => buffer.as_ptr().wrapping_add(index(at + (offset - start))),
             }
         };
-        // The bytes that were hashed last, and what to: neighbours often share a block. Blocks of
-        // two chunks may begin at one byte and end apart.
+        // The range that was hashed last, and its hash: neighbours often share a block. Blocks of
+        // two chunks may begin at the same byte and end at different ones.
         let mut hashed: Option<((u64, u64), u64)> = None;
         let check = |number: u32, block, got| {
             verify::compare(file, &batch.reqs[number as usize], block, got, batch.catalog)
@@ -274,7 +275,7 @@ impl Worker {
             let piece = &batch.plan.pieces[extent.piece];
             let req = &batch.reqs[piece.req as usize];
             if let Some(visitor) = batch.visitor {
-                // SAFETY: as of the blocks below.
+                // SAFETY: as for the blocks below.
                 let bytes = unsafe {
                     std::slice::from_raw_parts(
                         locate(extent.segment, extent.src),
@@ -302,9 +303,9 @@ impl Worker {
                         continue;
                     }
                     let (bytes, length) = (locate(extent.segment, from), index(to - from));
-                    // SAFETY: `fetch` covers its blocks whole and lies within its segment, which was populated or read;
-                    // the planner has checked that it ends within the file. Published files do not
-                    // change. The destination is as below.
+                    // SAFETY: `fetch` covers its blocks whole and is inside its segment, which was
+                    // populated or read. The planner has checked that it ends within the file.
+                    // Published files do not change. The destination is as below.
                     let got = unsafe {
                         if copied {
                             let (at, len) = (index(extent.src - from), index(extent.len));
@@ -321,9 +322,9 @@ impl Worker {
             if copied {
                 continue;
             }
-            // SAFETY: the source: all of the extent lies in its segment, as above. The destination:
-            // the planner only divides the request's rectangle, all of which the caller of `read`
-            // vouches for, and no other piece holds these bytes. A fence follows in `job`.
+            // SAFETY: source: all of the extent is inside its segment, as above. Destination: the
+            // planner only divides the request's rectangle, which the caller of `read` guarantees,
+            // and no other piece has these bytes. A fence follows in `job`.
             unsafe {
                 let src = locate(extent.segment, extent.src);
                 match req.operation {
@@ -340,28 +341,28 @@ impl Worker {
     }
 }
 
-/// Loops whose steps of the destination are in bytes of what is there.
+/// Converts the destination steps of loops to bytes of the destination's elements.
 pub(super) fn there(req: &ReadReq, loops: &[Loop]) -> SmallVec<[Loop; 4]> {
     let there = |l: &Loop| Loop { dst: at_destination(req, l.dst), ..*l };
     loops.iter().map(there).collect()
 }
 
-/// Bytes of the destination for so many bytes of stored elements.
+/// Converts bytes of stored elements to bytes of the destination.
 fn at_destination(req: &ReadReq, stored: u64) -> u64 {
     let size = req.operation.element_size(req.itemsize);
-    // A plain copy may be cut within an element.
+    // A plain copy may be split within an element.
     if size == req.itemsize {
         return stored;
     }
     stored / req.itemsize * size
 }
 
-/// Offsets in files and destinations that are in memory fit in it.
+/// Converts an offset in a file or destination in memory, which fits in a `usize`.
 fn index(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }
 
-/// The error for a read at `offset` that failed; `open`: the file that was read.
+/// Returns the error for a failed read at `offset`. `open` is the file that was read.
 fn failed(file: &FileRef, open: Option<&File>, offset: u64, error: io::Error) -> Error {
     let length = open.and_then(|open| Some(open.metadata().ok()?.len()));
     match length {
@@ -371,7 +372,8 @@ fn failed(file: &FileRef, open: Option<&File>, offset: u64, error: io::Error) ->
             offset,
             format!("the file ends at byte {length}, and its length was {} before", file.size),
         ),
-        // Populating a mapping answers so where a touch would be a bus error: here the disk failed.
+        // Populating a mapping fails with `EFAULT` if access would raise a bus error: the disk
+        // failed.
         _ if error.raw_os_error() == Some(libc::EFAULT) => {
             Error::io("read", &file.path, io::Error::from_raw_os_error(libc::EIO))
         }

@@ -1,9 +1,10 @@
-//! Loads through slabs of memory that someone else empties: a ring of pinned buffers on the way to
-//! an accelerator, say.
+//! Loads through slabs of memory that a consumer empties, such as a ring of pinned buffers for
+//! copies to an accelerator.
 //!
-//! Everything wanted is packed into batches, each of which fills one slab. A [`Session`] fills
-//! slabs ahead with threads that live as long as it does, one slab a thread, and hands them out in
-//! the order of the batches; the consumer returns each slab for another batch.
+//! All regions are packed into batches, each of which fills one slab. A [`Session`] fills slabs
+//! ahead of the consumer, on threads that live as long as it does. Each thread fills one slab at a
+//! time. The session hands out slabs in the order of the batches, and the consumer returns each for
+//! another batch.
 
 mod pack;
 #[cfg(test)]

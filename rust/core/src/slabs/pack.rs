@@ -1,36 +1,37 @@
-//! Packing of regions into slabs: pure, so that tables and properties can test it.
+//! Packing of regions into slabs. It is pure, so that tables and properties can test it.
 
 use super::split::split;
 use crate::format::BLOCK_SIZE;
 use crate::geometry::Dims;
 
-/// Slabs, and the pieces in them, begin at multiples of this.
+/// Slabs, and the pieces in them, are aligned to this.
 pub const ALIGN: u64 = 64;
-/// A slab's free end stays empty if it is less than this part of the slab, rather than take the
-/// first bytes of a large item.
+/// If less than this part of a slab is free, it stays empty instead of taking the first bytes of a
+/// large item.
 const LEFT_OVER: u64 = 16;
 
-/// Something to load.
+/// A region to load.
 #[derive(Clone, Debug)]
 pub struct SlabItem {
     /// The file it is in.
     pub file: u32,
     /// Its first byte in the file.
     pub offset: u64,
-    /// Bytes from the start of its chunk.
+    /// Its first byte in its chunk.
     pub chunk_begin: u64,
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub itemsize: u64,
-    /// Elements in each dimension.
+    /// Sizes of the region.
     pub sizes: Dims,
     /// True if it is one run of bytes, both in the file and at its destination.
     pub flat: bool,
-    /// Items of different groups never share a slab.
+    /// Group of the item. Items of different groups never share a slab.
     pub group: u32,
 }
 
 impl SlabItem {
-    /// Bytes. Chunks are known to fit their files, so this cannot overflow.
+    /// Returns the length in bytes. It cannot overflow, because chunks were checked to fit in their
+    /// files.
     pub fn length(&self) -> u64 {
         self.sizes.iter().product::<u64>() * self.itemsize
     }
@@ -39,20 +40,20 @@ impl SlabItem {
 /// Part of an item.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ItemPart {
-    /// Bytes from this one on, of a flat item.
+    /// Bytes of a flat item, from this one on.
     Bytes(u64),
-    /// The rectangle of these offsets and sizes, packed in row-major order.
+    /// The rectangle with these offsets and sizes, packed in row-major order.
     Rectangle(Dims, Dims),
 }
 
-/// A part of an item, and its place in a slab.
+/// A part of an item, and its offset in a slab.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlabPiece {
     /// Index of the item.
     pub item: usize,
     /// First byte in the slab.
     pub at: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
     /// The part of the item.
     pub part: ItemPart,
@@ -63,13 +64,13 @@ pub struct SlabPiece {
 pub struct SlabBatch {
     /// The group of all its items.
     pub group: u32,
-    /// In the order of their places.
+    /// Pieces in the order of their offsets.
     pub pieces: Vec<SlabPiece>,
 }
 
-/// Packs items, in their order, into slabs of `slab_bytes`, a multiple of [`ALIGN`]. Batches of
-/// different groups take turns. With `verify`, items are cut where blocks of their chunks end, if a
-/// slab holds a block.
+/// Packs items in order into slabs of `slab_bytes`, a multiple of [`ALIGN`]. Batches of different
+/// groups alternate. With `verify`, items are split at the blocks of their chunks, if a slab can
+/// hold a block.
 pub fn pack(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<SlabBatch> {
     let mut groups: Vec<u32> = items.iter().map(|item| item.group).collect();
     groups.sort_unstable();
@@ -152,7 +153,7 @@ impl Packer {
         }
     }
 
-    /// Returns the bytes of the rest of an item that go into `room` bytes, which cannot hold all of
+    /// Returns how many more bytes of an item go into `room` bytes, which cannot hold the rest of
     /// it.
     fn cut(&self, item: &SlabItem, from: u64, room: u64) -> u64 {
         let room = room / ALIGN * ALIGN;

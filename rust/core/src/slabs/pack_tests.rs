@@ -1,4 +1,4 @@
-//! Packing covers all items, once, within slabs.
+//! Packing covers every item once, within slabs.
 
 use proptest::prelude::*;
 
@@ -67,7 +67,7 @@ fn items() -> impl Strategy<Value = Vec<SlabItem>> {
             .into_iter()
             .map(|(file, gap, sizes, power, flat, group, near)| {
                 let itemsize = 1 << power;
-                // Mostly neighbours, which is what files hold.
+                // Mostly neighbours, as in real files.
                 let offset = end[file as usize] + if near > 2 { near % 3 * itemsize } else { gap };
                 let item = SlabItem {
                     file,

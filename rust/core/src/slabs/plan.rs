@@ -12,12 +12,12 @@ use crate::geometry::{Dims, Region, is_run, row_major};
 use crate::read::{Destination, FileProbe, FileRef, ReadOptions, ReadReq, Verify};
 use crate::{Control, Error, Result};
 
-/// All batches of a load, and what it takes to fill them.
+/// All batches of a load, and the requests that fill them.
 pub struct Plan {
     pub(super) index: Arc<Index>,
     wants: Vec<SlabRegion>,
     pub(super) files: Vec<FileRef>,
-    /// For every piece of every batch. Destinations are places in the slab.
+    /// One request for every piece of every batch. Destinations are offsets in the slab.
     pub(super) requests: Vec<ReadReq>,
     pub(super) batches: Vec<SlabBatch>,
     /// The requests of each batch.
@@ -29,13 +29,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Packs the rectangles, in their order or (`sort`) that of the files, into slabs of
-    /// `slab_bytes`, a multiple of [`ALIGN`]. Every file they need is opened and checked. `common`
-    /// is what is known of what others want.
+    /// Packs the rectangles into slabs of `slab_bytes`, a multiple of [`ALIGN`], in order or with
+    /// `sort` in the order of the files. Opens and checks every file that they need. `common` are
+    /// the sections that other ranks read too, if they are known.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a rectangle that is not in its chunk; those of
-    /// [`read`](crate::read::read) for files.
+    /// [`Error::Plan`] for a rectangle outside of its chunk; those of [`read`](crate::read::read)
+    /// for files.
     pub fn new(
         index: Arc<Index>,
         allow_external: bool,
@@ -115,13 +115,13 @@ impl Plan {
         })
     }
 
-    /// The batches, in the order in which they are handed out.
+    /// Returns the batches, in the order in which they are handed out.
     #[must_use]
     pub fn batches(&self) -> &[SlabBatch] {
         &self.batches
     }
 
-    /// The copies that empty a batch, in the order of their places in the slab.
+    /// Returns the copies that empty a batch, in the order of their offsets in the slab.
     pub fn copies(&self, batch: &SlabBatch) -> impl Iterator<Item = SlabCopy> {
         batch.pieces.iter().map(|piece| {
             let want = &self.wants[piece.item];
@@ -141,19 +141,19 @@ impl Plan {
         })
     }
 
-    /// The number of the device that a batch goes to.
+    /// Returns the number of a batch's device.
     #[must_use]
     pub fn device(&self, batch: &SlabBatch) -> u32 {
         self.wants[batch.pieces[0].item].device
     }
 
-    /// Bytes of a slab.
+    /// Returns the bytes of a slab.
     #[must_use]
     pub fn slab_bytes(&self) -> u64 {
         self.slab_bytes
     }
 
-    /// Returns the number of slabs to fill at a time.
+    /// Returns the best number of slabs to fill at a time.
     #[must_use]
     pub fn workers(&self) -> usize {
         self.probe.workers(self.threads).min(self.batches.len())
@@ -165,11 +165,11 @@ impl Plan {
 pub struct SlabCopy {
     /// Number of the target.
     pub target: usize,
-    /// Number of the plan's region that it is a part of.
+    /// Number of the plan's region that contains it.
     pub want: usize,
     /// First byte in the slab.
     pub at: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
     /// Destination.
     pub to: To,
@@ -178,9 +178,9 @@ pub struct SlabCopy {
 /// Destinations within a target.
 #[derive(Clone, Debug)]
 pub enum To {
-    /// One after another, from this byte on, counted as they are stored.
+    /// One run of memory, from this byte on, in units of stored elements.
     Bytes(u64),
-    /// To a rectangle, in row-major order.
+    /// A rectangle, in row-major order.
     Box(Region),
 }
 
@@ -232,7 +232,7 @@ fn item(index: &Index, want: &SlabRegion) -> Result<SlabItem> {
         chunk_begin: first,
         itemsize,
         sizes: want.sizes.clone(),
-        // Bytes that do not stand for themselves are not delivered as they are.
+        // Coded or sign-flipped bytes cannot be delivered unchanged.
         flat: want.begin.is_some() && stands_for_itself && (empty || is_run(&want.sizes, &strides)),
         group: want.device,
     })

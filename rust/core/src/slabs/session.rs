@@ -13,7 +13,7 @@ use crate::checkpoint::explain;
 use crate::read::{Destination, ReadReq, ReadStats, Sequential, connect};
 use crate::{Control, Error, Result, parallel};
 
-/// Memory for one batch: [`Plan::slab_bytes`] from an address that is a multiple of [`ALIGN`].
+/// Memory for one batch: [`Plan::slab_bytes`] at an address that is a multiple of [`ALIGN`].
 #[derive(Clone, Copy, Debug)]
 pub struct Slab(pub Destination);
 
@@ -27,13 +27,13 @@ pub enum Next {
         /// Index of the slab.
         slab: usize,
     },
-    /// Not within the time given.
+    /// No batch was filled within the given time.
     Waiting,
     /// Every batch has been handed out.
     Done,
 }
 
-/// A load in progress. Dropped, it stops its threads and waits for them.
+/// A load in progress. On drop it stops its threads and waits for them.
 pub struct Session {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -45,20 +45,21 @@ struct Shared {
     slabs: Vec<Slab>,
     control: Control,
     state: Mutex<State>,
-    /// A batch is filled, or something failed.
+    /// Signals that a batch is filled, or that something failed.
     filled: Condvar,
-    /// A slab is free, or there is nothing more to do.
+    /// Signals that a slab is free, or that there is no more work.
     freed: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     free: Vec<usize>,
-    /// Batches taken by a thread.
+    /// Number of batches that threads have taken.
     taken: usize,
-    /// For the batches taken and not handed out, in order: the slab, once it is filled.
+    /// The slabs of batches that were taken and not yet handed out, in order; `None` until a slab
+    /// is filled.
     ahead: VecDeque<Option<usize>>,
-    /// Batches handed out.
+    /// Number of batches handed out.
     handed: usize,
     error: Option<Error>,
     closed: bool,
@@ -67,7 +68,7 @@ struct State {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it holds the lock.
+        // No thread panics while it holds the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -76,13 +77,13 @@ impl Session {
     /// Begins to fill slabs, on up to `workers` threads.
     ///
     /// # Errors
-    /// The system has no thread to give; those of [`connect`].
+    /// [`Error::Io`] if the system has no thread to spare; those of [`connect`].
     ///
     /// # Safety
     /// All bytes of every slab are valid for writes from any thread until [`close`](Self::close)
-    /// has returned or the session is dropped, and no two slabs overlap. A slab is neither read nor
-    /// written by others but between [`next`](Self::next) and [`release`](Self::release). No data
-    /// file is made shorter meanwhile.
+    /// returns or the session is dropped. No two slabs overlap. The caller accesses a slab only
+    /// between [`next`](Self::next) and [`release`](Self::release). No data file is truncated
+    /// meanwhile.
     pub unsafe fn start(plan: Arc<Plan>, slabs: Vec<Slab>, workers: usize) -> Result<Self> {
         let misplaced = |slab: &Slab| !(slab.0.0.addr() as u64).is_multiple_of(ALIGN);
         if slabs.is_empty() || slabs.iter().any(misplaced) {
@@ -91,7 +92,7 @@ impl Session {
             )));
         }
         let workers = parallel::affordable(workers.clamp(1, slabs.len()).min(plan.batches.len()));
-        // The threads have it, and with the last of them it ends.
+        // The threads own the connection, which closes with the last of them.
         let connection = connect(&plan.files, plan.threads)?;
         let state = State { free: (0..slabs.len()).rev().collect(), ..State::default() };
         let session = Self {
@@ -113,7 +114,7 @@ impl Session {
             let thread = std::thread::Builder::new().name("dcp-rs-slab".into());
             match thread.spawn(move || work(&shared, reader)) {
                 Ok(thread) => threads.push(thread),
-                // Fewer do the work.
+                // Continue with fewer threads.
                 Err(_) if !threads.is_empty() => break,
                 Err(error) => {
                     return Err(Error::io(
@@ -128,11 +129,12 @@ impl Session {
         Ok(session)
     }
 
-    /// The next batch in order, once its slab is filled; waits for up to `timeout`.
+    /// Returns the next batch in order, once its slab is filled. Waits for up to `timeout`.
     ///
     /// # Errors
-    /// Why a slab could not be filled, those of [`read`](crate::read::read); what comes after is
-    /// [`Error::Interrupted`]. [`Error::Plan`] in a fork of the process that began the load.
+    /// - The reason why a slab could not be filled: see [`read`](crate::read::read). Later calls
+    ///   return [`Error::Interrupted`].
+    /// - [`Error::Plan`] in a fork of the process that began the load.
     pub fn next(&self, timeout: Duration) -> Result<Next> {
         if !self.is_own() {
             return Err(Error::Plan(
@@ -171,7 +173,7 @@ impl Session {
         }
     }
 
-    /// Gives back a slab that [`next`](Self::next) handed out.
+    /// Returns a slab that [`next`](Self::next) handed out.
     pub fn release(&self, slab: usize) {
         if !self.is_own() {
             return;
@@ -183,7 +185,7 @@ impl Session {
         }
     }
 
-    /// Stops the threads and waits for them; after that, no slab is touched any more.
+    /// Stops the threads and waits for them. After this returns, nothing accesses the slabs.
     pub fn close(&self) {
         if !self.is_own() {
             if let Ok(mut threads) = self.threads.try_lock() {
@@ -198,19 +200,19 @@ impl Session {
         let threads =
             std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
-            // Panics were caught, and handed out as errors.
+            // Panics were caught, and returned as errors.
             let _ = thread.join();
         }
     }
 
-    /// Returns the statistics of threads that have ended.
+    /// Returns the counts of threads that have ended.
     #[must_use]
     pub fn stats(&self) -> ReadStats {
         if self.is_own() { self.shared.lock().stats } else { ReadStats::default() }
     }
 
     /// Returns whether this process began the load. A fork has none of the threads, and one of them
-    /// may have had the lock of the state.
+    /// may have held the lock.
     fn is_own(&self) -> bool {
         std::process::id() == self.process
     }
@@ -241,7 +243,7 @@ fn work(shared: &Shared, mut reader: Sequential) {
                 state.ahead[place] = Some(slab);
             }
             Err(error) => {
-                // Only the first: the others stop because of it.
+                // Keep only the first error, since it stops the other threads.
                 if !state.closed {
                     state.error.get_or_insert(error);
                 }
@@ -256,7 +258,7 @@ fn work(shared: &Shared, mut reader: Sequential) {
     shared.lock().stats += reader.stats();
 }
 
-/// A batch and a slab for it; none when there is nothing more to do.
+/// Takes a batch and a slab for it; returns `None` if there is no more work.
 fn take(shared: &Shared) -> Option<(usize, usize)> {
     let mut state = shared.lock();
     loop {
@@ -291,8 +293,8 @@ fn fill(
         dst: Destination(base.wrapping_add(request.dst.0.addr())),
         ..request.clone()
     }));
-    // SAFETY: the pieces of a batch lie in its slab, apart from each other; the slab is this
-    // thread's until it is handed out, and valid, as the caller of `start` promised.
+    // SAFETY: the pieces of a batch are disjoint and inside its slab. Only this thread uses the
+    // slab until it is handed out. The caller of `start` guarantees its memory.
     unsafe {
         reader.read(&plan.files, requests, &plan.probe, plan.verify, &*plan.index, &shared.control)
     }

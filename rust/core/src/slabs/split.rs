@@ -1,9 +1,9 @@
-//! Cuts a region that is larger than a slab into ones that fit.
+//! Splitting of a region that is larger than a slab.
 
 use crate::geometry::Dims;
 
 /// Calls `each` with (offsets, sizes) of rectangles of at most `limit` bytes that make up a
-/// rectangle of `sizes`, in row-major order. A single element is never cut.
+/// rectangle of `sizes`, in row-major order. A single element is never split.
 pub fn split(sizes: &[u64], itemsize: u64, limit: u64, each: &mut impl FnMut(&[u64], &[u64])) {
     if sizes.contains(&0) {
         return;
@@ -13,8 +13,8 @@ pub fn split(sizes: &[u64], itemsize: u64, limit: u64, each: &mut impl FnMut(&[u
         each(&Dims::from_elem(0, sizes.len()), sizes);
         return;
     }
-    // The outermost dimension at which a whole step fits decides; the dimensions before it are
-    // walked one by one.
+    // Split along the outermost dimension of which a whole step fits. Walk the dimensions before it
+    // one by one.
     let (mut dim, mut inner) = (0, total / sizes[0]);
     while inner > limit && dim + 1 < sizes.len() {
         dim += 1;
@@ -47,8 +47,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Every element once, in order, and no part larger than the limit unless it is one
-        /// element.
+        /// The parts have every element once, in order. A part is larger than the limit only if it
+        /// is one element.
         #[test]
         fn parts_make_up_the_whole(
             sizes in prop::collection::vec(0_u64..6, 0..4),
