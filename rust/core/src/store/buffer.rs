@@ -1,4 +1,4 @@
-//! Aligned memory, which direct (`O_DIRECT`) reads and writes go through.
+//! Aligned memory for direct (`O_DIRECT`) reads and writes.
 
 use std::io;
 
@@ -6,19 +6,18 @@ use memmap2::MmapMut;
 
 use super::platform;
 
-/// A huge page, where pages are of 4 KiB. Larger pages need none: a request takes few of them as it
-/// is.
+/// Bytes of a huge page, if pages have 4 KiB. With larger pages a request has few of them anyway.
 const HUGE_PAGE: usize = 2 << 20;
-/// A buffer of this many bytes or more takes whole huge pages.
+/// Buffers of at least this many bytes consist of whole huge pages.
 const HUGE_FROM: usize = HUGE_PAGE / 2;
-/// Smaller ones grow in steps of this many bytes.
+/// Smaller buffers grow in steps of this many bytes.
 const STEP: usize = 64 << 10;
 
-/// Memory that begins at a page, and grows to what its user needs.
+/// Memory that begins at a page, and grows to the size that its user needs.
 ///
-/// A large one lies in huge pages, where the system gives them. A disk is asked for a list of
-/// ranges of physical memory, and takes only so many at a time: 1 MiB in small pages is up to 256
-/// ranges and often two requests, in a huge page one.
+/// A large buffer uses huge pages, if the system has them. A request to a disk is a list of ranges
+/// of physical memory of limited length. 1 MiB in small pages is up to 256 ranges, and often two
+/// requests. In a huge page it is one range.
 #[derive(Default)]
 pub(crate) struct Buffer {
     memory: Option<MmapMut>,
@@ -26,7 +25,7 @@ pub(crate) struct Buffer {
 }
 
 impl Buffer {
-    /// At least `len` bytes; what was in them is lost where it has to grow.
+    /// Returns at least `len` bytes. If the buffer has to grow, its content is lost.
     pub(crate) fn at_least(&mut self, len: usize) -> io::Result<&mut [u8]> {
         let begin = self.begin;
         let memory = match self.memory.take().filter(|memory| memory.len() - begin >= len) {
@@ -42,7 +41,7 @@ impl Buffer {
         if !takes_huge_pages(len) {
             return MmapMut::map_anon(size);
         }
-        // Untouched, what lies before the first huge page costs nothing but address space.
+        // The untouched bytes before the first huge page only cost address space.
         let room = size.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
         let Ok(memory) = MmapMut::map_anon(room) else {
             return MmapMut::map_anon(len.next_multiple_of(STEP));
@@ -53,19 +52,19 @@ impl Buffer {
         Ok(memory)
     }
 
-    /// Its first byte; null while it is empty.
+    /// Returns the address of the first byte; null while the buffer is empty.
     pub(crate) fn as_ptr(&self) -> *const u8 {
         let begin = |memory: &MmapMut| memory.as_ptr().wrapping_add(self.begin);
         self.memory.as_ref().map_or(std::ptr::null(), begin)
     }
 
-    /// The most memory that a buffer takes of which `len` bytes are used.
+    /// Returns the most memory that a buffer takes for `len` bytes.
     pub(crate) fn footprint(len: usize) -> usize {
         let unit = if takes_huge_pages(len) { HUGE_PAGE } else { STEP };
         len.max(1).checked_next_multiple_of(unit).unwrap_or(usize::MAX)
     }
 
-    /// Returns the largest size, above [`STEP`], of a buffer that takes no more than `room`.
+    /// Returns the largest size, at least [`STEP`], of a buffer that takes no more than `room`.
     pub(crate) fn largest_within(room: usize) -> usize {
         if room >= HUGE_PAGE {
             room - room % HUGE_PAGE

@@ -1,18 +1,21 @@
-//! Files of a store that one request makes visible, on a condition: where its answer does not say
-//! what became of it, what is there does.
+//! Files that one request makes visible on a store, on a condition. If the answer does not show the
+//! outcome, the content of the store does.
 
 use std::path::Path;
 
 use super::remote::{Body, Condition, StoringConnection};
 use crate::{Control, Error, Result, StorageFault};
 
-/// Stores a file of which there is none. With `keeps_conditions` the store sees to that itself;
-/// else it is looked at right before and after.
+/// Stores a new file. With `keeps_conditions`, the store checks that there is no other one.
+/// Otherwise we look right before and after.
 ///
 /// # Errors
-/// [`Error::Storage`], of the kind [`StorageFault::Precondition`] where there is another one, which
-/// is not touched; [`Error::Interrupted`]: it is not stored then. Not so after
-/// [`StorageFault::Unclear`]: it may be, now or in a moment.
+/// - [`Error::Storage`] of the kind [`StorageFault::Precondition`] if there is another file, which
+///   stays.
+/// - [`Error::Interrupted`].
+///
+/// After these errors the file is not stored. After [`StorageFault::Unclear`] it may be, or may
+/// still appear.
 pub fn put_new(
     path: &Path,
     bytes: &[u8],
@@ -20,7 +23,7 @@ pub fn put_new(
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<()> {
-    // Some stores look at the one condition and not at the other.
+    // Some stores check one kind of condition and not the other.
     if connection.start(path, 1, true, control)?.is_some() {
         return Err(another(path));
     }
@@ -28,7 +31,7 @@ pub fn put_new(
     put_and_look(path, bytes, condition, connection, control)
 }
 
-/// Stores a file, and looks what is there where the answer does not say it.
+/// Stores a file, and looks at the store if the answer does not show the outcome.
 pub(crate) fn put_and_look(
     path: &Path,
     bytes: &[u8],
@@ -39,25 +42,25 @@ pub(crate) fn put_and_look(
     let put = connection.put(path, &Body::new(bytes.to_vec()), condition, control);
     match &put {
         Ok(()) if condition == Condition::Unchanged => return Ok(()),
-        // The store may have looked at nothing.
+        // The store may have ignored the condition.
         Ok(()) => {}
         Err(Error::Storage { kind, .. }) => {
             if !matches!(kind, StorageFault::Precondition | StorageFault::Unclear) {
-                // An answer, and no other was lost: it is not stored.
+                // Every attempt was answered, so the file is not stored.
                 return put;
             }
         }
-        // It was stopped, and what was sent may yet be done.
+        // Interrupted: the store may still carry out the request.
         Err(_) => return put.map_err(|error| unclear(path, error)),
     }
     match (has(path, bytes, connection, control), put) {
         (Ok(Some(true)), _) => Ok(()),
-        // It was taken, and is not shown yet: what is between may remember that there was nothing.
+        // Accepted, but not visible yet: a cache in between may remember that there was no file.
         (Ok(None), Ok(())) => {
             let reason = "the store accepted it, but does not list it";
             Err(Error::storage(StorageFault::Unclear, "write", path, reason))
         }
-        // Refused, or done and replaced: nothing of it is on its way any more.
+        // Refused, or stored and then replaced. No request is pending any more.
         (Ok(_), Ok(())) => Err(another(path)),
         (Ok(_), Err(error)) if is_refused(&error) => Err(another(path)),
         (Err(error), Ok(())) => Err(unclear(path, error)),
@@ -66,10 +69,10 @@ pub(crate) fn put_and_look(
     }
 }
 
-/// Stores a file in place of whatever is there.
+/// Stores a file, and replaces one that is there.
 ///
 /// # Errors
-/// As for [`put_new`]; another one is none.
+/// Those of [`put_new`], except that another file is not an error.
 pub(crate) fn put_over(
     path: &Path,
     bytes: &[u8],
@@ -88,7 +91,8 @@ pub(crate) fn put_over(
     }
 }
 
-/// Compares a file with these bytes, as ids may occur twice; `None` if there is no file.
+/// Compares a file with these bytes, because ids may occur twice. Returns `None` if there is no
+/// file.
 ///
 /// # Errors
 /// Those of [`Connection`](super::Connection).
@@ -100,7 +104,7 @@ pub fn has(
 ) -> Result<Option<bool>> {
     match connection.start(path, bytes.len() as u64 + 1, false, control) {
         Ok(found) => Ok(found.map(|(found, _)| found == bytes)),
-        // Another one than a moment ago.
+        // It has changed a moment ago.
         Err(error) if is_refused(&error) => Ok(Some(false)),
         Err(error) => Err(error),
     }
@@ -115,7 +119,7 @@ pub(crate) fn another(path: &Path) -> Error {
     Error::storage(StorageFault::Precondition, "replace", path, reason)
 }
 
-/// It may be stored, or be yet.
+/// Returns the error for a file that may be stored, or may still appear.
 pub(crate) fn unclear(path: &Path, mut error: Error) -> Error {
     let reason = match &mut error {
         Error::Storage { kind, .. } => {

@@ -2,7 +2,7 @@
 
 use rustix::process::{Resource, getrlimit};
 
-/// The process's own limit, which all of it shares.
+/// Returns the limit of this process, which all of its threads share.
 pub fn most_open() -> usize {
     let limit = getrlimit(Resource::Nofile).current;
     limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX)

@@ -1,5 +1,5 @@
-//! Every change that this crate makes to a folder goes through [`Disk`], so that a test can watch
-//! the order of the calls and let any of them fail.
+//! All changes of folders by this crate. They go through [`Disk`], so that tests can watch the
+//! order of the calls and make any of them fail.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -22,48 +22,48 @@ use crate::{Control, Error, Result};
 pub(crate) enum Call {
     /// Creates a folder.
     CreateFolder,
-    /// Creates a file that was not there.
+    /// Creates a new file.
     Create,
-    /// Reserves space for the whole of a file.
+    /// Reserves space for a whole file.
     Allocate,
-    /// Opens a file for writing past the page cache.
+    /// Opens a file for direct writes.
     OpenDirect,
     /// Opens a file for writing.
     Open,
     /// Writes bytes.
     Write { offset: u64, len: usize, direct: bool },
-    /// Puts some of a file's bytes on the disk, ahead of a sync.
+    /// Writes some of a file's bytes to the disk, before a sync.
     WriteBack,
-    /// Puts a file's bytes on stable storage.
+    /// Syncs a file to stable storage.
     Sync,
-    /// Gives a file a second name; the path is the new one.
+    /// Makes a hard link. The path is the new name.
     Link,
-    /// Renames a file; the path is the new one.
+    /// Renames a file. The path is the new name.
     Rename,
-    /// Renames a file or folder to a free name, or changes its place with another; the path is the
-    /// new one.
+    /// Renames a file or folder to a free name, or exchanges it with another one. The path is the
+    /// new name.
     RenameApart,
-    /// Puts a folder's entries on stable storage.
+    /// Syncs a folder's entries to stable storage.
     SyncFolder,
     /// Removes a file.
     Remove,
-    /// Removes a folder with all that is in it.
+    /// Removes a folder and its contents.
     RemoveTree,
     /// Opens a file for its lock, and may create it.
     OpenLock,
-    /// Asks for the lock of an open file, without waiting for it.
+    /// Tries to lock an open file, without waiting.
     Lock(Mode),
 }
 
-/// A sync of more bytes than that can be stopped on the way: what a disk takes in some tenths of a
+/// Larger syncs can be interrupted after each such part. A disk writes it in some tenths of a
 /// second.
 const WRITE_BACK: usize = 64 << 20;
 
-/// Errors of file systems without locks; `EBADF` for a file that is not open for writing.
+/// Errors of file systems without locks. `EBADF` is for a file that is not open for writing.
 const NO_LOCKS: [i32; 5] =
     [libc::ENOTSUP, libc::EOPNOTSUPP, libc::ENOLCK, libc::ENOSYS, libc::EBADF];
 
-/// Errors of file systems that have plain renames only.
+/// Errors of file systems that support only plain renames.
 const NO_SUCH_RENAME: [i32; 4] = [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOTSUP];
 
 fn is_same_file(a: &Path, b: &Path) -> bool {
@@ -74,22 +74,22 @@ fn is_same_file(a: &Path, b: &Path) -> bool {
 /// Outcome of a request for a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Locked {
-    /// The caller.
+    /// The caller has the lock.
     Yes,
-    /// Another process, or another open file of this one.
+    /// Another process has it, or another open file of this process.
     ByOthers,
-    /// Nobody: the file system has no locks.
+    /// The file system has no locks.
     Impossible,
 }
 
-/// Hook with which a test changes a call.
+/// Hook by which a test changes a call.
 pub(crate) trait Hook: Send + Sync {
-    /// Looks at a call before it is made. An error stands in for the call; for a write, a number is
-    /// the most bytes that the call may take.
+    /// Runs before a call. An error replaces the call. For a write, the number is a limit on its
+    /// bytes.
     fn before(&self, call: Call, path: &Path) -> io::Result<usize>;
 }
 
-/// The disk, or a test's view of it.
+/// The disk, with an optional hook of a test.
 #[derive(Clone, Default)]
 pub(crate) struct Disk {
     hook: Option<Arc<dyn Hook>>,
@@ -106,8 +106,8 @@ impl Disk {
         self.hook.as_ref().map_or(Ok(usize::MAX), |hook| hook.before(call, path))
     }
 
-    /// Creates a folder and those it is in, where they are missing. Returns the folders that got a
-    /// new entry: they are to be synced before anything counts on it.
+    /// Creates a folder and its missing parents. Returns the folders that got a new entry. They
+    /// must be synced before anything relies on the new folder.
     pub(crate) fn create_folder(&self, folder: &Path) -> Result<Vec<PathBuf>> {
         if folder.is_dir() {
             return Ok(Vec::new());
@@ -130,15 +130,15 @@ impl Disk {
         Ok(changed)
     }
 
-    /// Creates a file that may not exist yet, to write to.
+    /// Creates a new file for writing.
     pub(crate) fn create(&self, path: &Path) -> Result<File> {
         self.before(Call::Create, path)
             .and_then(|_| OpenOptions::new().write(true).create_new(true).open(path))
             .map_err(|error| Error::io("create", path, error))
     }
 
-    /// Gives a file its length, with the space for it where the file system can reserve it: a full
-    /// disk is noticed here, and writers of different parts do not wait for each other.
+    /// Sets the length of a file, and reserves the space if the file system can. A full disk is
+    /// then noticed here, and writers of different parts do not wait for each other.
     pub(crate) fn allocate(&self, file: &File, path: &Path, size: u64) -> Result<()> {
         let reserve = || {
             self.before(Call::Allocate, path)?;
@@ -150,15 +150,15 @@ impl Disk {
         retry(reserve).map_err(|error| Error::io("allocate space for", path, error))
     }
 
-    /// Opens a file that exists, to write to.
+    /// Opens an existing file for writing.
     pub(crate) fn open(&self, path: &Path) -> Result<File> {
         self.before(Call::Open, path)
             .and_then(|_| OpenOptions::new().write(true).open(path))
             .map_err(|error| Error::io("open", path, error))
     }
 
-    /// Opens a file that exists, to write to past the page cache. `None` where the system or the
-    /// file system does not do that.
+    /// Opens an existing file for direct writes. Returns `None` if the system or the file system
+    /// does not support them.
     pub(crate) fn open_direct(&self, path: &Path) -> Result<Option<File>> {
         let Some(flag) = platform::DIRECT else {
             return Ok(None);
@@ -178,10 +178,10 @@ impl Disk {
         Ok(())
     }
 
-    /// Writes `bytes` at `offset` through a handle from [`open_direct`](Self::open_direct); memory,
-    /// offset and length are multiples of `alignment`. Returns how much of it was written: less
-    /// where the file system refuses direct writes after all (for some memory, or for good), or
-    /// left off inside a block.
+    /// Writes `bytes` at `offset` through a handle from [`open_direct`](Self::open_direct). Memory,
+    /// offset and length are multiples of `alignment`. Returns the number of bytes written. It is
+    /// smaller if the file system refuses direct writes after all (for this memory, or always), or
+    /// stops inside a block.
     pub(crate) fn write_direct(
         &self,
         file: &File,
@@ -219,9 +219,8 @@ impl Disk {
         Ok(at)
     }
 
-    /// Puts a file's bytes and length on stable storage. What waits in the page cache goes first,
-    /// piece by piece, so that `control` can stop it: the one call that makes it all durable cannot
-    /// be interrupted.
+    /// Syncs a file's bytes and length to stable storage. The final sync cannot be interrupted. So
+    /// the bytes in the page cache are written first, part by part, which `control` can stop.
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::Interrupted`].
@@ -236,7 +235,7 @@ impl Disk {
                 self.before(Call::WriteBack, path)?;
                 platform::write_back(file, start, (size - start).min(WRITE_BACK as u64))
             };
-            // One that fails is told of once: the sync would know nothing of it.
+            // The kernel reports a failed write-back only once, so the sync would not see it.
             if retry(write_back).map_err(failed)?.is_none() {
                 break;
             }
@@ -249,11 +248,11 @@ impl Disk {
         retry(sync).map_err(failed)
     }
 
-    /// Gives a file a second name. `Err` within: why that cannot be, which keeps no copy from being
-    /// written.
+    /// Makes a hard link. The inner `Err` is the reason why that is impossible. The file can still
+    /// be copied.
     ///
     /// # Errors
-    /// [`Error::Io`] where the name is another file's.
+    /// [`Error::Io`] if another file has the name.
     pub(crate) fn link(
         &self,
         from: &Path,
@@ -262,15 +261,15 @@ impl Disk {
         match self.before(Call::Link, to).and_then(|_| fs::hard_link(from, to)) {
             Ok(()) => Ok(Ok(())),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                // A server of files that did it, and whose answer was lost, says so when it is
-                // asked again.
+                // A file server may repeat a request whose answer was lost. Then it reports this
+                // although it made the link.
                 if is_same_file(from, to) { Ok(Ok(())) } else { Err(Error::io("link", to, error)) }
             }
             Err(error) => Ok(Err(error)),
         }
     }
 
-    /// [`sync`](Self::sync) for a file that is not open.
+    /// Calls [`sync`](Self::sync) for a file that is not open.
     pub(crate) fn sync_at(&self, path: &Path, control: &Control) -> Result<()> {
         let file = File::open(path).map_err(|error| Error::io("open", path, error))?;
         self.sync(&file, path, control)
@@ -283,8 +282,8 @@ impl Disk {
             .map_err(|error| Error::io("rename to", to, error))
     }
 
-    /// Renames a file or folder to a name that is free, or changes its place with what has the
-    /// name. False where the file system does neither in one step.
+    /// Renames a file or folder to a free name, or exchanges it with the one of that name. Returns
+    /// false if the file system cannot do this in one step.
     pub(crate) fn rename_apart(&self, from: &Path, to: &Path, exchange: bool) -> Result<bool> {
         let flags = if exchange { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
         let rename = |_| Ok(renameat_with(CWD, from, CWD, to, flags)?);
@@ -300,11 +299,11 @@ impl Disk {
         }
     }
 
-    /// Puts the entries of a folder on stable storage.
+    /// Syncs the entries of a folder to stable storage.
     pub(crate) fn sync_folder(&self, folder: &Path) -> Result<()> {
         let sync = |_| match retry(|| File::open(folder)?.sync_all()) {
-            // Some network file systems cannot, and need not: their renames are durable when they
-            // return.
+            // Some network file systems cannot sync a folder, and need not: a rename is durable
+            // when it returns.
             Err(error) if is_unsupported(&error) => Ok(()),
             result => result,
         };
@@ -313,7 +312,7 @@ impl Disk {
             .map_err(|error| Error::io("sync", folder, error))
     }
 
-    /// Removes a folder with all that is in it; links in it are removed, and not followed.
+    /// Removes a folder and its contents. Links in it are removed, and not followed.
     pub(crate) fn remove_tree(&self, path: &Path) -> Result<()> {
         match self.before(Call::RemoveTree, path).and_then(|_| fs::remove_dir_all(path)) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
@@ -323,8 +322,8 @@ impl Disk {
         }
     }
 
-    /// Opens a file for its lock, and creates it where it is missing and `create` says so. One that
-    /// belongs to another user, as in a folder of several, may be readable only.
+    /// Opens a file for its lock, and with `create` creates a missing one. A file of another user,
+    /// in a shared folder, may be read-only.
     pub(crate) fn open_lock(&self, path: &Path, create: bool) -> Result<File> {
         let open = |write: bool| {
             OpenOptions::new()
@@ -345,7 +344,7 @@ impl Disk {
             .map_err(|error| Error::io("open", path, error))
     }
 
-    /// Takes the lock of an open file where it is free.
+    /// Takes the lock of an open file, if it is free.
     pub(crate) fn try_lock(&self, file: &File, path: &Path, mode: Mode) -> Result<Locked> {
         let operation = match mode {
             Mode::Shared => FlockOperation::NonBlockingLockShared,
@@ -365,13 +364,13 @@ impl Disk {
         }
     }
 
-    /// Releases the lock of an open file, for all who have that open file.
+    /// Releases the lock of an open file, for all processes that share the open file.
     pub(crate) fn unlock(file: &File) {
-        // Otherwise it ends with the file.
+        // If this fails, the lock ends with the file.
         let _ = retry(|| Ok(flock(file, FlockOperation::Unlock)?));
     }
 
-    /// Removes a file. One that is not there is as good as removed.
+    /// Removes a file, if it exists.
     pub(crate) fn remove(&self, path: &Path) -> Result<()> {
         match self.before(Call::Remove, path).and_then(|_| fs::remove_file(path)) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
@@ -395,8 +394,8 @@ fn is_unsupported(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported)
 }
 
-/// Returns whether a buffered write of the same bytes may succeed where the direct one failed:
-/// alignment, or memory that a device driver mapped.
+/// Returns whether a buffered write of the same bytes may succeed after the direct one failed,
+/// because of alignment or of memory that a device driver mapped.
 fn is_refused(error: &io::Error) -> bool {
     is_unsupported(error) || error.raw_os_error() == Some(libc::EFAULT)
 }

@@ -1,5 +1,5 @@
-//! A disk that fails on demand, for tests of programs that save: of the calls that change a folder,
-//! one is refused.
+//! A disk that fails on demand, for tests of programs that save: one of the calls that change a
+//! folder is refused.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::disk::Call;
 
-/// True if a fault is armed; otherwise a call costs only this look.
+/// True if a fault is armed. Otherwise a call only costs this check.
 static ARMED: AtomicBool = AtomicBool::new(false);
 static FAULT: Mutex<Option<Fault>> = Mutex::new(None);
 
@@ -23,14 +23,13 @@ struct Fault {
 /// Outcome of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Faulted {
-    /// Calls that concerned the folder.
+    /// Number of calls for the folder.
     pub seen: u64,
-    /// The call that failed, if it came to that.
+    /// The call that failed, if one did.
     pub failed: Option<&'static str>,
 }
 
-/// From now on, in this process, the call number `at` (from 0) that changes something below
-/// `folder` fails with `errno`.
+/// Arms a fault in this process: the change number `at` (from 0) below `folder` fails with `errno`.
 pub fn arm(folder: &Path, at: u64, errno: i32) -> io::Result<()> {
     let fault = Fault { folder: std::path::absolute(folder)?, at, errno, seen: 0, failed: None };
     *FAULT.lock().unwrap_or_else(PoisonError::into_inner) = Some(fault);
@@ -38,14 +37,14 @@ pub fn arm(folder: &Path, at: u64, errno: i32) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends it. `None` where nothing was armed.
+/// Disarms the fault. Returns `None` if none was armed.
 pub fn disarm() -> Option<Faulted> {
     ARMED.store(false, Ordering::Release);
     let fault = FAULT.lock().unwrap_or_else(PoisonError::into_inner).take()?;
     Some(Faulted { seen: fault.seen, failed: fault.failed })
 }
 
-/// Refuses the call if it is the one.
+/// Refuses the call if it is the armed one.
 pub(super) fn before(call: Call, path: &Path) -> io::Result<()> {
     if !ARMED.load(Ordering::Acquire) {
         return Ok(());

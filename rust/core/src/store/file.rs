@@ -1,5 +1,5 @@
-//! Data files: opening them with their checks (and with `O_DIRECT`), and reads that are complete or
-//! an error.
+//! Data files: opening them with all checks (and with `O_DIRECT`), and reads that are complete or
+//! fail.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read as _};
@@ -12,31 +12,33 @@ use super::remote::Remote;
 use crate::paths::{Links, Verdict};
 use crate::{Error, Result};
 
-/// Reason for refusing a data file of a foreign checkpoint; native ones do not depend on times.
+/// Reason for refusing a data file of a foreign checkpoint. Native files are not identified by
+/// times.
 const MODIFIED: &str = "the file was modified after it was indexed, or copied without its time";
 
-/// A file to read from, and what must be true of it.
+/// A file to read from, and its expected properties.
 #[derive(Clone, Debug)]
 pub struct FileRef {
     /// Its path.
     pub path: PathBuf,
     /// Its length in bytes.
     pub size: u64,
-    /// Its modification time in nanoseconds since 1970; 0: not to be compared.
+    /// Its modification time in nanoseconds since 1970; 0 to skip the comparison.
     pub mtime_ns: i64,
     /// Policy for symbolic links to it.
     pub links: Links,
-    /// Advice for a file that is missing or changed; may be empty.
+    /// Advice for a missing or changed file; may be empty.
     pub mend: &'static str,
-    /// The store of which `path` is a URL, if it is on one.
+    /// The store of the URL `path`, if the file is on one.
     pub remote: Option<Arc<dyn Remote>>,
 }
 
 impl FileRef {
     /// Opens the file and checks its kind, length and time. `direct` asks for `O_DIRECT`.
     ///
-    /// A file that is missing or differs is [`Error::CorruptData`]; a link out of the folder
-    /// [`Error::Unsupported`]; what the system refuses is [`Error::Io`].
+    /// # Errors
+    /// [`Error::CorruptData`] for a missing or changed file; [`Error::Unsupported`] for a link out
+    /// of the folder; [`Error::Io`].
     pub fn open(&self, direct: bool) -> Result<File> {
         if self.links.may_turn(&self.path) {
             self.judge()?;
@@ -56,7 +58,7 @@ impl FileRef {
     }
 
     fn open_with(&self, direct: bool, more: libc::c_int) -> io::Result<File> {
-        // Without O_NONBLOCK, opening a named pipe would wait for someone to write to it.
+        // Without O_NONBLOCK, opening a named pipe would wait for a writer.
         let mut flags = libc::O_CLOEXEC | libc::O_NONBLOCK | more;
         if direct {
             flags |= platform::DIRECT.unwrap_or_default();
@@ -64,7 +66,7 @@ impl FileRef {
         OpenOptions::new().read(true).custom_flags(flags).open(&self.path)
     }
 
-    /// Refuses a path whose links are not to be followed.
+    /// Refuses a path with links that may not be followed.
     fn judge(&self) -> Result<()> {
         match self.links.judge(&self.path).map_err(|e| self.failed("follow", e))? {
             Verdict::Follow => Ok(()),
@@ -103,17 +105,17 @@ impl FileRef {
         Ok(())
     }
 
-    /// The error for a file of another length than it should have.
+    /// Returns the error for a file of this length, which is not the expected one.
     pub fn has_length(&self, length: u64) -> Error {
         self.another(&format!("the file is {length} bytes long, expected {}", self.size))
     }
 
-    /// It is not the file that was indexed.
+    /// Returns the error for a file that is not the indexed one.
     fn another(&self, reason: &str) -> Error {
         self.corrupt(self.with_mend(reason))
     }
 
-    /// A reason, and what to do.
+    /// Returns a reason with the advice.
     pub fn with_mend(&self, reason: &str) -> String {
         let semicolon = if self.mend.is_empty() { "" } else { "; " };
         format!("{reason}{semicolon}{}", self.mend)
@@ -124,15 +126,15 @@ impl FileRef {
     }
 }
 
-/// All of a regular file.
+/// Reads all bytes of a regular file.
 pub fn read_all(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_file(path)?.read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
-/// Opens a regular file for reading. Anything else is `InvalidInput`, also what would block, as a
-/// named pipe does.
+/// Opens a regular file for reading. Anything else is `InvalidInput`, even if opening it would
+/// block, as with a named pipe.
 pub fn open_file(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -145,8 +147,8 @@ pub fn open_file(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Fills `buf` from `offset`. Short reads and interruptions go on; an end of file is
-/// `UnexpectedEof`.
+/// Fills `buf` from `offset`, and continues after short reads and interruptions. The end of the
+/// file is `UnexpectedEof`.
 pub fn read_at(file: &File, mut buf: &mut [u8], mut offset: u64) -> io::Result<()> {
     while !buf.is_empty() {
         match file.read_at(buf, offset) {
@@ -162,10 +164,10 @@ pub fn read_at(file: &File, mut buf: &mut [u8], mut offset: u64) -> io::Result<(
     Ok(())
 }
 
-/// Fills at least the first `need` bytes of `buf` from `offset` of a file open for direct I/O.
+/// Fills at least the first `need` bytes of `buf` from `offset` of a file opened for direct I/O.
 ///
-/// `buf` and `offset` are aligned to `align`. A read that stops short goes on from the last aligned
-/// place.
+/// `buf` and `offset` are aligned to `align`. After a short read, it continues from the last
+/// aligned byte.
 pub fn read_direct_at(
     file: &File,
     buf: &mut [u8],

@@ -1,5 +1,5 @@
-//! Looking at files, wherever they are: on a file system, or where a connection leads.
-#![allow(unsafe_code)] // what is fetched goes to a buffer by its address
+//! Access to files on a file system or on a store.
+#![allow(unsafe_code)] // fetched bytes go to a buffer by its address
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -11,32 +11,33 @@ use super::remote::{Connection, Destination, FetchRange, Remote, Run, fetch};
 use super::{open_file, read_all};
 use crate::{Control, Error, Result};
 
-/// First request for a remote file that is read whole: it is enough for most files.
+/// Bytes of the first request for a remote file. This is all of most files.
 const FIRST: u64 = 4 << 20;
-/// One request each for what is left.
+/// Bytes of each request for the rest.
 const PART: u64 = 8 << 20;
-/// The rest is fetched in steps of this many bytes, or of as many as have come so far.
+/// The rest is fetched in steps of this many bytes, or of the bytes so far if they are more.
 const STEP: usize = 64 << 20;
-/// Looks that wait for a store at a time.
+/// Concurrent checks of files on a store.
 const LOOKS: usize = 32;
 
-/// Place of the files: the file system, or a store.
+/// Where files are: on the file system, or on a store.
 #[derive(Clone, Copy)]
 pub(crate) enum Files<'a> {
-    /// To the file system.
+    /// On the file system.
     Local,
-    /// To where a connection leads.
+    /// On the store of a connection.
     Remote(&'a dyn Connection, &'a Control),
 }
 
-/// Files of one call: on a file system, or on a store with a connection for the length of the call.
+/// Files of one call. On a store they have a connection, which lasts as long as the call.
 pub(crate) struct Storage<'a> {
     connection: Option<Arc<dyn Connection>>,
     control: &'a Control,
 }
 
 impl<'a> Storage<'a> {
-    /// `threads`: that receive from a store, 0 for as many as there are cores.
+    /// Connects to the store, if there is one, with `threads` receiving threads; 0 means as many as
+    /// cores.
     pub fn new(
         remote: Option<&Arc<dyn Remote>>,
         threads: usize,
@@ -57,18 +58,17 @@ impl<'a> Storage<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stat {
     pub size: u64,
-    /// In nanoseconds since 1970; 0 where it is not to be compared: a remote file is known by its
-    /// tag.
+    /// In nanoseconds since 1970; 0 for a remote file, which is identified by its tag.
     pub mtime_ns: i64,
 }
 
 impl<'a> Files<'a> {
-    /// Returns whether every look is a request to a store.
+    /// Returns whether every check of a file is a request to a store.
     pub fn is_remote(&self) -> bool {
         matches!(self, Self::Remote(..))
     }
 
-    /// Returns the number of threads that look at files when `threads` were asked for.
+    /// Returns the number of threads that check files, if `threads` were asked for.
     pub fn threads(&self, threads: usize) -> usize {
         if self.is_remote() { LOOKS } else { threads }
     }
@@ -81,7 +81,7 @@ impl<'a> Files<'a> {
         }
     }
 
-    /// All of a file; `None` if it is not there.
+    /// Returns all bytes of a file; `None` if it does not exist.
     pub fn read(&self, path: &Path) -> Result<Option<Vec<u8>>> {
         match *self {
             Self::Local => match read_all(path) {
@@ -98,7 +98,8 @@ impl<'a> Files<'a> {
         }
     }
 
-    /// Looks at a data file that a checkpoint names.
+    /// Returns length and time of a data file of a checkpoint. It is an error if the file does not
+    /// exist.
     pub fn stat(&self, path: &Path) -> Result<Stat> {
         match *self {
             Self::Local => match std::fs::metadata(path) {
@@ -122,7 +123,7 @@ impl<'a> Files<'a> {
         }
     }
 
-    /// The start of a data file, and what [`stat`](Self::stat) says of it: one request.
+    /// Returns the result of [`stat`](Self::stat) and the start of a data file, with one request.
     pub fn stat_with_start(&self, path: &Path, most: u64) -> Result<(Stat, Vec<u8>)> {
         match *self {
             Self::Local => {
@@ -155,9 +156,9 @@ impl<'a> Files<'a> {
 pub(crate) enum Opened<'a> {
     File(File),
     Remote(&'a dyn Connection, &'a Control),
-    /// A file that is in memory.
+    /// A file in memory.
     Memory(&'a [u8]),
-    /// All that there is of it was fetched before.
+    /// A file of which nothing more can be read, because everything was fetched before.
     Nowhere,
 }
 
@@ -167,13 +168,14 @@ impl Opened<'_> {
         matches!(self, Self::Remote(..))
     }
 
-    /// Reads `[at, at + len)`, which must lie in the file of `size` bytes.
+    /// Reads `[at, at + len)`, which must be inside the file of `size` bytes.
     pub fn fetch(&self, path: &Path, size: u64, at: u64, len: u64) -> Result<Vec<u8>> {
         let mut bytes = self.fetch_all(path, size, &[(at, len)])?;
         Ok(bytes.pop().unwrap_or_default())
     }
 
-    /// Reads several ranges (first byte, length) of the file: remotely, all of them at a time.
+    /// Reads several ranges (first byte, length) of the file. On a store they are read at the same
+    /// time.
     pub fn fetch_all(&self, path: &Path, size: u64, ranges: &[(u64, u64)]) -> Result<Vec<Vec<u8>>> {
         let mut buffers = Vec::with_capacity(ranges.len());
         for &(at, len) in ranges {
@@ -195,8 +197,8 @@ impl Opened<'_> {
                         parts(at, len, Destination(buffer.as_mut_ptr()))
                     })
                     .collect();
-                // SAFETY: each range has a buffer of its length, which nothing else touches
-                // meanwhile, and lies in the file.
+                // SAFETY: each range is inside the file and has a buffer of its length, which
+                // nothing else uses meanwhile.
                 unsafe { fetch(*connection, path, size, parts, control)? };
             }
             Self::Memory(bytes) => {
@@ -230,7 +232,7 @@ fn read_exact(
     })
 }
 
-/// A range of a file on its way to one place, as requests of at most [`PART`] bytes.
+/// Splits a range of a file into requests of at most [`PART`] bytes.
 fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = FetchRange> {
     (0..len.div_ceil(PART)).map(move |number| {
         let from = number * PART;
@@ -245,8 +247,8 @@ fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = FetchRange>
     })
 }
 
-/// All of a remote file of which the first bytes are here. Its length is the store's word, so
-/// memory grows with what comes.
+/// Completes a remote file of which the first bytes are known. Its length comes from the store, so
+/// the buffer grows only with the bytes that arrive.
 fn rest(
     connection: &dyn Connection,
     control: &Control,
@@ -268,8 +270,7 @@ fn rest(
         bytes.resize(next, 0);
         let to = Destination(bytes[here..].as_mut_ptr());
         let parts = parts(here as u64, (next - here) as u64, to).collect();
-        // SAFETY: the buffer reaches to the end of the parts, and nothing else touches it
-        // meanwhile.
+        // SAFETY: the buffer extends to the end of the parts, and nothing else uses it meanwhile.
         unsafe { fetch(connection, path, size, parts, control)? };
     }
     Ok(bytes)

@@ -1,5 +1,5 @@
-//! Fingerprint of a file or folder: taken before long work, and compared when the result takes the
-//! name.
+//! Fingerprint of a file or folder. It is taken before long work, and compared when the result
+//! takes the name.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -11,9 +11,9 @@ use std::path::Path;
 use super::LOCK_NAME;
 use crate::{Error, Result};
 
-/// A file, a link, or a folder with what lies in it, as they were at one moment. Two are equal if
-/// nothing came, went, or was written to in between; of folders in the folder only their own
-/// entries count, and its lock does not.
+/// The state of a file, a link, or a folder with its content. Two fingerprints are equal if nothing
+/// was added, removed or written in between. The content of subfolders does not count, and neither
+/// does the lock of the folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
     own: Entry,
@@ -25,8 +25,8 @@ struct Entry {
     device: u64,
     number: u64,
     is_folder: bool,
-    /// Length, and when it was written to (seconds, nanoseconds): a number is given again to a file
-    /// that comes later.
+    /// Length and modification time (seconds, nanoseconds), because the inode number of a removed
+    /// file is used again.
     written: Option<(u64, i64, i64)>,
 }
 
@@ -57,7 +57,7 @@ impl Fingerprint {
         let mut own = Entry::new(&meta);
         let mut entries = BTreeMap::new();
         if own.is_folder {
-            own.written = None; // its lock's file may come
+            own.written = None; // the file of its lock may be created
             for entry in fs::read_dir(path)? {
                 let entry = entry?;
                 if entry.file_name() != LOCK_NAME

@@ -1,8 +1,8 @@
-//! Files that stay with the process that opened them: a forked child closes its copies at once.
+//! Files of one process: a forked child closes its copies at once.
 //!
-//! A lock belongs to the open file, which a child of `fork` shares. Were its copy to stay open, the
-//! lock of a parent that is killed would last as long as the child: a worker that loads data, or a
-//! daemon.
+//! A lock belongs to the open file, which a child of `fork` shares. If the child's copy stayed
+//! open, the lock of a killed parent would last as long as the child, such as a data loader's
+//! worker or a daemon.
 #![allow(unsafe_code)] // code between fork and the child's first line, and its descriptors
 
 use std::fs::File;
@@ -12,9 +12,9 @@ use std::os::fd::AsRawFd as _;
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// No descriptor.
+/// Marks a free slot.
 const FREE: i32 = -1;
-/// Descriptors that a forked child closes at once; it closes others when it ends. A save has two.
+/// Descriptors that a forked child closes at once. Others are closed when it ends. A save has two.
 static OPEN: [AtomicI32; 256] = [const { AtomicI32::new(FREE) }; 256];
 
 unsafe extern "C" {
@@ -25,19 +25,19 @@ unsafe extern "C" {
     ) -> libc::c_int;
 }
 
-/// Runs in the child, of which only this thread is left: no locks, no memory.
+/// Runs in the child, which has only this thread, so it must not lock anything or allocate memory.
 extern "C" fn let_go() {
     for slot in &OPEN {
         let descriptor = slot.swap(FREE, Ordering::Relaxed);
         if descriptor != FREE {
-            // SAFETY: it is the child's copy of a descriptor whose `OwnFile` does nothing in this
-            // process.
+            // SAFETY: this is the child's copy of a descriptor, and its `OwnFile` does nothing in
+            // this process.
             unsafe { libc::close(descriptor) };
         }
     }
 }
 
-/// A file that is open in this process, and in no child forked from it.
+/// A file that is open in this process, and not in children forked from it.
 #[derive(Debug)]
 pub(super) struct OwnFile {
     file: ManuallyDrop<File>,
@@ -48,8 +48,8 @@ pub(super) struct OwnFile {
 impl OwnFile {
     pub(super) fn new(file: File) -> Self {
         static HANDLER: Once = Once::new();
-        // SAFETY: the function is there for as long as the process: extensions of Python are not
-        // unloaded. Where it cannot be registered, a child keeps its copies.
+        // SAFETY: the function exists as long as the process, since Python extensions are not
+        // unloaded. If it cannot be registered, a child keeps its copies.
         HANDLER.call_once(|| unsafe {
             pthread_atfork(None, None, Some(let_go));
         });
@@ -64,8 +64,8 @@ impl OwnFile {
         }
     }
 
-    /// Returns whether this process opened it. In another process, the descriptor may be another
-    /// file's.
+    /// Returns whether this process opened the file. In another process, the descriptor may be
+    /// another file's.
     pub(super) fn is_own(&self) -> bool {
         self.process == std::process::id()
     }
@@ -87,7 +87,7 @@ impl Drop for OwnFile {
         if let Some(slot) = self.slot {
             OPEN[slot].store(FREE, Ordering::Relaxed);
         }
-        // SAFETY: it is dropped once, here.
+        // SAFETY: it is dropped only here, once.
         unsafe { ManuallyDrop::drop(&mut self.file) };
     }
 }

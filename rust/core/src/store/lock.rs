@@ -1,8 +1,8 @@
-//! Locks between processes, also of different machines: on the folder of a checkpoint, and on what
-//! a save is writing.
+//! Locks between processes, even of different machines: on the folder of a checkpoint, and on the
+//! files that a save is writing.
 //!
-//! They are `flock`s on files opened for writing, which is what network file systems take: on a
-//! folder they have none. Each ends with its value and with its process, however that ends.
+//! They are `flock`s on files that are open for writing. Network file systems accept those, but not
+//! locks on a folder. A lock ends when it is dropped, or with its process, even if that is killed.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
@@ -15,32 +15,32 @@ use super::fork::OwnFile;
 use super::is_remote;
 use crate::{Control, Error, Result};
 
-/// The file in the folder of a checkpoint whose lock is the folder's. It is empty, and stays.
+/// File in the folder of a checkpoint, whose lock is that of the folder. It is empty, and stays.
 pub const LOCK_NAME: &str = ".dcprs.lock";
 
-/// A lock is asked for again after so long, and longer and longer up to this.
+/// First and longest delay before a lock is tried again.
 const SLICES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
-/// A process that keeps the lock of a folder for longer is stuck.
+/// Time limit on waiting for a lock. A process that holds it for longer is stuck.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Modes of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// A lock that others may share.
+    /// Can be held together with other shared locks.
     Shared,
-    /// A lock of one holder.
+    /// Can only be held alone.
     Exclusive,
 }
 
-/// Claim of a process on a file.
+/// Whether a process claims a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Claimed {
-    /// One is.
+    /// A process claims it.
     Yes,
-    /// None is.
+    /// No process claims it.
     No,
-    /// The file system has no locks, or it is on a network, where they may be those of this machine
-    /// alone.
+    /// The file system has no locks, or is on a network and may have only the locks of this
+    /// machine.
     Unknown,
 }
 
@@ -51,8 +51,8 @@ pub struct FileLock {
 }
 
 impl FileLock {
-    /// Waits for the lock, for as long as `control` lets it, and at most `patience`. `None` where
-    /// the file system has no locks.
+    /// Waits for the lock until `control` is cancelled, or for at most `patience`. Returns `None`
+    /// if the file system has no locks.
     fn wait(
         disk: &Disk,
         file: File,
@@ -86,8 +86,8 @@ impl FileLock {
         }
     }
 
-    /// Claims the existing file at `path` for this process. `None` where the file system has no
-    /// locks.
+    /// Claims the existing file at `path` for this process. Returns `None` if the file system has
+    /// no locks.
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
@@ -102,7 +102,7 @@ impl FileLock {
     /// [`Error::Io`].
     pub(crate) fn is_claimed(path: &Path) -> Result<Claimed> {
         let file = super::open_file(path).map_err(|error| Error::io("open", path, error))?;
-        // Shared: of two that look, neither takes the other for one that is at work.
+        // A shared lock, so that two checks do not take each other for a claim.
         match Disk::default().try_lock(&file, path, Mode::Shared)? {
             Locked::ByOthers => Ok(Claimed::Yes),
             Locked::Yes if !is_remote(&file) => Ok(Claimed::No),
@@ -114,27 +114,26 @@ impl FileLock {
 impl Drop for FileLock {
     fn drop(&mut self) {
         if self.file.is_own() {
-            // Said, and not left to the close: a child that is being forked has the file open for a
-            // moment.
+            // Released explicitly and not by the close, because a child has the file open while it
+            // is being forked.
             Disk::unlock(&self.file);
         }
     }
 }
 
-/// The lock of a folder. Exclusive while what it holds is published or removed; shared while a save
-/// makes its first file there.
+/// The lock of a folder. It is exclusive while an index is published or files are removed. It is
+/// shared while a save creates its first file.
 #[derive(Debug)]
 pub struct FolderLock {
     lock: Option<FileLock>,
 }
 
 impl FolderLock {
-    /// Waits until no one else holds it. Where the file system has no locks, it is held in name
-    /// only.
+    /// Waits for the lock. On a file system without locks it protects nothing.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Interrupted`] from `control`; [`Error::Busy`] where another process
-    /// has held it for ten minutes.
+    /// [`Error::Io`]; [`Error::Interrupted`] from `control`; [`Error::Busy`] if another process has
+    /// held it for ten minutes.
     pub fn take(folder: &Path, mode: Mode, control: &Control) -> Result<Self> {
         Self::take_on(&Disk::default(), folder, mode, control)
     }
@@ -148,7 +147,7 @@ impl FolderLock {
         Self::take_within(disk, folder, mode, control, PATIENCE)
     }
 
-    /// [`take`](Self::take) by who has other things to do than to wait for long.
+    /// Does the same as [`take`](Self::take), and waits for at most `patience`.
     pub(crate) fn take_within(
         disk: &Disk,
         folder: &Path,
@@ -160,7 +159,7 @@ impl FolderLock {
         loop {
             let lock =
                 FileLock::wait(disk, disk.open_lock(&path, true)?, &path, mode, control, patience)?;
-            // A process that removed or replaced it meanwhile, or the folder, made room for a
+            // If a process removed or replaced the file or the folder meanwhile, there could be a
             // second holder.
             if lock.as_ref().is_none_or(|lock| is_at(&lock.file, &path)) {
                 return Ok(Self { lock });
@@ -168,8 +167,8 @@ impl FolderLock {
         }
     }
 
-    /// Returns whether the lock excludes every process: the file system has locks, and no other
-    /// machine may have locks of its own.
+    /// Returns whether the lock excludes every process: the file system has locks, and they are not
+    /// limited to one machine.
     pub(crate) fn is_certain(&self) -> bool {
         self.lock.as_ref().is_some_and(|lock| !is_remote(&lock.file))
     }

@@ -15,7 +15,7 @@ fn exclusive(folder: &Path) -> FolderLock {
     FolderLock::take(folder, Mode::Exclusive, &Control::new()).unwrap()
 }
 
-/// Takes the lock on another thread, which says when it has it and keeps it until the end.
+/// Takes the lock on another thread, which reports when it has it, and keeps it until the end.
 fn taker(disk: Disk, folder: &Path, mode: Mode) -> Receiver<Result<FolderLock>> {
     let folder = folder.to_owned();
     let (done, is_done) = channel();
@@ -26,7 +26,7 @@ fn taker(disk: Disk, folder: &Path, mode: Mode) -> Receiver<Result<FolderLock>> 
     is_done
 }
 
-/// Fails the first requests for a lock, and counts all.
+/// Fails the first requests for a lock, and counts all of them.
 #[derive(Default)]
 struct Refusing {
     with: i32,
@@ -178,7 +178,7 @@ fn a_link_is_no_lock() {
     assert!(!elsewhere.exists());
 }
 
-/// A child of this process, until it is dropped. It does nothing but wait.
+/// A child of this process, which lives until this is dropped. It only waits.
 struct Child {
     process: libc::pid_t,
     ours: UnixStream,
@@ -188,11 +188,11 @@ impl Child {
     fn fork() -> Self {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         let (theirs_fd, ours_fd) = (theirs.as_raw_fd(), ours.as_raw_fd());
-        // SAFETY: the child makes system calls only, on memory of its own stack.
+        // SAFETY: the child only makes system calls, on memory of its own stack.
         let process = unsafe { libc::fork() };
         if process == 0 {
             let mut byte = 1_u8;
-            // SAFETY: as above; the descriptors were open at the fork, and the byte lives.
+            // SAFETY: as above. The descriptors were open at the fork, and the byte is alive.
             unsafe {
                 libc::close(ours_fd);
                 libc::write(theirs_fd, (&raw const byte).cast(), 1);
@@ -201,7 +201,7 @@ impl Child {
             }
         }
         drop(theirs);
-        // The handlers between the fork and its first line have run.
+        // The handlers that run in the child after the fork are done.
         ours.read_exact(&mut [0]).unwrap();
         Self { process, ours }
     }
@@ -209,7 +209,7 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // It may be gone.
+        // The child may have ended.
         let _ = self.ours.write(&[0]);
         // SAFETY: the child is ours, and is waited for once.
         unsafe { libc::waitpid(self.process, std::ptr::null_mut(), 0) };
@@ -223,12 +223,12 @@ fn a_forked_child_has_no_part_in_a_lock() {
     let disk = Disk::default();
     let held = exclusive(dir.path());
     let child = Child::fork();
-    // As at the end of the process: the file is closed, and nothing is said of the lock.
+    // As at the end of a process: the file is closed, and the lock is not released explicitly.
     let FolderLock { lock: Some(lock) } = held else { panic!("no locks here") };
     let FileLock { file } = &lock;
     let descriptor = file.as_raw_fd();
     let elsewhere = File::open(dir.path()).unwrap();
-    // SAFETY: the lock's descriptor stays one, of another file, to be closed by the lock.
+    // SAFETY: the lock's descriptor stays valid. It is now another file's, and the lock closes it.
     unsafe { libc::dup2(elsewhere.as_raw_fd(), descriptor) };
     let file = disk.open_lock(&path, true).unwrap();
     assert_eq!(disk.try_lock(&file, &path, Mode::Exclusive).unwrap(), Locked::Yes);
@@ -241,7 +241,7 @@ fn a_child_that_was_being_forked_does_not_keep_a_lock_that_was_given_back() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(LOCK_NAME);
     let disk = Disk::default();
-    // A copy of its file that nobody knows of.
+    // An unregistered copy of its file.
     let held = exclusive(dir.path());
     let copy = held.lock.as_ref().unwrap().file.try_clone().unwrap();
     drop(held);

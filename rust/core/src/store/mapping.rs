@@ -7,11 +7,11 @@ use memmap2::MmapRaw;
 
 use super::platform;
 
-/// A mapping of a file from its first byte, for raw access: its bytes are never handed out as a
-/// slice, because nothing can promise that no other process changes the file.
+/// A mapping of a whole file, for raw access. Its bytes are never handed out as a slice, because no
+/// one can guarantee that no other process changes the file.
 #[derive(Debug)]
 pub struct Mapping {
-    /// The mapped range: the file, or a larger one in which it begins at an offset.
+    /// The mapped range: the file, or a larger range in which the file begins at an offset.
     raw: MmapRaw,
     skip: usize,
     len: usize,
@@ -24,13 +24,13 @@ impl Mapping {
         Ok(Self { raw, skip, len })
     }
 
-    /// The first byte of the file; [`len`](Self::len) bytes are mapped.
+    /// Returns the address of the first byte of the file. [`len`](Self::len) bytes are mapped.
     #[must_use]
     pub fn as_ptr(&self) -> *const u8 {
         self.raw.as_ptr().wrapping_add(self.skip)
     }
 
-    /// Bytes mapped.
+    /// Returns the number of mapped bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
@@ -42,26 +42,26 @@ impl Mapping {
         self.len == 0
     }
 
-    /// Returns whether [`populate`](Self::populate) works here. Without it, a failing disk is a
+    /// Returns whether [`populate`](Self::populate) works here. Without it, a failing disk causes a
     /// signal at the first access.
     #[must_use]
     pub fn tells_errors() -> bool {
         platform::populates()
     }
 
-    /// Asks for `[start, end)` to be read into the page cache, in large requests, and does not
-    /// wait. A wish: an error shows when it is touched.
+    /// Asks the system to read `[start, end)` into the page cache in large requests, and does not
+    /// wait. An error only shows at the access.
     pub fn read_ahead(&self, start: u64, end: u64) {
         if let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) {
             platform::read_ahead(&self.raw, self.skip + start, end.saturating_sub(start));
         }
     }
 
-    /// Brings `[start, end)` into memory and into the page table: one call in place of a fault
-    /// every few pages, and a file that was cut short or a disk that fails is an error here and not
-    /// a signal at the first touch.
+    /// Loads `[start, end)` into memory and into the page table. This takes one call instead of a
+    /// page fault every few pages. A truncated file or a failing disk is then an error, and not a
+    /// signal at the first access.
     ///
-    /// Does nothing where the system lacks it (Linux before 5.14).
+    /// Does nothing if the system lacks the call (Linux before 5.14).
     pub fn populate(&self, start: u64, end: u64) -> io::Result<()> {
         let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) else {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -85,7 +85,7 @@ mod tests {
         file.set_len(100_000).unwrap();
         mapping.populate(0, 100_000).unwrap();
         let result = mapping.populate(500_000, 600_000);
-        // Before Linux 5.14 populating does nothing, and says so with success.
+        // Before Linux 5.14 this does nothing, and returns success.
         assert!(result.is_ok() || result.unwrap_err().raw_os_error() == Some(libc::EFAULT));
     }
 }

@@ -1,5 +1,5 @@
-//! Files, folders and mappings: what the operating system offers, or a store of objects, without
-//! knowledge of the format.
+//! Files, folders and mappings of the operating system, and objects on a store, without knowledge
+//! of the format.
 
 mod buffer;
 mod conditional;

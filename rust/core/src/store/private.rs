@@ -1,7 +1,7 @@
-//! Private mappings: memory that begins as a file's bytes, and that may be written to without
-//! changing the file.
+//! Private mappings: memory that begins as a file's bytes, and can be written without changing the
+//! file.
 
-#![allow(unsafe_code)] // mapping a file is
+#![allow(unsafe_code)] // mapping a file is unsafe
 
 use std::fs::File;
 use std::io;
@@ -16,20 +16,20 @@ pub struct PrivateMapping {
 impl PrivateMapping {
     /// Maps the whole file.
     pub fn new(file: &File) -> io::Result<Self> {
-        // SAFETY: a published data file is never changed or made shorter (section 9 of
+        // SAFETY: a published data file is never changed or truncated (section 9 of
         // docs/format.md), and its length was checked when it was opened. The bytes are handed out
-        // as an address only.
+        // only as an address.
         let map = unsafe { MmapOptions::new().map_copy(file)? };
         Ok(Self { map })
     }
 
-    /// The first byte; [`len`](Self::len) bytes follow, valid for reads and writes as long as
-    /// `self` lives.
+    /// Returns the address of the first of [`len`](Self::len) bytes, which are valid for reads and
+    /// writes as long as `self` lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.map.as_ptr().cast_mut()
     }
 
-    /// Bytes mapped.
+    /// Returns the number of mapped bytes.
     pub fn len(&self) -> usize {
         self.map.len()
     }

@@ -1,4 +1,4 @@
-//! Publication: a file is not there, or all of it is.
+//! Publication: a file is either missing or complete.
 
 use std::path::Path;
 
@@ -6,17 +6,17 @@ use super::disk::Disk;
 use super::{Fingerprint, FolderLock, Mode, random_token};
 use crate::{Control, Error, Result};
 
-/// Suffix of a folder that makes room for its replacement, if that takes two steps. It remains
-/// after a crash between them.
+/// Suffix of a folder that was renamed to make room for its replacement, if that takes two steps. A
+/// folder of this name remains after a crash between them.
 pub const ASIDE: &str = "replaced";
 
-/// Puts a file into a folder in one step, in the place of any that has its name: a temporary name,
-/// a sync, a rename, a sync of the folder. A reader finds the old file or the new one, and a crash
-/// leaves one of them.
+/// Publishes a file in a folder in one step, and replaces one of the same name. It writes a
+/// temporary file, syncs and renames it, and syncs the folder. A reader finds the old file or the
+/// new one, and a crash leaves one of them.
 ///
 /// # Errors
-/// [`Error::Io`], [`Error::Interrupted`]. The old file is in its place then, unless it was the last
-/// sync that failed.
+/// [`Error::Io`], [`Error::Interrupted`]. Then the old file is still there, unless only the last
+/// sync failed.
 pub fn publish(
     dir: &Path,
     file_name: &str,
@@ -46,19 +46,19 @@ pub(crate) fn publish_on(
         disk.rename(&temporary, &dir.join(file_name))
     })();
     if published.is_err() {
-        // The earlier failure is the error worth reporting.
+        // Ignored: the earlier failure is the error worth reporting.
         let _ = disk.remove(&temporary);
     }
     published?;
     if fsync { disk.sync_folder(dir) } else { Ok(()) }
 }
 
-/// The name under which a file is written that will have another.
+/// Returns a temporary name for a file that will get another one.
 fn temporary_name(file_name: &str) -> Result<String> {
     Ok(format!("{file_name}.{:016x}.tmp", random_token()?))
 }
 
-/// The name that the file of a [`temporary_name`] would have got; `None` where it is none.
+/// Returns the final name for a [`temporary_name`]; `None` if it is not a temporary name.
 pub(crate) fn name_of_temporary(name: &str) -> Option<&str> {
     let (file_name, token) = name.strip_suffix(".tmp")?.rsplit_once('.')?;
     let is_token =
@@ -66,7 +66,7 @@ pub(crate) fn name_of_temporary(name: &str) -> Option<&str> {
     is_token.then_some(file_name)
 }
 
-/// Creates a folder and those it is in, where they are missing, to be found after a loss of power.
+/// Creates a folder and its missing parents, durably.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -76,8 +76,8 @@ pub fn create_folder(folder: &Path) -> Result<()> {
     changed.iter().try_for_each(|parent| disk.sync_folder(parent))
 }
 
-/// Waits until nobody commits to the folder at `to`, or removes anything in it. `None` where there
-/// is none.
+/// Locks the folder at `to`, so that no process commits to it or removes anything in it. Returns
+/// `None` if there is no folder.
 ///
 /// # Errors
 /// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
@@ -86,15 +86,16 @@ pub fn lock_replaced(to: &Path, control: &Control) -> Result<Option<FolderLock>>
     is_folder.then(|| FolderLock::take(to, Mode::Exclusive, control)).transpose()
 }
 
-/// Gives a finished file or folder its name, in one step. What has the name is replaced if it is
-/// what it was `before`, and then lies at `from` or beside it, in a folder that the caller removes.
-/// Whatever else has come to have the name stays.
+/// Renames a finished file or folder to its final name in one step. Replaces what has that name
+/// only if it is still what it was `before`. What was replaced is then at `from` or beside it, in a
+/// folder that the caller removes.
 ///
-/// The caller that replaces a folder holds [its lock](lock_replaced).
+/// To replace a folder, the caller must hold [its lock](lock_replaced).
 ///
 /// # Errors
-/// [`Error::Exists`]; [`Error::Io`]: all is as it was, unless it was the last sync that failed;
-/// [`Error::Displaced`]: what was to be replaced is where that says.
+/// - [`Error::Exists`] if something else has the name by now.
+/// - [`Error::Io`]. Then nothing has changed, unless only the last sync failed.
+/// - [`Error::Displaced`] names the place of what was to be replaced.
 pub fn put_in_place(from: &Path, to: &Path, before: Option<&Fingerprint>) -> Result<()> {
     put_in_place_on(&Disk::default(), from, to, before)
 }
@@ -106,7 +107,7 @@ fn put_in_place_on(
     before: Option<&Fingerprint>,
 ) -> Result<()> {
     if from.is_dir() {
-        // Its contents are durable before its name is.
+        // Make the content durable before the name.
         disk.sync_folder(from)?;
     }
     match Fingerprint::at(to)? {
@@ -125,14 +126,14 @@ fn replace(disk: &Disk, from: &Path, to: &Path, before: &Fingerprint) -> Result<
     if is_still(from, before) {
         return Ok(());
     }
-    // It came between the look and the step.
+    // It was replaced between the check and the exchange.
     match disk.rename_apart(from, to, true) {
         Ok(_) => Err(came_meanwhile(to)),
         Err(error) => Err(displaced(to, from, error)),
     }
 }
 
-/// For file systems that have plain renames only, as some network ones.
+/// For file systems that support only plain renames, such as some network file systems.
 fn replace_by_steps(disk: &Disk, from: &Path, to: &Path, before: &Fingerprint) -> Result<()> {
     if from.is_file() && to.is_file() {
         return disk.rename(from, to);
@@ -149,7 +150,8 @@ fn replace_by_steps(disk: &Disk, from: &Path, to: &Path, before: &Fingerprint) -
     };
     match replaced {
         Ok(()) => {
-            // Only so that nobody takes it for what is missing: the caller removes both.
+            // Only to avoid a folder that looks as if a checkpoint were missing: the caller removes
+            // both.
             let _ = disk.rename(aside, from);
             Ok(())
         }
@@ -174,14 +176,14 @@ fn take_free_name(disk: &Disk, from: &Path, to: &Path) -> Result<()> {
         return Ok(());
     }
     if from.is_file() && disk.link(from, to).map_err(refused)?.is_ok() {
-        // Two names are one too many, and no harm.
+        // A second name does no harm.
         let _ = disk.remove(from);
         return Ok(());
     }
     if to.symlink_metadata().is_ok() {
         return Err(came_meanwhile(to));
     }
-    // A rename of a folder replaces an empty one at most.
+    // A rename of a folder can only replace an empty one.
     disk.rename(from, to).map_err(refused)
 }
 
@@ -202,7 +204,7 @@ mod tests {
     use super::*;
     use crate::store::disk::{Call, Hook};
 
-    /// A disk without some calls, or that refuses them: what is answered to each of them in turn.
+    /// A disk that lacks or refuses some calls: the answers to them, in order.
     struct Answers(std::sync::Mutex<std::collections::VecDeque<i32>>);
 
     impl Hook for Answers {
@@ -219,7 +221,7 @@ mod tests {
         }
     }
 
-    /// A disk with plain renames only, which are answered by these errors in turn; 0: by none.
+    /// Returns a disk with plain renames only. `answers` are their errors in order; 0 is success.
     fn plain(answers: &[i32]) -> Disk {
         Disk::hooked(std::sync::Arc::new(Answers(std::sync::Mutex::new(
             answers.iter().copied().collect(),
@@ -230,7 +232,7 @@ mod tests {
         put_in_place_on(disk, from, to, before)
     }
 
-    /// Folders `new` and `old`, each with a file that says which it is.
+    /// Creates folders `new` and `old`, each with a file that identifies it.
     fn two_folders(dir: &Path) -> [std::path::PathBuf; 2] {
         ["new", "old"].map(|name| {
             std::fs::create_dir(dir.join(name)).unwrap();
@@ -304,7 +306,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let [new, old] = two_folders(dir.path());
         let before = Fingerprint::at(&old).unwrap();
-        // Out of the way; into its place.
+        // The first answer is for the rename out of the way, the second for the one into its place.
         for answers in [&[libc::EIO][..], &[0, libc::EIO]] {
             let error = put(&plain(answers), &new, &old, before.as_ref()).unwrap_err();
             assert!(matches!(error, Error::Io { .. }), "{error}");

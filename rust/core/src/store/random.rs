@@ -1,4 +1,4 @@
-//! Random numbers that no two processes share, forked ones included.
+//! Random numbers that no two processes share, even after a fork.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::{Error, Result};
 
-/// Random bytes from the operating system.
+/// Returns random bytes from the operating system.
 pub fn random_bytes<const N: usize>() -> Result<[u8; N]> {
     let path = Path::new("/dev/urandom");
     let mut bytes = [0; N];
@@ -16,7 +16,7 @@ pub fn random_bytes<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// A token for [`SaveInfo`](crate::write::SaveInfo), or for a temporary name.
+/// Returns a token for [`SaveInfo`](crate::write::SaveInfo), or for a temporary name.
 pub fn random_token() -> Result<u64> {
     random_bytes().map(u64::from_le_bytes)
 }

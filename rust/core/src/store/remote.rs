@@ -1,7 +1,7 @@
-//! Files that no file system has: objects of a store, pages of a server. Their paths are URLs.
+//! Files outside of a file system: objects of a store, pages of a server. Their paths are URLs.
 //!
-//! Implement [`Remote`] and [`Connection`] to add a protocol; the plans, the checks and the engines
-//! are those of files.
+//! Implement [`Remote`] and [`Connection`] to add a protocol. Plans, checks and engines are the
+//! same as for files.
 #![allow(unsafe_code)] // fetched bytes are written to addresses
 
 use std::collections::HashMap;
@@ -17,54 +17,54 @@ use super::files::Files;
 use crate::format::block_digest;
 use crate::{Control, Error, Result, parallel};
 
-/// Questions that wait for a store at a time.
+/// Concurrent requests to a store.
 const QUESTIONS: usize = 32;
 
-/// Destination of bytes: an address that the caller keeps valid for the length of the call.
+/// Destination of bytes: an address that the caller keeps valid during the call.
 #[derive(Clone, Copy, Debug)]
 pub struct Destination(pub *mut u8);
 
-// SAFETY: an address alone is harmless; the caller of a function that writes to it vouches that its
-// memory may be written from any thread.
+// SAFETY: an address alone is harmless. The caller of a function that writes to it guarantees that
+// its memory may be written from any thread.
 unsafe impl Send for Destination {}
-// SAFETY: as above; nothing is written through a shared `Destination` but what its holder was asked
-// to write.
+// SAFETY: as above. A shared `Destination` is only used for the writes that its holder was asked
+// for.
 unsafe impl Sync for Destination {}
 
-/// Bytes of a part, and the memory they go to.
+/// Bytes of a part, and their destination in memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Run {
     /// First byte in the file.
     pub at: u64,
-    /// Bytes; at least one.
+    /// Length in bytes; at least one.
     pub len: u64,
     /// Destination of the first byte.
     pub to: Destination,
-    /// The digest (XXH3-64) to compare the bytes with as they come, if any.
+    /// The digest (XXH3-64) to compare the bytes with when they arrive, if any.
     pub expected: Option<u64>,
 }
 
-/// A run whose bytes have another digest than expected.
+/// A run whose bytes do not match the expected digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mismatch {
     /// First byte in the file.
     pub at: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// The digest of the bytes that came.
+    /// The digest of the bytes that arrived.
     pub digest: u64,
 }
 
-/// The state of a call to [`fetch`], which its ranges share.
+/// The state of a call to [`fetch`], shared by its ranges.
 #[derive(Debug, Default)]
 struct Call {
-    /// False outside of the call that the memory is valid for.
+    /// True during the call, while the memory is valid.
     is_open: RwLock<bool>,
     mismatches: Mutex<Vec<Mismatch>>,
 }
 
-/// A range of a file that is fetched by one request, and the memory that it goes to. Bytes that no
-/// run has are dropped as they come.
+/// A range of a file that one request fetches, and its destinations in memory. Bytes of no run are
+/// dropped when they arrive.
 pub struct FetchRange {
     /// First byte.
     pub start: u64,
@@ -72,9 +72,9 @@ pub struct FetchRange {
     pub end: u64,
     /// Parts to deliver, in the order of the file. Two runs may have the same bytes.
     pub(crate) runs: Vec<Run>,
-    /// The first run that may have bytes to come.
+    /// The first run that may still get bytes.
     next: usize,
-    /// The digests so far of runs that are compared and partly here, by number.
+    /// State of the digests of runs that have arrived in part, by number.
     hashers: HashMap<usize, Hasher>,
     call: Arc<Call>,
 }
@@ -84,8 +84,8 @@ impl FetchRange {
         Self { start, end, runs, next: 0, hashers: HashMap::new(), call: Arc::default() }
     }
 
-    /// Copies the next bytes, which begin at byte `at` of the file, to their destinations. Ranges
-    /// that outlive their call to [`Connection::fetch`] write nothing.
+    /// Copies the next bytes, which begin at byte `at` of the file, to their destinations. Does
+    /// nothing after the call to [`Connection::fetch`] has ended.
     pub fn deliver(&mut self, at: u64, bytes: &[u8]) {
         let is_open = self.call.is_open.read().unwrap_or_else(PoisonError::into_inner);
         let end = at.saturating_add(bytes.len() as u64);
@@ -98,20 +98,20 @@ impl FetchRange {
         let runs = self.runs.iter().enumerate().skip(self.next);
         for (number, run) in runs.take_while(|(_, run)| run.at < end) {
             let (from, to) = (run.at.max(at), (run.at + run.len).min(end));
-            // A longer run may lie before this one, that ended.
+            // This run has ended, but a longer one before it has not.
             if from >= to {
                 continue;
             }
             let index = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
             let source = &bytes[index(from - at)..index(to - at)];
-            // SAFETY: bytes `from..to` are of the run, whose memory is valid for writes while the
-            // range is open, as the caller of `fetch` vouches; `source` is memory of the client.
+            // SAFETY: bytes `from..to` belong to the run. The caller of `fetch` guarantees that its
+            // memory is valid for writes while the range is open. `source` is memory of the client.
             unsafe {
                 let to = run.to.0.wrapping_add(index(from - run.at));
                 std::ptr::copy_nonoverlapping(source.as_ptr(), to, source.len());
             }
             let Some(expected) = run.expected else { continue };
-            // The bytes are still in the cache.
+            // Hash the bytes while they are in the cache.
             let digest = if source.len() as u64 == run.len {
                 block_digest(source)
             } else {
@@ -132,8 +132,8 @@ impl FetchRange {
     }
 }
 
-/// Fetches ranges of a file to memory, by [`Connection::fetch`]. Returns the runs that differ from
-/// the digest expected of them.
+/// Fetches ranges of a file into memory with [`Connection::fetch`]. Returns the runs that do not
+/// match their expected digests.
 ///
 /// # Safety
 /// The memory of every run is valid for writes from any thread until this returns, and no two runs
@@ -145,7 +145,7 @@ pub(crate) unsafe fn fetch(
     mut ranges: Vec<FetchRange>,
     control: &Control,
 ) -> Result<Vec<Mismatch>> {
-    /// Dropped, also by a panic, it waits for copies under way and refuses later ones.
+    /// On drop, even by a panic, it waits for current copies and refuses later ones.
     struct Open(Arc<Call>);
     impl Drop for Open {
         fn drop(&mut self) {
@@ -161,25 +161,26 @@ pub(crate) unsafe fn fetch(
     Ok(std::mem::take(&mut *mismatches))
 }
 
-/// Conditions for storing a file.
+/// Condition for storing a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// Nothing: no other save uses the name.
+    /// None, because no other save uses the name.
     Always,
-    /// Nothing, though it matters: the store would not look.
+    /// None, although another save may use the name: any file may be replaced, or the store would
+    /// ignore a condition.
     Unguarded,
-    /// There is none of the name.
+    /// No file has the name.
     New,
-    /// The file that is there is the one that was seen.
+    /// The file is still the one that was seen.
     Unchanged,
 }
 
-/// A file that is stored in parts, and is not there before all of them are.
+/// A file that is stored in parts. It does not exist before all of them are stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Upload {
     /// Its path.
     pub path: PathBuf,
-    /// Id that the store gave the upload.
+    /// Id of the upload on the store.
     pub id: String,
     /// Condition for completing it.
     pub condition: Condition,
@@ -192,9 +193,9 @@ pub struct Listed {
     pub name: String,
     /// Its length in bytes.
     pub size: u64,
-    /// Since it was stored, by the clocks of the store and of this machine.
+    /// Time since it was stored, by the clocks of the store and of this machine.
     pub age: Duration,
-    /// Tag that tells it from other objects of its name, if the store has tags.
+    /// Tag that distinguishes it from other objects of the same name, if the store has tags.
     pub tag: Option<String>,
 }
 
@@ -203,47 +204,46 @@ pub struct Listed {
 pub struct Folder {
     /// The files.
     pub files: Vec<Listed>,
-    /// The names of the folders: each holds something, or there would be none.
+    /// The names of the folders. None is empty, because a store has no empty folders.
     pub folders: Vec<String>,
 }
 
-/// A store, and how to speak to it. Nothing is open, and no thread runs, but while there is a
-/// [`Connection`].
+/// A store, and how to reach it. Without a [`Connection`] it has no open sockets and no threads.
 pub trait Remote: Debug + Send + Sync {
-    /// Begins to speak to it; `threads`: that receive, 0 for as many as there are cores.
+    /// Connects with `threads` receiving threads; 0 means as many as cores.
     fn connect(&self, threads: usize) -> Result<Arc<dyn Connection>>;
 
-    /// The same, to store files there as well.
+    /// Does the same as [`connect`](Self::connect), for a connection that can also store files.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where that cannot be.
+    /// [`Error::Unsupported`] if the store is read-only.
     fn connect_to_store(&self, threads: usize) -> Result<Arc<dyn StoringConnection>>;
 }
 
-/// For the length of a call: what answers for the files of a [`Remote`]. Every method may be called
-/// from any thread, and waits; a cancelled [`Control`] ends the wait.
+/// A connection to the files of a [`Remote`], for one call. Every method may be called from any
+/// thread, and blocks. A cancelled [`Control`] ends the wait.
 ///
-/// A file that was seen once has to stay the same for as long as its `Remote` lives: another length
-/// or another tag is an error.
+/// A file that was seen must not change as long as its `Remote` lives: another length or another
+/// tag is an error.
 ///
 /// # Errors
-/// [`Error::Storage`](crate::Error::Storage), after the retries;
+/// [`Error::Storage`](crate::Error::Storage) after the retries;
 /// [`Error::Interrupted`](crate::Error::Interrupted).
 pub trait Connection: Send + Sync {
-    /// The length of a file, if it is there.
+    /// Returns the length of a file; `None` if it does not exist.
     fn look(&self, path: &Path, control: &Control) -> Result<Option<u64>>;
 
-    /// Lists the direct contents of a folder; `None` if the store cannot list.
+    /// Lists the direct contents of a folder; returns `None` if the store cannot list.
     fn list(&self, folder: &Path, control: &Control) -> Result<Option<Folder>>;
 
-    /// The names of the files.
+    /// Returns the names of the files in a folder; `None` if the store cannot list.
     fn names(&self, folder: &Path, control: &Control) -> Result<Option<Vec<String>>> {
         let listed = self.list(folder, control)?;
         Ok(listed.map(|found| found.files.into_iter().map(|file| file.name).collect()))
     }
 
-    /// The first `most` bytes of a file, or all of a shorter one, and its length; `None` if it is
-    /// not there. With `anew` the file may be another one than it was.
+    /// Returns the first `most` bytes of a file, or all of a shorter one, and its length. Returns
+    /// `None` if it does not exist. With `anew`, the file may have changed since it was seen.
     fn start(
         &self,
         path: &Path,
@@ -253,8 +253,8 @@ pub trait Connection: Send + Sync {
     ) -> Result<Option<(Vec<u8>, u64)>>;
 
     /// Fetches ranges of a file of `size` bytes, many at a time, and
-    /// [delivers](FetchRange::deliver) their bytes in order. A file that is missing, or of another
-    /// length, is [`Error::CorruptData`](crate::Error::CorruptData).
+    /// [delivers](FetchRange::deliver) their bytes in order. A file that is missing or has another
+    /// length is [`Error::CorruptData`](crate::Error::CorruptData).
     fn fetch(
         &self,
         path: &Path,
@@ -264,34 +264,34 @@ pub trait Connection: Send + Sync {
     ) -> Result<()>;
 }
 
-/// The bytes that a request sends. A client may hold them a while longer than the call takes.
+/// The body of a request. A client may keep it a while longer than the call.
 pub type Body = Arc<Vec<u8>>;
 
-/// A [`Connection`] by way of which files are stored.
+/// A [`Connection`] that can store files.
 ///
 /// # Errors
-/// As for those.
+/// Those of a [`Connection`].
 pub trait StoringConnection: Connection {
-    /// Stores a file of these bytes: by one request, so that it is there whole or not at all.
+    /// Stores a file with these bytes in one request, so that it is complete or missing.
     ///
-    /// If a condition does not hold, that is
-    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for
-    /// [`Condition::Always`], where the file may have been stored although no answer said so,
-    /// [`StorageFault::Unclear`](crate::StorageFault::Unclear). A file that was stored by an
-    /// attempt whose answer was lost does not meet the condition of the next. In either case the
-    /// file may be another one from then on than it was.
+    /// If the condition does not hold, the error has the kind
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition). If the file may have been
+    /// stored although no answer said so, and the condition is not [`Condition::Always`], the kind
+    /// is [`StorageFault::Unclear`](crate::StorageFault::Unclear). An attempt whose answer was lost
+    /// may have stored the file, which then breaks the condition of the next attempt. After either
+    /// error, the file may differ from the one seen before.
     fn put(&self, path: &Path, body: &Body, condition: Condition, control: &Control) -> Result<()>;
 
-    /// Begins to store a file in parts. But for [`Condition::Always`] it is looked at what is there
-    /// now: that, when it is completed, is not it.
+    /// Begins to store a file in parts. Unless the condition is [`Condition::Always`], it looks at
+    /// the existing file, to tell it from the new one later.
     ///
     /// # Errors
-    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) where there is one, and
-    /// none may be; [`Error::Unsupported`] for [`Condition::Unchanged`].
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) if there is a file and the
+    /// condition forbids it; [`Error::Unsupported`] for [`Condition::Unchanged`].
     fn begin(&self, path: &Path, condition: Condition, control: &Control) -> Result<Upload>;
 
-    /// Stores a part, the one of this number from 0 on. All but the last have the same length,
-    /// which is 5 MiB at least. Returns what [`complete`](Self::complete) asks for.
+    /// Stores the part with this number, from 0 on. All but the last have the same length of at
+    /// least 5 MiB. Returns the answer that [`complete`](Self::complete) needs.
     fn put_part(
         &self,
         upload: &Upload,
@@ -300,11 +300,11 @@ pub trait StoringConnection: Connection {
         control: &Control,
     ) -> Result<String>;
 
-    /// Makes the parts, whose answers are given in their order, a file of `size` bytes.
+    /// Joins the parts to a file of `size` bytes. `parts` are the answers for the parts, in order.
     ///
-    /// If a condition does not hold, that is
-    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for
-    /// [`Condition::Always`], where it cannot be told whether the file was stored,
+    /// If the condition does not hold, the error has the kind
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition). If it is unknown whether
+    /// the file was stored, and the condition is not [`Condition::Always`], the kind is
     /// [`StorageFault::Unclear`](crate::StorageFault::Unclear).
     fn complete(
         &self,
@@ -314,27 +314,26 @@ pub trait StoringConnection: Connection {
         control: &Control,
     ) -> Result<()>;
 
-    /// Returns an error if the store cannot copy a file of `size` bytes. It makes no request.
+    /// Returns an error if the store can never copy a file of `size` bytes. It makes no request.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where it does not.
+    /// [`Error::Unsupported`].
     fn check_copied(&self, _from: &Path, _size: u64) -> Result<()> {
         Ok(())
     }
 
     /// Makes the store copy the file `from`, of `size` bytes, to another name, without a transfer.
-    /// It copies the version that was first seen, as far as the store checks that; the caller has
-    /// to verify it. No other save uses the name `to`. After a failure, a file may yet appear
-    /// there.
+    /// It copies the version that was first seen, as far as the store checks that. The caller has
+    /// to verify the copy. No other save uses the name `to`. After a failure, a file may still
+    /// appear there.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the store does not hold both, or does not copy so much at a
-    /// time; [`Error::CorruptData`] for a file of another length.
+    /// [`Error::Unsupported`] if the store does not have both names, or does not copy so many bytes
+    /// at once; [`Error::CorruptData`] for a file of another length.
     fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()>;
 
-    /// Removes files, and what was begun and not completed. One that is not there is as good as
-    /// removed. Returns what could not be removed, and why; what is not done `within` that time is
-    /// not done.
+    /// Removes files and incomplete uploads, if they exist. Stops after the time `within`. Returns
+    /// an error for each that could not be removed.
     fn remove(
         &self,
         files: &[PathBuf],
@@ -343,31 +342,31 @@ pub trait StoringConnection: Connection {
         control: &Control,
     ) -> Vec<Error>;
 
-    /// Removes a file, which was [looked at](Connection::look) or [read](Connection::start), if it
-    /// is the one that was seen then. One that is not there is as good as removed. It is looked at
-    /// before each attempt, so that what was not answered is not tried again blindly; and the store
-    /// is told of the condition, where it can be.
+    /// Removes a file if it is still the one that was [looked at](Connection::look) or
+    /// [read](Connection::start). A missing file is no error. Each attempt looks at the file first,
+    /// so that an attempt without an answer is not repeated blindly. If the store supports a
+    /// condition on removal, the request has one.
     ///
     /// # Errors
-    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) where it is another one,
-    /// which is left alone.
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) if another file has
+    /// replaced it, which stays.
     fn remove_seen(&self, path: &Path, control: &Control) -> Result<()>;
 
-    /// Returns whether the known tag is enough for [`Condition::Unchanged`]: some stores give no
-    /// tag, or a weak one.
+    /// Returns whether the known tag is good enough for [`Condition::Unchanged`]. Some stores
+    /// return no tag, or a weak one.
     fn tells_apart(&self, _path: &Path) -> bool {
         true
     }
 
-    /// Returns whether the store refuses a file in `folder` whose condition does not hold. Some
-    /// stores ignore conditions silently.
+    /// Returns whether the store refuses a write to `folder` whose condition does not hold. Some
+    /// stores silently ignore conditions.
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool>;
 }
 
 /// Lists the direct contents of several folders of a store.
 ///
 /// # Errors
-/// [`Error::Unsupported`] of a store that cannot list; those of [`Connection`].
+/// [`Error::Unsupported`] if the store cannot list; those of [`Connection`].
 pub fn list_folders(
     folders: &[PathBuf],
     connection: &dyn Connection,
@@ -380,7 +379,7 @@ pub fn list_folders(
     })
 }
 
-/// All bytes of each of several files of a store; `None` of those that are not there.
+/// Returns all bytes of several files of a store; `None` for a file that does not exist.
 ///
 /// # Errors
 /// Those of [`Connection`].
@@ -434,7 +433,7 @@ mod tests {
 
     #[test]
     fn pieces_of_any_size_go_to_their_destinations_until_the_call_ends() {
-        // (at, len): with gaps, and two that have the same bytes, one within the other.
+        // (at, len): with gaps, and two that share bytes, one inside the other.
         let wanted = [(3_u64, 10_u64), (13, 1), (20, 60), (25, 5), (70, 20), (200, 56)];
         let bytes = |at, len| (at..at + len).map(|b: u64| b.to_le_bytes()[0]).collect::<Vec<u8>>();
         for step in [1, 2, 7, 64, 256] {
@@ -447,7 +446,7 @@ mod tests {
                     at,
                     len,
                     to: Destination(buffer.as_mut_ptr()),
-                    // That of the fifth is another one, and the last has none.
+                    // The fifth expects another digest, and the last expects none.
                     expected: (at < 200)
                         .then(|| block_digest(&bytes(at, len)) ^ u64::from(at == 70)),
                 })

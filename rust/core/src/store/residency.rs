@@ -4,8 +4,8 @@ use std::fs::File;
 
 use super::platform;
 
-/// Bytes of `[start, end)` that are in the page cache, to the page. `None` where that cannot be
-/// known.
+/// Returns the bytes of `[start, end)` that are in the page cache, rounded to pages; `None` if that
+/// is unknown.
 #[must_use]
 pub fn resident_bytes(file: &File, start: u64, end: u64) -> Option<u64> {
     if start >= end {
@@ -25,7 +25,7 @@ mod tests {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&vec![1; 1 << 20]).unwrap();
         let got = resident_bytes(&file, 0, 1 << 20);
-        // Nothing to check where the kernel does not say.
+        // Nothing to check if the kernel does not tell.
         assert!(got.is_none_or(|bytes| bytes > 1 << 19), "{got:?}");
         assert_eq!(resident_bytes(&file, 5, 5), Some(0));
         assert!(direct_align(&file).is_none_or(u64::is_power_of_two));

@@ -1,4 +1,4 @@
-//! Linux: what is in the page cache, what a file lies on, direct I/O, huge pages, write-back.
+//! Linux: residency in the page cache, kinds of file systems, direct I/O, huge pages, write-back.
 #![allow(unsafe_code)] // system calls without a safe wrapper
 
 use std::fs::File;
@@ -11,12 +11,11 @@ use rustix::fs::{AtFlags, StatxFlags, statx};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use rustix::process::{Resource, getrlimit};
 
-/// The flag of `open` for reads and writes past the page cache.
+/// Flag of `open` for direct I/O.
 pub const DIRECT: Option<i32> = Some(libc::O_DIRECT);
 
-/// Puts the bytes `[start, start + len)` of a file on the disk, without the promise that they are
-/// found there after a loss of power: a sync that follows has less to wait for. `None` where the
-/// file system does not do that.
+/// Writes the bytes `[start, start + len)` of a file to the disk, so that a later sync has less to
+/// do. They are not yet durable. Returns `None` if the file system does not support it.
 pub fn write_back(file: &File, start: u64, len: u64) -> io::Result<Option<()>> {
     let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
         | libc::SYNC_FILE_RANGE_WRITE
@@ -25,7 +24,7 @@ pub fn write_back(file: &File, start: u64, len: u64) -> io::Result<Option<()>> {
     else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
-    // SAFETY: the descriptor is open, and no memory is handed over.
+    // SAFETY: the descriptor is open, and no memory is passed.
     if unsafe { libc::sync_file_range(file.as_raw_fd(), start, len, all) } == 0 {
         return Ok(Some(()));
     }
@@ -36,22 +35,22 @@ pub fn write_back(file: &File, start: u64, len: u64) -> io::Result<Option<()>> {
     }
 }
 
-/// Pages looked at where the kernel only answers for one at a time.
+/// Pages to sample if the kernel only answers for one page at a time.
 const SAMPLES: u64 = 64;
-/// Alignment of direct I/O if the file system does not state one.
+/// Alignment of direct I/O if the file system does not report one.
 const USUAL_BLOCK: u64 = 4096;
 /// Bytes of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
-/// Magic number of overlayfs in `statfs(2)`. Its files are in the page cache of another file
+/// Magic number of overlayfs in `statfs(2)`. The page cache of its files belongs to another file
 /// system.
 const OVERLAYFS: u32 = 0x794c_7630;
 
-/// Bytes of `[start, end)`, which is not empty, that are in the page cache, to the page. `None`
-/// where that cannot be known.
+/// Returns the bytes of `[start, end)`, which is not empty, that are in the page cache, rounded to
+/// pages; `None` if that is unknown.
 ///
-/// Asks `cachestat` (Linux 6.5). Where that is missing or forbidden, samples pages with reads that
-/// must not wait. On an overlay the one sees nothing and the other is refused: there pages of a
-/// mapping are sampled, which is the real file's.
+/// Asks `cachestat` (Linux 6.5). If it is missing or forbidden, samples pages with reads that must
+/// not wait. On an overlay, `cachestat` sees nothing and such reads are refused. There it samples
+/// pages of a mapping, which belongs to the underlying file.
 pub fn resident_bytes(file: &File, start: u64, end: u64) -> Option<u64> {
     let page = rustix::param::page_size() as u64;
     match cached_pages(file, start, end) {
@@ -61,21 +60,22 @@ pub fn resident_bytes(file: &File, start: u64, end: u64) -> Option<u64> {
     }
 }
 
-/// Pages of the system, whatever their size, that have a part of `[start, end)` in the page cache.
+/// Returns the number of system pages, whatever their size, that hold a part of `[start, end)` in
+/// the page cache.
 fn cached_pages(file: &File, start: u64, end: u64) -> Option<u64> {
-    /// The same number on every architecture.
+    /// Number of the system call, the same on every architecture.
     const SYS_CACHESTAT: libc::c_long = 451;
     let range = [start, end - start];
     let mut counts = [0u64; 5];
     // SAFETY: the kernel reads two and writes five 64-bit integers (struct cachestat_range and
-    // struct cachestat), and both arrays live across the call; the descriptor is open.
+    // struct cachestat). Both arrays live across the call, and the descriptor is open.
     let result = unsafe {
         libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0)
     };
     (result == 0).then_some(counts[0])
 }
 
-/// Bytes of `[start, end)` that are resident, to judge by some of its pages.
+/// Estimates the resident bytes of `[start, end)` from some of its pages.
 fn sample(
     start: u64,
     end: u64,
@@ -86,11 +86,11 @@ fn sample(
     let samples = pages.min(SAMPLES);
     let mut resident = 0;
     for i in 0..samples {
-        // i < 64, so the product is far from overflow for any file.
+        // i < 64, so the product cannot overflow for any file.
         let at = start + (pages * i / samples) * page;
         resident += u64::from(is_resident(at.min(end - 1))?);
     }
-    // All of them is all of it, to the byte.
+    // If all samples are resident, this is exact.
     u64::try_from(u128::from(end - start) * u128::from(resident) / u128::from(samples)).ok()
 }
 
@@ -103,8 +103,8 @@ fn answers_at_once(file: &File, at: u64) -> Option<bool> {
     }
 }
 
-/// [`sample`] by `mincore`. It calls every page of a file resident that is another user's, and not
-/// to be written by this one: a guess that makes the page cache be asked first.
+/// Does the same as [`sample`], with `mincore`. For a file that this user neither owns nor may
+/// write, `mincore` calls every page resident. The page cache is then merely tried first.
 fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
     let first = start / page * page;
     let mut options = MmapOptions::new();
@@ -113,8 +113,8 @@ fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
     sample(start, end, page, |at| {
         let within = usize::try_from((at - first) / page * page).ok()?;
         let mut answer = 0u8;
-        // SAFETY: the address is the first of a page of the mapping, which lives across the call;
-        // one page has one byte of an answer.
+        // SAFETY: the address is the start of a page of the mapping, which lives across the call.
+        // The answer for one page is one byte.
         let result = unsafe {
             libc::mincore(map.as_mut_ptr().wrapping_add(within).cast(), 1, &raw mut answer)
         };
@@ -122,8 +122,8 @@ fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
     })
 }
 
-/// Returns whether the file lies on a network or user-space file system. Those can stall a page
-/// fault for any time or fail it with a signal, so by default they are not mapped.
+/// Returns whether the file is on a network or user-space file system. Those can stall a page fault
+/// for any time, or fail it with a signal, so by default they are not mapped.
 #[must_use]
 pub fn is_remote(file: &File) -> bool {
     /// Magic numbers of `statfs(2)` and the kernel's `magic.h`.
@@ -146,17 +146,17 @@ pub fn is_remote(file: &File) -> bool {
     kind(file).is_none_or(|kind| REMOTE.contains(&kind))
 }
 
-/// The magic number of the file system that the file lies on, if that can be asked.
+/// Returns the magic number of the file's file system, if it is known.
 fn kind(file: &File) -> Option<u32> {
     let kind = rustix::fs::fstatfs(file).ok()?.f_type;
-    // The field's width and sign differ by architecture; the magic numbers have 32 bits.
+    // The width and sign of the field differ by architecture. The magic numbers have 32 bits.
     u32::try_from(i128::from(kind) & 0xffff_ffff).ok()
 }
 
-/// Returns the alignment of direct reads of this file, or `None` if it takes none.
+/// Returns the alignment of direct reads of this file; `None` if it does not support them.
 #[must_use]
 pub fn direct_align(file: &File) -> Option<u64> {
-    // With an empty path it is about the descriptor.
+    // An empty path refers to the descriptor.
     let found = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     if let Ok(found) = found
         && found.stx_mask & StatxFlags::DIOALIGN.bits() != 0
@@ -167,7 +167,7 @@ pub fn direct_align(file: &File) -> Option<u64> {
     Some(USUAL_BLOCK)
 }
 
-/// Returns whether [`populate`] works here. Without it, a failing disk is a signal at the first
+/// Returns whether [`populate`] works here. Without it, a failing disk causes a signal at the first
 /// access.
 pub fn populates() -> bool {
     static POPULATES: OnceLock<bool> = OnceLock::new();
@@ -176,27 +176,27 @@ pub fn populates() -> bool {
     *POPULATES.get_or_init(try_it)
 }
 
-/// Maps a whole file: the mapping, how many bytes of it come before the file, and how many bytes
-/// the file has.
+/// Maps a whole file. Returns the mapping, the number of its bytes before the file, and the length
+/// of the file.
 pub fn map(file: &File) -> io::Result<(MmapRaw, usize, usize)> {
     let raw = MmapOptions::new().map_raw_read_only(file)?;
     let len = raw.len();
-    // Pages of the cache are entered into the page table 2 MiB at a time where both lie alike. Most
-    // file systems see to that, overlayfs does not.
+    // The kernel enters cache pages into the page table 2 MiB at a time, if file and mapping are
+    // aligned alike. Most file systems align a mapping, but overlayfs does not.
     if len < HUGE_PAGE || raw.as_ptr().align_offset(HUGE_PAGE) == 0 || !has_huge_pages() {
         return Ok((raw, 0, len));
     }
     Ok(map_aligned(file, len).unwrap_or((raw, 0, len)))
 }
 
-/// [`map`], at a multiple of a huge page.
+/// Does the same as [`map`], at a multiple of a huge page.
 pub fn map_aligned(file: &File, len: usize) -> io::Result<(MmapRaw, usize, usize)> {
     let room = MmapOptions::new().len(len + HUGE_PAGE).no_reserve_swap().map_anon()?;
     let room = MmapRaw::from(room);
     let skip = room.as_ptr().align_offset(HUGE_PAGE);
     let at = room.as_mut_ptr().wrapping_add(skip).cast();
     let flags = libc::MAP_SHARED | libc::MAP_FIXED;
-    // SAFETY: what is replaced is memory of `room` that nobody uses, and goes with it.
+    // SAFETY: this replaces memory of `room`, which nothing uses and which is unmapped with it.
     let mapped = unsafe { libc::mmap(at, len, libc::PROT_READ, flags, file.as_raw_fd(), 0) };
     if mapped == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
@@ -204,7 +204,7 @@ pub fn map_aligned(file: &File, len: usize) -> io::Result<(MmapRaw, usize, usize
     Ok((room, skip, len))
 }
 
-/// Brings a part of a mapping into memory and into the page table, or says what is wrong with it.
+/// Loads a part of a mapping into memory and into the page table, or returns the error.
 pub fn populate(map: &MmapRaw, start: usize, len: usize) -> io::Result<()> {
     let result = map.advise_range(Advice::PopulateRead, start, len);
     match result.as_ref().map_err(io::Error::raw_os_error) {
@@ -214,18 +214,18 @@ pub fn populate(map: &MmapRaw, start: usize, len: usize) -> io::Result<()> {
     }
 }
 
-/// Asks for a part of a mapping to be read into the page cache. A wish.
+/// Asks the system to read a part of a mapping into the page cache. It may ignore this.
 pub fn read_ahead(map: &MmapRaw, start: usize, len: usize) {
     let _ = map.advise_range(Advice::WillNeed, start, len);
 }
 
-/// Asks for a part of memory to lie in huge pages. A wish: where it is refused the pages are small.
+/// Asks the system to use huge pages for a part of memory. It may use small pages.
 pub fn ask_for_huge_pages(memory: &MmapMut, start: usize, len: usize) {
     let _ = memory.advise_range(Advice::HugePage, start, len);
 }
 
-/// Bytes that this process may map yet, where `RLIMIT_AS` bounds them; 0 where that cannot be
-/// known.
+/// Returns the bytes of address space that this process can still map; `None` if `RLIMIT_AS` sets
+/// no limit, 0 if the used part is unknown.
 pub fn spare_address_space() -> Option<u64> {
     let limit = getrlimit(Resource::As).current?;
     let taken = std::fs::read_to_string("/proc/self/statm")
@@ -235,7 +235,7 @@ pub fn spare_address_space() -> Option<u64> {
     Some(taken.map_or(0, |taken| limit.saturating_sub(taken)))
 }
 
-/// Returns whether the system has huge pages of 2 MiB on request.
+/// Returns whether the system may have huge pages of 2 MiB: they go with pages of 4 KiB.
 pub fn has_huge_pages() -> bool {
     rustix::param::page_size() == 4096
 }
@@ -255,7 +255,7 @@ mod tests {
             for (raw, skip, mapped) in [map(&file).unwrap(), map_aligned(&file, len).unwrap()] {
                 assert_eq!(mapped, len);
                 populate(&raw, skip, len).unwrap();
-                // SAFETY: so many bytes are mapped from there, and nobody else has the file.
+                // SAFETY: `len` bytes are mapped at this address, and nothing else uses the file.
                 let got = unsafe { std::slice::from_raw_parts(raw.as_ptr().add(skip), len) };
                 assert!(got == bytes);
             }
@@ -270,7 +270,7 @@ mod tests {
         let counted = cached_pages(&file, 0, 1 << 20).map(|pages| pages * page);
         let asked = sample(0, 1 << 20, page, |at| answers_at_once(&file, at));
         for got in [counted, asked, sample_mapping(&file, 5, 1 << 20, page)] {
-            // Nothing to check where the kernel does not say.
+            // Nothing to check if the kernel does not tell.
             assert!(got.is_none_or(|bytes| bytes > 1 << 19), "{got:?}");
         }
     }

@@ -1,7 +1,7 @@
-//! Differences between operating systems, and the only place in this crate that knows them.
+//! Differences between operating systems. No other code in this crate knows them.
 //!
-//! `--cfg posix_only` takes what Linux alone has away from it: `make test-posix` runs the tests of
-//! this crate as on macOS.
+//! `--cfg posix_only` disables what only Linux has: `make test-posix` runs the tests of this crate
+//! as on macOS.
 
 #[cfg(all(target_os = "linux", not(posix_only)))]
 mod linux;
