@@ -1,4 +1,4 @@
-//! Laying out an index from what was written or found.
+//! Construction of an index.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -12,17 +12,17 @@ use super::{FileView, Index, SourceKind, Value, block_count};
 use crate::names::ByName;
 use crate::{Error, Result};
 
-/// Collects files, tensors and chunks, in any order, and lays out an index.
+/// Collects files, tensors and chunks in any order, and lays out an index of them.
 #[derive(Debug)]
 pub struct IndexBuilder {
     source: SourceKind,
     /// 16 random bytes that identify the save.
     pub save_id: [u8; 16],
-    /// Counts the saves into the folder.
+    /// Number of the save into the folder.
     pub generation: u64,
     /// Planner data that belongs to no tensor.
     pub root: Value,
-    /// The containers of the state dict that the paths do not tell: a value that [is
+    /// The containers of the state dict that no path shows: a value that [is
     /// nesting](Value::is_nesting).
     pub nesting: Value,
     files: Vec<FileEntry>,
@@ -33,7 +33,7 @@ pub struct IndexBuilder {
 }
 
 impl IndexBuilder {
-    /// An empty index.
+    /// Makes an empty index.
     pub fn new(source: SourceKind) -> Self {
         Self {
             source,
@@ -49,14 +49,14 @@ impl IndexBuilder {
         }
     }
 
-    /// Makes room for as many tensors, of a chunk each.
+    /// Reserves memory for this many tensors with one chunk each.
     pub fn reserve(&mut self, tensors: usize) {
         self.tensors.reserve(tensors);
         self.tensor_ids.reserve(tensors, |id| &self.tensors[id as usize].name);
         self.chunks.reserve(tensors);
     }
 
-    /// Adds a data file. A name may be added once.
+    /// Adds a data file. Its name must be new.
     pub fn add_file(&mut self, file: FileEntry) -> Result<u32> {
         let id = next_id(self.files.len(), "files")?;
         if self.file_ids.insert(file.name.clone(), id).is_some() {
@@ -66,8 +66,9 @@ impl IndexBuilder {
         Ok(id)
     }
 
-    /// Adds a tensor, or finds it when one that agrees in kind, dtype and shape was added before.
-    /// The first one's flags, path and position stay.
+    /// Adds a tensor and returns its number, or the number of one with this name that was added
+    /// before. Both must agree in kind, dtype and shape. The flags, path and position of the first
+    /// one stay, but it gets the path of the second if it has none.
     pub fn add_tensor(&mut self, tensor: TensorEntry) -> Result<u32> {
         let next = next_id(self.tensors.len(), "tensors")?;
         let name_of = |id: u32| {
@@ -94,7 +95,7 @@ impl IndexBuilder {
         Ok(id)
     }
 
-    /// Adds a chunk. Of several that cover exactly the same rectangle, the one added first stays.
+    /// Adds a chunk. Of several chunks of exactly the same rectangle, the first one stays.
     pub fn add_chunk(&mut self, chunk: ChunkEntry) -> Result<()> {
         if chunk.tensor as usize >= self.tensors.len() || chunk.file as usize >= self.files.len() {
             return Err(Error::Plan("a chunk of an unknown tensor or file".into()));
@@ -110,8 +111,7 @@ impl IndexBuilder {
         Ok(())
     }
 
-    /// Sets the path of a tensor that was added, unless it has one. Returns whether there is such a
-    /// tensor.
+    /// Sets the path of a tensor, unless it has one. Returns whether the tensor was added before.
     pub fn set_path(&mut self, fqn: &str, path: Value) -> bool {
         let Some(id) = self.tensor_id(fqn) else {
             return false;
@@ -134,14 +134,14 @@ impl IndexBuilder {
         self.tensor_ids.get(fqn, |id| &self.tensors[id as usize].name)
     }
 
-    /// Adds all of another index: the files, tensors, chunks and containers that another rank
-    /// wrote.
+    /// Adds all files, tensors, chunks and containers of another index, such as that of another
+    /// rank.
     pub fn merge(&mut self, other: &Index) -> Result<()> {
         self.merge_nesting(other.nesting());
         self.merge_with(other, |file| Ok(FileEntry::from(file)), |_| None)
     }
 
-    /// Adds containers. Of several at one path, the one added first stays.
+    /// Adds containers. Of several containers at one path, the first one stays.
     pub fn merge_nesting(&mut self, other: Value) {
         let Value::List(others) = other else { return };
         let mut known = match std::mem::replace(&mut self.nesting, Value::None) {
@@ -157,8 +157,8 @@ impl IndexBuilder {
         self.nesting = Value::List(known);
     }
 
-    /// [`merge`](Self::merge), with a say in what the files become, and digests for chunks that
-    /// have none.
+    /// Does the same as [`merge`](Self::merge). `file` converts the files, and `digests` adds
+    /// digests for chunks that have none.
     pub fn merge_with(
         &mut self,
         other: &Index,
@@ -202,22 +202,22 @@ impl IndexBuilder {
         Ok(())
     }
 
-    /// Lays the index out, and checks it as a reader would.
+    /// Lays out the index, and checks it like a reader.
     pub fn build(self) -> Result<Vec<u8>> {
         let bytes = Shared(Arc::new(self.lay_out()?));
         Index::from_bytes(bytes.clone(), Path::new("(new index)"))?;
         Ok(Arc::try_unwrap(bytes.0).expect("the index that shared it is gone"))
     }
 
-    /// Lays the index out.
+    /// Lays out the index.
     pub(super) fn lay_out(self) -> Result<Vec<u8>> {
         let mut order: Vec<u32> = (0..next_id(self.tensors.len(), "tensors")?).collect();
         order.sort_unstable_by(|&a, &b| {
             let name = |id: u32| self.tensors[id as usize].name.as_bytes();
             name(a).cmp(name(b))
         });
-        // By tensor first: chunks come rank by rank, of all tensors each time, and those of a
-        // tensor are nearly sorted then.
+        // First groups chunks by tensor. They were added rank by rank, each with all tensors, so
+        // those of one tensor are then nearly sorted.
         let mut chunks: Vec<Chunks<'_>> = vec![Chunks::new(); self.tensors.len()];
         for chunk in &self.chunks {
             chunks[chunk.tensor as usize].push(chunk);
@@ -229,7 +229,7 @@ impl IndexBuilder {
         }
         for (place, &id) in (0_u32..).zip(&order) {
             let own = &mut chunks[id as usize];
-            // Stable, so that the first of two equal rectangles is the one that stays.
+            // A stable sort, so that the first of two equal rectangles stays.
             own.sort_by(|a, b| a.offsets.cmp(&b.offsets).then_with(|| a.sizes.cmp(&b.sizes)));
             own.dedup_by(|b, a| (&a.offsets, &a.sizes) == (&b.offsets, &b.sizes));
             out.tensor(&self.tensors[id as usize], place, own)?;
@@ -238,7 +238,7 @@ impl IndexBuilder {
     }
 }
 
-/// The chunks of one tensor: most have one.
+/// The chunks of one tensor. Most tensors have one.
 type Chunks<'a> = SmallVec<[&'a ChunkEntry; 2]>;
 
 fn next_id(len: usize, what: &str) -> Result<u32> {
@@ -254,7 +254,7 @@ fn describe(tensor: &TensorEntry) -> String {
     }
 }
 
-/// The finished bytes, lent to an [`Index`] for the time of its checks.
+/// The finished bytes, shared with an [`Index`] during its checks.
 #[derive(Clone)]
 struct Shared(Arc<Vec<u8>>);
 

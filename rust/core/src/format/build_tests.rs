@@ -1,4 +1,4 @@
-//! Indexes that are laid out, merged, damaged and looked at.
+//! Tests of indexes: layout, merging, damage and look-ups.
 
 use proptest::prelude::*;
 use smallvec::smallvec;
@@ -195,7 +195,7 @@ fn resealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// Every look-up that there is, on an index that passed its checks.
+/// Makes every possible look-up in an index that passed its checks.
 fn look_everywhere(index: &Index) {
     for t in 0..index.tensor_count() {
         let tensor = index.tensor(t);

@@ -2,16 +2,16 @@
 
 use std::fmt;
 
-/// The name of a data file, by its parts. [`fmt::Display`] writes it.
+/// The parts of a data file's name. [`fmt::Display`] writes the name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DataFileName {
-    /// Counts the saves into the folder.
+    /// Number of the save into the folder.
     pub generation: u64,
-    /// Random, chosen by the rank for the save.
+    /// Random token of the rank in the save.
     pub token: u64,
     /// The rank that wrote the file.
     pub rank: u32,
-    /// Counts the files of that rank in that save.
+    /// Number of the file among those of the rank in the save.
     pub file: u32,
 }
 
@@ -23,7 +23,7 @@ impl fmt::Display for DataFileName {
 }
 
 impl DataFileName {
-    /// The parts of `name`; `None` where [`fmt::Display`] would not have written it so.
+    /// Parses a name; returns `None` unless [`fmt::Display`] writes it in exactly this form.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         let mut parts = name.strip_suffix(".safetensors")?.splitn(4, '-');

@@ -1,4 +1,4 @@
-//! Digests: XXH3-64, by block of payload; and XXH3-128, of whole chunks.
+//! Digests: XXH3-64 of blocks of payload, and XXH3-128 of whole chunks.
 
 use std::hash::Hasher as _;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,17 +18,17 @@ pub const fn block_count(length: u64) -> u64 {
     length.div_ceil(BLOCK_SIZE)
 }
 
-/// XXH3-64 with seed 0.
+/// Returns the XXH3-64 of a block with seed 0.
 pub fn block_digest(block: &[u8]) -> u64 {
     XxHash3_64::oneshot(block)
 }
 
-/// Digest of a block, and its share of the digest of the chunk's content.
+/// Digest of a block, and its contribution to the digest of the chunk's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockDigests {
-    /// [`block_digest`].
+    /// The [`block_digest`].
     pub digest: u64,
-    /// XXH3-128 with seed 0.
+    /// The XXH3-128 with seed 0.
     pub content: u128,
 }
 
@@ -42,11 +42,11 @@ impl BlockDigests {
     }
 }
 
-/// [`BlockDigests`] of a block that comes in pieces.
+/// Computes [`BlockDigests`] of a block that arrives in pieces.
 #[derive(Default)]
 pub(crate) struct BlockHasher {
     wide: xxhash3_128::Hasher,
-    /// Hash of the first bytes, as long as the two digests of a block can differ.
+    /// Hash of the first bytes, up to the length at which the two digests of a block can differ.
     narrow: Hasher,
     len: usize,
 }
@@ -68,8 +68,8 @@ impl BlockHasher {
     }
 }
 
-/// [`BlockDigests`] that one thread finds out and another asks for: the digest, and the halves of
-/// the content's.
+/// [`BlockDigests`] that one thread computes and another reads: the digest, and both halves of that
+/// of the content.
 #[derive(Default)]
 pub(crate) struct BlockCell([AtomicU64; 3]);
 
@@ -92,13 +92,14 @@ impl BlockCell {
     }
 }
 
-/// The digest of a chunk's content: XXH3-128 of those of its blocks, one after another.
+/// Returns the digest of a chunk's content: XXH3-128 of the digests of its blocks, in order.
 pub fn content_digest(blocks: impl IntoIterator<Item = u128>) -> u128 {
     let bytes: SmallVec<[u8; 64]> = blocks.into_iter().flat_map(u128::to_le_bytes).collect();
     XxHash3_128::oneshot(&bytes)
 }
 
-/// The digest of an index: of the whole file with its own eight bytes at `at` taken as zero.
+/// Returns the digest of an index: that of the whole file, with the digest's own eight bytes at
+/// `at` taken as zero.
 pub(super) fn index_digest(bytes: &[u8], at: usize) -> u64 {
     let mut hasher = Hasher::new();
     hasher.write(&bytes[..at]);

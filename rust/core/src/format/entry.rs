@@ -5,7 +5,7 @@ use crate::Dtype;
 use crate::copy::Signs;
 use crate::geometry::Dims;
 
-/// A data file, to be named by an index.
+/// A data file of an index.
 #[derive(Clone, Debug, Default)]
 pub struct FileEntry {
     /// Path relative to the folder of the index.
@@ -18,9 +18,9 @@ pub struct FileEntry {
     pub external: bool,
     /// True if it is a link to a file of another save.
     pub linked: bool,
-    /// XXH3-64 of what precedes the payload.
+    /// XXH3-64 of the bytes before the payload.
     pub head_digest: Option<u64>,
-    /// Modification time in nanoseconds since 1970; 0: not recorded.
+    /// Modification time in nanoseconds since 1970; 0 if it is not recorded.
     pub mtime_ns: i64,
 }
 
@@ -51,14 +51,13 @@ pub struct TensorEntry {
     pub shape: Dims,
     /// As in section 3.3 of the format.
     pub flags: u8,
-    /// Its path in the state dict: a value that [is one](Value::is_path).
+    /// Its path in the state dict: a value that [is a path](Value::is_path).
     pub path: Option<Value>,
-    /// Its place among the entries of the state dict.
+    /// Its position among the entries of the state dict.
     pub position: Option<u32>,
 }
 
-/// A chunk of a tensor that was added before. By default it is contiguous, and nothing is known of
-/// its bytes.
+/// A chunk of a tensor that was added before. By default it is contiguous and has no digests.
 #[derive(Clone, Debug, Default)]
 pub struct ChunkEntry {
     /// Number that [`IndexBuilder::add_tensor`](super::IndexBuilder::add_tensor) returned.
@@ -67,20 +66,20 @@ pub struct ChunkEntry {
     pub file: u32,
     /// First byte in the file.
     pub offset: u64,
-    /// Bytes in the file.
+    /// Length in the file, in bytes.
     pub length: u64,
     /// Offsets of the chunk in the tensor.
     pub offsets: Dims,
     /// Sizes of the chunk.
     pub sizes: Dims,
-    /// Strides in elements, where it is not contiguous.
+    /// Strides in elements; `None` if it is contiguous.
     pub strides: Option<Dims>,
-    /// Meaning of its bytes; other than the default only in adopted data.
+    /// Meaning of its bytes. Native data always has the default.
     pub signs: Signs,
     /// A digest for each block.
     pub digests: Option<Vec<u64>>,
-    /// The digest of its content, in native data.
+    /// The digest of its content, for native data.
     pub content: Option<u128>,
-    /// True if the caller said that the chunk does not change.
+    /// True if the caller said that the chunk never changes.
     pub frozen: bool,
 }

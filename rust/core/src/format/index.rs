@@ -1,4 +1,4 @@
-//! An index, used in place: the sections are looked into, never deserialized.
+//! An index, used in place: look-ups read the sections, and nothing is deserialized.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use crate::{Dtype, Result};
 /// The bytes of an index: a mapping of its file, or a buffer.
 pub type IndexBytes = Box<dyn AsRef<[u8]> + Send + Sync>;
 
-/// A checkpoint's index. All of it is validated once, when it is opened; after that no look-up
+/// The index of a checkpoint. All of it is validated when it is opened, so that no later look-up
 /// fails.
 pub struct Index {
     path: PathBuf,
@@ -39,19 +39,19 @@ pub struct Index {
 /// A data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileView<'a> {
-    /// Path relative to the folder of the index (or absolute, when external).
+    /// Path relative to the folder of the index. It may be absolute if the file is external.
     pub name: &'a str,
     /// Length in bytes.
     pub size: u64,
     /// Offset of the payload.
     pub data_start: u64,
-    /// True if another program wrote the file, and the index only points at it.
+    /// True if another program wrote the file, and the index only refers to it.
     pub external: bool,
     /// True if it is a link to a file of another save.
     pub linked: bool,
-    /// XXH3-64 of what precedes the payload.
+    /// XXH3-64 of the bytes before the payload.
     pub head_digest: Option<u64>,
-    /// Modification time in nanoseconds since 1970, 0 where it was not recorded.
+    /// Modification time in nanoseconds since 1970; 0 if it is not recorded.
     pub mtime_ns: i64,
 }
 
@@ -66,11 +66,11 @@ pub struct TensorView<'a> {
     pub dtype: Option<Dtype>,
     /// Sizes of the whole tensor.
     pub shape: Dims,
-    /// `requires_grad`, `pin_memory`, memory format, as in section 3.3 of the format.
+    /// `requires_grad`, `pin_memory` and memory format: section 3.3 of the format.
     pub flags: u8,
-    /// The dimension along which the chunks are a run.
+    /// The dimension along which the chunks follow each other, each spanning the others whole.
     pub split_dim: Option<usize>,
-    /// Its place among the entries of the state dict, where it is known.
+    /// Its position among the entries of the state dict, if it is known.
     pub position: Option<u32>,
     /// Its chunks, as indices for [`Index::chunk`].
     pub chunks: Range<u64>,
@@ -85,34 +85,34 @@ pub struct ChunkView {
     pub file: u32,
     /// First byte in the data file.
     pub offset: u64,
-    /// Bytes in the data file.
+    /// Length in the data file, in bytes.
     pub length: u64,
     /// Offsets of the chunk in the tensor.
     pub offsets: Dims,
     /// Sizes of the chunk.
     pub sizes: Dims,
-    /// Strides in elements, where it is not contiguous.
+    /// Strides in elements; `None` if it is contiguous.
     pub strides: Option<Dims>,
     /// Meaning of its bytes.
     pub signs: Signs,
     /// Its digests, as indices for [`Index::digest`].
     pub digests: Option<Range<u64>>,
-    /// The digest of its content, where it is known.
+    /// The digest of its content, if it is known.
     pub content: Option<u128>,
-    /// True if the caller of its save said that the chunk does not change.
+    /// True if the caller of the save said that the chunk never changes.
     pub frozen: bool,
-    /// Bytes of the stretch in the file that come before its first element. In a view, several
-    /// chunks may be parts of one stretch.
+    /// Bytes of the stored range before its first element. In a view, several chunks may be parts
+    /// of one range.
     pub lead: u64,
-    /// Stored codes of its elements, in a view.
+    /// In a view, the stored codes of its elements.
     pub coded: Option<Arc<CodedChunk>>,
 }
 
 impl Index {
-    /// Takes the bytes of an index after checking every rule of the format.
+    /// Makes an index of its bytes, after a check of every rule of the format.
     ///
-    /// `path` is the file they come from: it stands in messages, and its folder is where data files
-    /// are.
+    /// `path` is the file of the bytes. It appears in messages, and its folder is that of the data
+    /// files.
     pub fn from_bytes(
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
         path: &Path,
@@ -132,7 +132,7 @@ impl Index {
         Ok(index)
     }
 
-    /// The index of a view of `base`, of records that were made from those of `base`.
+    /// Makes the index of a view of `base`, from records that were derived from those of `base`.
     pub(super) fn of_view(
         bytes: Vec<u8>,
         base: &Self,
@@ -153,45 +153,45 @@ impl Index {
         Ok(index)
     }
 
-    /// Returns whether it has logical tensors, which no index file lists.
+    /// Returns whether the index has logical tensors, which no index file stores.
     pub fn is_view(&self) -> bool {
         self.view.is_logical
     }
 
-    /// The index of a foreign checkpoint at `path`, which has no index file. Data files were found
-    /// by looking, so that those may be symbolic links.
+    /// Makes this the index of a foreign checkpoint at `path`, which has no index file. Its data
+    /// files may be symbolic links, because their names come from the folder itself.
     #[must_use]
     pub(crate) fn made_of(self, path: &Path) -> Self {
         Self { path: path.to_owned(), is_in_memory: true, ..self }
     }
 
-    /// The index of data that lies where `remote` leads, if it leads anywhere.
+    /// Sets the store of the data, if it is on one.
     #[must_use]
     pub(crate) fn on(self, remote: Option<Arc<dyn Remote>>) -> Self {
         Self { remote, ..self }
     }
 
-    /// Returns the store of the data files, if they are on one; paths are URLs then.
+    /// Returns the store of the data files, if they are on one. Then paths are URLs.
     pub fn remote(&self) -> Option<&Arc<dyn Remote>> {
         self.remote.as_ref()
     }
 
-    /// Returns whether it was derived from a foreign checkpoint and no file holds it.
+    /// Returns whether the index has no file: it was made from a foreign checkpoint.
     pub fn is_in_memory(&self) -> bool {
         self.is_in_memory
     }
 
-    /// The file the index comes from; of one in memory the path of what it was made of.
+    /// Returns the file of the index; for an index in memory, the path of its checkpoint.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The folder it is in, where names of files begin.
+    /// Returns the folder of the index. Names of files are relative to it.
     pub fn folder(&self) -> Arc<Path> {
         Arc::clone(&self.folder)
     }
 
-    /// The index as it stands on disk.
+    /// Returns the index as it is on disk.
     pub fn bytes(&self) -> &[u8] {
         (*self.bytes).as_ref()
     }
@@ -228,18 +228,18 @@ impl Index {
         self.slice(Section::Dims)
     }
 
-    /// 16 random bytes that identify the save.
+    /// Returns the 16 random bytes that identify the save.
     pub fn save_id(&self) -> [u8; 16] {
         self.header().save_id
     }
 
-    /// The format's version.
+    /// Returns the version of the format.
     pub fn version(&self) -> u32 {
         self.header().version.get()
     }
 
-    /// The program that wrote the index and its release, where the index says so in characters that
-    /// can be printed.
+    /// Returns the program that wrote the index and its release, if they are recorded in printable
+    /// characters.
     pub fn writer(&self) -> Option<&str> {
         let field = &self.header().writer;
         let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
@@ -247,7 +247,7 @@ impl Index {
         (!text.is_empty() && text.chars().all(|c| c == ' ' || c.is_ascii_graphic())).then_some(text)
     }
 
-    /// Counts the saves into the folder.
+    /// Returns the number of the save into the folder.
     pub fn generation(&self) -> u64 {
         self.header().generation.get()
     }
@@ -288,7 +288,7 @@ impl Index {
         self.dims_pool()[at..at + count].iter().map(|d| d.get()).collect()
     }
 
-    /// A data file; `file` is below [`Self::file_count`].
+    /// Returns a data file. `file` must be below [`Self::file_count`].
     pub fn file(&self, file: u32) -> FileView<'_> {
         let record = &self.file_records()[file as usize];
         let flags = record.flags.get();
@@ -308,13 +308,13 @@ impl Index {
         self.folder.join(self.file(file).name)
     }
 
-    /// FQN of a tensor; `tensor` is below [`Self::tensor_count`].
+    /// Returns the FQN of a tensor. `tensor` must be below [`Self::tensor_count`].
     pub fn name(&self, tensor: u32) -> &str {
         let record = &self.tensor_records()[tensor as usize];
         self.text(record.name_offset, record.name_len.get())
     }
 
-    /// A tensor; `tensor` is below [`Self::tensor_count`].
+    /// Returns a tensor. `tensor` must be below [`Self::tensor_count`].
     pub fn tensor(&self, tensor: u32) -> TensorView<'_> {
         let record = &self.tensor_records()[tensor as usize];
         let first = record.first_chunk.get();
@@ -331,14 +331,14 @@ impl Index {
         }
     }
 
-    /// The tensor with this FQN. Takes O(log n).
+    /// Returns the tensor with this FQN. Takes O(log n).
     pub fn find(&self, fqn: &str) -> Option<u32> {
         let found = self.find_in(fqn, 0..self.tensor_records().len());
         found.or_else(|| self.view.aliases.get(fqn).copied())
     }
 
-    /// The tensor with this FQN, which is likely to be near the tensor `near`. Takes O(log d) if it
-    /// is d tensors away.
+    /// Returns the tensor with this FQN, which is likely to be near the tensor `near`. Takes O(log
+    /// d) for a distance of d tensors.
     pub fn find_near(&self, fqn: &str, near: u32) -> Option<u32> {
         let count = self.tensor_records().len();
         let is_before = |at: usize| self.name_bytes(at) < fqn.as_bytes();
@@ -346,14 +346,14 @@ impl Index {
         let mut step = 1;
         let (mut low, mut high) = (near, near);
         if near < count && is_before(near) {
-            // All up to `low` are before it.
+            // All tensors below `low` are before it.
             while high < count && is_before(high) {
                 low = high + 1;
                 high += step;
                 step *= 2;
             }
         } else {
-            // None from `high` on is.
+            // No tensor from `high` on is before it.
             while low > 0 && !is_before(low - 1) {
                 high = low - 1;
                 low = low.saturating_sub(step);
@@ -381,7 +381,7 @@ impl Index {
         self.text_bytes(record.name_offset, record.name_len.get())
     }
 
-    /// A chunk; `chunk` is below [`Self::chunk_count`].
+    /// Returns a chunk. `chunk` must be below [`Self::chunk_count`].
     pub fn chunk(&self, chunk: u64) -> ChunkView {
         let record = &self.chunk_records()[to_usize(chunk)];
         let tensor = record.tensor.get();
@@ -411,8 +411,8 @@ impl Index {
         }
     }
 
-    /// The first byte that a chunk's own elements take in its file, and how many bytes they span;
-    /// of what is decoded, all that is stored of it.
+    /// Returns the first byte of a chunk's elements in its file, and the number of bytes that they
+    /// span. For a coded chunk, that is the number of all its stored bytes.
     pub fn span(&self, chunk: u64) -> (u64, u64) {
         let view = self.chunk(chunk);
         if let Some(coded) = &view.coded {
@@ -435,17 +435,17 @@ impl Index {
         Some(u128::from_le_bytes(*digest)).filter(|&digest| digest != 0)
     }
 
-    /// The length of the section of contents, where there is one.
+    /// Returns the length of the section of contents, if there is one.
     pub(super) fn contents_len(&self) -> Option<usize> {
         self.contents.as_ref().map(Range::len)
     }
 
-    /// The data file of a chunk, without the rest of it.
+    /// Returns the data file of a chunk, without reading its other properties.
     pub fn chunk_file(&self, chunk: u64) -> u32 {
         self.chunk_records()[to_usize(chunk)].file.get()
     }
 
-    /// Begin and end of a chunk along one dimension, without the rest of it.
+    /// Returns the range of a chunk along one dimension, without reading its other properties.
     pub fn chunk_extent(&self, chunk: u64, dim: usize) -> Range<u64> {
         let record = &self.chunk_records()[to_usize(chunk)];
         let ndim = usize::from(self.tensor_records()[record.tensor.get() as usize].ndim);
@@ -455,12 +455,12 @@ impl Index {
         begin..begin + dims[at + ndim + dim].get()
     }
 
-    /// One digest; `digest` is in the range of some [`ChunkView::digests`].
+    /// Returns one digest. `digest` must be in the range of some [`ChunkView::digests`].
     pub fn digest(&self, digest: u64) -> u64 {
         self.slice::<U64>(Section::Digests)[to_usize(digest)].get()
     }
 
-    /// The path of a tensor in the state dict that was saved.
+    /// Returns the path of a tensor in the saved state dict.
     pub fn planner_path(&self, tensor: u32) -> Option<Value> {
         let record = &self.tensor_records()[tensor as usize];
         let len = to_usize(u64::from(record.path_len.get()));
@@ -474,7 +474,7 @@ impl Index {
         )
     }
 
-    /// The planner data that belongs to no tensor.
+    /// Returns the planner data that belongs to no tensor.
     pub fn planner_root(&self) -> Value {
         self.planner_values().0
     }
@@ -492,7 +492,7 @@ impl Index {
     }
 }
 
-/// For values that were validated against the length of a buffer in memory.
+/// Converts a value that was validated against the length of a buffer in memory.
 fn to_usize(value: u64) -> usize {
     usize::try_from(value).expect("validated at open")
 }

@@ -17,22 +17,21 @@ pub(super) const MAX_NDIM: usize = 64;
 pub(super) const NO_SPLIT: u32 = u32::MAX;
 pub(super) const NO_POSITION: u32 = u32::MAX;
 
-/// The payload of a data file begins at a multiple of this.
+/// Alignment of the payload in a data file.
 pub const PAYLOAD_ALIGNMENT: u64 = 4096;
 
-/// The feature bits of version 1.
-/// There are digests of the contents of chunks.
+/// Feature bits of version 1. This one: there are digests of the contents of chunks.
 pub(super) const COMPAT_CONTENTS: u64 = 1;
-/// Some chunk has signs that are changed when it is read.
+/// Some chunk has sign bits that change when it is read.
 pub(super) const INCOMPAT_SIGNS: u64 = 1;
-/// Some file is a link to what another save wrote.
+/// Some file is a link to a file of another save.
 pub(super) const INCOMPAT_LINKED: u64 = 2;
 pub(super) const KNOWN_INCOMPAT: u64 = INCOMPAT_SIGNS | INCOMPAT_LINKED;
 
 pub(super) const FILE_EXTERNAL: u32 = 1;
 pub(super) const FILE_HEAD_DIGEST: u32 = 2;
 pub(super) const FILE_LINKED: u32 = 4;
-/// The bits of the memory format; all of them set stand for none.
+/// The bits of the memory format. It is invalid if all of them are set.
 pub(super) const TENSOR_MEMORY_FORMAT: u8 = 0b1100;
 pub(super) const CHUNK_STRIDED: u32 = 1;
 pub(super) const CHUNK_DIGESTS: u32 = 2;
@@ -48,10 +47,10 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// Bytes from the start of an index that say it.
+    /// Bytes at the start of an index that contain it.
     pub(crate) const LEN: usize = std::mem::offset_of!(Header, generation) + 8;
 
-    /// `None` where the bytes begin no index.
+    /// Parses the start of an index; returns `None` if it is not one.
     pub(crate) fn of(start: &[u8; Self::LEN]) -> Option<Self> {
         const SAVE_ID: usize = std::mem::offset_of!(Header, save_id);
         const GENERATION: usize = std::mem::offset_of!(Header, generation);
@@ -62,12 +61,12 @@ impl Identity {
     }
 }
 
-/// Kinds of data files of a checkpoint.
+/// Kinds of data files in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceKind {
     /// Written by this crate.
     Native,
-    /// safetensors files from elsewhere.
+    /// safetensors files of other programs.
     Safetensors,
     /// Files of torch's `FileSystemWriter`.
     Dcp,
@@ -118,7 +117,7 @@ impl SectionRecord {
     }
 }
 
-/// Bytes of the header that say what wrote it.
+/// Bytes of the header for the program that wrote the index.
 pub(super) const WRITER_LEN: usize = 24;
 
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

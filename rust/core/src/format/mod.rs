@@ -1,4 +1,4 @@
-//! The format on disk, without I/O: `docs/format.md` in code, with its names.
+//! The format on disk, without I/O: `docs/format.md` as code, with the same names.
 
 mod build;
 mod data_file;

@@ -1,21 +1,21 @@
-//! Names: of the index, and of tensors in the header of a data file.
+//! Names of indexes, and of tensors in the header of a data file.
 
 use crate::paths::{Reach, reach};
 
-/// The file whose rename into place commits a save.
+/// Index file. Its rename into place commits a save.
 pub const INDEX_NAME: &str = "index.dcprs";
 
 const RESERVED: &str = "__metadata__";
 const ESCAPED: &str = "__metadata__~";
 
-/// The id of a save as text, in the usual form.
+/// Returns the id of a save in the usual text form.
 pub fn uuid(id: [u8; 16]) -> String {
     let digits = format!("{:032x}", u128::from_be_bytes(id));
     let parts = [&digits[..8], &digits[8..12], &digits[12..16], &digits[16..20], &digits[20..]];
     parts.join("-")
 }
 
-/// The id that is written so, with or without hyphens.
+/// Parses an id in text form, with or without hyphens.
 pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let digits = text.replace('-', "");
     let id = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.len() == 32)?;
@@ -23,25 +23,25 @@ pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     (uuid(id) == text || digits == text).then_some(id)
 }
 
-/// The index of one rank of a rank-local save.
+/// Returns the name of one rank's index in a rank-local save.
 pub fn rank_index_name(rank: u32) -> String {
     format!("__{rank}.{INDEX_NAME}")
 }
 
-/// The rank whose index is called `name`; `None` where [`rank_index_name`] would not have written
-/// it so.
+/// Parses the name of a rank's index; returns `None` unless [`rank_index_name`] writes it in
+/// exactly this form.
 pub(crate) fn parse_rank_index_name(name: &str) -> Option<u32> {
     let rank = name.strip_prefix("__")?.split('.').next()?.parse().ok()?;
     (rank_index_name(rank) == name).then_some(rank)
 }
 
-/// Returns the name of the tensor `fqn` in a data file's header: the same, except for the one name
+/// Returns the name of the tensor `fqn` in a data file's header. It only differs for the one name
 /// that safetensors reserves.
 pub fn to_header_name(fqn: &str) -> String {
     if fqn == RESERVED || fqn.starts_with(ESCAPED) { format!("{fqn}~") } else { fqn.to_owned() }
 }
 
-/// The inverse of [`to_header_name`]; `None` where that would not have made it.
+/// Inverts [`to_header_name`]; returns `None` for a name that it never returns.
 pub fn from_header_name(name: &str) -> Option<&str> {
     if name == RESERVED {
         None
@@ -52,8 +52,7 @@ pub fn from_header_name(name: &str) -> Option<&str> {
     }
 }
 
-/// Why `name` cannot be the name of a data file, if it cannot. That of an external one may be any
-/// path.
+/// Returns an error if `name` cannot be the name of a data file. An external one may have any path.
 pub(super) fn check_file_name(name: &str, external: bool) -> Result<(), &'static str> {
     match reach(name) {
         Reach::Nowhere if name.is_empty() => Err("file name is empty"),

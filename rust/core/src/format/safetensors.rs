@@ -7,12 +7,12 @@
 //! 8+N     the payload; offsets count from here
 //! ```
 //!
-//! The payload is covered by the tensors exactly: no hole, no overlap, nothing left over.
+//! The tensors cover the payload exactly, without gaps or overlaps.
 //!
-//! It accepts the headers that the `safetensors` crate accepts, with two deliberate differences,
-//! both tested: a name (of a tensor, or of a text in `__metadata__`) that is there twice is refused
-//! here, where the crate keeps the last; and the value of a field that neither of us knows is
-//! skipped here and decoded there, so that a number out of range in it is refused there only.
+//! It accepts the headers that the `safetensors` crate accepts, with two deliberate and tested
+//! differences. A duplicate name (of a tensor, or in `__metadata__`) is refused here, while the
+//! crate keeps the last one. The value of an unknown field is skipped here and decoded there, so a
+//! number out of range in it is refused only by the crate.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -22,20 +22,20 @@ use serde::de::{self, MapAccess, Visitor};
 
 use crate::Dtype;
 
-/// Longest header accepted, in bytes: the limit of the `safetensors` crate.
+/// Limit on the length of a header in bytes, which is that of the `safetensors` crate.
 pub const MAX_HEADER_LEN: u64 = 100_000_000;
 
-/// Bytes before the JSON: its length.
+/// Bytes before the JSON, which contain its length.
 pub const PREFIX_LEN: u64 = 8;
 
-/// The header of one file, checked.
+/// The checked header of one file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Offset of the payload in the file.
     pub data_start: u64,
     /// The tensors, in the order of their bytes in the file.
     pub tensors: Vec<HeaderTensor>,
-    /// The texts of `__metadata__`; empty where there is none.
+    /// The texts of `__metadata__`; empty if there are none.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -48,18 +48,18 @@ pub struct HeaderTensor {
     pub dtype: HeaderDtype,
     /// Its sizes, in elements.
     pub shape: Vec<u64>,
-    /// Its first byte, counted from `data_start`.
+    /// Its first byte, relative to `data_start`.
     pub begin: u64,
-    /// The byte after its last, counted from `data_start`.
+    /// The byte after its last, relative to `data_start`.
     pub end: u64,
 }
 
-/// Why a header was refused.
+/// Reason for which a header was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeaderError {
     /// Offset in the file, in bytes.
     pub offset: u64,
-    /// The rule that does not hold.
+    /// The broken rule.
     pub reason: String,
 }
 
@@ -75,7 +75,7 @@ fn refuse<T>(offset: u64, reason: impl Into<String>) -> Result<T, HeaderError> {
     Err(HeaderError { offset, reason: reason.into() })
 }
 
-/// An element type as headers name it.
+/// A dtype, as headers name it.
 #[allow(non_camel_case_types, missing_docs)] // the names of the format
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub enum HeaderDtype {
@@ -133,7 +133,7 @@ impl HeaderDtype {
         }
     }
 
-    /// Bits an element takes.
+    /// Returns the number of bits of an element.
     #[must_use]
     pub const fn bits(self) -> u64 {
         match self {
@@ -153,10 +153,9 @@ impl HeaderDtype {
         }
     }
 
-    /// The element type as torch has it, and the sizes in its elements; `None` where torch has no
-    /// such type.
+    /// Returns torch's dtype, and the sizes in its elements; `None` if torch has no such type.
     ///
-    /// `F4` counts single values and torch pairs of them, so the last size is halved.
+    /// `F4` counts single values and torch counts pairs, so the last size is halved.
     #[must_use]
     pub fn to_torch(self, shape: &[u64]) -> Option<(Dtype, Vec<u64>)> {
         let mut shape = shape.to_vec();
@@ -172,7 +171,7 @@ impl HeaderDtype {
     }
 }
 
-/// Length of the JSON, from the first eight bytes of a file of `file_size` bytes.
+/// Returns the length of the JSON, from the first eight bytes of a file of `file_size` bytes.
 pub fn header_len(prefix: [u8; 8], file_size: u64) -> Result<u64, HeaderError> {
     let len = u64::from_le_bytes(prefix);
     if len > MAX_HEADER_LEN {
@@ -184,8 +183,8 @@ pub fn header_len(prefix: [u8; 8], file_size: u64) -> Result<u64, HeaderError> {
     Ok(len)
 }
 
-/// Parses and checks the header of a file of `file_size` bytes. `bytes` is the file's beginning,
-/// and at least the whole header.
+/// Parses and checks the header of a file of `file_size` bytes. `bytes` is the start of the file,
+/// with at least the whole header.
 pub fn parse(bytes: &[u8], file_size: u64) -> Result<Header, HeaderError> {
     let Some((prefix, rest)) = bytes.split_first_chunk::<8>() else {
         return refuse(0, format!("{} bytes, too few for a header", bytes.len()));
@@ -215,8 +214,8 @@ pub fn parse(bytes: &[u8], file_size: u64) -> Result<Header, HeaderError> {
     Ok(Header { data_start, tensors, metadata: raw.metadata.unwrap_or_default() })
 }
 
-/// Checks that the tensors, in order, follow each other without a gap and are as long as they say.
-/// Returns where they end.
+/// Checks that the tensors follow each other without a gap and have the length that their shape
+/// needs. Returns their end.
 fn check_cover(tensors: &[HeaderTensor]) -> Result<u64, HeaderError> {
     let mut at = 0;
     for tensor in tensors {
@@ -252,7 +251,7 @@ fn check_cover(tensors: &[HeaderTensor]) -> Result<u64, HeaderError> {
     Ok(at)
 }
 
-/// Byte offset of a JSON error: serde counts lines and columns.
+/// Returns the byte offset of a JSON error, which serde reports as line and column.
 fn place(json: &str, error: &serde_json::Error) -> u64 {
     let before: usize =
         json.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum();
@@ -312,7 +311,7 @@ impl<'de> Visitor<'de> for HeaderVisitor {
     }
 }
 
-/// A map of texts that refuses a key that is there twice.
+/// A map of texts that refuses duplicate keys.
 struct Texts(BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for Texts {

@@ -1,5 +1,5 @@
-//! The bytes of an index: its records, one section after another, and the header before them
-//! (section 3 of `docs/format.md`).
+//! The bytes of an index: the header, and then its records, section by section (section 3 of
+//! `docs/format.md`).
 
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
@@ -15,7 +15,7 @@ use super::{BLOCK_SIZE, Value};
 use crate::copy::Signs;
 use crate::{Dtype, Error, Result};
 
-/// The sections of an index, as far as they are written.
+/// The sections of an index during construction.
 pub(super) struct Sections {
     files: Vec<u8>,
     tensors: Vec<u8>,
@@ -31,7 +31,7 @@ pub(super) struct Sections {
 }
 
 impl Sections {
-    /// None yet, but for values that belong to no tensor.
+    /// Makes empty sections, except for the values that belong to no tensor.
     pub(super) fn new(values: &[&Value]) -> Result<Self> {
         let mut planner = Vec::new();
         for value in values {
@@ -96,7 +96,7 @@ impl Sections {
         Ok(())
     }
 
-    /// A tensor, and its chunks in their order. `place`: among the tensors.
+    /// Adds a tensor and its chunks, in order. `place` is the number of the tensor.
     pub(super) fn tensor(
         &mut self,
         tensor: &TensorEntry,
@@ -191,7 +191,7 @@ impl Sections {
         self.chunk_count += 1;
     }
 
-    /// Header and sections, with the digest over all of them.
+    /// Returns header and sections, with the digest of all of them.
     pub(super) fn assemble(
         self,
         source: SourceKind,
@@ -246,7 +246,7 @@ impl Sections {
     }
 }
 
-/// This program and its release, as the header holds them.
+/// Returns this program and its release, in the form of the header.
 fn written_by() -> [u8; WRITER_LEN] {
     let mut field = [0; WRITER_LEN];
     let text = concat!("dcp-rs ", env!("CARGO_PKG_VERSION")).as_bytes();
@@ -255,7 +255,8 @@ fn written_by() -> [u8; WRITER_LEN] {
     field
 }
 
-/// The dimension along which sorted chunks are a run, each spanning the others whole.
+/// Returns the dimension along which sorted chunks follow each other, each spanning the others
+/// whole.
 fn split_dim(shape: &[u64], chunks: &[&ChunkEntry]) -> Option<usize> {
     let spans = |c: &ChunkEntry, split: usize| {
         (0..shape.len()).all(|d| d == split || c.sizes[d] == shape[d])

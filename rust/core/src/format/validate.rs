@@ -20,14 +20,14 @@ use crate::copy::Signs;
 use crate::geometry::{Dims, element_count, strided_length};
 use crate::{Dtype, Error, Result, parallel};
 
-/// From so many chunks on, all cores check them.
+/// Number of chunks from which on all cores check them.
 const MANY_CHUNKS: usize = 1 << 13;
-/// Chunks that one of them takes at a time, or those of one tensor, if it has more.
+/// Chunks that a core takes at a time, or all chunks of a tensor that has more.
 const CHUNKS_AT_A_TIME: u64 = 1 << 13;
 
 type SectionRanges = [Range<usize>; 7];
 
-/// Checks the header, and finds the sections, and that of contents.
+/// Checks the header, and returns the ranges of the sections and of the contents.
 pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Option<Range<usize>>)> {
     let bad =
         |offset: usize, reason: String| Err(Error::corrupt_index(path, offset as u64, reason));
@@ -83,7 +83,7 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Opti
     }
 }
 
-/// A section of records so wide, in an index so long.
+/// Returns the range of a section with records of `width` bytes, in an index of `len` bytes.
 fn range(
     record: &SectionRecord,
     width: usize,
@@ -100,17 +100,17 @@ fn range(
     Ok(start..start + usize::try_from(length).expect("checked against the length"))
 }
 
-/// Offset of the header's field that points at the contents.
+/// Offset of the header field with the range of the contents.
 const CONTENTS_AT: usize = std::mem::offset_of!(Header, contents);
 
-/// Checks the digest, and every record: no record is trusted for a right digest.
+/// Checks the digest, and also every record: a matching digest does not make a record trustworthy.
 pub(super) fn check(index: &Index) -> Result<()> {
     if index.chunk_records().len() < MANY_CHUNKS {
         return digest(index).and_then(|()| records(index, 1));
     }
     let (digest, records) =
         parallel::both(|| digest(index), || records(index, parallel::available()));
-    // Damage is reported as such, whatever the records look like by now.
+    // A wrong digest takes precedence, whatever is wrong with the records.
     digest.and(records)
 }
 
@@ -177,8 +177,9 @@ impl Check<'_> {
         }
     }
 
-    /// Names, and paths, share no bytes: together they are no longer than their section. So
-    /// whatever reads them all takes time and memory in proportion to the index.
+    /// Returns whether names, or paths, must share bytes, because together they are longer than
+    /// their section. If none are shared, reading all of them takes time and memory in proportion
+    /// to the index.
     fn is_shared(total: &mut usize, len: u32, section: &[u8]) -> bool {
         *total = total.saturating_add(len as usize);
         *total > section.len()
@@ -199,7 +200,7 @@ impl Check<'_> {
             if Self::is_shared(&mut names, record.name_len.get(), strings) {
                 return self.bad(Section::Files, i, "names of files share bytes");
             }
-            // Chunks in two files of one name could share bytes.
+            // Otherwise chunks in two files of one name could share bytes.
             if !known.insert(name) {
                 return self.bad(Section::Files, i, format!("file {name:?} is named twice"));
             }
@@ -304,7 +305,8 @@ impl Check<'_> {
                     usize::try_from(record.shape.get()).map_err(|_| "shape is outside the dims")?;
                 let shape: Dims =
                     self.index.dims_pool()[at..at + ndim].iter().map(|d| d.get()).collect();
-                // A size of 0 makes no shape small: what computes strides multiplies the others.
+                // A shape with a size of 0 may still be too large: strides are products of the
+                // other sizes.
                 shape
                     .iter()
                     .filter(|&&size| size != 0)
@@ -321,7 +323,7 @@ impl Check<'_> {
             1 => {}
             _ => return Err("unknown kind"),
         }
-        // Chunks of such an index may share bytes: with many of them, a small file could make a
+        // Chunks over such files may share bytes. With many of them, a small file could make a
         // tensor of any size.
         if self.index.source() == SourceKind::Torch && record.chunk_count.get() > 1 {
             return Err("more than one chunk, in an index over files of torch.save");
@@ -388,7 +390,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Chunks share no digests: together they have no more than there are.
+    /// Checks that chunks share no digests: together they may not have more than the section.
     fn digests(&self) -> Result<()> {
         let mut left = self.index.section(Section::Digests).len() as u64 / 8;
         for (at, chunk) in self.index.chunk_records().iter().enumerate() {
@@ -402,12 +404,11 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Chunks share no bytes of a file: no entry is another's alias, and what all take together is
-    /// in proportion to the files. In files of `torch.save` they may: tensors there are views of
-    /// storages.
+    /// Checks that chunks share no bytes of a file. Then all chunks together are at most as long as
+    /// the files. Files of `torch.save` are exempt, because their tensors are views of storages.
     fn payload(&self, workers: usize) -> Result<()> {
         let (files, chunks) = (self.index.file_records(), self.index.chunk_records());
-        // The first range of each file among the ranges of all.
+        // The position of each file's first range among the ranges of all files.
         let mut next = vec![0_usize; files.len() + 1];
         for (at, chunk) in chunks.iter().enumerate() {
             match next.get_mut(chunk.file.get() as usize + 1) {
@@ -427,7 +428,7 @@ impl Check<'_> {
             ranges[*next] = (offset, offset.saturating_add(chunk.length.get()));
             *next += 1;
         }
-        // By now each entry of `next` is where the ranges of its file end.
+        // Now each entry of `next` is the end of its file's ranges.
         let mut rest = ranges.as_mut_slice();
         let mut begin = 0;
         let by_file: Vec<Mutex<&mut [(u64, u64)]>> = next[..files.len()]
@@ -459,7 +460,7 @@ impl Check<'_> {
         )
     }
 
-    /// The error for a chunk that begins within the bytes of another one.
+    /// Returns the error for a chunk that begins inside the bytes of another one.
     fn shared(&self, file: usize, from: u64) -> Result<()> {
         let chunks = self.index.chunk_records();
         let holds = |chunk: &ChunkRecord| {
@@ -485,7 +486,7 @@ impl Check<'_> {
         self.bad(Section::Chunks, second, reason)
     }
 
-    /// Checks one chunk against its tensor and the chunk before it; returns its offsets and sizes.
+    /// Checks one chunk against its tensor and the previous chunk. Returns its offsets and sizes.
     fn chunk(
         &self,
         t: usize,
@@ -558,7 +559,7 @@ impl Check<'_> {
         Ok(extent)
     }
 
-    /// Checks a chunk whose bytes do not stand for themselves.
+    /// Checks a chunk whose signs change when it is read.
     fn signs(&self, tensor: &TensorRecord, signs: Signs) -> std::result::Result<(), &'static str> {
         if self.index.source() == SourceKind::Native
             || self.index.header().incompat.get() & INCOMPAT_SIGNS == 0
@@ -571,7 +572,7 @@ impl Check<'_> {
         }
     }
 
-    /// Checks where the bytes and the digests of a chunk are.
+    /// Checks the ranges of a chunk's bytes and digests.
     fn chunk_place(&self, record: &ChunkRecord) -> std::result::Result<(), &'static str> {
         let Some(file) = self.index.file_records().get(record.file.get() as usize) else {
             return Err("no such file");

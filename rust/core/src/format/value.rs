@@ -1,4 +1,4 @@
-//! Planner data: a small self-describing encoding, in place of a pickle (section 5 of
+//! Planner data: a small self-describing encoding that replaces a pickle (section 5 of
 //! `docs/format.md`).
 
 const MAX_DEPTH: u32 = 64;
@@ -10,7 +10,7 @@ pub enum Value {
     None,
     /// A truth value.
     Bool(bool),
-    /// An integer that fits 64 bits.
+    /// An integer of up to 64 bits.
     Int(i64),
     /// A float.
     Float(f64),
@@ -22,13 +22,13 @@ pub enum Value {
     Tuple(Vec<Value>),
     /// A list.
     List(Vec<Value>),
-    /// A dict, in its order.
+    /// A dict, in order.
     Dict(Vec<(Value, Value)>),
 }
 
 impl Value {
-    /// Appends the encoding. Lengths over `u32::MAX`, nesting over 64 and keys that hold a list or
-    /// a dict are refused with a reason.
+    /// Appends the encoding. Refuses lengths over `u32::MAX`, nesting over 64, and keys that
+    /// contain a list or a dict.
     ///
     /// # Errors
     /// A message that says what cannot be encoded.
@@ -84,21 +84,21 @@ impl Value {
         Ok(())
     }
 
-    /// The encoding of a value that was decoded, or can be encoded.
+    /// Returns the encoding of a value that can be encoded, such as a decoded one.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let mut out = Vec::new();
-        // A value that cannot be encoded is refused when the index is built.
+        // Ignored: a value that cannot be encoded is refused when the index is built.
         let _ = self.encode(&mut out);
         out
     }
 
-    /// Returns whether it can be the path of a tensor: a tuple of at least one part.
+    /// Returns whether this can be the path of a tensor: a tuple of at least one part.
     pub fn is_path(&self) -> bool {
         matches!(self, Self::Tuple(parts) if !parts.is_empty() && parts.iter().all(Self::is_part))
     }
 
-    /// Returns whether it lists containers: `None`, or a list of (position, path, kind), where the
-    /// path of the state dict itself is empty.
+    /// Returns whether this lists containers: `None`, or a list of (position, path, kind). The path
+    /// of the state dict itself is empty.
     pub fn is_nesting(&self) -> bool {
         let is_container = |container: &Self| match container {
             Self::Tuple(fields) => matches!(
@@ -115,8 +115,8 @@ impl Value {
         }
     }
 
-    /// A part of a path: text that is a key, a place in a list, or a tuple of the one key that is
-    /// no text.
+    /// Returns whether this can be a part of a path: a string key, a position in a list, or a tuple
+    /// of one key of another type.
     fn is_part(&self) -> bool {
         match self {
             Self::Str(_) | Self::Int(_) => true,
@@ -125,7 +125,7 @@ impl Value {
         }
     }
 
-    /// Returns whether it can be a key of a mapping that is no text.
+    /// Returns whether this can be a key that is not a string.
     fn is_other_key(&self) -> bool {
         match self {
             Self::None | Self::Bool(_) | Self::Int(_) => true,
@@ -137,7 +137,7 @@ impl Value {
         }
     }
 
-    /// Returns whether it can be a key of a dict: nothing in it is a list or a dict.
+    /// Returns whether this can be a key of a dict: it contains no list and no dict.
     fn is_key(&self) -> bool {
         match self {
             Self::List(_) | Self::Dict(_) => false,
@@ -149,7 +149,7 @@ impl Value {
     /// Decodes a value that fills `bytes` exactly.
     ///
     /// # Errors
-    /// The place in `bytes` and what is wrong there.
+    /// The offset in `bytes` and the reason.
     pub fn decode(bytes: &[u8]) -> Result<Self, (usize, &'static str)> {
         let (value, rest) = Self::decode_prefix(bytes)?;
         if rest.is_empty() {
@@ -159,10 +159,10 @@ impl Value {
         }
     }
 
-    /// Decodes a value at the start of `bytes`, and returns what follows it.
+    /// Decodes a value at the start of `bytes`. Also returns the rest of the bytes.
     ///
     /// # Errors
-    /// The place in `bytes` and what is wrong there.
+    /// The offset in `bytes` and the reason.
     pub fn decode_prefix(bytes: &[u8]) -> Result<(Self, &[u8]), (usize, &'static str)> {
         let mut cursor = Cursor { bytes, at: 0 };
         let value = cursor.value(0).map_err(|reason| (cursor.at, reason))?;
@@ -193,7 +193,8 @@ impl<'a> Cursor<'a> {
         Ok(self.take(N)?.try_into().expect("take returns N bytes"))
     }
 
-    /// A length or count, checked against what is left: no item takes less than a byte.
+    /// Reads a length or count, and compares it with the remaining bytes: no item takes less than a
+    /// byte.
     fn len(&mut self) -> Result<usize, &'static str> {
         let len =
             usize::try_from(u32::from_le_bytes(self.array()?)).map_err(|_| "length overflows")?;
@@ -242,7 +243,7 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    /// The items grow as they are read, so that a false count reserves nothing.
+    /// Reads items one by one, so that a false count does not reserve memory.
     fn values(&mut self, depth: u32) -> Result<Vec<Value>, &'static str> {
         let len = self.len()?;
         let mut values = Vec::new();

@@ -1,9 +1,9 @@
-//! Views: logical tensors over those of an index. They are an index in memory, over the same files,
-//! of which no file knows.
+//! Views: logical tensors over the tensors of an index. A view is an index in memory, over the same
+//! files, and has no file of its own.
 //!
-//! A joined tensor is a table of chunks at offsets, one that was cut or transposed is chunks with
-//! strides. Both are what records of an index say. What records have no field for stands beside
-//! them, by chunk: how many bytes of its stretch come before it, and how it is decoded.
+//! A joined tensor is a set of chunks at offsets. A sliced or transposed one has chunks with
+//! strides. Both fit in the records of an index. What does not is kept beside them for each chunk:
+//! the bytes of the stored range before it, and how it is decoded.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -16,32 +16,32 @@ use crate::geometry::{Dims, row_major, strided_length};
 use crate::quant::Coded;
 use crate::{Dtype, Error, Result};
 
-/// Properties of a view that its records lack.
+/// Properties of a view that its records cannot store.
 #[derive(Default)]
 pub(super) struct View {
     pub is_logical: bool,
-    /// By the numbers of chunks.
+    /// Properties of chunks, by number.
     pub pieces: HashMap<u64, ChunkOrigin>,
-    /// Second names of tensors.
+    /// Additional names of tensors.
     pub aliases: HashMap<String, u32>,
 }
 
-/// Properties of a chunk that its record lacks.
+/// Properties of a chunk that its record cannot store.
 #[derive(Clone, Default)]
 pub(super) struct ChunkOrigin {
     pub lead: u64,
     pub coded: Option<Arc<CodedChunk>>,
 }
 
-/// A chunk that is a rectangle of a tensor stored as codes.
+/// A chunk that is a rectangle of a coded tensor.
 #[derive(Clone, Debug)]
 pub struct CodedChunk {
-    /// The tensor.
+    /// The coded tensor.
     pub of: Arc<Coded>,
     /// Offsets of the chunk in the coded tensor.
     pub offsets: Dims,
-    /// For each dimension of the tensor, that of the chunk; the chunk has one element of the
-    /// others.
+    /// The chunk's dimension for each dimension of the tensor. Along a dimension without one, the
+    /// chunk has one element.
     pub dims: Axes,
 }
 
@@ -55,7 +55,7 @@ impl PartialEq for CodedChunk {
 impl Eq for CodedChunk {}
 
 impl CodedChunk {
-    /// The rectangle of the tensor that is one of the chunk.
+    /// Converts a rectangle of the chunk to one of the tensor.
     #[must_use]
     pub fn region(&self, offsets: &[u64], sizes: &[u64]) -> Region {
         let own = self.offsets.iter().zip(&self.dims);
@@ -66,7 +66,7 @@ impl CodedChunk {
     }
 }
 
-/// For each dimension of one tensor, that of another.
+/// For each dimension of one tensor, the corresponding dimension of another.
 pub type Axes = SmallVec<[Option<usize>; 4]>;
 
 /// A logical tensor.
@@ -79,7 +79,7 @@ pub struct Logical {
 
 /// Stored parts of a logical tensor.
 pub enum Origin {
-    /// Codes, of the index that the view is of.
+    /// Codes, in the index that the view is based on.
     Coded(Arc<Coded>),
     /// Rectangles of tensors of one dtype.
     Sources {
@@ -90,24 +90,24 @@ pub enum Origin {
     },
 }
 
-/// A rectangle of a tensor, and its place in a logical one.
+/// A rectangle of a tensor, and its place in a logical tensor.
 pub struct ViewSource {
     /// The tensor.
     pub tensor: u32,
     /// Region of it.
     pub region: Region,
-    /// For each dimension of the logical tensor that of the other one; none for a dimension that is
-    /// new. The region has one element of those that are missing here.
+    /// The tensor's dimension for each dimension of the logical tensor; `None` for a new dimension.
+    /// Along dimensions that are missing here, the region has one element.
     pub dims: Axes,
     /// Offsets of its first element in the logical tensor.
     pub at: Dims,
 }
 
-/// The index of a view: the tensors of `base` but for the `hidden` ones, and the logical ones.
-/// `aliases` are second names of tensors.
+/// Makes the index of a view: the tensors of `base` without the `hidden` ones, and the logical
+/// tensors. `aliases` are additional names of tensors.
 ///
 /// # Errors
-/// [`Error::TensorPlan`] where two tensors have one name, or a source does not fit.
+/// [`Error::TensorPlan`] if two tensors have the same name, or a source does not fit.
 pub fn derive(
     base: &Arc<Index>,
     hidden: &[u32],
@@ -152,7 +152,7 @@ pub fn derive(
     Index::of_view(builder.lay_out()?, base, |index| View {
         is_logical: true,
         pieces: by_number(index, pieces),
-        // Aliases of the base stay where there is still a tensor of that name.
+        // An alias of the base stays if there is still a tensor of that name.
         aliases: (base.view.aliases.iter())
             .map(|(alias, tensor)| (alias.clone(), base.name(*tensor).to_owned()))
             .chain(aliases)
@@ -161,7 +161,7 @@ pub fn derive(
     })
 }
 
-/// An entry as that of a tensor, under a name of its own.
+/// Returns an entry with the properties of a tensor, under another name.
 fn entry(base: &Index, tensor: u32, name: &str, dtype: Option<Dtype>, shape: Dims) -> TensorEntry {
     let view = base.tensor(tensor);
     let is_same = view.name == name;
@@ -171,7 +171,7 @@ fn entry(base: &Index, tensor: u32, name: &str, dtype: Option<Dtype>, shape: Dim
         dtype,
         shape,
         flags: view.flags,
-        // Entries with a path of their own keep it. Hugging Face folders have none.
+        // An entry with a path gets one of its own. Hugging Face folders have no paths.
         path: base
             .planner_path(tensor)
             .map(|path| if is_same { path } else { Value::Tuple(vec![Value::Str(name.into())]) }),
@@ -179,7 +179,7 @@ fn entry(base: &Index, tensor: u32, name: &str, dtype: Option<Dtype>, shape: Dim
     }
 }
 
-/// Place of a chunk in its tensor; no two chunks of one tensor share it.
+/// Name of a tensor, and offsets and sizes of a chunk in it. No two chunks share all three.
 type ChunkPlace = (String, Dims, Dims);
 
 struct Making<'a> {
@@ -189,8 +189,8 @@ struct Making<'a> {
 }
 
 impl Making<'_> {
-    /// Adds a chunk with all that is known of it. `number` is that of the chunk in the base whose
-    /// bytes it has.
+    /// Adds a chunk with all of its properties. `number` is the chunk of the base that has its
+    /// bytes.
     fn add(
         &mut self,
         tensor: u32,
@@ -293,8 +293,7 @@ impl Making<'_> {
         Ok(())
     }
 
-    /// Adds a chunk without elements, so that those who write chunk by chunk do not lose the
-    /// tensor.
+    /// Adds an empty chunk, so that writers that go chunk by chunk do not lose the tensor.
     fn empty(&mut self, tensor: u32, name: &str, shape: &Dims, of: u32) -> Result<()> {
         let chunks = self.base.tensor(of).chunks;
         if chunks.is_empty() {
@@ -314,7 +313,7 @@ impl Making<'_> {
     }
 }
 
-/// A part of a chunk of the base, as a chunk of a logical tensor.
+/// Converts a part of a chunk of the base to a chunk of a logical tensor.
 fn placed(
     base: &Index,
     source: &ViewSource,
@@ -328,8 +327,8 @@ fn placed(
         dims().zip(&source.at).map(|(dim, at)| at + dim.map_or(0, |dim| part.region_offsets[dim]));
     let old = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
     let contiguous = row_major(&sizes);
-    // The stride of a single element is any: that of contiguous ones, so that these are known as
-    // such.
+    // The stride of a single element is arbitrary. Use that of a contiguous chunk, so that a
+    // contiguous chunk is recognized.
     let stride = |(i, dim): (usize, &Option<usize>)| {
         dim.filter(|_| sizes[i] != 1).map_or(contiguous[i], |dim| old[dim])
     };
@@ -346,7 +345,7 @@ fn placed(
         offsets: offsets.collect(),
         strides: (strides != contiguous).then_some(strides.clone()),
         sizes,
-        // The same bytes in another order, or some of them.
+        // It has the same bytes in another order, or only some of them.
         content: None,
         frozen: false,
         ..view
@@ -356,7 +355,7 @@ fn placed(
         return (made, ChunkOrigin { lead: 0, coded });
     }
     if made.digests.is_some() {
-        // Digests are over the whole stretch, so that this stays what is checked.
+        // Digests cover the whole range, so the range must stay as it is.
         return (made, ChunkOrigin { lead, coded });
     }
     made.offset += lead;
@@ -364,7 +363,7 @@ fn placed(
     (made, ChunkOrigin::default())
 }
 
-/// Orders the properties beside the records by the chunks' present numbers.
+/// Returns the additional properties by the numbers of the new chunks.
 fn by_number(
     index: &Index,
     mut pieces: HashMap<ChunkPlace, ChunkOrigin>,

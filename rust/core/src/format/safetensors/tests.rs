@@ -1,4 +1,4 @@
-//! Against the `safetensors` crate: both accept, and agree, or both refuse.
+//! Comparison with the `safetensors` crate: both accept a header and agree, or both refuse it.
 
 use proptest::prelude::*;
 use safetensors::SafeTensors;
@@ -16,7 +16,7 @@ fn ours(bytes: &[u8]) -> Result<Header, HeaderError> {
     parse(bytes, bytes.len() as u64)
 }
 
-/// Both parsers on one file; `Ok(accepted)` where they agree.
+/// Runs both parsers on one file. Returns `Ok(accepted)` if they agree.
 pub(crate) fn compare(bytes: &[u8]) -> Result<bool, String> {
     match (ours(bytes), SafeTensors::read_metadata(bytes)) {
         (Err(_), Err(_)) => Ok(false),
@@ -108,7 +108,7 @@ fn agrees_on_lengths() {
     let e = ours(&long).unwrap_err();
     assert!(e.reason.contains("more than 100000000"), "{e}");
     assert_eq!(compare(&long), Ok(false));
-    // The longest that is accepted.
+    // The longest header that is accepted.
     long.pop();
     long[..8].copy_from_slice(&MAX_HEADER_LEN.to_le_bytes());
     assert_eq!(compare(&long), Ok(true));
@@ -153,7 +153,7 @@ fn four_bit_values_count_in_pairs() {
     assert_eq!((dtype.name(), shape), ("float8_e8m0fnu", vec![4]));
 }
 
-/// Headers that are mostly right: each of a few fields is now and then replaced by something else.
+/// Headers that are mostly right: now and then something else replaces one of a few fields.
 fn header() -> impl Strategy<Value = (String, usize)> {
     let dtype = prop_oneof![
         12 => prop::sample::select(vec!["F32", "U8", "BF16", "F4", "F6_E3M2", "C64", "F8_E8M0", "BOOL", "I64"]),
@@ -208,14 +208,14 @@ proptest! {
         }
     }
 
-    /// One byte of a good file changed, or the file cut.
+    /// Changes one byte of a good file, or truncates it.
     #[test]
     fn agrees_on_damage((json, payload) in header(), at: prop::sample::Index, byte: u8, cut: bool) {
         let mut bytes = file(&json, payload);
         let at = at.index(bytes.len());
         if cut { bytes.truncate(at) } else { bytes[at] = byte }
         if let Err(difference) = compare(&bytes) {
-            // Damage can make two names equal, which only we refuse.
+            // Damage can make two names equal, which only our parser refuses.
             prop_assert!(difference.contains("is there twice"), "{difference}: {json}");
         }
     }
