@@ -3,7 +3,7 @@
 //!
 //! Everything here is safe to call and runs on the engine that the Python package reads with.
 
-#![allow(unsafe_code)] // a batch holds its buffers as addresses, and their lifetime beside them
+#![allow(unsafe_code)] // a batch keeps addresses of its buffers, and their lifetime separately
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -21,13 +21,12 @@ use crate::{Control, Dtype, Error, Result};
 
 /// An open checkpoint.
 ///
-/// Opening reads the index and no tensor. A `Checkpoint` can be shared by threads, and reads of
-/// several threads run at the same time. It opens each data file again for every read and keeps
-/// none open.
+/// Opening reads the index and no tensor. Threads can share a `Checkpoint`, and their reads run at
+/// the same time. It opens each data file again for every read, and keeps none open.
 ///
-/// Do not change or cut short the files of a checkpoint that is open: replace them by rename, as
-/// every save does. Large reads map files into memory, where a file that becomes shorter ends the
-/// process with `SIGBUS`.
+/// Do not change or truncate the files of an open checkpoint. Replace them by rename, as every save
+/// does. Large reads map files into memory, and truncating a mapped file ends the process with
+/// `SIGBUS`.
 ///
 /// ```
 /// # let path = "../../tests/fixtures/stock/torch-2.15.0/hf";
@@ -60,17 +59,18 @@ pub struct TensorInfo<'a> {
 }
 
 impl TensorInfo<'_> {
-    /// Bytes of all its elements.
+    /// Returns the number of bytes of all its elements.
     #[must_use]
     pub fn nbytes(&self) -> usize {
         nbytes(self.dtype, &self.shape)
     }
 }
 
-/// Bytes of a tensor or of a part of one. An index with a tensor beyond 63 bits does not open.
+/// Returns the bytes of a tensor or of a part of one. An index with a tensor beyond 63 bits does
+/// not open.
 fn nbytes(dtype: Dtype, sizes: &[u64]) -> usize {
     let bytes = element_count(sizes).and_then(|count| count.checked_mul(dtype.size()));
-    // On a machine of 32 bits no buffer is as long, and none is accepted.
+    // On a 32-bit machine no buffer has this length, so none is accepted.
     bytes.and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX)
 }
 
@@ -80,7 +80,7 @@ impl Checkpoint {
     /// `path` is a folder with an `index.dcprs`, a folder of torch's DCP (`.metadata` and `.distcp`
     /// files), a folder of safetensors files with or without their `.index.json`, a file of
     /// `torch.save`, or a single safetensors file. Nothing is converted: tensors are read from
-    /// those files where they lie.
+    /// those files in place.
     ///
     /// # Errors
     /// [`Error::NotFound`] if there is no checkpoint, [`Error::CorruptIndex`] if its index or a
@@ -90,23 +90,23 @@ impl Checkpoint {
         OpenOptions::new().open(path)
     }
 
-    /// The index file, or the path of a checkpoint that has none.
+    /// Returns the index file, or the path of a checkpoint that has none.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.index.path()
     }
 
-    /// The names of all tensors, sorted by their bytes. Entries that are no tensors are left out.
+    /// Returns the names of all tensors, sorted by their bytes. Skips entries that are not tensors.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors().map(|tensor| tensor.name)
     }
 
-    /// All tensors, sorted by the bytes of their names.
+    /// Returns all tensors, sorted by the bytes of their names.
     pub fn tensors(&self) -> impl Iterator<Item = TensorInfo<'_>> {
         (0..self.index.tensor_count()).filter_map(|tensor| self.info(tensor))
     }
 
-    /// One tensor.
+    /// Returns one tensor.
     ///
     /// # Errors
     /// [`Error::TensorPlan`] if there is no tensor of this name.
@@ -138,18 +138,21 @@ impl Checkpoint {
     /// Reads a whole tensor: its elements in row-major order, little-endian.
     ///
     /// # Errors
-    /// [`Error::TensorPlan`] if there is no such tensor, or `buffer` is not as long as it takes
-    /// ([`TensorInfo::nbytes`]). [`Error::CorruptData`] if a file is missing, has another length
-    /// than the index says or does not match a digest. [`Error::Io`]. Some of `buffer` may be
-    /// written then.
+    /// - [`Error::TensorPlan`] if there is no such tensor, or `buffer` does not have its length
+    ///   ([`TensorInfo::nbytes`]).
+    /// - [`Error::CorruptData`] if a file is missing, has the wrong length, or does not match a
+    ///   digest.
+    /// - [`Error::Io`].
+    ///
+    /// After an error, some of `buffer` may be written.
     pub fn read_into(&self, name: &str, buffer: &mut [u8]) -> Result<()> {
         let mut batch = self.batch();
         batch.add(name, buffer)?;
         batch.read(&Control::new())
     }
 
-    /// Reads the rectangle of a tensor that begins at `offsets` and has `sizes`: its elements in
-    /// row-major order.
+    /// Reads the rectangle of a tensor with these `offsets` and `sizes`: its elements in row-major
+    /// order.
     ///
     /// ```
     /// # let path = "../../tests/fixtures/stock/torch-2.15.0/hf";
@@ -162,8 +165,8 @@ impl Checkpoint {
     /// ```
     ///
     /// # Errors
-    /// As for [`read_into`](Self::read_into); [`Error::TensorPlan`] also if the rectangle does not
-    /// lie within the tensor.
+    /// Those of [`read_into`](Self::read_into), and [`Error::TensorPlan`] if the rectangle is not
+    /// inside the tensor.
     pub fn read_region_into(
         &self,
         name: &str,
@@ -176,8 +179,8 @@ impl Checkpoint {
         batch.read(&Control::new())
     }
 
-    /// Starts a batch of reads. One batch of many tensors is faster than a read for each: all cores
-    /// work on it, and files are read in order.
+    /// Starts a batch of reads. One batch of many tensors is faster than a read for each, because
+    /// all cores work on it and files are read in order.
     ///
     /// ```
     /// # let path = "../../tests/fixtures/stock/torch-2.15.0/hf";
@@ -201,10 +204,10 @@ impl Checkpoint {
         }
     }
 
-    /// Reads every file and compares what has a digest or a checksum with it. `control` counts the
-    /// bytes and can stop the work.
+    /// Reads every file, and compares everything that has a digest or a checksum. `control` counts
+    /// the bytes and can stop the work.
     ///
-    /// Damage is no error: [`Verified::problems`] lists it.
+    /// Damage is not an error: [`Verified::problems`] lists it.
     ///
     /// ```
     /// # let path = "../../tests/compat/v1/sharded";
@@ -249,35 +252,36 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
-    /// The defaults of [`Checkpoint::open`].
+    /// Returns the defaults of [`Checkpoint::open`].
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Opens what this rank saved for itself, in a checkpoint that has no index of all ranks.
+    /// Opens what this rank saved for itself, in a checkpoint without an index of all ranks.
     #[must_use]
     pub fn rank(mut self, rank: u32) -> Self {
         self.rank = Some(rank);
         self
     }
 
-    /// Threads of one call. Default: 0, as many as the cores that this process may use.
+    /// Sets the threads of one call. The default is 0: as many as the cores that this process may
+    /// use.
     #[must_use]
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = threads;
         self
     }
 
-    /// Compares what is read with its digests, where the checkpoint has them. Default: no.
+    /// Compares the data with its digests, if the checkpoint has them. Default: no.
     #[must_use]
     pub fn check_digests(mut self, check: bool) -> Self {
         self.check_digests = check;
         self
     }
 
-    /// Follows an index, and symbolic links, to data files outside its folder. Default: no. Only
-    /// for checkpoints that you trust.
+    /// Follows an index, and symbolic links, to data files outside of its folder. Default: no.
+    /// Enable it only for checkpoints that you trust.
     #[must_use]
     pub fn allow_external(mut self, allow: bool) -> Self {
         self.allow_external = allow;
@@ -295,7 +299,7 @@ impl OpenOptions {
     }
 }
 
-/// Reads of one checkpoint that are carried out together. Made by [`Checkpoint::batch`].
+/// Reads of one checkpoint that are carried out together, made by [`Checkpoint::batch`].
 ///
 /// A batch borrows its buffers until it is read:
 ///
@@ -312,26 +316,26 @@ impl OpenOptions {
 pub struct ReadBatch<'a> {
     checkpoint: &'a Checkpoint,
     gather: Gather,
-    /// The requests in `gather` lead to these.
+    /// The requests in `gather` write to these.
     buffers: PhantomData<&'a mut [u8]>,
 }
 
 impl<'a> ReadBatch<'a> {
-    /// Adds a whole tensor, as [`Checkpoint::read_into`] reads it. Nothing is read yet.
+    /// Adds a whole tensor, like [`Checkpoint::read_into`], but does not read it yet.
     ///
     /// # Errors
-    /// [`Error::TensorPlan`] as for [`Checkpoint::read_into`]. The batch can be used on.
+    /// [`Error::TensorPlan`], as in [`Checkpoint::read_into`]. The batch remains usable.
     pub fn add(&mut self, name: &str, buffer: &'a mut [u8]) -> Result<()> {
         let (tensor, info) = self.checkpoint.find(name)?;
         let whole = Region::new(&Dims::from_elem(0, info.shape.len()), &info.shape);
         self.push(tensor, &info, &whole, buffer)
     }
 
-    /// Adds a rectangle of a tensor, as [`Checkpoint::read_region_into`] reads it. Nothing is read
+    /// Adds a rectangle of a tensor, like [`Checkpoint::read_region_into`], but does not read it
     /// yet.
     ///
     /// # Errors
-    /// [`Error::TensorPlan`] as for [`Checkpoint::read_region_into`]. The batch can be used on.
+    /// [`Error::TensorPlan`], as in [`Checkpoint::read_region_into`]. The batch remains usable.
     pub fn add_region(
         &mut self,
         name: &str,
@@ -371,7 +375,7 @@ impl<'a> ReadBatch<'a> {
         let to = Memory { address: Destination(buffer.as_mut_ptr()), strides };
         let added = self.gather.add(Source::Tensor(tensor), region, &to);
         if added.is_err() {
-            // Nothing of it is read, so that an error leaves the buffer as it is.
+            // Reads nothing of it, so that the buffer stays as it is after an error.
             self.gather.truncate(before);
         }
         added
@@ -380,8 +384,8 @@ impl<'a> ReadBatch<'a> {
     /// Carries out the batch. `control` counts the bytes and can stop the work.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::read_into`]; [`Error::Interrupted`] after [`Control::cancel`]. Some
-    /// of the buffers may be written then.
+    /// Those of [`Checkpoint::read_into`]; [`Error::Interrupted`] after [`Control::cancel`]. After
+    /// an error, some of the buffers may be written.
     pub fn read(self, control: &Control) -> Result<()> {
         let options = ReadOptions {
             threads: self.checkpoint.options.threads,
@@ -392,10 +396,10 @@ impl<'a> ReadBatch<'a> {
             },
             ..ReadOptions::default()
         };
-        // SAFETY: each request writes within one buffer, whose length was compared with what is
-        // written to it. The buffers are borrowed exclusively for as long as `self` lives, and `u8`
-        // takes any value. That files are not made shorter is the caller's part, as the
-        // documentation of `Checkpoint` says.
+        // SAFETY: each request writes within one buffer, whose length was compared with the
+        // request. The buffers are borrowed exclusively as long as `self` lives, and every value of
+        // a `u8` is valid. The caller does not truncate files, as the documentation of `Checkpoint`
+        // demands.
         unsafe { self.gather.read(&options, control) }.map(drop)
     }
 }

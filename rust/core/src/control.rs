@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
 
-/// A longer wait is reported.
+/// Waits longer than this are reported.
 pub const NOTICE: Duration = Duration::from_secs(10);
-/// And again after so long.
+/// Interval of the following reports.
 pub const NOTICE_AGAIN: Duration = Duration::from_secs(60);
 
-/// A cancellation flag, a progress counter and notices, shared between a caller and the workers of
-/// one call.
+/// A cancellation flag, a progress counter and notices, shared by a caller and the workers of one
+/// call.
 ///
-/// Workers look at the flag between blocks, so a cancelled call returns within a few milliseconds.
+/// Workers check the flag between blocks, so a cancelled call returns within a few milliseconds.
 #[derive(Debug)]
 pub struct Control {
     cancelled: AtomicBool,
@@ -30,13 +30,13 @@ impl Default for Control {
 }
 
 impl Control {
-    /// Not cancelled, nothing done.
+    /// Makes a control for a new call.
     #[must_use]
     pub const fn new() -> Self {
         Self::with_notice(NOTICE)
     }
 
-    /// The same, of a call that tells of waits that last longer than `notice`.
+    /// Makes a control for a call that reports waits longer than `notice`.
     #[must_use]
     pub const fn with_notice(notice: Duration) -> Self {
         Self {
@@ -47,46 +47,46 @@ impl Control {
         }
     }
 
-    /// Leaves a notice for the caller, who logs it.
+    /// Leaves a notice for the caller, which logs it.
     pub fn tell(&self, notice: String) {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(notice);
     }
 
-    /// The notices since this was last called.
+    /// Returns the notices since the last call.
     #[must_use]
     pub fn take_notices(&self) -> Vec<String> {
         std::mem::take(&mut *self.notices.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// For a wait that begins now.
+    /// Returns the schedule of reports for a wait that begins now.
     #[must_use]
     pub fn reminder(&self) -> Reminder {
         Reminder { begin: Instant::now(), next: self.notice }
     }
 
-    /// Asks the work to stop. It cannot be taken back: use a new `Control` for the next call.
+    /// Asks the work to stop. This cannot be undone: use a new `Control` for the next call.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
-    /// [`Error::Interrupted`] once [`cancel`](Self::cancel) was called.
+    /// Returns [`Error::Interrupted`] after [`cancel`](Self::cancel).
     pub fn check(&self) -> Result<()> {
         if self.cancelled.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    /// Counts `bytes` more as delivered.
+    /// Adds `bytes` to the progress.
     pub fn add(&self, bytes: u64) {
         self.done_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Bytes delivered so far.
+    /// Returns the bytes delivered so far.
     #[must_use]
     pub fn done(&self) -> u64 {
         self.done_bytes.load(Ordering::Relaxed)
     }
 }
 
-/// Schedule of the notices about a wait.
+/// Schedule of the reports about a wait.
 #[derive(Debug)]
 pub struct Reminder {
     begin: Instant,
@@ -94,7 +94,7 @@ pub struct Reminder {
 }
 
 impl Reminder {
-    /// The seconds that the wait has lasted, where it is to be told of now.
+    /// Returns the duration of the wait in seconds, if a report is due.
     pub fn due(&mut self) -> Option<u64> {
         let passed = self.begin.elapsed();
         (passed >= self.next).then(|| {

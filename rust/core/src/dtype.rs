@@ -1,6 +1,6 @@
-//! The element types of section 6 of `docs/format.md`.
+//! The dtypes of section 6 of `docs/format.md`.
 
-/// An element type, by its code in the index.
+/// A dtype, as its code in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Dtype(u8);
 
@@ -52,36 +52,36 @@ impl Dtype {
             .expect("a Dtype is only made from a row of the table")
     }
 
-    /// The type with this code, if there is one.
+    /// Returns the dtype with this code.
     pub fn from_code(code: u8) -> Option<Self> {
         TABLE.iter().any(|row| row.code == code).then_some(Self(code))
     }
 
-    /// The type with torch's name, as in `bfloat16`.
+    /// Returns the dtype with this name in torch, such as `bfloat16`.
     pub fn from_name(name: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.name == name).map(|row| Self(row.code))
     }
 
-    /// The type that a safetensors header calls so, as in `BF16`.
+    /// Returns the dtype with this name in a safetensors header, such as `BF16`.
     pub fn from_header_name(header: &str) -> Option<Self> {
         match header {
-            // Never written by this crate, but found in files from elsewhere.
+            // This crate never writes it, but other programs do.
             "F8_E8M0" => Self::from_name("float8_e8m0fnu"),
             _ => TABLE.iter().find(|row| row.header == header).map(|row| Self(row.code)),
         }
     }
 
-    /// Its code in the index.
+    /// Returns its code in the index.
     pub const fn code(self) -> u8 {
         self.0
     }
 
-    /// torch's name for it.
+    /// Returns its name in torch.
     pub fn name(self) -> &'static str {
         self.row().name
     }
 
-    /// Returns whether it is a real floating-point type, as torch counts them.
+    /// Returns whether torch considers it a real floating-point type.
     pub fn is_floating_point(self) -> bool {
         let name = self.name();
         name.starts_with("float") || name == "bfloat16"
@@ -92,7 +92,7 @@ impl Dtype {
         self.name().starts_with("complex")
     }
 
-    /// Bytes an element takes.
+    /// Returns the size of an element in bytes.
     pub fn size(self) -> u64 {
         u64::from(self.row().size)
     }
@@ -108,7 +108,7 @@ impl Dtype {
         self == Self::UINT8 || self.header_name() != "U8"
     }
 
-    /// All types, in order of their codes.
+    /// Iterates over all dtypes, in the order of their codes.
     #[cfg(test)]
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         TABLE.iter().map(|row| Self(row.code))

@@ -1,4 +1,4 @@
-//! The one error type of this crate.
+//! The error type of this crate.
 
 use std::ffi::OsStr;
 use std::io;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// `Result` with [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Everything that can go wrong, with the file, the tensor and the place where it did.
+/// Every error of this crate, with the file, the tensor and the offset of the fault.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -26,7 +26,7 @@ pub enum Error {
         path: PathBuf,
         /// The offset in that file.
         offset: u64,
-        /// The rule that does not hold.
+        /// The broken rule.
         reason: String,
     },
     /// A data file is missing, of the wrong length, or does not match its digest.
@@ -34,85 +34,84 @@ pub enum Error {
     CorruptData {
         /// The data file.
         path: PathBuf,
-        /// FQN of the tensor concerned; empty where the whole file is.
+        /// FQN of the tensor; empty if the whole file is concerned.
         tensor: String,
         /// The offset in that file; `None` if the whole file is concerned.
         offset: Option<u64>,
-        /// The reason: expected and got.
+        /// The reason, with expected and actual value.
         reason: String,
     },
-    /// Another save replaced the checkpoint since its index was opened, and removed the data files
-    /// of the old one.
+    /// Another save has replaced the checkpoint since its index was opened, and removed the old
+    /// data files.
     #[error("the checkpoint was replaced by another save while it was being read: {}", path.display())]
     Replaced {
         /// The index that was replaced.
         path: PathBuf,
     },
-    /// Something has come, since this work began, to the place where its result was to go. It stays
-    /// as it is.
+    /// Something new is at the destination of a result. It stays as it is.
     #[error("{} was created meanwhile, and is not replaced", path.display())]
     Exists {
-        /// The place.
+        /// The destination.
         path: PathBuf,
     },
     /// A result could not be put in place, and the replaced folder could not be put back. That
-    /// folder is whole, at another path.
+    /// folder is complete, at another path.
     #[error("could not put {} back: it is at {} now; move it back yourself: {source}", path.display(), at.display())]
     Displaced {
-        /// The original path.
+        /// The original path of the folder.
         path: PathBuf,
-        /// The present path.
+        /// The present path of the folder.
         at: PathBuf,
         /// The first failure.
         source: Box<Error>,
     },
-    /// A pickle asks for something that is not on the list of what is taken from one. Nothing was
-    /// executed.
+    /// A pickle names a global that is not allowed. Nothing was executed.
     #[error("unsafe pickle {}: it asks for {global}; only tensors and plain values are read. If you trust the file, load it with torch and save its state_dict() again", path.display())]
     UnsafePickle {
-        /// The file the pickle is in.
+        /// The file with the pickle.
         path: PathBuf,
         /// The global in the pickle, as `module.name`.
         global: String,
     },
-    /// A quantized weight of a format that this version cannot read, or a part of one that is
+    /// A quantized weight has a format that this version cannot read, or one of its parts is
     /// missing or does not fit.
     #[error("{}{}: {reason}", path.display(), of_tensor(tensor))]
     Quantization {
-        /// The index that it is in, or the configuration.
+        /// The index with the weight, or the configuration.
         path: PathBuf,
         /// FQN of the weight, or of the part.
         tensor: String,
         /// The reason.
         reason: String,
     },
-    /// Well-formed, but something this version cannot do.
+    /// The input is well-formed, but this version does not support it.
     #[error("{0}")]
     Unsupported(String),
-    /// A request that cannot be satisfied by this checkpoint.
+    /// This checkpoint cannot satisfy a request.
     #[error("{0}")]
     Plan(String),
-    /// The same, about one tensor: what is asked of it, or what ranks say of it that save together.
+    /// Like [`Plan`](Self::Plan), about one tensor: a request for it, or the descriptions of it by
+    /// the ranks of a save.
     #[error("tensor {tensor:?}: {reason}")]
     TensorPlan {
-        /// The index that it is in, where there is one.
+        /// The index with the tensor, if there is one.
         path: Option<PathBuf>,
         /// Its FQN.
         tensor: String,
         /// The reason; for a save, with the chunk and the rank.
         reason: String,
     },
-    /// The operating system failed a call.
+    /// A call to the operating system failed.
     #[error("{action} {}: {source}", path.display())]
     Io {
         /// The operation, as in "read".
         action: &'static str,
-        /// The file it was done to.
+        /// The file of the operation.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// A store refused a request, or did not answer it within the limits that were set.
+    /// A store refused a request, or did not answer within the configured limits.
     #[error("{action} {}: {reason}{}", path.display(), after(*attempts))]
     Storage {
         /// The kind of fault, which decides what a caller can do.
@@ -126,10 +125,10 @@ pub enum Error {
         /// The store's message, without secrets.
         reason: String,
     },
-    /// Another process keeps a folder locked.
+    /// Another process holds the lock of a folder.
     #[error("another process has held the lock {} for {seconds} s: it is stuck, or the file system has lost the lock and must be mounted again", path.display())]
     Busy {
-        /// The file that is locked.
+        /// The locked file.
         path: PathBuf,
         /// Length of the wait.
         seconds: u64,
@@ -137,25 +136,25 @@ pub enum Error {
     /// A defect of this crate.
     #[error("{0}")]
     Internal(String),
-    /// The caller asked for the work to stop.
+    /// The caller stopped the work.
     #[error("interrupted")]
     Interrupted,
 }
 
-/// Why a store did not do what it was asked.
+/// Reason for which a store did not carry out a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StorageFault {
     /// There is no such bucket, or no such object.
     NotFound,
-    /// The credentials are missing, wrong, or not enough.
+    /// The credentials are missing, wrong, or insufficient.
     Denied,
-    /// The object is another one than it was, or was to be.
+    /// The object is not the expected one, or exists although it should not.
     Precondition,
-    /// It could not be reached, or did not answer properly.
+    /// The store could not be reached, or gave no proper answer.
     Failed,
-    /// It did not answer, or was not waited for, and may have done what it was asked, now or in a
-    /// moment. Of a commit: what it names is not to be removed.
+    /// The store did not answer, or the caller did not wait. The request may be carried out, now or
+    /// later. After a commit with this fault, do not remove the files that its index names.
     Unclear,
 }
 
@@ -166,8 +165,8 @@ fn after(attempts: u32) -> String {
     }
 }
 
-/// Returns the role of a file in a checkpoint. The headers of data files serve as an index if there
-/// is no other.
+/// Returns the role of a file in a checkpoint. Headers of data files serve as the index if there is
+/// no other.
 fn kind_of(path: &Path) -> &'static str {
     match path.extension().and_then(OsStr::to_str) {
         Some("safetensors" | "distcp") => "header of the data file",
@@ -187,7 +186,7 @@ fn at_byte(offset: Option<u64>) -> String {
 
 #[doc(hidden)] // for the crates of this repository
 impl Error {
-    /// Outcome of one request to a store.
+    /// Returns an [`Error::Storage`] for one request.
     #[doc(hidden)]
     pub fn storage(
         kind: StorageFault,
@@ -198,7 +197,7 @@ impl Error {
         Self::Storage { kind, action, path: path.to_owned(), attempts: 1, reason: reason.into() }
     }
 
-    /// Why a store did not do what it was asked, if that is what this says.
+    /// Returns the kind of an [`Error::Storage`].
     #[doc(hidden)]
     pub fn storage_fault(&self) -> Option<StorageFault> {
         match self {
@@ -207,12 +206,12 @@ impl Error {
         }
     }
 
-    /// An [`Error::Io`] for `path`.
+    /// Returns an [`Error::Io`] for `path`.
     pub fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Io { action, path: path.to_owned(), source }
     }
 
-    /// An [`Error::TensorPlan`]; `path`: of the index.
+    /// Returns an [`Error::TensorPlan`]. `path` is that of the index.
     pub fn tensor_plan(path: Option<&Path>, tensor: &str, reason: impl Into<String>) -> Self {
         Self::TensorPlan {
             path: path.map(Path::to_owned),
@@ -221,12 +220,12 @@ impl Error {
         }
     }
 
-    /// An [`Error::CorruptIndex`] for `path`.
+    /// Returns an [`Error::CorruptIndex`] for `path`.
     pub fn corrupt_index(path: &Path, offset: u64, reason: impl Into<String>) -> Self {
         Self::CorruptIndex { path: path.to_owned(), offset, reason: reason.into() }
     }
 
-    /// An [`Error::CorruptData`] for `path`.
+    /// Returns an [`Error::CorruptData`] for `path`.
     pub fn corrupt_data(path: &Path, tensor: &str, offset: u64, reason: impl Into<String>) -> Self {
         Self::CorruptData {
             path: path.to_owned(),
@@ -236,7 +235,8 @@ impl Error {
         }
     }
 
-    /// An [`Error::CorruptData`] for all of the file at `path`: it is missing, or another one.
+    /// Returns an [`Error::CorruptData`] for the whole file at `path`: it is missing, or not the
+    /// expected one.
     pub fn corrupt_file(path: &Path, reason: impl Into<String>) -> Self {
         Self::CorruptData {
             path: path.to_owned(),

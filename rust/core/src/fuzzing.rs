@@ -1,6 +1,6 @@
-//! Entry points of the fuzzers, and of the tests that replay their inputs. Each parses bytes and
-//! uses everything that passes the checks. A panic, a large allocation or a hang is a finding; each
-//! function returns whether it accepted the input.
+//! Entry points of the fuzzers, and of the tests that replay their inputs. Each parses bytes, and
+//! uses everything that passes the checks. It returns whether the input was accepted. A panic, a
+//! large allocation or a hang is a finding.
 
 use std::path::Path;
 
@@ -10,14 +10,14 @@ use crate::geometry::overlap::{self, Region};
 
 pub use crate::foreign::fuzzing::{archive, metadata, recovery, tensor_pickle, torch_file};
 
-/// An index, as it is and with the digest that it should have: who forges one can compute digests
-/// too.
+/// Parses an index, as it is and with a correct digest: an attacker can compute digests too.
 pub fn index(bytes: &[u8]) -> bool {
     const DIGEST_AT: usize = 40;
     let mut accepted = open_index(bytes.to_vec());
     if bytes.len() >= DIGEST_AT + 8 {
         let mut sealed = bytes.to_vec();
-        // The length too, or hardly a mutation that inserts or deletes would get further.
+        // Corrects the length too, otherwise few mutations that insert or delete bytes would get
+        // further.
         sealed[32..40].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
         sealed[DIGEST_AT..DIGEST_AT + 8].fill(0);
         let digest = crate::format::block_digest(&sealed);
@@ -35,8 +35,7 @@ fn open_index(bytes: Vec<u8>) -> bool {
     true
 }
 
-/// Every look-up that there is. What all of it adds up to is bounded by the index and the files it
-/// names.
+/// Makes every possible look-up. The index, and the files that it names, limit the total cost.
 fn look_everywhere(index: &Index) {
     let mut of_files = vec![0_u64; index.file_count() as usize];
     let mut names = 0;
@@ -77,7 +76,7 @@ fn look_everywhere(index: &Index) {
     let _ = index.planner_root();
 }
 
-/// The parts that cover a tensor cover every element once, or there is a hole.
+/// Checks that the parts of a tensor cover every element once, or that there is a hole.
 fn cover_all(index: &Index, tensor: u32, shape: &[u64]) {
     let whole = Region::new(&vec![0; shape.len()], shape);
     if let Ok(parts) = overlap::cover(index, tensor, &whole) {
@@ -87,7 +86,7 @@ fn cover_all(index: &Index, tensor: u32, shape: &[u64]) {
     }
 }
 
-/// The header of a safetensors file.
+/// Parses the header of a safetensors file.
 pub fn header(bytes: &[u8]) -> bool {
     let Ok(header) = crate::format::safetensors::parse(bytes, bytes.len() as u64) else {
         return false;
@@ -99,7 +98,7 @@ pub fn header(bytes: &[u8]) -> bool {
     true
 }
 
-/// Planner data: what decodes, encodes to the same bytes.
+/// Decodes planner data, and checks that encoding it again gives the same bytes.
 pub fn value(bytes: &[u8]) -> bool {
     let Ok(value) = Value::decode(bytes) else {
         return false;
@@ -116,7 +115,7 @@ mod tests {
 
     use super::*;
 
-    /// Inputs of each target that are to be mutated, from `rust/fuzz/seeds`.
+    /// Returns the seed inputs of a target, from `rust/fuzz/seeds`.
     fn seeds(target: &str) -> Vec<Vec<u8>> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds").join(target);
         let mut paths: Vec<_> =
@@ -125,7 +124,7 @@ mod tests {
         paths.iter().map(|path| fs::read(path).unwrap()).collect()
     }
 
-    /// A small generator of numbers: the same in every run.
+    /// A small random number generator, with the same numbers in every run.
     struct Numbers(u64);
 
     impl Numbers {
@@ -137,7 +136,7 @@ mod tests {
         }
     }
 
-    /// Mutates an input as fuzzers do without feedback: changes, removes and repeats bytes, and
+    /// Mutates an input like a fuzzer without feedback: it changes, removes and repeats bytes, and
     /// inserts numbers that are likely to break a parser.
     fn mutate(seed: &[u8], other: &[u8], numbers: &mut Numbers) -> Vec<u8> {
         const NASTY: [u64; 8] = [0, 1, 0x7f, 0xff, 0xffff_ffff, i64::MAX as u64, 1 << 63, u64::MAX];
@@ -174,7 +173,7 @@ mod tests {
         bytes
     }
 
-    /// Replays the seeds, all of which are good, and mutations of them.
+    /// Replays the seeds, which are all valid, and mutations of them.
     fn replay(target: &str, run: fn(&[u8]) -> bool) {
         let rounds: usize =
             std::env::var("FUZZ_ROUNDS").map_or(400, |rounds| rounds.parse().unwrap());

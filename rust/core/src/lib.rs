@@ -1,9 +1,10 @@
 #![doc = include_str!("../README.md")]
-// The public interface is `api` and what is re-exported below. The modules marked `doc(hidden)` are
-// shared with the other crates of this workspace and promise nothing: `format` and `geometry` do no
-// I/O; `store` knows no format; `read` and `write` know files, ranges and memory; `foreign` makes
-// indexes of foreign checkpoints; `checkpoint` joins them. What may lie outside a checkpoint's
-// folder is decided in `paths`, for all. `docs/format.md` defines what is on disk.
+// The public interface is `api` and the re-exports below. Modules marked `doc(hidden)` are shared
+// with the other crates of this workspace, and are not stable. `format` and `geometry` do no I/O.
+// `store` does not know the format. `read` and `write` know files, ranges and memory. `foreign`
+// makes indexes of foreign checkpoints, and `checkpoint` combines them all. `paths` decides for all
+// of them what may be outside of a checkpoint's folder. `docs/format.md` defines the format on
+// disk.
 
 mod api;
 #[cfg(target_endian = "big")]

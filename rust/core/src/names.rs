@@ -1,11 +1,12 @@
-//! Numbers by name, where the names lie with what they are of: a table that kept them too would
-//! have a copy of each.
+//! A map from names to numbers, for names that are stored elsewhere. A map that owned its keys
+//! would have a copy of each.
 
 use std::hash::{BuildHasher as _, RandomState};
 
 use hashbrown::HashTable;
 
-/// Numbers by name. `name_of` is always the same: the name of a number that was added.
+/// A map from names to numbers. `name_of` must always be the same: it returns the name of a number
+/// that was added.
 #[derive(Debug, Default)]
 pub(crate) struct ByName {
     numbers: HashTable<u32>,
@@ -13,19 +14,19 @@ pub(crate) struct ByName {
 }
 
 impl ByName {
-    /// Makes room for as many more.
+    /// Reserves memory for this many more names.
     pub(crate) fn reserve<'a>(&mut self, more: usize, name_of: impl Fn(u32) -> &'a str) {
         let Self { numbers, hashes } = self;
         numbers.reserve(more, |&number| hashes.hash_one(name_of(number)));
     }
 
-    /// The number of a name, if it was added.
+    /// Returns the number of a name, if it was added.
     pub(crate) fn get<'a>(&self, name: &str, name_of: impl Fn(u32) -> &'a str) -> Option<u32> {
         let hash = self.hashes.hash_one(name);
         self.numbers.find(hash, |&number| name_of(number) == name).copied()
     }
 
-    /// The number of a name: the one that was added, or else `number`, which is.
+    /// Returns the number of a name. A new name is added with the number `number`.
     pub(crate) fn get_or_add<'a>(
         &mut self,
         name: &str,

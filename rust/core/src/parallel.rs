@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 use crate::Result;
 use crate::store::spare_address_space;
 
-/// Calls that tell whether the others will wait.
+/// Number of first calls, which show whether the others will wait.
 const FIRST: usize = 8;
-/// A call that takes longer waits for a server or for a program; a memory access takes
+/// A call that takes longer waits for a server or for another program: memory accesses take
 /// microseconds.
 const WAIT: Duration = Duration::from_micros(100);
-/// Calls that wait at a time.
+/// Concurrent calls that wait.
 const WAITING: usize = 64;
 
-/// Calls `work` with every number below `count`, in order, on up to `workers` threads, of which the
-/// caller's is one. Each thread has a state of its own. The first error keeps the others from
-/// starting anything new, and is returned.
+/// Calls `work` with every number below `count`, in order, on up to `workers` threads. One of them
+/// is the caller's. Each thread has its own state. After the first error, which is returned, no
+/// thread starts another call.
 ///
-/// If the system has no more threads to give, fewer do the work.
+/// If the system has no more threads to spare, fewer do the work.
 pub(crate) fn for_each<S>(
     count: usize,
     workers: usize,
@@ -59,8 +59,8 @@ pub(crate) fn for_each<S>(
     })
 }
 
-/// `make(0), make(1), … make(count - 1)`, in that order, made as [`for_each`] does it; 0 workers:
-/// as many as cores.
+/// Returns `make(0), make(1), … make(count - 1)` in this order, made like [`for_each`]. With 0
+/// workers, there are as many as cores.
 pub(crate) fn map<T: Send + Sync>(
     count: usize,
     workers: usize,
@@ -74,7 +74,7 @@ pub(crate) fn map<T: Send + Sync>(
         || (),
         |(), i| {
             let value = make(i)?;
-            // Every number comes once.
+            // Each number occurs once.
             let _ = made[i].set(value);
             Ok(())
         },
@@ -88,9 +88,9 @@ pub(crate) struct Waited<T> {
     pub waits: bool,
 }
 
-/// [`map`] for calls that need no core but may wait, as opening a file of a network does. The first
-/// few are made alone, and tell: where the quickest of them waits, many of the others are made at a
-/// time, each of which is told so, and else no thread is started.
+/// Does the same as [`map`], for calls that need no core but may wait, such as opening a file on a
+/// network. The first few calls run alone. If even the fastest of them waits, the others run
+/// concurrently and are told that calls wait. Otherwise no thread is started.
 pub(crate) fn map_waiting<T: Send + Sync>(
     count: usize,
     make: impl Fn(usize, bool) -> Result<T> + Sync,
@@ -114,12 +114,12 @@ pub(crate) fn map_waiting<T: Send + Sync>(
     Ok(Waited { made, waits })
 }
 
-/// Runs both at a time: the first on a thread of its own, if the system has one to give.
+/// Runs both at the same time: the first on another thread, if the system has one to spare.
 pub(crate) fn both<A: Send, B>(
     first: impl FnOnce() -> A + Send,
     second: impl FnOnce() -> B,
 ) -> (A, B) {
-    // Not handed to the thread but taken by it: it is still there where no thread comes.
+    // The thread takes the closure instead of owning it, so it is still here if there is no thread.
     let first = Mutex::new(Some(first));
     let run = || {
         let first = first.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -136,18 +136,18 @@ pub(crate) fn both<A: Send, B>(
     })
 }
 
-/// As many as the cores that this process may use: those of its affinity, and no more than its
-/// cgroup's quota of CPU time pays for (which the standard library asks for, of cgroup v1 and v2).
+/// Returns the number of cores that this process may use, by its affinity and by its cgroup's quota
+/// of CPU time. The standard library reads the quota of cgroup v1 and v2.
 pub fn available() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Address space for a thread: its stack, its buffer, and what the allocator and the copies of
-/// pages take beside.
+/// Address space of a thread: its stack, its buffer, and memory of the allocator and for copied
+/// pages.
 const SPACE: u64 = 16 << 20;
 
-/// So many of the threads that are wanted as there is address space for, where that is limited; at
-/// least the caller's.
+/// Returns how many of the `wanted` threads fit in the address space, if that is limited; at least
+/// the caller's.
 pub(crate) fn affordable(wanted: usize) -> usize {
     if wanted <= 1 {
         return 1;

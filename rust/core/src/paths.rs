@@ -1,22 +1,22 @@
-//! The one rule about paths that leave the folder of a checkpoint: for names in indexes, in foreign
-//! metadata, and for symbolic links.
+//! The rule for paths that lead out of the folder of a checkpoint: for names in indexes and in
+//! foreign metadata, and for symbolic links.
 
 use std::ffi::OsStr;
 use std::io;
 use std::path::{Component, Path};
 use std::sync::Arc;
 
-/// Target of a name, by its letters, seen from the folder of the index that contains it.
+/// Target of a name, by its text, relative to the folder of the index with the name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// To something in the folder, in the one way to write that: parts with `/` between, none of
-    /// them empty, `.` or `..`, without `\`.
+    /// In the folder, and written in the only plain form: parts joined by `/`. No part is empty,
+    /// `.` or `..`, or contains `\`.
     Plain,
-    /// To something in the folder, in another way: `./x`, `a//b`, `x/`, `a\b`.
+    /// In the folder, but written in another form: `./x`, `a//b`, `x/`, `a\b`.
     Inside,
-    /// Perhaps out of the folder: it is absolute, or has a part `..`.
+    /// Possibly outside of the folder: it is absolute, or has a part `..`.
     Outside,
-    /// Nowhere: it is empty, or holds a NUL.
+    /// Invalid: it is empty, or contains a NUL.
     Nowhere,
 }
 
@@ -40,16 +40,17 @@ pub fn reach(name: &str) -> Reach {
 /// Policy for symbolic links to a data file.
 #[derive(Clone, Debug)]
 pub enum Links {
-    /// Any: the caller allows it, or the name was found by looking into the folder and not in a
-    /// file that anyone may have made.
+    /// Follow any link: the caller allows it, or the name comes from a listing of the folder and
+    /// not from an untrusted file.
     Any,
-    /// Links that end in a folder, and those that Hugging Face's cache made of a snapshot to the
-    /// files of the same repository: they are the user's own, even if another program wrote the
+    /// Follow links that stay in a folder. Also follow links of a snapshot in Hugging Face's cache
+    /// to files of the same repository: the user made those, even if another program wrote the
     /// names.
     Within {
         /// The folder.
         folder: Arc<Path>,
-        /// True if the last part of a path may be a link to a file in it. Earlier parts may.
+        /// True if the last part of a path may be a link within the folder. Earlier parts always
+        /// may.
         last: bool,
     },
 }
@@ -57,24 +58,24 @@ pub enum Links {
 /// Decision about a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It may be opened, links followed.
+    /// It may be opened, and its links followed.
     Follow,
-    /// Its last part is a link to something in the folder, which is not followed.
+    /// Its last part is a link within the folder, which may not be followed.
     Link,
     /// It leads out of the folder.
     Outside,
 }
 
 impl Links {
-    /// Returns whether a path can lead through links before its last part.
+    /// Returns whether a path can go through links before its last part.
     pub(crate) fn may_turn(&self, path: &Path) -> bool {
         matches!(self, Self::Within { folder, .. } if path.parent() != Some(folder))
     }
 
-    /// Judges a path that is there.
+    /// Judges an existing path.
     ///
     /// # Errors
-    /// What the system says of one that is not.
+    /// The system's error if the path does not exist.
     pub fn judge(&self, path: &Path) -> io::Result<Verdict> {
         let Self::Within { folder, last } = self else {
             return Ok(Verdict::Follow);
@@ -97,9 +98,9 @@ impl Links {
     }
 }
 
-/// Returns whether `folder` lies in a snapshot of a repository in Hugging Face's cache and `target`
+/// Returns whether `folder` is in a snapshot of a repository in Hugging Face's cache, and `target`
 /// is a file of the same repository: `models--org--name/snapshots/<revision>/…` and
-/// `models--org--name/blobs/<digest>`. Both are without links.
+/// `models--org--name/blobs/<digest>`. Both must be free of links.
 fn is_in_hub_cache(folder: &Path, target: &Path) -> bool {
     let is_repository = |name: &OsStr| {
         let name = name.as_encoded_bytes();
@@ -194,8 +195,8 @@ mod tests {
             );
             assert_eq!(Links::Any.judge(&at(folder).join(name)).unwrap(), Verdict::Follow);
         }
-        // The same layout under other names is no cache of a tool that is known, and not all of a
-        // repository is a snapshot.
+        // The same layout under another name is not that of a known cache, and a repository has
+        // more than snapshots.
         assert_eq!(judge(true, "mine/snapshots/1", "blob"), Verdict::Outside);
         symlink("blobs/x", at("models--a--b/x")).unwrap();
         assert_eq!(judge(false, "models--a--b", "x"), Verdict::Link);

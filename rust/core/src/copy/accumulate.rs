@@ -1,4 +1,4 @@
-//! Adds weighted elements to sums, in place of a copy.
+//! Adding weighted elements to sums, instead of copying them.
 #![allow(unsafe_code)] // Reads and writes raw memory of any origin
 #![expect(
     clippy::inline_always,
@@ -9,10 +9,10 @@ use super::Loop;
 use super::float8::{Table, float8};
 use crate::Dtype;
 
-/// `sum = weight * element + sum` for every element, by one fused multiply-add: the product is not
-/// rounded.
+/// Computes `sum = weight * element + sum` for every element with one fused multiply-add, so the
+/// product is not rounded.
 ///
-/// That is what torch's `sum.add_(element.float(), alpha=weight)` does on a CPU with that
+/// torch computes `sum.add_(element.float(), alpha=weight)` in the same way on a CPU with that
 /// instruction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Accumulate {
@@ -32,10 +32,11 @@ enum Stored {
 }
 
 impl Accumulate {
-    /// Adds elements of type `stored`, times `weight`, to sums of float64 (`is_double`) or float32.
+    /// Makes the operation that adds elements of type `stored`, times `weight`, to sums of float64
+    /// (`is_double`) or float32.
     ///
-    /// `None` for a type that is not summed: an integer, a complex number, two numbers in a byte;
-    /// or float64 where the sums are float32.
+    /// Returns `None` for a type that cannot be summed: integers, complex numbers, two numbers in a
+    /// byte, and float64 with sums of float32.
     #[must_use]
     pub fn new(stored: Dtype, weight: f64, is_double: bool) -> Option<Self> {
         let stored = match stored.name() {
@@ -48,19 +49,19 @@ impl Accumulate {
         Some(Self { stored, weight, is_double })
     }
 
-    /// Subtracts what it added.
+    /// Returns the operation with a negated weight.
     #[must_use]
     pub fn negated(self) -> Self {
         Self { weight: -self.weight, ..self }
     }
 
-    /// Bytes of a sum.
+    /// Returns the size of a sum in bytes.
     #[must_use]
     pub fn size(self) -> u64 {
         if self.is_double { 8 } else { 4 }
     }
 
-    /// Bytes of a stored element.
+    /// Returns the size of a stored element in bytes.
     fn stored_size(self) -> usize {
         match self.stored {
             Stored::Float8(_) => 1,
@@ -74,28 +75,28 @@ impl Accumulate {
     /// bytes of sums.
     ///
     /// # Safety
-    /// All the bytes that the loops reach are valid: from `src` for reads, from `dst` for reads and
+    /// All bytes that the loops reach are valid: from `src` for reads, from `dst` for reads and
     /// writes. They do not overlap, and nothing else uses the sums meanwhile. Every offset fits in
     /// `isize`.
     pub unsafe fn run(self, dst: *mut u8, src: *const u8, loops: &[Loop], run: u64) {
-        // The steps of a loop that lies in memory fit in it; saturating keeps this infallible.
+        // The steps of a loop in memory fit in a `usize`. Saturation keeps this infallible.
         let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
         let item = self.stored_size();
         match loops {
             [] => {
                 let row = Row { count: fit(run) / item, src: item, dst: fit(self.size()) };
-                // SAFETY: a run is contiguous on both sides, and the caller vouches for it.
+                // SAFETY: a run is contiguous on both sides, and the caller guarantees it.
                 unsafe { self.add(dst, src, row) };
             }
-            // Without this, columns would be added one element a call.
+            // Otherwise columns would be added one element per call.
             [inner] if fit(run) == item => {
                 let row = Row { count: fit(inner.n), src: fit(inner.src), dst: fit(inner.dst) };
-                // SAFETY: each element is at a step of the loop, and the caller vouches for it.
+                // SAFETY: each element is at a step of the loop, which the caller guarantees.
                 unsafe { self.add(dst, src, row) };
             }
             [outer, rest @ ..] => {
                 for i in 0..fit(outer.n) {
-                    // SAFETY: as the caller vouches, for each step.
+                    // SAFETY: the caller guarantees it for each step.
                     unsafe {
                         self.run(
                             dst.add(i * fit(outer.dst)),
@@ -112,9 +113,9 @@ impl Accumulate {
     /// Adds a row of elements.
     ///
     /// # Safety
-    /// As [`run`](Self::run).
+    /// That of [`run`](Self::run).
     unsafe fn add(self, dst: *mut u8, src: *const u8, row: Row) {
-        // SAFETY: as the caller vouches; for `fast`, the processor has what it is compiled for.
+        // SAFETY: the caller guarantees it. For `fast`, the processor has the required features.
         unsafe {
             #[cfg(all(target_arch = "x86_64", not(miri)))]
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
@@ -124,19 +125,19 @@ impl Accumulate {
         }
     }
 
-    /// [`add`](Self::add), compiled for processors of 2013 and later.
+    /// Does the same as [`add`](Self::add), compiled for processors since 2013.
     ///
     /// # Safety
-    /// As [`run`](Self::run), and the processor has AVX2 and FMA.
+    /// That of [`run`](Self::run), and the processor has AVX2 and FMA.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     #[target_feature(enable = "avx2,fma")]
     unsafe fn fast(self, dst: *mut u8, src: *const u8, row: Row) {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the caller guarantees it.
         unsafe { self.plain(dst, src, row) };
     }
 
     /// # Safety
-    /// As [`run`](Self::run).
+    /// That of [`run`](Self::run).
     #[inline(always)]
     unsafe fn plain(self, dst: *mut u8, src: *const u8, row: Row) {
         #[expect(
@@ -144,7 +145,7 @@ impl Accumulate {
             reason = "torch rounds the weight of float32 sums as well"
         )]
         let weight = self.weight as f32;
-        // SAFETY: as the caller vouches; sums and elements have the types that `self` says.
+        // SAFETY: the caller guarantees it. Sums and elements have the types in `self`.
         unsafe {
             match (self.stored, self.is_double) {
                 (Stored::Float8(table), false) => {
@@ -171,20 +172,21 @@ impl Accumulate {
     }
 }
 
-/// The value of a bfloat16.
+/// Returns the value of a bfloat16.
 #[inline(always)]
 fn brain(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
-/// The value of a float16, without branches, so that it is compiled to vector instructions.
+/// Returns the value of a float16. It has no branches, so that it is compiled to vector
+/// instructions.
 #[inline(always)]
 fn half(x: u16) -> f32 {
     const INFINITE: u32 = 0x7c00;
     let x = u32::from(x);
     let magnitude = x & 0x7fff;
-    // The exponent's bias is 15 in place of 127. Unlike a product, a difference is right where
-    // subnormal operands count as zero (torch.set_flush_denormal).
+    // The bias of the exponent is 15 instead of 127. Unlike a product, a difference is right even
+    // if subnormal operands count as zero (torch.set_flush_denormal).
     let normal = (magnitude << 13) + ((127 - 15) << 23);
     let subnormal = f32::from_bits((113 << 23) + (magnitude << 13)) - f32::from_bits(113 << 23);
     let finite = if magnitude < 0x0400 { subnormal.to_bits() } else { normal };
@@ -192,7 +194,7 @@ fn half(x: u16) -> f32 {
     f32::from_bits(bits | (x & 0x8000) << 16)
 }
 
-/// Elements that follow each other evenly: bytes from one to the next on either side.
+/// Evenly spaced elements: the steps in bytes on both sides.
 #[derive(Clone, Copy)]
 struct Row {
     count: usize,
@@ -202,7 +204,7 @@ struct Row {
 
 impl Row {
     /// # Safety
-    /// As [`Accumulate::run`], for elements of type `T` and sums of type `S`.
+    /// That of [`Accumulate::run`], for elements of type `T` and sums of type `S`.
     #[inline(always)]
     unsafe fn add<T: Copy, S: Sum>(
         self,
@@ -211,8 +213,7 @@ impl Row {
         weight: S,
         cast: impl Fn(T) -> S,
     ) {
-        // SAFETY: every place is one that the caller vouches for; nothing is assumed of the
-        // alignment.
+        // SAFETY: the caller guarantees every position. The accesses need no alignment.
         unsafe {
             // Constant steps are compiled to vector instructions.
             if self.src == size_of::<T>() && self.dst == size_of::<S>() {
@@ -232,7 +233,7 @@ impl Row {
 /// `src` is valid for reads of a `T`, and `dst` for reads and writes of an `S`.
 #[inline(always)]
 unsafe fn one<T: Copy, S: Sum>(dst: *mut u8, src: *const u8, weight: S, cast: &impl Fn(T) -> S) {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     unsafe {
         let element = cast(src.cast::<T>().read_unaligned());
         let sum = dst.cast::<S>();
@@ -240,21 +241,21 @@ unsafe fn one<T: Copy, S: Sum>(dst: *mut u8, src: *const u8, weight: S, cast: &i
     }
 }
 
-/// Rounds float32 to bfloat16, to nearest and to even.
+/// Rounds float32 to bfloat16, to nearest, ties to even.
 ///
 /// # Safety
 /// `src` is valid for reads of `count` elements, and `dst` for writes of as many. They do not
 /// overlap.
 pub unsafe fn round_to_bfloat16(dst: *mut u8, src: *const u8, count: usize) {
     /// # Safety
-    /// As the function around it, and the processor has AVX2.
+    /// That of the enclosing function, and the processor has AVX2.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     #[target_feature(enable = "avx2")]
     unsafe fn fast(dst: *mut u8, src: *const u8, count: usize) {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the caller guarantees it.
         unsafe { round_all(dst, src, count) };
     }
-    // SAFETY: as the caller vouches; for `fast`, the processor has what it is compiled for.
+    // SAFETY: the caller guarantees it. For `fast`, the processor has the required features.
     unsafe {
         #[cfg(all(target_arch = "x86_64", not(miri)))]
         if is_x86_feature_detected!("avx2") {
@@ -265,11 +266,11 @@ pub unsafe fn round_to_bfloat16(dst: *mut u8, src: *const u8, count: usize) {
 }
 
 /// # Safety
-/// As [`round_to_bfloat16`].
+/// That of [`round_to_bfloat16`].
 #[inline(always)]
 unsafe fn round_all(dst: *mut u8, src: *const u8, count: usize) {
     for i in 0..count {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the caller guarantees it.
         unsafe {
             let bits = src.add(4 * i).cast::<u32>().read_unaligned();
             dst.add(2 * i).cast::<u16>().write_unaligned(rounded(bits));
@@ -277,11 +278,11 @@ unsafe fn round_all(dst: *mut u8, src: *const u8, count: usize) {
     }
 }
 
-/// The upper half of a float32, rounded. NaN stays NaN, and becomes a quiet one.
+/// Returns the upper half of a float32, rounded. NaN becomes a quiet NaN.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the upper half")]
 fn rounded(bits: u32) -> u16 {
-    // Wrapping: only NaN has bits that exceed.
+    // Wrapping addition, because only the bits of NaN overflow.
     let up = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
     let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
     (if is_nan { bits >> 16 | 0x40 } else { up }) as u16
@@ -319,7 +320,7 @@ mod tests {
     /// Adds a whole run of bytes to sums of float32.
     fn added(dtype: &str, weight: f64, bytes: &[u8], sums: &mut [f32]) {
         let sink = accumulate(dtype, weight, false).unwrap();
-        // SAFETY: the tests give as many sums as there are elements.
+        // SAFETY: the tests pass as many sums as elements.
         unsafe {
             sink.run(sums.as_mut_ptr().cast(), bytes.as_ptr(), &[], bytes.len() as u64);
         };
@@ -433,7 +434,7 @@ mod tests {
             brain(u16::from_le_bytes([stored[at], stored[at + 1]]))
         };
         for (shape, src, dst) in [([2_u64, 4], [16, 2], [16, 4]), ([4, 2], [2, 16], [8, 4])] {
-            // Strided counts both sides in bytes of stored elements.
+            // `Strided` counts both sides in bytes of stored elements.
             let halved = dst.map(|step| step / 2);
             let copy = Strided::new(2, &shape, &src, &halved).unwrap();
             let loops: Vec<Loop> =
@@ -441,7 +442,7 @@ mod tests {
             let mut sums = [1.0_f32; 8];
             let sink = accumulate("bfloat16", 2.0, false).unwrap();
             let first = stored[2 * (8 + 2)..].as_ptr();
-            // SAFETY: the rectangle lies in the matrix, and there is a sum for each of its
+            // SAFETY: the rectangle is inside the matrix, and there is a sum for each of its
             // elements.
             unsafe { sink.run(sums.as_mut_ptr().cast(), first, &loops, copy.run) };
             for row in 1..3 {

@@ -1,4 +1,4 @@
-//! Copies and hashes in one pass over the source.
+//! Copy and hash in one pass over the source.
 #![allow(unsafe_code)] // Copies from raw memory
 
 use std::hash::Hasher as _;
@@ -10,17 +10,17 @@ use super::run::copy_run_unfenced;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 use super::xxh3;
 
-/// Bytes copied, then hashed while they are still in the second-level cache, where not both is done
-/// at once. The copy goes first because it reads memory from several places at once, which hashing
-/// cannot.
+/// Bytes that are copied, and then hashed while they are in the second-level cache, if both cannot
+/// be done at once. The copy comes first, because it reads memory at several positions at once,
+/// which hashing cannot.
 const PART: usize = 256 << 10;
 
-/// Copies `len` bytes from byte `from` of a block, and returns the digest (XXH3-64) of all of the
-/// block. Other threads may see what is written only after a [`fence`](super::fence).
+/// Copies `len` bytes from byte `from` of a block, and returns the digest (XXH3-64) of the whole
+/// block. Other threads may read the copy only after a [`fence`](super::fence).
 ///
 /// # Safety
-/// `block` is valid for reads of `block_len` bytes and `dst` for writes of `len`, and they do not
-/// overlap; `from + len <= block_len`.
+/// `block` is valid for reads of `block_len` bytes and `dst` for writes of `len`. They do not
+/// overlap, and `from + len <= block_len`.
 pub unsafe fn copy_with_digest_unfenced(
     dst: *mut u8,
     block: *const u8,
@@ -31,17 +31,17 @@ pub unsafe fn copy_with_digest_unfenced(
 ) -> u64 {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if stores == Stores::Streaming && len == block_len && xxh3::can_copy(dst, len) {
-        // SAFETY: as the caller vouches; the block is copied whole.
+        // SAFETY: the caller guarantees it, and the block is copied whole.
         return unsafe { xxh3::copy_unfenced(dst, block, len) };
     }
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     unsafe { copy_then_digest_unfenced(dst, block, block_len, from, len, stores) }
 }
 
-/// [`copy_with_digest_unfenced`], a part after the other.
+/// Does the same as [`copy_with_digest_unfenced`], part by part.
 ///
 /// # Safety
-/// As there.
+/// That of [`copy_with_digest_unfenced`].
 unsafe fn copy_then_digest_unfenced(
     dst: *mut u8,
     block: *const u8,
@@ -55,7 +55,7 @@ unsafe fn copy_then_digest_unfenced(
     while at < block_len {
         let end = block_len.min(at + PART);
         let (start, stop) = (at.max(from), end.min(from + len));
-        // SAFETY: `start..stop` lies within `from..from + len` and `at..end` within the block.
+        // SAFETY: `start..stop` is inside `from..from + len`, and `at..end` inside the block.
         unsafe {
             if start < stop {
                 copy_run_unfenced(dst.add(start - from), block.add(start), stop - start, stores);
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     /// Copies `len` bytes from byte `from` of the block to `skip` bytes after a cache line, in
-    /// every way that there is.
+    /// every possible way.
     fn check(block: &[u8], skip: usize, from: usize, len: usize, stores: Stores) {
         type Way<'a> = &'a dyn Fn(*mut u8) -> u64;
         let (bytes, size) = (block.as_ptr(), block.len());
@@ -92,8 +92,8 @@ mod tests {
             room[begin..begin + len].fill(0);
             assert!(room.iter().all(|&b| b == 0), "{what}: written beside");
         };
-        // SAFETY: `from + len` is within the block, and the room behind its beginning is longer
-        // than `len`.
+        // SAFETY: `from + len` is inside the block, and the room after its start is longer than
+        // `len`.
         unsafe {
             try_it("chosen", &|dst| copy_with_digest_unfenced(dst, bytes, size, from, len, stores));
             try_it("parts", &|dst| copy_then_digest_unfenced(dst, bytes, size, from, len, stores));
@@ -131,7 +131,7 @@ mod tests {
             100_003,
             1 << 20,
         ];
-        // Miri takes a millisecond for a byte.
+        // Miri takes a millisecond for each byte.
         for &size in lengths.iter().filter(|&&len| !cfg!(miri) || len < 1000) {
             let block = block(size);
             for (from, len) in [(0, size), (size / 3, size / 2), (size, 0)] {

@@ -2,7 +2,7 @@
 
 use crate::Dtype;
 
-/// One value for each byte.
+/// A value for each byte.
 pub type Table = [f32; 256];
 
 static E4M3FN: Table = table(4, 3, 7, Special::LastIsNan);
@@ -11,7 +11,7 @@ static E5M2: Table = table(5, 2, 15, Special::Ieee);
 static E5M2FNUZ: Table = table(5, 2, 16, Special::NegativeZeroIsNan);
 static E8M0FNU: Table = powers();
 
-/// The table of a type; `None` for a type that has another size, or whose elements are no numbers.
+/// Returns the table of a dtype; `None` unless its elements are numbers of 8 bits.
 #[must_use]
 pub fn float8(dtype: Dtype) -> Option<&'static Table> {
     match dtype.name() {
@@ -27,11 +27,11 @@ pub fn float8(dtype: Dtype) -> Option<&'static Table> {
 /// Byte values that are not finite numbers.
 #[derive(Clone, Copy)]
 enum Special {
-    /// The largest exponent stands for infinity and NaN.
+    /// The largest exponent means infinity and NaN.
     Ieee,
-    /// All bits but the sign set: NaN. There is no infinity.
+    /// All bits but the sign set means NaN. There is no infinity.
     LastIsNan,
-    /// The sign bit alone: NaN. There is no infinity, and no negative zero.
+    /// The sign bit alone means NaN. There is no infinity, and no negative zero.
     NegativeZeroIsNan,
 }
 
@@ -46,7 +46,7 @@ const fn table(exponent_bits: u32, mantissa_bits: u32, bias: u32, special: Speci
     all
 }
 
-/// The bits of the same value as a float32.
+/// Returns the bits of the same value as a float32.
 const fn bits(
     byte: u32,
     exponent_bits: u32,
@@ -74,14 +74,14 @@ const fn bits(
     if exponent > 0 {
         return sign | (exponent + 127 - bias) << 23 | mantissa << (23 - mantissa_bits);
     }
-    // A small multiple of the smallest number: both are exact.
+    // A small multiple of the smallest number. Both are exact.
     let smallest = f32::from_bits((127 + 1 - bias - mantissa_bits) << 23);
     #[expect(clippy::cast_precision_loss, reason = "three bits")]
     let mantissa = mantissa as f32;
     sign | (mantissa * smallest).to_bits()
 }
 
-/// Powers of two from 2^-127 on; the last byte is NaN.
+/// Returns the powers of two from 2^-127 on. The last byte is NaN.
 const fn powers() -> Table {
     let mut all = [0.0; 256];
     all[0] = f32::from_bits(1 << 22); // a subnormal float32

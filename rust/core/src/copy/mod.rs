@@ -1,4 +1,4 @@
-//! Strided copies between memory and memory: what to copy ([`Strided`]) and how (`run`, `stream`).
+//! Strided copies in memory: their shape ([`Strided`]), and their execution (`run`, `stream`).
 
 mod accumulate;
 mod digest;
@@ -21,12 +21,12 @@ pub use run::copy_strided;
 pub use signs::{SignBits, Signs};
 pub use strided::{Loop, Strided};
 
-/// Kinds of stores to the destination's cache lines.
+/// How to write the cache lines of the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stores {
-    /// Through the cache, for small amounts that are used next.
+    /// Through the cache, for small amounts that are used soon.
     Cached,
-    /// Around the cache where a run is long enough, so that the lines need not be read before they
-    /// are overwritten.
+    /// Around the cache if a run is long enough, so that lines are not read before they are
+    /// overwritten.
     Streaming,
 }

@@ -1,4 +1,4 @@
-//! Carries out a [`Strided`] copy.
+//! Execution of a [`Strided`] copy.
 #![allow(unsafe_code)] // Copies between raw memory of any origin
 
 use smallvec::SmallVec;
@@ -6,33 +6,35 @@ use smallvec::SmallVec;
 use super::stream::{copy_four_unfenced, copy_unfenced, fence};
 use super::{Loop, Stores};
 
-/// Runs shorter than this are copied through the cache: a streaming store wins only by whole lines.
+/// Shorter runs are copied through the cache, because a streaming store only helps with whole
+/// lines.
 const STREAM_RUN: usize = 1024;
-/// Runs up to this are copied four at a time where their destinations lie at whole cache lines.
+/// Runs of up to this length are copied four at a time, if their destinations are at whole cache
+/// lines.
 const FOUR_RUNS: usize = 16 << 10;
-/// Side of the square of elements that a transpose works on at a time: both its sides stay in the
-/// first-level cache.
+/// Side of the square of elements that a transpose processes together. Source and destination of it
+/// stay in the first-level cache.
 const TILE: usize = 32;
 
-/// Copies `run` bytes for every step of `loops`, whatever their order; complete when it returns.
+/// Copies `run` bytes for every step of `loops`, which may be in any order. The copy is visible to
+/// other threads when it returns.
 ///
 /// # Safety
-/// All the bytes the loops reach are valid for reads from `src` and for writes from `dst`, and the
-/// two do not overlap. Every offset fits in `isize` (a [`Strided`](super::Strided) has checked
-/// that).
+/// All bytes that the loops reach are valid for reads from `src` and for writes from `dst`, and the
+/// two do not overlap. Every offset fits in `isize`, as a [`Strided`](super::Strided) has checked.
 pub unsafe fn copy_strided(dst: *mut u8, src: *const u8, loops: &[Loop], run: u64, stores: Stores) {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     unsafe { copy_strided_unfenced(dst, src, loops, run, stores) };
     if stores == Stores::Streaming {
         fence();
     }
 }
 
-/// [`copy_strided`] whose streaming stores other threads may see only after a [`fence`]: one serves
-/// many copies.
+/// Does the same as [`copy_strided`]. Other threads may read the copy only after a [`fence`], which
+/// can serve many copies.
 ///
 /// # Safety
-/// As [`copy_strided`].
+/// That of [`copy_strided`].
 pub unsafe fn copy_strided_unfenced(
     dst: *mut u8,
     src: *const u8,
@@ -48,32 +50,32 @@ pub unsafe fn copy_strided_unfenced(
         return;
     }
     if loops.is_empty() {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the caller guarantees it.
         unsafe { one(dst, src, run, stream && run >= STREAM_RUN) };
     } else {
         // Walk in the order of the destination: writes cost more than reads.
         let mut order: SmallVec<[Step; 4]> = loops.iter().map(Step::from).collect();
         order.sort_by_key(|l| std::cmp::Reverse((l.dst, l.src)));
         if matches!(run, 1 | 2 | 4 | 8 | 16) && order.len() > 1 {
-            // If the fastest loops of source and destination differ, bring the two together for
-            // tiling.
+            // If the fastest loops of source and destination differ, put them next to each other
+            // for tiling.
             let fastest = (0..order.len()).min_by_key(|&i| order[i].src).unwrap_or(0);
             let last = order.len() - 1;
             if fastest < last {
                 order[fastest..last].rotate_left(1);
             }
         }
-        // SAFETY: as the caller vouches; only the order of the loops has changed.
+        // SAFETY: the caller guarantees it, and only the order of the loops has changed.
         unsafe { nest(dst, src, &order, run, stream) };
     }
 }
 
-/// Copies one run; see [`copy_strided_unfenced`].
+/// Copies one run. See [`copy_strided_unfenced`].
 ///
 /// # Safety
-/// As [`copy_strided`] for one run.
+/// That of [`copy_strided`], for one run.
 pub unsafe fn copy_run_unfenced(dst: *mut u8, src: *const u8, run: usize, stores: Stores) {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     unsafe {
         one(dst, src, run, stores == Stores::Streaming && run >= STREAM_RUN);
     };
@@ -89,17 +91,17 @@ struct Step {
 
 impl From<&Loop> for Step {
     fn from(l: &Loop) -> Self {
-        // The steps of a loop that lies in memory fit in it; saturating keeps this infallible.
+        // The steps of a loop in memory fit in a `usize`. Saturation keeps this infallible.
         let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
         Self { n: fit(l.n), src: fit(l.src), dst: fit(l.dst) }
     }
 }
 
 /// # Safety
-/// As [`copy_strided`] for one run.
+/// That of [`copy_strided`], for one run.
 #[inline]
 unsafe fn one(dst: *mut u8, src: *const u8, run: usize, stream: bool) {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     unsafe {
         if stream {
             copy_unfenced(dst, src, run);
@@ -110,10 +112,10 @@ unsafe fn one(dst: *mut u8, src: *const u8, run: usize, stream: bool) {
 }
 
 /// # Safety
-/// As [`copy_strided`].
+/// That of [`copy_strided`].
 unsafe fn nest(dst: *mut u8, src: *const u8, loops: &[Step], run: usize, stream: bool) {
     // SAFETY: every pointer is at a sum of fewer than `n` steps of each loop, which the caller
-    // vouches for. The elements of 2, 4, 8 and 16 bytes are moved as unaligned integers.
+    // guarantees. Elements of 2, 4, 8 and 16 bytes are moved as unaligned integers.
     unsafe {
         match (loops, run) {
             ([inner], 1) => row::<u8>(dst, src, *inner),
@@ -138,11 +140,11 @@ unsafe fn nest(dst: *mut u8, src: *const u8, loops: &[Step], run: usize, stream:
 }
 
 /// # Safety
-/// As [`copy_strided`] for one loop around a run.
+/// That of [`copy_strided`], for one loop around a run.
 unsafe fn rows(dst: *mut u8, src: *const u8, inner: Step, run: usize, stream: bool) {
     let mut i = 0;
     while i < inner.n {
-        // SAFETY: `i` and, where four are left, the three after it are steps of the loop.
+        // SAFETY: `i` is a step of the loop, and so are the three after it if four are left.
         unsafe {
             let (to, from) = (dst.add(i * inner.dst), src.add(i * inner.src));
             let four = stream && run <= FOUR_RUNS && inner.n - i >= 4;
@@ -157,11 +159,11 @@ unsafe fn rows(dst: *mut u8, src: *const u8, inner: Step, run: usize, stream: bo
 }
 
 /// # Safety
-/// As [`copy_strided`] for a run of one `T`.
+/// That of [`copy_strided`], for a run of one `T`.
 #[inline]
 unsafe fn row<T: Copy>(dst: *mut u8, src: *const u8, inner: Step) {
     for i in 0..inner.n {
-        // SAFETY: as the caller vouches; nothing is assumed of the alignment.
+        // SAFETY: the caller guarantees it. The accesses need no alignment.
         unsafe {
             let item = src.add(i * inner.src).cast::<T>().read_unaligned();
             dst.add(i * inner.dst).cast::<T>().write_unaligned(item);
@@ -170,14 +172,14 @@ unsafe fn row<T: Copy>(dst: *mut u8, src: *const u8, inner: Step) {
 }
 
 /// # Safety
-/// As [`copy_strided`] for two loops around a run of one `T`.
+/// That of [`copy_strided`], for two loops around a run of one `T`.
 unsafe fn tiles<T: Copy>(dst: *mut u8, src: *const u8, a: Step, b: Step) {
     for i in (0..a.n).step_by(TILE) {
         for j in (0..b.n).step_by(TILE) {
             let columns = Step { n: TILE.min(b.n - j), ..b };
             for i in i..a.n.min(i + TILE) {
-                // SAFETY: as the caller vouches: `i` and the columns from `j` are steps of the two
-                // loops.
+                // SAFETY: the caller guarantees it: `i` and the columns from `j` are steps of the
+                // two loops.
                 unsafe {
                     row::<T>(
                         dst.add(i * a.dst + j * b.dst),
@@ -196,7 +198,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Byte by byte, in the order of the shape.
+    /// Copies byte by byte, in the order of the shape.
     fn reference(dst: &mut [u8], src: &[u8], itemsize: usize, dims: &[(usize, usize, usize)]) {
         match dims {
             [] => dst[..itemsize].copy_from_slice(&src[..itemsize]),
@@ -208,8 +210,8 @@ mod tests {
         }
     }
 
-    /// Destination strides that never overlap: dense in a drawn order of the dimensions, with
-    /// padding.
+    /// Returns destination strides that never overlap: dense in a random order of the dimensions,
+    /// with padding.
     fn dense(itemsize: usize, shape: &[usize], order: &[usize], pad: usize) -> Vec<usize> {
         let mut strides = vec![0; shape.len()];
         let mut size = itemsize;
@@ -241,7 +243,7 @@ mod tests {
         if !shape.contains(&0) {
             reference(&mut want, &src, itemsize, &dims);
         }
-        // SAFETY: both buffers are as long as the extents of the copy.
+        // SAFETY: both buffers have the extents of the copy.
         unsafe {
             copy_strided(got.as_mut_ptr(), src.as_ptr(), &copy.loops, copy.run, stores);
         };

@@ -1,19 +1,20 @@
-//! Signs: torch may store a tensor as the conjugate, or the negative, of the bytes that it writes.
-#![allow(unsafe_code)] // changes memory of any origin, which was filled just before
+//! Signs: torch may store a tensor as the conjugate, or as the negative, of the bytes that it
+//! writes.
+#![allow(unsafe_code)] // changes memory of any origin, which was just filled
 
 use crate::Dtype;
 
-/// Meaning of stored bytes: conjugated, negated, or neither.
+/// Relation of a tensor to its stored bytes: conjugated, negated, or neither.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signs {
-    /// Complex numbers: for their conjugates.
+    /// The elements are the conjugates of the stored ones.
     pub conjugate: bool,
-    /// For their negatives.
+    /// The elements are the negatives of the stored ones.
     pub negative: bool,
 }
 
 impl Signs {
-    /// The sign bits that differ; `None` for a type that has no conjugates, or none.
+    /// Returns the sign bits that differ; `None` for a dtype without conjugates or negatives.
     pub fn bits(self, dtype: Dtype) -> Option<SignBits> {
         if self == Self::default() {
             return Some(SignBits::default());
@@ -30,7 +31,7 @@ impl Signs {
     }
 }
 
-/// The bytes of an element whose highest bit is to be changed, a bit for each; none by default.
+/// The bytes of an element whose highest bit is flipped: one bit for each byte, none by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SignBits(u16);
 
@@ -40,23 +41,23 @@ impl SignBits {
         self.0 == 0
     }
 
-    /// Changes the elements of a rectangle of at least one element: `shape`, and strides in bytes.
+    /// Flips the sign bits of a rectangle of at least one element, with strides in bytes.
     ///
     /// # Safety
-    /// The elements are valid for reads and writes, apart from each other, and nobody else's
-    /// meanwhile. No offset exceeds `isize`.
+    /// The elements are valid for reads and writes, and disjoint. Nothing else uses them meanwhile.
+    /// No offset exceeds `isize`.
     pub unsafe fn change(self, first: *mut u8, shape: &[u64], strides: &[u64]) {
         let ([n, shape @ ..], [stride, strides @ ..]) = (shape, strides) else {
             for byte in (0..16).filter(|byte| self.0 >> byte & 1 == 1) {
                 let byte = first.wrapping_add(byte);
-                // SAFETY: a byte of the element, which the caller vouches for.
+                // SAFETY: a byte of the element, which the caller guarantees.
                 unsafe { byte.write(byte.read() ^ 0x80) };
             }
             return;
         };
         for i in 0..*n {
             let step = usize::try_from(i * stride).expect("within memory");
-            // SAFETY: as the caller vouches.
+            // SAFETY: the caller guarantees it.
             unsafe { self.change(first.wrapping_add(step), shape, strides) };
         }
     }

@@ -1,20 +1,20 @@
 //! Copies that write around the cache (non-temporal stores).
 //!
-//! On x86-64 with AVX2; other CPUs use `memcpy`. On aarch64 stores are plain: its cores notice by
-//! themselves that whole lines are written one after the other, and stop reading them first; its
-//! non-temporal stores are a hint on top of that, which nobody has measured for this crate.
+//! They need x86-64 with AVX2; other CPUs use `memcpy`. On aarch64 stores are plain. Its cores
+//! detect writes of consecutive whole lines, and then no longer read the lines first. Its
+//! non-temporal stores are only a hint, which has not been measured for this crate.
 #![allow(unsafe_code)] // Vector intrinsics on raw memory
 
-/// Streaming stores write whole lines without reading them first. Four places of the copy advance
-/// together: that keeps more DRAM pages and line buffers busy than one sequential walk, and is a
-/// third faster where it was measured.
+/// Streaming stores write whole lines without reading them first. Four positions of the copy
+/// advance together. That keeps more DRAM pages and line buffers busy than one sequential walk, and
+/// was measured to be a third faster.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod x86 {
     use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
 
-    /// Bytes of a cache line, and what a step of the kernel moves.
+    /// Bytes of a cache line, and of one step of the kernel.
     pub const LINE: usize = 64;
-    /// Largest distance between the four places.
+    /// Largest distance between the four positions.
     const STEP: usize = 64 << 10;
 
     /// Returns whether the CPU has the instructions.
@@ -22,11 +22,13 @@ mod x86 {
         is_x86_feature_detected!("avx2")
     }
 
-    /// Copies `len` bytes at each of `PLACES` places, `dst_step` and `src_step` bytes apart.
+    /// Copies `len` bytes at each of `PLACES` positions, which are `dst_step` and `src_step` bytes
+    /// apart.
     ///
     /// # Safety
-    /// The CPU [has it](is_there); `dst`, `dst_step` and `len` are multiples of [`LINE`]; all
-    /// places are valid for `len` bytes, and sources and destinations do not overlap.
+    /// The CPU [has the instructions](is_there). `dst`, `dst_step` and `len` are multiples of
+    /// [`LINE`]. All positions are valid for `len` bytes, and sources and destinations do not
+    /// overlap.
     #[target_feature(enable = "avx2")]
     pub unsafe fn places<const PLACES: usize>(
         dst: *mut u8,
@@ -39,9 +41,9 @@ mod x86 {
         for at in (0..len).step_by(LINE) {
             for place in 0..PLACES {
                 for at in [at, at + WIDTH] {
-                    // SAFETY: `at` is below `len`, a whole number of lines, and the place is the
-                    // caller's. The load is an unaligned one; the store is aligned because all that
-                    // adds up to it is.
+                    // SAFETY: `at` is below `len`, which is a whole number of lines, and the caller
+                    // guarantees the position. The load is unaligned. The store is aligned, because
+                    // all terms of its address are.
                     unsafe {
                         let vector = _mm256_loadu_si256(src.add(place * src_step + at).cast());
                         _mm256_stream_si256(dst.add(place * dst_step + at).cast(), vector);
@@ -51,11 +53,11 @@ mod x86 {
         }
     }
 
-    /// Copies a run of whole lines, from four places of it at a time.
+    /// Copies a run of whole lines, at four positions at a time.
     ///
     /// # Safety
-    /// The CPU [has it](is_there); `dst` and `len` are multiples of [`LINE`]; both sides are valid
-    /// for `len` bytes and do not overlap.
+    /// The CPU [has the instructions](is_there). `dst` and `len` are multiples of [`LINE`]. Both
+    /// sides are valid for `len` bytes and do not overlap.
     pub unsafe fn run(mut dst: *mut u8, mut src: *const u8, mut len: usize) {
         // SAFETY: four steps are at most `len`, and a step is a whole number of lines.
         unsafe {
@@ -68,15 +70,15 @@ mod x86 {
         }
     }
 
-    /// Makes the streaming stores of this thread visible before whatever it stores next.
+    /// Makes the streaming stores of this thread visible before its next stores.
     pub fn fence() {
         // SAFETY: SSE is part of every x86-64 CPU.
         unsafe { _mm_sfence() }
     }
 }
 
-/// Copies with streaming stores where the CPU has them. Call [`fence`] before another thread may
-/// look.
+/// Copies with streaming stores if the CPU has them. Call [`fence`] before another thread may read
+/// the copy.
 ///
 /// # Safety
 /// `dst` is valid for writes and `src` for reads of `len` bytes, and they do not overlap.
@@ -85,8 +87,8 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) {
     if x86::is_there() {
         let head = dst.align_offset(x86::LINE).min(len);
         let body = (len - head) / x86::LINE * x86::LINE;
-        // SAFETY: the CPU has the kernel. head + body <= len, so all three parts lie within what
-        // the caller vouches for; the body begins at an aligned destination and has whole lines.
+        // SAFETY: the CPU has the instructions. head + body <= len, so the caller guarantees all
+        // three parts. The body begins at an aligned destination and has whole lines.
         unsafe {
             std::ptr::copy_nonoverlapping(src, dst, head);
             let (to, from) = (dst.add(head), src.add(head));
@@ -95,14 +97,14 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) {
         }
         return;
     }
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller guarantees it.
     unsafe {
         std::ptr::copy_nonoverlapping(src, dst, len);
     }
 }
 
-/// Copies four runs that are `dst_step` and `src_step` bytes apart, if their destinations lie at
-/// whole lines; false, with nothing done, if they do not. As [`copy_unfenced`] else.
+/// Copies four runs that are `dst_step` and `src_step` bytes apart, like [`copy_unfenced`]. Returns
+/// false and does nothing if their destinations are not at whole lines.
 ///
 /// # Safety
 /// All four runs are valid for `len` bytes, and sources and destinations do not overlap.
@@ -116,8 +118,8 @@ pub unsafe fn copy_four_unfenced(
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if x86::is_there() && dst.align_offset(x86::LINE) == 0 && dst_step.is_multiple_of(x86::LINE) {
         let body = len / x86::LINE * x86::LINE;
-        // SAFETY: the CPU has the kernel; destinations begin at lines, `body` has whole lines; what
-        // is left of each run is copied after it.
+        // SAFETY: the CPU has the instructions. Destinations begin at lines, and `body` has whole
+        // lines. The rest of each run is copied after it.
         unsafe {
             x86::places::<4>(dst, dst_step, src, src_step, body);
             if body < len {
@@ -156,8 +158,8 @@ mod tests {
         {
             let mut dst = vec![0u8; 4 * dst_step + len + x86::LINE];
             let skip = dst.as_ptr().align_offset(x86::LINE);
-            // SAFETY: the CPU has it. `dst` has a line to spare beyond what the places reach; `src`
-            // is longer than 3 * 20,001 + 4099.
+            // SAFETY: the CPU has the instructions. `dst` has a spare line after the last position.
+            // `src` is longer than 3 * 20,001 + 4099.
             unsafe {
                 x86::places::<4>(
                     dst.as_mut_ptr().add(skip),

@@ -1,8 +1,8 @@
-//! The shape of an N-d strided copy, reduced to as few loops as say the same.
+//! The shape of an N-d strided copy, reduced to as few loops as possible.
 
 use smallvec::SmallVec;
 
-/// One loop around the copy of a run: `n` steps, with the bytes to advance at each in source and
+/// A loop around the copy of a run: `n` steps, with the bytes that each advances in source and
 /// destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loop {
@@ -22,14 +22,14 @@ pub struct Loop {
 pub struct Strided {
     /// The loops, outermost first.
     pub loops: SmallVec<[Loop; 4]>,
-    /// Bytes of a run; 0 where there is nothing to copy.
+    /// Bytes of a run; 0 if there is nothing to copy.
     pub run: u64,
 }
 
 impl Strided {
     /// Normalises a copy of `shape` elements of `itemsize` bytes, with strides in bytes.
     ///
-    /// `None` if the slices differ in length, or an extent does not fit in 63 bits.
+    /// Returns `None` if the slices differ in length, or an extent does not fit in 63 bits.
     #[must_use]
     pub fn new(itemsize: u64, shape: &[u64], src: &[u64], dst: &[u64]) -> Option<Self> {
         if shape.len() != src.len() || shape.len() != dst.len() {
@@ -39,7 +39,7 @@ impl Strided {
             return Some(Self { loops: SmallVec::new(), run: 0 });
         }
         let mut loops: SmallVec<[Loop; 4]> = SmallVec::new();
-        // Row-major input has its contiguous dimensions last: take those into the run without
+        // The last dimensions of row-major input are contiguous: move them into the run without
         // sorting.
         let mut run = itemsize;
         for d in (0..shape.len()).rev() {
@@ -61,8 +61,7 @@ impl Strided {
         Some(copy)
     }
 
-    /// Sorts the loops, absorbs contiguous ones into the run, and joins those that together walk
-    /// evenly.
+    /// Sorts the loops, moves contiguous ones into the run, and joins loops that are one even walk.
     fn normalise(&mut self) -> Option<()> {
         self.loops.sort_by_key(|l| std::cmp::Reverse((l.src, l.dst)));
         while let Some(i) = self.loops.iter().position(|l| l.src == self.run && l.dst == self.run) {
@@ -90,25 +89,25 @@ impl Strided {
             .filter(|&e| i64::try_from(e).is_ok())
     }
 
-    /// Bytes copied.
+    /// Returns the number of bytes copied.
     #[cfg(test)]
     pub fn bytes(&self) -> u64 {
         self.loops.iter().fold(self.run, |n, l| n * l.n)
     }
 
-    /// Bytes from the first source byte to just past the last, gaps included.
+    /// Returns the bytes from the first source byte to just past the last, gaps included.
     #[must_use]
     pub fn src_extent(&self) -> u64 {
         self.loops.iter().fold(self.run, |sum, l| sum + (l.n - 1) * l.src)
     }
 
-    /// Bytes from the first destination byte to just past the last, gaps included.
+    /// Returns the bytes from the first destination byte to just past the last, gaps included.
     #[cfg(test)]
     pub fn dst_extent(&self) -> u64 {
         self.loops.iter().fold(self.run, |sum, l| sum + (l.n - 1) * l.dst)
     }
 
-    /// Returns whether it is one run.
+    /// Returns whether the copy is one run.
     #[must_use]
     pub fn is_contiguous(&self) -> bool {
         self.loops.is_empty()
@@ -174,7 +173,7 @@ mod tests {
     }
 
     proptest! {
-        /// The same (source byte, destination byte) pairs before and after.
+        /// Normalising keeps the (source byte, destination byte) pairs.
         #[test]
         fn keeps_every_byte(
             itemsize in 1u64..5,

@@ -1,11 +1,11 @@
-//! A copy around the cache that digests (XXH3-64) what it copies: each vector is loaded once.
+//! A copy around the cache that also hashes (XXH3-64): each vector is loaded once.
 //!
-//! XXH3 takes its input in rounds of 1024 bytes. What the sixteen stripes of a round add to its
-//! eight accumulators depends on those bytes alone; only after that are the accumulators scrambled,
-//! which needs the rounds in order. So rounds at four places are summed up side by side, as a copy
-//! advances that wants its speed from memory, and their sums are taken in order afterwards.
-//! Constants and places in the secret are those of xxHash's specification; the library that hashes
-//! elsewhere is what tests compare with.
+//! XXH3 reads its input in rounds of 1024 bytes. What the sixteen stripes of a round add to the
+//! eight accumulators depends only on those bytes. Then the accumulators are scrambled, which needs
+//! the rounds in order. So this adds up rounds at four positions side by side, as a fast copy from
+//! memory advances, and then takes their sums in order. Constants and offsets in the secret are
+//! those of xxHash's specification. Tests compare the result with the library that hashes
+//! elsewhere.
 #![allow(unsafe_code)] // Vector intrinsics on raw memory
 
 use std::arch::x86_64::{
@@ -16,20 +16,20 @@ use std::arch::x86_64::{
 
 use twox_hash::xxhash3_64::{DEFAULT_SECRET_LENGTH, SecretBuffer};
 
-/// Bytes of a stripe, a cache line.
+/// Bytes of a stripe, which is a cache line.
 const STRIPE: usize = 64;
 /// Stripes of a round.
 const STRIPES: usize = 16;
 /// Bytes of a round.
 const ROUND: usize = STRIPE * STRIPES;
-/// Rounds of a place at most: places lie so many rounds apart.
+/// Most rounds of a position: positions are this many rounds apart.
 const MOST: usize = 64;
 /// Shortest input of this variant; XXH3 hashes shorter ones differently.
 const LONG: usize = 241;
 
-/// From a stripe to the next, the secret moves on by this many bytes.
+/// Bytes by which the secret advances from stripe to stripe.
 const SECRET_STEP: usize = 8;
-/// Offsets in the secret: for the last stripe, for scrambling, and for the end.
+/// Offsets in the secret: for the last stripe, for scrambling, and for the final merge.
 const SECRET_LAST: usize = DEFAULT_SECRET_LENGTH - STRIPE - 7;
 const SECRET_SCRAMBLE: usize = DEFAULT_SECRET_LENGTH - STRIPE;
 const SECRET_END: usize = 11;
@@ -46,7 +46,7 @@ const AVALANCHE: u64 = 0x1656_6791_9E37_79F9;
 
 type Secret = [u8; DEFAULT_SECRET_LENGTH];
 
-/// The eight accumulators, or what is added to them.
+/// The eight accumulators, or a sum that is added to them.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Lanes([u64; 8]);
@@ -64,7 +64,7 @@ impl Lanes {
         PRIMES_32[0],
     ]);
 
-    /// Takes the sum of a round that is not the last.
+    /// Adds the sum of a round that is not the last, and scrambles.
     #[inline]
     fn take(&mut self, sum: &Self, secret: &Secret) {
         for (i, (lane, sum)) in self.0.iter_mut().zip(sum.0).enumerate() {
@@ -74,7 +74,7 @@ impl Lanes {
         }
     }
 
-    /// Takes a stripe, with the secret from `at`.
+    /// Adds a stripe, with the secret from `at` on.
     fn stripe(&mut self, stripe: &[u8], secret: &Secret, at: usize) {
         for i in 0..8 {
             let value = word(stripe, 8 * i);
@@ -85,7 +85,7 @@ impl Lanes {
         }
     }
 
-    /// The digest of `len` bytes, all of which were taken.
+    /// Returns the digest of `len` bytes, all of which were added.
     #[expect(clippy::cast_possible_truncation, reason = "the halves of a product")]
     fn digest(&self, len: usize, secret: &Secret) -> u64 {
         let mut sum = (len as u64).wrapping_mul(PRIMES_64[0]);
@@ -99,7 +99,7 @@ impl Lanes {
     }
 }
 
-/// Eight bytes from `at`.
+/// Returns the eight bytes from `at` on.
 #[inline]
 fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(*bytes[at..].first_chunk().expect("it ends before what it is read from"))
@@ -110,13 +110,13 @@ pub fn can_copy(dst: *const u8, len: usize) -> bool {
     len >= LONG && dst.align_offset(STRIPE) == 0 && is_x86_feature_detected!("avx2")
 }
 
-/// Copies `rounds` rounds at each of its places, which follow one another in memory, and takes
-/// them.
+/// Copies `rounds` rounds at each position, and adds them. The positions follow one another in
+/// memory.
 ///
 /// # Safety
-/// The CPU has the feature. `src` is valid for reads of the rounds of all places, which have at
-/// most [`MOST`] each, and `dst` for writes of as many; it begins at a cache line, and they do not
-/// overlap.
+/// The CPU has the feature. `src` is valid for reads of the rounds of all positions, which have at
+/// most [`MOST`] each, and `dst` for writes of as many. `dst` begins at a cache line, and the two
+/// do not overlap.
 #[target_feature(enable = "avx2")]
 #[expect(clippy::cast_ptr_alignment, reason = "unaligned loads, and stores to whole lines")]
 unsafe fn copy_rounds<const PLACES: usize>(
@@ -135,9 +135,9 @@ unsafe fn copy_rounds<const PLACES: usize>(
             for (place, sum) in sum.iter_mut().enumerate() {
                 let line = (place * rounds + round) * ROUND + stripe * STRIPE;
                 for (i, sum) in sum.iter_mut().enumerate() {
-                    // SAFETY: the line is one of the rounds that the caller vouches for, and the
-                    // secret is longer than fifteen steps and a stripe. Loads are unaligned ones;
-                    // the store is aligned as `dst` is.
+                    // SAFETY: the line is in one of the rounds, which the caller guarantees. The
+                    // secret is longer than fifteen steps and a stripe. Loads are unaligned. The
+                    // store is aligned because `dst` is.
                     let (data, key) = unsafe {
                         let data = _mm256_loadu_si256(src.add(line + i * WIDTH).cast());
                         _mm256_stream_si256(dst.add(line + i * WIDTH).cast::<__m256i>(), data);
@@ -146,7 +146,7 @@ unsafe fn copy_rounds<const PLACES: usize>(
                     };
                     let keyed = _mm256_xor_si256(data, key);
                     let product = _mm256_mul_epu32(keyed, _mm256_srli_epi64::<32>(keyed));
-                    // The halves of each 16 bytes change places.
+                    // Swaps the halves of each 16 bytes.
                     let swapped = _mm256_shuffle_epi32::<0b01_00_11_10>(data);
                     *sum = _mm256_add_epi64(*sum, _mm256_add_epi64(product, swapped));
                 }
@@ -166,23 +166,23 @@ unsafe fn copy_rounds<const PLACES: usize>(
     }
 }
 
-/// Copies `len` bytes, and returns their digest. Other threads may see what is written only after a
+/// Copies `len` bytes, and returns their digest. Other threads may read the copy only after a
 /// [`fence`](super::fence).
 ///
 /// # Safety
-/// `src` is valid for reads of `len` bytes and `dst` for writes, and they do not overlap;
+/// `src` is valid for reads of `len` bytes and `dst` for writes, and they do not overlap.
 /// [`can_copy`] is true.
 pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     let secret: &Secret = SecretBuffer::default().into_secret();
     let mut lanes = Lanes::START;
-    // The last round, whole or not, is taken otherwise.
+    // The last round, even if it is complete, is processed differently.
     let last = (len - 1) / ROUND * ROUND;
     let mut at = 0;
     while at < last {
         let left = (last - at) / ROUND;
         let (places, rounds) = if left < 4 { (1, left) } else { (4, (left / 4).min(MOST)) };
-        // SAFETY: that many rounds are left of what the caller vouches for, and `at` is a whole
-        // number of them.
+        // SAFETY: this many rounds are left, which the caller guarantees. `at` is a whole number of
+        // rounds.
         unsafe {
             let (dst, src) = (dst.add(at), src.add(at));
             if places == 4 {
@@ -193,7 +193,8 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
         };
         at += places * rounds * ROUND;
     }
-    // SAFETY: what is left; it is at least a byte, and with what went before it a stripe.
+    // SAFETY: the rest, which is at least one byte. Together with the bytes before it, it is a
+    // stripe.
     let (rest, stripe) = unsafe {
         std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), len - at);
         let rest = std::slice::from_raw_parts(src.add(at), len - at);

@@ -1,9 +1,9 @@
-//! Sizes, offsets and strides: how many elements, how many bytes, and whether they are one run.
+//! Sizes, offsets and strides: numbers of elements and bytes, and contiguity.
 
 /// Sizes, offsets or strides, one for each dimension.
 pub type Dims = smallvec::SmallVec<[u64; 4]>;
 
-/// The number of elements of a shape, unless it overflows.
+/// Returns the number of elements of a shape; `None` if it overflows.
 pub fn element_count(sizes: &[u64]) -> Option<u64> {
     if sizes.contains(&0) {
         return Some(0);
@@ -11,8 +11,8 @@ pub fn element_count(sizes: &[u64]) -> Option<u64> {
     sizes.iter().try_fold(1_u64, |n, &size| n.checked_mul(size))
 }
 
-/// The bytes that a strided rectangle spans, from its first element to just past its last, unless
-/// that overflows.
+/// Returns the bytes of a strided rectangle from its first element to just past its last; `None` if
+/// they overflow.
 pub fn strided_length(sizes: &[u64], strides: &[u64], itemsize: u64) -> Option<u64> {
     if sizes.contains(&0) {
         return Some(0);
@@ -24,7 +24,7 @@ pub fn strided_length(sizes: &[u64], strides: &[u64], itemsize: u64) -> Option<u
     last.checked_add(1)?.checked_mul(itemsize)
 }
 
-/// Strides in elements of a contiguous rectangle.
+/// Returns the strides of a contiguous rectangle in elements.
 pub fn row_major(sizes: &[u64]) -> Dims {
     let mut strides = Dims::from_elem(1, sizes.len());
     for d in (1..sizes.len()).rev() {
@@ -33,7 +33,7 @@ pub fn row_major(sizes: &[u64]) -> Dims {
     strides
 }
 
-/// Returns whether elements in row-major order follow each other.
+/// Returns whether elements in row-major order are consecutive.
 pub fn is_run(sizes: &[u64], strides: &[u64]) -> bool {
     let mut expected = 1;
     sizes.iter().zip(strides).rev().all(|(&size, &stride)| {

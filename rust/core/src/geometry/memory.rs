@@ -1,4 +1,4 @@
-//! Writes that may touch the same memory, and the passes that make their result that of one write
+//! Writes that may touch the same memory, and the passes in which they have the same result as one
 //! after another.
 
 use std::collections::HashSet;
@@ -6,17 +6,18 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-/// Runs of a layout that are listed to find out whether two share a byte. Of layouts with more,
-/// that is assumed.
+/// Limit on the runs of a layout that are listed, to find out whether two share a byte. Layouts
+/// with more runs are assumed to share bytes.
 const LISTED: u64 = 1 << 16;
 
-/// The bytes that a write touches: a run, and loops around it. Equal ones are the same bytes.
+/// The bytes that a write touches: a run, and loops around it. Equal footprints have the same
+/// bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Footprint {
     space: u32,
     start: u64,
-    /// The largest stride first; contiguous ones are in the run, and those that walk evenly
-    /// together are one.
+    /// Loops, largest stride first. Contiguous loops are part of the run, and loops that are one
+    /// even walk are joined.
     steps: SmallVec<[Step; 4]>,
     run: u64,
 }
@@ -28,10 +29,10 @@ struct Step {
 }
 
 impl Footprint {
-    /// `shape` elements of `itemsize` bytes from address `start` on, with strides in bytes. What is
-    /// in different spaces never meets.
+    /// Makes a footprint of `shape` elements of `itemsize` bytes from address `start` on, with
+    /// strides in bytes. Footprints in different spaces never meet.
     ///
-    /// `None` if the slices differ in length, or it ends beyond 63 bits.
+    /// Returns `None` if the slices differ in length, or it ends beyond 63 bits.
     pub fn new(
         space: u32,
         start: u64,
@@ -49,7 +50,7 @@ impl Footprint {
         if made.run == 0 {
             return Some(made);
         }
-        // Row-major memory is a run without sorting.
+        // Row-major memory becomes a run without sorting.
         for (&n, &stride) in shape.iter().zip(strides).rev() {
             if n > 1 && made.steps.is_empty() && stride == made.run {
                 made.run = made.run.checked_mul(n)?;
@@ -93,7 +94,7 @@ impl Footprint {
         Loops { steps: &self.steps, run: self.run }
     }
 
-    /// From its first byte to just past its last, gaps included.
+    /// Returns the range from its first byte to just past its last, gaps included.
     pub fn reach(&self, write: u32) -> Reach {
         Reach {
             space: self.space,
@@ -129,7 +130,7 @@ impl Footprint {
     }
 }
 
-/// A footprint without its place.
+/// A footprint without its address.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Loops<'a> {
     steps: &'a [Step],
@@ -141,25 +142,24 @@ impl Loops<'_> {
         self.steps.iter().fold(self.run, |sum, step| sum + (step.n - 1) * step.stride)
     }
 
-    /// The outermost loop, and what is in it.
+    /// Returns the outermost loop, and the rest.
     fn split(self) -> Option<(Step, Self)> {
         let (&outer, steps) = self.steps.split_first()?;
         Some((outer, Self { steps, run: self.run }))
     }
 }
 
-/// From the first byte of a footprint to just past its last.
+/// The range from the first byte of a footprint to just past its last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reach {
     space: u32,
     start: u64,
     end: u64,
-    /// The write that it belongs to.
+    /// The write of the footprint.
     pub write: u32,
 }
 
-/// Sorts `reaches`, and finds the runs of them that are connected: each of a run reaches into
-/// another.
+/// Sorts `reaches`, and returns the runs of connected ones: each range in a run overlaps another.
 pub fn contested(reaches: &mut [Reach]) -> Vec<Range<usize>> {
     let key = |reach: &Reach| (reach.space, reach.start);
     if !reaches.is_sorted_by_key(key) {
@@ -190,12 +190,12 @@ pub struct Write {
     pub covers: bool,
 }
 
-/// The pass of each write, so that the result is that of the writes one after another, in their
-/// order: those of one pass share no memory. `None`: it need not happen, as a later one writes the
-/// same bytes.
+/// Returns the pass of each write. Writes of one pass share no memory, and the passes have the same
+/// result as the writes one after another. `None` means that the write is not needed, because a
+/// later one writes the same bytes.
 ///
-/// Writes that may share memory follow each other. That they do not is seen where they lie apart,
-/// or side by side in the rows of a matrix.
+/// Writes that may share memory get different passes. Two are known to be disjoint if their ranges
+/// are apart, or if they are side by side in the rows of a matrix.
 pub fn passes(writes: &[Write]) -> Vec<Option<u32>> {
     let mut seen = HashSet::new();
     let mut items = Vec::new();
@@ -246,7 +246,7 @@ impl Stretch<'_> {
     }
 }
 
-/// The writes that may share memory, each crowd of them in a list.
+/// Groups the writes that may share memory.
 fn find_crowds(items: &mut [Stretch<'_>], crowds: &mut Vec<Vec<usize>>) {
     items.sort_unstable_by_key(|item| (item.space, item.start));
     let mut rest = items;
@@ -269,8 +269,8 @@ fn find_crowds(items: &mut [Stretch<'_>], crowds: &mut Vec<Vec<usize>>) {
     }
 }
 
-/// Removes the outermost loop if all have the same one and together fit between its steps, as
-/// columns of a matrix do: then only writes of the same step can meet.
+/// Removes the outermost loop if all writes have the same one and together fit between its steps,
+/// like columns of a matrix. Then only writes of the same step can meet.
 fn enter_common_loop(items: &mut [Stretch<'_>]) -> bool {
     let Some((outer, _)) = items[0].layout.split() else {
         return false;

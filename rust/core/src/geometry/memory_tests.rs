@@ -1,4 +1,4 @@
-//! Footprints and passes, against every byte.
+//! Footprints and passes, compared byte by byte.
 
 use std::collections::BTreeSet;
 
@@ -72,7 +72,7 @@ fn one(footprint: Footprint) -> Write {
 
 #[test]
 fn many_columns_and_many_rows_are_apart() {
-    // Columns of a matrix, and tiles of one: their ranges of addresses run through each other.
+    // Columns of a matrix, and tiles of one: their address ranges overlap.
     let columns = (0..3000).map(|i| one(footprint(4096 + i * 40, 4, &[(1000, 120_000), (10, 4)])));
     let tiles = (0..60).flat_map(|r| {
         (0..50).map(move |c| {
@@ -93,7 +93,7 @@ fn ties_are_written_once_or_in_turn() {
         one(footprint(96, 8, &[(4, 8)])),
     ];
     assert_eq!(passes(&writes), [None, None, Some(0), Some(1), Some(0)]);
-    // A write that may leave out some of its memory hides no other.
+    // A write that may skip some of its memory does not hide another.
     let some = Write { covers: false, ..writes[0].clone() };
     let writes = [writes[0].clone(), some.clone(), some];
     assert_eq!(passes(&writes), [Some(0), Some(1), Some(2)]);
@@ -106,7 +106,7 @@ fn layout() -> impl Strategy<Value = (u64, u64, Dims)> {
     (0_u64..80, prop::sample::select(vec![1_u64, 2, 4]), dims)
 }
 
-/// Blocks of one matrix, the whole of it, its transpose: what loads really write to.
+/// Blocks of one matrix, the whole matrix, and its transpose: the destinations of real loads.
 fn block() -> impl Strategy<Value = (u64, u64, Dims)> {
     (0_u64..6, 0_u64..8, 1_u64..7, 1_u64..9, any::<bool>()).prop_map(
         |(r, c, rows, columns, transposed)| {
@@ -150,8 +150,8 @@ proptest! {
         }
     }
 
-    /// In passes, those of a pass in any order: the same bytes in the end as one after another, and
-    /// none seen twice in a pass.
+    /// With the writes of a pass in any order, passes give the same bytes as writes one after
+    /// another. No byte occurs twice in a pass.
     #[test]
     fn turns_are_as_one_after_another(
         layouts in prop::collection::vec((either(), any::<bool>()), 0..12),

@@ -1,5 +1,4 @@
-//! Rectangles of tensors: where they overlap, whether they tile a whole, and which bytes of memory
-//! they are.
+//! Rectangles of tensors: their overlaps, whether they tile a whole, and their bytes in memory.
 
 mod dims;
 pub mod memory;

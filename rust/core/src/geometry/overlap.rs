@@ -1,4 +1,4 @@
-//! Chunks that hold a region of a tensor, and whether they hold all of it.
+//! The chunks that hold parts of a region of a tensor, and whether they cover it.
 
 use crate::format::Index;
 use crate::geometry::Dims;
@@ -6,7 +6,7 @@ use crate::geometry::Dims;
 /// A part of a region that one chunk holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Overlap {
-    /// The chunk, for [`Index::chunk`].
+    /// Number of the chunk, for [`Index::chunk`].
     pub chunk: u64,
     /// Offsets of the part in the chunk.
     pub chunk_offsets: Dims,
@@ -26,12 +26,12 @@ pub struct Region {
 }
 
 impl Region {
-    /// The rectangle at `offsets` of `sizes`.
+    /// Makes a region with these offsets and sizes.
     pub fn new(offsets: &[u64], sizes: &[u64]) -> Self {
         Self { offsets: Dims::from_slice(offsets), sizes: Dims::from_slice(sizes) }
     }
 
-    /// Returns whether it lies within `shape`.
+    /// Returns whether it is inside `shape`.
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offsets.len() == shape.len()
             && self.sizes.len() == shape.len()
@@ -62,7 +62,7 @@ impl Region {
         Some(both)
     }
 
-    /// Adds the rest of `self` without `hole`, which lies within it, as disjoint rectangles.
+    /// Adds `self` without `hole`, which is inside of it, as disjoint rectangles.
     fn without(&self, hole: &Self, out: &mut Vec<Self>) {
         let mut rest = self.clone();
         for d in 0..self.offsets.len() {
@@ -80,10 +80,11 @@ impl Region {
     }
 }
 
-/// The parts of `region` and the chunks of `tensor` that hold them, each element once.
+/// Returns the parts of `region` and the chunks of `tensor` that hold them. Each element occurs
+/// once.
 ///
-/// `region` lies within the tensor's shape. Takes O(log n) beyond the overlapping chunks where the
-/// chunks are a run along one dimension, O(n) otherwise.
+/// `region` must be inside the tensor's shape. Takes O(log n) time, plus the overlapping chunks, if
+/// the chunks follow each other along one dimension, and O(n) otherwise.
 ///
 /// # Errors
 /// A part of the region that no chunk holds.
@@ -92,7 +93,7 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>
         return Ok(Vec::new());
     }
     let view = index.tensor(tensor);
-    // Most tensors are one chunk.
+    // Most tensors have one chunk.
     if view.chunks.end - view.chunks.start == 1
         && index.chunk(view.chunks.start).sizes == view.shape
     {
@@ -108,7 +109,7 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>
     if view.split_dim.is_some() && held == region.volume() {
         return Ok(overlaps(index, region, &parts));
     }
-    // Parts can leave a hole here and overlap there, so the volumes alone prove nothing.
+    // Parts may leave a hole here and overlap there, so equal volumes prove nothing.
     let mut missing = vec![region.clone()];
     let mut fragments = Vec::new();
     for (chunk, part) in &parts {
@@ -130,7 +131,7 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>
     }
 }
 
-/// The parts of `region` that the chunks hold, which need not be all of it, nor disjoint.
+/// Returns the overlaps of chunks and `region`. They need not cover the region, and may overlap.
 pub fn touching(index: &Index, tensor: u32, region: &Region) -> Vec<Overlap> {
     overlaps(index, region, &intersections(index, tensor, region))
 }
@@ -155,7 +156,7 @@ fn intersections(index: &Index, tensor: u32, region: &Region) -> Vec<(u64, Regio
         .collect()
 }
 
-/// The first of `range` for which `pred` is false; `pred` is true for a prefix.
+/// Returns the first number of `range` for which `pred` is false. `pred` must be true for a prefix.
 fn partition_point(range: std::ops::Range<u64>, pred: impl Fn(u64) -> bool) -> u64 {
     let (mut low, mut high) = (range.start, range.end);
     while low < high {
@@ -264,7 +265,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against the definition: paint every element, overlapping chunks and holes included.
+        /// Comparison with the definition: it marks every element, with overlapping chunks and
+        /// holes.
         #[test]
         fn each_element_comes_once(
             chunks in prop::collection::vec(rectangle(6, 5), 0..7),

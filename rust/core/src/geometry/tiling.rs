@@ -2,9 +2,9 @@
 //!
 //! Each rectangle is the sum of its corners with alternating signs: `1[a <= x < b]` is `1[x >= a] -
 //! 1[x >= b]`, and the product of that over the dimensions. So the rectangles tile the whole
-//! exactly when the signed corners of all of them cancel against those of the whole. Where they do
-//! not, the first corner (in lexicographic order) that is left over is a point held too often or
-//! not at all, since no other corner that is left lies at or before it in every dimension.
+//! exactly when their signed corners cancel against those of the whole. Otherwise the first corner
+//! that is left, in lexicographic order, is a point that is held too often or not at all. The
+//! reason is that no other corner that is left is at or before it in every dimension.
 
 use std::collections::HashMap;
 
@@ -15,27 +15,27 @@ use crate::geometry::Dims;
 /// Offsets and sizes.
 type Rectangle<'a> = (&'a [u64], &'a [u64]);
 
-/// Why rectangles are no tiling.
+/// Reason why rectangles are not a tiling.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TilingFault {
-    /// This element is in more than one.
+    /// This element is in more than one rectangle.
     Overlap(Dims),
-    /// This element is in none.
+    /// This element is in no rectangle.
     Hole(Dims),
 }
 
-/// Beyond this many sharded dimensions the corners, 2 to the power of that, are too many.
+/// With more sharded dimensions there are too many corners: 2 to the power of that number.
 const MAX_CORNER_DIMS: usize = 8;
 
-/// Checks that rectangles, which all lie within `shape`, hold each of its elements exactly once.
-/// Empty ones do not count.
+/// Checks that rectangles inside `shape` hold each of its elements exactly once. Empty rectangles
+/// do not count.
 pub fn check_tiling(shape: &[u64], rectangles: &[Rectangle<'_>]) -> Result<(), TilingFault> {
     if shape.contains(&0) {
         return Ok(());
     }
     let solid: Vec<Rectangle<'_>> =
         rectangles.iter().copied().filter(|(_, sizes)| !sizes.contains(&0)).collect();
-    // Dimensions that all of them span whole do not matter.
+    // Dimensions that all rectangles span whole do not matter.
     let split: SmallVec<[usize; 8]> =
         (0..shape.len()).filter(|&d| solid.iter().any(|(_, sizes)| sizes[d] != shape[d])).collect();
     match split.len() {
@@ -104,7 +104,7 @@ fn corners(shape: &[u64], split: &[usize], solid: &[Rectangle<'_>]) -> Result<()
     Err(if count > 0 { TilingFault::Overlap(whole) } else { TilingFault::Hole(whole) })
 }
 
-/// The slow way.
+/// Does the check in quadratic time.
 fn pairs(shape: &[u64], solid: &[Rectangle<'_>]) -> Result<(), TilingFault> {
     if let Some((i, j)) = find_overlap(solid) {
         let point = solid[i].0.iter().zip(solid[j].0).map(|(a, b)| *a.max(b)).collect();
@@ -115,17 +115,17 @@ fn pairs(shape: &[u64], solid: &[Rectangle<'_>]) -> Result<(), TilingFault> {
     if solid.iter().map(|(_, sizes)| volume(sizes)).sum::<u128>() == volume(shape) {
         return Ok(());
     }
-    // A corner of the hole is at the end of some rectangle (or at 0) in each dimension; looking for
-    // it would take too long.
+    // In each dimension, a corner of the hole is at 0 or at the end of some rectangle. Searching
+    // for it would take too long.
     Err(TilingFault::Hole(Dims::from_elem(0, shape.len())))
 }
 
-/// Two rectangles that have an element in common, by their places in the slice.
+/// Returns two rectangles with a common element, by their positions in the slice.
 pub fn find_overlap(rectangles: &[Rectangle<'_>]) -> Option<(usize, usize)> {
     let ndim = rectangles.first()?.0.len();
     let solid: Vec<usize> =
         (0..rectangles.len()).filter(|&i| !rectangles[i].1.contains(&0)).collect();
-    // Sweep along the dimension in which the fewest lie side by side.
+    // Sweep along the dimension with the fewest rectangles side by side.
     let distinct = |d: usize| {
         let mut begins: Vec<u64> = solid.iter().map(|&i| rectangles[i].0[d]).collect();
         begins.sort_unstable();
@@ -169,7 +169,7 @@ mod tests {
             .prop_map(|sides| sides.into_iter().unzip())
     }
 
-    /// Cuts of a whole that tile it, then perhaps one more rectangle, or one less.
+    /// Parts that tile a whole, perhaps with one more or one less rectangle.
     fn case() -> impl Strategy<Value = (Vec<u64>, Vec<Owned>)> {
         let shape = prop::collection::vec(1_u64..6, 0..4);
         (
@@ -225,7 +225,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// Against the definition: count how often each element is held.
+        /// Comparison with the definition: it counts how often each element is held.
         #[test]
         fn is_what_the_definition_says((shape, parts) in case()) {
             let rectangles: Vec<Rectangle<'_>> = parts.iter().map(|(at, sizes)| (at.as_slice(), sizes.as_slice())).collect();

@@ -2,13 +2,13 @@
 
 use serde_json::Value;
 
-/// The part of a configuration that tells how weights are stored.
+/// The part of a configuration that describes how weights are stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Config {
-    /// Rows and columns of a block, where it says so.
+    /// Rows and columns of a block, if they are given.
     pub block: Option<[u64; 2]>,
-    /// The numbers of columns that a group of integers may have, in order. Without a number a whole
-    /// row is one group: `u64::MAX`.
+    /// Sorted numbers of columns that a group of integers may have. `u64::MAX` stands for a group
+    /// without a number, which is a whole row.
     pub groups: Vec<u64>,
 }
 
@@ -26,10 +26,10 @@ const FORMATS: [&str; 6] = [
 const ALGORITHMS: [&str; 3] = ["FP8", "NVFP4", "MIXED_PRECISION"];
 
 impl Config {
-    /// Reads `config.json`; `None` where that says nothing of quantization.
+    /// Parses `config.json`; returns `None` if it has no quantization.
     ///
     /// # Errors
-    /// Why weights that are quantized so cannot be read.
+    /// The reason why weights with this quantization cannot be read.
     pub fn parse(json: &[u8]) -> Result<Option<Self>, String> {
         let config: Value =
             serde_json::from_slice(json).map_err(|e| format!("config.json is no JSON: {e}"))?;

@@ -1,5 +1,5 @@
-//! Detection of quantized weights: by the names of their stored parts, checked by dtypes and
-//! shapes.
+//! Detection of quantized weights by the names of their stored parts. Dtypes and shapes are
+//! checked.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::{Dtype, Error, Result};
 pub struct Found {
     /// The logical tensors, by name.
     pub coded: Vec<(String, Arc<Coded>)>,
-    /// Stored tensors that are no entries of the checkpoint any more.
+    /// Stored tensors that are no longer entries of the checkpoint.
     pub hidden: Vec<u32>,
-    /// Second names of logical tensors, which can be looked up.
+    /// Additional names of logical tensors, for look-ups.
     pub aliases: Vec<(String, String)>,
 }
 
-/// Suffixes of the tensors stored beside the codes of a weight.
+/// Suffixes of the tensors that are stored with the codes of a weight.
 const BESIDE: [&str; 8] = [
     "_scale_inv",
     "_scale",
@@ -31,7 +31,7 @@ const BESIDE: [&str; 8] = [
     "_g_idx",
     "_packed",
 ];
-/// Names of tensors about the activations of a module, which no weight needs.
+/// Names of tensors for the activations of a module, which weights do not need.
 const ACTIVATIONS: [&str; 9] = [
     "input_scale",
     "output_scale",
@@ -44,13 +44,12 @@ const ACTIVATIONS: [&str; 9] = [
     "v_scale",
 ];
 
-/// Finds the quantized weights of an index. `config` is what its configuration says, where there is
-/// one. `read_shape` reads a stored tensor of integers, where the shape of a weight cannot be told
-/// without it.
+/// Finds the quantized weights of an index. `config` is the parsed configuration, if there is one.
+/// `read_shape` reads a stored tensor of integers, if the shape of a weight is unknown without it.
 ///
 /// # Errors
-/// [`Error::Quantization`] for a part that is missing, or has another dtype or shape than its
-/// format asks for.
+/// [`Error::Quantization`] for a part that is missing, or that has another dtype or shape than its
+/// format requires.
 pub fn detect(
     index: &Arc<Index>,
     config: Option<Config>,
@@ -84,7 +83,7 @@ pub fn detect(
     let Detector { mut found, is_part, .. } = detector;
     if !found.coded.is_empty() {
         let coded: HashSet<&str> = found.coded.iter().map(|(name, _)| name.as_str()).collect();
-        // A parameter may end like this: Gemma 3n has a `correct_output_scale`.
+        // A parameter may have such a suffix: Gemma 3n has a `correct_output_scale`.
         let is_of_activations = |tensor: &u32| {
             let name = index.name(*tensor);
             ACTIVATIONS.iter().filter_map(|end| name.strip_suffix(end)).any(|module| {
@@ -107,7 +106,7 @@ struct Detector<'a> {
     config: Config,
     target: Target,
     read_shape: &'a mut dyn FnMut(u32) -> Result<Vec<i64>>,
-    /// Rows and words a row of INT4 weights whose stored shape says that all words are whole.
+    /// Rows, and words of a row, of INT4 weights whose stored shape shows that all words are full.
     whole: HashSet<[u64; 2]>,
     found: Found,
     is_part: Vec<bool>,
@@ -130,14 +129,14 @@ impl Detector<'_> {
         self.index.tensor(tensor).dtype.map_or("no tensor", Dtype::name)
     }
 
-    /// Names a tensor for messages.
+    /// Describes a tensor for messages.
     fn describe(&self, tensor: u32) -> String {
         let shape = self.index.tensor(tensor).shape;
         let name = self.index.name(tensor);
         format!("{name:?} is {} {:?}", self.dtype(tensor), shape.as_slice())
     }
 
-    /// The sizes of the last two dimensions, and of those before them.
+    /// Returns the leading sizes, and the sizes of the last two dimensions.
     fn matrix<'s>(&self, name: &str, shape: &'s [u64]) -> Result<(&'s [u64], u64, u64)> {
         match shape {
             [lead @ .., rows, columns] => Ok((lead, *rows, *columns)),
@@ -178,7 +177,7 @@ impl Detector<'_> {
         }
     }
 
-    /// Raises unless a scale has one of the dtypes, and the sizes.
+    /// Returns an error unless a scale has one of the dtypes, and the sizes.
     fn check_scale(&self, name: &str, scale: u32, dtypes: &[&str], sizes: &[u64]) -> Result<()> {
         let shape = self.index.tensor(scale).shape;
         if !dtypes.contains(&self.dtype(scale)) {
@@ -196,7 +195,7 @@ impl Detector<'_> {
         Ok(())
     }
 
-    /// A tensor that may be the codes of a weight of its name.
+    /// Adds a weight if a tensor with its name contains codes.
     fn weight(&mut self, codes: u32, name: &str) -> Result<()> {
         let scale = self.beside(name, "_scale_inv").or_else(|| self.beside(name, "_scale"));
         let Some(scale) = scale else { return Ok(()) };
@@ -225,7 +224,7 @@ impl Detector<'_> {
         let is_one = scales.iter().all(|&size| size == 1) && lead.iter().all(|&size| size == 1);
         let is_inverse = self.index.name(scale).ends_with("_inv");
         let block = match (scales.strip_prefix(lead), self.config.block) {
-            // The configuration tells how many there should be.
+            // The configuration has their number.
             (Some([_, _]), Some(block)) if is_inverse => block,
             _ if is_one => [rows, columns],
             (Some([1, 1]), _) => [rows, columns],
@@ -266,7 +265,7 @@ impl Detector<'_> {
         Ok(())
     }
 
-    /// The codes of compressed-tensors, beside which the weight's name is free.
+    /// Adds a weight from codes of compressed-tensors, where no tensor has the weight's own name.
     fn packed(&mut self, codes: u32, name: &str) -> Result<()> {
         let Some(scale) = self.beside(name, "_scale") else {
             return self.bad(name, format!("it has no {name}_scale"));
@@ -303,14 +302,14 @@ impl Detector<'_> {
             return self.bad(name, format!("{words} words a row are too many"));
         };
         let shape_part = self.beside(name, "_shape");
-        // Rows that end within a word can look like those of whole words with longer groups.
-        // A single group may be longer than the rows.
+        // Rows that end inside a word can look like rows of full words with longer groups. A single
+        // group may be longer than the rows.
         let fills =
             |group: &u64| Some(most) == group.checked_mul(groups) && group.is_multiple_of(8);
         let is_even = groups > 1 && self.config.groups.iter().any(fills);
         let columns = match shape_part {
-            // A model can have tens of thousands of weights of a few sizes: one look at each size
-            // does where whole words make whole groups.
+            // A model can have tens of thousands of weights of a few sizes. If full words make full
+            // groups, one look at each size is enough.
             Some(part) if !is_even || !self.whole.contains(&[rows, words]) => {
                 self.columns(name, part, rows, words)?
             }
@@ -337,7 +336,8 @@ impl Detector<'_> {
         Ok(())
     }
 
-    /// The columns of a group. Without a configuration all groups of a row are of one size.
+    /// Returns the columns of a group. Without a configuration, all groups of a row have the same
+    /// size.
     fn group(&self, name: &str, scale: u32, columns: u64, groups: u64) -> Result<u64> {
         let known = &self.config.groups;
         let mut fitting: Vec<u64> = if known.is_empty() {
@@ -359,7 +359,7 @@ impl Detector<'_> {
         self.bad(name, format!("{scale}, and {has} groups of {sizes} for {columns} columns"))
     }
 
-    /// The columns that a stored shape tells.
+    /// Returns the number of columns in a stored shape.
     fn columns(&mut self, name: &str, part: u32, rows: u64, words: u64) -> Result<u64> {
         let told = (self.read_shape)(part)?;
         match told.as_slice() {
@@ -401,7 +401,8 @@ impl Detector<'_> {
         Ok(())
     }
 
-    /// Raises for what looks like a part of a quantized weight, and is none of those found.
+    /// Returns an error for a tensor that looks like a part of a quantized weight, but belongs to
+    /// none.
     fn check_rest(&mut self, is_configured: bool) -> Result<()> {
         for tensor in 0..self.index.tensor_count() {
             let view = self.index.tensor(tensor);

@@ -1,5 +1,6 @@
-//! Codes and scales to numbers: pure functions, in float32 with one rounding to the target.
-#![allow(unsafe_code)] // Functions for AVX2 and AVX-512 are unsafe to call: a CPU may lack these.
+//! Decoding of codes and scales to numbers: pure functions, in float32 with one rounding to the
+//! target.
+#![allow(unsafe_code)] // Functions for AVX2 and AVX-512 are unsafe to call, as a CPU may lack them.
 #![expect(
     clippy::inline_always,
     reason = "what is inlined is compiled for AVX2, and vectorized, with its caller"
@@ -14,7 +15,7 @@ pub enum Code {
     E4m3,
     /// Two `float4_e2m1fn`, the first in the low half.
     E2m1,
-    /// Two integers from 0 to 15, the first in the low half, which stand for 8 less.
+    /// Two integers from 0 to 15, the first in the low half. Each stands for 8 less.
     Int4,
 }
 
@@ -35,19 +36,19 @@ pub struct Row<'a> {
     pub code: Code,
     /// The codes.
     pub bytes: &'a [u8],
-    /// Codes to pass over in the first byte.
+    /// Codes to skip in the first byte.
     pub skip: usize,
-    /// A scale for each group of columns, from that of the first column on.
+    /// A scale for each group of columns, beginning with the group of the first column.
     pub scales: &'a [f32],
-    /// Zero points, subtracted from the codes of each group; empty for none.
+    /// Zero points, which are subtracted from the codes of each group; empty for none.
     pub zeros: &'a [f32],
     /// Columns of a group.
     pub group: usize,
-    /// Columns of the first group that come before the row.
+    /// Columns of the first group before the row.
     pub before: usize,
 }
 
-/// Columns that are decoded at a time: their numbers stay in the first-level cache.
+/// Columns that are decoded together. Their numbers stay in the first-level cache.
 const STEP: usize = 2048;
 
 /// Decodes a row into `out`, which is a whole number of elements of `target`.
@@ -64,13 +65,13 @@ pub fn decode(row: Row<'_>, target: Target, out: &mut [u8]) {
     decode_any(row, target, out);
 }
 
-/// Decoded elements for each byte of codes under one scale, in `SIZE` bytes.
+/// The decoded elements of each possible byte of codes under one scale, in `SIZE` bytes.
 pub type Table<const SIZE: usize> = [[u8; SIZE]; 256];
 
-/// The table of a scale. `SIZE` is that of the elements that one byte holds.
+/// Returns the table of a scale. `SIZE` is the size of the elements of one byte of codes.
 ///
 /// # Panics
-/// If it is another.
+/// If `SIZE` is another size.
 pub fn table<const SIZE: usize>(code: Code, scale: f32, target: Target) -> Table<SIZE> {
     let bytes: Vec<u8> = (0..=u8::MAX).collect();
     let row = Row {
@@ -88,7 +89,7 @@ pub fn table<const SIZE: usize>(code: Code, scale: f32, target: Target) -> Table
     table
 }
 
-/// Decodes by a table: of 16 bits for each element, that is twice as fast as arithmetic.
+/// Decodes with a table. For elements of 16 bits this is twice as fast as arithmetic.
 pub fn look_up<const SIZE: usize>(table: &Table<SIZE>, bytes: &[u8], out: &mut [u8]) {
     let count = bytes.len().min(out.len() / SIZE);
     let (bytes, out) = (&bytes[..count], &mut out[..SIZE * count]);
@@ -107,7 +108,7 @@ pub fn look_up<const SIZE: usize>(table: &Table<SIZE>, bytes: &[u8], out: &mut [
     }
 }
 
-/// Look-ups of 32 elements of 16 bits at a time, in tables that lie in registers.
+/// Look-ups of 32 elements of 16 bits at a time, in tables in registers.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod avx512 {
     use std::arch::x86_64::{
@@ -150,7 +151,7 @@ mod avx512 {
                 _mm_maskz_loadu_epi8(u16::MAX >> (LANES / 2 - bytes.len()), bytes.as_ptr().cast())
             };
             let codes = _mm512_cvtepu8_epi32(codes);
-            // Twice each half, in 16 bits of its own.
+            // Each half twice, in 16 bits of its own.
             let lower = _mm512_and_si512(_mm512_slli_epi32(codes, 1), _mm512_set1_epi32(0x1e));
             let upper =
                 _mm512_and_si512(_mm512_slli_epi32(codes, 13), _mm512_set1_epi32(0x1e << 16));
@@ -162,11 +163,11 @@ mod avx512 {
     #[target_feature(enable = "avx512bw")]
     fn load(table: &[u8], first: usize) -> __m512i {
         let bytes: &[u8; 2 * LANES] = table[2 * first..].first_chunk().expect("256 elements");
-        // SAFETY: they are as long as a register.
+        // SAFETY: the elements are as long as a register.
         unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
     }
 
-    /// Stores the first elements, as many as `out` has room for.
+    /// Stores as many elements as fit in `out`.
     #[target_feature(enable = "avx512bw")]
     fn store(elements: __m512i, out: &mut [u8]) {
         let mask = u32::MAX >> (LANES - (out.len() / 2).min(LANES));
@@ -186,7 +187,7 @@ fn decode_any(row: Row<'_>, target: Target, out: &mut [u8]) {
     let mut numbers = [0_f32; STEP];
     let (size, per_byte) = (target.size(), row.code.per_byte());
     let count = row.skip + out.len() / size;
-    // Places in the row count from the first code of the first byte.
+    // Positions in the row count from the first code of the first byte.
     let mut begin = 0;
     while begin < count {
         let end = count.min(begin + STEP);
@@ -225,7 +226,8 @@ fn each_half(bytes: &[u8], numbers: &mut [f32], number: impl Fn(u8) -> f32) {
     }
 }
 
-/// Multiplies the numbers of each group, from column `first` of the row on, with its scale.
+/// Multiplies the numbers of each group with its scale. The numbers begin at column `first` of the
+/// row.
 #[inline(always)]
 fn scale(row: Row<'_>, first: usize, numbers: &mut [f32]) {
     let mut at = 0;
@@ -249,12 +251,12 @@ fn store<const SIZE: usize>(numbers: &[f32], out: &mut [u8], bytes: impl Fn(f32)
     }
 }
 
-/// The number that a `float8_e4m3fn` stands for.
+/// Returns the value of a `float8_e4m3fn`.
 #[inline(always)]
 pub fn e4m3(code: u8) -> f32 {
     let (sign, magnitude) = (u32::from(code & 0x80) << 24, u32::from(code & 0x7f));
     // Below 8, the code is a multiple of the smallest number, 2^-9. No float32 here is subnormal,
-    // which CPUs are slow with.
+    // since CPUs are slow with those.
     let small = (f32::from(code & 0x7f) * (1.0 / 512.0)).to_bits();
     let large = (magnitude << 20) + (120 << 23);
     let bits = if magnitude < 8 { small } else { large };
@@ -264,7 +266,7 @@ pub fn e4m3(code: u8) -> f32 {
 
 const NAN: u32 = 0x7fc0_0000;
 
-/// The number that a `float4_e2m1fn` stands for, of the low half of a byte.
+/// Returns the value of a `float4_e2m1fn` in the low half of a byte.
 #[inline(always)]
 pub fn e2m1(code: u8) -> f32 {
     // Twice the magnitudes: 0, 1, 2, 3, 4, 6, 8, 12.
@@ -273,7 +275,7 @@ pub fn e2m1(code: u8) -> f32 {
     f32::from_bits((f32::from(twice) * 0.5).to_bits() | u32::from(code & 8) << 28)
 }
 
-/// The power of two that a `float8_e8m0fnu` stands for.
+/// Returns the value of a `float8_e8m0fnu`, a power of two.
 #[inline(always)]
 pub fn e8m0(code: u8) -> f32 {
     f32::from_bits(match code {
@@ -283,12 +285,12 @@ pub fn e8m0(code: u8) -> f32 {
     })
 }
 
-/// The number that a `bfloat16` stands for.
+/// Returns the value of a `bfloat16`.
 pub fn from_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// The number that a `float16` stands for.
+/// Returns the value of a `float16`.
 pub fn from_f16(bits: u16) -> f32 {
     let (sign, magnitude) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
     let bits = match magnitude {
@@ -300,7 +302,7 @@ pub fn from_f16(bits: u16) -> f32 {
     f32::from_bits(bits | sign)
 }
 
-/// The nearest `bfloat16`, of two the even one.
+/// Returns the nearest `bfloat16`, ties to even.
 #[inline(always)]
 pub fn bf16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -308,13 +310,13 @@ pub fn bf16(x: f32) -> u16 {
     low_half(if x.is_nan() { NAN >> 16 } else { rounded })
 }
 
-/// The nearest `float16`, of two the even one.
+/// Returns the nearest `float16`, ties to even.
 #[inline(always)]
 pub fn f16(x: f32) -> u16 {
     let (sign, bits) = (x.to_bits() >> 16 & 0x8000, x.to_bits() & 0x7fff_ffff);
-    // From 2^-14 on: drops 13 bits of the fraction, and 112 from the exponent.
+    // From 2^-14 on: drop 13 bits of the fraction, and subtract 112 from the exponent.
     let normal = (bits.wrapping_add(0xfff + (bits >> 13 & 1)) >> 13).wrapping_sub(112 << 10);
-    // Below: a sum with 0.5 has its last bit at 2^-24, as these have.
+    // Below: the last bit of a sum with 0.5 is worth 2^-24, like that of these numbers.
     let small = (f32::from_bits(bits) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
     let rounded = if bits < 113 << 23 { small } else { normal };
     let rounded = if bits >= 143 << 23 { 0x7c00 } else { rounded };

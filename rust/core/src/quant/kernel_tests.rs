@@ -1,4 +1,4 @@
-//! Codes and scales to numbers, beside slow and plain arithmetic.
+//! Decoding of codes and scales, compared with slow and plain arithmetic.
 
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, clippy::float_cmp)] // small numbers, to the bit
 
@@ -9,7 +9,7 @@ use super::kernel::{
     Code, Row, bf16, decode, e2m1, e4m3, e8m0, f16, from_bf16, from_f16, look_up, table,
 };
 
-/// A small float by its definition: sign, exponent and fraction.
+/// Computes a small float by its definition: sign, exponent and fraction.
 fn small_float(code: u8, exponent_bits: u32, fraction_bits: u32, bias: i32) -> f64 {
     let magnitude = u32::from(code) & ((1 << (exponent_bits + fraction_bits)) - 1);
     let (exponent, fraction) = (magnitude >> fraction_bits, magnitude & ((1 << fraction_bits) - 1));
@@ -61,7 +61,7 @@ fn sixteen_bits_go_there_and_back() {
     }
 }
 
-/// The nearest of two neighbours, by float64, which holds all of these numbers.
+/// Returns the nearest of two neighbours, with float64, which represents all of these numbers.
 fn nearest(x: f32, from: impl Fn(u16) -> f32, infinity: u16) -> u16 {
     let magnitude = f64::from(x.abs());
     let (mut low, mut high) = (0, infinity);
@@ -73,7 +73,7 @@ fn nearest(x: f32, from: impl Fn(u16) -> f32, infinity: u16) -> u16 {
             high = middle;
         }
     }
-    // Above the largest number, infinity begins to be nearer.
+    // Above the largest number, infinity becomes nearer.
     let above = if high == infinity {
         2.0 * f64::from(from(low)) - f64::from(from(low - 1))
     } else {
@@ -100,14 +100,14 @@ proptest! {
         prop_assert_eq!(f16(x), nearest(x, from_f16, 0x7c00));
     }
 
-    /// Halves of the way between two `float16` are rare among random bits.
+    /// Midpoints between two `float16` are rare among random bits.
     #[test]
     fn rounds_ties_to_even(bits in 0_u16..0x7bff, negative: bool) {
         let tie = f32::midpoint(from_f16(bits), from_f16(bits + 1)) * if negative { -1.0 } else { 1.0 };
         prop_assert_eq!(f16(tie), nearest(tie, from_f16, 0x7c00));
     }
 
-    /// By AVX-512 where the CPU has it. Nothing is written beyond the elements.
+    /// Uses AVX-512 if the CPU has it. Nothing is written beyond the elements.
     #[test]
     fn looks_up_what_is_in_the_table(
         bytes in prop::collection::vec(any::<u8>(), 0..100),
@@ -128,7 +128,7 @@ proptest! {
         prop_assert_eq!(&out[4 * bytes.len()..], [7; 64]);
     }
 
-    /// Whatever the place in the row, and wherever groups begin.
+    /// At any position in the row, and wherever groups begin.
     #[test]
     fn a_row_is_its_codes_by_their_scales(
         code in prop::sample::select(vec![Code::E4m3, Code::E2m1, Code::Int4]),

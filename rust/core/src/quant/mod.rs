@@ -1,7 +1,7 @@
-//! Quantized weights: which stored tensors make up a logical one, and the numbers that they stand
-//! for. No I/O.
+//! Quantized weights: the stored tensors that make up a logical one, and the numbers that they
+//! stand for. No I/O.
 //!
-//! A checkpoint holds codes of 4 or 8 bits and a scale for each block of them. `detect` finds these
+//! A checkpoint has codes of 4 or 8 bits, and a scale for each block of codes. `detect` finds these
 //! parts by the configuration and by their names, and describes each weight as a [`Coded`] tensor.
 //! The read engine reads the parts of a window and [decodes](Coded::decode) it.
 
@@ -24,7 +24,7 @@ use crate::{Dtype, Error, Result};
 pub use config::Config;
 pub use detect::{Found, detect};
 
-/// The dtype that weights become.
+/// The dtype of decoded weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// `bfloat16`
@@ -36,7 +36,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// The target with torch's name, if it is one.
+    /// Returns the target with this name in torch.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
@@ -47,7 +47,7 @@ impl Target {
         }
     }
 
-    /// As a dtype.
+    /// Returns the target as a dtype.
     ///
     /// # Panics
     /// Never: the table of dtypes has all three.
@@ -61,7 +61,7 @@ impl Target {
         Dtype::from_name(name).expect("it is in the table")
     }
 
-    /// Bytes of an element.
+    /// Returns the size of an element in bytes.
     const fn size(self) -> usize {
         match self {
             Self::BFloat16 | Self::Float16 => 2,
@@ -79,7 +79,7 @@ pub enum Format {
     Mxfp4,
     /// Eight integers of 4 bits in an `int32`.
     Int4,
-    /// Two numbers in a byte. Scales are `float8_e4m3fn`, and are scaled themselves.
+    /// Two numbers in a byte. Scales are `float8_e4m3fn`, and have a scale themselves.
     Nvfp4,
 }
 
@@ -95,7 +95,7 @@ impl Format {
         }
     }
 
-    /// The columns and the bytes of what is not cut.
+    /// Returns the columns and the bytes of an indivisible unit.
     const fn unit(self) -> (u64, u64) {
         match self {
             Self::Fp8 => (1, 1),
@@ -114,7 +114,7 @@ impl Format {
     }
 }
 
-/// A logical tensor of at least two dimensions, by the stored tensors that it is made of.
+/// A logical tensor of at least two dimensions, described by its stored tensors.
 pub struct Coded {
     /// The index that has the stored tensors.
     pub index: Arc<Index>,
@@ -124,7 +124,7 @@ pub struct Coded {
     pub target: Target,
     /// Format of its codes.
     pub format: Format,
-    /// Rows and columns that share a scale. The last ones may be fewer.
+    /// Rows and columns that share a scale. The last blocks may have fewer.
     pub block: [u64; 2],
     /// The codes.
     pub codes: u32,
@@ -132,7 +132,7 @@ pub struct Coded {
     pub scale: u32,
     /// Zero points, packed like the codes but along the rows.
     pub zeros: Option<u32>,
-    /// Global scale: the scales are multiplied by it or, if true, divided.
+    /// Global scale. The scales are multiplied by it, or divided if the flag is true.
     pub global: Option<(u32, bool)>,
 }
 
@@ -142,33 +142,34 @@ impl fmt::Debug for Coded {
     }
 }
 
-/// A region of a stored tensor, and the bytes that it takes.
+/// A region of a stored tensor.
 pub struct StoredRegion {
     /// The tensor.
     pub tensor: u32,
     /// Region of it.
     pub region: Region,
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub itemsize: u64,
 }
 
 impl StoredRegion {
-    /// Bytes of all elements.
+    /// Returns the bytes of all elements.
     #[must_use]
     pub fn length(&self) -> u64 {
         self.region.sizes.iter().product::<u64>() * self.itemsize
     }
 }
 
-/// The steps of `step` that `begin..begin + count` lies in: the first, and how many.
+/// Returns the steps of length `step` that contain `begin..begin + count`: the first, and their
+/// number.
 fn steps(begin: u64, count: u64, step: u64) -> (u64, u64) {
     let first = begin / step;
     (first, (begin + count).div_ceil(step) - first)
 }
 
 impl Coded {
-    /// The stored parts of a rectangle: codes, scales, and what else there is of zeros and of a
-    /// global scale.
+    /// Returns the stored parts of a rectangle: codes, scales and, if there are any, zero points
+    /// and the global scale.
     #[must_use]
     pub fn parts(&self, offsets: &[u64], sizes: &[u64]) -> SmallVec<[StoredRegion; 4]> {
         let lead = self.shape.len() - 2;
@@ -206,14 +207,14 @@ impl Coded {
         parts
     }
 
-    /// Decodes a rectangle into `out`, in row-major order. `stored` are the bytes of its
-    /// [parts](Self::parts), in their order.
+    /// Decodes a rectangle into `out`, in row-major order. `stored` has the bytes of its
+    /// [parts](Self::parts), in the same order.
     ///
     /// # Errors
-    /// [`Error::Internal`] for parts of another dtype than [`detect`] lets pass.
+    /// [`Error::Internal`] for a part with a dtype that [`detect`] does not accept.
     ///
     /// # Panics
-    /// If `stored` or `out` have other lengths than the rectangle has.
+    /// If `stored` or `out` do not have the lengths of the rectangle.
     pub fn decode(
         &self,
         offsets: &[u64],
@@ -265,7 +266,7 @@ impl Coded {
         Ok(())
     }
 
-    /// Decodes by tables, where each is used often enough: false, and nothing is done, where not.
+    /// Decodes with tables if each is used often enough. Otherwise returns false and does nothing.
     fn look_up(
         &self,
         offsets: &[u64],
@@ -300,7 +301,7 @@ impl Coded {
                 }
                 true
             }
-            // A byte each: there are few scales, and they come again and again.
+            // Scales of one byte: there are few different ones, and they recur.
             Format::Mxfp4 | Format::Nvfp4
                 if column % wide == 0 && of.columns.is_multiple_of(2) && scales.len() >= OFTEN =>
             {
@@ -322,7 +323,7 @@ impl Coded {
         }
     }
 
-    /// The scales of a rectangle, with the global one.
+    /// Returns the scales of a rectangle, multiplied by the global one.
     fn scales(&self, stored: &[&[u8]]) -> Result<Vec<f32>> {
         let mut scales = self.numbers(self.scale, stored[1])?;
         if let (Some((global, divides)), Some(bytes)) = (self.global, stored.last()) {
@@ -334,7 +335,7 @@ impl Coded {
         Ok(scales)
     }
 
-    /// The elements of a stored tensor of scales.
+    /// Returns the elements of a stored tensor of scales.
     fn numbers(&self, tensor: u32, bytes: &[u8]) -> Result<Vec<f32>> {
         let words = || bytes.chunks_exact(2).map(|word| u16::from_le_bytes([word[0], word[1]]));
         let name = self.index.tensor(tensor).dtype.map_or("bytes", Dtype::name);
@@ -351,8 +352,8 @@ impl Coded {
     }
 }
 
-/// A rectangle whose parts are in memory: its rows and columns, the bytes of a row of codes, and
-/// its groups of columns.
+/// A rectangle with its parts in memory: its rows and columns, the bytes of a row of codes, and its
+/// groups of columns.
 struct Rectangle {
     rows: usize,
     columns: usize,
@@ -360,10 +361,10 @@ struct Rectangle {
     groups: usize,
 }
 
-/// Elements, or scales, for which tables are worth making.
+/// Number of elements, or of scales, that makes tables worthwhile.
 const OFTEN: usize = 2048;
 
-/// For sizes of what is in memory.
+/// Converts the size of something in memory.
 fn usize_of(value: u64) -> usize {
     usize::try_from(value).expect("it is in memory")
 }
