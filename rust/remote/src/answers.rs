@@ -1,5 +1,5 @@
-//! Classification of a client's errors: whether to try again, and the message for the caller. A
-//! message has only the server's error code, as an error's body may repeat signed data.
+//! Classification of a client's errors: whether to retry, and the message for the caller. A message
+//! only has the server's error code, since the body of an error may repeat signed data.
 
 use std::error::Error as StdError;
 use std::path::Path;
@@ -10,8 +10,8 @@ use object_store::client::{HttpError, HttpErrorKind};
 use crate::secrets::Secrets;
 use crate::transport::{Refused, plain};
 
-/// Codes of errors that pass, whatever the status: AWS's own clients try these again, and S3 sends
-/// some with 400 or 409.
+/// Codes of temporary errors, whatever the status. AWS's own clients retry them, and S3 sends some
+/// with 400 or 409.
 const PASSING: &[&str] = &[
     "BandwidthLimitExceeded",
     "ConditionalRequestConflict",
@@ -29,7 +29,7 @@ const PASSING: &[&str] = &[
     "ThrottlingException",
     "TooManyRequestsException",
 ];
-/// Codes that blame the credentials, which S3 sends with 400 or with 403.
+/// Codes for bad credentials. S3 sends them with 400 or 403.
 const CREDENTIALS: &[&str] = &[
     "AuthenticationFailed",
     "ExpiredToken",
@@ -42,7 +42,7 @@ const CREDENTIALS: &[&str] = &[
     "TokenRefreshRequired",
 ];
 
-/// Why one attempt failed.
+/// Reason why one attempt failed.
 #[derive(Debug)]
 pub struct Failure {
     pub kind: StorageFault,
@@ -55,7 +55,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// One that another try may mend.
+    /// Returns a failure after which a retry may succeed.
     pub fn passing(reason: impl Into<String>) -> Self {
         Self {
             kind: StorageFault::Failed,
@@ -66,7 +66,7 @@ impl Failure {
         }
     }
 
-    /// One that stays.
+    /// Returns a permanent failure.
     pub fn lasting(kind: StorageFault, reason: impl Into<String>) -> Self {
         Self {
             kind,
@@ -100,11 +100,11 @@ impl Failure {
         let told = told(error, text, status);
         match (error, status) {
             (E::NotFound { .. }, _) => Self::lasting(StorageFault::NotFound, told),
-            // S3 says 404 of an object that was to be replaced and is not there.
+            // S3 answers 404 if an object to replace does not exist.
             (E::Precondition { .. }, _) => Self::lasting(StorageFault::Precondition, told),
-            // Answer to a listing.
+            // The answer to a listing.
             (_, Some(404)) if is_no_bucket(text) => Self::lasting(StorageFault::NotFound, told),
-            // Not of the object: an endpoint that gives credentials has none, for now.
+            // Not about an object: the service for credentials has none, for now.
             (_, Some(404)) => Self { kind: StorageFault::Denied, ..Self::passing(told) },
             (E::PermissionDenied { .. } | E::Unauthenticated { .. }, _) | (_, Some(401 | 403)) => {
                 if code(text) == Some("RequestTimeTooSkewed") {
@@ -118,18 +118,19 @@ impl Failure {
             (_, Some(status)) if blames_credentials(status, text) => {
                 Self::lasting(StorageFault::Denied, told)
             }
-            // 409: another write of the object is under way, and this one was not done.
+            // 409: another write of the object is in progress, and this one was not carried out.
             (_, Some(400 | 409)) if code(text).is_some_and(|code| PASSING.contains(&code)) => {
                 Self::passing(told)
             }
-            // The client says of every 409 that the object exists: a policy may protect it instead.
+            // The client reports every 409 as an existing object, but a policy may protect the
+            // object instead.
             (_, Some(409)) if code(text).is_some_and(|code| !code.ends_with("AlreadyExists")) => {
                 Self::lasting(StorageFault::Failed, told)
             }
             (E::AlreadyExists { .. }, _) | (_, Some(412)) => {
                 Self::lasting(StorageFault::Precondition, told)
             }
-            // A missing feature or lack of room does not pass.
+            // A missing feature, or a lack of space, is permanent.
             (_, Some(501 | 507)) => Self::lasting(StorageFault::Failed, told),
             (_, Some(408 | 409 | 429 | 500..=599)) => Self::passing(told),
             (_, Some(_)) => Self::lasting(StorageFault::Failed, told),
@@ -141,7 +142,7 @@ impl Failure {
                     Self::lasting(StorageFault::Failed, told)
                 }
                 Some(_) => Self::passing(told),
-                // An S3 answer that begins well and then says that it failed.
+                // S3 can report a failure in the body of a successful answer.
                 None if text.contains("InternalError") || text.contains("SlowDown") => {
                     Self::passing(told)
                 }
@@ -150,7 +151,7 @@ impl Failure {
         }
     }
 
-    /// As the error of a call.
+    /// Converts the failure to the error of a call.
     pub fn into_error(
         self,
         action: &'static str,
@@ -168,7 +169,7 @@ impl Failure {
     }
 }
 
-/// Everything an error says, and what is under it.
+/// Returns the texts of an error and of all its causes.
 fn chain(error: &dyn StdError) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -180,13 +181,13 @@ fn chain(error: &dyn StdError) -> String {
     text
 }
 
-/// The status that a server answered with: the client does not give it but in words.
+/// Returns the status of a server's answer, which the client only gives in its text.
 fn status(text: &str) -> Option<u16> {
     let (_, after) = text.split_once("status code: ")?;
     after.get(..3)?.parse().ok()
 }
 
-/// The code in the body of an answer of S3 or Azure.
+/// Returns the code in the body of an answer of S3 or Azure.
 fn code(text: &str) -> Option<&str> {
     let (_, after) = text.split_once("<Code>")?;
     let (code, _) = after.split_once("</Code>")?;
@@ -195,7 +196,7 @@ fn code(text: &str) -> Option<&str> {
     is_code.then_some(code)
 }
 
-/// Names the region of the bucket, if the answer does.
+/// Names the region of the bucket, if the answer has it.
 fn other_region(text: &str) -> String {
     let inner = |(_, after): (&str, &'_ str)| Some(plain(after.split_once("</Region>")?.0));
     match text.split_once("<Region>").and_then(inner) {
@@ -204,11 +205,12 @@ fn other_region(text: &str) -> String {
     }
 }
 
-/// Returns whether an answer says that the credentials are wrong or expired: new ones may work.
+/// Returns whether an answer says that the credentials are wrong or expired, so that new ones may
+/// help.
 pub fn blames_credentials(status: u16, text: &str) -> bool {
     match (status, code(text)) {
         (400 | 401 | 403, Some(code)) => CREDENTIALS.contains(&code),
-        // A HEAD is answered without a code.
+        // The answer to a HEAD request has no code.
         (401 | 403, None) => true,
         _ => false,
     }
@@ -232,7 +234,7 @@ fn transport(error: &(dyn StdError + 'static)) -> Option<HttpErrorKind> {
     found::<HttpError>(error).map(HttpError::kind)
 }
 
-/// The error of this type, here or underneath.
+/// Returns the error of this type among an error and its causes.
 fn found<'a, E: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Option<&'a E> {
     let mut next = Some(error);
     while let Some(error) = next {
@@ -244,7 +246,7 @@ fn found<'a, E: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Opti
     None
 }
 
-/// A sentence for people.
+/// Returns a message for people.
 fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String {
     if let Some(status) = status {
         return match (code(text), status) {
@@ -305,7 +307,7 @@ fn innermost(error: &dyn StdError) -> String {
     while let Some(source) = error.source() {
         error = source;
     }
-    // URLs of requests may be signed.
+    // Removes URLs, since those of requests may be signed.
     let text = error.to_string();
     text.split(' ').filter(|word| !word.contains("://")).collect::<Vec<_>>().join(" ")
 }
@@ -366,7 +368,7 @@ mod tests {
             implementer: "S3".into(),
         };
         assert!(!Failure::of(&refused).may_be_done());
-        // An answer without what a client asks of it.
+        // An answer that lacks what a client requires.
         assert!(generic("ETag Header missing from response").may_be_done());
     }
 

@@ -1,4 +1,4 @@
-//! From a URL and options to a client.
+//! Construction of clients from a URL and options.
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::Path;
@@ -31,14 +31,14 @@ pub enum StoreKind {
     Http,
 }
 
-/// Time limits and numbers of attempts of a request.
+/// Limits on the time and the attempts of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Since it last got anywhere.
+    /// Time limit without progress.
     pub time: Duration,
-    /// After the first; by default only the time bounds them.
+    /// Retries after the first attempt. By default only the time is limited.
     pub retries: u32,
-    /// Without a byte, until one is taken as lost.
+    /// Time limit without a byte, after which a request counts as lost.
     pub silence: Duration,
     /// Time without progress until a notice.
     pub notice: Duration,
@@ -55,16 +55,16 @@ impl Default for Limits {
     }
 }
 
-/// Location of a store, and its options. They may be secret, so there is no `Debug`.
+/// Location of a store, and its options. Options may be secret, so there is no `Debug`.
 pub struct Config {
     pub root: String,
     pub kind: StoreKind,
     pub limits: Limits,
     pub secrets: Secrets,
-    /// Bucket or container; of a server, its URL.
+    /// Bucket or container; for a server, its URL.
     place: String,
     options: Vec<(String, String)>,
-    /// A file of certificates, in place of those that the system trusts.
+    /// A file of certificates that replaces those of the system.
     authorities: Option<String>,
 }
 
@@ -72,7 +72,7 @@ pub struct Config {
 #[derive(Clone)]
 pub struct Client {
     pub objects: Arc<dyn ObjectStore>,
-    /// Client for objects in parts; `None` if the store is read only.
+    /// Client for objects in parts; `None` if the store is read-only.
     pub parts: Option<Arc<dyn MultipartStore>>,
     /// Client that lists objects page by page; `None` for a server of plain files.
     pub pages: Option<Arc<dyn PaginatedListStore>>,
@@ -97,13 +97,13 @@ impl Client {
     }
 }
 
-/// Builder of S3 clients for copies, each of which names the tag that the source must have. The
-/// client's condition that the new name is free is replaced by that one: no other save uses the
+/// Builder of S3 clients for copies. Each client demands the tag of one source. The client's own
+/// condition, that the new name is free, is replaced by that one, because no other save uses the
 /// name. All clients share one pool of connections.
 pub struct Copying(AmazonS3Builder);
 
 impl Copying {
-    /// Builds a client that copies only an object with this tag
+    /// Builds a client that copies an object only if it has this tag
     /// ([`CopyMode::Create`](object_store::CopyMode::Create)).
     pub fn only(&self, tag: &str) -> object_store::Result<Arc<dyn ObjectStore>> {
         let asks = S3CopyIfNotExists::Header("x-amz-copy-source-if-match".into(), tag.into());
@@ -111,7 +111,7 @@ impl Copying {
         Ok(Arc::new(store))
     }
 
-    /// A client whose requests all have this header.
+    /// Builds a client that sends this header with all requests.
     fn saying(&self, name: HeaderName, value: HeaderValue) -> object_store::Result<AmazonS3> {
         let options = client_options().with_default_headers(HeaderMap::from_iter([(name, value)]));
         self.0.clone().with_client_options(options).build()
@@ -194,7 +194,7 @@ impl Config {
         Ok(())
     }
 
-    /// Returns the settings for such a store in the environment.
+    /// Returns the environment variables for such a store.
     fn environment(&self) -> Vec<(String, String)> {
         let prefix = match self.kind {
             StoreKind::S3 => "AWS_",
@@ -209,7 +209,7 @@ impl Config {
             .collect()
     }
 
-    /// Returns a hash that tells this store and its options from others in this process.
+    /// Returns a hash that distinguishes this store and its options from others in this process.
     pub fn fingerprint(&self) -> u64 {
         let mut options = self.environment();
         options.extend_from_slice(&self.options);
@@ -219,17 +219,17 @@ impl Config {
         hasher.finish()
     }
 
-    /// A client, for one connection. Where the store asks to be left alone, `hold` says until when.
+    /// Builds a client for one connection. `hold` records how long the store asks for no requests.
     pub fn client(&self, hold: Arc<Hold>) -> Result<Client> {
         static PROVIDER: Once = Once::new();
         PROVIDER.call_once(|| {
-            // Another one that was installed does as well.
+            // Ignored: another provider that was installed before works as well.
             let _ = rustls::crypto::ring::default_provider().install_default();
         });
         let fingerprint = self.fingerprint();
         let transport = Transport::of_session(self.kind, fingerprint, self.certificates()?, hold);
         let (client, once) = (client_options(), once());
-        // The builders have no trait in common.
+        // The builders have no common trait.
         macro_rules! kept {
             ($kind:ident, $builder:expr) => {
                 credentials::$kind.get(fingerprint, || {
@@ -292,7 +292,7 @@ impl Config {
         built.map_err(|error| unsupported(format!("{}: {}", self.root, told(&error))))
     }
 
-    /// The authorities that are trusted, where they are not those of the system.
+    /// Returns the trusted certificates, unless they are those of the system.
     fn certificates(&self) -> Result<Option<Arc<[Certificate]>>> {
         let environment = || {
             let is_s3 = self.kind == StoreKind::S3;
@@ -310,7 +310,8 @@ impl Config {
     }
 
     fn s3(&self, client: ClientOptions) -> AmazonS3Builder {
-        // Not all that speaks like S3 knows how to remove many objects at a time; here one is.
+        // Some servers with the S3 protocol cannot remove many objects with one request. We remove
+        // them one by one.
         let builder = AmazonS3Builder::from_env()
             .with_client_options(client)
             .with_config(AmazonS3ConfigKey::DisableBulkDelete, "true");
@@ -319,8 +320,8 @@ impl Config {
     }
 
     /// Builds a client that removes an object only if it has this tag. The client has no condition
-    /// for removals, so the header goes with all of its requests. `None` for stores whose clients
-    /// cannot send one.
+    /// for removals, so it sends the header with all requests. Returns `None` for stores whose
+    /// clients cannot send one.
     pub fn removing(
         client: &Client,
         tag: &str,
@@ -331,8 +332,8 @@ impl Config {
         Ok(Some(Arc::new(copying.saying(IF_MATCH, tag)?)))
     }
 
-    /// Builds a client that completes an upload only if no object has its name; as
-    /// [`removing`](Self::removing).
+    /// Builds a client that completes an upload only if no object has its name. Like
+    /// [`removing`](Self::removing), it returns `None` for some stores.
     pub fn completing_new(
         client: &Client,
     ) -> object_store::Result<Option<Arc<dyn MultipartStore>>> {
@@ -343,8 +344,8 @@ impl Config {
         Ok(Some(Arc::new(store)))
     }
 
-    /// Gives a builder the options; what the environment says of the client itself was lost with
-    /// the options that were set before.
+    /// Passes the options to a builder. Also passes the options of the client itself from the
+    /// environment, which the builder lost when `with_client_options` replaced them.
     fn apply<B, K: std::str::FromStr>(&self, builder: B, with: impl Fn(B, K, String) -> B) -> B {
         let environment = self.environment();
         let client_only = environment.iter().filter(|(key, _)| {
@@ -358,7 +359,7 @@ impl Config {
         })
     }
 
-    /// Returns the object's name for a URL.
+    /// Returns the name of an object for its URL.
     pub fn name(&self, path: &Path) -> Result<object_store::path::Path> {
         let text =
             path.to_str().ok_or_else(|| unsupported(format!("{}: not UTF-8", path.display())))?;
@@ -379,19 +380,19 @@ impl Config {
 }
 
 fn client_options() -> ClientOptions {
-    // With HTTP/2 all requests would share one connection. Servers that are idle close theirs:
+    // With HTTP/2, all requests would share one connection. Servers close idle connections, but
     // those of a call are new.
     let client = ClientOptions::new().with_http1_only().with_pool_max_idle_per_host(1024);
-    // The time limit of a request depends on its size, and is set in this crate.
+    // The time limit of a request depends on its size, so this crate sets it.
     client.with_timeout_disabled()
 }
 
-/// Requests are tried again here, where a caller can stop it, and not by the client.
+/// Disables retries by the client. This crate retries, so that a caller can stop it.
 fn once() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
-/// Longest time that an option can set, in seconds: a year.
+/// Longest time of an option in seconds: a year.
 const LONGEST: f64 = 366.0 * 24.0 * 3600.0;
 
 fn seconds(key: &str, value: &str) -> Result<Duration> {

@@ -1,4 +1,4 @@
-//! Connection to a store for the length of a call.
+//! Connection to a store, which lasts as long as a call.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -22,12 +22,12 @@ use crate::session::{Session, Shared, as_seen};
 use crate::store::{self, Removal};
 use crate::{Seen, see};
 
-/// Threads that receive, at most: what a fast network card needs.
+/// Limit on receiving threads, enough for a fast network card.
 const MOST_THREADS: usize = 32;
-/// Bytes of an object that S3 copies, at most.
+/// Limit on the bytes of an object that S3 copies.
 const MOST_COPIED: u64 = 5 << 30;
 
-/// A connection. Dropped, it ends its threads.
+/// A connection. On drop it ends its threads.
 pub struct Connected {
     config: Arc<Config>,
     seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
@@ -46,7 +46,7 @@ impl Connected {
         Ok(Self { config, seen, session })
     }
 
-    /// Waits for a question and its answer.
+    /// Sends a request and waits for its answer.
     fn ask<T: Send + 'static, F>(
         &self,
         control: &Control,
@@ -58,7 +58,7 @@ impl Connected {
         self.session.wait(control, question(Arc::clone(&self.session.shared)))
     }
 
-    /// [`ask`](Self::ask), as one of so many requests in flight.
+    /// Does the same as [`ask`](Self::ask), within the limit on requests in flight.
     fn send<T: Send + 'static, F>(
         &self,
         control: &Control,
@@ -76,8 +76,8 @@ impl Connected {
     }
 }
 
-/// The objects right in a folder, and the prefixes of others. Each page is a request with time and
-/// retries of its own.
+/// Returns the objects directly in a folder, and the prefixes of all others. Each page is a request
+/// with its own time and retries.
 async fn list(
     shared: &Shared,
     pages: &dyn PaginatedListStore,
@@ -106,7 +106,7 @@ async fn list(
     }
 }
 
-/// `None` for what is not there.
+/// Converts the error for a missing object to `None`.
 fn if_there<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),

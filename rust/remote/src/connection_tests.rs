@@ -1,4 +1,4 @@
-//! One request that fails, or is given up, takes no other with it.
+//! A request that fails, or is abandoned, does not affect other requests.
 
 use std::sync::mpsc::channel;
 use std::thread;
@@ -6,7 +6,7 @@ use std::thread;
 use super::*;
 use crate::testing::{Reply, options, serve};
 
-/// More than sockets hold for a server that does not read.
+/// More bytes than sockets buffer for a server that does not read.
 const LARGE: usize = 32 << 20;
 
 fn connected(url: &str, more: &[(&str, &str)]) -> Connected {
@@ -25,8 +25,8 @@ fn kind(error: &Error) -> StorageFault {
     }
 }
 
-/// The first part is answered before it is sent, and the connection stays open; the others take
-/// their time.
+/// The first part is answered before it is sent, and its connection stays open. The other parts
+/// take their time.
 fn parts_beside(first: Reply) -> Vec<Result<String>> {
     let first = Mutex::new(Some(first));
     let (url, _) = serve(move |question, _| {
@@ -70,7 +70,7 @@ fn after_a_refusal_the_store_can_be_asked() {
     assert_eq!(connection.look(path, &control).unwrap(), Some(5));
 }
 
-/// The call waited until the client let go of memory that was lent to it.
+/// Once, the call waited until the client released borrowed memory.
 #[test]
 fn what_was_answered_does_not_wait_until_all_is_sent() {
     let (url, _) = serve(|_, _| Reply::ok("").early());

@@ -1,5 +1,5 @@
 //! Providers of credentials that live as long as the process. A role is asked for its credentials
-//! once, and again when they expire, not by every call.
+//! once, and again when they expire, but not in every call.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -8,14 +8,14 @@ use object_store::aws::AwsCredentialProvider;
 use object_store::azure::AzureCredentialProvider;
 use object_store::gcp::GcpCredentialProvider;
 
-/// Providers that are kept at most: a process may use new keys every hour.
+/// Limit on the providers, since a process may use new keys every hour.
 const MOST: usize = 64;
 
 pub static AWS: Kept<AwsCredentialProvider> = Kept(Mutex::new(None));
 pub static GOOGLE: Kept<GcpCredentialProvider> = Kept(Mutex::new(None));
 pub static AZURE: Kept<AzureCredentialProvider> = Kept(Mutex::new(None));
 
-/// The providers of one kind, by the fingerprint of a configuration.
+/// The providers of one kind of store, by the fingerprint of a configuration.
 pub struct Kept<P>(Mutex<Option<Of<P>>>);
 
 struct Of<P> {
@@ -24,7 +24,7 @@ struct Of<P> {
 }
 
 impl<P: Clone> Kept<P> {
-    /// The provider of this configuration. Making one asks nobody for anything.
+    /// Returns the provider of this configuration. Making one sends no request.
     pub fn get<E>(&self, fingerprint: u64, make: impl FnOnce() -> Result<P, E>) -> Result<P, E> {
         if let Some(Some(provider)) = self.with(|kept| kept.get(&fingerprint).cloned()) {
             return Ok(provider);
@@ -39,17 +39,19 @@ impl<P: Clone> Kept<P> {
         Ok(kept.unwrap_or(made))
     }
 
-    /// Makes the next call ask for new credentials: those of this configuration were refused.
+    /// Makes the next call ask for new credentials, because those of this configuration were
+    /// refused.
     pub fn forget(&self, fingerprint: u64) {
         self.with(|kept| kept.remove(&fingerprint));
     }
 
-    /// `None` if another thread uses it, or did when this process was forked: no one waits.
+    /// Returns `None` instead of waiting, if another thread uses the providers, or did so when this
+    /// process was forked.
     fn with<T>(&self, work: impl FnOnce(&mut HashMap<u64, P>) -> T) -> Option<T> {
         let mut kept = self.0.try_lock().ok()?;
         let process = std::process::id();
         if kept.as_ref().is_some_and(|of| of.process != process) {
-            // Its locks may be held by threads that are not in this process.
+            // Threads of the parent process may hold its locks.
             std::mem::forget(kept.take());
         }
         let new = || Of { process, providers: HashMap::new() };
@@ -57,7 +59,7 @@ impl<P: Clone> Kept<P> {
     }
 }
 
-/// Makes the next call ask for new credentials, whatever kind of store it is.
+/// Makes the next call ask for new credentials, for any kind of store.
 pub fn forget(fingerprint: u64) {
     AWS.forget(fingerprint);
     GOOGLE.forget(fingerprint);
@@ -75,7 +77,7 @@ mod tests {
         assert_eq!((get(1, 'a'), get(1, 'b'), get(2, 'c')), ('a', 'a', 'c'));
         kept.forget(1);
         assert_eq!(get(1, 'd'), 'd');
-        // As a fork sees it.
+        // The state in a fork.
         kept.0.lock().unwrap().as_mut().unwrap().process = 0;
         assert_eq!(get(1, 'e'), 'e');
         let held = kept.0.lock().unwrap();

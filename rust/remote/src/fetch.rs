@@ -1,5 +1,5 @@
-//! Fetch of one range of a file: it resumes where an answer was cut off, and copies bytes to their
-//! destinations as they come.
+//! Fetch of one range of a file. It resumes after an incomplete answer, and copies bytes to their
+//! destinations when they arrive.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::retry::RetryState;
 use crate::session::Shared;
 use crate::{Seen, see};
 
-/// A file of which parts are fetched.
+/// A file to fetch ranges of.
 pub struct File {
     pub path: PathBuf,
     pub name: object_store::path::Path,
@@ -38,7 +38,7 @@ pub async fn fetch(shared: Arc<Shared>, file: Arc<File>, mut range: FetchRange) 
     }
 }
 
-/// The first `most` bytes of a file, or all of a shorter one.
+/// Returns the first `most` bytes of a file, or all of a shorter one.
 pub async fn start(
     shared: &Shared,
     path: &Path,
@@ -58,10 +58,10 @@ pub async fn start(
     }
 }
 
-/// The beginning of a file so far.
+/// The start of a file so far.
 #[derive(Default)]
 struct Begun {
-    /// The version of the file in the first answer.
+    /// Version of the file in the first answer.
     seen: Option<Seen>,
     bytes: Vec<u8>,
 }
@@ -87,7 +87,7 @@ async fn begin(
             if failure.status != Some(416) || from > 0 {
                 return Err(failure);
             }
-            // No range of an empty file can be had: it is asked for whole.
+            // An empty file has no range, so request it whole.
             let asked = timeout(
                 retry.silence(),
                 shared.client.objects.get_opts(name, GetOptions::default()),
@@ -129,7 +129,7 @@ fn too_slow() -> Failure {
     Failure::passing("the store sends too slowly")
 }
 
-/// Reports a missing file, or one of another length, as it is reported for files on disk.
+/// Reports a missing file like one on disk, and any other failure as an error of the store.
 fn explain(shared: &Shared, file: &File, failure: Failure, retry: &RetryState) -> Error {
     match failure.kind {
         StorageFault::NotFound => Error::corrupt_file(&file.path, "the file is missing"),
@@ -137,7 +137,7 @@ fn explain(shared: &Shared, file: &File, failure: Failure, retry: &RetryState) -
     }
 }
 
-/// Delivers bytes of a range from `at` on, and moves `at`.
+/// Delivers bytes of a range from `at` on, and advances `at`.
 async fn attempt(
     shared: &Shared,
     file: &File,

@@ -1,9 +1,9 @@
-//! Object stores under `dcp-rs-core`: S3 and what speaks like it, Google Cloud Storage, Azure, and
-//! servers of plain files.
+//! Object stores for `dcp-rs-core`: S3 and compatible stores, Google Cloud Storage, Azure, and
+//! plain web servers.
 //!
-//! [`Store`] is the core's [`Remote`]. It only knows where it leads and what was seen there; a
-//! `Connection` has the runtime, its threads and the clients, and ends with the call that it was
-//! made for, so that nothing is left that a fork would break.
+//! [`Store`] implements the core's [`Remote`]. It only has the location and the versions of files
+//! that were seen. A `Connection` has the runtime, its threads and the clients. It ends with the
+//! call that it was made for, so that a fork finds nothing that it would break.
 
 #![forbid(unsafe_code)]
 
@@ -31,14 +31,14 @@ use dcp_rs_core::{Error, Result};
 use self::config::{Config, StoreKind};
 use self::connection::Connected;
 
-/// Version of a file when it was first seen; it must stay the same.
+/// Version of a file when it was first seen. It must not change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Seen {
     size: u64,
     tag: Option<String>,
-    /// A version that some stores have beside the tag, and compare in conditions.
+    /// A version that some stores have in addition to the tag, and compare in conditions.
     version: Option<String>,
-    /// In seconds: what tells of objects without a tag whether they are still the same.
+    /// Modification time in seconds, which identifies objects without a tag.
     modified: i64,
 }
 
@@ -53,19 +53,19 @@ impl Seen {
     }
 }
 
-/// A bucket, a container or a server, and how to speak to it.
+/// A bucket, a container or a server, and how to reach it.
 pub struct Store {
     config: Arc<Config>,
     seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
 }
 
 impl Store {
-    /// Opens the store of `url`. Options that are missing in `options` come from the environment.
-    /// It makes no request.
+    /// Opens the store of `url`. Missing `options` are taken from the environment. It makes no
+    /// request.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a URL of another kind, or an option that is not known; its value
-    /// is not named.
+    /// [`Error::Unsupported`] for a URL of another kind, or for an unknown option. The error does
+    /// not contain its value.
     pub fn new(url: &str, options: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
         Ok(Self { config: Arc::new(Config::new(url, options)?), seen: Arc::default() })
     }
@@ -105,7 +105,7 @@ impl Remote for Store {
     }
 }
 
-/// Notes what a file is, and refuses one that is another than it was.
+/// Records the version of a file, and refuses a version that differs from an earlier one.
 pub(crate) fn see(
     seen: &Mutex<HashMap<PathBuf, Seen>>,
     path: &Path,

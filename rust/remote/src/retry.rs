@@ -1,4 +1,4 @@
-//! Retries of a request, bounded in time and number.
+//! Retries of a request, limited in time and number.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,14 +7,13 @@ use crate::answers::Failure;
 use crate::config::Limits;
 use crate::transport::Hold;
 
-/// The wait after the first failure; it doubles, up to [`LONGEST`].
+/// Wait after the first failure. It doubles up to [`LONGEST`].
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
-/// A request takes as long as its body takes at so many bytes a second; twice as long where it was
-/// not long enough.
+/// Slowest assumed rate for sending a body, in bytes a second. Each retry allows twice the time.
 const SLOWEST: u64 = 256 << 10;
-/// Bytes that have to come in a second, on the average of `retry_timeout`. A request that gets less
-/// is given up: a server that sends a byte now and then would hold it for ever.
+/// Bytes a second that must arrive on the average of `retry_timeout`. A slower request is
+/// abandoned. Otherwise a server that sends a byte now and then would hold it forever.
 const LEAST_RATE: u64 = 1 << 10;
 
 /// Retries left for one request.
@@ -24,11 +23,11 @@ pub struct RetryState {
     since: Instant,
     /// Part of the time since then that sending may have taken.
     worked: Duration,
-    /// Since then.
+    /// Failures since then.
     failures: u32,
     /// Bytes since then.
     bytes: u64,
-    /// In all.
+    /// Failures in all.
     total: u32,
     hold: Arc<Hold>,
 }
@@ -46,13 +45,13 @@ impl RetryState {
         }
     }
 
-    /// So many bytes came. With enough of them the time begins anew, and so does the count of
-    /// failures. False where the time has passed, and too few came.
+    /// Records the arrival of `bytes`, which resets the count of failures. Enough of them also
+    /// reset the time. Returns false if the time is over and too few arrived.
     pub fn progressed(&mut self, bytes: u64) -> bool {
         self.bytes = self.bytes.saturating_add(bytes);
         let passed = self.since.elapsed();
         let least = LEAST_RATE.saturating_mul(self.limits.time.as_secs().max(1));
-        // Any byte shows that the last failure has passed.
+        // Any byte shows that the last failure is over.
         self.failures = 0;
         if self.bytes >= least {
             self.since = Instant::now();
@@ -68,7 +67,8 @@ impl RetryState {
         self.limits.silence.min(self.left()).max(Duration::from_millis(1))
     }
 
-    /// Returns the least time for sending so many bytes; the number already sent is unknown.
+    /// Returns the time to allow for sending this many bytes. It is unknown how many were already
+    /// sent.
     pub const fn sending(bytes: u64) -> Duration {
         Duration::from_millis(bytes.saturating_mul(1000) / SLOWEST)
     }
@@ -78,9 +78,9 @@ impl RetryState {
         self.silence().saturating_add(self.granted(work))
     }
 
-    /// Notes that no answer came in that time. The part of it for `work` does not count, up to
-    /// three times `retry_timeout`: a slow uplink gets longer attempts, and a store that never
-    /// answers is given up.
+    /// Records that no answer came within the limit. The part of it for `work` does not count, up
+    /// to three times `retry_timeout`. So a slow uplink gets longer attempts, and a store that
+    /// never answers is abandoned.
     pub fn timed_out(&mut self, work: Duration) -> Failure {
         let most = self.limits.time.saturating_mul(3);
         self.worked = self.worked.saturating_add(self.granted(work)).min(most);
@@ -96,7 +96,7 @@ impl RetryState {
         self.limits.time.saturating_sub(self.since.elapsed().saturating_sub(self.worked))
     }
 
-    /// It failed: waits until it is to be tried again. False where it is not.
+    /// Waits until the request may be retried after this failure. Returns false if it may not.
     pub async fn wait_to_retry(&mut self, failure: &Failure) -> bool {
         let wait = self.failed().filter(|_| failure.is_worth_another_try);
         if let Some(wait) = wait {
@@ -113,8 +113,8 @@ impl RetryState {
         wait.is_some()
     }
 
-    /// It failed once more: how long to wait before it is tried again, or nothing where that is
-    /// enough. Waits differ at random, so that what failed together does not come back together.
+    /// Counts a failure. Returns the wait before the next attempt, or `None` if there is none.
+    /// Waits are random, so that requests that failed together are not retried together.
     fn failed(&mut self) -> Option<Duration> {
         self.failures += 1;
         self.total = self.total.saturating_add(1);
@@ -134,7 +134,7 @@ impl RetryState {
     }
 }
 
-/// From random bytes to a number between 0 and 1.
+/// Converts random bytes to a number between 0 and 1.
 fn part(bytes: [u8; 16]) -> f64 {
     f64::from(u16::from_le_bytes([bytes[0], bytes[1]])) / f64::from(u16::MAX)
 }

@@ -1,6 +1,6 @@
 //! Secrets, kept out of messages.
 
-/// Suffixes of the names of options whose values are not secret. All other values are.
+/// Suffixes of options whose values are not secret. All other values are.
 const PLAIN: &[&str] = &[
     "region",
     "bucket",
@@ -27,14 +27,14 @@ const PLAIN: &[&str] = &[
     "disable_tagging",
 ];
 
-/// The values that no message may have.
+/// The values that may appear in no message.
 #[derive(Default)]
 pub struct Secrets(Vec<String>);
 
 impl Secrets {
-    /// Notes the value of an option, if it may be secret.
+    /// Records the value of an option, if it may be secret.
     pub fn note(&mut self, key: &str, value: &str) {
-        // A shorter text would be found everywhere by chance, and keeps no secret.
+        // A shorter text would match by chance everywhere, and is no real secret.
         let mut note = |secret: &str| {
             if secret.len() >= 4 {
                 self.0.push(secret.to_owned());
@@ -53,7 +53,7 @@ impl Secrets {
         }
     }
 
-    /// `text` without them.
+    /// Returns `text` without the secrets.
     pub fn remove(&self, text: &str) -> String {
         let removed = |text: String, secret: &String| text.replace(secret.as_str(), "***");
         self.0.iter().fold(text.to_owned(), removed)

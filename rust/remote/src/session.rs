@@ -1,4 +1,4 @@
-//! A runtime, its threads and a client: what ends together. It lives for a call.
+//! A runtime, its threads and a client, which end together. A session lasts as long as a call.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -19,11 +19,11 @@ use crate::config::{Client, Config, StoreKind};
 use crate::retry::RetryState;
 use crate::transport::Hold;
 
-/// Requests in flight at most, of one connection.
+/// Limit on the requests in flight of one connection.
 const IN_FLIGHT: usize = 96;
 /// Interval at which a waiting call checks for cancellation.
 const PERIOD: Duration = Duration::from_millis(50);
-/// Longest wait for running tasks when a session ends: a DNS look-up can hang.
+/// Longest wait for running tasks when a session ends, because a DNS look-up can hang.
 const LAST_WAIT: Duration = Duration::from_millis(200);
 
 /// State that every request needs.
@@ -35,7 +35,7 @@ pub struct Shared {
     pub seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
 }
 
-/// [`Shared::as_seen`], of a connection.
+/// Does what [`Shared::as_seen`] does, for a connection.
 pub fn as_seen(
     config: &Config,
     seen: &Mutex<HashMap<PathBuf, Seen>>,
@@ -46,7 +46,7 @@ pub fn as_seen(
     // As in `Shared::tag`.
     let e_tag = seen.tag.clone().filter(|tag| !tag.starts_with("W/"));
     let version = seen.version.clone();
-    // Google's clients name the version, all others the tag.
+    // Google's clients send the version, all others the tag.
     let is_known = match config.kind {
         StoreKind::Google => version.is_some(),
         _ => e_tag.is_some(),
@@ -55,45 +55,44 @@ pub fn as_seen(
 }
 
 impl Shared {
-    /// For one request.
+    /// Returns the retries of one request.
     pub fn retry(&self) -> RetryState {
         RetryState::new(self.config.limits, Arc::clone(&self.hold))
     }
 
-    /// The tag that a file has to have, if it was seen before.
+    /// Returns the tag that a file must have, if it was seen before.
     pub fn tag(&self, path: &Path) -> Option<String> {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let tag = seen.get(path)?.tag.clone()?;
-        // A weak tag matches nothing in a precondition (RFC 9110, 13.1.1); the answer's is
-        // compared.
+        // A weak tag never matches a precondition (RFC 9110, 13.1.1), so the tag of the answer is
+        // compared instead.
         (!tag.starts_with("W/")).then_some(tag)
     }
 
-    /// The file as it was seen, where it was and can be told from others: what has to be there
-    /// still.
+    /// Returns the version of a file that was seen, as a condition; `None` if it was not seen or
+    /// cannot be distinguished from others.
     pub fn as_seen(&self, path: &Path) -> Option<UpdateVersion> {
         as_seen(&self.config, &self.seen, path)
     }
 
-    /// The file as it was when it was seen.
+    /// Returns the version of a file that was seen.
     pub fn before(&self, path: &Path) -> Option<Seen> {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.get(path).cloned()
     }
 
-    /// The file is this one from now on.
+    /// Records a new version of a file.
     pub fn note(&self, path: &Path, now: Seen) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.insert(path.to_owned(), now);
     }
 
-    /// The file is another one from now on.
+    /// Removes the version of a file, which may change.
     pub fn forget(&self, path: &Path) {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
     }
 
-    /// Does something, again and again until it is done or enough. `body`: how many bytes are sent
-    /// each time.
+    /// Makes attempts until one succeeds, or no retry is left. Each sends `body` bytes.
     pub async fn persist<T, F>(
         &self,
         action: &'static str,
@@ -124,13 +123,13 @@ impl Shared {
     }
 }
 
-/// Dropped, it ends its threads.
+/// A runtime with the state of its requests. On drop it ends its threads.
 pub struct Session {
     pub shared: Arc<Shared>,
     handle: Handle,
-    /// Taken when it ends.
+    /// Taken when the session ends.
     runtime: Option<Runtime>,
-    /// Process that made it: forks have none of its threads.
+    /// Process that made it. Forks have none of its threads.
     process: u32,
 }
 
@@ -148,7 +147,7 @@ impl Session {
             .map_err(|error| Error::io("start threads for", Path::new(&config.root), error))?;
         let hold = Arc::default();
         let client = {
-            // Tasks that the client starts later belong to this runtime.
+            // Tasks that the client starts later run on this runtime.
             let _entered = runtime.enter();
             config.client(Arc::clone(&hold))?
         };
@@ -166,7 +165,7 @@ impl Session {
         })
     }
 
-    /// Waits for work on the runtime, and ends it where the call is to stop.
+    /// Waits for work on the runtime, and aborts it if the call is cancelled.
     pub fn wait<T: Send + 'static>(
         &self,
         control: &Control,
@@ -188,8 +187,8 @@ impl Session {
                 Err(RecvTimeoutError::Timeout) => {
                     if let Err(stopped) = control.check() {
                         task.abort();
-                        // Once it has ended, by its end or by this, the channel is closed, and
-                        // nothing is written any more.
+                        // When the task has ended, by itself or by the abort, the channel is
+                        // closed. Then nothing is written any more.
                         while is_done.recv().is_ok() {}
                         return Err(stopped);
                     }
@@ -209,14 +208,14 @@ impl Drop for Session {
     fn drop(&mut self) {
         let runtime = self.runtime.take();
         if std::process::id() == self.process {
-            // Requests in flight end with it.
+            // This ends the requests in flight.
             if let Some(runtime) = runtime {
                 runtime.shutdown_timeout(LAST_WAIT);
             }
             return;
         }
-        // Nothing of it works here: a lock in it may be held by a thread that is not there, and
-        // what is idle in the client would wake tasks of that runtime.
+        // In a fork none of it works. A missing thread may hold one of its locks, and idle
+        // connections of the client would wake tasks of the runtime.
         std::mem::forget(runtime);
         std::mem::forget(self.handle.clone());
         std::mem::forget(Arc::clone(&self.shared));

@@ -1,4 +1,4 @@
-//! Storing: objects whole and in parts, under conditions; and their removal.
+//! Storing of objects, whole and in parts, on conditions, and their removal.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -25,17 +25,17 @@ use crate::retry::RetryState;
 use crate::session::Shared;
 use crate::{Seen, see};
 
-/// Longest time in which a store joins one part with the others.
+/// Longest time that a store takes to join one part to the others.
 const JOINING: Duration = Duration::from_millis(50);
-/// Bytes that a store copies in a second, at least.
+/// Least number of bytes that a store copies in a second.
 const COPYING: u64 = 4 << 20;
-/// Removals in flight.
+/// Concurrent removals.
 const REMOVALS: usize = 64;
-/// A tag, and a version, that nothing has.
+/// A tag, and a version, that no object has.
 const NEVER: &str = "\"00000000000000000000000000000000\"";
 const NO_VERSION: &str = "1";
 
-/// An answer, or that none came in time.
+/// Returns the answer to an attempt, or a failure if none came in time.
 async fn answered<T>(
     retry: &mut RetryState,
     work: Duration,
@@ -47,7 +47,7 @@ async fn answered<T>(
     }
 }
 
-/// Returns the client that stores objects in parts; a server of files has none.
+/// Returns the client that stores objects in parts. A web server has none.
 fn parts(shared: &Shared, path: &Path) -> Result<Arc<dyn MultipartStore>> {
     shared
         .client
@@ -121,7 +121,7 @@ pub async fn put(
     }
 }
 
-/// Begins to store an object in parts. What there is now is noted, but where nobody else has the
+/// Begins to store an object in parts. Records the existing object, unless no one else uses the
 /// name.
 pub async fn begin(
     shared: &Shared,
@@ -161,7 +161,7 @@ pub async fn put_part(
     Ok(part.content_id)
 }
 
-/// Makes parts an object.
+/// Joins the parts to an object.
 pub async fn complete(
     shared: &Shared,
     upload: &Upload,
@@ -184,7 +184,7 @@ pub async fn complete(
     let mut retry = shared.retry();
     let mut may_be_done = false;
     loop {
-        // Not all stores look at a condition.
+        // Some stores ignore conditions.
         if upload.condition == Condition::New
             && !may_be_done
             && found(shared, &upload.path, name).await?.is_some()
@@ -198,13 +198,14 @@ pub async fn complete(
             return Ok(());
         };
         if conditional.is_some() && matches!(failure.status, Some(400 | 501)) {
-            // The store may know no such condition; what is wrong with the request itself it says
-            // once more.
+            // The store may not support the condition. If the request itself is wrong, the store
+            // will say so again.
             conditional = None;
             continue;
         }
         may_be_done |= failure.may_be_done();
-        // An upload that a lost answer completed no longer exists: stores answer 404 or 400.
+        // If an attempt completed the upload but its answer was lost, the upload no longer exists.
+        // Stores then answer 404 or 400.
         let is_gone = failure.status == Some(404);
         let mut is_known = !may_be_done || upload.condition == Condition::Always;
         if may_be_done || is_gone {
@@ -219,7 +220,7 @@ pub async fn complete(
                     failure = Failure::lasting(StorageFault::NotFound, reason);
                     is_known = true;
                 }
-                // The store will say more of it, or has.
+                // The store's own answer tells more.
                 _ => {}
             }
         }
@@ -234,17 +235,17 @@ pub async fn complete(
     }
 }
 
-/// An object that parts are to become.
+/// The object that the parts will form.
 struct Made {
     size: u64,
-    /// The tag that it gets on S3, where the parts have such as tell it.
+    /// Its tag on S3, if the tags of the parts determine it.
     tag: Option<String>,
 }
 
-/// Outcome of an attempt without an answer, judged by the object.
+/// Outcome of an attempt without an answer, derived from the object.
 enum Came {
     Stored,
-    /// The object is the one from before.
+    /// The object has not changed.
     Nothing,
     Unknown,
 }
@@ -256,21 +257,21 @@ async fn came_of(shared: &Shared, upload: &Upload, name: &Name, made: &Made) -> 
     };
     let is_it = made.tag.is_some() && now.tag == made.tag;
     Ok(match upload.condition {
-        // Nobody else stores one of this name.
+        // No one else stores an object of this name.
         Condition::Always if now.size == made.size => Came::Stored,
         Condition::Always => Came::Nothing,
         _ if is_it => Came::Stored,
-        // Without a tag, one that was stored within the second looks the same.
+        // Without a tag, an object that was stored within the same second looks the same.
         Condition::Unguarded if before.as_ref() == Some(&now) && now.tag.is_some() => Came::Nothing,
         Condition::Unguarded if before.as_ref() == Some(&now) => Came::Unknown,
-        // Another one than was there: this, or one that somebody stored after it.
+        // The object has changed: it is this one, or one that someone stored after it.
         Condition::Unguarded if now.size == made.size => Came::Stored,
         _ => Came::Unknown,
     })
 }
 
-/// The tag of an object made of parts with these tags: the digest of their digests, and how many
-/// they are.
+/// Returns the tag of an object with parts of these tags: the digest of their digests, and their
+/// number.
 fn tag_of_parts(tags: &[String]) -> Option<String> {
     let mut digest = Md5::new();
     for tag in tags {
@@ -290,12 +291,12 @@ fn there_is_one(shared: &Shared, path: &Path, attempts: u32) -> Error {
     failure.into_error("write", path, attempts, &shared.config.secrets)
 }
 
-/// Returns the longest time in which a store copies so many bytes; it sends nothing meanwhile.
+/// Returns the longest time that a store takes to copy this many bytes. It sends nothing meanwhile.
 const fn copying(bytes: u64) -> Duration {
     Duration::from_millis(bytes.saturating_mul(1000) / COPYING)
 }
 
-/// Makes the store copy an object of this length: the version that was seen.
+/// Makes the store copy an object of this length, in the version that was seen.
 pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u64) -> Result<()> {
     let refused = |failure: Failure, attempts| {
         failure.into_error("copy", path, attempts, &shared.config.secrets)
@@ -304,7 +305,7 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
         (Some(copying), Some(tag)) => {
             let objects = copying.only(&tag);
             let objects = objects.map_err(|error| refused(Failure::of(&error), 1))?;
-            // The client then sends the condition of `only`.
+            // In this mode the client sends the condition of `only`.
             (objects, CopyMode::Create)
         }
         _ => (Arc::clone(&shared.client.objects), CopyMode::Overwrite),
@@ -315,7 +316,7 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
     loop {
         let attempt = objects.copy_opts(from, to, CopyOptions::new().with_mode(mode));
         let failure = match answered(&mut retry, work, attempt).await {
-            // Azure may only have begun.
+            // Azure may only have begun the copy.
             Ok(()) if shared.config.kind != StoreKind::Azure => return Ok(()),
             Ok(()) => {
                 may_be_done = true;
@@ -333,13 +334,13 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
     }
 }
 
-/// Returns whether an object of this length exists: no other save stores one of this name.
+/// Returns whether an object of this length exists. No other save stores one of this name.
 async fn is_stored(shared: &Shared, path: &Path, name: &Name, size: u64) -> Result<bool> {
     let found = found(shared, path, name).await?;
     Ok(found.is_some_and(|found| found.size == size))
 }
 
-/// Returns the metadata of an object now; `None` if there is none.
+/// Returns the current metadata of an object; `None` if it does not exist.
 async fn found(shared: &Shared, path: &Path, name: &Name) -> Result<Option<ObjectMeta>> {
     let looked = shared.persist("look at", path, 0, || shared.client.objects.head(name)).await;
     match looked {
@@ -349,7 +350,7 @@ async fn found(shared: &Shared, path: &Path, name: &Name) -> Result<Option<Objec
     }
 }
 
-/// Objects to remove.
+/// An object or an upload to remove.
 pub enum Removal {
     File(PathBuf, Name),
     Upload(Upload, Name),
@@ -382,7 +383,7 @@ impl Removal {
     }
 }
 
-/// Removes what can be removed in time; returns why something could not.
+/// Removes as much as is possible in time. Returns the errors of what is left.
 pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> Vec<Error> {
     let until = Instant::now() + within;
     let mut failed = Vec::new();
@@ -404,9 +405,9 @@ pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> 
     failed
 }
 
-/// Removes an object if it is the one that was seen. It is looked at before each attempt: since one
-/// of which nothing is known another may have been stored. And the store is told which one is
-/// meant, where it can be: some do not look at that.
+/// Removes an object if it is the one that was seen. It looks before each attempt, because another
+/// object may have been stored since an attempt with an unknown outcome. The request also has a
+/// condition, but some stores ignore it.
 pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()> {
     let refused = |failure: Failure, attempts| {
         failure.into_error("remove", path, attempts, &shared.config.secrets)
@@ -425,8 +426,9 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
         };
         match (failure.kind, failure.status) {
             (StorageFault::NotFound, _) => return Ok(()),
-            // It is another one, or is gone, or has its tag and the store compares something else;
-            // or the store knows no such condition.
+            // The object was replaced or removed, or the store compares something other than the
+            // tag, or it does not support the condition. Look again, and then remove without a
+            // condition.
             (StorageFault::Precondition, _) | (_, Some(400 | 501)) if conditional.is_some() => {
                 conditional = None;
             }
@@ -440,7 +442,7 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
 /// Returns whether the object exists and is the version that was seen.
 ///
 /// # Errors
-/// [`StorageFault::Precondition`] where it is another.
+/// [`StorageFault::Precondition`] if it is another version.
 async fn is_as_seen(shared: &Shared, path: &Path, name: &Name, attempts: u32) -> Result<bool> {
     let Some(found) = found(shared, path, name).await? else {
         return Ok(false);
@@ -454,8 +456,8 @@ async fn is_as_seen(shared: &Shared, path: &Path, name: &Name, attempts: u32) ->
     Ok(true)
 }
 
-/// Returns whether the store checks conditions. It asks once in a process, for an object that
-/// cannot be stored.
+/// Returns whether the store checks conditions. It asks once per process, with an object that a
+/// checking store refuses.
 pub async fn keeps_conditions(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
     static KNOWN: Mutex<Option<HashMap<u64, bool>>> = Mutex::new(None);
     let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);

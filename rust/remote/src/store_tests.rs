@@ -1,4 +1,4 @@
-//! An upload that was completed by an attempt whose answer was lost: each store says it in its way.
+//! An attempt completes an upload, but its answer is lost. Each store reports that in its own way.
 
 use dcp_rs_core::store::Remote as _;
 use dcp_rs_core::{Control, Error, StorageFault};
@@ -9,8 +9,8 @@ use crate::testing::{Reply, options, serve};
 
 const SIZE: usize = 12 << 20;
 
-/// Completes an upload on a store that answers the n-th attempt, and the n-th look at the object,
-/// so. Returns also how many of both there were.
+/// Completes an upload on a store with these answers to the n-th attempt, and to the n-th look at
+/// the object. Also returns how many of both there were.
 fn completed(
     scheme: &str,
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
@@ -35,8 +35,8 @@ fn completed(
     (done, asked.len() - looked, looked)
 }
 
-/// The first attempt has no answer, and its object appears a moment later; the second finds no
-/// upload any more.
+/// The first attempt gets no answer, and its object appears a moment later. The second finds no
+/// upload.
 fn second(status: u16, code: &'static str) -> impl Fn(usize) -> Reply + Send + Sync {
     move |before| match before {
         0 => Reply::of(503, "ServerBusy"),
@@ -47,7 +47,7 @@ fn second(status: u16, code: &'static str) -> impl Fn(usize) -> Reply + Send + S
 fn late(before: usize) -> Reply {
     match before {
         0 => Reply::of(404, ""),
-        // Looks are tried again.
+        // Looks are retried.
         1 | 2 => Reply::of(503, "SlowDown"),
         _ => Reply::head(SIZE),
     }
@@ -82,9 +82,9 @@ fn what_is_refused_is_not_looked_at() {
     assert_eq!((attempts, looks), (1, 0));
 }
 
-/// Completes an upload of what may replace another, of the same length, on a store that answers the
-/// n-th attempt so, and the n-th look at the object. The first look is that of its beginning.
-/// Returns also how many attempts there were.
+/// Completes an upload that may replace another object of the same length. The store has these
+/// answers to the n-th attempt, and to the n-th look at the object. The first look is at the
+/// beginning. Also returns the number of attempts.
 fn replaced(
     condition: Condition,
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
@@ -107,7 +107,7 @@ fn replaced(
     (done, asked.iter().filter(is_attempt).count())
 }
 
-/// Those of the parts `a` and `b`: what they are put together to has the tag `OF_BOTH`.
+/// The tags of the parts `a` and `b`. The object of both has the tag `OF_BOTH`.
 fn tags() -> Vec<String> {
     ["0cc175b9c0f1b6a831c399e269772661", "92eb5ffee6ae2fec3ad71c777531578f"]
         .map(|tag| format!("\"{tag}\""))
@@ -145,7 +145,7 @@ fn what_was_there_before_is_not_what_was_stored() {
         let is_final = matches!(status, 403 | 404);
         assert_eq!(attempts, if is_final { 1 } else { 4 }, "{code}");
     }
-    // Tried again where it was not done, it is.
+    // An attempt that was not carried out is retried, and then succeeds.
     let once = |before| match before {
         0 => Reply::of(503, "SlowDown"),
         _ => Reply::ok(DONE),
@@ -172,7 +172,7 @@ fn what_replaced_it_is_found() {
     }
     let (done, _) = replaced(Condition::Unguarded, lost, then("\"x\"", SIZE + 1));
     assert_eq!(fault(&done), Some(StorageFault::Unclear));
-    // If the upload was gone before, another attempt completed it.
+    // If the upload did not exist any more, another attempt has completed it.
     let (done, _) =
         replaced(Condition::Unguarded, completed_as(404, "NoSuchUpload"), then("\"x\"", SIZE));
     assert_eq!(fault(&done), Some(StorageFault::NotFound));
@@ -184,7 +184,7 @@ fn a_new_one_is_known_by_its_parts() {
         0 => Reply::of(500, "InternalError"),
         _ => Reply::of(412, "PreconditionFailed"),
     };
-    // None at the beginning, none before the first attempt, then this.
+    // No object at the beginning, none before the first attempt, then this one.
     let then = |tag: &'static str| {
         move |before| match before {
             0 | 1 => Reply::of(404, ""),
@@ -198,7 +198,7 @@ fn a_new_one_is_known_by_its_parts() {
     let refused = completed_as(412, "PreconditionFailed");
     let (done, attempts) = replaced(Condition::New, refused, then("\"theirs\""));
     assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 1));
-    // It appeared since this began; or was there before.
+    // The object appeared after the start, or existed before.
     let late = |before| match before {
         0 => Reply::of(404, ""),
         _ => Reply::head(SIZE),
@@ -228,8 +228,8 @@ fn many_parts_take_longer() {
     assert!(retry.answer(JOINING * 10_000) > limits.silence * 10);
 }
 
-/// Copies an object of this length on a store that answers the n-th attempt, and the n-th look at
-/// the copy, so. Returns also how many of both there were.
+/// Copies an object of this length on a store with these answers to the n-th attempt, and to the
+/// n-th look at the copy. Also returns how many of both there were.
 fn copied(
     scheme: &str,
     size: u64,
@@ -268,7 +268,7 @@ fn a_lost_copy_is_found_or_made_again() {
         };
         let (done, attempts, looks) = copied(scheme, 77, copied_at, gone);
         assert!(done.is_ok(), "{scheme}: {done:?}");
-        // Azure may only have begun with it.
+        // Azure may only have begun the copy.
         assert_eq!((attempts, looks), (2, if scheme == "az" { 2 } else { 1 }), "{scheme}");
     }
 }
@@ -292,7 +292,7 @@ fn what_is_not_copied_is_refused_at_once() {
         let Err(Error::Storage { kind, action, .. }) = done else { panic!("{scheme}: {done:?}") };
         assert_eq!((kind, action, attempts, looks), (StorageFault::Denied, "copy", 1, 0));
     }
-    // S3 copies no more at a time.
+    // S3 copies no more bytes at once.
     let (done, attempts, _) = copied("s3", (5 << 30) + 1, |_| Reply::ok(""), |_| Reply::head(0));
     assert!(matches!(done, Err(Error::Unsupported(_))), "{done:?}");
     assert_eq!(attempts, 0);
@@ -319,15 +319,15 @@ fn what_is_to_be_copied_has_its_length_and_its_place() {
 
 #[test]
 fn a_large_copy_takes_longer() {
-    // A gigabyte a minute, and longer yet where that was not long enough.
+    // A gigabyte takes minutes, and each retry allows more time.
     let work = copying(1 << 30);
     assert!(work >= Duration::from_secs(60));
     let retry = RetryState::new(crate::config::Limits::default(), Arc::default());
     assert!(retry.answer(work) > work);
 }
 
-/// Removes an object of 77 bytes that was looked at, on a store that answers the n-th attempt, and
-/// the n-th look after the first attempt, so. Returns also how many of both there were.
+/// Removes an object of 77 bytes that was seen. The store has these answers to the n-th attempt,
+/// and to the n-th look after the first attempt. Also returns how many of both there were.
 fn removed(
     attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
     looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
@@ -359,11 +359,11 @@ fn a_removal_that_was_not_answered_is_not_tried_again_blindly() {
     let (done, attempts, looks) = removed(busy, |_| Reply::head(77));
     assert!(done.is_ok(), "{done:?}");
     assert_eq!((attempts, looks), (2, 1));
-    // It was done.
+    // The attempt was carried out.
     let (done, attempts, looks) = removed(busy, |_| Reply::of(404, ""));
     assert!(done.is_ok(), "{done:?}");
     assert_eq!((attempts, looks), (1, 1));
-    // And another was stored since.
+    // And another object was stored since.
     let (done, attempts, looks) = removed(busy, |_| Reply::head(78));
     assert!(is_precondition(&done), "{done:?}");
     assert_eq!((attempts, looks), (1, 1));
@@ -382,7 +382,7 @@ fn a_condition_of_a_removal_is_kept_or_looked_after() {
         let (done, attempts, looks) = removed(refuses(status, code), |_| Reply::head(78));
         assert!(is_precondition(&done), "{code}: {done:?}");
         assert_eq!((attempts, looks), (1, 1), "{code}");
-        // It is what it was: the store knows no such condition.
+        // The object has not changed, so the store does not support the condition.
         let (done, attempts, looks) = removed(refuses(status, code), |_| Reply::head(77));
         assert!(done.is_ok(), "{code}: {done:?}");
         assert_eq!((attempts, looks), (2, 1), "{code}");

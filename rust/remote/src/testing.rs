@@ -1,4 +1,4 @@
-//! A server on loopback that answers as a test says.
+//! A server on loopback with answers that a test determines.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -9,17 +9,18 @@ use std::time::Duration;
 /// Answer of the server.
 pub struct Reply {
     pub status: u16,
-    /// The value of `Content-Length` where the body, as that of a HEAD, is not sent.
+    /// Value of `Content-Length`, if the body is not sent, as for a HEAD request.
     pub length: Option<usize>,
     pub body: String,
     pub tag: &'static str,
-    /// Before the body of the request is read, which never is: the connection stays open.
+    /// Answer before the body of the request is read. It is never read, and the connection stays
+    /// open.
     pub early: bool,
-    /// Before anything.
+    /// Delay before anything else.
     pub delay: Duration,
-    /// Headers besides, each with its line's end.
+    /// Additional headers, each with its line end.
     pub headers: String,
-    /// After the body: more of it without an end, a byte each time, or as fast as it goes.
+    /// Send an endless body after the real one: a byte each interval, or as fast as possible.
     pub endless: Option<Duration>,
 }
 
@@ -58,7 +59,7 @@ impl Reply {
         Self { headers, ..self }
     }
 
-    /// The body is that of an object: of a range of it.
+    /// Makes the body the first bytes of an object of `size` bytes, as a range.
     pub fn ranged(self, size: u64) -> Self {
         let last = self.body.len().saturating_sub(1);
         let reply = self.with("Content-Range", &format!("bytes 0-{last}/{size}"));
@@ -74,11 +75,10 @@ impl Reply {
     }
 }
 
-/// The requests: "PUT /bucket/name?query", with " Referer" after it if there was such a header.
+/// The requests: "PUT /bucket/name?query", with " Referer" at the end if there was such a header.
 pub type Asked = Arc<Mutex<Vec<String>>>;
 
-/// Serves for as long as the process runs; `answer` is told what is asked, and how often that was
-/// before.
+/// Serves as long as the process runs. `answer` gets the request, and how often it was made before.
 pub fn serve(answer: impl Fn(&str, usize) -> Reply + Send + Sync + 'static) -> (String, Asked) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -144,13 +144,13 @@ fn converse(
         reader.get_mut().write_all(&piece).ok()?;
     }
     if reply.early {
-        // Held, and nothing more is read.
+        // Keeps the connection, and reads nothing more.
         thread::sleep(Duration::from_secs(3600));
     }
     Some(())
 }
 
-/// Options that lead to a server, for one of the kinds of stores.
+/// Returns options for a server, for one kind of store.
 pub fn options(scheme: &str, url: &str, more: &[(&str, &str)]) -> Vec<(String, String)> {
     let kind: &[(&str, &str)] = match scheme {
         "gs" => &[("google_base_url", url), ("google_skip_signature", "true")],

@@ -1,5 +1,5 @@
-//! The HTTP client under the clients of stores. It bounds answers and follows no redirect of a
-//! store: a redirected request would take credentials to another host.
+//! The HTTP client for the clients of stores. It limits the length of answers. It follows no
+//! redirect of a store, which would take credentials to another host.
 
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs as _};
@@ -23,14 +23,15 @@ use reqwest::{Method, NoProxy, Proxy, StatusCode, Url};
 use crate::config::StoreKind;
 use crate::{answers, credentials};
 
-/// Longest error message that is read. Stores send a few hundred bytes.
+/// Limit on the bytes of an error that are read. Stores send a few hundred.
 const MOST_ERROR: usize = 64 << 10;
-/// Longest answer that is read whole, as a page of a listing. Ranges of objects come in pieces.
+/// Limit on an answer that is read whole, such as a page of a listing. Ranges of objects are
+/// streamed.
 const MOST_ANSWER: usize = 16 << 20;
-/// Redirects that are followed to a file of a web server.
+/// Limit on redirects to a file of a web server.
 const MOST_REDIRECTS: usize = 10;
 
-/// An answer that is not used, with the reason.
+/// An answer that was refused, with the reason.
 #[derive(Debug)]
 pub struct Refused(pub String);
 
@@ -42,8 +43,8 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Until when a store asked to be left alone (`Retry-After`), and what is to be told of requests
-/// that get nowhere. All requests of a session share it.
+/// The time until which a store asked for no requests (`Retry-After`), and the notices about
+/// requests without progress. All requests of a session share it.
 #[derive(Debug, Default)]
 pub struct Hold {
     until: Mutex<Option<Instant>>,
@@ -57,8 +58,8 @@ struct Notices {
 }
 
 impl Hold {
-    /// Leaves a notice for the caller, unless another one was left within a minute: many requests
-    /// fail together.
+    /// Leaves a notice for the caller, unless another one was left within a minute, since many
+    /// requests fail together.
     pub fn tell(&self, text: impl FnOnce() -> String) {
         let mut notices = self.notices.lock().unwrap_or_else(PoisonError::into_inner);
         if notices.last.is_none_or(|last| last.elapsed() >= NOTICE_AGAIN) {
@@ -67,7 +68,7 @@ impl Hold {
         }
     }
 
-    /// The notices since this was last called.
+    /// Returns the notices since the last call.
     pub fn take_notices(&self) -> Vec<String> {
         std::mem::take(&mut self.notices.lock().unwrap_or_else(PoisonError::into_inner).texts)
     }
@@ -91,16 +92,16 @@ impl Hold {
 #[derive(Clone, Debug)]
 pub struct Transport {
     kind: StoreKind,
-    /// Fingerprint of the configuration whose credentials the requests have.
+    /// Fingerprint of the configuration with the credentials.
     fingerprint: u64,
     authorities: Option<Arc<[Certificate]>>,
     hold: Arc<Hold>,
-    /// The client that all share, where they may: they belong to one runtime then.
+    /// The shared client, if sharing is allowed. All users then belong to one runtime.
     shared: Option<Arc<OnceLock<HttpClient>>>,
 }
 
 impl Transport {
-    /// For the requests of a session, which share one pool of connections.
+    /// Makes a transport for the requests of a session, which share one pool of connections.
     pub fn of_session(
         kind: StoreKind,
         fingerprint: u64,
@@ -110,8 +111,8 @@ impl Transport {
         Self { kind, fingerprint, authorities, hold, shared: Some(Arc::default()) }
     }
 
-    /// For the providers of credentials. They outlive a session and its runtime, so they keep no
-    /// connection open.
+    /// Makes a transport for providers of credentials. They outlive a session and its runtime, so
+    /// they keep no connection open.
     pub fn of_credentials(&self) -> Self {
         Self { shared: None, ..self.clone() }
     }
@@ -127,7 +128,8 @@ impl Transport {
         }))
     }
 
-    /// A client with these options. `default_headers` are left to `object_store`, which signs them.
+    /// Builds a client with these options. `object_store` handles `default_headers`, because it
+    /// signs them.
     fn built(
         &self,
         options: &ClientOptions,
@@ -217,8 +219,8 @@ impl HttpConnector for Transport {
     }
 }
 
-/// Stores redirect where a bucket is in another region, and the signature would not hold there.
-/// Web servers redirect to where their files are; no secret goes to them.
+/// Stores redirect if a bucket is in another region, where the signature would be invalid. Web
+/// servers redirect to the location of their files, and get no secrets.
 fn redirects(kind: StoreKind) -> Policy {
     if kind != StoreKind::Http {
         return Policy::none();
@@ -234,7 +236,7 @@ fn redirects(kind: StoreKind) -> Policy {
     })
 }
 
-/// A client whose answers are bounded.
+/// A client that limits the length of answers.
 #[derive(Debug)]
 struct Bounded {
     client: reqwest::Client,
@@ -260,7 +262,7 @@ impl HttpService for Bounded {
         let most = if status.is_success() { MOST_ANSWER } else { MOST_ERROR };
         let (mut bytes, is_whole) = beginning(body, most).await?;
         if !status.is_success() {
-            // A cut through a character would be an error of its own.
+            // The limit may split a character, which must not be an error of its own.
             let text = String::from_utf8_lossy(&bytes).into_owned();
             if answers::blames_credentials(status.as_u16(), &text) {
                 credentials::forget(self.fingerprint);
@@ -273,7 +275,7 @@ impl HttpService for Bounded {
     }
 }
 
-/// The beginning of a body, and whether that is all of it.
+/// Returns the start of a body, and whether that is all of it.
 async fn beginning(body: HttpResponseBody, most: usize) -> Result<(Vec<u8>, bool), HttpError> {
     let mut bytes = Vec::new();
     let mut pieces = body.bytes_stream();
@@ -306,13 +308,14 @@ fn redirected(status: StatusCode, headers: &HeaderMap, asked: &str) -> String {
     format!("the store answered {} and points {to}, which is not followed{region}", status.as_u16())
 }
 
-/// A name that a server gave, without what could not be in one.
+/// Returns a name from a server, without characters that no such name has.
 pub fn plain(name: &str) -> String {
     let is_plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     name.chars().filter(is_plain).take(128).collect()
 }
 
-/// Looks up a name and begins with any of its addresses, so that connections spread over servers.
+/// Looks up a name and starts with a random one of its addresses, so that connections spread over
+/// servers.
 struct AnyAddress;
 
 impl Resolve for AnyAddress {

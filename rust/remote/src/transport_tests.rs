@@ -1,6 +1,6 @@
-//! Answers without an end and redirects to other hosts: once a store could fill the memory of a
-//! client, hold it for ever, or send it elsewhere with its credentials. And each phrase of
-//! `object_store` that `answers.rs` knows, from a live client.
+//! Endless answers and redirects to other hosts. Once, a store could fill the memory of a client,
+//! hold it forever, or send it elsewhere with its credentials. Also checks each phrase of
+//! `object_store` that `answers.rs` relies on, with a live client.
 
 use std::path::Path;
 
@@ -23,7 +23,7 @@ fn store(scheme: &str, url: &str, more: &[(&str, &str)]) -> Store {
     Store::new(&format!("{scheme}://bucket"), options(scheme, url, more)).unwrap()
 }
 
-/// The first bytes of an object.
+/// Returns the first bytes of an object.
 fn start(store: &Store) -> dcp_rs_core::Result<Option<(Vec<u8>, u64)>> {
     let path = format!("{}/file", store.root());
     store.connect(1).unwrap().start(path.as_ref(), 4 << 20, false, &Control::new())
@@ -129,7 +129,7 @@ fn a_store_that_asks_to_wait_is_left_alone() {
     assert!(start(&store("s3", &url, &[])).unwrap().is_some());
     assert!(began.elapsed() >= Duration::from_secs(1));
     assert_eq!(asked.lock().unwrap().len(), 2);
-    // More than there is time for: it is not waited for.
+    // The wait is longer than the time limit, so there is none.
     let (url, asked) = serve(|_, _| Reply::of(503, "SlowDown").with("Retry-After", "3600"));
     assert_eq!(fault(&start(&store("s3", &url, &[])).unwrap_err()).2, 1);
     assert_eq!(asked.lock().unwrap().len(), 1);
@@ -169,12 +169,12 @@ fn without_another_word_retries_end_with_the_time() {
     let began = Instant::now();
     assert!(start(&store("s3", &url, &[("retry_timeout", "1.2")])).is_err());
     assert!(began.elapsed() < Duration::from_secs(10));
-    // One number would have ended it before the time.
+    // A limit on the number alone would have ended it earlier.
     assert!(asked.lock().unwrap().len() >= 3);
     assert_eq!(crate::config::Limits::default().retries, u32::MAX);
 }
 
-/// An instance with a role, and the bucket that it may read; the metadata beside it.
+/// Serves an instance's metadata with a role, and the bucket that the role may read.
 fn instance(refuses: &'static str) -> (String, crate::testing::Asked) {
     serve(move |question, before| match question {
         "PUT /latest/api/token" => Reply::ok("token"),
@@ -193,7 +193,7 @@ fn asked_of_metadata(asked: &crate::testing::Asked) -> usize {
     asked.iter().filter(|question| question.contains("/latest/")).count()
 }
 
-/// Once every call asked for credentials anew: 22 requests for one save of one rank.
+/// Once, every call asked for new credentials: 22 requests for one save of one rank.
 #[test]
 fn a_role_is_asked_for_its_credentials_once() {
     let role = |url: &str| {
@@ -205,7 +205,7 @@ fn a_role_is_asked_for_its_credentials_once() {
         assert!(start(&role(&url)).unwrap().is_some());
     }
     assert_eq!(asked_of_metadata(&asked), 3);
-    // Others are asked for where these were refused, and not where they lack a permission.
+    // New credentials are requested if these were refused, but not if they only lack a permission.
     for (code, again) in [("ExpiredToken", 6), ("AccessDenied", 3)] {
         let (url, asked) = instance(code);
         assert_eq!(fault(&start(&role(&url)).unwrap_err()).0, StorageFault::Denied);
@@ -223,7 +223,7 @@ fn a_bundle_of_authorities_is_read() {
     }
 }
 
-/// A client, and what runs it.
+/// Returns a client, and the runtime for it.
 fn client(scheme: &str, url: &str) -> (tokio::runtime::Runtime, Arc<dyn ObjectStore>) {
     let runtime = Builder::new_current_thread().enable_all().build().unwrap();
     let config = Config::new(&format!("{scheme}://bucket"), options(scheme, url, &[])).unwrap();
@@ -236,7 +236,7 @@ fn client(scheme: &str, url: &str) -> (tokio::runtime::Runtime, Arc<dyn ObjectSt
 
 #[test]
 fn the_words_of_the_client_are_those_that_are_known() {
-    // "status code: ", as `Failure::status` has it; and what is under each class of error.
+    // "status code: ", which `Failure::status` needs, and the texts of each class of error.
     for (status, kind) in [
         (404, StorageFault::NotFound),
         (412, StorageFault::Precondition),
@@ -263,7 +263,7 @@ fn the_words_of_the_client_are_those_that_are_known() {
         assert!(!Failure::of(&put.unwrap_err()).may_be_done(), "{scheme}");
     }
     assert!(asked.lock().unwrap().is_empty());
-    // "non-partial response": a range was asked for, and all came.
+    // "non-partial response": a range was requested, and the whole file came.
     let (url, _) = serve(|_, _| Reply::ok("all of it"));
     for scheme in ["s3", "gs", "az"] {
         let (runtime, client) = client(scheme, &url);
@@ -272,7 +272,7 @@ fn the_words_of_the_client_are_those_that_are_known() {
             Failure::of(&runtime.block_on(client.get_opts(&"file".into(), options)).unwrap_err());
         assert!(failure.reason.contains("whole files only"), "{}", failure.reason);
     }
-    // "InternalError" in an answer that began well.
+    // "InternalError" in the body of a successful answer.
     for code in ["InternalError", "SlowDown"] {
         let (url, _) = serve(move |_, _| Reply { status: 200, ..Reply::of(200, code) });
         let store = store("s3", &url, &[("max_retries", "1")]);

@@ -253,8 +253,12 @@ pub trait Connection: Send + Sync {
     ) -> Result<Option<(Vec<u8>, u64)>>;
 
     /// Fetches ranges of a file of `size` bytes, many at a time, and
-    /// [delivers](FetchRange::deliver) their bytes in order. A file that is missing or has another
-    /// length is [`Error::CorruptData`](crate::Error::CorruptData).
+    /// [delivers](FetchRange::deliver) their bytes in order.
+    ///
+    /// # Errors
+    /// [`Error::CorruptData`](crate::Error::CorruptData) for a missing file;
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) for one that has changed
+    /// or has another length.
     fn fetch(
         &self,
         path: &Path,
