@@ -303,6 +303,9 @@ pub fn discard_remote(
 }
 
 /// Returns whether a folder on a store has an index of all ranks, or with `rank` of that rank.
+///
+/// # Errors
+/// [`Error::Storage`], [`Error::Interrupted`].
 pub fn is_there_remote(
     dir: &Path,
     rank: Option<u32>,

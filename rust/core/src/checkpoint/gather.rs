@@ -1,7 +1,7 @@
 //! Translation of regions of stored tensors to requests for the read engine: byte ranges of files,
 //! and their destinations in memory.
 
-#![allow(unsafe_code)] // destinations are addresses that a caller vouches for
+#![allow(unsafe_code)] // destinations are addresses that the caller guarantees
 
 mod arrange;
 mod sample;

@@ -1,6 +1,6 @@
 //! The file of an index: read or mapped and then checked, or only identified.
 
-#![allow(unsafe_code)] // a mapping is lent as bytes
+#![allow(unsafe_code)] // a mapping is used as bytes
 
 use std::io::Read as _;
 use std::path::Path;

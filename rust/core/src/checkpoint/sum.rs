@@ -1,7 +1,7 @@
 //! Weighted sums of regions of several checkpoints, in parts that stay in a core's cache until they
 //! are rounded.
 
-#![allow(unsafe_code)] // destinations are addresses that a caller vouches for
+#![allow(unsafe_code)] // destinations are addresses that the caller guarantees
 
 mod runs;
 

@@ -188,7 +188,7 @@ fn of_what_the_caller_vouches_for_twice_the_first_block_is_compared() {
     };
     save(&dir(1), 1, &bytes(1), told(None, true));
     assert!(of(&open(&dir(1)), "large").frozen);
-    assert_ne!(of(&open(&dir(1)), "large").file, of(&open(&dir(1)), "small").file); // what stays lies apart
+    assert_ne!(of(&open(&dir(1)), "large").file, of(&open(&dir(1)), "small").file); // in different files
     assert!(told(Some(1), true).probes(0) && !told(Some(1), false).probes(0));
     save(&dir(2), 2, &bytes(2), told(Some(1), true));
     assert_holds(&dir(2), &bytes(2));

@@ -1,7 +1,7 @@
 //! Sums of long runs in mapped files: one pass over all summands, with the sums in the first-level
 //! cache.
 
-#![allow(unsafe_code)] // destinations are addresses that a caller vouches for
+#![allow(unsafe_code)] // destinations are addresses that the caller guarantees
 
 use std::hash::Hasher as _;
 use std::ops::Range;

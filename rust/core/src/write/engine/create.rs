@@ -1,5 +1,5 @@
-//! Start of a save: lay out its files, link the parent's, and create the rest with their space
-//! reserved.
+//! Start of a save: it lays out the files, links those of the parent, and creates the others with
+//! their space reserved.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -21,22 +21,22 @@ use crate::write::to_files::ToFiles;
 use crate::write::to_store::{ToStore, in_flight};
 use crate::{Control, Error, Result};
 
-/// The most bytes of items in a file of a store that holds several: the next save may have it
-/// copied, and stores copy 5 GiB in one go.
+/// Limit on the bytes of items in a file on a store that has several items. The next save may copy
+/// the file, and stores copy at most 5 GiB at once.
 const MOST_COPIED: u64 = 4 << 30;
 
-/// Files that a store is asked to copy at a time: each has the time that it takes beside the
-/// others.
+/// Concurrent copies on a store. Each has its own time limit.
 const COPIES: usize = 8;
 
 impl Save {
-    /// Lays out the files, creates them in `dir` (which is created too) and reserves their space.
-    /// What `reuse` found in a parent is linked, as far as it is worth it: those items [are not
-    /// written](Self::is_reused). Returns also why files of the parent could not be linked.
+    /// Lays out the files, creates them in `dir`, which is created too, and reserves their space.
+    /// Links files of which `reuse` found enough in a parent: their items [are not
+    /// written](Self::is_reused). Also returns the reasons why other files of the parent could not
+    /// be linked.
     ///
     /// # Errors
-    /// [`Error::Plan`] for items that cannot be saved, [`Error::Io`] where the disk refuses (it may
-    /// be full). No file is left then.
+    /// [`Error::Plan`] for items that cannot be saved; [`Error::Io`], for example if the disk is
+    /// full. After an error no file is left.
     pub fn create(
         dir: &Path,
         items: Vec<SaveItem>,
@@ -60,7 +60,8 @@ impl Save {
         let (folders, mut files) = begin(disk, dir)?;
         let (mut links, mut _lock) = (Links::default(), None);
         if let Some(reuse) = &reuse {
-            // Nobody takes the links for what a killed save left before the first file is claimed.
+            // Under the lock, `clean` cannot take the links for leftovers before the first file is
+            // claimed.
             _lock = Some(FolderLock::take_on(disk, dir, Mode::Shared, control)?);
             links = Links::make(&mut files, dir, &info, reuse, control)?;
         }
@@ -72,17 +73,17 @@ impl Save {
         Ok((save, links.problems))
     }
 
-    /// [`create`](Self::create) on a store; `dir` is a URL. `turns`, for each item: those of a
-    /// lower one are written before those of a higher. Where it is empty, all come at a time, or in
-    /// their order.
+    /// Does the same as [`create`](Self::create) on a store. `dir` is a URL. `turns` has a number
+    /// for each item: items with a lower number are written first. It is empty if all items are
+    /// written at once, or in order.
     ///
-    /// Of what `reuse` found in a parent on that store, the store copies what is worth it: those
-    /// items [are not written](Self::is_reused). Returns also why files of the parent could not be
-    /// copied.
+    /// Makes the store copy files of which `reuse` found enough in a parent on that store: their
+    /// items [are not written](Self::is_reused). Also returns the reasons why other files of the
+    /// parent could not be copied.
     ///
     /// # Errors
-    /// [`Error::Plan`] for items that cannot be saved, [`Error::Storage`] where the store refuses.
-    /// Nothing is left then.
+    /// [`Error::Plan`] for items that cannot be saved; [`Error::Storage`]. After an error nothing
+    /// is left.
     #[expect(clippy::too_many_arguments, reason = "as `create`, and what only a store asks")]
     pub fn create_remote(
         remote: Arc<dyn Remote>,
@@ -121,7 +122,7 @@ impl Save {
         Ok((save, problems))
     }
 
-    /// Takes items that are `reused` for written.
+    /// Counts the `reused` items as written.
     fn skip(&self, reused: &[bool]) {
         let mut progress = self.progress();
         for (number, _) in reused.iter().enumerate().filter(|(_, reused)| **reused) {
@@ -129,13 +130,12 @@ impl Save {
         }
     }
 
-    /// Creates files of the caller's own layout: a header each, and a place for each value. They
-    /// need not be of this crate's format, so what [`finish`](Self::finish) returns is worth
-    /// nothing; `sums` is what [`crc32s`](Self::crc32s) is told of.
+    /// Creates files in the caller's own layout: a header for each, and a place for each value.
+    /// They need not have this crate's format, so ignore the result of [`finish`](Self::finish).
+    /// `sums` selects the checksums for [`crc32s`](Self::crc32s).
     ///
     /// # Errors
-    /// [`Error::Plan`] for a place that is not within its file, [`Error::Io`] where the disk
-    /// refuses.
+    /// [`Error::Plan`] for a place outside of its file; [`Error::Io`].
     pub fn create_files(
         dir: &Path,
         files: Vec<FilePlan>,
@@ -152,7 +152,7 @@ impl Save {
         Ok(Self { digests: Digests::of(&save.items, sums), ..save })
     }
 
-    /// A save of which nothing is written yet.
+    /// Makes a save of which nothing is written yet.
     fn to(
         sink: Box<dyn Sink>,
         items: Vec<SaveItem>,
@@ -174,16 +174,16 @@ impl Save {
     }
 }
 
-/// Creates `dir`. Returns the folders to sync at the end only, as a sync may wait for all that
-/// others changed on the disk; and no files yet.
+/// Creates `dir`. Returns the folders to sync, and an empty set of files. The folders are synced
+/// only at the end, because a sync may wait for all other changes on the disk.
 fn begin(disk: &Disk, dir: &Path) -> Result<(Vec<PathBuf>, DataFiles)> {
     let mut folders = disk.create_folder(dir)?;
     folders.push(dir.to_owned());
     Ok((folders, DataFiles::new(disk.clone())))
 }
 
-/// Creates the files of a layout; `claimed`: for a save that others may take for one that was
-/// killed.
+/// Creates the files of a layout. `claimed` protects them from `clean`, which may otherwise take
+/// them for those of a killed save.
 #[expect(clippy::too_many_arguments, reason = "what the two ways to create files have in common")]
 fn to_files(
     disk: &Disk,
@@ -207,7 +207,7 @@ fn to_files(
     })
 }
 
-/// Returns the constraints on the layout of a save of so many items.
+/// Returns the constraints on the layout of a save of this many items.
 fn beside(links: &[Link], note: Vec<u8>, reuse: Option<&Reuse>, items: usize) -> Result<Beside> {
     Ok(Beside {
         reused: reused(links, items),
@@ -219,11 +219,11 @@ fn beside(links: &[Link], note: Vec<u8>, reuse: Option<&Reuse>, items: usize) ->
     })
 }
 
-/// Files of the caller's own layout are of no checkpoint of this crate.
+/// For files in the caller's own layout, which belong to no save.
 const OF_NOBODY: SaveInfo =
     SaveInfo { save_id: [0; 16], generation: 0, token: 0, rank: 0, world_size: 1 };
 
-/// The layout of files that a caller made, and its values as items.
+/// Converts the caller's files to a layout, and the values to items.
 fn laid_out(
     files: Vec<FilePlan>,
     values: Vec<(String, Place, u64)>,
