@@ -292,7 +292,7 @@ impl Index {
     }
 
     /// Returns this checkpoint with other tensors in place of the `hidden` ones. Each new tensor
-    /// has a name, a shape and [`Rectangle`]s of stored tensors.
+    /// has a name, a shape and rectangles of stored tensors.
     fn derive(
         &self,
         py: Python<'_>,

@@ -188,7 +188,8 @@ fn of_what_the_caller_vouches_for_twice_the_first_block_is_compared() {
     };
     save(&dir(1), 1, &bytes(1), told(None, true));
     assert!(of(&open(&dir(1)), "large").frozen);
-    assert_ne!(of(&open(&dir(1)), "large").file, of(&open(&dir(1)), "small").file); // in different files
+    // They are in different files.
+    assert_ne!(of(&open(&dir(1)), "large").file, of(&open(&dir(1)), "small").file);
     assert!(told(Some(1), true).probes(0) && !told(Some(1), false).probes(0));
     save(&dir(2), 2, &bytes(2), told(Some(1), true));
     assert_holds(&dir(2), &bytes(2));
@@ -210,7 +211,8 @@ fn files_of_which_little_is_reused_are_written_apart_and_linked_the_next_time() 
     let dir = |number: u64| root.path().join(number.to_string());
     let with = |number: u64| {
         let mut contents = bytes(1);
-        contents[0] = content(usize::try_from(number).unwrap() * 57, contents[0].len() as u64); // the large one changes
+        // The large one changes.
+        contents[0] = content(usize::try_from(number).unwrap() * 57, contents[0].len() as u64);
         contents
     };
     save(&dir(1), 1, &with(1), Reuse::new(None, &items(), &[], false, &Control::new()).unwrap());
