@@ -1,14 +1,13 @@
-"""Unknown keyword arguments: the error names the option that is meant."""
+"""Checks of arguments. The error for an unknown option names the one that is meant."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["check_arguments", "suggest_option"]
+__all__ = ["check_arguments", "check_positive", "suggest_option"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,9 +64,18 @@ def check_arguments(function: Callable[..., Any], passed: Iterable[str]) -> None
     is_class = function.__name__ == "__init__"
     called = function.__qualname__.removesuffix(".__init__")
     hint = _EQUIVALENTS.get(called, {}).get(unknown)
+    import difflib  # slow to import, for mistakes only
+
     near = difflib.get_close_matches(unknown, known, n=1)
     if hint is None and near:
         hint = f"did you mean {near[0]!r}?"
     shown = called if is_class or "." in called else f"dcp_rs.{called}"
     msg = f"{shown}{'' if is_class else '()'} has no option {unknown!r}"
     raise TypeError(msg if hint is None else f"{msg}: {hint}") from None
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise a ``ValueError`` unless the value is a positive integer, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+        msg = f"{name}={value!r}: must be a positive integer"
+        raise ValueError(msg)

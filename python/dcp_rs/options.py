@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from dcp_rs import _core
+from dcp_rs._arguments import check_positive
 from dcp_rs._log import current_rank
 from dcp_rs._progress import Progress
 
@@ -23,7 +24,6 @@ __all__ = [
     "ReadOptions",
     "WriteOptions",
     "WriterArguments",
-    "check_positive",
 ]
 
 MIB = 1 << 20
@@ -63,13 +63,6 @@ def uuid_of(save_id: str) -> uuid.UUID:
     except (ValueError, AttributeError, TypeError):
         msg = f"save_id={save_id!r}: must be a UUID of 32 hexadecimal digits"
         raise ValueError(msg) from None
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raise a ``ValueError`` unless the value is a positive integer, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
-        msg = f"{name}={value!r}: must be a positive integer"
-        raise ValueError(msg)
 
 
 class _Options:

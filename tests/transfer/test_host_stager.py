@@ -122,3 +122,13 @@ def test_tensors_that_are_copied_by_their_class(inference):
     assert not copied.is_inference()
     assert (copied.a.tolist(), copied.b.tolist()) == ([1.0] * 3, [0.0] * 3)
     assert torch.equal(staged["sparse"].to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.bits16])
+def test_bits_are_copied(dtype):
+    """The copy was the tensor itself, because torch cannot clone the dtype."""
+    raw = torch.arange(8, dtype=torch.uint8)
+    staged = HostStager().stage({"x": raw.view(dtype)})
+    raw.zero_()
+    assert staged["x"].dtype == dtype
+    assert staged["x"].view(torch.uint8).tolist() == list(range(8))

@@ -11,7 +11,7 @@ from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StorageOptions, absolute, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.views import Layout, LayoutView
-from dcp_rs.options import ReadArguments, ReadOptions, checks_pickles
+from dcp_rs.options import ReadArguments, ReadOptions
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ def open(
             first_rows = checkpoint.get_slice("model.weight")[:2]
         ```
     """
-    weights_only = checks_pickles(weights_only)
+    weights_only = weights_only is None or bool(weights_only)
     stores = StorageOptions.of(storage_options)
     options = ReadOptions(
         io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes

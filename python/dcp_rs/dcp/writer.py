@@ -504,14 +504,15 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writ
     entries: list[Entry] = []
     for item in plan.items:
         data = planner.resolve_data(item)
-        fqn = item.index.fqn
+        fqn, is_raw = item.index.fqn, True
         if isinstance(data, torch.Tensor):
             data = _torch.wait_tensor(data)
             if not _is_strided(data) or _torch.storage_id(data) not in known:
                 # A planner may resolve each item in the memory of the one before, as torch's
                 # writer writes one before it asks for the next.
-                data = clone(data).requires_grad_(data.requires_grad)
-        if _is_whole(item):
+                is_raw = data.is_meta or why_not_raw(data) is None
+                data = clone(data).requires_grad_(data.requires_grad) if is_raw else data
+        if is_raw and _is_whole(item):
             whole.append(item)
             tensors.append(data)
         else:

@@ -16,7 +16,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._url import absolute, location
-from dcp_rs.checkpoint.compare import difference
+from dcp_rs.checkpoint.compare import entry_differences
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, repeatable, selector
@@ -70,9 +70,9 @@ class _Slices(Checkpoint):
     next. So the slices of a rank are not read in one batch.
     """
 
-    @property
-    def _can_view(self) -> bool:
-        return False
+    def __init__(self, index: _core.Index, options: ReadOptions) -> None:
+        super().__init__(index, options=options)
+        self._can_view = False
 
 
 def from_pretrained(
@@ -409,7 +409,8 @@ def _tied_head(
         head.name: item.name
         for head in heads[:1]
         for item in items
-        if item.name.endswith(_EMBEDDINGS) and difference(source, head, source, item) is None
+        if item.name.endswith(_EMBEDDINGS)
+        and not any(entry_differences(source, source, [(head, item)]))
     }
 
 

@@ -88,9 +88,15 @@ def clone(tensor: torch.Tensor, *, to_host: bool = False) -> torch.Tensor:
     """Clone a tensor, with its place in a larger one. What a save refuses is returned as it is."""
     if not _has_values(tensor):
         return tensor
-    copied = tensor.detach().clone()
-    if to_host:
-        copied = copied.cpu()
+    source = tensor.detach()
+    is_native = tensor.dtype in NAMES or tensor.is_quantized
+    if not is_native:  # torch cannot copy every dtype
+        if type(tensor) not in PLAIN_TYPES or tensor.layout != torch.strided:
+            return tensor
+        source = source.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
+    copied = source.clone().cpu() if to_host else source.clone()
+    if not is_native:
+        copied = copied.view(tensor.dtype)
     _torch.copy_place_in_whole(tensor, copied)
     return copied
 
