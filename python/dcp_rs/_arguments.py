@@ -1,4 +1,4 @@
-"""Checks of arguments. The error for an unknown option names the one that is meant."""
+"""Unknown keyword arguments: the error names the option that is meant."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["check_arguments", "check_positive", "suggest_option"]
+__all__ = ["check_arguments", "suggest_option"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,10 +72,3 @@ def check_arguments(function: Callable[..., Any], passed: Iterable[str]) -> None
     shown = called if is_class or "." in called else f"dcp_rs.{called}"
     msg = f"{shown}{'' if is_class else '()'} has no option {unknown!r}"
     raise TypeError(msg if hint is None else f"{msg}: {hint}") from None
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raise a ``ValueError`` unless the value is a positive integer, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
-        msg = f"{name}={value!r}: must be a positive integer"
-        raise ValueError(msg)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from dcp_rs import _core
-from dcp_rs._arguments import check_positive
-from dcp_rs._log import current_rank
 from dcp_rs._progress import Progress
 
 if TYPE_CHECKING:
@@ -45,9 +43,10 @@ def has_local_peers() -> bool:
     ranks = local_ranks()
     if ranks is not None:
         return ranks > 1
-    return current_rank() is not None and bool(
-        sys.modules["torch.distributed"].get_world_size() > 1
-    )
+    dist = sys.modules.get("torch.distributed")  # without it, there is no process group
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return False
+    return bool(dist.get_world_size() > 1)
 
 
 def uuid_of(save_id: str) -> uuid.UUID:
@@ -63,6 +62,13 @@ def uuid_of(save_id: str) -> uuid.UUID:
     except (ValueError, AttributeError, TypeError):
         msg = f"save_id={save_id!r}: must be a UUID of 32 hexadecimal digits"
         raise ValueError(msg) from None
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise a ``ValueError`` unless the value is a positive integer, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+        msg = f"{name}={value!r}: must be a positive integer"
+        raise ValueError(msg)
 
 
 class _Options:
@@ -169,7 +175,7 @@ class ReadOptions(_Options):
             "threads": threads,
             "verify": None if self.verify == "auto" else self.verify,
             "shared": has_local_peers() if self.shared is None else self.shared,
-            "max_inflight_bytes": self.inflight_bytes(accelerator=False),
+            "max_inflight_bytes": self.max_inflight_bytes or 64 * MIB,
         }
 
     def slabs(self) -> dict[str, Any]:

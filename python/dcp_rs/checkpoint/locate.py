@@ -80,7 +80,9 @@ def open_index(
             "has them"
         )
     if rank is None and not is_remote and index.source == "dcp-rs":
-        _warn_of_two(index.path.parent)
+        stock = index.path.parent / STOCK_NAME
+        if stock.is_file():
+            _warn_of_two(index.path, stock)
     return index if layout is None else layout.apply(index)
 
 
@@ -91,16 +93,13 @@ def payload(index: _core.Index) -> int:
     )
 
 
-def _warn_of_two(folder: Path) -> None:
-    """Warn if checkpoints of this package and of torch share a folder."""
-    own, stock = folder / INDEX_NAME, folder / STOCK_NAME
-    if not (own.is_file() and stock.is_file()):
-        return
-    newer = STOCK_NAME if stock.stat().st_mtime_ns > own.stat().st_mtime_ns else INDEX_NAME
+def _warn_of_two(own: Path, stock: Path) -> None:
+    """Warn that checkpoints of this package and of torch share a folder."""
+    newer = stock if stock.stat().st_mtime_ns > own.stat().st_mtime_ns else own
     warn_caller(
-        f"{folder} holds two checkpoints, one of dcp-rs ({INDEX_NAME}) and one of torch "
-        f"({STOCK_NAME}): that of dcp-rs is read, {newer} is newer. Remove one, or save them to "
-        "different folders"
+        f"{own.parent} holds two checkpoints, one of dcp-rs ({INDEX_NAME}) and one of torch "
+        f"({STOCK_NAME}): that of dcp-rs is read, {newer.name} is newer. Remove one, or save them "
+        "to different folders"
     )
 
 

@@ -216,7 +216,7 @@ class RsReader(StorageReader):
         note = _Note(is_of_all=self._is_of_all)
         if self._is_of_all:
             self._sample = cache_sharing.sample_of(index, self._source.read, regions)
-            sample = cache_sharing.share(self._sample)
+            sample = None if self._sample is None else cache_sharing.share(self._sample)
             note = _Note(is_of_all=True, save_id=index.save_id, sample=sample)
         return dataclasses.replace(plan, storage_data=note)
 

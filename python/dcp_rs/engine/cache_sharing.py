@@ -80,9 +80,9 @@ def sample_of(
     return sample
 
 
-def share(sample: _core.Sample | None) -> ReadSample | None:
+def share(sample: _core.Sample) -> ReadSample:
     """Prepare the sample for the coordinator."""
-    return None if sample is None else ReadSample(_machine(), sample.told())
+    return ReadSample(_machine(), sample.told())
 
 
 def compare_samples(samples: Sequence[ReadSample | None]) -> list[CommonReads | None]:

@@ -264,7 +264,7 @@ def plan_rank(
         replicas=source.replicas,
         is_empty=not reads.flat.values,
         nothing_to_load=reads.nothing_to_load,
-        sample=cache_sharing.share(sample),
+        sample=None if sample is None else cache_sharing.share(sample),
     )
     return Plan(request, index, state_dict, holders, reads, sample, summary, clock)
 

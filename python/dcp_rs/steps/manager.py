@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
-from dcp_rs._arguments import check_positive, suggest_option
+from dcp_rs._arguments import suggest_option
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import repeatable
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError, DcpRsError
-from dcp_rs.options import WriteOptions
+from dcp_rs.options import WriteOptions, check_positive
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from dcp_rs._arguments import check_positive
 from dcp_rs._reports import Report
 from dcp_rs.errors import DcpRsError, StorageError, StoragePreconditionError
+from dcp_rs.options import check_positive
 from dcp_rs.steps.step_store import SkippedStep, Step, StepStore
 
 __all__ = [

@@ -59,18 +59,15 @@ def flatten(state_dict: Mapping[Any, Any]) -> Flat:
         PlanError: two leaves have the same FQN.
     """
     flat = Flat({}, {}, [])
-    if _holds_only_tensors(state_dict) and set(map(type, state_dict)) <= {str}:
+    # A look at each type costs less than one at each value.
+    kinds = set(map(type, state_dict.values()))
+    if set(map(type, state_dict)) <= {str} and all(issubclass(k, torch.Tensor) for k in kinds):
         flat.values, flat.paths = dict(state_dict), {key: (key,) for key in state_dict}
         if (kind := kind_of(state_dict)) != "dict":
             flat.containers.append(Container(0, (), kind))
     else:
         _enter(state_dict, "", (), flat)
     return flat
-
-
-def _holds_only_tensors(state_dict: Mapping[Any, Any]) -> bool:
-    """Return whether every value is a tensor. It checks each type once, not each value."""
-    return all(issubclass(kind, torch.Tensor) for kind in set(map(type, state_dict.values())))
 
 
 def _enter(node: Any, prefix: str, path: TreePath, flat: Flat) -> None:
@@ -120,9 +117,8 @@ def is_stateful(value: Any) -> bool:
 
 def stateful_values(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the ``Stateful`` values of a state dict."""
-    if _holds_only_tensors(state_dict):
-        return {}
-    return {key: value for key, value in state_dict.items() if is_stateful(value)}
+    others = [(k, v) for k, v in state_dict.items() if not isinstance(v, torch.Tensor)]
+    return {key: value for key, value in others if is_stateful(value)}
 
 
 def get_at(root: Any, path: TreePath, default: Any = None) -> Any:
@@ -147,7 +143,7 @@ def set_at(root: dict[Any, Any], path: TreePath, value: Any) -> None:
     Raises:
         PlanError: the container of the entry is gone.
     """
-    node = get_at(root, path[:-1])
+    node = root if len(path) == 1 else get_at(root, path[:-1])
     if isinstance(node, MutableMapping):
         node[_key_in(node, path[-1])] = value
     elif isinstance(node, list) and isinstance(path[-1], int) and path[-1] < len(node):
