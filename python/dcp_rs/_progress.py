@@ -48,19 +48,23 @@ def watching(progress: Progress, what: str) -> Iterator[Watch | None]:
 
 def _make_bar(what: str) -> _Bar | None:
     """Return a bar on rank 0, if there is a terminal or a notebook to draw on."""
-    is_notebook = "ipykernel" in sys.modules
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    is_notebook = hasattr(shell, "kernel")
     is_shown = sys.stderr is not None and (is_notebook or sys.stderr.isatty())
-    return _Bar(what) if is_shown and not current_rank() else None
+    return _Bar(what, stays=is_notebook) if is_shown and not current_rank() else None
 
 
 class _Bar:
     """Bar in a line of stderr with bytes, speed and the time that is left.
 
-    It disappears at the end from a terminal, and stays in a notebook.
+    Args:
+        what: a word for the work.
+        stays: leave the bar there at the end, as a notebook knows no escapes that remove it.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, stays: bool) -> None:
         self._what = what
+        self._stays = stays
         self._total: int | None = None
         self._done = 0
         self._begin = time.monotonic()
@@ -76,9 +80,9 @@ class _Bar:
             self._draw()
 
     def end(self) -> None:
-        """Remove the bar: the work is over, or failed. A notebook knows no such escapes."""
+        """End the bar: the work is over, or failed."""
         self._draw()
-        sys.stderr.write("\r\x1b[K")
+        sys.stderr.write("\n" if self._stays else "\r\x1b[K")
         sys.stderr.flush()
 
     def _draw(self) -> None:

@@ -322,11 +322,10 @@ def modules_that_name(stock: type) -> list[Any]:
 
     found = []
     for name, module in sorted(sys.modules.items()):
+        if not name.startswith("torch.distributed.checkpoint"):
+            continue
         own = vars(module)
-        if (
-            not name.startswith("torch.distributed.checkpoint")
-            or own.get(stock.__name__) is not stock
-        ):
+        if own.get(stock.__name__) is not stock:
             continue
         classes = [kind for kind in own.values() if isinstance(kind, type) and kind is not stock]
         if not any(kind.__module__ == name and issubclass(kind, stock) for kind in classes):

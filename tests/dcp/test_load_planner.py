@@ -1,5 +1,6 @@
 """``RsLoadPlanner``: every option, and what stock DCP loads wrong without a word."""
 
+import dataclasses
 import gc
 import os
 import pickle
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -563,3 +565,46 @@ def test_globs_of_an_iterator_count_for_every_load(tmp_path):
         state = {"a": torch.zeros(2), "b": torch.zeros(2)}
         dcp.load(state, storage_reader=RsReader(tmp_path), planner=planner, no_dist=True)
         assert (state["a"].tolist(), state["b"].tolist()) == ([1, 1], [0, 0])
+
+
+def test_a_name_is_read_from_the_checkpoint_of_the_last_load_or_from_none(saved, tmp_path):
+    """After a load by torch's reader, it came from the load before that."""
+    planner = RsLoadPlanner()
+    got = {"layers.0.weight": torch.zeros_like(W)}
+    dcp_rs.load_state_dict(got, RsReader(saved), planner=planner, no_dist=True)
+    assert torch.equal(planner.resolve_tensor("layers.0.weight"), W)
+    dcp.save(got, checkpoint_id=tmp_path / "stock", no_dist=True)
+    reader = dcp.FileSystemReader(tmp_path / "stock")
+    dcp.load(got, storage_reader=reader, planner=planner, no_dist=True)
+    with pytest.raises(PlanError, match="no checkpoint"):
+        planner.resolve_tensor("layers.0.weight")
+
+
+def test_options_of_a_planner_can_be_set_later(saved):
+    planner = RsLoadPlanner()
+    planner.dtype = torch.bfloat16
+    got = {"layers.0.weight": torch.zeros_like(W)}
+    dcp_rs.load(got, saved, planner=planner, no_dist=True)
+    assert got["layers.0.weight"].dtype == torch.bfloat16
+
+
+class LeavesOut(dcp.DefaultLoadPlanner):
+    """Plans an entry that the checkpoint lacks, and leaves it out at the end."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        (item,) = plan.items
+        absent = dataclasses.replace(item, storage_index=MetadataIndex("absent"))
+        return dataclasses.replace(plan, items=[item, absent])
+
+    def finish_plan(self, plan):
+        return super().finish_plan(dataclasses.replace(plan, items=plan.items[:1]))
+
+
+@pytest.mark.parametrize("local_ranks", ["1", "2"])
+def test_a_planner_may_leave_out_what_it_planned(saved, monkeypatch, local_ranks):
+    """With other ranks on the machine, they are told what this rank reads."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+    got = {"layers.0.weight": torch.zeros_like(W)}
+    dcp.load(got, storage_reader=RsReader(saved), planner=LeavesOut(), no_dist=True)
+    assert torch.equal(got["layers.0.weight"], W)

@@ -41,6 +41,17 @@ def test_plans_that_torch_remembers_of_a_writer_of_its_own(tmp_path):
                 assert_state_equal(dict(checkpoint), {"w": state["w"], "deep.step": number})
 
 
+def test_plans_that_torch_remembers_of_our_writer_serve_its_own(tmp_path):
+    """Its writer looked for a prefix of file names in the plan, and found our answer."""
+    forget_plans_of_torch()
+    for number, kind in enumerate((RsWriter, dcp.FileSystemWriter)):
+        state = {"w": torch.full((3,), float(number))}
+        save_by_torch(kind(tmp_path / str(number)), state, no_dist=True)
+    got = {"w": torch.zeros(3)}
+    dcp.load(got, checkpoint_id=tmp_path / "1", no_dist=True)
+    assert got["w"].eq(1).all()
+
+
 def fail_to_write(*_):
     raise OSError(28, "disk full")
 
@@ -78,6 +89,20 @@ def test_a_save_that_could_not_begin_does_not_end_those_after_it(tmp_path, saves
     for number in range(2):
         save_by_torch(RsWriter(tmp_path), {"w": torch.full((3,), 5.0 + number)}, no_dist=True)
         assert dcp_rs.open(tmp_path)["w"].eq(5 + number).all()
+
+
+def test_a_plan_without_items_is_not_saved_by_torchs_writer(tmp_path):
+    """A save that failed leaves one in torch's cache: it would be an empty checkpoint."""
+    forget_plans_of_torch()
+    save_by_torch(RsWriter(tmp_path / "0"), {"w": torch.zeros(3)}, no_dist=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RsWriter, "write_data", fail_to_write)
+        with pytest.raises(CheckpointException, match="disk full"):
+            save_by_torch(RsWriter(tmp_path / "1"), {"w": torch.ones(3)}, no_dist=True)
+    with pytest.raises(CheckpointException, match="without its items"):
+        save_by_torch(dcp.FileSystemWriter(tmp_path / "2"), {"w": torch.ones(3)}, no_dist=True)
+    assert not (tmp_path / "2" / ".metadata").exists()
+    forget_plans_of_torch()
 
 
 def save_what_one_rank_writes(path):

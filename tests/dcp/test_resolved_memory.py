@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcp_rs
@@ -189,3 +190,38 @@ def test_what_a_parameter_is_stays_known(ckpt):
     metadata = dcp_rs.RsReader(ckpt).read_metadata().state_dict_metadata
     assert metadata["trained"].properties.requires_grad
     assert not metadata["frozen"].properties.requires_grad
+
+
+class Forwards(SavePlanner):
+    """A planner around another one."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def state_dict(self):
+        return {}
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        self.inner.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self):
+        return self.inner.create_local_plan()
+
+    def create_global_plan(self, all_plans):
+        return self.inner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan):
+        return self.inner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item):
+        return self.inner.resolve_data(write_item)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_state_dict_of_a_planner_in_two_others_is_not_copied(ckpt, base):
+    planner = Forwards(Forwards(base()))
+    values = {"w": torch.ones(77), "step": 3}
+    with Copies(77) as copies:
+        dcp.save(dict(values), storage_writer=RsWriter(ckpt), planner=planner, no_dist=True)
+    assert copies.count == 0
+    assert_state_equal(load_rs(blank(values), ckpt), values)

@@ -1,6 +1,7 @@
 """``dcp_rs.install``: torch's own names, and what finds them there, give this package's reader and writer."""
 
 import pickle
+import sys
 
 import pytest
 import torch
@@ -104,6 +105,13 @@ def test_everything_is_put_back():
         assert vars(__import__(module, fromlist=[name]))[name] is value, (module, name)
     with pytest.raises(RuntimeError, match="nothing to undo"):
         dcp_rs.uninstall()
+
+
+def test_modules_that_may_not_be_imported_are_passed_over(monkeypatch):
+    """``sys.modules[name] = None`` prevents an import. It was an error here."""
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    with dcp_rs.installed():
+        assert dcp.FileSystemReader is not STOCK[0]
 
 
 def test_it_says_what_it_replaced(caplog):

@@ -88,29 +88,29 @@ class RsLoadPlanner(DefaultLoadPlanner):
         flatten_sharded_tensors: bool = True,
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        self.dtype_policy = dtype_policy
+        self.dtype, self.dtype_policy = dtype, dtype_policy
+        self.device = None if device is None else torch.device(device)
+        self.rename = rename
+        self.include, self.exclude = repeatable(include), repeatable(exclude)
         self.report = LoadReport()
         self.metadata: Metadata | None = None
-        # Options that torch's planner lacks.
-        self._given: dict[str, Any] = {
-            "dtype": dtype,
-            "device": None if device is None else torch.device(device),
-            "rename": rename,
-            "include": repeatable(include),
-            "exclude": repeatable(exclude),
-        }
-        self.names = LoadNames(rename, self._given["include"], self._given["exclude"])
+        self.names = LoadNames(rename, self.include, self.exclude)
         self._options()  # checks the policy
-        #: Of the last load, if torch did not call this planner.
+        #: What a read by name reads, if torch did not call this planner for the last load.
         self._source = None if checkpoint is None else Source(path=location(checkpoint))
         self._index: _core.Index | None = None
         self._flat = Flat({}, {}, [])
         self._reads: Reads | None = None
 
+    def _given(self) -> dict[str, Any]:
+        """Return the options that torch's planner lacks."""
+        names = ("dtype", "device", "rename", "include", "exclude")
+        return {name: getattr(self, name) for name in names}
+
     def _options(self) -> LoadOptions:
         """Return the options of a load without a planner."""
         return LoadOptions(
-            **self._given,
+            **self._given(),
             allow_partial_load=self.allow_partial_load,
             dtype_policy=self.dtype_policy,
         )
@@ -129,9 +129,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
             PlanError: an option needs an :class:`RsReader` or ``flatten_state_dict=True``.
         """
         self.report, self._reads, self._flat = LoadReport(), None, Flat({}, {}, [])
+        self._source = None
         self._index = index_of(metadata) if self.flatten_state_dict else None
         if self._index is None:
-            given = {**self._given, "dtype_policy": self.dtype_policy == "error" or None}
+            given = {**self._given(), "dtype_policy": self.dtype_policy == "error" or None}
             if names := [f"{name}=" for name, value in given.items() if value is not None]:
                 needed = "an RsReader" if self.flatten_state_dict else "flatten_state_dict=True"
                 raise PlanError(f"{' and '.join(names)} of RsLoadPlanner need {needed}")
@@ -215,10 +216,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if not isinstance(read_item, str):
             tensor: torch.Tensor = super().resolve_tensor(read_item)
             return tensor
-        device = torch.device(device or self._given["device"] or "cpu")
+        device = torch.device(self.device or "cpu" if device is None else device)
         with self._open(device) as checkpoint:
             name = read_item
-            if (rename := self._given["rename"]) is not None:
+            if (rename := self.rename) is not None:
                 renamed = Renamed(rename, checkpoint)
                 stored = renamed.stored_name(read_item)
                 if stored is None:
@@ -230,7 +231,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             if not isinstance(value, torch.Tensor):
                 msg = f"{read_item!r} is not a tensor"
                 raise TypeError(msg)
-            wanted = dtype or (self._given["dtype"] if value.is_floating_point() else None)
+            wanted = dtype or (self.dtype if value.is_floating_point() else None)
             if wanted is not None and wanted != value.dtype:
                 check_cast(read_item, wanted, value.dtype)
                 return value.to(wanted)

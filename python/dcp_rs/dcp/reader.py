@@ -8,6 +8,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -215,7 +216,9 @@ class RsReader(StorageReader):
 
         note = _Note(is_of_all=self._is_of_all)
         if self._is_of_all:
-            self._sample = cache_sharing.sample_of(index, self._source.read, regions)
+            self._sample = None
+            with suppress(PlanError):  # `finish_plan` may leave out what the checkpoint lacks
+                self._sample = cache_sharing.sample_of(index, self._source.read, regions)
             sample = None if self._sample is None else cache_sharing.share(self._sample)
             note = _Note(is_of_all=True, save_id=index.save_id, sample=sample)
         return dataclasses.replace(plan, storage_data=note)

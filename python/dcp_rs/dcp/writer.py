@@ -69,6 +69,17 @@ class _Answer:
     place: SavePlace
     is_cached: bool = False
 
+    @property
+    def prefix(self) -> str:
+        """Prefix of torch's file names, for its writer, which may get this plan from the cache.
+
+        Raises:
+            PlanError: a save that failed left its plan there without items.
+        """
+        if self.is_cached:
+            raise PlanError("torch remembers a plan of a save that failed, without its items")
+        return f"__{self.place.rank}_"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Staged:
@@ -239,6 +250,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Copy the state dict to host memory, for ``dcp.async_save``."""
         ranks = _world_size()
         self.path = absolute(self.path)  # until the save begins, the current folder may change
+        if ranks == 0 or dist.get_rank() == 0:
+            warn_of_foreign_model(self.path)  # here, as a thread or a process saves
         parent = self._options.parent
         if parent is not None:
             parent = parent.resolve(state_dict)
@@ -268,7 +281,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._to = Destination(self.path, self._options.storage_options)
         self._is_coordinator = is_coordinator
         self._clock = Phases()
-        if is_coordinator:
+        if is_coordinator and self._staged is None:
             warn_of_foreign_model(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -496,8 +509,8 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writ
     positions: Mapping[str, int] = {}
     if nesting is not None:
         paths, positions = nesting.paths, nesting.positions
-    values: Mapping[str, Any] = getattr(planner, "state_dict", {})
     state_dicts = _state_dicts(planner)
+    values = state_dicts[0] if state_dicts else {}
     known = {place for one in state_dicts for value in one.values() for place in _storages(value)}
     whole: list[WriteItem] = []
     tensors: list[Any] = []
@@ -574,10 +587,20 @@ def _entry(
     )
 
 
-def _state_dicts(planner: SavePlanner) -> list[Mapping[str, Any]]:
-    """Return the state dicts of a planner and of the planners that it wraps."""
-    wrapped = (value for value in vars(planner).values() if isinstance(value, SavePlanner))
-    return [getattr(one, "state_dict", {}) for one in (planner, *wrapped)]
+def _state_dicts(planner: object, above: tuple[object, ...] = ()) -> list[Mapping[str, Any]]:
+    """Return the state dicts of a planner and of the planners that it wraps.
+
+    Args:
+        planner: the planner.
+        above: the planners that wrap it.
+    """
+    own = getattr(planner, "state_dict", None)
+    found = [own] if isinstance(own, Mapping) else []
+    above = (*above, planner)
+    for inner in getattr(planner, "__dict__", {}).values():
+        if isinstance(inner, SavePlanner) and not any(inner is one for one in above):
+            found += _state_dicts(inner, above)
+    return found
 
 
 def _storages(value: Any) -> list[int]:
