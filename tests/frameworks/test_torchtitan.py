@@ -317,6 +317,20 @@ def test_what_later_releases_ask_of_a_purge_and_a_look(make, tmp_path, monkeypat
     assert manager._find_load_step(max_step=0) == -1
 
 
+def test_a_name_in_another_form_is_no_step_to_load_or_to_purge(make, tmp_path):
+    """It took the place of a step that is kept, and that step was removed for it."""
+    manager, _ = make(keep_latest_k=2)
+    steps = tmp_path / "checkpoint"
+    for name in ("step-1", "step-2", "step-3", "step-0003", "step-004"):
+        dcp_rs.save({"w": torch.ones(2)}, steps / name, no_dist=True)
+    (steps / "step-004" / ".metadata").write_bytes(b"")
+    assert manager._find_load_step() == 3
+    manager._purge_stale_checkpoints(saving_step=3)
+    wait_for_purge(manager)
+    left = sorted(path.name for path in steps.iterdir())
+    assert left == ["step-0003", "step-004", "step-2", "step-3"]
+
+
 @pytest.mark.parametrize("files", [None, {"model.0.weight": 1, "model.1.weight": 2}])
 def test_the_last_step_is_exported_for_hugging_face(make, tmp_path, files):
     how = {"last_save_model_only": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}

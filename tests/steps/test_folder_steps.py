@@ -336,6 +336,24 @@ def test_a_name_in_another_form_is_no_step(root):
     save(root, 7)
     assert numbers(root) == [7]
     assert len(root.look().passed_over) == 1
+    assert [found.path.name for found in root.newest()] == ["step-7"]
+
+
+def test_a_look_does_not_list_folders_with_a_name_in_another_form(root, monkeypatch):
+    """It listed each by itself, and failed at one that cannot be read."""
+    save(root, 7)
+    (root.path / "step-008").mkdir()
+    files_in = folder_store._files_in
+
+    def refuse(folder):
+        if folder.name == "step-008":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return files_in(folder)
+
+    monkeypatch.setattr(folder_store, "_files_in", refuse)
+    found = root.look()
+    assert [step.number for step in found.steps] == [7]
+    assert [str(step).partition(":")[0] for step in found.passed_over] == ["step-008"]
 
 
 # --- what is noted of a save

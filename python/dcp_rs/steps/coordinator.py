@@ -234,17 +234,19 @@ class Coordinator:
                 raise self._not_found(step, found)
             return step, []
         skipped: list[SkippedStep] = []
-        for found in map(self._restore_index, self._store.newest()):
+        for found in map(self._restore_index, self._store.newest(misnamed=True)):
             if isinstance(found, Step):
                 if found.number not in damaged:
                     return found.number, skipped
                 self._damaged.add(found.save_id)
                 skipped.append(_damaged_step(found, damaged[found.number]))
             elif found.kind in MAY_BE_WHOLE:
+                is_misnamed = found.path != self._store.folder(found.number)
                 msg = (
                     f"{self._store.path} cannot be resumed: {found}. It may be whole, so no older "
                     "step takes its place. To go on from step N, say load(state, N); to give "
-                    f"{found.path.name} up, remove it, as delete({found.number}) does"
+                    f"{found.path.name} up, remove it"
+                    + ("" if is_misnamed else f", as delete({found.number}) does")
                 )
                 raise UnsupportedError(msg, path=found.path)
             else:

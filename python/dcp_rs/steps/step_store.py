@@ -261,7 +261,7 @@ class StepStore(ABC):
             if name == self.folder(number).name:
                 numbers.append(number)
             else:
-                misnamed.append(self._look_at_misnamed(number, name))
+                misnamed.append(self._misnamed(number, name))
         found = [step for step in (*self._look(numbers).values(), *misnamed) if step is not None]
         steps = [step for step in found if isinstance(step, Step)]
         skipped = [step for step in found if isinstance(step, SkippedStep)]
@@ -280,17 +280,24 @@ class StepStore(ABC):
         """
         return self._look_at_some([number])[number]
 
-    def newest(self) -> Iterator[Step | SkippedStep]:
+    def newest(self, *, misnamed: bool = False) -> Iterator[Step | SkippedStep]:
         """Look at one step after the other, the newest first.
+
+        Args:
+            misnamed: also return checkpoints whose name has a number in another form.
 
         Raises:
             OSError: as :meth:`look_at`.
         """
         for number, name in reversed(self._numbered()):
-            is_misnamed = name != self.folder(number).name
-            found = self._look_at_misnamed(number, name) if is_misnamed else self.look_at(number)
-            if found is not None:
-                yield found
+            if name == self.folder(number).name:
+                if (found := self.look_at(number)) is not None:
+                    yield found
+            elif misnamed:
+                step = self._misnamed(number, name)
+                files = self._list([step.path])[0] or {}
+                if INDEX_NAME in files or STOCK_NAME in files:
+                    yield step
 
     def latest(self) -> Step | None:
         """Return the newest whole step.
@@ -300,18 +307,11 @@ class StepStore(ABC):
         """
         return next((step for step in self.newest() if isinstance(step, Step)), None)
 
-    def _look_at_misnamed(self, number: int, name: str) -> SkippedStep | None:
-        """Look at a folder whose name has a number in another form, such as ``step-007``.
-
-        It is None unless the folder has an index.
-        """
-        path = self.path / name
-        files = self._list([path])[0] or {}
-        if INDEX_NAME not in files and STOCK_NAME not in files:
-            return None
+    def _misnamed(self, number: int, name: str) -> SkippedStep:
+        """Return the step of a name with a number in another form, such as ``step-007``."""
         right = self.folder(number).name
         why = f"its name is not {right}. Rename it, or pass the step_name= of its folder"
-        return SkippedStep(number=number, path=path, why=why, kind="foreign")
+        return SkippedStep(number=number, path=self.path / name, why=why, kind="foreign")
 
     def _look(self, numbers: Sequence[int]) -> dict[int, Step | SkippedStep | None]:
         found: dict[int, Step | SkippedStep | None] = {}
