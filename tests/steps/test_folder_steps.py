@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 from dcp_rs import RsWriter, _core
-from dcp_rs.errors import UnsupportedError
+from dcp_rs.errors import RunTakenOverError, UnsupportedError
 from dcp_rs.steps import folder_store
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.retention import Policies, prune
@@ -375,6 +375,9 @@ def noted(**content):
         pytest.param(noted(metrics={"a": 10**400}), id="a number that is no float"),
         pytest.param(noted(saved=float("inf")), id="no time"),
         pytest.param(noted(files=["a", 1]), id="no name"),
+        pytest.param(noted(pid="the text of another"), id="no process"),
+        pytest.param("[" * 100_000, id="deep"),
+        pytest.param(noted() + " " * (1 << 20), id="long"),
     ],
 )
 def test_notes_need_not_be_right(root, notes):
@@ -384,6 +387,40 @@ def test_notes_need_not_be_right(root, notes):
         step = root.latest()
     assert step.metrics == {}
     assert step.saved == (folder / "index.dcprs").stat().st_mtime
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_note_that_is_no_regular_file_is_none(root, make):
+    """A pipe in the place of a note: whoever looked at the step waited for ever."""
+    folder = save(root, 10, {"loss": 1.0})
+    note = folder / f"saved-{10:032x}.json"
+    note.unlink()
+    make(note)
+    with pytest.warns(UserWarning, match="no note of a save"):
+        assert root.latest().metrics == {}
+    make(folder / f"saving-{11:032x}.json")
+    root.begin(10, f"{12:032x}", {})
+    root.settle(10, f"{12:032x}")
+    without_index(folder)
+    note.rename(folder / f"saving-{10:032x}.json")
+    assert only_passed_over(root).kind == "unfinished"
+
+
+def test_the_note_of_a_run_that_is_no_regular_file_is_none(root):
+    root.take_over()
+    note = root.path / ".dcprs-run.json"
+    note.unlink()
+    os.mkfifo(note)
+    with pytest.raises(RunTakenOverError, match="by an unknown process"), root.holding():
+        pass
+
+
+def test_a_save_is_settled_beside_a_note_that_is_nested_too_deep(root):
+    folder = save(root, 10)
+    (folder / f"saving-{11:032x}.json").write_text("[" * 100_000)
+    root.begin(10, f"{12:032x}", {})
+    root.settle(10, f"{12:032x}")
+    assert [path.name for path in folder.glob("sav*")] == [f"saved-{12:032x}.json"]
 
 
 def test_a_note_that_is_renamed_during_a_look_is_read(root, monkeypatch):

@@ -318,6 +318,17 @@ def test_notes_need_not_be_right(root, server, notes):
     assert abs(step.saved - time.time()) < 60
 
 
+def test_a_note_that_is_too_long_is_not_fetched(root, server):
+    """It was fetched whole, whatever its length."""
+    save(root, 10, {"loss": 1.0})
+    note = f"run/step-10/saved-{10:032x}.json"
+    server.put(note, b" " * (1 << 20) + b"{}")
+    begin = len(server.requests)
+    with pytest.warns(UserWarning, match="no note of a save"):
+        assert step_store_at(server.url("run"), server.options()).latest().metrics == {}
+    assert note not in {request.key for request in server.requests[begin:] if request.kind == "get"}
+
+
 def test_notes_of_another_save_are_not_believed(root, server):
     save(root, 10, {"loss": 1.0})
     # Begun, and killed before its commit: the old one is there.

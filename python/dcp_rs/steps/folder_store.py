@@ -236,8 +236,9 @@ def _file_at(path: Path | os.DirEntry[str]) -> File | None:
 
 
 def _read_file(path: Path) -> bytes | None:
+    """Return the bytes of a file; nothing of a pipe, which would block."""
     try:
-        return path.read_bytes()
+        return path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else b""
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -245,8 +246,11 @@ def _read_file(path: Path) -> bytes | None:
 def _is_claimed(note: Path) -> bool:
     """Return whether a process is saving: it holds a lock on the note of its save."""
     try:
-        with note.open() as opened:
+        opened = os.open(note, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+        try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(opened)
     except OSError as error:
         return isinstance(error, BlockingIOError)  # else it is gone, or there are no locks
     return False

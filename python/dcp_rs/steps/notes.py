@@ -17,6 +17,7 @@ from typing import Any
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
 
 __all__ = [
+    "MAX_BYTES",
     "RUN_NAME",
     "Note",
     "id_of",
@@ -31,6 +32,8 @@ __all__ = [
 
 #: The note of the run, in its root.
 RUN_NAME = ".dcprs-run.json"
+#: A longer file is no note.
+MAX_BYTES = 1 << 20
 
 _NAME = re.compile(r"(?:saving|saved|verified)-([0-9a-f]{32})(?:\.json)?")
 
@@ -95,15 +98,17 @@ def write(run: str | None, **content: Any) -> bytes:
 def read(data: bytes | None) -> Note | None:
     """Return what a note says; None if it is missing or invalid."""
     try:
-        note = json.loads(data or b"")
+        note = json.loads(data) if data and len(data) <= MAX_BYTES else None
         saved = float(note["saved"])
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(saved))
         return Note(
             run=None if note["run"] is None else str(note["run"]),
             saved=saved,
-            process=f"process {note['pid']} on {note['host']!r} since {since} UTC",
+            process=f"process {int(note['pid'])} on {str(note['host'])[:256]!r} since {since} UTC",
             metrics={name: float(value) for name, value in note.get("metrics", {}).items()},
             files=frozenset(filter(is_extra, note.get("files", ()))),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
+        return None
+    except RecursionError:  # nested too deep
         return None

@@ -163,6 +163,11 @@ class File:
 Files = Mapping[str, File]
 
 
+def _is_note(name: str, file: File) -> bool:
+    """Return whether a file may be a note."""
+    return notes.id_of(name) is not None and file.is_file and file.nbytes <= notes.MAX_BYTES
+
+
 class StepStore(ABC):
     """The steps of one run, and the operations on them.
 
@@ -360,7 +365,7 @@ class StepStore(ABC):
             (number, name)
             for number, files in listed.items()
             for name, file in files.items()
-            if file.is_file and (name == INDEX_NAME or notes.id_of(name) is not None)
+            if (name == INDEX_NAME and file.is_file) or _is_note(name, file)
         ]
         contents: dict[int, dict[str, bytes]] = {number: {} for number in listed}
         paths = [self.folder(number) / name for number, name in wanted]
@@ -425,8 +430,8 @@ class StepStore(ABC):
             files=sizes,
             verified=verified_name(save_id) in files,
         )
-        names = [name for name in (saved_name(save_id), saving_name(save_id)) if name in data]
-        if names and (note := notes.read(data[names[0]])) is not None:
+        names = [name for name in (saved_name(save_id), saving_name(save_id)) if name in files]
+        if names and (note := notes.read(data.get(names[0]))) is not None:
             step = replace(step, saved=note.saved, metrics=note.metrics)
         elif names:
             warn_caller(
@@ -549,7 +554,8 @@ class StepStore(ABC):
         """Note that a save is committed. Remove the notes and the user's files of other saves."""
         self.release()
         folder, own = self.folder(number), saving_name(save_id)
-        names = [name for name in self._list([folder])[0] or {} if notes.id_of(name) is not None]
+        listed = self._list([folder])[0] or {}
+        names = [name for name, file in listed.items() if _is_note(name, file)]
         read = [notes.read(data) for data in self._read([folder / name for name in names])]
         files = {name: note.files for name, note in zip(names, read, strict=True) if note}
         self._rename(folder / own, folder / saved_name(save_id))
