@@ -186,6 +186,31 @@ def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_damaged(root, serv
     assert step.save_id == f"{11:032x}"
 
 
+@pytest.mark.parametrize("gone", ["index.dcprs", f"saved-{10:032x}.json"])
+def test_a_file_that_is_only_in_the_listing_concerns_its_step_alone(root, server, gone):
+    """On a file system over a network a listing may be old. All looks failed."""
+    for number in (10, 20):
+        save(root, number, {"loss": 1.0})
+    read = []
+
+    def is_gone(request):
+        if request.kind == "get":
+            read.append(request.key)
+        return request.key == f"run/step-10/{gone}"
+
+    server.faults.append(Fault(status=404, code="NoSuchKey", times=None, matches=is_gone))
+    fresh = step_store_at(server.url("run"), server.options())
+    found = fresh.look()
+    assert found.steps[-1].metrics == {"loss": 1.0}
+    assert read.count("run/step-20/index.dcprs") == 1
+    if gone == "index.dcprs":
+        assert [(step.number, step.kind) for step in found.passed_over] == [(10, "damaged")]
+    else:
+        assert found.steps[0].metrics == {}
+    server.faults.clear()
+    assert fresh.look().steps[0].metrics == {"loss": 1.0}
+
+
 @pytest.mark.parametrize("left", ["all its data", "some of its data", "no data"])
 def test_what_a_killed_save_leaves_goes_a_day_later_once_a_newer_step_is_there(root, server, left):
     save(root, 10, settle=False)

@@ -45,7 +45,7 @@ __all__ = [
 
 #: The number of steps whose indexes are in memory together.
 _AT_ONCE = 16
-#: The number of looks at a step that seems damaged. It may have changed during a look.
+#: The number of looks at a step that seems damaged, or whose files go during a look.
 _LOOKS = 3
 #: Names of temporary files, and of the lock.
 _PASSING = re.compile(rf".+\.[0-9a-f]{{16}}\.tmp|{re.escape(_core.LOCK_NAME)}")
@@ -342,40 +342,37 @@ class StepStore(ABC):
         try:
             contents = self._read_contents(new)
             found |= {number: self._judge(number, new[number], contents[number]) for number in new}
-        except (CorruptDataError, StoragePreconditionError):  # replaced while it was read
+        except StoragePreconditionError:  # replaced while it was read
             if looks == 1:
                 raise
             return self._look_at_some(numbers, looks - 1)
-        damaged = [
+        again = [
             number
-            for number, step in found.items()
-            if isinstance(step, SkippedStep) and step.kind == "damaged"
+            for number in new
+            if None in contents[number].values()
+            or (isinstance(step := found[number], SkippedStep) and step.kind == "damaged")
         ]
-        if damaged and looks > 1:
-            found |= self._look_at_some(damaged, looks - 1)
+        if again and looks > 1:
+            found |= self._look_at_some(again, looks - 1)
         return found
 
-    def _read_contents(self, listed: Mapping[int, Files]) -> dict[int, dict[str, bytes]]:
-        """Read the index and the notes of steps.
-
-        Raises:
-            CorruptDataError: one of them went after it was listed.
-        """
+    def _read_contents(self, listed: Mapping[int, Files]) -> dict[int, dict[str, bytes | None]]:
+        """Read the index and the notes of steps; None for a file that went after the listing."""
         wanted = [
             (number, name)
             for number, files in listed.items()
             for name, file in files.items()
             if (name == INDEX_NAME and file.is_file) or _is_note(name, file)
         ]
-        contents: dict[int, dict[str, bytes]] = {number: {} for number in listed}
+        contents: dict[int, dict[str, bytes | None]] = {number: {} for number in listed}
         paths = [self.folder(number) / name for number, name in wanted]
         for (number, name), data in zip(wanted, self._read(paths), strict=True):
-            if data is None:
-                raise CorruptDataError(f"{name} is gone", path=self.folder(number))
             contents[number][name] = data
         return contents
 
-    def _judge(self, number: int, files: Files, data: Mapping[str, bytes]) -> Step | SkippedStep:
+    def _judge(
+        self, number: int, files: Files, data: Mapping[str, bytes | None]
+    ) -> Step | SkippedStep:
         """Return the state of a step, given its listing and the bytes of its index and notes."""
         kind: Kind = "damaged"
         try:
@@ -390,16 +387,17 @@ class StepStore(ABC):
             why = str(error)
         return SkippedStep(number=number, path=self.folder(number), why=why, kind=kind)
 
-    def _whole_step(self, number: int, files: Files, data: Mapping[str, bytes]) -> Step:
+    def _whole_step(self, number: int, files: Files, data: Mapping[str, bytes | None]) -> Step:
         """Return the step of an index.
 
         Raises:
             DcpRsError: the index does not open, or a data file is missing or has another length.
         """
         path = self.folder(number)
-        if INDEX_NAME not in data:
-            raise CorruptDataError(f"its {INDEX_NAME} is no file", path=path)
-        index = _core.Index.from_bytes(data[INDEX_NAME], os.fspath(path / INDEX_NAME), False)
+        content = data.get(INDEX_NAME)
+        if content is None:
+            raise CorruptDataError(f"its {INDEX_NAME} cannot be read", path=path)
+        index = _core.Index.from_bytes(content, os.fspath(path / INDEX_NAME), False)
         entries = index.files()
         sizes: dict[Any, int] = {}
         reused, shared = 0, set()
@@ -424,28 +422,32 @@ class StepStore(ABC):
             path=path,
             save_id=save_id,
             saved=files[INDEX_NAME].changed,
-            nbytes=len(data[INDEX_NAME]) + sum(sizes.values()),
+            nbytes=len(content) + sum(sizes.values()),
             reused=reused,
             linked=sum(sizes[file] for file in shared) if self._shares_files else 0,
             files=sizes,
             verified=verified_name(save_id) in files,
         )
         names = [name for name in (saved_name(save_id), saving_name(save_id)) if name in files]
-        if names and (note := notes.read(data.get(names[0]))) is not None:
+        noted = data.get(names[0], b"") if names else None
+        if (note := notes.read(noted)) is not None:
             step = replace(step, saved=note.saved, metrics=note.metrics)
-        elif names:
+        elif noted is not None:
             warn_caller(
                 f"{path / names[0]} is no note of a save, so the step has no metrics, and is as "
                 "old as its index"
             )
-        if all(entry.name in files for entry in entries):  # the listing tells of all its data
+        # The listing tells of all its data, and nothing of it went.
+        if all(entry.name in files for entry in entries) and None not in data.values():
             self._known[number] = files, step
         return step
 
     #: Whether steps share the files that they reuse.
     _shares_files: bool
 
-    def _unfinished_step(self, number: int, files: Files, data: Mapping[str, bytes]) -> SkippedStep:
+    def _unfinished_step(
+        self, number: int, files: Files, data: Mapping[str, bytes | None]
+    ) -> SkippedStep:
         """Return the state of a folder without an index."""
         read = {name: note for name in data if (note := notes.read(data[name])) is not None}
         strange = {n for n in files if not (_PASSING.fullmatch(n) or notes.is_own(n))}
