@@ -1045,6 +1045,17 @@ def test_a_forced_save_that_fails_leaves_the_files_of_the_step(run, in_backgroun
         assert not (manager.path(2) / "b.txt").exists()
 
 
+def test_a_step_is_settled_where_files_of_the_user_cannot_be_put_into_it(run):
+    """Its note said that the save goes on. Had it lost its index later, a sweep removed it."""
+    with CheckpointManager(run) as manager:
+        manager.save(1, state_of(1))
+        (manager.path(1) / "a.txt").mkdir()
+        with pytest.warns(UserWarning, match=r"extra_files are not all in place.*a\.txt"):
+            manager.save(1, state_of(2), force=True, extra_files={"a.txt": b"new"})
+        assert len(list(manager.path(1).glob("saved-*"))) == 1
+        assert list(manager.path(1).glob("saving-*")) == []
+
+
 def test_files_of_the_user_go_with_the_step_that_is_replaced(run):
     """Those that the new save does not have stayed beside it: files of two steps, mixed."""
     with CheckpointManager(run) as manager:

@@ -384,6 +384,26 @@ def test_what_is_noted_of_a_save_that_failed_beside_stays_a_day(root, server):
     assert numbers(root) == [10]
 
 
+def test_a_note_stays_as_long_as_a_file_that_it_names(root, server):
+    """Once it is gone, nothing tells that the file was put there by a killed save."""
+    root.begin(10, f"{11:032x}", {}, ["config.json"])
+    root.put_files(10, {"config.json": b"{}"})
+    save(root, 10, settle=False)
+    server.undeletable.add("run/step-10/config.json")
+    with pytest.raises(StoragePermissionError):
+        root.settle(10, f"{10:032x}")
+    assert f"run/step-10/saving-{11:032x}.json" in server.objects
+    assert f"run/step-10/saved-{10:032x}.json" in server.objects
+    server.undeletable.clear()
+
+
+def test_a_note_that_is_gone_after_the_commit_is_an_error(root, server):
+    save(root, 10, settle=False)
+    del server.objects[f"run/step-10/saving-{10:032x}.json"]
+    with pytest.raises(FileNotFoundError, match="saving-"):
+        root.settle(10, f"{10:032x}")
+
+
 def test_only_what_was_read_and_is_right_is_verified(root, server):
     save(root, 10)
     assert root.verify(root.latest()).ok

@@ -161,8 +161,10 @@ class Coordinator:
     def committed(self, step: int, save_id: str) -> None:
         """Remove what a commit replaced, and unneeded steps. A failure becomes a problem."""
         try:
-            self._store.put_files(step, self._late_files)
-            self._store.settle(step, save_id)
+            try:
+                self._store.put_files(step, self._late_files)
+            finally:
+                self._store.settle(step, save_id)
         except OSError as error:
             self.problems.append(
                 f"step {step} is saved, but its notes or extra_files are not all in place: {error}"

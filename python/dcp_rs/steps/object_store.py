@@ -91,9 +91,10 @@ class ObjectStepStore(StepStore):
 
     def _rename(self, path: Path, to: Path) -> None:
         (data,) = self._read([path])
-        if data is not None:
-            self._put(to, data)
-            self._remove_files([path])
+        if data is None:
+            raise FileNotFoundError(f"{path} is gone")
+        self._put(to, data)
+        self._remove_files([path])
 
     def _remove_files(self, paths: Sequence[Path]) -> None:
         if paths:

@@ -225,7 +225,11 @@ class StepStore(ABC):
 
     @abstractmethod
     def _rename(self, path: Path, to: Path) -> None:
-        """Rename a small file."""
+        """Rename a small file.
+
+        Raises:
+            FileNotFoundError: it is gone.
+        """
 
     @abstractmethod
     def _remove_files(self, paths: Sequence[Path]) -> None:
@@ -555,15 +559,16 @@ class StepStore(ABC):
     def settle(self, number: int, save_id: str) -> None:
         """Note that a save is committed. Remove the notes and the user's files of other saves."""
         self.release()
-        folder, own = self.folder(number), saving_name(save_id)
+        folder = self.folder(number)
+        saved = folder / saved_name(save_id)
+        self._rename(folder / saving_name(save_id), saved)
         listed = self._list([folder])[0] or {}
-        names = [name for name, file in listed.items() if _is_note(name, file)]
-        read = [notes.read(data) for data in self._read([folder / name for name in names])]
-        files = {name: note.files for name, note in zip(names, read, strict=True) if note}
-        self._rename(folder / own, folder / saved_name(save_id))
-        others = {name for name in names if notes.id_of(name) != save_id}
-        theirs = {file for name in others for file in files.get(name, ())} - files.get(own, set())
-        self._remove_files([folder / name for name in (*others, *theirs)])
+        names = {name for name, file in listed.items() if _is_note(name, file)}
+        others = [folder / name for name in names if notes.id_of(name) != save_id]
+        own, *read = [notes.read(data) for data in self._read([saved, *others])]
+        theirs = {file for note in read if note and own for file in note.files - own.files}
+        self._remove_files([folder / file for file in theirs])
+        self._remove_files(others)  # last, as they tell what the files are
 
     def verify(self, step: Step) -> VerifyReport:
         """Read all of a step, and note it if it matches its digests."""
