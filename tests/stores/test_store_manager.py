@@ -436,6 +436,36 @@ def test_a_job_that_was_taken_over_commits_and_removes_nothing(make, server):
         assert loaded(new, take_over=False) == 3
 
 
+def test_a_job_that_was_taken_over_removes_no_save_that_has_no_index_yet(make, server):
+    with make() as old, make() as new:
+        old.save(1, state_of(1))
+        assert loaded(new) == 1
+        new._store.begin(2, f"{2:032x}", {})
+        with pytest.raises(RunTakenOverError):
+            old.delete(2)
+        assert steps_on(server) == [1, 2]
+        new.delete(2)
+        assert steps_on(server) == [1]
+
+
+def test_a_save_makes_no_way_by_removing_one_that_begins_beside_it(make, server, monkeypatch):
+    """It removed all that it found without an index, whatever its age."""
+    with make() as manager:
+        manager._store.begin(2, f"{2:032x}", {})
+        for key in server.keys("run/step-2/"):
+            server.objects[key].modified = time.time() - 2 * DAY
+        look = manager._store.look_at
+
+        def look_before_another_save_begins(number):
+            found = look(number)
+            step_store_at(server.url("run"), server.options()).begin(2, f"{3:032x}", {})
+            return found
+
+        monkeypatch.setattr(manager._store, "look_at", look_before_another_save_begins)
+        manager._coordinator._make_way(2, force=False)
+        assert server.keys("run/step-2/") == [f"run/step-2/saving-{3:032x}.json"]
+
+
 # --- killed
 # --------------------------------------------------------------------------------------------------
 

@@ -151,7 +151,9 @@ class Coordinator:
         msg = f"step {step} cannot be saved to {found.path}: {found.why}"
         if found.kind in MAY_BE_WHOLE:
             raise CheckpointExistsError(f"{msg}; delete({step}) removes it", path=found.path)
-        if found.kind in ("unfinished", "damaged") or (found.kind == "in use" and force):
+        if found.kind == "unfinished":
+            self._store.remove_left(found)
+        elif found.kind == "damaged" or (found.kind == "in use" and force):
             self._store.remove(step)
         elif found.kind == "in use" and not found.is_over:
             msg = f"{msg} (force=True removes what it wrote)"

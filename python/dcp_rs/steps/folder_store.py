@@ -185,7 +185,8 @@ class FolderStepStore(StepStore):
         }
         return aside | super()._leftovers(found)
 
-    def _remove_left(self, left: SkippedStep) -> None:
+    def remove_left(self, left: SkippedStep) -> None:
+        """Remove what a killed save left. See :meth:`StepStore.remove_left`."""
         doomed = None
         # The lock of the root comes before that of the step, as in a commit.
         with self.holding(), suppress(FileNotFoundError, SaveInProgressError):

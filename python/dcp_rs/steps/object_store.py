@@ -134,7 +134,8 @@ class ObjectStepStore(StepStore):
                 own = {entry.name for entry in index.files()}
                 others = _of_other_saves(files, own, (index.save_id or "").replace("-", ""))
                 young = {name for name in others if _is_young(files[name])}
-            with self.holding():
+        with self.holding():
+            if INDEX_NAME in files:
                 store.remove_seen(path / INDEX_NAME)
         self._delete(path, files.keys() - young - {INDEX_NAME})
 
@@ -144,7 +145,8 @@ class ObjectStepStore(StepStore):
             some = sorted(n for n in names if (notes.id_of(n) is not None) == are_notes)
             self._remove_files([path / name for name in some])
 
-    def _remove_left(self, left: SkippedStep) -> None:
+    def remove_left(self, left: SkippedStep) -> None:
+        """Remove what is older than a day. See :meth:`StepStore.remove_left`."""
         files = self._walk(left.path)
         if INDEX_NAME not in files:
             self._delete(left.path, {name for name, file in files.items() if not _is_young(file)})

@@ -609,10 +609,15 @@ class StepStore(ABC):
     def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
         """Return what a sweep removes: functions by what they remove, in words."""
         return {
-            f"{left.path}, of a save that did not finish,": partial(self._remove_left, left)
+            f"{left.path}, of a save that did not finish,": partial(self.remove_left, left)
             for left in found.left
         }
 
     @abstractmethod
-    def _remove_left(self, left: SkippedStep) -> None:
-        """Remove what a killed save left of a step, unless it changed after the look."""
+    def remove_left(self, left: SkippedStep) -> None:
+        """Remove what a killed save left of a step, unless it changed after the look.
+
+        Raises:
+            RunTakenOverError: another run began here.
+            OSError: it cannot be removed.
+        """
