@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dcp_rs import CheckpointManager
 from dcp_rs.cli import main
@@ -74,6 +75,12 @@ def test_a_checkpoint_is_no_run(dcp_rs_does, run, tmp_path):
     dcp_rs_does("steps", tmp_path / "nowhere", status=2)
     dcp_rs_does("prune", tmp_path / "nowhere", status=2)
     dcp_rs_does("ls", tmp_path, status=2)
+
+
+def test_a_file_with_the_name_of_a_step_makes_no_run(dcp_rs_does, tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "step-5").write_text("a file")
+    assert "float32  [2]" in dcp_rs_does("ls", tmp_path)
 
 
 def test_pruning_first_says_what_would_go(dcp_rs_does, run):

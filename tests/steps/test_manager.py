@@ -558,7 +558,7 @@ def test_a_step_that_can_never_be_looked_at_is_an_error(run, monkeypatch):
             call()
         assert "step-2 may be whole" in raised.value.__notes__[0]
     assert loaded(manager, 1) == 1
-    with pytest.warns(UserWarning, match="none is reused"):
+    with pytest.warns(UserWarning, match="none is reused or makes room"):
         manager.save(3, state_of(3))
     monkeypatch.undo()
     assert numbers(manager) == [1, 2, 3]

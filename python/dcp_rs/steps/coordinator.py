@@ -131,7 +131,9 @@ class Coordinator:
                 if isinstance(found, Step) and found.save_id not in self._damaged:
                     return found
         except OSError as error:
-            self.problems.append(f"a step cannot be looked at, so none is reused: {error}")
+            self.problems.append(
+                f"a step cannot be looked at, so none is reused or makes room: {error}"
+            )
         return None
 
     def _make_way(self, step: int, *, force: bool) -> bool:

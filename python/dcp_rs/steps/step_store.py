@@ -250,10 +250,12 @@ class StepStore(ABC):
         """Return whether the root has steps, and is not a checkpoint itself."""
         try:
             names = self._names()
+            if INDEX_NAME in names or STOCK_NAME in names:
+                return False
+            steps = filter(self._pattern.fullmatch, names)
+            return any(self._list([self.path / name])[0] is not None for name in steps)
         except (UnsupportedError, NotADirectoryError):  # a web server lists nothing
             return False
-        is_checkpoint = INDEX_NAME in names or STOCK_NAME in names
-        return not is_checkpoint and any(map(self._pattern.fullmatch, names))
 
     def is_there(self) -> bool:
         """Return whether the root exists, and is not empty."""
