@@ -98,7 +98,7 @@ def write(run: str | None, **content: Any) -> bytes:
 def read(data: bytes | None) -> Note | None:
     """Return what a note says; None if it is missing or invalid."""
     try:
-        note = json.loads(data) if data and len(data) <= MAX_BYTES else None
+        note = json.loads(data if data and len(data) <= MAX_BYTES else b"")
         saved = float(note["saved"])
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(saved))
         return Note(
