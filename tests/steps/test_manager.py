@@ -30,6 +30,7 @@ from dcp_rs.errors import (
 from dcp_rs.optim import training_state
 from dcp_rs.steps import folder_store
 from dcp_rs.steps.folder_store import FolderStepStore
+from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.retention import Policies, prune
 from support.numbered import loaded, names_in, numbers
 
@@ -175,10 +176,12 @@ def test_tensors_are_metrics_and_nan_is_never_best(run):
         {"keep_last": -1},
         {"keep_best": 1},
         {"io": "fast"},
+        {"preemption": signal.SIGKILL},
+        {"preemption": "SIGTERM"},
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_at_once(run, wrong):
-    with pytest.raises(ValueError, match=r"save_every|keep_last|metric|io"):
+    with pytest.raises(ValueError, match=r"save_every|keep_last|metric|io|SIGKILL|SIGTERM"):
         CheckpointManager(run, **wrong)
 
 
@@ -918,16 +921,36 @@ def test_a_handler_that_somebody_put_in_its_place_stays(run):
 
 def test_managers_that_are_closed_in_any_order_give_the_signal_back(run):
     """The first one's handler stayed, and the process ignored SIGTERM."""
-    code = """
-import os, signal, sys, dcp_rs
-managers = [dcp_rs.CheckpointManager(sys.argv[1], preemption=signal.SIGTERM) for _ in range(3)]
-for manager in managers:
-    manager.close()
-os.kill(os.getpid(), signal.SIGTERM)
-signal.pause()
-"""
-    done = programs.run([sys.executable, "-c", code, run], check=False, timeout=120)
-    assert done.returncode == -signal.SIGTERM
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        managers = [CheckpointManager(run, preemption=signal.SIGTERM) for _ in range(3)]
+        for manager in managers:
+            manager.close()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_comes_as_its_handler_is_replaced_is_noticed(monkeypatch):
+    """It ended the process."""
+    heard = []
+    install = signal.signal
+    before = install(signal.SIGUSR1, lambda *_: heard.append("before"))
+
+    def install_late(*arguments):
+        replaced = install(*arguments)
+        signal.raise_signal(signal.SIGUSR1)
+        return replaced
+
+    try:
+        monkeypatch.setattr(signal, "signal", install_late)
+        source = Preemption(signal.SIGUSR1)
+        monkeypatch.undo()
+        assert source.noticed()
+        assert heard == ["before"]
+        source.close()
+    finally:
+        install(signal.SIGUSR1, before)
 
 
 def test_a_close_that_cannot_restore_a_handler_releases_the_rest(run):

@@ -20,8 +20,7 @@ class Preemption:
             function without arguments that returns whether to stop. Or None.
 
     Raises:
-        ValueError: a signal outside of the main thread.
-        OSError: a signal that cannot be handled.
+        ValueError: a signal outside of the main thread, or one that cannot be handled.
     """
 
     def __init__(self, source: signal.Signals | Callable[[], bool] | None) -> None:
@@ -33,8 +32,13 @@ class Preemption:
         if callable(source):
             self._ask = source
         elif source is not None:
-            self._before = signal.signal(source, self._handle)
-            self._signal = source
+            self._signal = signal.Signals(source)
+            self._before = signal.getsignal(source)  # the signal may come at once
+            try:
+                signal.signal(source, self._handle)
+            except OSError as error:
+                msg = f"preemption={self._signal.name}: it cannot be handled"
+                raise ValueError(msg) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None and os.getpid() == self._process:
@@ -49,7 +53,14 @@ class Preemption:
     def _restore(self, number: int) -> None:
         """Put the earlier handler back, unless another one replaced this one."""
         if signal.getsignal(number) == self._handle:
-            signal.signal(number, self._before or signal.SIG_DFL)
+            signal.signal(number, self.earlier_handler() or signal.SIG_DFL)
+
+    def earlier_handler(self) -> Any:
+        """Return the handler before this one. Skip those of objects that were closed meanwhile."""
+        owner = getattr(self._before, "__self__", None)
+        if isinstance(owner, Preemption) and not owner.is_set_up:
+            return owner.earlier_handler()
+        return self._before
 
     @property
     def is_set_up(self) -> bool:
