@@ -384,8 +384,6 @@ class Batch:
         """Return the parts of a pass that go through slabs: numbers for ``SlabReader.create``."""
     def opaque(self, number: int) -> list[int]:
         """Return the numbers of the targets that their own class fills in a pass."""
-    def places(self, number: int) -> list[int]:
-        """Return the places that are filled in a pass."""
     def at_once(self) -> list[int]:
         """Return the places that are filled entirely in the first pass."""
     def leave_out(self, places: Sequence[int]) -> None:

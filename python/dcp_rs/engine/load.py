@@ -54,7 +54,7 @@ __all__ = [
 
 #: Attempts of a load whose checkpoint is replaced by another save while it reads.
 _TRIES = 10
-#: Message for ranks of which some plan here, and others as torch does.
+#: Message if some ranks plan here, and others with a planner or reader of their own class.
 MIXED_PLANNERS = (
     "some ranks load with a planner or a reader of their own class, and others without: "
     "give all ranks the same kind"
@@ -70,7 +70,7 @@ def load(
 ) -> LoadReport:
     """Fill a state dict from a checkpoint. Every rank calls it.
 
-    It takes three steps, and each ends on all ranks alike:
+    It takes three steps. Each succeeds on all ranks, or raises on all:
 
     1. Every rank plans (:func:`plan_rank`): it looks its entries up in the index, and cuts sharded
        tensors into the rectangles that it holds. The coordinator compares the plans
@@ -82,10 +82,11 @@ def load(
 
     If a rank fails in a step, the other ranks end their part of it, and all ranks raise when the
     step ends. After an error in step 2, tensors of the caller may hold new values, but no entry of
-    the state dict was replaced.
+    the state dict was replaced. After one in step 3, some may be.
 
-    If another save replaces the checkpoint, the load starts again, up to nine times. One with
-    ``index`` raises instead, and a partial load does: it might keep what it read of the old save.
+    If another save replaces the checkpoint, the load starts again, up to nine times. It raises
+    instead if ``index`` is given, or if a rank loads in part: that rank might keep what it read of
+    the old save.
 
     Args:
         ranks: the ranks that load.
@@ -125,9 +126,8 @@ def load(
             ranks.run(partial(_read, plan, ranks, reply))
             ranks.run(hand_over)
         except BaseException as error:
-            if index is not None or not starts_again(
-                ranks, error, attempt, may_retry=not is_partial
-            ):
+            may_retry = not is_partial
+            if index is not None or not starts_again(ranks, error, attempt, may_retry=may_retry):
                 raise
         else:
             return plan.reads.report
@@ -297,11 +297,12 @@ class Reads:
         report: the report of the load, as far as it is known.
         batch: whole tensors that are filled in place. Their numbers are places in ``stored``.
         names: the entries to load, by their names in the state dict.
-        stored: their names in the checkpoint.
-        tensors: their values in the state dict.
-        plain: the places in these lists of the tensors in ``batch``.
-        found: the stored entries of the other names.
-        values: those of them that are no tensors.
+        stored: their names in the checkpoint, in the same order.
+        tensors: their values in the state dict, in the same order. A place is an index into these
+            three lists.
+        plain: the places of the tensors in ``batch``.
+        found: the stored entries that are not in ``batch``, by their names in the state dict.
+        values: the entries in ``found`` that are no tensors.
         new: tensors that replace tensors of the state dict.
         targets: regions of the other tensors.
         nothing_to_load: a message, if there is nothing to load though there are entries.
@@ -333,11 +334,12 @@ class Reads:
         """Return targets for all tensors, those in the batch too."""
         whole = []
         described = index.describe([self.stored[place] for place in self.plain])
-        for place, found in zip(self.plain, described, strict=True):
-            assert found is not None  # noqa: S101  # it was planned
+        for place, described_entry in zip(self.plain, described, strict=True):
+            assert described_entry is not None  # noqa: S101  # it was planned
+            number, dtype_name, _ = described_entry
             name, tensor = self.stored[place], self.tensors[place].detach()
-            dtype = stored_dtype(name, found[1])
-            whole.append(Target(found[0], (0,) * tensor.dim(), tensor, name, dtype, place))
+            dtype = stored_dtype(name, dtype_name)
+            whole.append(Target(number, (0,) * tensor.dim(), tensor, name, dtype, place))
         return [*self.targets, *whole]
 
 
@@ -452,7 +454,7 @@ def _make_targets(
             (fqn, Target(entry.index, piece.offsets, piece.tensor, *at))
             for piece in local_pieces(fqn, match.flat.values[fqn], layouts)
         ]
-    # All ranks leave the same tensors on `meta`, so the whole of these is looked at.
+    # The whole of these is checked, and not this rank's part, so that all ranks decide alike.
     wholes = [(fqn, entry) for fqn, entry in found.items() if fqn in on_meta]
     # This checks the data files, too: that they exist and have the right size.
     holes = index.check_regions(
@@ -665,17 +667,17 @@ def load_stateful(
 
 
 def starts_again(ranks: RankGroup, error: BaseException, attempt: int, *, may_retry: bool) -> bool:
-    """Return true on all ranks, or on none, if a failed load has to start again.
+    """Agree on all ranks whether a failed load starts again.
 
-    That is the case if another save replaced the checkpoint of a rank. Every rank calls it after
-    the step that failed.
+    It does if another save replaced the checkpoint of a rank. Every rank calls this after the step
+    that failed.
 
     Args:
         ranks: the ranks that load.
         error: the error of this rank.
         attempt: the number of the attempt that failed, from 1.
-        may_retry: false if this rank has to raise. Then all ranks raise, as one that began again
-            alone would wait for the other ranks for ever.
+        may_retry: this rank's vote. All ranks raise if one does, as a rank that began again alone
+            would wait for the others for ever.
     """
     # All ranks have failures of the same ranks.
     errors = ranks.failures.values()

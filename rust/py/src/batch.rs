@@ -199,12 +199,6 @@ impl Batch {
         Ok(self.gather.opaque(&self.passes, number))
     }
 
-    /// Returns the places that are filled in a pass.
-    fn places(&self, number: usize) -> PyResult<Vec<u64>> {
-        self.check_pass(number)?;
-        Ok(self.gather.places(&self.passes, number))
-    }
-
     /// Returns the places that are filled entirely in the first pass.
     fn at_once(&self) -> Vec<u64> {
         self.gather.at_once(&self.passes)

@@ -234,7 +234,7 @@ impl Gather {
     }
 
     /// Returns the places in the plan that are filled in a pass.
-    pub fn places(&self, passes: &Passes, pass: usize) -> Vec<u64> {
+    fn places(&self, passes: &Passes, pass: usize) -> Vec<u64> {
         let filled = (0..self.count()).filter(|&i| passes.has(pass, i));
         let mut places: Vec<u64> = filled.map(|i| self.at(i)).collect();
         places.sort_unstable();
