@@ -164,6 +164,8 @@ class SlabLoad:
         self._reader.close()
         for event, _slab in self._pending:
             event.synchronize()
+        # The traceback of an error may keep this object, and would keep the memory.
+        self._slabs.clear()
 
 
 def upload(
