@@ -274,7 +274,7 @@ def _empty_sharded(
     }
     metadata = copy.deepcopy(tensor.metadata())
     metadata.tensor_properties.dtype = dtype
-    moved, shards = False, []
+    moved, shards = False, dict[tuple[int, ...], Shard]()
     for shard in metadata.shards_metadata:
         part, place = made.get(tuple(shard.shard_offsets)), shard.placement
         if place is not None:
@@ -284,9 +284,9 @@ def _empty_sharded(
                 shard.placement = _remote_device(f"rank:{place.rank()}/{to}")
                 moved = True
         if part is not None:
-            shards.append(Shard(part, shard))
+            shards[tuple(shard.shard_offsets)] = Shard(part, shard)
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards,
+        [shards[offsets] for offsets in made],  # in the order of the caller's tensor
         metadata,
         process_group=tensor._process_group,
         sharding_spec=None if moved else tensor.sharding_spec(),

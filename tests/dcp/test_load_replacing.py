@@ -397,3 +397,33 @@ def of_ranks(path):
 
 def test_shards_of_ranks(tmp_path):
     run_ranks(2, of_ranks, tmp_path)
+
+
+def replace_shards_in_part(path):
+    """Two shards of one rank, the second first; the checkpoint has the first row alone."""
+    places = [ShardMetadata([row, 0], [2, 6], "rank:0/cpu") for row in (0, 2)]
+    shards = [LocalShard(W[2:] + 100, places[1]), LocalShard(W[:2] + 100, places[0])]
+    state = {"w": init_from_local_shards(shards, 4, 6)}
+    dcp_rs.load(state, path, dtype=torch.float64, allow_partial_load=True)
+    return [
+        (tuple(shard.metadata.shard_offsets), shard.tensor) for shard in state["w"].local_shards()
+    ]
+
+
+def test_new_shards_keep_the_old_values_that_the_checkpoint_lacks(tmp_path):
+    row = W[:1].clone()
+    row.global_shape, row.global_offsets = torch.Size([4, 6]), [(0, 0)]
+    row.local_offsets, row.local_sizes = [(0, 0)], [(1, 6)]
+    dcp_rs.save({"w": row}, tmp_path, no_dist=True)
+    ((second, first),) = run_ranks(1, replace_shards_in_part, tmp_path)
+    assert (second[0], first[0]) == ((2, 0), (0, 0))
+    assert torch.equal(second[1], (W[2:] + 100).double())
+    assert torch.equal(first[1], torch.cat([W[:1], W[1:2] + 100]).double())
+
+
+def test_a_shard_with_attributes_that_make_no_sense_is_refused_by_name(tmp_path):
+    shard = W[:1].clone()
+    shard.global_shape, shard.global_offsets = torch.Size([4, 6]), (0, 0)
+    shard.local_offsets, shard.local_sizes = (0, 0), (1, 6)
+    with pytest.raises(PlanError, match="'w'"):
+        dcp_rs.save({"w": shard}, tmp_path, no_dist=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_rs.checkpoint.compare import compare
-from dcp_rs.tensors.equality import same
+from dcp_rs.tensors.equality import raw_bytes, same
 from support import same_bits
 
 MINUS_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8 << 48))[0]
@@ -158,3 +158,10 @@ def test_what_cannot_be_compared_is_an_error_here_and_a_difference_of_checkpoint
         ("mixed", "value"),
         ("q", "value"),
     ]
+
+
+def test_bytes_of_a_strided_tensor_of_bits():
+    """Torch copies none of these dtypes."""
+    row = torch.arange(32, dtype=torch.uint8)
+    strided = row.view(torch.uint4).view(4, 8).t()
+    assert torch.equal(raw_bytes(strided), row.view(4, 8).t().reshape(-1))

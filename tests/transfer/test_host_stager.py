@@ -132,3 +132,12 @@ def test_bits_are_copied(dtype):
     raw.zero_()
     assert staged["x"].dtype == dtype
     assert staged["x"].view(torch.uint8).tolist() == list(range(8))
+
+
+def test_a_copy_that_fails_gives_its_memory_back():
+    stager = HostStager(cache=True)
+    stager._begin({"a": torch.ones(1000)}).release()
+    memory = stager._pool._idle[0].memory.data_ptr()
+    with pytest.raises(TypeError):
+        stager._begin({"a": torch.ones(1000), "bad": threading.Lock()})
+    assert stager._begin({"a": torch.ones(1000)}).state_dict["a"].data_ptr() == memory

@@ -406,7 +406,7 @@ def plan_reads(
     values = {fqn: entry for fqn, entry in found.items() if entry.dtype is None}
     on_meta: set[str] = set()
     if options.allow_partial_load:
-        on_meta = {fqn for fqn in found if fqn in new.new and new.old[fqn].is_meta}
+        on_meta = {fqn for fqn in found if fqn in new.new and new.old[fqn].device.type == "meta"}
     targets, left_on_meta = _make_targets(match, index, found, places, on_meta)
     report.entries = len(flat.values)
     report.entries_loaded = (

@@ -127,7 +127,7 @@ def _items_of(
     if isinstance(value, (DTensor, ShardedTensor)) or _torch.is_shard(value):
         try:
             pieces = local_pieces(fqn, value, layouts)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             msg = f"tensor {fqn!r} cannot be saved: {error}"
             raise PlanError(msg, tensor=fqn) from error
         shape = tuple(global_shape(value))

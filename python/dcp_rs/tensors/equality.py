@@ -51,7 +51,9 @@ def same(one: Any, other: Any) -> bool:
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in row-major order as a row of bytes in host memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return flat_bytes(as_integers(plain).contiguous())
+    # torch copies no dtypes of bits.
+    as_stored = plain.view(torch.uint8) if plain.element_size() == 1 else as_integers(plain)
+    return flat_bytes(as_stored.contiguous())
 
 
 def _exact(value: Hashable) -> Hashable:

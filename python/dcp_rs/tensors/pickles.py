@@ -18,7 +18,6 @@ from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 from dcp_rs.tensors.nesting import map_leaves
 
 __all__ = [
-    "IMMUTABLE",
     "check_loadable",
     "dump",
     "dump_named",
@@ -33,7 +32,7 @@ __all__ = [
 torch.serialization.add_safe_globals([bytes, io.BytesIO])
 
 #: Types that nobody can change in place, and that load under ``weights_only=True``.
-IMMUTABLE = (
+_IMMUTABLE = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size),
 )
@@ -141,7 +140,7 @@ def why_not_loadable(fqn: str, value: Any, data: bytes | None = None) -> str | N
     Raises:
         UnsupportedError: the value does not pickle.
     """
-    if type(value) in IMMUTABLE:
+    if type(value) in _IMMUTABLE:
         return None
     data = dump_named(fqn, value) if data is None else data
     if _is_plain(value) and _core.refusal(data) is None:
@@ -156,7 +155,7 @@ def why_not_loadable(fqn: str, value: Any, data: bytes | None = None) -> str | N
 
 
 #: Types that load for certain, alone and in containers.
-_PLAIN = {*IMMUTABLE, *PLAIN_TYPES}
+_PLAIN = {*_IMMUTABLE, *PLAIN_TYPES}
 
 
 def _is_plain(value: Any) -> bool:

@@ -119,7 +119,10 @@ class CopyStream:
     def order_after_caller(self) -> None:
         """Make later copies wait for the present work of the caller's stream."""
         if is_accelerator(self._device):
-            torch.get_device_module(self._device).synchronize()
+            try:
+                torch.accelerator.synchronize(self._device)
+            except (RuntimeError, ValueError):  # `torch.accelerator` serves another kind of device
+                torch.get_device_module(self._device).synchronize()
 
     def order_before_caller(self) -> None:
         """Make later work of the caller's stream wait for all copies so far."""

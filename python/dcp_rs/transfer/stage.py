@@ -134,8 +134,12 @@ class Staging:
         # subclasses in that mode.
         with torch.inference_mode(False):
             self._taken = pool.take(layout.sizes, pin=pin)
-            made, groups = layout.copies_in(self._taken)
-            staged = map_leaves(state_dict, partial(_copied, made=made))
+            try:
+                made, groups = layout.copies_in(self._taken)
+                staged = map_leaves(state_dict, partial(_copied, made=made))
+            except BaseException:
+                pool.give(self._taken)
+                raise
         self.state_dict: dict[Any, Any] = _Staged(staged, self._taken)
         # The streams begin here, so that the copies wait for the present work of the caller's
         # stream, and for no later work.
