@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import dcp_rs.integrations.transformers as ours
-from dcp_rs.checkpoint import torch_checkpoint
-from dcp_rs.checkpoint.torch_checkpoint import TensorSlice
+from dcp_rs.checkpoint import mapping
 
 SIZES = {
     "vocab_size": 64,
@@ -45,7 +44,7 @@ def make(name):
     return cls(config).eval()
 
 
-class Counted(TensorSlice):
+class Counted(mapping.TensorSlice):
     """Counts the bytes that are read."""
 
     nbytes = 0
@@ -81,7 +80,7 @@ def load(name, path, **how):
 
 
 def main(folder):
-    torch_checkpoint.TensorSlice = Counted
+    mapping.TensorSlice = Counted
     dist.init_process_group("gloo")
     ways = {
         "tp_plan": lambda: {"tp_plan": "auto"},

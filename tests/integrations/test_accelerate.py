@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import dcp_rs
+from dcp_rs.errors import CheckpointNotFoundError
 from dcp_rs.integrations.accelerate import merge_fsdp_weights
 
 
@@ -27,3 +28,17 @@ def test_what_is_written_is_not_removed_with_the_checkpoint(tmp_path: Path, insi
     loaded = load_file(tmp_path / "merged" / "model.safetensors")
     assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
     assert not folder.exists()
+
+
+def test_a_folder_of_save_state_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    """The model.safetensors in it was merged, and all states were removed."""
+    folder = tmp_path / "step"
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        dcp_rs.save({"model": {"w": torch.ones(2)}}, folder / part)
+    save_file({"old": torch.zeros(2)}, folder / "model.safetensors")
+    (folder / "random_states_0.pkl").write_bytes(b"states")
+    words = r"made by save_state: pass .*pytorch_model_fsdp_0 or .*optimizer_0"
+    with pytest.raises(CheckpointNotFoundError, match=words):
+        merge_fsdp_weights(folder, tmp_path / "out", remove_checkpoint_dir=True)
+    assert len(list(folder.iterdir())) == 4
+    assert not (tmp_path / "out").exists()

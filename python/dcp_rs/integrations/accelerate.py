@@ -13,8 +13,12 @@ from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.conversion import convert
 from dcp_rs.engine.ranks import RankGroup
+from dcp_rs.errors import CheckpointNotFoundError
 
 __all__ = ["merge_fsdp_weights"]
+
+#: The folders of the first model and the first optimizer in one that ``save_state`` wrote.
+_PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 
 
 def merge_fsdp_weights(
@@ -39,7 +43,7 @@ def merge_fsdp_weights(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint. For a folder that ``save_state`` made, the
-            message names the checkpoints in it. It is a ``FileNotFoundError``.
+            message says what to pass. It is a ``FileNotFoundError``.
         UnsupportedError: safetensors cannot hold an entry.
     """
     RankGroup().broadcast(
@@ -53,6 +57,12 @@ def merge_fsdp_weights(
 
 
 def _merge(folder: Path, output: Path, safe: bool, remove: bool) -> None:
+    # A model.safetensors beside the parts would open as the checkpoint.
+    inside = [part for part in _PARTS if (folder / part).is_dir()]
+    if inside:
+        parts = " or ".join(str(folder / part) for part in inside)
+        msg = f"{folder} was made by save_state: pass {parts}"
+        raise CheckpointNotFoundError(msg, path=folder)
     if remove and folder.resolve() in (output.resolve(), *output.resolve().parents):
         msg = (
             f"{output} is in {folder}, which remove_checkpoint_dir=True would remove with it: "
