@@ -193,12 +193,34 @@ def a_folder_of_such_a_name(folder: Path) -> str:
     return "old.safetensors"
 
 
-def an_index_of_another(folder: Path) -> str:
-    a_series(folder)
+def a_foreign_index(folder: Path) -> str:
     (folder / "other.safetensors.index.json").write_text(
         '{"weight_map": {"x": "other.safetensors"}}'
     )
     return "other.safetensors.index.json"
+
+
+def an_index_of_another(folder: Path) -> str:
+    a_series(folder)
+    return a_foreign_index(folder)
+
+
+def a_save_and_an_index_of_another(folder: Path) -> str:
+    return a_foreign_index(make("dcp-rs", W, folder))
+
+
+def torchs_and_an_index_of_another(folder: Path) -> str:
+    return a_foreign_index(make("dcp", W, folder))
+
+
+def a_model_and_an_index_of_another(folder: Path) -> str:
+    return a_foreign_index(make("safetensors", W, folder))
+
+
+def torchs_and_an_index_whose_data_are_gone(folder: Path) -> str:
+    make("dcp", W, folder)
+    an_index_and_no_data(folder)
+    return r"\.metadata"
 
 
 def names_that_only_end_so(folder: Path) -> str:
@@ -219,6 +241,10 @@ def names_that_only_end_so(folder: Path) -> str:
         text_of_torch,
         a_folder_of_such_a_name,
         an_index_of_another,
+        a_save_and_an_index_of_another,
+        torchs_and_an_index_of_another,
+        a_model_and_an_index_of_another,
+        torchs_and_an_index_whose_data_are_gone,
         names_that_only_end_so,
     ],
 )
@@ -238,6 +264,12 @@ def test_a_folder_that_holds_more_than_one_checkpoint_is_not_replaced(
 def a_series(folder: Path) -> None:
     dcp_rs.convert(make("torch", W, folder.with_suffix(".pt")), folder, to="safetensors", shards=2)
     assert len(list(folder.iterdir())) == 3
+
+
+def a_series_with_two_indexes(folder: Path) -> None:
+    a_series(folder)
+    (index,) = folder.glob("*.json")
+    (folder / "again.safetensors.index.json").write_bytes(index.read_bytes())
 
 
 def an_indexed_series(folder: Path) -> None:
@@ -284,6 +316,7 @@ def of_one_rank(folder: Path) -> None:
     "lay",
     [
         a_series,
+        a_series_with_two_indexes,
         an_indexed_series,
         an_index_over_torch,
         without_its_index,

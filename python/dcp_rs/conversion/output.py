@@ -154,7 +154,9 @@ def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
     entries = sorted(folder.iterdir())
     names = [entry.name for entry in entries]
     others = [entry.name for entry in entries if not is_part(entry)]
-    if STOCK_NAME in names and any(map(is_data_file, names)):
+    found = _open(folder) if INDEX_NAME in names and STOCK_NAME in names else None
+    is_ours = any(map(is_data_file, names)) or (found is not None and found.source == "dcp-rs")
+    if STOCK_NAME in names and is_ours:
         others.append(STOCK_NAME)
     models = [name for name in names if name.endswith(_MODELS) and not _is_own_name(name)]
     if models and not others:
@@ -166,16 +168,36 @@ def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
                 "remove what is there, or choose another place"
             )
             raise CheckpointExistsError(msg, path=folder) from error
-        own = {path.name for path in index.file_paths()}
-        indexes = [name for name in models if name.endswith(".json")]
-        others = [name for name in models if name not in own and name not in indexes]
-        others += indexes[1:]
+        own = _file_names(index)
+        others = [
+            name
+            for name in models
+            if name not in own and not (name.endswith(".json") and _indexes(folder / name, own))
+        ]
     if others:
         msg = (
             f"{folder} also holds {others[0]!r}, which is no part of a checkpoint, or not of the "
             "one there: it is not replaced; move what is to stay, or choose another place"
         )
         raise CheckpointExistsError(msg, path=folder)
+
+
+def _open(path: Path) -> _core.Index | None:
+    """Return the index of what is there; None if it does not open."""
+    try:
+        return _core.Index.open(os.fspath(path), None, True, None)
+    except (DcpRsError, OSError):
+        return None
+
+
+def _file_names(index: _core.Index) -> set[str]:
+    return {path.name for path in index.file_paths()}
+
+
+def _indexes(path: Path, files: set[str]) -> bool:
+    """Return whether a Hugging Face index names only these files."""
+    index = _open(path)
+    return index is not None and _file_names(index) <= files
 
 
 @contextmanager
