@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import dcp_rs
-from dcp_rs.errors import PlanError, UnsafePickleError
+from dcp_rs.errors import CheckpointExistsError, PlanError, UnsafePickleError, UnsupportedError
 from support import assert_state_equal, nested_state, random_tensor
 from support.formats import judge, load_hf, make
 
@@ -50,6 +50,43 @@ def test_the_format_is_what_the_name_ends_in(name: str, to: str, tmp_path: Path)
         tmp_path / "src", tmp_path / name, to="dcp-rs", overwrite=True
     )  # said, it is that
     assert (tmp_path / name / "index.dcprs").is_file()
+
+
+def test_the_name_of_the_current_folder_does_not_tell_the_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of torch took the place of the folder."""
+    state = {"w": torch.randn(3, 4)}
+    make("dcp", state, tmp_path / "src")
+    for name in ("run.bin", "run.safetensors"):
+        (tmp_path / name).mkdir()
+        for to in (None, "safetensors"):
+            monkeypatch.chdir(tmp_path / name)
+            dcp_rs.convert("../src", ".", to=to, overwrite=True)
+            assert_state_equal(judge_one(tmp_path / name), state)
+
+
+@pytest.mark.parametrize(("name", "to"), [("run.bin", None), ("run", "torch")])
+def test_a_file_does_not_take_the_place_of_an_empty_folder(
+    tmp_path: Path, name: str, to: str | None
+) -> None:
+    make("dcp", {"w": torch.ones(3)}, tmp_path / "src")
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointExistsError, match="exists; overwrite=True"):
+        dcp_rs.convert(tmp_path / "src", tmp_path / name, to=to)
+    dcp_rs.convert(tmp_path / "src", tmp_path / name, to=to, overwrite=True)
+    assert (tmp_path / name).is_file()
+
+
+def test_storage_options_without_a_store_are_an_error(tmp_path: Path) -> None:
+    """They were ignored: who forgot s3:// wrote to the disk."""
+    src, options = make("dcp", {"w": torch.ones(3)}, tmp_path / "src"), {"region": "x"}
+    for given in ({"storage_options": options}, {"out_storage_options": options}):
+        with pytest.raises(UnsupportedError, match="has no storage_options"):
+            dcp_rs.convert(src, tmp_path / "out", **given)
+        with pytest.raises(UnsupportedError, match="has no storage_options"):
+            dcp_rs.merge([src, src], tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
 
 
 def judge_one(path: Path) -> dict[str, torch.Tensor]:
@@ -146,7 +183,10 @@ def test_what_is_taken_out_of_its_container_stays_nested(tmp_path: Path, source:
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"dtype": "bf17"}, "dtype='bf17'"),
         ({"dtype": torch.int32}, "dtype=torch.int32"),
+        ({"dtype": "__path__"}, "dtype='__path__'"),
+        ({"dtype": ["bf16"]}, r"dtype=\['bf16'\]"),
         ({"shards": 0}, "shards=0"),
+        ({"shards": True}, "shards=True"),
         ({"to": "torch", "shards": 2}, "is one file"),
     ],
 )

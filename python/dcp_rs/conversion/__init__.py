@@ -14,14 +14,14 @@ import torch
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
-from dcp_rs._url import StorageOptions, Url, absolute, location
+from dcp_rs._url import Url, absolute, location
 from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.source import Source, open_source
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import ConvertReport, Job, select
 from dcp_rs.conversion.output import check_apart, check_output, new_output, uploaded_output
-from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype
+from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype, stores_of
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.nesting import nest
 
@@ -125,7 +125,8 @@ def convert(
         CheckpointExistsError: ``out`` exists, and ``overwrite`` is not set; or it holds more than
             one checkpoint; or it was created meanwhile; or it is a folder on a store, and that or
             the result is of another format than ``"dcp-rs"``.
-        UnsupportedError: the format cannot hold an entry, which the message names.
+        UnsupportedError: the format cannot hold an entry, which the message names; or there are
+            storage options, and no URL that they are for.
         StoragePreconditionError: something was stored at ``out`` meanwhile. It is still there.
         StorageUnclearError: a store did not answer. The result may be there, now or in a moment.
         StorageError: a store fails; see :mod:`dcp_rs.errors`.
@@ -143,12 +144,11 @@ def convert(
         ```
     """
     begin = time.perf_counter()
-    source_path, target = location(path), absolute(location(out))
-    of_source, of_out = StorageOptions.of(storage_options), StorageOptions.of(out_storage_options)
-    if of_out is None:
-        of_out = of_source
+    source_path, target = location(path), location(out)
+    of_source, of_out = stores_of([source_path], target, storage_options, out_storage_options)
     request = WriteRequest(
-        out=target,
+        out=absolute(target),
+        suffix=target.suffix,
         to=to,
         dtype=parse_dtype(dtype),
         shards=shards,
@@ -164,7 +164,7 @@ def convert(
         fsync=fsync,
         max_inflight_bytes=max_inflight_bytes,
         weights_only=weights_only is None or bool(weights_only),
-        storage_options=of_out if isinstance(target, Url) else None,
+        storage_options=of_out,
     )
     source = open_source(
         source_path,
@@ -201,7 +201,9 @@ def write_result(
     if isinstance(request.out, Url):
         check_apart(paths, request.out)
     else:
-        before = check_output(paths, request.out, overwrite=request.overwrite)
+        before = check_output(
+            paths, request.out, overwrite=request.overwrite, as_file=request.as_file
+        )
     tasks, containers = select(source, request)
     job = Job(source, request, report, tasks, containers, merged_from)
     if request.target == "safetensors":

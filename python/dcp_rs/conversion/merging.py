@@ -14,14 +14,14 @@ import torch
 
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress
-from dcp_rs._url import StorageOptions, Url, absolute, location
+from dcp_rs._url import Url, absolute, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import ConvertReport, write_result
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
-from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype
+from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype, stores_of
 
 __all__ = ["MergeReport", "merge"]
 
@@ -75,7 +75,8 @@ def merge(
     """Write the weighted sum of checkpoints, by default their mean, in bounded memory.
 
     The result appears at ``out`` in one step, when it is complete. After an error or Ctrl-C there
-    is nothing.
+    is nothing. The bound on memory is for tensors: all values that are no tensors are in memory
+    together.
 
     Floating-point tensors are summed in float32, and in float64 where an input stores float64. The
     sum begins with zero and takes one input after another, in the order of ``inputs``: ``sum =
@@ -118,8 +119,8 @@ def merge(
     Raises:
         PlanError: an input lacks an entry, or has it in another shape; an entry that is not summed
             differs; or as for :func:`dcp_rs.convert`.
-        UnsupportedError: the inputs are quantized, and not decoded by ``dequantize``; or the format
-            cannot hold an entry.
+        UnsupportedError: the inputs are quantized, and not decoded by ``dequantize``; or as for
+            :func:`dcp_rs.convert`.
         ValueError: invalid ``inputs`` or ``weights``; or as for :func:`dcp_rs.convert`.
         DcpRsError, OSError: as for :func:`dcp_rs.convert`.
 
@@ -135,12 +136,11 @@ def merge(
     if conflicts not in get_args(Conflicts):
         msg = f"conflicts={conflicts!r}: one of {', '.join(map(repr, get_args(Conflicts)))}"
         raise ValueError(msg)
-    target = absolute(location(out))
-    of_inputs, of_out = StorageOptions.of(storage_options), StorageOptions.of(out_storage_options)
-    if of_out is None:
-        of_out = of_inputs
+    target = location(out)
+    of_inputs, of_out = stores_of(paths, target, storage_options, out_storage_options)
     request = WriteRequest(
-        out=target,
+        out=absolute(target),
+        suffix=target.suffix,
         to=to,
         dtype=parse_dtype(dtype),
         shards=shards,
@@ -156,7 +156,7 @@ def merge(
         fsync=fsync,
         max_inflight_bytes=max_inflight_bytes,
         weights_only=weights_only is None or bool(weights_only),
-        storage_options=of_out if isinstance(target, Url) else None,
+        storage_options=of_out,
     )
     layout = Layout.of(dequantize, views)
     opened = []

@@ -52,6 +52,7 @@ def check_output(
     out: Path,
     *,
     overwrite: bool,
+    as_file: bool = False,
     is_part: Callable[[Path], bool] = _may_be_of_a_checkpoint,
 ) -> _core.Fingerprint | None:
     """Check that ``out`` can be written. Return what is there, for :func:`new_output`.
@@ -60,6 +61,7 @@ def check_output(
         paths: the path of the source, its index and its files.
         out: the file or folder to write.
         overwrite: replace a checkpoint.
+        as_file: the result is a file. Without ``overwrite``, it does not replace an empty folder.
         is_part: returns whether a file or folder may be in a folder that is replaced. Default: a
             file that may be of a checkpoint.
 
@@ -72,7 +74,7 @@ def check_output(
     before = _core.fingerprint(os.fspath(out))
     is_folder = out.is_dir() and not out.is_symlink()
     if before is None or (
-        is_folder and all(entry.name == _core.LOCK_NAME for entry in out.iterdir())
+        is_folder and not as_file and all(entry.name == _core.LOCK_NAME for entry in out.iterdir())
     ):
         return before
     if not overwrite:

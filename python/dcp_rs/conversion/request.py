@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from dcp_rs._progress import Progress
-from dcp_rs._url import StorageOptions, Url
+from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs.checkpoint.names import Rename
 from dcp_rs.options import ReadOptions, WriteOptions
-from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.dtypes import BY_NAME, NAMES
 
-__all__ = ["Target", "WriteRequest", "parse_dtype"]
+__all__ = ["Target", "WriteRequest", "parse_dtype", "stores_of"]
 
 Target = Literal["dcp-rs", "dcp", "safetensors", "torch"]
 
@@ -43,10 +43,12 @@ class WriteRequest:
 
     Attributes:
         out: the path or URL, which does not depend on the current folder.
+        suffix: the ending of the path as it was given. ``"."`` has none, whatever folder it is.
         storage_options: the options of the store of ``out``, if it is on one.
     """
 
     out: Path
+    suffix: str
     to: Target | None
     dtype: torch.dtype | None
     shards: int | None
@@ -69,7 +71,7 @@ class WriteRequest:
             msg = f"to={self.to!r}: must be one of {', '.join(map(repr, get_args(Target)))}"
             raise ValueError(msg)
         shards = self.shards
-        if shards is not None and not (isinstance(shards, int) and shards > 0):
+        if shards is not None and not (type(shards) is int and shards > 0):
             msg = f"shards={shards!r}: must be a positive integer"
             raise ValueError(msg)
         if not self.name or "/" in self.name:
@@ -82,13 +84,13 @@ class WriteRequest:
     @property
     def target(self) -> Target:
         """The format. Default: by the ending of ``out``."""
-        return _ENDINGS.get(self.out.suffix, "dcp-rs") if self.to is None else self.to
+        return _ENDINGS.get(self.suffix, "dcp-rs") if self.to is None else self.to
 
     @property
     def as_file(self) -> bool:
         """True if ``out`` is a file."""
         return self.target == "torch" or (
-            self.target == "safetensors" and self.out.suffix == ".safetensors"
+            self.target == "safetensors" and self.suffix == ".safetensors"
         )
 
     @property
@@ -113,6 +115,26 @@ class WriteRequest:
         return max(1, self.write_options.inflight_bytes(accelerator=False) // 4 >> 20) << 20
 
 
+def stores_of(
+    inputs: Sequence[Path],
+    out: Path,
+    given: Mapping[str, Any] | Any | None,
+    given_for_out: Mapping[str, Any] | Any | None,
+) -> tuple[StorageOptions | None, StorageOptions | None]:
+    """Return the storage options of inputs that are URLs, and of the result.
+
+    Raises:
+        UnsupportedError: there are options, and no URL that they are for.
+    """
+    of_inputs, of_out = StorageOptions.of(given), StorageOptions.of(given_for_out)
+    if isinstance(out, Url) and of_out is None:
+        return of_inputs, of_inputs
+    options_for(out, of_out)
+    if not any(isinstance(path, Url) for path in inputs):
+        options_for(inputs[0], of_inputs)
+    return of_inputs, of_out
+
+
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return a dtype by torch's name, or by a short one such as ``bf16``.
 
@@ -124,10 +146,11 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found: torch.dtype | None
     if isinstance(dtype, str):
         name = dtype.removeprefix("torch.").lower()
-        found = getattr(torch, _ALIASES.get(name, name), None)
+        found = BY_NAME.get(_ALIASES.get(name, name))
     else:
         found = dtype
-    if found is None or found not in NAMES or not found.is_floating_point:
+    is_known = isinstance(found, torch.dtype) and found in NAMES
+    if found is None or not is_known or not found.is_floating_point:
         msg = (
             f"dtype={dtype!r}: must be one of float64, float32, float16, bfloat16, "
             "or of the float8 types"
