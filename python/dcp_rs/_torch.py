@@ -324,7 +324,7 @@ def modules_that_name(stock: type) -> list[Any]:
     for name, module in sorted(sys.modules.items()):
         if not name.startswith("torch.distributed.checkpoint"):
             continue
-        own = vars(module)
+        own = getattr(module, "__dict__", {})  # None prevents an import
         if own.get(stock.__name__) is not stock:
             continue
         classes = [kind for kind in own.values() if isinstance(kind, type) and kind is not stock]

@@ -110,8 +110,25 @@ def test_everything_is_put_back():
 def test_modules_that_may_not_be_imported_are_passed_over(monkeypatch):
     """``sys.modules[name] = None`` prevents an import. It was an error here."""
     monkeypatch.setitem(sys.modules, "blocked", None)
+    monkeypatch.setitem(sys.modules, "torch.distributed.checkpoint.blocked", None)
     with dcp_rs.installed():
         assert dcp.FileSystemReader is not STOCK[0]
+
+
+def test_after_an_install_that_failed_the_next_one_works(monkeypatch):
+    """It was counted, so the next one did nothing, and what was replaced stayed so."""
+
+    def fail():
+        raise ImportError("no executors")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dcp_rs._torch.async_executors", fail)
+        with pytest.raises(ImportError, match="no executors"):
+            dcp_rs.install()
+    assert (dcp.FileSystemReader, dcp.FileSystemWriter) == STOCK
+    with dcp_rs.installed():
+        assert dcp.FileSystemReader is not STOCK[0]
+    assert (dcp.FileSystemReader, dcp.FileSystemWriter) == STOCK
 
 
 def test_it_says_what_it_replaced(caplog):

@@ -79,27 +79,32 @@ def install() -> None:
     """
     global _count  # noqa: PLW0603
     with _lock:
-        _count += 1
-        if _count > 1:
+        if _count > 0:
+            _count += 1
             return
         names: list[str] = []
-        for name, ours in _OURS.items():
-            stock = getattr(filesystem, name)
-            stand_in = _StandIn(
-                name,
-                (),
-                {
-                    "stock": stock,
-                    "ours": ours,
-                    "__doc__": ours.__doc__,
-                    "__module__": stock.__module__,
-                },
-            )
-            for module in _torch.modules_that_name(stock):
-                _replace(module, name, stand_in)
-                names.append(f"{module.__name__}.{name}")
-        for executor in _torch.async_executors():
-            _replace(executor, "execute_save", _with_writer(executor.execute_save))
+        try:
+            for name, ours in _OURS.items():
+                stock = getattr(filesystem, name)
+                stand_in = _StandIn(
+                    name,
+                    (),
+                    {
+                        "stock": stock,
+                        "ours": ours,
+                        "__doc__": ours.__doc__,
+                        "__module__": stock.__module__,
+                    },
+                )
+                for module in _torch.modules_that_name(stock):
+                    _replace(module, name, stand_in)
+                    names.append(f"{module.__name__}.{name}")
+            for executor in _torch.async_executors():
+                _replace(executor, "execute_save", _with_writer(executor.execute_save))
+        except BaseException:
+            _put_back()
+            raise
+        _count = 1
     _log.info("torch's file system storage is that of dcp-rs now: %s", ", ".join(names))
 
 
@@ -122,9 +127,7 @@ def uninstall() -> None:
         _count -= 1
         if _count > 0:
             return
-        while _replaced:
-            where, name, old = _replaced.pop()
-            setattr(where, name, old)
+        _put_back()
     _log.info("torch's file system storage is its own again")
 
 
@@ -153,6 +156,12 @@ def installed() -> Iterator[None]:
 def _replace(where: Any, name: str, new: Any) -> None:
     _replaced.append((where, name, getattr(where, name)))
     setattr(where, name, new)
+
+
+def _put_back() -> None:
+    while _replaced:
+        where, name, old = _replaced.pop()
+        setattr(where, name, old)
 
 
 def _with_writer(execute_save: Any) -> Any:
