@@ -214,6 +214,19 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch"])
+def test_the_bytes_of_values_are_those_that_are_written(to: str, tmp_path: Path) -> None:
+    """A file of torch stores values otherwise, and that was counted."""
+    state = {"w": torch.ones(3), "step": 7, "args": {"lr": 0.1, "name": "x" * 500}}
+    seen: list[tuple[int, int]] = []
+    how = {"to": to, "progress": lambda *now: seen.append(now)}
+    source = make("torch", state, tmp_path / "x.pt")
+    report = dcp_rs.convert(source, tmp_path / to, **how)
+    assert seen[-1] == (report.bytes, report.bytes)
+    dcp_rs.convert(source, tmp_path / "stored")
+    assert report.bytes == dcp_rs.convert(tmp_path / "stored", tmp_path / "again").bytes
+
+
+@pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch"])
 def test_a_name_that_would_be_in_and_at_once_another_is_refused(to: str, tmp_path: Path) -> None:
     empty = {} if to == "dcp" else {"empty": {}}  # which DCP cannot hold
     source = make(

@@ -117,7 +117,7 @@ class Job:
 
     @cached_property
     def total(self) -> int:
-        """The bytes to write."""
+        """The bytes to write. Those of a value are an estimate, until it is read."""
         return sum(task.nbytes for task in self.tasks)
 
     @cached_property
@@ -133,8 +133,11 @@ class Job:
 
     def value(self, task: Task) -> bytes:
         """Read a value, and count it as written."""
-        self.advance(task.nbytes)
-        return self.source.value(task.item)
+        data = self.source.value(task.item)
+        # A file of torch.save stores it otherwise than it is written.
+        self.total += len(data) - task.nbytes
+        self.advance(len(data))
+        return data
 
     def engine(self) -> dict[str, Any]:
         """Return the options of a save."""
