@@ -1,5 +1,6 @@
 """Conversion in every direction, judged by stock readers: what comes back is what was there."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,23 @@ def test_nested_state_survives(source: str, to: str, tmp_path: Path) -> None:
     assert len(report.written) == 15
     assert report.files == 1
     assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch", "safetensors"])
+def test_an_empty_tensor_without_chunks_survives(to: str, tmp_path: Path) -> None:
+    """There was nothing to copy, and so its name was lost."""
+    state = {"w": torch.ones(3), "empty": torch.zeros(0, 4)}
+    path = make("dcp", state, tmp_path / "src") / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["empty"].chunks.clear()
+    metadata.storage_data = {
+        place: info for place, info in metadata.storage_data.items() if place.fqn != "empty"
+    }
+    path.write_bytes(pickle.dumps(metadata))
+    dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to=to)
+    judge(to, tmp_path / "dst", state)
+    dcp_rs.merge([tmp_path / "src", tmp_path / "src"], tmp_path / "sum", to=to)
+    judge(to, tmp_path / "sum", state)
 
 
 @pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch", "safetensors"])

@@ -72,6 +72,16 @@ class Task:
             return self.item.nbytes
         return self.item.nbytes // self.item.dtype.itemsize * self.dtype.itemsize
 
+    def chunks(self) -> Iterator[tuple[int | None, tuple[int, ...], tuple[int, ...]]]:
+        """Yield the number, offsets and sizes of the chunks of a tensor.
+
+        An empty tensor may have none. It is written as one chunk, without a number.
+        """
+        if not self.item.chunks:
+            yield None, (0,) * len(self.item.shape), self.item.shape
+        for number, chunk in enumerate(self.item.chunks):
+            yield number, tuple(chunk.offsets), tuple(chunk.sizes)
+
     def region(self, chunk: int | None = None) -> Region:
         """Return the whole tensor, or one chunk."""
         if self.dtype is None:

@@ -97,11 +97,11 @@ def _write_rank(job: Job, tasks: list[Task], to: Destination, **how: Any) -> byt
             items.append(_core.SaveItem(name, len(values[-1][1]), **place))
             continue
         place |= {"dtype": NAMES[task.dtype], "shape": item.shape, "flags": item.flags}
-        for number, chunk in enumerate(item.chunks):
+        for number, offsets, sizes in task.chunks():
             region = task.region(number)
             if region.numel:
                 regions[len(items)] = region
-            extent: dict[str, Any] = {"offsets": chunk.offsets, "sizes": chunk.sizes}
+            extent: dict[str, Any] = {"offsets": offsets, "sizes": sizes}
             items.append(_core.SaveItem(name, region.nbytes, **place, **extent))
     save = _core.Save.create(
         to.folder, items, store=to.store, token=secrets.randbits(64), **how, **job.engine()

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,9 @@ from dcp_rs.tensors.nesting import TreePath, name_of, text_path
 
 __all__ = ["check_nesting", "write"]
 
+#: The numbers of the chunks of a tensor, by offsets and sizes.
+_Chunks = Mapping[tuple[tuple[int, ...], tuple[int, ...]], int | None]
+
 
 def write(job: Job, result: Path) -> None:
     """Write one plan for each shard, as if it was that of a rank."""
@@ -42,7 +45,7 @@ def write(job: Job, result: Path) -> None:
     runs = split(job.tasks, job.request.shards or 1)
     chunks = {task.name: _chunks(task) for task in job.tasks}
     placeholders = Placeholders(
-        task.region(number) for task in job.tasks for number in chunks[task.name]
+        task.region(number) for task in job.tasks for number in chunks[task.name].values()
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -146,23 +149,23 @@ class _Files(FileSystem):
                 yield stream
 
 
-def _chunks(task: Task) -> list[int]:
-    """Return the numbers of the chunks of a tensor that are written; none for a value."""
+def _chunks(task: Task) -> _Chunks:
+    """Return the chunks of a tensor that are written; none for a value."""
+    if task.dtype is None:
+        return {}
     # A chunk that is stored twice is written once.
-    numbers = {(chunk.offsets, chunk.sizes): n for n, chunk in enumerate(task.item.chunks)}
-    return [] if task.dtype is None else list(numbers.values())
+    return {(offsets, sizes): number for number, offsets, sizes in task.chunks()}
 
 
-def _items(task: Task, chunks: Sequence[int]) -> Iterator[WriteItem]:
+def _items(task: Task, chunks: _Chunks) -> Iterator[WriteItem]:
     """Yield the items of an entry in a plan, in the order of its chunks."""
     if task.dtype is None:
         yield WriteItem(MetadataIndex(task.name), WriteItemType.BYTE_IO)
         return
     properties = tensor_properties(task.dtype, task.item.flags)
-    for number in chunks:
-        stored = task.item.chunks[number]
-        whole = len(chunks) == 1 and stored.sizes == task.item.shape
-        chunk = ChunkStorageMetadata(torch.Size(stored.offsets), torch.Size(stored.sizes))
+    for offsets, sizes in chunks:
+        whole = len(chunks) == 1 and sizes == task.item.shape
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         yield WriteItem(
             MetadataIndex(task.name, chunk.offsets),
             WriteItemType.TENSOR if whole else WriteItemType.SHARD,
@@ -173,9 +176,7 @@ def _items(task: Task, chunks: Sequence[int]) -> Iterator[WriteItem]:
 class _Planner(DefaultSavePlanner):
     """Planner that resolves items to placeholders and values."""
 
-    def __init__(
-        self, job: Job, chunks: Mapping[str, Sequence[int]], placeholders: Placeholders
-    ) -> None:
+    def __init__(self, job: Job, chunks: Mapping[str, _Chunks], placeholders: Placeholders) -> None:
         super().__init__()
         self._job = job
         self._values = {task.name: task for task in job.tasks if task.dtype is None}
