@@ -1,5 +1,6 @@
 """An opened checkpoint that is sent to another process."""
 
+import copy
 import os
 import pickle
 import shutil
@@ -45,11 +46,11 @@ def test_a_copy_opens_what_it_was_and_nothing_else(saved_whole, tmp_path, framew
     checkpoint = dcp_rs.open(saved_whole, verify=True, **how)
     data = pickle.dumps(checkpoint)
     assert len(data) < 1000
-    copy = pickle.loads(data)
-    assert type(copy) is type(checkpoint)
-    assert copy._options == checkpoint._options
-    assert repr(copy) == repr(checkpoint)
-    assert copy["step"] == 7
+    copied = pickle.loads(data)
+    assert type(copied) is type(checkpoint)
+    assert copied._options == checkpoint._options
+    assert repr(copied) == repr(checkpoint)
+    assert copied["step"] == 7
     save_rs({"w": WHOLE, "b": torch.arange(5), "step": 8}, saved_whole)
     with pytest.raises(CheckpointReplacedError, match="was replaced by another save"):
         pickle.loads(data)
@@ -59,6 +60,14 @@ def test_a_copy_opens_what_it_was_and_nothing_else(saved_whole, tmp_path, framew
     checkpoint.close()
     with pytest.raises(DcpRsError, match="closed"):
         pickle.dumps(checkpoint)
+
+
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_a_slice_goes_with_its_checkpoint(saved_whole, framework):
+    part = dcp_rs.open(saved_whole, framework=framework).get_slice("w")
+    for copied in (pickle.loads(pickle.dumps(part)), copy.deepcopy(part)):
+        assert repr(copied) == repr(part)
+        assert (copied[1:3] == part[1:3]).all()
 
 
 def test_copies_of_others_checkpoints_see_that_they_were_replaced(tmp_path):

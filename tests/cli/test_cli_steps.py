@@ -131,6 +131,7 @@ def test_what_is_not_removed_is_a_finding(dcp_rs_does, run):
     "wrong",
     [
         ("--keep-within", "soon"),
+        ("--keep-within", "6M"),  # months, to some
         ("--max-bytes", "5XB"),
         ("--keep-last", "0"),
         ("--keep-best", "1"),

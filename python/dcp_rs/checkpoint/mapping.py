@@ -525,6 +525,9 @@ class TensorSlice:
             part = part[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
         return part[local]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._checkpoint.get_slice, (self._entry.name,)
+
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"TensorSlice({self._entry.name!r}, {dtype}, shape={list(self.shape)})"

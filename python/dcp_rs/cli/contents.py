@@ -206,16 +206,15 @@ class Contents:
 def _is_short(value: Any, most: int) -> bool:
     """Return whether a value has at most ``most`` parts and characters.
 
-    A part counts once for each reference to it.
+    A part counts once for each reference to it, before it is kept: a file of a few bytes may have
+    millions.
     """
     todo = [value]
     while todo and most >= 0:
         part = todo.pop()
-        most -= 1
-        if isinstance(part, str | bytes | bytearray):
-            most -= len(part)
-        elif isinstance(part, dict):
-            todo += [*part.keys(), *part.values()]
-        elif isinstance(part, list | tuple | set | frozenset):
-            todo += part
+        if not isinstance(part, str | bytes | bytearray | dict | list | tuple | set | frozenset):
+            continue
+        most -= len(part)
+        if most >= 0 and not isinstance(part, str | bytes | bytearray):
+            todo += [*part.keys(), *part.values()] if isinstance(part, dict) else part
     return most >= 0

@@ -28,7 +28,7 @@ _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def _amount(text: str, units: dict[str, int], what: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.lower())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if found is None or found[2] not in units or float(found[1]) <= 0:
         msg = f"{text!r} is not a {what}"
         raise click.BadParameter(msg)
@@ -40,7 +40,7 @@ def _seconds(text: str) -> float:
 
 
 def _bytes(text: str) -> int:
-    return int(_amount(text, _BYTES, "size, such as 500000, 500GB or 2TiB"))
+    return int(_amount(text.lower(), _BYTES, "size, such as 500000, 500GB or 2TiB"))
 
 
 _root = options.location_argument("root")
