@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from dcp_rs.checkpoint.compare import _SLAB_BYTES, compare
+import dcp_rs
+from dcp_rs.checkpoint.compare import _SLAB_BYTES, Difference, _largest_difference, compare
 from support.both import save_rs
 
 INTEGERS = [
@@ -54,6 +55,14 @@ def test_integers_differ_by_what_they_differ(tmp_path, dtype, a, b):
     assert differences(tmp_path, one, other, tolerance=2.0 * by) == []
 
 
+def test_integers_beside_unsigned_ones_are_exact(tmp_path):
+    """They were compared as floating point: these were the same."""
+    signed = torch.tensor([2**62, 2**53 + 1, 5, -1])
+    unsigned = torch.tensor([2**62 + 1, 2**53, 5, 2**64 - 1], dtype=torch.uint64)
+    assert differences(tmp_path, signed[:3], unsigned[:3]) == [("dtype", 2, 1)]
+    assert differences(tmp_path, unsigned, signed) == [("dtype", 3, 2**64)]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_integers_against_python(tmp_path, seed):
     rng = random.Random(seed)
@@ -70,9 +79,7 @@ def test_random_integers_against_python(tmp_path, seed):
         return [max(info.min, min(info.max, value)) for value in drawn]
 
     for dtype in INTEGERS:
-        # Beside other integers, those of uint64 are compared as floating point.
-        others = [other for other in INTEGERS if torch.uint64 not in (dtype, other)]
-        other = rng.choice([dtype, dtype, *others])
+        other = rng.choice([dtype, dtype, *INTEGERS])
         a, b = some(dtype, 50), some(other, 50)
         by = [abs(int(x) - int(y)) for x, y in zip(a, b, strict=True)]
         want = [("elements" if dtype == other else "dtype", sum(map(bool, by)), max(by))]
@@ -80,6 +87,40 @@ def test_random_integers_against_python(tmp_path, seed):
             differences(tmp_path, torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=other))
             == want
         ), (dtype, other)
+
+
+def test_empty_containers_under_keys_of_other_types_differ(tmp_path):
+    for folder, key in (("a", 0), ("b", "0")):
+        dcp_rs.save({"x": {key: {}}, "w": torch.ones(1)}, tmp_path / folder, no_dist=True)
+    (one,) = compare(tmp_path / "a", tmp_path / "b").differences
+    assert one == Difference(
+        "x.0", "path", "empty dict ['x'][0]", "empty dict ['x']['0']", container=True
+    )
+
+
+def test_progress_hears_of_an_end_without_elements(tmp_path):
+    save_rs({"step": 1, "w": torch.ones(3)}, tmp_path / "a")
+    save_rs({"step": 1, "w": torch.ones(4)}, tmp_path / "b")
+    seen = []
+    compare(tmp_path / "a", tmp_path / "b", progress=lambda *told: seen.append(told))
+    done, total = seen[-1]
+    assert done == total > 12
+
+
+def test_only_what_is_near_a_difference_is_cast(tmp_path, monkeypatch):
+    """All elements that were read with it were cast, in several times their memory."""
+    cast = []
+
+    def largest(x, y):
+        cast.append(x.numel())
+        return _largest_difference(x, y)
+
+    monkeypatch.setattr("dcp_rs.checkpoint.compare._largest_difference", largest)
+    a = torch.zeros(1 << 21)
+    b = a.clone()
+    b[:: 1 << 20] = 1
+    assert differences(tmp_path, a, b) == [("elements", 2, 1.0)]
+    assert sum(cast) == 2 << 16
 
 
 def test_the_largest_difference_of_several_pieces(tmp_path):

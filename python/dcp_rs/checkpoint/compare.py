@@ -21,12 +21,14 @@ from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.equality import same
-from dcp_rs.tensors.nesting import name_of, remaining, shown
+from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
 
 __all__ = ["Comparison", "Difference", "compare", "entry_differences"]
 
 #: Bytes of each checkpoint that are read at once.
 _SLAB_BYTES = 16 << 20
+#: Bytes that several passes compare at once, a multiple of all itemsizes. They stay in the cache.
+_COMPARED_BYTES = 256 << 10
 #: The dtype that torch cannot cast.
 _UNREADABLE = torch.float4_e2m1fn_x2
 _INT64_MIN = torch.iinfo(torch.int64).min
@@ -166,29 +168,35 @@ def compare(
 
 def _container_kinds(
     source: Source, chosen: dict[str, Item], passes: Callable[[str], bool]
-) -> dict[str, str] | None:
-    """Return the kind of each container that is listed, or None if the format lists none."""
+) -> dict[str, tuple[TreePath, str]] | None:
+    """Return path and kind of each container that is listed, or None if the format lists none."""
     if source.containers is None:
         return None
     leaves = [item.path for item in chosen.values() if item.path is not None]
     holding = {path[:depth] for path in leaves for depth in range(len(path))}
     return {
-        name_of(c.path): c.kind if c.path in holding else f"empty {c.kind}"
+        name_of(c.path): (c.path, c.kind if c.path in holding else f"empty {c.kind}")
         for c in remaining(source.containers, leaves, passes)
         if c.path or c.kind != "dict"
     }
 
 
-def _container_differences(a: dict[str, str], b: dict[str, str]) -> Iterator[Difference]:
+def _container_differences(
+    a: dict[str, tuple[TreePath, str]], b: dict[str, tuple[TreePath, str]]
+) -> Iterator[Difference]:
     for name in {**a, **b}:
         # A dict is listed only if it is empty.
-        kind_a, kind_b = a.get(name, ""), b.get(name, "")
+        (path_a, kind_a), (path_b, kind_b) = a.get(name, ((), "")), b.get(name, ((), ""))
         if not kind_b and kind_a.startswith("empty "):
             yield Difference(name, "only in a", kind_a, container=True)
         elif not kind_a and kind_b.startswith("empty "):
             yield Difference(name, "only in b", b=kind_b, container=True)
         elif kind_a != kind_b:
             yield Difference(name, "kind", kind_a or "dict", kind_b or "dict", container=True)
+        elif kind_a.startswith("empty ") and not same(path_a, path_b):
+            # Of other containers, the entries differ in their paths.
+            text_a, text_b = (f"{kind_a} {shown(path)}" for path in (path_a, path_b))
+            yield Difference(name, "path", text_a, text_b, container=True)
 
 
 def _describe(item: Item) -> str:
@@ -229,11 +237,13 @@ def entry_differences(
     done = total - sum(one.nbytes for one, _ in alike)
     numbers = [0] * len(alike)
     largest: list[float | None] = [0.0] * len(alike)
+    if progress is not None and done:
+        progress(done, total)
     for pair, a, b in _pieces(left, right, alike):
-        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            numbers[pair] += _count_different(a, b)
-            largest[pair] = _larger(largest[pair], _largest_difference(a, b))
-        one = alike[pair][0]
+        one, other = alike[pair]
+        number, by = _compared(a, b, one.dtype, other.dtype)
+        numbers[pair] += number
+        largest[pair] = _larger(largest[pair], by)
         done += one.nbytes * a.numel() // math.prod(one.shape)
         if progress is not None:
             progress(done, total)
@@ -288,13 +298,54 @@ def _common_dtype(one: torch.dtype | None, other: torch.dtype | None) -> torch.d
         return one
     if one.is_complex or other.is_complex:
         return torch.complex128
-    if _is_integral(one) and _is_integral(other) and torch.uint64 not in (one, other):
+    if _is_integral(one) and _is_integral(other):
         return torch.int64
     return torch.float64
 
 
 def _is_integral(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _compared(
+    a: torch.Tensor, b: torch.Tensor, dtype_a: torch.dtype | None, dtype_b: torch.dtype | None
+) -> tuple[int, float | None]:
+    """Return how many elements differ, and by how much at most.
+
+    Args:
+        a, b: elements in a dtype that holds either.
+        dtype_a, dtype_b: their stored dtypes.
+    """
+    is_cast = a.dtype == torch.int64 and dtype_a != dtype_b and torch.uint64 in (dtype_a, dtype_b)
+    if not is_cast and _equal(a, b):
+        return 0, 0.0
+    total = 0
+    largest: float | None = 0.0
+    count = _COMPARED_BYTES // a.dtype.itemsize
+    for x, y in zip(a.split(count), b.split(count), strict=True):
+        number: int
+        by: float | None
+        if is_cast:
+            number, by = _differing_unsigned(*((x, y) if dtype_b == torch.uint64 else (y, x)))
+        elif _equal(x, y):
+            continue
+        else:
+            number, by = _count_different(x, y), _largest_difference(x, y)
+        total, largest = total + number, _larger(largest, by)
+    return total, largest
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether all bits are equal."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _differing_unsigned(signed: torch.Tensor, unsigned: torch.Tensor) -> tuple[int, int]:
+    """Compare integers with those of uint64, of which large ones were cast to negative ones."""
+    differ = (signed != unsigned) | (signed < 0)
+    numbers = zip(signed[differ].tolist(), unsigned[differ].tolist(), strict=True)
+    apart = [abs(one - other % (1 << 64)) for one, other in numbers]
+    return len(apart), max(apart, default=0)
 
 
 def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:
