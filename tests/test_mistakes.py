@@ -282,3 +282,5 @@ def test_a_person_counts():
         "m.10.a",
         "n",
     ]
+    long = "1" * 5000  # Python refuses to convert so many digits
+    assert sorted([f"m.{long}", "m.02", "m.10"], key=natural) == ["m.02", "m.10", f"m.{long}"]

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import dcp_rs
 from dcp_rs import Concat, Split, Stack, Transpose, Unstack
+from dcp_rs.checkpoint.views import views_in
 from support import quantized
 from support.quantized import same
 
@@ -226,6 +227,36 @@ def test_views_that_do_not_fit_are_refused(tmp_path, views, message):
     dcp_rs.save(experts(), tmp_path / "ckpt")
     with pytest.raises(dcp_rs.errors.PlanError, match=message):
         dcp_rs.open(tmp_path / "ckpt", views=views)
+
+
+def test_unknown_fields_are_named_in_order(tmp_path):
+    dcp_rs.save(experts(), tmp_path / "ckpt")
+    views = Split("norm", into=["{b}.{c}.{a}", "d"])
+    with pytest.raises(dcp_rs.errors.PlanError, match=r"\['a', 'b', 'c'\] are in no name"):
+        dcp_rs.open(tmp_path / "ckpt", views=views)
+
+
+def test_a_field_that_is_repeated_has_one_value(tmp_path):
+    names = ["l.0.e.0.0.w", "l.0.e.0.1.w", "l.0.e.1.0.w"]
+    dcp_rs.save({name: torch.full((2,), float(i)) for i, name in enumerate(names)}, tmp_path / "c")
+    views = Stack("l.{n}.e.{n}.{k}.w", into="l.{n}.w")
+    with dcp_rs.open(tmp_path / "c", views=views) as checkpoint:
+        assert sorted(checkpoint) == ["l.0.e.1.0.w", "l.0.w"]
+        assert checkpoint["l.0.w"].tolist() == [[0, 0], [1, 1]]
+
+
+def test_a_number_of_thousands_of_digits_joins_nothing(tmp_path):
+    torch.save({f"w.{'1' * 5000}": torch.ones(1)}, tmp_path / "x.pt")
+    with pytest.raises(dcp_rs.errors.PlanError, match="no number to join over"):
+        dcp_rs.open(tmp_path / "x.pt", views=Stack("w.{i}", into="w"))
+
+
+def test_a_file_of_views_says_once_what_is_wrong(tmp_path):
+    (tmp_path / "views.json").write_text('[{"stak": "a.{n}"}]')
+    with pytest.raises(dcp_rs.errors.PlanError) as error:
+        views_in(tmp_path / "views.json")
+    assert str(error.value).count("views.json") == 1
+    assert "is none of stack, concat" in str(error.value)
 
 
 def test_a_gap_in_the_numbers_is_an_error(tmp_path):

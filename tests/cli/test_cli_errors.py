@@ -30,6 +30,7 @@ from support.commands import in_a_process
         ["index", "nowhere"],
         ["ls", "ftp://host/ckpt"],
         ["ls", "s3://bucket/ckpt", "--storage-option", "aws_region"],
+        ["ls", "s3://bucket/ckpt", "--storage-option", "s3://other/aws_region=x"],
         ["convert", "{world}/ckpt", "s3://bucket/ckpt", "--to", "dcp"],
     ],
     ids=" ".join,
@@ -127,3 +128,11 @@ def test_errors_under_json_are_json(dcp_rs_cli, world: Path) -> None:
     status, out, _ = dcp_rs_cli("ls", "--json", world / "ckpt", "--frob")
     assert (status, "--frob" in json.loads(out)["error"]["message"]) == (2, True)
     assert dcp_rs_cli("ls", world / "nowhere")[1] == ""
+
+
+def test_a_benchmark_takes_no_more_than_the_free_memory(
+    dcp_rs_cli, world: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("dcp_rs.cli.commands.bench._free_memory", lambda: 100)
+    status, _, err = dcp_rs_cli("bench", world / "ckpt")
+    assert (status, "do not fit in 100 B of free memory" in err) == (2, True)

@@ -115,7 +115,10 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     """Return a key that sorts numbers by value: ``mod2`` before ``mod10``."""
     parts = re.split(r"(\d+)", name)
     return [
-        (1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part)
+        # By length, then by digits: Python does not convert numbers of thousands of digits.
+        (1, len(digits := part.lstrip("0")), digits)
+        if part.isdecimal() and part.isascii()
+        else (0, 0, part)
         for part in parts
     ]
 

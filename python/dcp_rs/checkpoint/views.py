@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Concat", "Layout", "LayoutView", "Split", "Stack", "Transpose", "Unstack", "views_in"]
 
 _FIELD = re.compile(r"\{(\w+)\}")
+#: The most digits of a number to join over. Python does not convert thousands of them.
+_MAX_DIGITS = 18
 _TARGETS = ("bfloat16", "float16", "float32")
 
 #: (number, offsets, sizes, dims, place): a rectangle of a stored tensor, for each dimension of the
@@ -42,10 +44,14 @@ def _filled(pattern: str, fields: Mapping[str, str]) -> str:
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    """Return a regex with a group for each field."""
+    """Return a regex with a group for each field. A repeated field has one value."""
     parts = _FIELD.split(pattern)
+    fields = parts[1::2]
     parts[::2] = map(re.escape, parts[::2])
-    parts[1::2] = [f"(?P<{field}>[^.]+)" for field in parts[1::2]]
+    parts[1::2] = [
+        f"(?P={field})" if field in fields[:i] else f"(?P<{field}>[^.]+)"
+        for i, field in enumerate(fields)
+    ]
     return re.compile("".join(parts))
 
 
@@ -142,7 +148,7 @@ class _Names:
                 )
             for stored in self.match(pattern):
                 number = stored.fields[next(iter(joined))] if joined else "0"
-                if not number.isdecimal():
+                if not number.isdecimal() or len(number) > _MAX_DIGITS:
                     raise self.fail(
                         f"tensor {stored.name!r}: {number!r} is no number to join over",
                         stored.name,
@@ -322,7 +328,8 @@ class Split(LayoutView):
             for into, size in zip(self.into, sizes, strict=True):
                 if unknown := _fields(into) - stored.fields.keys():
                     raise names.fail(
-                        f"{self.pattern!r} does not go into {into!r}: {unknown} are in no name"
+                        f"{self.pattern!r} does not go into {into!r}: {sorted(unknown)} are in no "
+                        "name"
                     )
                 part = stored.part(begin=at, size=size, dim=dim)
                 yield _filled(into, stored.fields), _replaced(stored.shape, dim, size), [part]
@@ -429,8 +436,8 @@ def views_in(path: str | os.PathLike[str]) -> tuple[LayoutView, ...]:
             given = item if isinstance(item, dict) else {}
             kind = next((kind for kind in kinds if kind in given), None)
             if kind is None:
-                msg = f"{path}: {item!r} is none of {', '.join(kinds)}"
-                raise PlanError(msg, path=path)
+                msg = f"{item!r} is none of {', '.join(kinds)}"
+                raise PlanError(msg)
             made.append(kinds[kind](given.pop(kind), **given))
     except (TypeError, ValueError) as error:
         msg = f"{path}: not a list of views: {error}"

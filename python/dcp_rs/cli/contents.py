@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, as commands show them. Values and statistics alone import torch."""
+"""The contents of a checkpoint, as commands show them. Values alone import torch."""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ def _use_store(_context: click.Context, _parameter: click.Parameter, pairs: Sequ
         if not is_there or not key:
             raise click.BadParameter("not KEY=VALUE")  # the text may be a secret
         # Before the name there may be the URL of the one store that it is for.
-        store, _, name = key.rpartition(":") if "://" in key else ("", "", key)
+        store, _, name = key.rpartition(":")
+        if "://" not in store:
+            store, name = "", key
         options.setdefault(store, {})[name] = value
     use_storage_options({store: StorageOptions(given) for store, given in options.items()})
 

@@ -121,23 +121,32 @@ def _destination(contents: Contents) -> State:
     """Return empty tensors for those that are chosen, if they fit in memory."""
     import torch
 
-    from dcp_rs.tensors.dtypes import BY_NAME
+    from dcp_rs.transfer.target import stored_dtype
 
     tensors = [entry for entry in contents.entries if entry.dtype is not None]
     if not tensors:
         raise PlanError("there is no tensor to read, or --include matches none", path=contents.path)
     total = sum(entry.nbytes for entry in tensors)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if total > memory * 0.8:
+    memory = _free_memory()
+    if memory is not None and total > memory * 0.8:
         msg = (
-            f"{size(total)} of tensors do not fit in {size(memory)} of memory: "
+            f"{size(total)} of tensors do not fit in {size(memory)} of free memory: "
             "choose some with --include"
         )
         raise UnsupportedError(msg)
     return {
-        entry.name: torch.empty(entry.shape, dtype=BY_NAME[entry.dtype or ""], device="cpu")
-        for entry in tensors
+        one.name: torch.empty(one.shape, dtype=stored_dtype(one.name, one.dtype), device="cpu")
+        for one in tensors
     }
+
+
+def _free_memory() -> int | None:
+    """Return the bytes that can be taken without swapping, if the system says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(one.split()[1]) << 10 for one in lines if one.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
 
 
 def _readers(path: Path, kind: str, files: Sequence[Path], **options: Any) -> dict[str, Read]:
@@ -169,7 +178,7 @@ def _safetensors(files: Sequence[Path], state: State) -> None:
     left = set(state)
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in left.intersection(opened.keys()):
+            for name in filter(left.__contains__, opened.keys()):
                 if opened.get_slice(name).get_shape() == list(state[name].shape):
                     state[name].copy_(opened.get_tensor(name))
                     left.discard(name)
