@@ -113,6 +113,9 @@ def test_types_that_numpy_lacks(ckpt, monkeypatch):
             assert arrays["f"].astype(np.float32).tolist() == [1.5, -2.0, float("inf")]
     monkeypatch.setattr(elements, "has_ml_dtypes", lambda: False)
     arrays = dcp_rs.open(ckpt, framework="np")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert arrays.info("b").dtype == np.uint16  # nothing is read
     with pytest.warns(
         UserWarning,
         match="'b' is of dtype bfloat16, which NumPy lacks without ml_dtypes.*bits, in uint16",

@@ -16,6 +16,7 @@ from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.stats import stats
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.dtypes import BY_NAME
 from support import dtypes_state, run_ranks, shapes_state
 from support.both import save_rs, save_stock
 
@@ -185,6 +186,16 @@ def test_the_command(dcp_rs_cli, ckpt):
     assert [one["name"] for one in json.loads(out)["tensors"]] == ["m.10.w", "m.2.w"]
     next(ckpt.glob("*.safetensors")).unlink()
     assert dcp_rs_cli("stats", ckpt)[0] == 2
+
+
+def test_a_dtype_that_this_torch_lacks_can_be_left_out(dcp_rs_cli, ckpt, monkeypatch):
+    save_rs({"w": torch.ones(3), "new": torch.ones(3, dtype=torch.int16)}, ckpt)
+    monkeypatch.setattr(
+        "dcp_rs.transfer.target.BY_NAME", {k: v for k, v in BY_NAME.items() if k != "int16"}
+    )
+    assert "'new' is of dtype int16" in dcp_rs_cli("stats", ckpt)[2]
+    status, out, _ = dcp_rs_cli("stats", ckpt, "--exclude", "new")
+    assert (status, out.splitlines()[-1].split(",")[0]) == (0, "1 tensor")
 
 
 def test_zeros_of_complex_tensors_are_a_share_of_their_parts(dcp_rs_cli, ckpt):

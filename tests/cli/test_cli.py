@@ -320,6 +320,15 @@ def test_a_list_that_repeats_itself_takes_no_memory(dcp_rs_cli, tmp_path: Path) 
     assert peak < 10 << 20
 
 
+def test_keys_that_are_no_text_are_not_shown_as_text(dcp_rs_cli, tmp_path: Path) -> None:
+    """The text and the number were one key."""
+    dcp_rs.save({"names": ({1: "a", "1": "b", None: 3},)}, tmp_path / "ckpt", no_dist=True)
+    _, out, _ = dcp_rs_cli("ls", tmp_path / "ckpt", "--values", "--json")
+    (entry,) = json.loads(out)["entries"]
+    assert entry["repr"] == "({1: 'a', '1': 'b', None: 3},)"
+    assert "value" not in entry
+
+
 def test_json_escapes_what_a_terminal_could_take_for_a_command(dcp_rs_cli, tmp_path: Path) -> None:
     """U+009B (a terminal's CSI) and U+202E (right to left from here) came out raw."""
     said = "\x9b31m \u202e \U000e0001 ünï"

@@ -30,7 +30,7 @@ from support.commands import in_a_process
         ["index", "nowhere"],
         ["ls", "ftp://host/ckpt"],
         ["ls", "s3://bucket/ckpt", "--storage-option", "aws_region"],
-        ["ls", "s3://bucket/ckpt", "--storage-option", "s3://other/aws_region=x"],
+        ["inspect", "{world}/ckpt", "--html", "-"],
         ["convert", "{world}/ckpt", "s3://bucket/ckpt", "--to", "dcp"],
     ],
     ids=" ".join,
@@ -136,3 +136,9 @@ def test_a_benchmark_takes_no_more_than_the_free_memory(
     monkeypatch.setattr("dcp_rs.cli.commands.bench._free_memory", lambda: 100)
     status, _, err = dcp_rs_cli("bench", world / "ckpt")
     assert (status, "do not fit in 100 B of free memory" in err) == (2, True)
+
+
+def test_an_option_of_a_store_with_a_slash_for_a_colon_is_refused(dcp_rs_cli) -> None:
+    """It counted as the option of a store that is not there."""
+    said = dcp_rs_cli("ls", "s3://bucket/x", "--storage-option", "s3://other/aws_region=x")[2]
+    assert '"s3://other/aws_region" is not known' in said

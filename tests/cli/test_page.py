@@ -61,6 +61,20 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
     assert not re.search(r"""(src|href)=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)""", text)
 
 
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch) -> None:
+    def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:3])
+        raise OSError("no space is left")
+
+    (tmp_path / "page.html").write_text("old")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="no space"):
+        page.write("a new page", tmp_path / "page.html", as_json=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    assert (tmp_path / "page.html").read_text() == "old"
+
+
 def test_names_are_only_names(tmp_path: Path) -> None:
     names = [
         "</script><script>document.title='owned'</script>",

@@ -53,21 +53,21 @@ class NumpyCheckpoint(OpenCheckpoint):
         return pickles.load(name, data, weights_only=True)
 
     def _dtype(self, entry: _core.TensorEntry) -> np.dtype[Any]:
-        """Return the dtype in NumPy. Warn if it is only the bits."""
+        found = numpy_dtype(entry.dtype or "")
+        return bits_dtype(entry.dtype or "") if found is None else found
+
+    def _view(self, number: int, entry: _core.TensorEntry) -> Any:
+        """Warn if NumPy lacks the dtype. Each read asks for a view first."""
         dtype = entry.dtype or ""
-        found = numpy_dtype(dtype)
-        if found is not None:
-            return found
-        bits = bits_dtype(dtype)
-        if dtype not in self._warned:
+        if numpy_dtype(dtype) is None and dtype not in self._warned:
             self._warned.add(dtype)
             is_young = dtype.startswith(("bfloat", "float8"))
             without = " without ml_dtypes (pip install ml_dtypes)" if is_young else ""
             warn_caller(
                 f"tensor {entry.name!r} is of dtype {dtype}, which NumPy lacks{without}: it comes "
-                f"as its bits, in {bits.name}"
+                f"as its bits, in {bits_dtype(dtype).name}"
             )
-        return bits
+        return super()._view(number, entry)
 
     def _over(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -137,9 +137,20 @@ def open_source(
 
 
 class IndexSource:
-    """A source over an index. Foreign checkpoints get an index when they are opened."""
+    """A source over an index. Foreign checkpoints get an index when they are opened.
 
-    def __init__(self, index: _core.Index, options: ReadOptions) -> None:
+    Args:
+        index: the index.
+        options: how to read.
+        passes: a test of the names of the items, if not all are wanted.
+    """
+
+    def __init__(
+        self,
+        index: _core.Index,
+        options: ReadOptions,
+        passes: Callable[[str], bool] | None = None,
+    ) -> None:
         self.kind = index.source
         self.root = index.planner_root()
         self.containers = containers_of(index)
@@ -147,7 +158,11 @@ class IndexSource:
         self.index = index
         self.path, self.files = index.path, index.file_paths()
         self._options = options
-        self.items = [self._item(number) for number in index.file_order()]
+        self.items = [
+            self._item(number)
+            for number in index.file_order()
+            if passes is None or passes(index.name(number))
+        ]
 
     def _item(self, number: int) -> Item:
         entry, stored = self.index.tensor(number), self.index.chunks(number)

@@ -114,8 +114,14 @@ def json_text(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return the value with the numbers that JSON lacks as text."""
+    """Return the value with the numbers that JSON lacks as text.
+
+    Raises:
+        TypeError: a dict has a key that is no text. JSON would make it the same as one that is.
+    """
     if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("a key is no text")
         return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
@@ -26,12 +27,25 @@ _MAX_VALUES = 5_000
 
 
 def write(page: str, out: Path, *, as_json: bool) -> int:
-    """Write a page to a file, and say so unless JSON is printed. Return its length in bytes."""
-    nbytes = out.write_bytes(page.encode())
+    """Write a page to a file, and say so unless JSON is printed. Return its length in bytes.
+
+    The file gets all of the page, or stays as it was.
+    """
+    data = page.encode()
+    if out.exists() and not out.is_file():  # a pipe or a device
+        out.write_bytes(data)
+    else:
+        target = out.resolve()  # replace the target of a link
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
     if not as_json:
-        wrote = f"wrote {out} ({size(nbytes)})"
+        wrote = f"wrote {out} ({size(len(data))})"
         line(f"{wrote}: open it in a browser, it needs no other files")
-    return nbytes
+    return len(data)
 
 
 def render(contents: Contents) -> str:
@@ -54,11 +68,11 @@ def render_both(a: Contents, b: Contents, differences: Sequence[Difference]) -> 
     number = {name: i for i, name in enumerate(data["names"])}
     kinds = ["same", *dict.fromkeys(difference.kind for difference in differences)]
     kind = [0] * len(number)
-    more: dict[int, list[Any]] = {}
+    more: dict[str, list[Any]] = {}
     for one in differences:
         i = number[one.name]
         kind[i] = kind[i] or kinds.index(one.kind)
-        more.setdefault(i, []).append([one.kind, one.a, one.b, one.elements, one.max_abs])
+        more.setdefault(str(i), []).append([one.kind, one.a, one.b, one.elements, one.max_abs])
     data["diff"] = {
         "path": os.fspath(a.path),
         "format": a.format,
@@ -109,5 +123,5 @@ def _data(contents: Contents, others: Sequence[Entry] = ()) -> dict[str, Any]:
         "bytes": [entry.nbytes for entry in entries],
         "chunks": [entry.chunks for entry in entries],
         "pieces": pieces,
-        "values": {i: contents.value_text(entry, 400) for i, entry in values[:_MAX_VALUES]},
+        "values": {str(i): contents.value_text(entry, 400) for i, entry in values[:_MAX_VALUES]},
     }

@@ -70,12 +70,8 @@ def _stats(
     from dcp_rs.checkpoint.stats import stats
 
     contents = Contents(path, chosen, rank=rank, allow_external=allow_external, layout=layout)
-    source = IndexSource(contents.index, ReadOptions(threads=threads))
-    items = [
-        item
-        for item in source.items
-        if item.dtype is not None and (chosen is None or chosen(item.name))
-    ]
+    source = IndexSource(contents.index, ReadOptions(threads=threads), chosen)
+    items = [item for item in source.items if item.dtype is not None]
     if chosen is not None and not items:
         msg = "no tensor matches: a pattern covers a whole name, as '*norm*' does"
         raise PlanError(msg, path=path)
