@@ -322,9 +322,8 @@ def _compared(
     total = 0
     largest: float | None = 0.0
     count = _COMPARED_BYTES // a.dtype.itemsize
-    for x, y in zip(a.split(count), b.split(count), strict=True):
-        number: int
-        by: float | None
+    for at in range(0, a.numel(), count):
+        x, y = a[at : at + count], b[at : at + count]
         if is_cast:
             number, by = _differing_unsigned(*((x, y) if dtype_b == torch.uint64 else (y, x)))
         elif _equal(x, y):
@@ -340,7 +339,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def _differing_unsigned(signed: torch.Tensor, unsigned: torch.Tensor) -> tuple[int, int]:
+def _differing_unsigned(signed: torch.Tensor, unsigned: torch.Tensor) -> tuple[int, float | None]:
     """Compare integers with those of uint64, of which large ones were cast to negative ones."""
     differ = (signed != unsigned) | (signed < 0)
     numbers = zip(signed[differ].tolist(), unsigned[differ].tolist(), strict=True)
