@@ -69,6 +69,8 @@ def test_a_load_as_bfloat16_leaves_counters_as_they_are(ckpt, alone, steps):
     assert model.weight.dtype == (torch.float32 if alone else model.weight.dtype)
     for state in optimizer.state.values():
         assert (state["step"].dtype, state["step"].item()) == (torch.float32, STEPS)
+        assert state["exp_avg"].dtype == torch.float32  # as the parameter is
+    optimizer.step()
 
 
 def test_a_conversion_to_bfloat16_leaves_counters_as_they_are(ckpt, tmp_path):

@@ -1,7 +1,9 @@
 """What a load leaves out is left alone. It used to take memory that nothing had been read into, and None for values."""
 
 import pickle
+from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -97,6 +99,42 @@ def test_state_that_a_planner_leaves_out_stays(ckpt, case, alone):
     }
     assert {name for name in planner.report.excluded if name.startswith("optim.state.")} == left
     train(other, resumed, 1)
+
+
+class Noted(torch.optim.SGD):
+    """Keeps text, and a mapping that is no plain dict."""
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("note", "plain")
+            self.state[param].setdefault("order", OrderedDict(a=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_same"),
+    [
+        ({"exclude": "optim.*"}, True),
+        ({"include": "optim.param_groups*"}, False),
+        ({"exclude": "*.bias*"}, False),
+        ({}, False),
+    ],
+)
+def test_text_and_mappings_in_state_survive(ckpt, options, is_same):
+    """``Optimizer.load_state_dict`` makes ``<generator object ...>`` of text."""
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer, resumed = Noted(model.parameters()), Noted(other.parameters())
+    for one in (optimizer, resumed):
+        one.step()
+    array = np.ones(2)
+    if is_same:  # it raises for an array
+        resumed.state[other.weight]["array"] = array
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    load_optim_state_dict(ckpt, other, resumed, planner=RsLoadPlanner(**options))
+    for param in other.parameters():
+        state = resumed.state[param]
+        assert state["note"] == "plain"
+        assert type(state["order"]) is OrderedDict
+    assert not is_same or resumed.state[other.weight]["array"] is array
 
 
 @pytest.mark.parametrize("case", LEFT_OUT)

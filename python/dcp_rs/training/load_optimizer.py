@@ -20,7 +20,7 @@ from dcp_rs import _torch
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.flatten import get_at
-from dcp_rs.tensors.nesting import Container, TreePath, nest
+from dcp_rs.tensors.nesting import Container, TreePath, kind_of, like, nest
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.optimizers import (
     compiler_names,
@@ -135,6 +135,9 @@ class SavedOptimizers:
         )
         #: The state of each parameter, and of each key that belongs to none.
         self._state = whole.by_key()
+        self._takes_groups = any(map(settings_of, groups))
+        #: The dtypes of the memory for state, by name. A planner may load in another dtype.
+        self._dtypes: dict[str, torch.dtype] = {}
         self._models: Sequence[torch.nn.Module] = ()
         self._targets: list[_Target] = []
 
@@ -170,6 +173,8 @@ class SavedOptimizers:
         What was not loaded stays.
         """
         for target in self._targets:
+            if not self._takes_groups and target.kept.issuperset(target.keys):
+                continue
             state = self._loaded(target, loaded)
             state |= {fqn: target.own[fqn] for fqn in target.kept if fqn in target.own}
             to_load = (
@@ -178,10 +183,9 @@ class SavedOptimizers:
                 else _plain_state_dict(target, state)
             )
             target.optimizer.load_state_dict(to_load)
-            # That casts state to the dtype of its parameter: float32 master weights lose bits.
             for number, (param, _) in enumerate(target.names):
                 if number in to_load["state"]:
-                    _restore_dtypes(target.optimizer.state[param], to_load["state"][number])
+                    _undo_casts(target.optimizer.state[param], to_load["state"][number])
 
     # --- parameters
 
@@ -338,7 +342,7 @@ class SavedOptimizers:
                 return None
             if memory is None:
                 memory = self._memory(fqn, path, stored, param if shard is None else shard)
-            space[name] = memory
+            space[name], self._dtypes[name] = memory, memory.dtype
         return space
 
     def _included(self, target: _Target, fqn: str) -> dict[str, TreePath] | None:
@@ -395,6 +399,8 @@ class SavedOptimizers:
             tree = self._state[key]
             for name, path in tree.paths.items():
                 value = values[name] if name in values else get_at(target.own[fqn], path)
+                if name in values and name in self._dtypes:
+                    value = value.to(self._dtypes[name])
                 # DCP stores every key as text.
                 own = path if tree.is_exact else _with_keys_of(target.made.get(fqn), path)
                 leaves.append((tree.positions[name], (fqn, *own), value))
@@ -478,19 +484,22 @@ def _tensor_at(state: Any, path: TreePath) -> torch.Tensor | None:
     return None if is_partial else found
 
 
-def _restore_dtypes(cast: Any, value: Any) -> Any:
-    """Return ``cast`` with the tensors of ``value`` where dtypes differ. Dicts change in place.
+def _undo_casts(cast: Any, value: Any) -> Any:
+    """Return ``cast`` with what ``Optimizer.load_state_dict`` broke taken from ``value``.
 
-    Float32 master weights of a bfloat16 parameter would lose bits.
+    It casts tensors to the dtype of their parameter, so float32 master weights lose bits. It makes
+    a ``dict`` of every kind of dict, and text becomes the text of a generator. Dicts change in
+    place, but for those that have to be of another kind.
     """
     if isinstance(cast, torch.Tensor) and isinstance(value, torch.Tensor):
         return cast if cast.dtype == value.dtype else value.to(cast.device)
     if isinstance(cast, dict) and isinstance(value, Mapping):
         for key in cast.keys() & value.keys():
-            cast[key] = _restore_dtypes(cast[key], value[key])
-    elif isinstance(cast, list | tuple) and len(cast) == len(value):
-        return type(cast)(map(_restore_dtypes, cast, value))
-    return cast
+            cast[key] = _undo_casts(cast[key], value[key])
+        return cast if kind_of(value) == kind_of(cast) else like(value, cast.items())
+    if isinstance(cast, list | tuple) and len(cast) == len(value):
+        return type(cast)(map(_undo_casts, cast, value))
+    return value if isinstance(value, str | bytes) else cast
 
 
 def _sizes(groups: list[list[Any]]) -> str:
