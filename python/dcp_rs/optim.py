@@ -328,13 +328,16 @@ def _load(
     def load() -> None:
         """Load everything from the one save that the path holds now."""
         reader, metadata = ranks.run(lambda: _opened(path, read_options))
+        partial_load = ranks.run(lambda: PartialLoad(metadata, planner, partial=partial))
+        how = (reader, metadata, key, partial_load)
+        # A step of its own: it reads, which may fail on one rank, and the next has collectives.
+        saved = ranks.run(
+            lambda: saved_optimizers(*how, needed=extra is None) if optimizers else None
+        )
         state: dict[str, Any] = {}
         puts: list[Callable[[Mapping[str, Any]], None]] = []
 
-        def begin() -> PartialLoad:
-            partial_load = PartialLoad(metadata, planner, partial=partial)
-            how = (reader, metadata, key, partial_load)
-            saved = saved_optimizers(*how, needed=extra is None) if optimizers else None
+        def begin() -> None:
             if saved is not None:
                 state.update(saved.template(models, optimizers))
                 puts.append(saved.put)
@@ -348,13 +351,12 @@ def _load(
                     one = SavedExtra(metadata, extra, name, partial_load)
                     state.update(one.template)
                     puts.append(one.put)
-            return partial_load
 
         def end() -> None:
             for put in puts:
                 put(state)
 
-        partial_load = ranks.run(begin)
+        ranks.run(begin)
         _read(ranks, state, reader, metadata, planner)
         ranks.run(end)
         before = [join(key, "param_groups")] if optimizers else []

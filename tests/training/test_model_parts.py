@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_rs
-from dcp_rs import CheckpointManager, RsLoadPlanner
+from dcp_rs import CheckpointManager, RsLoadPlanner, RsReader
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import (
     load_optim_state_dict,
@@ -18,6 +18,7 @@ from dcp_rs.optim import (
     training_state,
 )
 from support import assert_state_equal, rank_outcomes
+from support.training import parallelize
 
 
 class Stage(nn.Module):
@@ -112,6 +113,28 @@ def test_a_partial_load_is_asked_for_once(ckpt):
     load_training_state(ckpt, renamed, (), no_dist=True, planner=planner)
     assert torch.equal(renamed[0][0].weight, base[0].weight)
     assert dcp_rs.open(ckpt)
+
+
+def load_what_one_rank_cannot_read(path):
+    model = parallelize("fsdp1", 0)
+    optimizer = torch.optim.Adam(model.parameters())
+    if dist.get_rank() == 1:
+        RsReader._read_value = fail
+    load_optim_state_dict(path, model, optimizer)
+
+
+def fail(*args):
+    raise OSError("unplugged")
+
+
+def test_a_rank_that_cannot_read_groups_keeps_nobody_waiting(ckpt):
+    """The others had begun a collective of FSDP1, and gloo ended the process."""
+    model = parallelize("plain", 0)
+    optimizer = torch.optim.Adam(model.parameters())
+    save_training_state(ckpt, model, optimizer, no_dist=True, fsync=False)
+    way = load_what_one_rank_cannot_read
+    for outcome in rank_outcomes(2, way, ckpt, timeout=60, fresh=True):
+        assert "unplugged" in str(outcome.error), outcome
 
 
 def load_without_modules_on_one_rank(path):
