@@ -12,6 +12,7 @@ import dcp_rs
 from dcp_rs import RsReader
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
+from dcp_rs.training.load_optimizer import new_state
 from support import assert_state_equal, run_ranks
 from support.training import quiet
 
@@ -146,6 +147,18 @@ def test_making_state_changes_nothing_else(ckpt):
     assert all(map(torch.equal, other.parameters(), parameters))
     assert [param.grad for param in other.parameters()] == [gradient, None, None, None]
     assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+class Failing(torch.optim.SGD):
+    """Makes the state of one parameter, and fails."""
+
+    def step(self, closure=None):
+        self.state[self.param_groups[0]["params"][0]]["n"] = torch.ones(1)
+        raise RuntimeError
+
+
+def test_a_step_that_fails_midway_makes_no_state():
+    assert new_state(Failing(Four().parameters())) == {}
 
 
 class Wrapping(torch.optim.Optimizer):

@@ -78,7 +78,8 @@ def saved_optimizers(
     """Return the optimizer state under a key; None if there is none, or the load excludes it.
 
     Raises:
-        PlanError: there is none, and that is an error; with ``needed``, in a partial load too.
+        PlanError: there is none, and that is an error; with ``needed``, in a partial load too. Or
+            what is there has no parameter groups.
     """
     start, base = f"{key}." if key else "", join(key, "param_groups")
     names = [name for name in metadata.state_dict_metadata if name.startswith(start)]
@@ -91,9 +92,7 @@ def saved_optimizers(
             (tree.positions[name], path, reader._read_value(name))
             for name, path in tree.paths.items()
         ]
-        groups = build_tree(leaves, tree.containers)
-        if isinstance(groups, Mapping):  # by parameter, from `flatten_optimizer_state_dict`
-            groups = [{**settings, "params": [fqn]} for fqn, settings in groups.items()]
+        groups = _groups(build_tree(leaves, tree.containers), base)
         if not any(map(partial_load.includes, tree.paths)):
             partial_load.report.excluded += tree.paths
             groups = [{"params": group["params"]} for group in groups]
@@ -107,6 +106,26 @@ def saved_optimizers(
     if other is not None:
         msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
     raise PlanError(msg, tensor=base)
+
+
+def _groups(saved: Any, base: str) -> list[dict[str, Any]]:
+    """Return the saved parameter groups as a list.
+
+    Raises:
+        PlanError: they are none.
+    """
+    groups = saved
+    if isinstance(saved, Mapping):  # by parameter, from `flatten_optimizer_state_dict`
+        groups = [
+            {**settings, "params": [fqn]} if isinstance(settings, Mapping) else settings
+            for fqn, settings in saved.items()
+        ]
+    if not isinstance(groups, list) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
+        for group in groups
+    ):
+        raise PlanError(f"{base!r} holds no parameter groups", tensor=base)
+    return groups
 
 
 class SavedOptimizers:
@@ -128,6 +147,8 @@ class SavedOptimizers:
         self._prefix = join(key, "state")
         #: The settings of the group of each saved parameter.
         self._settings: dict[str, dict[str, Any]] = {}
+        #: Those of the groups without parameters.
+        self._empty = [settings_of(group) for group in groups if not group["params"]]
         for group in groups:
             self._settings |= dict.fromkeys(map(str, group["params"]), settings_of(group))
         whole = saved_tree(
@@ -281,6 +302,8 @@ class SavedOptimizers:
         """
         found = [self._settings[keys[fqn]] for fqn in fqns if keys[fqn] in self._settings]
         settings = list({id(one): one for one in found}.values())
+        if not fqns:
+            settings = self._empty[:1]
         if not self._partial.is_partial and len(set(map(to_bytes, settings))) > 1:
             msg = f"the parameters of {shown} were saved in groups with different settings"
             raise PlanError(msg, tensor=fqns[0])
@@ -446,18 +469,19 @@ def new_state(optimizer: Optimizer) -> dict[Any, Any]:
     rates = [group.get("lr") for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]
+    state: dict[Any, Any] = {}
     # Any error may come from the code of the optimizer.
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for param in params:
             param.grad = None
         _torch.init_optimizer_state(optimizer)
+        state = dict(optimizer.state)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if rate is not None:
             group["lr"] = rate
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient
-    state: dict[Any, Any] = dict(optimizer.state)
     optimizer.state.clear()
     return state
 
