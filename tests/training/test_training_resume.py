@@ -5,6 +5,7 @@ sums.
 """
 
 import functools
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.optim import PerRank, RngState, load_training_state, save_training_state
+from dcp_rs.tensors.pickles import plain_numbers
 from support import assert_state_equal, run_ranks
 from support.training import KINDS, parallelize, quiet, train_step, whole_parameters
 
@@ -174,3 +176,12 @@ def test_numbers_of_numpy_come_back(ckpt):
     assert into.param_groups[0]["betas"] == (0.5, 0.9)
     assert after.get_last_lr() == scheduler.get_last_lr()
     assert_state_equal(into.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_mappings_in_tuples_keep_their_types():
+    own = defaultdict(len, a=np.float64(1))
+    tree = {"a": ({"b": np.float64(2)}, own), "c": defaultdict(int, d=np.float64(3))}
+    plain = plain_numbers(tree)
+    assert plain["a"][1] is own
+    assert type(plain["a"][0]["b"]) is type(plain["c"]["d"]) is float
+    assert plain["c"].default_factory is int

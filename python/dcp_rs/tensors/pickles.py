@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
-from dcp_rs.tensors.nesting import map_leaves
+from dcp_rs.tensors.nesting import like
 
 __all__ = [
     "check_loadable",
@@ -183,8 +184,22 @@ def _reason(error: pickle.UnpicklingError) -> str:
 
 
 def plain_numbers(tree: Any) -> Any:
-    """Replace the NumPy numbers in mappings, lists and tuples by Python's."""
+    """Replace the NumPy numbers in mappings, lists and tuples by Python's.
+
+    A mapping in a tuple is pickled, and comes back in its own type. So one of another type than
+    ``dict`` and ``OrderedDict`` stays as it is there.
+    """
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return tree
-    return map_leaves(tree, lambda leaf: leaf.item() if isinstance(leaf, numpy.generic) else leaf)
+    return tree if numpy is None else _plain(tree, numpy.generic)
+
+
+def _plain(tree: Any, number: type, *, in_tuple: bool = False) -> Any:
+    kind = type(tree)
+    if issubclass(kind, number):
+        return tree.item()
+    if isinstance(tree, Mapping) and (not in_tuple or kind in (dict, OrderedDict)):
+        items = tree.items()
+        return like(tree, ((key, _plain(one, number, in_tuple=in_tuple)) for key, one in items))
+    if kind in (list, tuple):
+        return kind(_plain(one, number, in_tuple=in_tuple or kind is tuple) for one in tree)
+    return tree
