@@ -9,10 +9,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dcp_rs
-from dcp_rs import RsReader
+from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
-from dcp_rs.training.load_optimizer import new_state
+from dcp_rs.training.load_optimizer import new_state, saved_optimizers
+from dcp_rs.training.partial_load import PartialLoad
 from support import assert_state_equal, run_ranks
 from support.training import quiet
 
@@ -147,6 +148,33 @@ def test_making_state_changes_nothing_else(ckpt):
     assert all(map(torch.equal, other.parameters(), parameters))
     assert [param.grad for param in other.parameters()] == [gradient, None, None, None]
     assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+class OnDevice(torch.optim.Optimizer):
+    """Makes its counters on the accelerator, for which the meta device stands, if it is fused."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                device = "meta" if group["fused"] else "cpu"
+                self.state[param]["step"] = torch.ones((), device=device)
+
+
+def test_counters_lie_where_the_saved_settings_have_them(ckpt):
+    """Each step without ``fused`` waited for the device, to read a counter."""
+    model = Four()
+    optimizer = OnDevice(model.parameters(), {"lr": 0.1, "fused": None})
+    optimizer.step()
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    resumed = OnDevice(model.parameters(), {"lr": 0.1, "fused": True})
+    reader = RsReader(ckpt)
+    metadata = reader.read_metadata()
+    partial_load = PartialLoad(metadata, RsLoadPlanner(), partial=False)
+    saved = saved_optimizers(reader, metadata, "optim", partial_load, needed=True)
+    template = saved.template([model], [resumed])
+    assert {memory.device.type for memory in template.values()} == {"cpu"}
+    load_optim_state_dict(ckpt, model, resumed)
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
 
 
 class Failing(torch.optim.SGD):

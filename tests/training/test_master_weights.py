@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dcp_rs import RsLoadPlanner
-from dcp_rs.optim import load_training_state, save_training_state
+from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
 from support import assert_state_equal, run_ranks
 from support.training import Model, fsdp1, quiet, train_step
 
@@ -124,6 +124,16 @@ def test_state_of_a_model_in_another_dtype_goes_with_it(tmp_path):
     load_training_state(tmp_path, again, resumed)
     assert resumed.state[again.weight]["exp_avg"].dtype == torch.bfloat16
     train(again, resumed, 1)
+
+
+def test_counters_that_the_optimizer_does_not_make_keep_their_dtype(tmp_path):
+    model, optimizer = start(0, torch.float32, torch.optim.SGD)
+    state = {"inner": {"step": torch.tensor(257.0)}, "seen": torch.tensor(257)}
+    optimizer.state[model.weight] = state
+    save_training_state(tmp_path, model, optimizer)
+    again, resumed = start(1, torch.bfloat16, torch.optim.SGD)
+    load_optim_state_dict(tmp_path, again, resumed)
+    assert_state_equal(dict(resumed.state[again.weight]), state)
 
 
 @pytest.mark.filterwarnings("ignore:.*cast on loading")

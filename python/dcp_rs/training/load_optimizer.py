@@ -365,6 +365,9 @@ class SavedOptimizers:
                 return None
             if memory is None:
                 memory = self._memory(fqn, path, stored, param if shard is None else shard)
+            if path == ("step",) and not shape and _places_steps(target.optimizer):
+                # The saved settings tell where it belongs. load_state_dict only moves it from here.
+                memory = torch.empty((), dtype=memory.dtype, device="cpu")
             space[name], self._dtypes[name] = memory, memory.dtype
         return space
 
@@ -392,13 +395,16 @@ class SavedOptimizers:
     def _memory(
         self, fqn: str, path: TreePath, stored: TensorStorageMetadata, like: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return memory for an entry of which the optimizer has no tensor: like the parameter."""
+        """Return memory for an entry of which the optimizer has no tensor: like the parameter.
+
+        A scalar, such as a counter, keeps its dtype.
+        """
         shape, dtype = tuple(stored.size), stored.properties.dtype
-        if like is not None and path != ("step",):
+        if like is not None and shape and path != ("step",):
             saved = self._metadata.state_dict_metadata.get(join(_MODEL, fqn))
             if not isinstance(saved, TensorStorageMetadata) or saved.properties.dtype != like.dtype:
                 dtype = like.dtype  # state goes with its parameter
-            if shape and global_shape(like) == shape:
+            if global_shape(like) == shape:
                 return _torch.empty_like(like.detach(), dtype=dtype, device=like.device)
         return torch.empty(shape, dtype=dtype, device="cpu")
 
@@ -496,6 +502,11 @@ def _with_keys_of(state: Any, path: TreePath) -> TreePath:
         found.append(key)
         state = get_at(state, (key,))
     return tuple(found)
+
+
+def _places_steps(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has counters of steps on the device of the parameters."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _tensor_at(state: Any, path: TreePath) -> torch.Tensor | None:
