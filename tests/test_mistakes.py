@@ -154,7 +154,8 @@ MISTAKES: list[Mistake] = [
     ("an option of convert", lambda w: dcp_rs.convert(w / "bare", w / "new", formt="dcp"), TypeError, "dcp_rs.convert() has no option 'formt'"),
     ("an option of verify", lambda w: dcp_rs.verify(w / "bare", thread=2), TypeError, "dcp_rs.verify() has no option 'thread': did you mean 'threads'?"),
     ("an option of a manager's save", lambda w: dcp_rs.CheckpointManager(w / "run").save(1, {}, forced=True), TypeError, "CheckpointManager.save() has no option 'forced': did you mean 'force'?"),
-    ("an option of a training load", lambda w: dcp_rs.optim.load_training_state(w / "bare", torch.nn.Linear(2, 2), verfy=True, no_dist=True), TypeError, "RsReader has no option 'verfy': did you mean 'verify'?"),
+    ("an option of a training load", lambda w: dcp_rs.optim.load_training_state(w / "bare", torch.nn.Linear(2, 2), verfy=True, no_dist=True), TypeError, "dcp_rs.optim.load_training_state() has no option 'verfy': did you mean 'verify'?"),
+    ("an option of a load of an optimizer", lambda w: dcp_rs.optim.load_optim_state_dict(w / "bare", module := torch.nn.Linear(2, 2), torch.optim.SGD(module.parameters()), allow_partial=True), TypeError, "dcp_rs.optim.load_optim_state_dict() has no option 'allow_partial': did you mean 'allow_partial_load'?"),
     ("a training load without a model", lambda w: dcp_rs.optim.load_training_state(w / "bare", io="mmap"), TypeError, "missing 1 required positional argument: 'model'"),
     ("no metric for the best", lambda w: dcp_rs.CheckpointManager(w / "new", keep_best=2), ValueError, "keep_best= needs metric=, the name of the metric to compare"),
     # what does not fit

@@ -46,8 +46,15 @@ def suggest_option(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def check_arguments(function: Callable[..., Any], passed: Iterable[str]) -> None:
+def check_arguments(
+    function: Callable[..., Any], passed: Iterable[str], *others: Callable[..., Any]
+) -> None:
     """Check that a function takes all of the keyword arguments.
+
+    Args:
+        function: the function that the caller called.
+        passed: the names of the arguments.
+        others: functions that get what it does not take itself.
 
     Raises:
         TypeError: the function does not take one. The message suggests another.
@@ -55,7 +62,8 @@ def check_arguments(function: Callable[..., Any], passed: Iterable[str]) -> None
     kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     known = [
         name
-        for name, parameter in signature(function).parameters.items()
+        for one in (function, *others)
+        for name, parameter in signature(one).parameters.items()
         if parameter.kind in kinds and not name.startswith("_") and name != "self"
     ]
     unknown = next((name for name in passed if name not in known), None)
@@ -69,6 +77,7 @@ def check_arguments(function: Callable[..., Any], passed: Iterable[str]) -> None
     near = difflib.get_close_matches(unknown, known, n=1)
     if hint is None and near:
         hint = f"did you mean {near[0]!r}?"
-    shown = called if is_class or "." in called else f"dcp_rs.{called}"
+    module = "dcp_rs.optim" if function.__module__ == "dcp_rs.optim" else "dcp_rs"
+    shown = called if is_class or "." in called else f"{module}.{called}"
     msg = f"{shown}{'' if is_class else '()'} has no option {unknown!r}"
     raise TypeError(msg if hint is None else f"{msg}: {hint}") from None

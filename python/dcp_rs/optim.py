@@ -322,12 +322,13 @@ def _load(
     A whole load that a save overtakes begins again with the new checkpoint.
     """
     planner = RsLoadPlanner(allow_partial_load=partial) if planner is None else planner
+    called = load_optim_state_dict if extra is None else load_training_state
     partial = partial or bool(getattr(planner, "allow_partial_load", False))
     models, optimizers = ranks.run(lambda: (_modules(model), _several(optimizer)))
 
     def load() -> None:
         """Load everything from the one save that the path holds now."""
-        reader, metadata = ranks.run(lambda: _opened(path, read_options))
+        reader, metadata = ranks.run(lambda: _opened(path, called, read_options))
         partial_load = ranks.run(lambda: PartialLoad(metadata, planner, partial=partial))
         how = (reader, metadata, key, partial_load)
         # A step of its own: it reads, which may fail on one rank, and the next has collectives.
@@ -411,9 +412,9 @@ def _load_models(
 
 
 def _opened(
-    path: str | os.PathLike[str], read_options: dict[str, Any]
+    path: str | os.PathLike[str], called: Callable[..., Any], read_options: dict[str, Any]
 ) -> tuple[RsReader, Metadata]:
-    check_arguments(RsReader.__init__, read_options)
+    check_arguments(called, read_options, RsReader.__init__)
     if "views" in read_options:  # a load that begins again iterates again
         read_options["views"] = repeatable(read_options["views"])
     reader = RsReader(path, **read_options)
