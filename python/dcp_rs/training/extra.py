@@ -231,13 +231,13 @@ class SavedExtra:
             if not is_per_rank and not partial_load.is_partial:
                 raise PlanError(f"the checkpoint has no {whole}", tensor=whole)
             partial_load.report.missing.append(whole)
-        # One level down: the entry itself may be a leaf.
-        flat = flatten({"": own})
-        leaves = {_text(path[1:]): flat.values[fqn] for fqn, path in flat.paths.items()}
         left = partial_load.exclude(tree.paths)
         left |= partial_load.incomplete(key for key in tree.paths if key not in left)
         self._kept: dict[TreePath, Any] = {}  # leaves that stay
         if left:
+            # One level down: the entry itself may be a leaf.
+            flat = flatten({name: own})
+            leaves = {_text(path[1:]): flat.values[fqn] for fqn, path in flat.paths.items()}
             gone = [tree.paths.pop(key) for key in list(tree.paths) if key in left]
             self._kept = {path: leaves[_text(path)] for path in gone if _text(path) in leaves}
             # A list cannot lack one of its entries.
@@ -247,8 +247,9 @@ class SavedExtra:
             self._is_loaded = bool(tree.paths)
         self._tree = tree
         self._containers = partial_load.remaining(tree, whole)
+        tensors = _tensors(own)
         self.template = {
-            key: _memory(metadata.state_dict_metadata[key], leaves.get(_text(path)))
+            key: _memory(metadata.state_dict_metadata[key], tensors.get(_text(path)))
             for key, path in tree.paths.items()
         }
 
@@ -308,6 +309,21 @@ def _memory(entry: Any, own: Any) -> torch.Tensor | None:
     if isinstance(own, torch.Tensor):
         return own
     return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+
+
+def _tensors(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:
+    """Return the tensors of a tree by path. Of keys of equal text the last one counts."""
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    if isinstance(tree, Mapping):
+        pairs: Iterable[tuple[Any, Any]] = tree.items()
+    else:
+        pairs = enumerate(tree) if isinstance(tree, list) else ()
+    return {
+        leaf: tensor
+        for key, value in pairs
+        for leaf, tensor in _tensors(value, (*path, str(key))).items()
+    }
 
 
 def _text(path: TreePath) -> tuple[str, ...]:
