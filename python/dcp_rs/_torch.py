@@ -42,6 +42,16 @@ flatten_sharded_tensors = _sharded_tensor_utils._flatten_sharded_tensors
 init_optimizer_state = state_dict._init_optim_state
 
 
+def loads_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch's own code alone loads the state of an optimizer."""
+    own = torch.optim.Optimizer.load_state_dict
+    # An optimizer around another one may lack the attributes of its base class.
+    return (
+        type(optimizer).load_state_dict is own
+        and not optimizer._optimizer_load_state_dict_pre_hooks
+    )
+
+
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for the collective that makes a tensor. Return the tensor."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -150,6 +150,22 @@ def test_making_state_changes_nothing_else(ckpt):
     assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
 
 
+def test_hooks_get_lists_of_parameters_and_the_optimizer_keeps_its_own(ckpt):
+    model = Four()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    seen = []
+    for hook in (None, lambda _, state: seen.append(state["param_groups"][0]["params"])):
+        resumed = torch.optim.Adam(model.parameters())
+        if hook is not None:
+            resumed.register_load_state_dict_pre_hook(hook)
+        load_optim_state_dict(ckpt, model, resumed)
+        assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+        assert type(resumed.param_groups[0]["params"]) is list
+    assert seen == [[0, 1, 2, 3]]
+
+
 class OnDevice(torch.optim.Optimizer):
     """Makes its counters on the accelerator, for which the meta device stands, if it is fused."""
 

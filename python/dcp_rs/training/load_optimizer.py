@@ -203,6 +203,11 @@ class SavedOptimizers:
                 if is_fsdp1(self._models[0])
                 else _plain_state_dict(target, state)
             )
+            if _torch.loads_by_itself(target.optimizer):
+                # It looks in them for the parameter of each tensor, which is slow in a list. In the
+                # end it keeps its own lists.
+                for group in to_load["param_groups"]:
+                    group["params"] = dict.fromkeys(group["params"])
             target.optimizer.load_state_dict(to_load)
             for number, (param, _) in enumerate(target.names):
                 if number in to_load["state"]:
