@@ -72,7 +72,7 @@ def check_positive(name: str, value: object) -> None:
 
 
 class _Options:
-    """What the options of reads and writes have in common. They are dataclasses."""
+    """Base of the options of reads and writes, which are dataclasses."""
 
     threads: int | None
     max_inflight_bytes: int | None

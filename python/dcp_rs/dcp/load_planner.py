@@ -96,7 +96,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.metadata: Metadata | None = None
         self.names = LoadNames(rename, self.include, self.exclude)
         self._options()  # checks the policy
-        #: What a read by name reads, if torch did not call this planner for the last load.
+        #: The source of reads by name, if torch did not call this planner for the last load.
         self._source = None if checkpoint is None else Source(path=location(checkpoint))
         self._index: _core.Index | None = None
         self._flat = Flat({}, {}, [])

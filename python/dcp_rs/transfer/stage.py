@@ -311,7 +311,7 @@ def _find(blocks: Sequence[Block], tensor: torch.Tensor) -> tuple[int, int] | No
     return None
 
 
-#: What makes a tensor more than its memory: the spec of a DTensor, else None; its place in a larger
+#: Properties of a tensor beside its memory: the spec of a DTensor, else None; its place in a larger
 #: tensor, if it is a shard without a DTensor; and whether it requires a gradient.
 _Kind = tuple[Any, dict[str, Any], bool]
 

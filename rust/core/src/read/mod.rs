@@ -48,7 +48,7 @@ pub enum IoMode {
     Buffered,
 }
 
-/// What other processes of this machine read at the same time. [`IoMode::Auto`] reads shared bytes
+/// Reads of other processes of this machine at the same time. [`IoMode::Auto`] reads shared bytes
 /// through the page cache, so that the disk delivers them once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
@@ -86,7 +86,7 @@ pub struct ReadOptions {
     pub threads: usize,
     /// Which blocks with digests are compared with them. Default: [`Verify::Nothing`].
     pub verify: Verify,
-    /// What other processes of this machine read too. Default: [`Sharing::Nothing`].
+    /// Reads of other processes of this machine. Default: [`Sharing::Nothing`].
     pub shared: Sharing,
     /// Limit on the bytes of buffers in one call, apart from page cache and mappings. Default: 64
     /// MiB. There is always at least one buffer for each thread.
@@ -105,7 +105,7 @@ impl Default for ReadOptions {
     }
 }
 
-/// What happens to elements on the way to the destination.
+/// Operation on elements on the way to the destination.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Operation {
     /// Copies them as they are stored.

@@ -20,7 +20,7 @@ const STEP: usize = 64 << 20;
 /// Concurrent checks of files on a store.
 const LOOKS: usize = 32;
 
-/// Where files are: on the file system, or on a store.
+/// Place of files: the file system, or a store.
 #[derive(Clone, Copy)]
 pub(crate) enum Files<'a> {
     /// On the file system.

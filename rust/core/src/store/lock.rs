@@ -32,7 +32,7 @@ pub enum Mode {
     Exclusive,
 }
 
-/// Whether a process claims a file.
+/// Answer to the question whether a process claims a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Claimed {
     /// A process claims it.

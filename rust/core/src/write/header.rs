@@ -14,7 +14,7 @@ pub(super) const FIXED_BOUND: u64 = 512;
 /// Bytes for the two offsets of an entry, at their largest, and for its punctuation.
 const OFFSETS_BOUND: usize = 2 * 20 + 8;
 
-/// What one item adds to a header, in all three places.
+/// Text of one item in a header, in all three places.
 #[derive(Default)]
 pub(super) struct ItemText {
     /// Its entry, up to the offsets.
