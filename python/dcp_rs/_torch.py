@@ -160,24 +160,42 @@ def is_cached_metadata(metadata: Metadata) -> bool:
 
 #: The attributes of torch's CheckpointableTensor, 2.15.
 _PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+#: Methods by which a tensor describes its own chunks. Megatron-FSDP sets them on plain tensors.
+_CHUNKS = ("__create_chunk_list__", "__create_write_items__")
 
 
-def is_shard(tensor: torch.Tensor) -> bool:
-    """Return true if attributes make a tensor a shard of a larger one. torch asks for all four."""
+def has_place(tensor: torch.Tensor) -> bool:
+    """Return true if attributes say where a tensor is in a larger one. torch asks for all four."""
     # The first check is fast, and most tensors fail it.
     return hasattr(tensor, _PLACE[0]) and all(hasattr(tensor, name) for name in _PLACE)
 
 
+def describes_chunks(tensor: torch.Tensor) -> bool:
+    """Return true if torch asks the tensor for its chunks."""
+    return hasattr(tensor, _CHUNKS[0])
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Return true if a tensor has a place in a larger one, or describes its own chunks."""
+    return describes_chunks(tensor) or has_place(tensor)
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor itself. ``to_local`` may return a view without its attributes."""
+    return wait_tensor(tensor._local_tensor)
+
+
 def place_in_whole(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that make a plain tensor a shard of a larger one."""
-    own = getattr(tensor, "__dict__", {})
-    return {name: own[name] for name in _PLACE if name in own}
+    """Return the attributes that make a tensor, or a DTensor's local one, a shard of a larger."""
+    own = getattr(local_of(tensor) if isinstance(tensor, DTensor) else tensor, "__dict__", {})
+    return {name: own[name] for name in (*_PLACE, *_CHUNKS) if name in own}
 
 
 def copy_place_in_whole(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Make ``other`` the same shard as ``tensor``, if that is one."""
+    local = local_of(other) if isinstance(other, DTensor) else other
     for name, value in place_in_whole(tensor).items():
-        setattr(other, name, value)
+        setattr(local, name, value)
 
 
 def spec_of(tensor: DTensor) -> Any:
@@ -262,15 +280,16 @@ def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device
             made = torch.empty_like(tensor, dtype=dtype, device=device, requires_grad=False)
         copy_place_in_whole(tensor, made)
         return made
-    local = torch.empty_like(tensor.to_local(), dtype=dtype, device=device)
-    return DTensor.from_local(
-        local,
+    made = DTensor.from_local(
+        torch.empty_like(tensor.to_local(), dtype=dtype, device=device),
         device_mesh=tensor.device_mesh,
         placements=tensor.placements,
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+    copy_place_in_whole(tensor, made)
+    return made
 
 
 def _empty_sharded(

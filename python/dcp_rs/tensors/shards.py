@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -51,7 +51,7 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the whole tensor that ``tensor`` may be a shard of."""
     if isinstance(tensor, ShardedTensor):
         return tuple(tensor.size())
-    if _torch.is_shard(tensor):
+    if _torch.has_place(tensor):
         return tuple(tensor.global_shape)  # type: ignore[attr-defined]
     return tensor.shape
 
@@ -65,24 +65,36 @@ def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece
         layouts: the cache of the plan. Begin with an empty one.
 
     Raises:
-        PlanError: a DTensor has a ``Partial`` placement.
+        PlanError: a DTensor has a ``Partial`` placement, or a tensor does not hold a chunk that it
+            describes.
     """
     if type(tensor) in PLAIN_TYPES and not _torch.is_shard(tensor):
         zeros = (0,) * tensor.dim()
         return [Piece(zeros, tensor.detach() if tensor.requires_grad else tensor, zeros, zeros)]
     if isinstance(tensor, DTensor):
-        local = _torch.wait_tensor(tensor.to_local())
-        if type(local) in PLAIN_TYPES:
+        local = _torch.local_of(tensor)
+        if type(local) in PLAIN_TYPES and not _torch.describes_chunks(local):
             local = local.detach() if local.requires_grad else local
             return _dtensor_pieces(fqn, tensor, local, layouts)
     return [
-        _piece(
-            tuple(chunk.offsets),
-            _torch.find_shard(tensor, MetadataIndex(fqn, chunk.offsets, i)).detach(),
-            i,
-        )
+        _described_piece(fqn, tensor, chunk, i)
         for i, chunk in enumerate(_torch.chunk_list(tensor))
     ]
+
+
+def _described_piece(
+    fqn: str, tensor: torch.Tensor, chunk: ChunkStorageMetadata, number: int
+) -> Piece:
+    """Return a chunk that a tensor describes, as torch finds it: the beginning of a shard."""
+    offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    try:
+        shard = _torch.find_shard(tensor, MetadataIndex(fqn, chunk.offsets, number)).detach()
+        if tuple(shard.shape) != sizes:
+            shard = narrow(shard, (0,) * shard.dim(), sizes)
+    except (ValueError, RuntimeError) as error:
+        msg = f"tensor {fqn!r} does not hold the chunk of {sizes} at {offsets} that it describes"
+        raise PlanError(f"{msg}: {error}", tensor=fqn) from error
+    return _piece(offsets, shard, number)
 
 
 def _piece(offsets: tuple[int, ...], tensor: torch.Tensor, number: int = 0) -> Piece:

@@ -325,10 +325,10 @@ def _as_kind(
     local: torch.Tensor, spec: Any, attributes: dict[str, Any], requires_grad: bool
 ) -> torch.Tensor:
     """Return a tensor of some kind over local memory."""
-    if spec is not None:
-        return _torch.dtensor_of(local, spec, requires_grad=requires_grad)
     if attributes:
         vars(local).update(attributes)
+    if spec is not None:
+        return _torch.dtensor_of(local, spec, requires_grad=requires_grad)
     return local.requires_grad_() if requires_grad else local
 
 
