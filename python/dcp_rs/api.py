@@ -459,14 +459,14 @@ def async_save(
         future.result()
         ```
     """
-    is_dist = dist.is_initialized() and not no_dist
-    if is_dist:
-        if process_group is None and dist.get_world_size() > 1:
+    ranks = RankGroup(process_group, no_dist=no_dist)
+    if not ranks.is_alone:  # one rank alone sends nothing, whatever its backend
+        if process_group is None:
             # Training goes on in the default group meanwhile, and collectives of two threads in one
             # group do not match.
             process_group = _torch.background_group()
+            ranks = RankGroup(process_group)
         _torch.require_cpu_backend(process_group)
-    ranks = RankGroup(process_group, no_dist=no_dist)
     future = SaveFuture()
     release_copy: Callable[[], None] | None = None
     staging: Staging | None = None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_rs
+from dcp_rs import _torch
 from support import assert_state_equal, run_ranks
 
 
@@ -59,3 +60,20 @@ def test_the_group_is_made_once(ckpt):
 @pytest.mark.parametrize("no_dist", [False, True])
 def test_one_rank_needs_none(ckpt, no_dist):
     dcp_rs.async_save({"w": torch.ones(1)}, ckpt, no_dist=no_dist).result(60)
+
+
+def save_in_a_group_for_devices_alone(path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch, "group_devices", lambda _: [torch.device("cuda")])
+        for number, group in enumerate((None, dist.new_group())):
+            dcp_rs.async_save({"w": torch.ones(1)}, f"{path}/{number}", process_group=group).result(
+                60
+            )
+            manager = dcp_rs.CheckpointManager(f"{path}/run-{number}", process_group=group)
+            manager.async_save(1, {"w": torch.ones(1)}).result(60)
+            manager.close()
+
+
+def test_one_rank_of_nccl_alone_saves_in_the_background(tmp_path):
+    """A `ValueError` asked for a CPU backend, though one rank sends nothing."""
+    run_ranks(1, save_in_a_group_for_devices_alone, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import itertools
 import os
 import sys
 import uuid
@@ -36,8 +37,9 @@ from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine.destination import Destination
-from dcp_rs.engine.local_plan import Writes
+from dcp_rs.engine.local_plan import Writes, check_complete
 from dcp_rs.engine.metadata import make_metadata, tensor_flags
+from dcp_rs.engine.ranks import job_size
 from dcp_rs.engine.reports import Phases, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
 from dcp_rs.engine.save import (
@@ -248,7 +250,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state dict to host memory, for ``dcp.async_save``."""
-        ranks = _world_size()
+        ranks = job_size()
         self.path = absolute(self.path)  # until the save begins, the current folder may change
         if ranks == 0 or dist.get_rank() == 0:
             warn_of_foreign_model(self.path)  # here, as a thread or a process saves
@@ -324,7 +326,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.save_id, self._is_used = str(uuid.UUID(bytes=place.save_id)), True
         self._clock.end("plan")
         self._discard_failed()  # all ranks have come here, so the save before is over
-        writes = resolve_items(plan, planner, strict=self._options.strict_values)
+        writes = resolve_items(
+            plan,
+            planner,
+            strict=self._options.strict_values,
+            is_partial=place.world_size != 1 or job_size() <= 1,
+        )
         staged = self._take_staged(writes)
         parent = self._options.parent if staged is None else staged.parent
         reuse = None
@@ -438,7 +445,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if not staged.staging.holds(tensors):
             return None
         self._staged = None
-        if staged.ranks > 1 and _world_size() == 0:
+        if staged.ranks > 1 and job_size() == 0:
             # torch takes that for a save of one rank, and each rank would commit its part alone.
             msg = (
                 f"the process group of {staged.ranks} ranks was destroyed before the save that was "
@@ -487,16 +494,18 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return not is_url or scheme.lower() in ("file", "s3", "gs", "az")
 
 
-def _world_size() -> int:
-    """Return the number of ranks; 0 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
-
-
 # --- items ----------------------------------------------------------------------------------------
 
 
-def resolve_items(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes:
+def resolve_items(
+    plan: SavePlan, planner: SavePlanner, *, strict: bool, is_partial: bool
+) -> Writes:
     """Resolve the items of this rank's plan. Warn of keys that load as text.
+
+    Args:
+        plan, planner: as in ``write_data``.
+        strict: raise in place of warnings.
+        is_partial: other ranks may save parts of the tensors.
 
     Raises:
         UnsupportedError: a value cannot be stored; or (``strict``) a key loads as text.
@@ -532,6 +541,10 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writ
             entries.append(_entry(item, data, paths.get(fqn), positions.get(fqn)))
             if isinstance(data, io.BytesIO) and fqn in values:
                 pickles.warn_unless_loadable(fqn, values[fqn], data.getvalue(), strict=strict)
+    if not is_partial:
+        by_name = itertools.groupby(sorted(entries, key=lambda entry: entry.fqn), lambda e: e.fqn)
+        for fqn, parts in ((fqn, list(parts)) for fqn, parts in by_name):
+            check_complete(fqn, parts[0].shape, parts)
     core = _core.SavePlan()
     names = [item.index.fqn for item in whole]
     where, at = [paths.get(name) for name in names], [positions.get(name) for name in names]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "Selected",
     "Value",
     "Writes",
+    "check_complete",
     "plan_locally",
     "select",
 ]
@@ -53,11 +55,19 @@ class PlanOptions:
     exclude: Any = None
 
 
-def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPlan:
+def plan_locally(
+    state_dict: Mapping[Any, Any], options: PlanOptions, *, is_partial: bool = True
+) -> LocalPlan:
     """Describe the entries of this rank.
 
+    Args:
+        state_dict: the state dict.
+        options: which entries to save, and in which dtype.
+        is_partial: other ranks may save parts of the tensors.
+
     Raises:
-        PlanError: a tensor's shards cannot be found, or two entries have one name.
+        PlanError: a tensor's shards cannot be found, or two entries have one name; or other ranks
+            hold a part of a tensor, and do not save.
         UnsupportedError: the format cannot hold a tensor.
     """
     selected = select(state_dict, options)
@@ -90,9 +100,31 @@ def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPl
     for i in (*not_plain, *range(end, len(names))):
         path, position = paths[i] if paths else None, positions[i] if positions else None
         dtype = options.dtype if i < end else None
-        others += _items_of(names[i], values[i], path, position, layouts, dtype)
+        items_of_one = _items_of(names[i], values[i], path, position, layouts, dtype)
+        if not is_partial and isinstance(values[i], torch.Tensor):
+            check_complete(names[i], global_shape(values[i]), items_of_one)
+        others += items_of_one
     items.add([other.item() for other in others])
     return LocalPlan(selected, items, values, others)
+
+
+def check_complete(fqn: str, shape: Sequence[int], items: Iterable[Entry | Value]) -> None:
+    """Raise if a rank that saves alone holds only a part of a tensor.
+
+    Raises:
+        PlanError: other ranks hold elements of the tensor.
+    """
+    held = 0
+    for item in items:
+        if isinstance(item, Value) or isinstance(item.data, bytes):
+            return
+        held += item.data.numel()
+    if held < (whole := math.prod(shape)):
+        msg = (
+            f"tensor {fqn!r}: this rank holds {held:,} of its {whole:,} elements, and saves alone: "
+            "save on all ranks that hold it, without no_dist=True"
+        )
+        raise PlanError(msg, tensor=fqn)
 
 
 def _items_of(

@@ -20,7 +20,7 @@ from dcp_rs import _torch
 from dcp_rs.engine.destination import commit_outcome
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
-__all__ = ["RankGroup", "has_group"]
+__all__ = ["RankGroup", "has_group", "job_size"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,6 +49,11 @@ def has_group() -> bool:
         )
         raise PlanError(msg)
     return False
+
+
+def job_size() -> int:
+    """Return the number of ranks of the job; 0 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 class RankGroup:

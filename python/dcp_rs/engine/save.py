@@ -23,7 +23,7 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.local_plan import LocalPlan, PlanOptions, Writes, plan_locally
 from dcp_rs.engine.metadata import make_metadata
-from dcp_rs.engine.ranks import RankGroup
+from dcp_rs.engine.ranks import RankGroup, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
 from dcp_rs.errors import PlanError
@@ -86,7 +86,8 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
         nonlocal request, to, local
         request = make_request()
         to = Destination(request.path, request.options.storage_options)
-        local = plan_locally(request.state_dict, plan)
+        is_partial = not ranks.is_alone or job_size() <= 1
+        local = plan_locally(request.state_dict, plan, is_partial=is_partial)
         to.prepare(None, overwrite=request.options.overwrite)
         return local.items.request()
 

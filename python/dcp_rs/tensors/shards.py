@@ -76,9 +76,12 @@ def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece
         if type(local) in PLAIN_TYPES and not _torch.describes_chunks(local):
             local = local.detach() if local.requires_grad else local
             return _dtensor_pieces(fqn, tensor, local, layouts)
+    # A rank without a part of a tensor may describe a chunk of no elements, of any place.
+    is_empty = 0 in global_shape(tensor)
     return [
         _described_piece(fqn, tensor, chunk, i)
         for i, chunk in enumerate(_torch.chunk_list(tensor))
+        if is_empty or 0 not in chunk.sizes
     ]
 
 
