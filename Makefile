@@ -39,7 +39,7 @@ export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-all test-rust test-python test-slow test-oldest mutants test-frameworks check check-rust check-python \
+.PHONY: help build demo test test-all test-rust test-python test-slow test-fs test-oldest mutants test-frameworks check check-rust check-python \
 	fmt bench crash soak soak-steps differential fuzz wheels sdist dist check-dist release-check test-wheel docs docs-serve \
 	test-posix sanitize free-threaded audit lint-workflows s3s-fs clean
 
@@ -127,6 +127,10 @@ test-frameworks: $(VENV)/.fast  ## The integrations, each with the newest releas
 # Each bug has to be found by tests of `make test`. Those in Rust are built one after another.
 mutants: $(VENV)/.built  ## Plausible bugs, one at a time in a copy of the tree: the tests have to find each (ARGS: names)
 	PYTHONPATH=tests $(PY) -m mutants $(ARGS)
+
+# The package `bindfs` of the system is needed, and `fuse3`: what is missing is skipped by name.
+test-fs: $(VENV)/.fast  ## Runs on file systems unlike a local disk: mounts that rename deleted files, fail, or cache
+	$(PY) $(PYTEST) --slow tests/filesystems $(ARGS)
 
 test-oldest:  ## The Python tests with the oldest torch that pyproject.toml allows
 	$(MAKE) test-python VENV=.venv-oldest TORCH=torch==$$($(PYTHON) tests/support/oldest.py torch)

@@ -301,9 +301,9 @@ def new_output(out: Path, before: _core.Fingerprint | Literal["anything"] | None
     name = os.fsencode(out.name[:200])[:_NAME_BYTES].decode(errors="ignore")
     beside = out.parent / f".{name}.{secrets.token_hex(8)}.tmp"
     beside.mkdir()
-    is_ours = True
+    is_ours, lock = True, None
     try:
-        _lock = _core.FolderLock(os.fspath(beside))
+        lock = _core.FolderLock(os.fspath(beside))
         made = beside / _MADE
         yield made
         if before == "anything":
@@ -317,6 +317,7 @@ def new_output(out: Path, before: _core.Fingerprint | Literal["anything"] | None
             raise
         is_ours = True
     finally:
+        del lock  # network file systems rename the file of an open lock instead of deleting it
         if is_ours:
             shutil.rmtree(beside, ignore_errors=True)
 

@@ -70,7 +70,8 @@ class Coordinator:
         self._store = store
         self._policies = policies
         self._verify = verify
-        self.problems: list[str] = []
+        self.problems = store.problems
+        self._told: set[str] = set()  # problems that were told
         self._late_files: Mapping[str, bytes] = {}  # to put into the step, once it is committed
         self._begun: set[str] = set()  # ids of the saves since the last load
         self._damaged: set[str] = set()  # ids of the saves that could not be loaded
@@ -187,6 +188,14 @@ class Coordinator:
             self.problems += done.problems
         except (DcpRsError, OSError) as error:
             self.problems.append(f"what the policies do not keep is still there: {error}")
+
+    def untold(self) -> Iterator[str]:
+        """Return the problems, each once in this process: a stuck file comes back in each save."""
+        while self.problems:
+            problem = self.problems.pop(0)
+            if problem not in self._told:
+                self._told.add(problem)
+                yield problem
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

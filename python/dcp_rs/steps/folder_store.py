@@ -152,7 +152,7 @@ class FolderStepStore(StepStore):
         """Remove a step. See :meth:`StepStore.remove`."""
         doomed = self.set_aside(number)
         if doomed is not None:
-            _delete(doomed)
+            self._delete_aside(doomed)
 
     def set_aside(self, number: int) -> Path | None:
         """Rename the folder of a step, to be deleted. After that it is not a step any more.
@@ -178,24 +178,38 @@ class FolderStepStore(StepStore):
         return [self.path / name for name in self._names() if name.startswith(_REMOVING)]
 
     def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
-        # On NFS, a file that another process has open cannot be deleted.
-        aside = {
-            f"{path}, which was removed,": partial(_delete, path)
-            for path in self.set_aside_before()
-        }
+        aside = {_removed(path): partial(_delete, path) for path in self.set_aside_before()}
         return aside | super()._leftovers(found)
 
     def remove_left(self, left: SkippedStep) -> None:
         """Remove what a killed save left. See :meth:`StepStore.remove_left`."""
-        doomed = None
+        with self.holding():
+            doomed = self._hide_left(left)
+        if doomed is not None:
+            self._delete_aside(doomed)
+
+    def _hide_left(self, left: SkippedStep) -> Path | None:
+        """Set aside what a killed save left, unless a process saves there. Release its lock."""
+        lock = None
         # The lock of the root comes before that of the step, as in a commit.
-        with self.holding(), suppress(FileNotFoundError, SaveInProgressError):
-            _lock = _core.FolderLock(os.fspath(left.path))  # while this is held, no save commits
+        try:
+            lock = _core.FolderLock(os.fspath(left.path))  # while this is held, no save commits
             found = self.look_at(left.number)
             if isinstance(found, SkippedStep) and found.kind == "unfinished":
-                doomed = self._hide(left.number)
-        if doomed is not None:
-            _delete(doomed)
+                return self._hide(left.number)
+        except (FileNotFoundError, SaveInProgressError):
+            pass
+        finally:
+            # Network file systems rename the file of an open lock instead of deleting it.
+            del lock
+        return None
+
+    def _delete_aside(self, path: Path) -> None:
+        """Delete a folder that was set aside. If that fails, the next sweep tries again."""
+        try:
+            _delete(path)
+        except OSError as error:
+            self.problems.append(f"{_removed(path)} is still there: {error}")
 
 
 def _retry(look: Callable[[], T]) -> T:
@@ -257,11 +271,18 @@ def _is_claimed(note: Path) -> bool:
     return False
 
 
+def _removed(path: Path) -> str:
+    return f"{path}, which was removed,"
+
+
 def _delete(path: Path) -> None:
+    """Delete a folder, or a link. On NFS, a file that a process has open keeps its folder."""
     if path.is_symlink():
         path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+        return
+    shutil.rmtree(path, ignore_errors=True)  # free the space of all other files
+    if path.exists():
+        shutil.rmtree(path)  # raise what was ignored
 
 
 def _sync(folder: Path) -> None:

@@ -413,7 +413,12 @@ class CheckpointManager:
             ```
         """
         self._settle()
-        self._ranks.decide(step, partial(self._coordinator.delete, step))
+
+        def remove() -> None:
+            self._coordinator.delete(step)
+            self._warn()
+
+        self._ranks.decide(step, remove)
 
     # --- loads
 
@@ -668,6 +673,5 @@ class CheckpointManager:
 
     def _warn(self) -> None:
         """Warn of the coordinator's problems, in a step: a warning may be an error on all ranks."""
-        problems = self._coordinator.problems
-        while problems:
-            warn_caller(f"{self.root}: {problems.pop(0)}")
+        for problem in self._coordinator.untold():
+            warn_caller(f"{self.root}: {problem}")

@@ -248,6 +248,8 @@ def prune(
                 break  # the next removal would fail too, after all its retries
         else:
             done.removed.append(step)
+    done.problems.extend(store.problems)
+    store.problems.clear()
     return done
 
 

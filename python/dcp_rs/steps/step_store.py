@@ -181,6 +181,7 @@ class StepStore(ABC):
         path: a folder, which need not exist yet, or a URL.
         access: the arguments with which a save or a load reaches a step.
         run: the id of this process's run, after it took over the root.
+        problems: what was removed from the run and could not be deleted yet, and why.
 
     Raises:
         ValueError: the name is invalid.
@@ -196,6 +197,7 @@ class StepStore(ABC):
             msg = f"step_name={step_name!r}: the name of a folder, with {{}} for the number"
             raise ValueError(msg)
         self._step_name = step_name
+        self.problems: list[str] = []
         # A longer number is part of another thing's name.
         self._pattern = re.compile(re.escape(step_name).replace(r"\{\}", "([0-9]{1,18})"))
         # Whole steps as they were last seen. An equal listing means the same step.
