@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
     from dcp_rs.checkpoint.fused_experts import views_for
     from dcp_rs.checkpoint.index import index
+    from dcp_rs.checkpoint.locate import exists
     from dcp_rs.checkpoint.mapping import ReadReport
     from dcp_rs.checkpoint.numpy_checkpoint import NumpyCheckpoint
     from dcp_rs.checkpoint.open import open as open  # noqa: A004  # as in safetensors
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from dcp_rs.errors import QuantizationError
     from dcp_rs.integrations.install import install, installed, uninstall
     from dcp_rs.integrations.safetensors import load_file, save_file
+    from dcp_rs.steps.latest import latest
     from dcp_rs.steps.manager import CheckpointManager
     from dcp_rs.transfer.buffers import release_pinned_memory
     from dcp_rs.transfer.stage import HostStager
@@ -64,9 +66,11 @@ __all__ = [
     "async_save",
     "clean",
     "convert",
+    "exists",
     "index",
     "install",
     "installed",
+    "latest",
     "load",
     "load_file",
     "load_state_dict",
@@ -88,6 +92,7 @@ _MODULES = {
     "checkpoint.open": ("open",),
     "checkpoint.fused_experts": ("views_for",),
     "checkpoint.torch_checkpoint": ("Checkpoint",),
+    "checkpoint.locate": ("exists",),
     "checkpoint.mapping": ("ReadReport",),
     "checkpoint.views": ("Concat", "Split", "Stack", "Transpose", "Unstack"),
     "conversion": ("ConvertReport", "convert"),
@@ -102,6 +107,7 @@ _MODULES = {
     "dcp.save_planner": ("RsSavePlanner",),
     "transfer.buffers": ("release_pinned_memory",),
     "transfer.stage": ("HostStager",),
+    "steps.latest": ("latest",),
     "steps.manager": ("CheckpointManager",),
     "checkpoint.index": ("index",),
     "checkpoint.verify": ("VerifyReport", "verify"),

@@ -18,11 +18,13 @@ __all__ = [
     "holds_index",
     "is_data_file",
     "is_foreign",
+    "is_known",
     "is_of_all_ranks",
     "is_rank_local",
     "local_path",
     "make_folder",
     "rank_index_name",
+    "remember",
     "warn_of_foreign_model",
 ]
 
@@ -34,6 +36,23 @@ STOCK_NAME = ".metadata"
 _DATA_FILE = re.compile(r"g\d{8,}-[0-9a-f]{16}-r\d{5,}-f\d{5,}\.safetensors")
 #: Names of the indexes of rank-local saves, by this package and by torch.
 _RANK_LOCAL = (f"__*.{INDEX_NAME}", "__*.metadata")
+
+#: Where this process has opened or saved a checkpoint.
+_known: set[str] = set()
+
+
+def remember(path: Path) -> None:
+    """Remember that this process has opened or saved the checkpoint at a path or URL."""
+    _known.add(_real(path))
+
+
+def is_known(path: Path) -> bool:
+    """Return whether this process has opened or saved a checkpoint at a path or URL."""
+    return _real(path) in _known
+
+
+def _real(path: Path) -> str:
+    return str(path).rstrip("/") if isinstance(path, Url) else os.path.realpath(path)
 
 
 def rank_index_name(rank: int) -> str:

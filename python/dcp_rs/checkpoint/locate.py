@@ -5,26 +5,43 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dcp_rs import _core
+from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME
+from dcp_rs.checkpoint.folders import (
+    INDEX_NAME,
+    STOCK_NAME,
+    is_of_all_ranks,
+    is_rank_local,
+    remember,
+)
 from dcp_rs.checkpoint.names import natural
 from dcp_rs.checkpoint.views import Layout
-from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CorruptDataError,
+    DcpRsError,
+    StorageError,
+    UnsupportedError,
+)
 
-__all__ = ["open_index", "payload"]
+__all__ = ["MARKS", "exists", "open_index", "payload"]
 
 #: The name of a model on the Hugging Face hub: owner and model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: The files by which a folder is recognized as a checkpoint.
 _MODELS = ("model", "diffusion_pytorch_model", "adapter_model")
-_MARKS = (
-    INDEX_NAME,
-    STOCK_NAME,
-    *(name + end for name in _MODELS for end in (".safetensors", ".safetensors.index.json")),
+MARKS = frozenset(
+    {
+        INDEX_NAME,
+        STOCK_NAME,
+        *(name + end for name in _MODELS for end in (".safetensors", ".safetensors.index.json")),
+    }
 )
 #: The most folders that a suggestion looks at, and names.
 _LOOKED_AT, _NAMED = 1_000, 6
@@ -73,6 +90,7 @@ def open_index(
         if isinstance(error, CheckpointNotFoundError):
             error.args = (f"{error}{_suggestion(where)}",)
         raise
+    remember(where)
     if verify and index.chunk_count and not index.has_digests():
         warn_caller(
             f"verify=True checks nothing in {path}: it has no digests; "
@@ -84,6 +102,54 @@ def open_index(
         if stock.is_file():
             _warn_of_two(index.path, stock)
     return index if layout is None else layout.apply(index)
+
+
+@suggest_option
+def exists(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | Any | None = None
+) -> bool:
+    """Return whether there is a checkpoint at a path or URL, of any format that dcp-rs reads.
+
+    Ask this before you resume, in place of ``os.path.exists(f"{path}/.metadata")``: only
+    checkpoints of torch have such a file. In a job of several ranks, each rank looks for itself.
+
+    Args:
+        path: a folder, a file or a URL, as for :func:`dcp_rs.load`.
+        storage_options: see :class:`dcp_rs.RsReader`.
+
+    Returns:
+        True if a save was committed there. A damaged checkpoint exists, so that a load raises its
+        error, and no run begins anew in its place. False if there is nothing, something else, or a
+        first save that did not finish.
+
+    Raises:
+        OSError, StorageError: nothing can be told, as the path or the store cannot be read.
+
+    Example:
+        ```python
+        state = {"model": model, "step": 0}
+        if dcp_rs.exists("ckpt"):
+            dcp_rs.load(state, "ckpt")
+        ```
+    """
+    where = location(path)
+    # Secrets get no variable here, as tools show the variables of a traceback.
+    options = StorageOptions.of(storage_options)
+    try:
+        try:
+            _core.Index.open(os.fspath(where), None, False, options_for(where, options))
+        except CheckpointNotFoundError:
+            if not isinstance(where, Url):
+                # A broken link in the place of an index is a checkpoint out of reach.
+                return is_of_all_ranks(where) or is_rank_local(where)
+            _core.Index.open(os.fspath(where), 0, False, options_for(where, options))
+    except CheckpointNotFoundError:
+        return False
+    except (OSError, StorageError):
+        raise
+    except DcpRsError:  # damaged, or of a later version
+        pass
+    return True
 
 
 def payload(index: _core.Index) -> int:
@@ -156,7 +222,7 @@ def _stock_data_file(path: Path) -> str | None:
 
 def _is_checkpoint(folder: Path) -> bool:
     try:
-        return any((folder / mark).is_file() for mark in _MARKS)
+        return any((folder / mark).is_file() for mark in MARKS)
     except OSError:
         return False
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,13 @@ from typing import Any
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, absolute, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import INDEX_NAME, make_folder, rank_index_name
+from dcp_rs.checkpoint.folders import (
+    INDEX_NAME,
+    is_known,
+    make_folder,
+    rank_index_name,
+    remember,
+)
 from dcp_rs.errors import (
     CheckpointExistsError,
     DcpRsError,
@@ -106,14 +114,21 @@ class Destination:
     def begin(self, rank: int | None, *, overwrite: bool) -> int:
         """Return the generation of a save that begins now. It replaces what is there now.
 
+        It warns if this process has neither opened nor saved what is there: a run that should have
+        resumed may have begun anew.
+
         Raises:
             CheckpointExistsError: on a store, a checkpoint is there that may not be replaced.
         """
         if self.store is None:
+            if self._has_index(rank) and not is_known(Path(self.folder)):
+                self._warn_of_unknown(INDEX_NAME if rank is None else rank_index_name(rank))
             return _core.next_generation(self.folder)
         generation = self.store.begin(self.folder, rank)
         if (self.store.replaces or self.store.replaces_ranks) and not overwrite:
             raise self._exists()
+        if self.store.replaces and not is_known(self.path):
+            self._warn_of_unknown(None)
         if not self.store.keeps_conditions:
             warn_caller(
                 f"the store of {self.path} ignores conditions, or gives its index no strong tag: "
@@ -138,6 +153,7 @@ class Destination:
             warn_caller(
                 f"the checkpoint is saved, but a file of the one before is still there: {reason}"
             )
+        remember(Path(self.folder) if self.store is None else self.path)
         return index
 
     def give_up(
@@ -181,6 +197,19 @@ class Destination:
                 )
                 if isinstance(error, SaveInProgressError):  # the folder is locked
                     break
+
+    def _warn_of_unknown(self, index: str | None) -> None:
+        """Warn of the save that this one replaces. ``index`` is its file, in a folder."""
+        saved = ""
+        with suppress(OSError):  # replaced meanwhile
+            if index is not None:
+                modified = time.gmtime((Path(self.folder) / index).stat().st_mtime)
+                saved = f" saved {time.strftime('%Y-%m-%d %H:%M', modified)} UTC"
+        warn_caller(
+            f"this save replaces the checkpoint{saved} at {self.path}, which this process has "
+            "neither loaded nor saved. If you meant to resume, load it first, if "
+            "dcp_rs.exists(path). overwrite=False replaces nothing"
+        )
 
     def _exists(self) -> CheckpointExistsError:
         return CheckpointExistsError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dcp_rs.checkpoint.folders import remember
 from dcp_rs.checkpoint.index import index
 from dcp_rs.errors import (
     CheckpointExistsError,
@@ -123,6 +124,8 @@ class Coordinator:
             self._store.put_files(step, contents)
         self._late_files = contents if replaces else {}
         self._begun.add(save_id)
+        if replaces:
+            remember(self._store.folder(step))  # which the caller said, or the load that failed
         return Prepared(save_id, parent, is_trusted, overwrite=force or replaces)
 
     def _newest(self) -> Step | None:

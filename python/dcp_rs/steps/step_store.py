@@ -20,6 +20,7 @@ from typing import Any, Literal
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME
+from dcp_rs.checkpoint.locate import MARKS
 from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import (
     CorruptDataError,
@@ -47,6 +48,8 @@ __all__ = [
 _AT_ONCE = 16
 #: The number of looks at a step that seems damaged, or whose files go during a look.
 _LOOKS = 3
+#: The most names in the root that are looked at for other checkpoints.
+_OTHERS = 1_000
 #: Names of temporary files, and of the lock.
 _PASSING = re.compile(rf".+\.[0-9a-f]{{16}}\.tmp|{re.escape(_core.LOCK_NAME)}")
 
@@ -258,6 +261,16 @@ class StepStore(ABC):
             return any(self._list([self.path / name])[0] is not None for name in steps)
         except (UnsupportedError, NotADirectoryError):  # a web server lists nothing
             return False
+
+    def other_checkpoints(self) -> list[str]:
+        """Return the names of checkpoints in the root that are no steps; "." for the root."""
+        names = self._names()
+        if not MARKS.isdisjoint(names):
+            return ["."]
+        others = [name for name in names if not self._pattern.fullmatch(name)][:_OTHERS]
+        listed = self._list([self.path / name for name in others])
+        found = [n for n, files in zip(others, listed, strict=True) if MARKS & (files or {}).keys()]
+        return sorted(found)[:6]
 
     def is_there(self) -> bool:
         """Return whether the root exists, and is not empty."""
