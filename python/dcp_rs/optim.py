@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ from dcp_rs.training.extra import (
     state_of,
     with_buffers_copied,
 )
-from dcp_rs.training.load_optimizer import saved_optimizers
+from dcp_rs.training.load_optimizer import SavedOptimizers, saved_optimizers
 from dcp_rs.training.optimizers import is_fsdp1, joined, optimizer_state
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import join
+from dcp_rs.training.saved_tree import SavedEntries, join
+from dcp_rs.training.settings import KeepSettings
 
 __all__ = [
     "PerRank",
@@ -192,6 +193,7 @@ def load_training_state(
     extra: dict[str, Any] | None = None,
     *,
     allow_partial_load: bool = False,
+    keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
     planner: LoadPlanner | None = None,
     no_dist: bool = False,
@@ -213,7 +215,11 @@ def load_training_state(
             alone. A partial or selective load keeps its other entries, and so does a load of a
             checkpoint that DCP's own planners wrote.
         allow_partial_load: leave alone what the checkpoint lacks, and state that is incomplete
-            there or has another shape. By default that is an error.
+            there, has another shape, or is of another kind of optimizer. By default that is an
+            error.
+        keep_settings: settings of the optimizers that stay, such as ``{"lr", "weight_decay"}``;
+            True for all. By default the saved ones replace them, and a warning names those that
+            differ, except for what schedulers change.
         process_group, no_dist: as in ``dcp.load``.
         planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``.
             Entries that it does not include stay as they are.
@@ -226,7 +232,8 @@ def load_training_state(
 
     Raises:
         PlanError: something is missing, or has another shape; an optimizer has parameters that the
-            saved ones lack; or groups differ and state was saved by number. Nothing was read.
+            saved ones lack, or other kinds of state; or nothing tells which saved settings a group
+            gets. Nothing was read.
         DcpRsError: as :func:`dcp_rs.load`.
 
     Example:
@@ -245,6 +252,7 @@ def load_training_state(
         RankGroup(process_group, no_dist=no_dist),
         read_options,
         partial=allow_partial_load,
+        keep=keep_settings,
         extra={} if extra is None else extra,
     )
 
@@ -256,6 +264,7 @@ def load_optim_state_dict(
     *,
     key: str = OPTIM,
     allow_partial_load: bool = False,
+    keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
     planner: LoadPlanner | None = None,
     no_dist: bool = False,
@@ -276,7 +285,8 @@ def load_optim_state_dict(
         key: the entry of the saved state dict, with dots for deeper ones; ``""`` if the
             optimizer's state dict is the whole checkpoint.
         allow_partial_load: leave the state of a parameter alone if it is not saved, has another
-            shape, or is not complete. By default that is an error.
+            shape, is not complete, or is of another kind. By default that is an error.
+        keep_settings: as for :func:`load_training_state`.
         process_group, no_dist: as in ``dcp.load``.
         planner: default: :class:`dcp_rs.RsLoadPlanner`, as in :func:`load_training_state`. Its
             ``report`` names what was left alone.
@@ -301,6 +311,7 @@ def load_optim_state_dict(
         RankGroup(process_group, no_dist=no_dist),
         read_options,
         partial=allow_partial_load,
+        keep=keep_settings,
         key=key,
     )
 
@@ -314,6 +325,7 @@ def _load(
     read_options: dict[str, Any],
     *,
     partial: bool,
+    keep: KeepSettings,
     key: str = OPTIM,
     extra: dict[str, Any] | None = None,
 ) -> LoadReport | None:
@@ -325,50 +337,19 @@ def _load(
     called = load_optim_state_dict if extra is None else load_training_state
     partial = partial or bool(getattr(planner, "allow_partial_load", False))
     models, optimizers = ranks.run(lambda: (_modules(model), _several(optimizer)))
+    if "views" in read_options:  # a load that begins again iterates again
+        read_options["views"] = repeatable(read_options["views"])
 
-    def load() -> None:
-        """Load everything from the one save that the path holds now."""
-        reader, metadata = ranks.run(lambda: _opened(path, called, read_options))
-        partial_load = ranks.run(lambda: PartialLoad(metadata, planner, partial=partial))
-        how = (reader, metadata, key, partial_load)
-        # A step of its own: it reads, which may fail on one rank, and the next has collectives.
-        saved = ranks.run(
-            lambda: saved_optimizers(*how, needed=extra is None) if optimizers else None
-        )
-        state: dict[str, Any] = {}
-        puts: list[Callable[[Mapping[str, Any]], None]] = []
-
-        def begin() -> None:
-            if saved is not None:
-                state.update(saved.template(models, optimizers))
-                puts.append(saved.put)
-            if extra is not None:
-                parts = list(map(get_model_state_dict, models))
-                state[MODEL] = joined(parts, "modules")
-                puts.append(
-                    lambda loaded: _load_models(models, parts, loaded[MODEL], partial=partial)
-                )
-                for name in extra:
-                    one = SavedExtra(metadata, extra, name, partial_load)
-                    state.update(one.template)
-                    puts.append(one.put)
-
-        def end() -> None:
-            for put in puts:
-                put(state)
-
-        ranks.run(begin)
-        _read(ranks, state, reader, metadata, planner)
-        ranks.run(end)
-        before = [join(key, "param_groups")] if optimizers else []
-        per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
-        partial_load.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
+    def open_source() -> _Load:
+        check_arguments(called, read_options, RsReader.__init__)
+        reader = RsReader(path, **read_options)
+        return _Load(reader, planner, models, optimizers, extra, key, partial=partial, keep=keep)
 
     attempt = 0
     while True:
         attempt += 1
         try:
-            load()
+            ranks.run(open_source).run(ranks)
         except BaseException as error:
             if not engine.starts_again(ranks, error, attempt, may_retry=not partial):
                 raise
@@ -376,20 +357,100 @@ def _load(
             return planner.report if isinstance(planner, RsLoadPlanner) else None
 
 
-def _read(
-    ranks: RankGroup,
-    state: dict[str, Any],
-    reader: RsReader,
-    metadata: Metadata,
-    planner: LoadPlanner,
-) -> None:
-    """Fill ``state`` from the save that the reader opened."""
-    if not is_plain(planner):
-        protocol.load(ranks, lambda: (state, reader, planner), metadata=metadata)
-        return
-    request = engine.LoadRequest(state, reader._source, planner._options())
-    report = engine.load(ranks, lambda: request, index=index_of(metadata))
-    planner._end_load(report, reader._source)
+class _Load:
+    """A load of everything from the one save that a path holds now.
+
+    Args:
+        reader: the checkpoint.
+        planner: the planner of the load.
+        models, optimizers: what is loaded.
+        extra: the caller's entries; None to load the optimizers alone.
+        key: the entry of the optimizers' state.
+        partial: leave alone what the checkpoint lacks.
+        keep: the settings of the optimizers that stay.
+    """
+
+    def __init__(
+        self,
+        reader: RsReader,
+        planner: LoadPlanner,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[Optimizer],
+        extra: dict[str, Any] | None,
+        key: str,
+        *,
+        partial: bool,
+        keep: KeepSettings,
+    ) -> None:
+        self._reader, self._planner = reader, planner
+        self._models, self._optimizers, self._extra = models, optimizers, extra
+        self._key, self._keep = key, keep
+        self._metadata = reader.read_metadata()
+        index = index_of(self._metadata)
+        assert index is not None  # noqa: S101  # an RsReader read it
+        self._entries = SavedEntries(index)
+        self._partial = PartialLoad(self._entries, planner, partial=partial)
+        self._state: dict[str, Any] = {}
+        self._puts: list[Callable[[Mapping[str, Any]], None]] = []
+
+    def run(self, ranks: RankGroup) -> None:
+        """Load. Every rank calls it."""
+        # A step of its own: it reads, which may fail on one rank, and the next has collectives.
+        saved = ranks.run(self._read_optimizers)
+        ranks.run(lambda: self._begin(saved))
+        self._read(ranks)
+        ranks.run(self._end)
+
+    def _read_optimizers(self) -> SavedOptimizers | None:
+        if not self._optimizers:
+            return None
+        return saved_optimizers(
+            self._entries,
+            self._reader._read_value,
+            self._key,
+            self._partial,
+            keep=self._keep,
+            needed=self._extra is None,
+        )
+
+    def _begin(self, saved: SavedOptimizers | None) -> None:
+        """Make the templates. Nothing of the caller's changes."""
+        if saved is not None:
+            self._state.update(saved.template(self._models, self._optimizers))
+            self._puts.append(saved.put)
+        if self._extra is None:
+            return
+        parts = list(map(get_model_state_dict, self._models))
+        self._state[MODEL] = joined(parts, "modules")
+        self._puts.append(
+            lambda loaded: _load_models(
+                self._models, parts, loaded[MODEL], partial=self._partial.is_partial
+            )
+        )
+        for name in self._extra:
+            one = SavedExtra(self._entries, self._extra, name, self._partial)
+            self._state.update(one.template)
+            self._puts.append(one.put)
+
+    def _read(self, ranks: RankGroup) -> None:
+        """Fill the templates. A planner of another class is called by torch's protocol."""
+        reader, planner = self._reader, self._planner
+        if not is_plain(planner):
+            state, metadata = self._state, self._metadata
+            protocol.load(ranks, lambda: (state, reader, planner), metadata=metadata)
+            return
+        request = engine.LoadRequest(self._state, reader._source, planner._options())
+        report = engine.load(ranks, lambda: request, index=self._entries.index)
+        planner._end_load(report, reader._source)
+
+    def _end(self) -> None:
+        """Hand over what was read."""
+        for put in self._puts:
+            put(self._state)
+        before = [join(self._key, "param_groups")] if self._optimizers else []
+        extra = self._extra or {}
+        per_rank = [name for name, value in extra.items() if isinstance(value, PerRank)]
+        self._partial.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
 
 
 def _load_models(
@@ -409,16 +470,6 @@ def _load_models(
         names = {key: _torch.fqns(module, key)[0] for key in module.state_dict()}
         found = {key: own[name] for key, name in names.items() if name in own}
         module.load_state_dict(found, strict=not partial)
-
-
-def _opened(
-    path: str | os.PathLike[str], called: Callable[..., Any], read_options: dict[str, Any]
-) -> tuple[RsReader, Metadata]:
-    check_arguments(called, read_options, RsReader.__init__)
-    if "views" in read_options:  # a load that begins again iterates again
-        read_options["views"] = repeatable(read_options["views"])
-    reader = RsReader(path, **read_options)
-    return reader, reader.read_metadata()
 
 
 def _modules(model: Models) -> tuple[torch.nn.Module, ...]:

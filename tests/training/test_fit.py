@@ -12,8 +12,9 @@ import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
-from dcp_rs.training.load_optimizer import new_state, saved_optimizers
+from dcp_rs.training.load_optimizer import saved_optimizers
 from dcp_rs.training.partial_load import PartialLoad
+from dcp_rs.training.saved_tree import SavedEntries
 from support import assert_state_equal, run_ranks
 from support.training import quiet
 
@@ -184,9 +185,11 @@ def test_counters_lie_where_the_saved_settings_have_them(ckpt):
     save_training_state(ckpt, model, optimizer, fsync=False)
     resumed = OnDevice(model.parameters(), {"lr": 0.1, "fused": True})
     reader = RsReader(ckpt)
-    metadata = reader.read_metadata()
-    partial_load = PartialLoad(metadata, RsLoadPlanner(), partial=False)
-    saved = saved_optimizers(reader, metadata, "optim", partial_load, needed=True)
+    entries = SavedEntries(reader._source.open())
+    partial_load = PartialLoad(entries, RsLoadPlanner(), partial=False)
+    saved = saved_optimizers(
+        entries, reader._read_value, "optim", partial_load, keep=False, needed=True
+    )
     template = saved.template([model], [resumed])
     assert {memory.device.type for memory in template.values()} == {"cpu"}
     load_optim_state_dict(ckpt, model, resumed)
@@ -201,8 +204,15 @@ class Failing(torch.optim.SGD):
         raise RuntimeError
 
 
-def test_a_step_that_fails_midway_makes_no_state():
-    assert new_state(Failing(Four().parameters())) == {}
+def test_step_that_fails_midway_makes_no_state(ckpt):
+    model = Four()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        optimizer.state[param]["n"] = torch.full((1,), 2.0)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    resumed = Failing(model.parameters(), lr=0.1)
+    load_training_state(ckpt, model, resumed)
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
 
 
 class Wrapping(torch.optim.Optimizer):
@@ -245,7 +255,8 @@ def test_what_is_known_of_groups_is_said_before_anything_is_read(ckpt):
     parameters = [param.clone() for param in other.parameters()]
     moments = [resumed.state[param]["exp_avg"].clone() for param in other.parameters()]
     with pytest.raises(
-        PlanError, match=r"group 0 of optimizer 0 were saved in groups with different settings"
+        PlanError,
+        match=r"group 0 of optimizer 0 were saved in groups that differ in lr \(0.1 and 0.2\)",
     ):
         load_training_state(ckpt, other, resumed)
     assert all(map(torch.equal, other.parameters(), parameters))

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_rs import _torch
 from dcp_rs._log import current_rank
 from dcp_rs._warnings import warn_caller
+from dcp_rs.engine.matching import EntryInfo
 from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.flatten import flatten, is_stateful
@@ -21,7 +21,7 @@ from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import TreePath, text_path
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedTree, build_tree, saved_tree
+from dcp_rs.training.saved_tree import SavedEntries, SavedTree, build_tree
 
 __all__ = [
     "EXTRA",
@@ -196,7 +196,7 @@ class SavedExtra:
     """Saved state of one entry of ``extra``.
 
     Args:
-        metadata: the metadata of the checkpoint.
+        entries: the checkpoint.
         extra: the caller's entries.
         name: the name of this one.
         partial_load: what is left alone.
@@ -209,11 +209,11 @@ class SavedExtra:
     """
 
     def __init__(
-        self, metadata: Metadata, extra: dict[str, Any], name: str, partial_load: PartialLoad
+        self, entries: SavedEntries, extra: dict[str, Any], name: str, partial_load: PartialLoad
     ) -> None:
         self._extra, self._name = extra, name
         value = extra[name]
-        whole, tree = f"{EXTRA}.{name}", saved_tree(metadata, (EXTRA, name))
+        whole, tree = f"{EXTRA}.{name}", entries.tree((EXTRA, name))
         is_per_rank = isinstance(value, PerRank)
         keys = tree.by_key()
         if is_per_rank:
@@ -249,8 +249,8 @@ class SavedExtra:
         self._containers = partial_load.remaining(tree, whole)
         tensors = _tensors(own)
         self.template = {
-            key: _memory(metadata.state_dict_metadata[key], tensors.get(_text(path)))
-            for key, path in tree.paths.items()
+            key: _memory(entry, tensors.get(_text(tree.paths[key])))
+            for key, entry in entries.find(tree.paths).items()
         }
 
     def put(self, loaded: Mapping[str, Any]) -> None:
@@ -302,13 +302,13 @@ def _check_ranks(name: str, value: PerRank, keys: Collection[str]) -> None:
         raise PlanError(msg, tensor=name)
 
 
-def _memory(entry: Any, own: Any) -> torch.Tensor | None:
+def _memory(entry: EntryInfo, own: Any) -> torch.Tensor | None:
     """Return memory for an entry: the caller's own tensor, if there is one; None for a value."""
-    if not isinstance(entry, TensorStorageMetadata):
+    if entry.dtype is None:
         return None
     if isinstance(own, torch.Tensor):
         return own
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+    return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
 
 
 def _tensors(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:

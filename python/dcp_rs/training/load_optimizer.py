@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
-from dcp_rs.dcp.reader import RsReader
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.flatten import get_at
 from dcp_rs.tensors.nesting import Container, TreePath, kind_of, like, nest
 from dcp_rs.tensors.shards import global_shape
+from dcp_rs.training.extra import RngState
 from dcp_rs.training.optimizers import (
     compiler_names,
+    fqns_by_parameter,
     fsdp1_group,
     fsdp1_state,
     is_fsdp1,
@@ -33,10 +32,18 @@ from dcp_rs.training.optimizers import (
     renamed,
     settings_of,
     sharded_state_dicts,
-    to_bytes,
 )
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import build_tree, join, saved_tree
+from dcp_rs.training.saved_tree import SavedEntries, build_tree, join
+from dcp_rs.training.settings import (
+    GroupSettings,
+    KeepSettings,
+    check_kept,
+    check_kinds,
+    check_stateless,
+    match_empty,
+    warn_of_replaced,
+)
 
 __all__ = ["SavedOptimizers", "saved_optimizers"]
 
@@ -56,9 +63,10 @@ class _Target:
         own_keys: the keys of its parameters in its own state dict, by FQN; empty for FSDP1.
         keys: the keys of its parameters in the checkpoint, by FQN.
         groups: the parameters and settings of each of its groups.
-        own: the state that it has, by FQN.
+        own: the state that it has, by FQN, as its ``state_dict()`` returns it.
         made: that state or, if it has none, the state that its first step makes. Of parameters of
             FSDP1 there is none: they are flat.
+        is_converted: its ``state_dict()`` has other dtypes or shapes than its ``state``.
         kept: the FQNs of parameters whose own state stays.
     """
 
@@ -69,39 +77,52 @@ class _Target:
     groups: list[dict[str, Any]]
     own: dict[str, Any]
     made: dict[str, Any]
+    is_converted: bool
     kept: set[str]
 
 
 def saved_optimizers(
-    reader: RsReader, metadata: Metadata, key: str, partial_load: PartialLoad, *, needed: bool
+    entries: SavedEntries,
+    read_value: Callable[[str], Any],
+    key: str,
+    partial_load: PartialLoad,
+    *,
+    keep: KeepSettings,
+    needed: bool,
 ) -> SavedOptimizers | None:
     """Return the optimizer state under a key; None if there is none, or the load excludes it.
 
+    Args:
+        entries: the checkpoint.
+        read_value: reads an entry of it.
+        key: the entry that holds the state.
+        partial_load: what is left alone.
+        keep: the settings of the optimizers that stay.
+        needed: raise if there is no state, in a partial load too.
+
     Raises:
-        PlanError: there is none, and that is an error; with ``needed``, in a partial load too. Or
-            what is there has no parameter groups.
+        PlanError: there is none, and that is an error. Or what is there has no parameter groups.
     """
-    start, base = f"{key}." if key else "", join(key, "param_groups")
-    names = [name for name in metadata.state_dict_metadata if name.startswith(start)]
+    base = join(key, "param_groups")
+    names = [name for name in entries.below(key) if name != key]
     if not any(map(partial_load.includes, names or [base])):
         partial_load.exclude(names)
         return None
-    tree = saved_tree(metadata, tuple(base.split(".")), may_be_flat=True)
+    tree = entries.tree(tuple(base.split(".")), may_be_flat=True)
     if tree.paths:
         leaves = [
-            (tree.positions[name], path, reader._read_value(name))
-            for name, path in tree.paths.items()
+            (tree.positions[name], path, read_value(name)) for name, path in tree.paths.items()
         ]
         groups = _groups(build_tree(leaves, tree.containers), base)
         if not any(map(partial_load.includes, tree.paths)):
             partial_load.report.excluded += tree.paths
             groups = [{"params": group["params"]} for group in groups]
-        return SavedOptimizers(metadata, key, groups, partial_load)
+        return SavedOptimizers(entries, key, groups, partial_load, keep)
     if partial_load.is_partial and not needed:
         partial_load.report.missing.append(key)
         return None
     msg = f"the checkpoint has no optimizer state under {key!r}: there is no {base!r}"
-    above = (f".{name}".partition(".param_groups") for name in metadata.state_dict_metadata)
+    above = (f".{name}".partition(".param_groups") for name in entries.names)
     other = next((before.removeprefix(".") for before, found, _ in above if found), None)
     if other is not None:
         msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
@@ -132,18 +153,25 @@ class SavedOptimizers:
     """The optimizer state in a checkpoint, and its way into optimizers.
 
     Args:
-        metadata: the metadata of the checkpoint.
+        entries: the checkpoint.
         key: the entry that holds it; empty if the checkpoint holds nothing else.
         groups: the saved parameter groups.
         partial_load: what is left alone.
+        keep: the settings of the optimizers that stay.
     """
 
     def __init__(
-        self, metadata: Metadata, key: str, groups: list[dict[str, Any]], partial_load: PartialLoad
+        self,
+        entries: SavedEntries,
+        key: str,
+        groups: list[dict[str, Any]],
+        partial_load: PartialLoad,
+        keep: KeepSettings,
     ) -> None:
-        self._metadata = metadata
+        self._saved = entries
         self._groups = groups
         self._partial = partial_load
+        self._keep = keep
         self._prefix = join(key, "state")
         #: The settings of the group of each saved parameter.
         self._settings: dict[str, dict[str, Any]] = {}
@@ -151,13 +179,11 @@ class SavedOptimizers:
         self._empty = [settings_of(group) for group in groups if not group["params"]]
         for group in groups:
             self._settings |= dict.fromkeys(map(str, group["params"]), settings_of(group))
-        whole = saved_tree(
-            metadata, tuple(self._prefix.split(".")), self._settings, may_be_flat=True
-        )
+        whole = entries.tree(tuple(self._prefix.split(".")), self._settings, may_be_flat=True)
         #: The state of each parameter, and of each key that belongs to none.
         self._state = whole.by_key()
         self._takes_groups = any(map(settings_of, groups))
-        #: The dtypes of the memory for state, by name. A planner may load in another dtype.
+        #: The dtypes of the memory for state, by name. The load may cast to another dtype.
         self._dtypes: dict[str, torch.dtype] = {}
         self._models: Sequence[torch.nn.Module] = ()
         self._targets: list[_Target] = []
@@ -168,13 +194,17 @@ class SavedOptimizers:
         """Return memory for the state of the optimizers, by name in the checkpoint.
 
         Raises:
-            PlanError: the checkpoint has other parameters, numbers, groups or shapes.
+            PlanError: the checkpoint has other parameters, numbers, groups, settings, kinds of
+                state or shapes.
         """
         self._models = models
+        check_kept([group for one in optimizers for group in one.param_groups], self._keep)
         shards = get_model_state_dict(models[0]) if is_fsdp1(models[0]) else {}
+        fqns_of = fqns_by_parameter(models)
         values: dict[str, Any] = {}
         for number, optimizer in enumerate(optimizers):
-            target = self._target(optimizer, number, shards)
+            names = parameter_names(fqns_of, optimizer, number)
+            target = self._target(optimizer, names, number, shards)
             self._targets.append(target)
             others = self._other_keys(target, is_only=len(optimizers) == 1)
             for param, fqns in [*target.names, *((None, [key]) for key in others)]:
@@ -209,21 +239,27 @@ class SavedOptimizers:
                 for group in to_load["param_groups"]:
                     group["params"] = dict.fromkeys(group["params"])
             target.optimizer.load_state_dict(to_load)
+            if target.is_converted:
+                continue
             for number, (param, _) in enumerate(target.names):
                 if number in to_load["state"]:
                     _undo_casts(target.optimizer.state[param], to_load["state"][number])
 
     # --- parameters
 
-    def _target(self, optimizer: Optimizer, number: int, shards: Mapping[str, Any]) -> _Target:
+    def _target(
+        self,
+        optimizer: Optimizer,
+        names: list[tuple[torch.Tensor, list[str]]],
+        number: int,
+        shards: Mapping[str, Any],
+    ) -> _Target:
         """Match an optimizer with the saved parameters and groups.
 
         Raises:
-            PlanError: the checkpoint has other parameters, numbers or groups.
+            PlanError: the checkpoint has other parameters, numbers, groups or kinds of state.
         """
         fsdp1 = is_fsdp1(self._models[0])
-        names = parameter_names(self._models, optimizer, number)
-        by_key = {} if fsdp1 else names_by_key(names, optimizer.state_dict(), number)
         fqns_of = {id(param): fqns for param, fqns in names}
         own_groups = [
             [fqn for param in group["params"] for fqn in fqns_of[id(param)]]
@@ -232,23 +268,122 @@ class SavedOptimizers:
         is_flat = any(len(fqns) > 1 for _, fqns in names)
         keys = self._saved_keys(own_groups, list(shards) if is_flat else [])
         kept = set(self._unknown_params(keys, number))
-        groups = [
-            self._matching_group(group, fqns, keys, f"group {place} of optimizer {number}")
-            for place, (group, fqns) in enumerate(
-                zip(optimizer.param_groups, own_groups, strict=True)
+        matched = self._match_groups(optimizer, own_groups, keys, number)
+        is_new = not optimizer.state
+        needed = any(self._entries(key) for key in keys.values())
+        needed |= any(group.replaced() for group in matched)
+        with _with_state(optimizer, needed=needed) as makes_state:
+            state: Mapping[Any, Any] = dict(optimizer.state)
+            made: dict[str, Any] = {}
+            own_keys: dict[str, Any] = {}
+            is_converted = False
+            if not fsdp1:
+                osd = optimizer.state_dict()
+                by_key = names_by_key(names, osd, number)
+                own_keys = {fqn: key for key, fqn in by_key.items()}
+                made = {by_key.get(key, key): value for key, value in osd["state"].items()}
+                made = {key: value for key, value in made.items() if isinstance(key, str)}
+                is_converted = any(
+                    _is_other(state.get(param), made.get(fqns[0])) for param, fqns in names
+                )
+            kinds = {
+                fqn: _kinds(state.get(param, {}) if fsdp1 else made.get(fqn, {}))
+                for param, fqns in names
+                for fqn in fqns
+                if param in state or (is_new and makes_state and param.requires_grad)
+            }
+        for group, fqns in zip(matched, own_groups, strict=True):
+            kept |= self._unfit(optimizer, group, fqns, keys, kinds)
+        if self._takes_groups:
+            taken = zip(matched, own_groups, strict=True)
+            warn_of_replaced(
+                [group for group, fqns in taken if not kept.issuperset(fqns)], optimizer
             )
+        groups = [
+            (group.own if fqns and kept.issuperset(fqns) else group.chosen()) | {"params": fqns}
+            for group, fqns in zip(matched, own_groups, strict=True)
         ]
-        state: Mapping[Any, Any] = optimizer.state
-        if not fsdp1 and any(self._entries(key) for key in keys.values()):
-            state = optimizer.state or new_state(optimizer)
-        made = {key: value for key, value in state.items() if isinstance(key, str)}
-        if not fsdp1:
-            made |= {fqns[0]: state[param] for param, fqns in names if param in state}
-        own = made if optimizer.state else {}
+        own = {} if is_new else made
         if fsdp1 and self._partial.may_leave:
             own = fsdp1_state(self._models[0], optimizer)["state"] | own
-        own_keys = {fqn: key for key, fqn in by_key.items()}
-        return _Target(optimizer, names, own_keys, keys, groups, own, made, kept)
+        return _Target(*(optimizer, names, own_keys, keys, groups, own, made, is_converted, kept))
+
+    def _match_groups(
+        self, optimizer: Optimizer, own_groups: list[list[str]], keys: dict[str, str], number: int
+    ) -> list[GroupSettings]:
+        """Return the settings of each group of an optimizer, and the saved ones.
+
+        Raises:
+            PlanError: nothing tells which saved settings a group gets, and that is an error.
+        """
+        empty = [
+            group
+            for group, fqns in zip(optimizer.param_groups, own_groups, strict=True)
+            if not fqns
+        ]
+        of_empty = iter(match_empty(empty, self._empty, self._keep))
+        groups: list[GroupSettings] = []
+        for place, (group, fqns) in enumerate(zip(optimizer.param_groups, own_groups, strict=True)):
+            found = [self._settings[keys[fqn]] for fqn in fqns if keys[fqn] in self._settings]
+            saved = list({id(one): one for one in found}.values()) if fqns else next(of_empty)
+            shown = f"group {place} of optimizer {number}"
+            groups.append(GroupSettings(shown, settings_of(group), saved, self._keep))
+        problems = [(group, group.contradiction()) for group in groups]
+        first: dict[int, GroupSettings] = {}
+        for matched in groups:
+            others = {
+                id(other): other
+                for saved in matched.saved
+                if (other := first.setdefault(id(saved), matched)) is not matched
+            }
+            problems += [(matched, other.differs_from(matched)) for other in others.values()]
+        for matched, problem in problems:
+            if problem is not None and not self._partial.is_partial:
+                raise PlanError(problem)
+            if problem is not None:
+                matched.saved = []
+        return groups
+
+    def _unfit(
+        self,
+        optimizer: Optimizer,
+        group: GroupSettings,
+        fqns: list[str],
+        keys: dict[str, str],
+        kinds: dict[str, set[str]],
+    ) -> set[str]:
+        """Return the parameters of a group whose saved state is of other kinds than its own.
+
+        Args:
+            optimizer: the optimizer.
+            group: the settings of the group.
+            fqns: its parameters.
+            keys: their keys in the checkpoint, by FQN.
+            kinds: the kinds of state that the optimizer has or makes, as far as they are known.
+
+        Raises:
+            PlanError: there are some, and that is an error.
+        """
+        unfit: set[str] = set()
+        is_stateless = not any(self._entries(key) for key in keys.values())
+        is_new = not optimizer.state
+        # If one side has no state, the settings tell whether the optimizers are of one kind.
+        makes_state = is_stateless and any(kinds.get(fqn) for fqn in fqns)
+        other_kind = check_stateless(group, optimizer, makes_state=makes_state)
+        for fqn in fqns:
+            saved = set(self._state[keys[fqn]].by_key()) if keys[fqn] in self._state else set()
+            if saved and fqn in kinds:
+                problem = check_kinds(fqn, saved, kinds[fqn], group, optimizer, is_new=is_new)
+            else:
+                problem = other_kind if saved or is_stateless else None
+            if problem is None or not self._partial.includes(f"{self._prefix}.{fqn}"):
+                continue
+            if not self._partial.is_partial:
+                raise PlanError(problem, tensor=fqn)
+            unfit.add(fqn)
+            lacks = sorted(kinds.get(fqn, set()) - saved)
+            self._partial.report.missing += [f"{self._prefix}.{fqn}.{kind}" for kind in lacks]
+        return unfit
 
     def _saved_keys(self, groups: list[list[str]], order: list[str]) -> dict[str, str]:
         """Return the keys of an optimizer's parameters in the checkpoint, by FQN.
@@ -297,25 +432,6 @@ class SavedOptimizers:
         self._partial.report.missing += [f"{self._prefix}.{fqn}" for fqn in missing]
         return unknown
 
-    def _matching_group(
-        self, group: Mapping[str, Any], fqns: list[str], keys: dict[str, str], shown: str
-    ) -> dict[str, Any]:
-        """Return the parameters and the saved settings of a group of an optimizer.
-
-        Raises:
-            PlanError: its parameters were saved with different settings, and that is an error.
-        """
-        found = [self._settings[keys[fqn]] for fqn in fqns if keys[fqn] in self._settings]
-        settings = list({id(one): one for one in found}.values())
-        if not fqns:
-            settings = self._empty[:1]
-        if not self._partial.is_partial and len(set(map(to_bytes, settings))) > 1:
-            msg = f"the parameters of {shown} were saved in groups with different settings"
-            raise PlanError(msg, tensor=fqns[0])
-        # A copy for each group: a learning rate that is a tensor changes in place.
-        new = copy.deepcopy(settings[0]) if settings else {}
-        return settings_of(group) | new | {"params": fqns}
-
     # --- memory
 
     def _other_keys(self, target: _Target, *, is_only: bool) -> list[str]:
@@ -330,10 +446,8 @@ class SavedOptimizers:
         # A stock save of a pipeline may list the parameters of one rank alone.
         saved = [
             key
-            for key in self._state
-            if is_only
-            and key not in self._settings
-            and join(_MODEL, key) not in self._metadata.state_dict_metadata
+            for key in (self._state if is_only else ())
+            if key not in self._settings and join(_MODEL, key) not in self._saved
         ]
         keys = [key for key in dict.fromkeys([*saved, *target.made]) if key not in target.keys]
         target.keys |= {key: key for key in keys}
@@ -356,12 +470,13 @@ class SavedOptimizers:
         if entries is None:
             return None
         space: dict[str, Any] = {}
+        infos = self._saved.find(entries)
         for name, path in entries.items():
-            stored = self._metadata.state_dict_metadata[name]
-            if not isinstance(stored, TensorStorageMetadata):
+            stored = infos[name]
+            if stored.dtype is None:
                 space[name] = None
                 continue
-            shape = tuple(stored.size)
+            shape = stored.shape
             memory = expected = _tensor_at(target.made.get(fqn), path)
             if shape and shard is not None and type(shard) not in _torch.PLAIN_TYPES:
                 expected = shard
@@ -369,7 +484,8 @@ class SavedOptimizers:
                 self._partial.refuse_shape(name, tuple(global_shape(expected)), shape)
                 return None
             if memory is None:
-                memory = self._memory(fqn, path, stored, param if shard is None else shard)
+                like = param if shard is None else shard
+                memory = self._memory(fqn, path, shape, stored.dtype, like)
             if path == ("step",) and not shape and _places_steps(target.optimizer):
                 # The saved settings tell where it belongs. load_state_dict only moves it from here.
                 memory = torch.empty((), dtype=memory.dtype, device="cpu")
@@ -398,16 +514,20 @@ class SavedOptimizers:
         return self._state[key].paths if key in self._state else {}
 
     def _memory(
-        self, fqn: str, path: TreePath, stored: TensorStorageMetadata, like: torch.Tensor | None
+        self,
+        fqn: str,
+        path: TreePath,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        like: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return memory for an entry of which the optimizer has no tensor: like the parameter.
 
         A scalar, such as a counter, keeps its dtype.
         """
-        shape, dtype = tuple(stored.size), stored.properties.dtype
         if like is not None and shape and path != ("step",):
-            saved = self._metadata.state_dict_metadata.get(join(_MODEL, fqn))
-            if not isinstance(saved, TensorStorageMetadata) or saved.properties.dtype != like.dtype:
+            model = self._saved.find([join(_MODEL, fqn)]).get(join(_MODEL, fqn))
+            if model is None or model.dtype != like.dtype:
                 dtype = like.dtype  # state goes with its parameter
             if global_shape(like) == shape:
                 return _torch.empty_like(like.detach(), dtype=dtype, device=like.device)
@@ -470,31 +590,75 @@ def _fsdp1_state_dict(
     return flat
 
 
-def new_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """Return the state that an optimizer without state creates, by parameter or key of its own.
+@contextlib.contextmanager
+def _with_state(optimizer: Optimizer, *, needed: bool) -> Iterator[bool]:
+    """Give an optimizer without state, within this context, the state that its first step makes.
 
-    As in ``get_optimizer_state_dict``, the optimizer makes a step with gradients and learning rates
-    of zero. Afterwards it is as it was. For an optimizer that cannot make such a step, the result
-    is empty.
+    As in ``get_optimizer_state_dict``, it makes a step with gradients and learning rates of zero.
+    Afterwards it is as it was, and so are the random number generators.
+
+    Args:
+        optimizer: the optimizer.
+        needed: make that state.
+
+    Yields:
+        Whether the optimizer has its state: it had some, or could make such a step.
     """
+    if optimizer.state or not needed:
+        yield needed
+        return
     rates = [group.get("lr") for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]
-    state: dict[Any, Any] = {}
-    # Any error may come from the code of the optimizer.
-    with contextlib.suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for param in params:
-            param.grad = None
+    random_state = RngState().state_dict()
+    is_made = False
+    try:
+        # Any error may come from the code of the optimizer.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for param in params:
+                param.grad = None
+            _make_state(optimizer, params)
+            is_made = True
+        if not is_made:
+            optimizer.state.clear()
+        yield is_made
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        optimizer.state.clear()
+        RngState().load_state_dict(random_state)
+
+
+def _make_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """Make the state of an optimizer without state, by a step with gradients of zero."""
+    try:
         _torch.init_optimizer_state(optimizer)
-        state = dict(optimizer.state)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = rate
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = gradient
-    optimizer.state.clear()
-    return state
+    except Exception:  # noqa: BLE001  # any, from the code of the optimizer
+        # SparseAdam takes sparse gradients alone.
+        for param in params:
+            if param.requires_grad:
+                param.grad = torch.zeros_like(param).to_sparse()
+        optimizer.step()
+
+
+def _kinds(state: Any) -> set[str]:
+    return set(map(str, state)) if isinstance(state, Mapping) else set()
+
+
+def _is_other(state: Any, shown: Any) -> bool:
+    """Return whether a parameter's state differs in kind from what ``state_dict()`` has of it."""
+    if not isinstance(state, Mapping) or not isinstance(shown, Mapping):
+        return False
+    return state.keys() != shown.keys() or any(
+        isinstance(value, torch.Tensor)
+        and isinstance(shown[key], torch.Tensor)
+        and (value.dtype != shown[key].dtype or value.shape != shown[key].shape)
+        for key, value in state.items()
+    )
 
 
 def _with_keys_of(state: Any, path: TreePath) -> TreePath:

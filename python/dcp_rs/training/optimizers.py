@@ -28,6 +28,7 @@ from dcp_rs.tensors.pickles import plain_numbers
 
 __all__ = [
     "compiler_names",
+    "fqns_by_parameter",
     "fsdp1_group",
     "fsdp1_state",
     "is_fsdp1",
@@ -60,11 +61,11 @@ def optimizer_state(
         PlanError: an optimizer has a parameter that is not in the model, or two optimizers have
             state for one parameter.
     """
+    fsdp1 = is_fsdp1(models[0])
+    fqns_of = {} if fsdp1 else fqns_by_parameter(models)
     states = [
         plain_numbers(
-            fsdp1_state(models[0], optimizer)
-            if is_fsdp1(models[0])
-            else _named_state(models, optimizer, number)
+            fsdp1_state(models[0], optimizer) if fsdp1 else _named_state(fqns_of, optimizer, number)
         )
         for number, optimizer in enumerate(optimizers)
     ]
@@ -92,10 +93,10 @@ def joined(parts: Iterable[Mapping[str, Any]], owners: str) -> dict[str, Any]:
 
 
 def _named_state(
-    models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int
+    fqns_of: Mapping[int, list[str]], optimizer: Optimizer, number: int
 ) -> dict[str, Any]:
     osd = optimizer.state_dict()
-    names = names_by_key(parameter_names(models, optimizer, number), osd, number)
+    names = names_by_key(parameter_names(fqns_of, optimizer, number), osd, number)
     return renamed(osd, lambda key: names.get(key, key))
 
 
@@ -143,7 +144,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_bytes(value: Any) -> bytes:
     """Return bytes that are equal for equal values, which may hold tensors."""
-    return pickle.dumps(_plain(value))
+    return pickle.dumps(_plain(plain_numbers(value)))
 
 
 def _plain(value: Any) -> Any:
@@ -186,16 +187,29 @@ def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
             yield
 
 
-def parameter_names(
-    models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int
-) -> list[tuple[torch.Tensor, list[str]]]:
-    """Return the parameters of an optimizer with their FQNs. A flat parameter has several FQNs."""
+def fqns_by_parameter(models: Sequence[torch.nn.Module]) -> dict[int, list[str]]:
+    """Return the FQNs of all parameters by their ids. A flat parameter has several FQNs."""
     # A parameter that several models have goes by its name in the first one.
-    fqns_of = {
+    return {
         id(param): list(map(without_compiler, _torch.fqns(model, key)))
         for model in reversed(models)
         for key, param in model.named_parameters()
     }
+
+
+def parameter_names(
+    fqns_of: Mapping[int, list[str]], optimizer: Optimizer, number: int
+) -> list[tuple[torch.Tensor, list[str]]]:
+    """Return the parameters of an optimizer with their FQNs.
+
+    Args:
+        fqns_of: the FQNs of all parameters of the models.
+        optimizer: the optimizer.
+        number: its number, for messages.
+
+    Raises:
+        PlanError: a parameter is not in the models.
+    """
     names = []
     for at, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.protocol import check_planner
-from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.nesting import Container, remaining
-from dcp_rs.training.saved_tree import SavedTree, join
+from dcp_rs.training.saved_tree import SavedEntries, SavedTree, join
 
 __all__ = ["PartialLoad"]
 
@@ -22,7 +20,7 @@ class PartialLoad:
     """The entries that one load leaves alone. The planner does not get them.
 
     Args:
-        metadata: the metadata of the checkpoint.
+        entries: the checkpoint.
         planner: the planner of the load. Entries that an :class:`RsLoadPlanner` excludes are left
             alone.
         partial: leave alone what the checkpoint lacks, has not all of, or has in another shape.
@@ -33,12 +31,12 @@ class PartialLoad:
         report: what is left alone.
     """
 
-    def __init__(self, metadata: Metadata, planner: LoadPlanner, *, partial: bool) -> None:
+    def __init__(self, entries: SavedEntries, planner: LoadPlanner, *, partial: bool) -> None:
         check_planner("load", planner)
         own = planner if isinstance(planner, RsLoadPlanner) else None
         self.is_partial = partial
         self.report = LoadReport()
-        self._metadata = metadata
+        self._index = entries.index
         self._planner = own
         self._names = own.names if own is not None and own.names.is_selective else None
         # An RsLoadPlanner raises for incomplete tensors itself.
@@ -78,8 +76,7 @@ class PartialLoad:
         """
         if not self._checks_completeness:
             return set()
-        index = index_of(self._metadata)
-        assert index is not None  # noqa: S101  # an RsReader read it
+        index = self._index
         tensors, regions = [], []
         for name in names:
             number = index.find(name)

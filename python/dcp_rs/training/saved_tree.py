@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
+from dcp_rs import _core
 from dcp_rs.checkpoint.torch_checkpoint import containers_of
-from dcp_rs.engine.metadata import index_of
-from dcp_rs.errors import UnsupportedError
+from dcp_rs.engine.matching import EntryInfo, find_entries
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, text_path
 
-__all__ = ["SavedTree", "build_tree", "join", "saved_tree"]
+__all__ = ["SavedEntries", "SavedTree", "build_tree", "join"]
 
 
 @dataclass(slots=True)
@@ -50,49 +48,81 @@ class SavedTree:
         return trees
 
 
-def saved_tree(
-    metadata: Metadata,
-    prefix: tuple[str, ...],
-    parameters: Collection[str] = (),
-    *,
-    may_be_flat: bool = False,
-) -> SavedTree:
-    """Return the entries at a path and below.
+class SavedEntries:
+    """The entries of an open checkpoint.
 
     Args:
-        metadata: the metadata of the checkpoint.
-        prefix: the path, as text.
-        parameters: names with dots that are one key below the path.
-        may_be_flat: the last key of the path may be part of a longer key with dots, as after
-            ``flatten_optimizer_state_dict``. By default such a key is another entry.
+        index: its index.
 
-    Raises:
-        UnsupportedError: the metadata is not of a reader of this package.
+    Attributes:
+        index: as given.
+        names: the names of all entries.
     """
-    index = index_of(metadata)
-    if index is None:
-        raise UnsupportedError("the metadata of a training load has to come from RsReader")
-    whole, depth = ".".join(prefix), len(prefix)
-    stored = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    places, containers = index.positions(), containers_of(index)
-    tree = SavedTree(is_exact=containers is not None)
-    for number, name in enumerate(index.names()):
-        if not f"{name}.".startswith(f"{whole}."):
-            continue
-        path = index.planner_path(number) or stored.get(name)
-        if path is None or not _is_below(path, prefix):
-            if path is not None and not may_be_flat and path[:1] == prefix[:1]:
+
+    def __init__(self, index: _core.Index) -> None:
+        self.index = index
+        self.names = index.names()
+        self._positions = index.positions()
+        self._containers = containers_of(index)
+        root = index.planner_root()
+        self._paths: dict[str, Any] = root if isinstance(root, dict) else {}
+        #: The numbers of the entries by the first part of their names.
+        self._numbers: dict[str, list[int]] = {}
+        for number, name in enumerate(self.names):
+            self._numbers.setdefault(name.partition(".")[0], []).append(number)
+
+    def __contains__(self, name: str) -> bool:
+        return self.index.find(name) is not None
+
+    def find(self, names: Iterable[str]) -> dict[str, EntryInfo]:
+        """Return the entries with these names; it lacks those that the checkpoint lacks."""
+        found = find_entries(self.index, {name: name for name in names})
+        return {name: entry for name, entry in found.items() if entry is not None}
+
+    def below(self, prefix: str) -> list[str]:
+        """Return the names of the entry at a prefix and below, of all entries for an empty one."""
+        if not prefix:
+            return self.names
+        names = (self.names[number] for number in self._numbers.get(prefix.partition(".")[0], ()))
+        start = f"{prefix}."
+        return [name for name in names if name.startswith(start) or name == prefix]
+
+    def tree(
+        self,
+        prefix: tuple[str, ...],
+        parameters: Collection[str] = (),
+        *,
+        may_be_flat: bool = False,
+    ) -> SavedTree:
+        """Return the entries at a path and below.
+
+        Args:
+            prefix: the path, as text.
+            parameters: names with dots that are one key below the path.
+            may_be_flat: the last key of the path may be part of a longer key with dots, as after
+                ``flatten_optimizer_state_dict``. By default such a key is another entry.
+        """
+        whole, depth = ".".join(prefix), len(prefix)
+        tree = SavedTree(is_exact=self._containers is not None)
+        start = f"{whole}."
+        for number in self._numbers.get(whole.partition(".")[0], ()):
+            name = self.names[number]
+            if not (name.startswith(start) or name == whole):
                 continue
-            # The state dict was flat (`flatten_optimizer_state_dict`, or another planner).
-            path = (*prefix, *_split(name[len(whole) + 1 :], parameters))
-            tree.is_exact = False
-        tree.paths[name], tree.positions[name] = tuple(path[depth:]), places[number]
-    tree.containers += [
-        Container(c.position, c.path[depth:], c.kind)
-        for c in containers or ()
-        if _is_below(c.path, prefix)
-    ]
-    return tree
+            path = self.index.planner_path(number) or self._paths.get(name)
+            if path is None or not _is_below(path, prefix):
+                if path is not None and not may_be_flat and path[:1] == prefix[:1]:
+                    continue
+                # The state dict was flat (`flatten_optimizer_state_dict`, or another planner).
+                path = (*prefix, *_split(name[len(whole) + 1 :], parameters))
+                tree.is_exact = False
+            tree.paths[name], tree.positions[name] = tuple(path[depth:]), self._positions[number]
+        tree.containers += [
+            Container(c.position, c.path[depth:], c.kind)
+            for c in self._containers or ()
+            if _is_below(c.path, prefix)
+        ]
+        return tree
 
 
 def build_tree(
