@@ -8,7 +8,7 @@ use super::locate::{Found, find, find_data};
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};
 use crate::format::{INDEX_NAME, Index};
 use crate::store::{Files, Remote, Storage};
-use crate::{Control, Result};
+use crate::{Control, Error, Result};
 
 /// Opens the checkpoint at `path`, of any kind: its index file, or otherwise an index made in
 /// memory. With `rank`, opens the checkpoint that the rank wrote for itself. With `remote`, `path`
@@ -22,11 +22,7 @@ pub fn open(
 ) -> Result<Index> {
     let storage = Storage::new(remote.as_ref(), threads, control)?;
     let files = storage.files();
-    let index = match find(files, path, rank)? {
-        Found::Native(index, Some(bytes)) => Index::from_bytes(bytes, &index),
-        Found::Native(index, None) => open_index(&index),
-        Found::Foreign(kind) => index_of(files, path, &kind, rank, threads),
-    }?;
+    let index = look(files, path, rank, threads).map_err(|error| missing(files, path, error))?;
     Ok(index.on(remote))
 }
 
@@ -35,6 +31,24 @@ pub fn open_data(path: &Path, remote: Option<Arc<dyn Remote>>, control: &Control
     let storage = Storage::new(remote.as_ref(), 0, control)?;
     let files = storage.files();
     Ok(index_of(files, path, &find_data(files, path)?, None, 0)?.on(remote))
+}
+
+fn look(files: Files<'_>, path: &Path, rank: Option<u32>, threads: usize) -> Result<Index> {
+    match find(files, path, rank)? {
+        Found::Native(index, Some(bytes)) => Index::from_bytes(bytes, &index),
+        Found::Native(index, None) => open_index(&index),
+        Found::Foreign(kind) => index_of(files, path, &kind, rank, threads),
+    }
+}
+
+/// Returns [`Error::NotFound`] in place of the error of a single file that is not on the store. Its
+/// name alone made it a model.
+fn missing(files: Files<'_>, path: &Path, error: Error) -> Error {
+    let is_of_file = matches!(&error, Error::CorruptData { path: file, .. } if file == path);
+    if is_of_file && files.is_remote() && matches!(files.has(path), Ok(false)) {
+        return Error::NotFound { path: path.to_owned(), reason: "nothing is there".into() };
+    }
+    error
 }
 
 /// Indexes a foreign checkpoint in memory, over its own files, and writes nothing. The index has

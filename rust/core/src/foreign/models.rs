@@ -297,7 +297,7 @@ struct HfIndex {
 fn read_weight_map(from: Files<'_>, dir: &Path, name: &str) -> Result<HashMap<String, String>> {
     let path = dir.join(name);
     let Some(text) = from.read(&path)? else {
-        return Err(Error::io("read", &path, std::io::ErrorKind::NotFound.into()));
+        return Err(Error::corrupt_file(&path, "it is missing"));
     };
     let index: HfIndex = serde_json::from_slice(&text).map_err(|e| {
         Error::corrupt_index(&path, 0, format!("line {} column {}: {e}", e.line(), e.column()))
