@@ -34,7 +34,9 @@ from dcp_rs.training.extra import (
     PerRank,
     RngState,
     SavedExtra,
+    SavedValue,
     check_values,
+    split_extra_state,
     state_of,
     with_buffers_copied,
 )
@@ -397,7 +399,8 @@ class _Load:
         """Load. Every rank calls it."""
         # A step of its own: it reads, which may fail on one rank, and the next has collectives.
         saved = ranks.run(self._read_optimizers)
-        ranks.run(lambda: self._begin(saved))
+        owners = self._gather_owners(ranks)
+        ranks.run(lambda: self._begin(saved, owners))
         self._read(ranks)
         ranks.run(self._end)
 
@@ -413,7 +416,24 @@ class _Load:
             needed=self._extra is None,
         )
 
-    def _begin(self, saved: SavedOptimizers | None) -> None:
+    def _gather_owners(self, ranks: RankGroup) -> dict[str, dict[str, Any]]:
+        """Return the keys of the values of all ranks, by the names of their entries."""
+        owners: dict[str, dict[str, Any]] = {}
+        extra = self._extra or {}
+        for of_rank in ranks.all_gather(
+            lambda: {
+                name: (value._saved_key, value._owner)
+                for name, value in extra.items()
+                if isinstance(value, PerRank)
+            }
+        ):
+            for name, (key, owner) in of_rank.items():
+                owners.setdefault(name, {})[key] = owner
+        return owners
+
+    def _begin(
+        self, saved: SavedOptimizers | None, owners: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         """Make the templates. Nothing of the caller's changes."""
         if saved is not None:
             self._state.update(saved.template(self._models, self._optimizers))
@@ -421,16 +441,22 @@ class _Load:
         if self._extra is None:
             return
         parts = list(map(get_model_state_dict, self._models))
+        joined(parts, "modules")
+        values = [split_extra_state(self._entries, part, MODEL, self._partial) for part in parts]
         self._state[MODEL] = joined(parts, "modules")
+        for one in (one for of_part in values for one in of_part.values()):
+            self._state.update(one.template)
         self._puts.append(
             lambda loaded: _load_models(
-                self._models, parts, loaded[MODEL], partial=self._partial.is_partial
+                self._models, parts, values, loaded, partial=self._partial.is_partial
             )
         )
         for name in self._extra:
-            one = SavedExtra(self._entries, self._extra, name, self._partial)
-            self._state.update(one.template)
-            self._puts.append(one.put)
+            entry = SavedExtra(
+                *(self._entries, self._extra, name, owners.get(name, {}), self._partial)
+            )
+            self._state.update(entry.template)
+            self._puts.append(entry.put)
 
     def _read(self, ranks: RankGroup) -> None:
         """Fill the templates. A planner of another class is called by torch's protocol."""
@@ -456,13 +482,15 @@ class _Load:
 def _load_models(
     models: Iterable[torch.nn.Module],
     parts: Iterable[Mapping[str, Any]],
+    values: Iterable[Mapping[str, SavedValue]],
     loaded: Mapping[str, Any],
     *,
     partial: bool,
 ) -> None:
-    """Load the modules, whose state dicts had the names of ``parts``."""
-    for module, part in zip(models, parts, strict=True):
-        own = {name: loaded[name] for name in part}
+    """Load the modules, whose state dicts had the names of ``parts`` and ``values``."""
+    for module, part, extra in zip(models, parts, values, strict=True):
+        own = {name: loaded[MODEL][name] for name in part}
+        own |= {name: value.build(loaded) for name, value in extra.items()}
         if is_fsdp1(module):
             set_model_state_dict(module, own, options=StateDictOptions(strict=not partial))
             continue

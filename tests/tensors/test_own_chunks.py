@@ -54,7 +54,9 @@ def chunk(offsets, sizes):
 def uneven(filled, *, dtype=torch.float32, device="cpu", rows=ROWS, parameter=False):
     """A DTensor of the rows of this rank."""
     at, count = rows[dist.get_rank()]
-    local = WHOLE[at : at + count].to(dtype).clone() if filled else torch.zeros(count, 3, dtype=dtype)
+    local = (
+        WHOLE[at : at + count].to(dtype).clone() if filled else torch.zeros(count, 3, dtype=dtype)
+    )
     local = describe(local.to(device), WHOLE.shape, [chunk((at, 0), (count, 3))])
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     made = DTensor.from_local(

@@ -2,6 +2,7 @@
 
 Saved at dp 2 and resumed at dp 1, tp 2, the two ranks of a tensor-parallel group went on at
 different documents. From 2 to 4 ranks, the new ones began at document 0 while the others went on.
+From 4 to 2 with keys, nobody went on with the documents of the other two.
 """
 
 import pytest
@@ -19,7 +20,7 @@ class Loader:
         self.at = at
 
     def state_dict(self):
-        return {"at": self.at}
+        return {"at": self.at, "text": "x", "t": torch.full((1,), 9.0)}
 
     def load_state_dict(self, state):
         self.at = state["at"]
@@ -45,7 +46,29 @@ def save_at_dp_2(folder):
 
 def load_at_tp_2(folder):
     loader = Loader()
-    load_training_state(f"{folder}/keyed", model(), (), {"loader": PerRank(loader, key=0)})
+    load_training_state(f"{folder}/alone_keyed", model(), (), {"loader": PerRank(loader, key=0)})
+    with pytest.raises(
+        PlanError,
+        match=r"'extra.loader' was saved for key 0, 1, and the ranks that load it are key 0: the "
+        r"state of key 1 would be lost.*reshard=function",
+    ):
+        load_training_state(f"{folder}/keyed", model(), (), {"loader": PerRank(Loader(), key=0)})
+    return loader.at
+
+
+def divide(states, key, keys):
+    assert sorted(states) == [0, 1]
+    assert all(state["text"] == "x" and state["t"].tolist() == [9.0] for state in states.values())
+    return {"at": sum(state["at"] for state in states.values()) + keys.index(key)}
+
+
+def load_with_reshard(folder):
+    """Two saved states, and one of them on each rank, or on fewer, or on more."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for path, key in ((f"{folder}/keyed", rank), (f"{folder}/ranks", None)):
+        loader = Loader()
+        load_training_state(path, model(), (), {"loader": PerRank(loader, key=key, reshard=divide)})
+        assert loader.at == (10 + 3 * rank if size == 2 else 23 + rank)
     return loader.at
 
 
@@ -56,9 +79,14 @@ def load_as_saved(folder):
 
 
 def load_more_than_saved(folder):
-    with pytest.raises(PlanError, match=r"rank0, and this is rank 1 of 2.*key=data_parallel_rank"):
+    with pytest.raises(
+        PlanError,
+        match=r"for rank 0, and the ranks that load it are rank 0, 1: there is not one.*key=data_parallel_rank",
+    ):
         load_training_state(f"{folder}/alone", model(), (), {"loader": PerRank(Loader())})
-    with pytest.raises(PlanError, match=r"no state for key=1.*key0"):
+    with pytest.raises(
+        PlanError, match=r"saved for key 0, and the ranks that load it are key 0, 1"
+    ):
         load_training_state(
             f"{folder}/alone_keyed", model(), (), {"loader": PerRank(Loader(), key=dist.get_rank())}
         )
@@ -92,7 +120,7 @@ def saved(tmp_path_factory):
 
 
 def test_tensor_parallel_peers_go_on_at_one_document(saved):
-    assert run_ranks(2, load_at_tp_2, saved) == [10, 10]
+    assert run_ranks(2, load_at_tp_2, saved) == [7, 7]
     assert run_ranks(2, load_as_saved, saved) == [10, 13]
 
 
@@ -102,11 +130,40 @@ def test_more_ranks_than_saved_are_told(saved):
 
 def test_fewer_ranks_than_saved_are_told(saved):
     loader = Loader(5)
-    with pytest.raises(PlanError, match=r"saved under rank0, rank1, and this is rank 0 of 1"):
+    with pytest.raises(
+        PlanError, match=r"saved for rank 0, 1, and the ranks that load it are rank 0"
+    ):
         load_training_state(saved / "ranks", model(), (), {"loader": PerRank(loader)})
+    with pytest.raises(
+        PlanError, match=r"saved for key 0, 1, .* are key 1: the state of key 0 would"
+    ):
+        load_training_state(saved / "keyed", model(), (), {"loader": PerRank(loader, key=1)})
+    with pytest.raises(PlanError, match=r"saved for rank 0, 1, and the ranks .* are key 0"):
+        load_training_state(saved / "ranks", model(), (), {"loader": PerRank(loader, key=0)})
     assert loader.at == 5
-    load_training_state(saved / "keyed", model(), (), {"loader": PerRank(loader, key=1)})
+    extra = {"loader": PerRank(loader, key=1)}
+    load_training_state(saved / "keyed", model(), (), extra, allow_partial_load=True)
     assert loader.at == 13
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_reshard_divides_the_saved_states(saved, ranks):
+    run_ranks(ranks, load_with_reshard, saved)
+
+
+def test_reshard_of_keys_that_are_text(tmp_path):
+    save_training_state(tmp_path, model(), (), {"it": PerRank(Loader(7), key="en")}, fsync=False)
+    loader, seen = Loader(), []
+
+    def reshard(*arguments):
+        seen.append(arguments)
+        return {"at": 1}
+
+    extra = {"it": PerRank(loader, key="de", reshard=reshard)}
+    load_training_state(tmp_path, model(), (), extra)
+    states, key, keys = seen[0]
+    assert (key, keys, loader.at) == ("de", ["de"], 1)
+    assert states["en"]["at"] == 7
 
 
 def test_what_was_not_found_is_in_the_report(saved, tmp_path):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dcp_rs import _torch
 from dcp_rs._log import current_rank
 from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.names import natural
 from dcp_rs.engine.matching import EntryInfo
 from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import pickles
@@ -20,15 +20,18 @@ from dcp_rs.tensors.flatten import flatten, is_stateful
 from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import TreePath, text_path
 from dcp_rs.tensors.pickles import plain_numbers
+from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedEntries, SavedTree, build_tree
+from dcp_rs.training.saved_tree import SavedEntries, SavedTree, build_tree, join
 
 __all__ = [
     "EXTRA",
     "PerRank",
     "RngState",
     "SavedExtra",
+    "SavedValue",
     "check_values",
+    "split_extra_state",
     "state_of",
     "with_buffers_copied",
 ]
@@ -37,19 +40,31 @@ __all__ = [
 EXTRA = "extra"
 #: Prefix of the names of values without a key of :class:`PerRank`.
 _RANK = "rank"
+#: The same, of those with a key.
+_KEY = "key"
+#: The most keys in a message.
+_SHOWN = 8
+
+
+#: A function of the saved states by key, the key of this rank, and the keys of all ranks.
+Reshard = Callable[[dict[Any, Any], Any, list[Any]], Any]
 
 
 class PerRank:
     """A value that differs between ranks, such as the position of a data loader.
 
     DCP keeps the value of one rank under a name. In this wrapper, each rank's value is saved, and
-    after a restart each rank gets the value that was saved under its key.
+    after a restart each rank gets the value that was saved under its key. A load raises if the keys
+    of all ranks are not the saved ones, unless ``reshard`` makes new states of the saved ones.
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``.
         key: names the owner of the value; for a data loader, the data-parallel rank. Ranks with
             the same key have the same value, and one of them saves it. Default: the global rank,
             which only fits a restart on the same ranks.
+        reshard: called on each rank as ``reshard(states, key, keys)`` if the keys differ. It gets
+            the saved states by key, the key of this rank, and the keys of all ranks. It returns
+            the state for ``value.load_state_dict``.
 
     Example:
         ```python
@@ -57,16 +72,22 @@ class PerRank:
         ```
     """
 
-    def __init__(self, value: Any, key: int | str | None = None) -> None:
+    def __init__(
+        self, value: Any, key: int | str | None = None, reshard: Reshard | None = None
+    ) -> None:
         self.value = value
         self.key = key
+        self.reshard = reshard
+
+    @property
+    def _owner(self) -> int | str:
+        """Return the key, by default the global rank."""
+        return current_rank() or 0 if self.key is None else self.key
 
     @property
     def _saved_key(self) -> str:
         """Return the name of the value in the checkpoint."""
-        if self.key is not None:
-            return f"key{self.key}"
-        return f"{_RANK}{current_rank() or 0}"
+        return f"{_RANK if self.key is None else _KEY}{self._owner}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's value.
@@ -192,51 +213,40 @@ def merge(old: Any, new: Any, *, keep: bool) -> Any:
     return new
 
 
-class SavedExtra:
-    """Saved state of one entry of ``extra``.
+class SavedValue:
+    """Saved state at one path.
 
     Args:
         entries: the checkpoint.
-        extra: the caller's entries.
-        name: the name of this one.
+        whole: the name of the path.
+        tree: what is saved there.
+        own: the caller's value.
         partial_load: what is left alone.
+        as_saved: load tensors in the shapes and dtypes that they have in the checkpoint, for an
+            object that takes its state as it is. Otherwise they have to be those of ``own``.
 
     Attributes:
-        template: memory for the entry, by name in the checkpoint.
-
-    Raises:
-        PlanError: the checkpoint lacks the entry, and that is an error.
+        template: memory for the state, by name in the checkpoint.
+        is_loaded: false if all of it is left out, or none is saved.
     """
 
     def __init__(
-        self, entries: SavedEntries, extra: dict[str, Any], name: str, partial_load: PartialLoad
+        self,
+        entries: SavedEntries,
+        whole: str,
+        tree: SavedTree,
+        own: Any,
+        partial_load: PartialLoad,
+        *,
+        as_saved: bool,
     ) -> None:
-        self._extra, self._name = extra, name
-        value = extra[name]
-        whole, tree = f"{EXTRA}.{name}", entries.tree((EXTRA, name))
-        is_per_rank = isinstance(value, PerRank)
-        keys = tree.by_key()
-        if is_per_rank:
-            whole = f"{whole}.{value._saved_key}"
-            tree = keys.get(value._saved_key, SavedTree(is_exact=tree.is_exact))
-        own = value.state_dict() if is_stateful(value) else value
-        is_included = partial_load.includes(whole)
-        if is_included and is_per_rank and not partial_load.is_partial:
-            _check_ranks(f"{EXTRA}.{name}", value, keys)
-        # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
-        self._keeps = partial_load.may_leave or not tree.is_exact
-        is_empty = isinstance(own, dict) and not own and not (is_per_rank or tree.is_exact)
-        self._is_loaded = bool(tree.paths or (tree.containers and is_included) or is_empty)
-        if is_included and not self._is_loaded:
-            if not is_per_rank and not partial_load.is_partial:
-                raise PlanError(f"the checkpoint has no {whole}", tensor=whole)
-            partial_load.report.missing.append(whole)
+        self.is_loaded = bool(tree.paths or (tree.containers and partial_load.includes(whole)))
         left = partial_load.exclude(tree.paths)
         left |= partial_load.incomplete(key for key in tree.paths if key not in left)
         self._kept: dict[TreePath, Any] = {}  # leaves that stay
         if left:
             # One level down: the entry itself may be a leaf.
-            flat = flatten({name: own})
+            flat = flatten({"": own})
             leaves = {_text(path[1:]): flat.values[fqn] for fqn, path in flat.paths.items()}
             gone = [tree.paths.pop(key) for key in list(tree.paths) if key in left]
             self._kept = {path: leaves[_text(path)] for path in gone if _text(path) in leaves}
@@ -244,71 +254,212 @@ class SavedExtra:
             if any(type(part) is int for path in gone if path not in self._kept for part in path):
                 partial_load.report.excluded += tree.paths
                 tree.paths.clear()
-            self._is_loaded = bool(tree.paths)
+            self.is_loaded = bool(tree.paths)
         self._tree = tree
         self._containers = partial_load.remaining(tree, whole)
         tensors = _tensors(own)
         self.template = {
-            key: _memory(entry, tensors.get(_text(tree.paths[key])))
+            key: _memory(entry, tensors.get(_text(tree.paths[key])), as_saved=as_saved)
             for key, entry in entries.find(tree.paths).items()
+        }
+
+    def build(self, loaded: Mapping[str, Any]) -> Any:
+        """Return the state, of loaded values by name in the checkpoint."""
+        leaves = [(None, path, leaf) for path, leaf in self._kept.items()] + [
+            (self._tree.positions[key], path, loaded[key]) for key, path in self._tree.paths.items()
+        ]
+        return build_tree(leaves, self._containers)
+
+
+class SavedExtra:
+    """Saved state of one entry of ``extra``.
+
+    Args:
+        entries: the checkpoint.
+        extra: the caller's entries.
+        name: the name of this one.
+        owners: the keys of all ranks, if it is a :class:`PerRank`: ``_owner`` by ``_saved_key``.
+        partial_load: what is left alone.
+
+    Attributes:
+        template: memory for the entry, by name in the checkpoint.
+
+    Raises:
+        PlanError: the checkpoint lacks the entry, or has it for other ranks, and that is an error.
+    """
+
+    def __init__(
+        self,
+        entries: SavedEntries,
+        extra: dict[str, Any],
+        name: str,
+        owners: Mapping[str, Any],
+        partial_load: PartialLoad,
+    ) -> None:
+        self._extra, self._name, self._owners = extra, name, owners
+        value = extra[name]
+        whole, tree = f"{EXTRA}.{name}", entries.tree((EXTRA, name))
+        own = value.state_dict() if is_stateful(value) else value
+        takes_all = False
+        # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
+        self._keeps = partial_load.may_leave or not tree.is_exact
+        trees = {"": tree}
+        if isinstance(value, PerRank):
+            keys = tree.by_key()
+            is_checked = partial_load.includes(f"{whole}.{value._saved_key}")
+            if is_checked and not partial_load.is_partial:
+                takes_all = _takes_all(whole, value, keys, owners)
+            whole = f"{whole}.{value._saved_key}"
+            tree = keys.get(value._saved_key, SavedTree(is_exact=tree.is_exact))
+            trees = keys if takes_all else {"": tree}
+        self._takes_all = takes_all
+        own = None if takes_all else own  # the states of all keys take memory of their own
+        self._values = {
+            key: SavedValue(entries, whole, one, own, partial_load, as_saved=is_stateful(value))
+            for key, one in trees.items()
+        }
+        is_empty = (
+            isinstance(own, dict) and not own and not (isinstance(value, PerRank) or tree.is_exact)
+        )
+        self._is_loaded = is_empty or any(one.is_loaded for one in self._values.values())
+        is_saved = bool(tree.paths or tree.containers)
+        if partial_load.includes(whole) and not (self._is_loaded or is_saved):
+            if not isinstance(value, PerRank) and not partial_load.is_partial:
+                raise PlanError(f"the checkpoint has no {whole}", tensor=whole)
+            partial_load.report.missing.append(whole)
+        self.template = {
+            key: memory for one in self._values.values() for key, memory in one.template.items()
         }
 
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Put the loaded values, by name in the checkpoint, into the entry."""
         if not self._is_loaded:
             return
-        leaves = [(None, path, leaf) for path, leaf in self._kept.items()] + [
-            (self._tree.positions[key], path, loaded[key]) for key, path in self._tree.paths.items()
-        ]
-        state = build_tree(leaves, self._containers)
+        states = {key: one.build(loaded) for key, one in self._values.items()}
         value = self._extra[self._name]
-        if is_stateful(value):
-            value.load_state_dict(state)
+        if self._takes_all:
+            owners = list(self._owners.values())
+            is_text = all(isinstance(owner, str) for owner in owners)
+            by_owner = {_owner_of(key, is_text=is_text): state for key, state in states.items()}
+            value.load_state_dict(value.reshard(by_owner, value._owner, owners))
+        elif is_stateful(value):
+            value.load_state_dict(states[""])
         else:
-            self._extra[self._name] = merge(value, state, keep=self._keeps)
+            self._extra[self._name] = merge(value, states[""], keep=self._keeps)
 
 
-def _check_ranks(name: str, value: PerRank, keys: Collection[str]) -> None:
-    """Raise if this rank would not go on with its own state. Warn if it is a random state.
+def _takes_all(name: str, value: PerRank, keys: Collection[str], owners: Mapping[str, Any]) -> bool:
+    """Compare the saved keys of a value with those of all ranks.
 
     Args:
         name: the name of the entry in the checkpoint.
         value: the caller's value.
         keys: the saved keys.
+        owners: the keys of the ranks that load.
+
+    Returns:
+        Whether the value is made of the states of all keys, by its ``reshard``.
 
     Raises:
-        PlanError: there is no state for the key; or without a key, there were more ranks.
+        PlanError: they differ, and the value has no ``reshard``.
     """
-    is_found, key = value._saved_key in keys, value.key
-    if is_found and (key is not None or isinstance(value, RngState)):
-        return
     if isinstance(value, RngState):
-        warn_caller(
-            f"{name}: this rank keeps the random number generators that it has: "
-            "the checkpoint has none of it"
+        if value._saved_key not in keys:
+            warn_caller(
+                f"{name}: this rank keeps the random number generators that it has: "
+                "the checkpoint has none of it"
+            )
+        return False
+    if set(owners) == set(keys):
+        return False
+    if keys and value.reshard is not None:
+        return True
+    if not keys:
+        raise PlanError(f"the checkpoint has no {name!r}", tensor=name)
+    saved, now = _list_keys(keys), _list_keys(owners)
+    lost = [key for key in keys if key not in owners]
+    result = f"the state of {_list_keys(lost)} would be lost" if lost else "there is not one each"
+    msg = (
+        f"{name!r} was saved for {saved}, and the ranks that load it are {now}: {result}. To "
+        "divide the saved states anew, pass PerRank(value, key, reshard=function)"
+    )
+    if value.key is None:
+        msg += (
+            ". If the state is not of a rank but of a data-parallel rank, say whose it is when you "
+            "save and when you load: PerRank(value, key=data_parallel_rank)"
         )
-        return
-    there = f"it was saved under {', '.join(sorted(keys)[:8])}" if keys else "there is none"
-    if key is not None:
-        raise PlanError(f"{name!r} has no state for key={key!r}: {there}", tensor=name)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    ranks = [int(key.removeprefix(_RANK)) for key in keys if key.removeprefix(_RANK).isdecimal()]
-    if not is_found or max(ranks) >= size:
-        msg = (
-            f"{name!r} was saved by other ranks than load it: {there}, and this is rank {rank} of "
-            f"{size}. Give it the key that tells whose it is, "
-            "PerRank(value, key=data_parallel_rank), when you save and when you load"
-        )
-        raise PlanError(msg, tensor=name)
+    raise PlanError(msg, tensor=name)
 
 
-def _memory(entry: EntryInfo, own: Any) -> torch.Tensor | None:
-    """Return memory for an entry: the caller's own tensor, if there is one; None for a value."""
+def _list_keys(keys: Collection[str]) -> str:
+    """Return keys for a message, as ``rank 0, 1`` and ``key 0, 1``."""
+    parts = []
+    for prefix in (_RANK, _KEY):
+        found = sorted((key for key in keys if key.startswith(prefix)), key=natural)
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            named = ", ".join(key.removeprefix(prefix) for key in found[:_SHOWN])
+            parts.append(f"{prefix} {named}{more}")
+    return " and ".join(parts)
+
+
+def _owner_of(key: str, *, is_text: bool) -> int | str:
+    """Return the owner that a saved key names: a number, if owners are no text."""
+    owner = key.removeprefix(_RANK if key.startswith(_RANK) else _KEY)
+    return int(owner) if owner.isdecimal() and not is_text else owner
+
+
+def split_extra_state(
+    entries: SavedEntries, part: dict[str, Any], prefix: str, partial_load: PartialLoad
+) -> dict[str, SavedValue]:
+    """Take what ``get_extra_state`` of modules returned out of a state dict.
+
+    It may have any length, and be empty before a load. So the saved state comes back as it is.
+
+    Args:
+        entries: the checkpoint.
+        part: the state dict of a model.
+        prefix: the name of the model in the checkpoint.
+        partial_load: what is left alone.
+
+    Returns:
+        What is saved of it, by key in ``part``.
+
+    Raises:
+        PlanError: the checkpoint lacks some, and that is an error.
+    """
+    found: dict[str, SavedValue] = {}
+    for key in [key for key in part if f".{key}".endswith("._extra_state")]:
+        own, whole = part.pop(key), join(prefix, key)
+        tree = entries.tree((*filter(None, prefix.split(".")), key))
+        if not partial_load.includes(whole) and not tree.paths:
+            partial_load.report.excluded.append(whole)
+            continue
+        value = SavedValue(entries, whole, tree, own, partial_load, as_saved=True)
+        # DCP stores nothing for an empty dict.
+        if value.is_loaded or (not tree.is_exact and isinstance(own, dict) and not own):
+            found[key] = value
+        elif partial_load.is_partial:
+            partial_load.report.missing.append(whole)
+        elif partial_load.includes(whole):
+            raise PlanError(f"the checkpoint has no {whole!r}", tensor=whole)
+    return found
+
+
+def _memory(entry: EntryInfo, own: Any, *, as_saved: bool) -> torch.Tensor | None:
+    """Return memory for an entry: the caller's own tensor, if it fits; None for a value."""
     if entry.dtype is None:
         return None
-    if isinstance(own, torch.Tensor):
+    if not isinstance(own, torch.Tensor):
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    is_whole = type(own) in _torch.PLAIN_TYPES
+    if not as_saved or (tuple(global_shape(own)) != entry.shape and not is_whole):
+        return own  # if it is sharded and has another shape, the load raises
+    if tuple(global_shape(own)) != entry.shape:
+        return torch.empty(entry.shape, dtype=entry.dtype, device=own.device)
+    if own.dtype == entry.dtype:
         return own
-    return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    return _torch.empty_like(own.detach(), dtype=entry.dtype, device=own.device)
 
 
 def _tensors(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:
