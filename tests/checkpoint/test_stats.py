@@ -49,16 +49,13 @@ def check(one, tensor):
     finite = expected[expected.isfinite()]
     assert one.nan == int(expected.isnan().sum())
     assert one.inf == int(expected.isinf().sum())
-    assert one.zeros == int((expected == 0).sum())
     assert (one.shape, one.elements) == (tuple(tensor.shape), tensor.numel())
     if finite.numel() == 0:
-        assert (one.min, one.max, one.mean, one.std) == (None, None, None, None)
+        assert (one.min, one.max, one.mean) == (None, None, None)
         return
     assert (float(one.min), float(one.max)) == (float(finite.min()), float(finite.max()))
     scale = float(finite.abs().max()) or 1.0
     assert math.isclose(one.mean / scale, float((finite / scale).mean()), abs_tol=1e-12)
-    std = float((finite / scale).std(correction=0))
-    assert math.isclose(one.std / scale, std, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def save_torch(state, path):
@@ -100,12 +97,11 @@ def test_large_integers_are_exact(ckpt):
 
 
 def test_large_finite_numbers_have_finite_statistics(ckpt):
-    """Sums of finite float64, and of their squares, overflowed: the mean and the deviation were NaN."""
+    """Sums of finite float64 overflowed: the mean was NaN."""
     large = torch.tensor([1.7e308, 1.7e308, -1.7e308, 1.0], dtype=torch.float64).repeat(20_000)
     save_rs({"w": large, "uint64": torch.tensor([2**64 - 1, 1 << 63, 3], dtype=torch.uint64)}, ckpt)
     found = of(ckpt)
     assert math.isclose(found["w"].mean, 1.7e308 / 4, rel_tol=1e-12)
-    assert math.isclose(found["w"].std, 1.7e308 / 4 * math.sqrt(11), rel_tol=1e-9)
     assert (found["uint64"].min, found["uint64"].max) == (3, 2**64 - 1)
 
 
@@ -139,43 +135,11 @@ def test_the_command(dcp_rs_cli, ckpt):
     save_rs({"m.10.w": bad, "m.2.w": torch.full((3,), -2, dtype=torch.int32), "step": 3}, ckpt)
     status, out, err = dcp_rs_cli("stats", ckpt)
     assert (status, err) == (0, "")
-    assert out.splitlines()[0].split() == [
-        "dtype",
-        "shape",
-        "min",
-        "max",
-        "mean",
-        "std",
-        "zeros",
-        "nan",
-        "inf",
-        "name",
-    ]
-    assert out.splitlines()[1].split() == [
-        "int32",
-        "[3]",
-        "-2",
-        "-2",
-        "-2",
-        "0",
-        "0",
-        "0",
-        "0",
-        "m.2.w",
-    ]
-    assert out.splitlines()[2].split() == [
-        "float32",
-        "[4]",
-        "0",
-        "1",
-        "0.5",
-        "0.5",
-        "25.0%",
-        "1",
-        "1",
-        "m.10.w",
-    ]
-    assert "NaN in 1 tensor" in out.splitlines()[-1]
+    header, integers, floats, total = out.splitlines()
+    assert header.split() == ["dtype", "shape", "min", "max", "mean", "nan", "inf", "name"]
+    assert integers.split() == ["int32", "[3]", "-2", "-2", "-2", "0", "0", "m.2.w"]
+    assert floats.split() == ["float32", "[4]", "0", "1", "0.5", "1", "1", "m.10.w"]
+    assert "NaN in 1 tensor" in total
     assert dcp_rs_cli("stats", ckpt, "--fail-on-nan")[0] == 1
     assert dcp_rs_cli("stats", ckpt, "--fail-on-nan", "--exclude", "m.10.*")[0] == 0
     assert dcp_rs_cli("stats", ckpt, "m.2.*", "--fail-on-nan", "--json")[0] == 0
@@ -196,14 +160,6 @@ def test_a_dtype_that_this_torch_lacks_can_be_left_out(dcp_rs_cli, ckpt, monkeyp
     assert "'new' is of dtype int16" in dcp_rs_cli("stats", ckpt)[2]
     status, out, _ = dcp_rs_cli("stats", ckpt, "--exclude", "new")
     assert (status, out.splitlines()[-1].split(",")[0]) == (0, "1 tensor")
-
-
-def test_zeros_of_complex_tensors_are_a_share_of_their_parts(dcp_rs_cli, ckpt):
-    """All of such a tensor was 200 % zeros."""
-    state = {"half": torch.ones(4, dtype=torch.complex64), "whole": torch.zeros(4).cfloat()}
-    save_rs(state, ckpt)
-    lines = dcp_rs_cli("stats", ckpt)[1].splitlines()
-    assert [line.split()[6] for line in lines[1:3]] == ["50.0%", "100.0%"]
 
 
 def test_the_tree_adds_up(dcp_rs_cli, ckpt):

@@ -136,6 +136,7 @@ def test_diff(dcp_rs_cli, tmp_path: Path) -> None:
         "dtype": torch.ones(3),
         "lr": 0.1,
         "n": 1,
+        "cast": torch.ones(2),
     }
     a |= {
         "w": torch.zeros(3_000_000, dtype=torch.bfloat16),
@@ -147,6 +148,7 @@ def test_diff(dcp_rs_cli, tmp_path: Path) -> None:
         "dtype": torch.full((3,), 1.5, dtype=torch.float16),
         "lr": 0.2,
         "new": torch.ones(2),
+        "cast": torch.ones(2).half(),
     }
     del b["gone"]
     b["w"] = a["w"].clone()
@@ -162,6 +164,7 @@ def test_diff(dcp_rs_cli, tmp_path: Path) -> None:
         "new": "only in b",
         "shape": "shape",
         "dtype": "dtype",
+        "cast": "dtype",
         "lr": "value",
         "w": "elements",
     }
@@ -175,7 +178,9 @@ def test_diff(dcp_rs_cli, tmp_path: Path) -> None:
     status, out, _ = dcp_rs_cli("diff", tmp_path / "a", tmp_path / "b.pt")
     assert status == 1
     assert "2 elements differ, by at most 0.25" in out
-    assert "6 of 9 entries differ" in out
+    assert "float32 | float16, by at most 0.5" in out
+    assert "float32 | float16, equal elements" in out
+    assert "7 of 10 entries differ" in out
     chosen = ["--include", "w", "--include", "same"]
     assert dcp_rs_cli("diff", tmp_path / "a", tmp_path / "b.pt", *chosen)[0] == 1
     assert (
@@ -183,7 +188,7 @@ def test_diff(dcp_rs_cli, tmp_path: Path) -> None:
         == 0
     )
     status, out, _ = dcp_rs_cli("diff", tmp_path / "a", tmp_path / "a")
-    assert (status, out.startswith("the same: 8 entries")) == (0, True)
+    assert (status, out.startswith("the same: 9 entries")) == (0, True)
 
 
 def test_convert_takes_all_options(dcp_rs_cli, world: Path, tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ __all__ = ["Comparison", "Difference", "compare", "entry_differences"]
 _SLAB_BYTES = 16 << 20
 #: Bytes that several passes compare at once, a multiple of all itemsizes. They stay in the cache.
 _COMPARED_BYTES = 256 << 10
-#: The dtype that torch cannot cast.
+#: The dtype that torch cannot cast, and one whose integers no other dtype holds.
 _UNREADABLE = torch.float4_e2m1fn_x2
+_UNCASTABLE = {_UNREADABLE, torch.uint64}
 _INT64_MIN = torch.iinfo(torch.int64).min
 
 
@@ -43,9 +44,10 @@ class Difference:
         kind: the kind of difference. ``"path"`` is for keys with the same text but other types, as
             0 and "0".
         a, b: a shape, dtype or path in each checkpoint; empty if elements differ.
-        elements: the number of elements with different bits; None if they were not compared.
+        elements: the number of elements with different bits; None between two dtypes.
         max_abs: the largest absolute difference of two elements, an exact ``int`` for integers; NaN
-            if only one of them is NaN.
+            if only one of them is NaN. Between two dtypes 0 says that all elements are equal, and
+            None that torch has no dtype for both.
         container: whether it is a container: an empty one, or one of another kind than ``dict``.
     """
 
@@ -229,7 +231,7 @@ def entry_differences(
             yield from _value_difference(one.name, left.value(one), right.value(other))
         elif one.shape != other.shape:
             yield Difference(one.name, "shape", str(list(one.shape)), str(list(other.shape)))
-        elif one.dtype != other.dtype and _UNREADABLE in (one.dtype, other.dtype):
+        elif one.dtype != other.dtype and {one.dtype, other.dtype} & _UNCASTABLE:
             yield Difference(one.name, "dtype", _dtype_name(one), _dtype_name(other))
         else:
             alike.append((one, other))
@@ -241,7 +243,7 @@ def entry_differences(
         progress(done, total)
     for pair, a, b in _pieces(left, right, alike):
         one, other = alike[pair]
-        number, by = _compared(a, b, one.dtype, other.dtype)
+        number, by = _compared(a, b)
         numbers[pair] += number
         largest[pair] = _larger(largest[pair], by)
         done += one.nbytes * a.numel() // math.prod(one.shape)
@@ -249,7 +251,8 @@ def entry_differences(
             progress(done, total)
     for (one, other), number, by in zip(alike, numbers, largest, strict=True):
         if one.dtype != other.dtype:
-            yield Difference(one.name, "dtype", _dtype_name(one), _dtype_name(other), number, by)
+            dtypes = _dtype_name(one), _dtype_name(other)
+            yield Difference(one.name, "dtype", *dtypes, max_abs=by)
         elif number and not (by is not None and by <= tolerance and tolerance > 0):
             yield Difference(one.name, "elements", elements=number, max_abs=by)
 
@@ -307,44 +310,24 @@ def _is_integral(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _compared(
-    a: torch.Tensor, b: torch.Tensor, dtype_a: torch.dtype | None, dtype_b: torch.dtype | None
-) -> tuple[int, float | None]:
-    """Return how many elements differ, and by how much at most.
-
-    Args:
-        a, b: elements in a dtype that holds either.
-        dtype_a, dtype_b: their stored dtypes.
-    """
-    is_cast = a.dtype == torch.int64 and dtype_a != dtype_b and torch.uint64 in (dtype_a, dtype_b)
-    if not is_cast and _equal(a, b):
+def _compared(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float | None]:
+    """Return how many elements of one dtype differ, and by how much at most."""
+    if _equal(a, b):
         return 0, 0.0
     total = 0
     largest: float | None = 0.0
     count = _COMPARED_BYTES // a.dtype.itemsize
     for at in range(0, a.numel(), count):
         x, y = a[at : at + count], b[at : at + count]
-        if is_cast:
-            number, by = _differing_unsigned(*((x, y) if dtype_b == torch.uint64 else (y, x)))
-        elif _equal(x, y):
-            continue
-        else:
-            number, by = _count_different(x, y), _largest_difference(x, y)
-        total, largest = total + number, _larger(largest, by)
+        if not _equal(x, y):
+            total += _count_different(x, y)
+            largest = _larger(largest, _largest_difference(x, y))
     return total, largest
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether all bits are equal."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def _differing_unsigned(signed: torch.Tensor, unsigned: torch.Tensor) -> tuple[int, float | None]:
-    """Compare integers with those of uint64, of which large ones were cast to negative ones."""
-    differ = (signed != unsigned) | (signed < 0)
-    numbers = zip(signed[differ].tolist(), unsigned[differ].tolist(), strict=True)
-    apart = [abs(one - other % (1 << 64)) for one, other in numbers]
-    return len(apart), max(apart, default=0)
 
 
 def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:

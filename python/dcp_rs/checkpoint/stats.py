@@ -42,8 +42,8 @@ class TensorStats:
         dtype: the format's name of its dtype.
         shape: its shape.
         min, max: the extremes of the finite elements; None if there are none.
-        mean, std: their mean and population standard deviation in float64; None likewise.
-        nan, inf, zeros: the numbers of such elements.
+        mean: their mean in float64; None likewise.
+        nan, inf: the numbers of such elements.
         elements: the number of all elements.
     """
 
@@ -53,42 +53,30 @@ class TensorStats:
     min: float | int | None
     max: float | int | None
     mean: float | None
-    std: float | None
     nan: int
     inf: int
-    zeros: int
     elements: int
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Statistics of some elements. Mean, deviation and extremes are those of the finite ones."""
+    """Statistics of some elements. Mean and extremes are those of the finite ones."""
 
     finite: int = 0
     mean: float = 0.0
-    deviation: float = 0.0
     least: float = math.inf
     greatest: float = -math.inf
     nan: int = 0
     infinite: int = 0
-    zeros: int = 0
 
     def add(self, other: _Sums) -> None:
-        """Add other elements (Chan, Golub, LeVeque 1979), without squares that could overflow."""
+        """Add other elements, without sums that could overflow."""
         self.nan, self.infinite = self.nan + other.nan, self.infinite + other.infinite
-        self.zeros += other.zeros
         if other.finite == 0:
             return
         self.least, self.greatest = min(self.least, other.least), max(self.greatest, other.greatest)
         total = self.finite + other.finite
-        own, others = self.finite / total, other.finite / total
-        apart = math.sqrt(own * others)
-        self.deviation = math.hypot(
-            self.deviation * math.sqrt(own),
-            other.deviation * math.sqrt(others),
-            other.mean * apart - self.mean * apart,
-        )
-        self.mean = self.mean * own + other.mean * others
+        self.mean = self.mean * (self.finite / total) + other.mean * (other.finite / total)
         self.finite = total
 
 
@@ -102,7 +90,7 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
         numbers = values[torch.cat([stored & 15, stored >> 4]).long()]
     else:
         numbers = stored.double()
-    sums = _Sums(zeros=int((numbers == 0).sum()))
+    sums = _Sums()
     finite = numbers.isfinite()
     sums.finite = int(finite.sum())
     if sums.finite < numbers.numel():
@@ -112,11 +100,8 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
     if sums.finite == 0:
         return sums
     sums.least, sums.greatest = (float(extreme) for extreme in numbers.aminmax())
-    # Sums of large elements would overflow, so they are counted in units of the largest.
-    largest = max(-sums.least, sums.greatest)
-    unit = largest if largest > 1e100 else 1.0
-    deviation, mean = torch.std_mean(numbers / unit if unit != 1.0 else numbers, correction=0)
-    sums.mean, sums.deviation = float(mean) * unit, float(deviation) * unit
+    # Divided first, or the sum of large elements would overflow.
+    sums.mean = float((numbers / sums.finite).sum())
     if dtype == "int64":
         sums.least, sums.greatest = (int(extreme) for extreme in stored.aminmax())
     elif dtype == "uint64":  # torch cannot compare them
@@ -168,9 +153,7 @@ def _finished(item: Item, dtype: str, sums: _Sums) -> TensorStats:
         sums.least if some else None,
         sums.greatest if some else None,
         sums.mean if some else None,
-        sums.deviation if some else None,
         sums.nan,
         sums.infinite,
-        sums.zeros,
         math.prod(item.shape),
     )

@@ -130,8 +130,9 @@ def _details(one: Difference) -> str:
     if one.elements is not None:
         verb = "differs" if one.elements == 1 else "differ"
         details.append(f"{count(one.elements, 'element')} {verb}")
-    if one.max_abs is not None and one.elements:
-        details.append(f"by at most {one.max_abs:.3g}")
+    if one.max_abs is not None:
+        is_equal = one.kind == "dtype" and one.max_abs == 0
+        details.append("equal elements" if is_equal else f"by at most {one.max_abs:.3g}")
     return ", ".join(filter(None, details))
 
 

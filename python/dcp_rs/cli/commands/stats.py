@@ -24,10 +24,8 @@ from dcp_rs.options import ReadOptions
 if TYPE_CHECKING:
     from dcp_rs.checkpoint.stats import TensorStats  # it imports torch
 
-_SORTS = ("name", "min", "max", "mean", "std", "zeros", "nan", "inf", "elements")
+_SORTS = ("name", "min", "max", "mean", "nan", "inf", "elements")
 _COLUMNS = ["<dtype", "<shape", *(f">{name}" for name in _SORTS[1:-1]), "<name"]
-#: The dtypes with two numbers in an element. Each number is counted.
-_PAIRS = frozenset(["complex32", "bcomplex32", "complex64", "complex128", "float4_e2m1fn_x2"])
 
 
 @command(
@@ -64,7 +62,7 @@ def _stats(
 ) -> int:
     """Read tensors and show statistics of their elements.
 
-    These are minimum, maximum, mean, standard deviation, and counts of zeros, NaN and infinities.
+    These are minimum, maximum, mean, and counts of NaN and infinities.
     """
     from dcp_rs.checkpoint.source import IndexSource
     from dcp_rs.checkpoint.stats import stats
@@ -106,12 +104,10 @@ def _numbered(value: float | None) -> float:
 
 
 def _row(one: TensorStats) -> list[str]:
-    numbers = one.elements * (2 if one.dtype in _PAIRS else 1)
     return [
         one.dtype,
         show_shape(one.shape),
-        *map(_number, (one.min, one.max, one.mean, one.std)),
-        f"{one.zeros / numbers:.1%}" if one.zeros else "0",
+        *map(_number, (one.min, one.max, one.mean)),
         f"{one.nan:,}",
         f"{one.inf:,}",
         one.name,
