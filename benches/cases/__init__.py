@@ -2,6 +2,7 @@
 
 FAMILIES = {
     "warm": "everything in the page cache, into preallocated tensors; and what verify costs",
+    "offsets": "the same, into tensors at different distances from the start of a page",
     "cold": "nothing in the page cache",
     "small": "many small tensors",
     "metadata": "very many chunks: the metadata and the plan of one rank",

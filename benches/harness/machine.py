@@ -23,6 +23,7 @@ def describe(folder: Path) -> dict[str, Any]:
     thp = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "cpu": cpu,
+        "processor": _processor(cpu),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory / 1e9, 1),
         "file_system": file_system(folder),
@@ -77,6 +78,23 @@ def _field(path: str, name: str) -> str | None:
         if key.strip() == name:
             return value.strip()
     return None
+
+
+def _caches() -> str:
+    """The sizes of the caches of a core, from the first level on."""
+    folder = Path("/sys/devices/system/cpu/cpu0/cache")
+    return ", ".join(
+        f"L{(index / 'level').read_text().strip()} {(index / 'size').read_text().strip()}"
+        for index in sorted(folder.glob("index*"))
+        if (index / "type").read_text().strip() != "Instruction"
+    )
+
+
+def _processor(cpu: str) -> str:
+    """The processor for people: name, family and model, caches."""
+    family, model = (_field("/proc/cpuinfo", name) for name in ("cpu family", "model"))
+    which = f"family {family}, model {model}; " if family else ""
+    return f"{cpu} ({which}{_caches()})".replace("(R)", "")
 
 
 def _commit() -> str:

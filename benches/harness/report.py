@@ -16,7 +16,7 @@ def markdown(results: Results) -> str:
     """The whole report."""
     machine = results["machine"]
     about = (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB of memory, "
+        f"{machine.get('processor', machine['cpu'])}, {machine['cores']} cores, {machine['memory_gb']} GB of memory, "
         f"{machine['file_system']}, Linux {machine['kernel']}, accelerator: {machine['accelerator']}. "
         f"torch {machine['torch']}, safetensors {machine['safetensors']}, "
         f"dcp-rs {machine['dcp_rs']} ({machine['commit']}), Python {machine['python']}. "

@@ -163,7 +163,7 @@ def circumstances(results: dict[str, Any]) -> str:
     machine = results["machine"]
     file_system = machine["file_system"].partition(" ")[0]
     torch = ".".join(machine["torch"].split(".")[:2])
-    cpu = machine["cpu"].replace("(R)", "")
+    cpu = machine.get("processor", machine["cpu"]).replace("(R)", "")
     accelerator = "CPU tensors" if machine["accelerator"] == "none" else machine["accelerator"]
     busy = [
         family["noise"][when]["busy"]

@@ -8,17 +8,19 @@ mod signs;
 mod stream;
 mod strided;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
+mod walk;
+#[cfg(all(target_arch = "x86_64", not(miri)))]
 mod xxh3;
 
-pub(crate) use digest::copy_with_digest_unfenced;
 pub(crate) use run::copy_strided_unfenced;
-pub(crate) use stream::fence;
 
 pub use accumulate::Accumulate;
 pub(crate) use accumulate::round_to_bfloat16;
+pub use digest::copy_with_digest_unfenced;
 pub use float8::float8;
 pub use run::copy_strided;
 pub use signs::{SignBits, Signs};
+pub use stream::fence;
 pub use strided::{Loop, Strided};
 
 /// How to write the cache lines of the destination.

@@ -22,8 +22,10 @@ const STRIPE: usize = 64;
 const STRIPES: usize = 16;
 /// Bytes of a round.
 const ROUND: usize = STRIPE * STRIPES;
-/// Most rounds of a position: positions are this many rounds apart.
-const MOST: usize = 64;
+/// Most rounds of a position: positions are this many rounds apart. It is odd, as every distance
+/// is: so positions are 1,024 bytes apart modulo 4,096, and the loads of one do not look to the
+/// core as if they read what another just stored (see [`walk`](super::walk)).
+const MOST: usize = 63;
 /// Shortest input of this variant; XXH3 hashes shorter ones differently.
 const LONG: usize = 241;
 
@@ -110,6 +112,11 @@ pub fn can_copy(dst: *const u8, len: usize) -> bool {
     len >= LONG && dst.align_offset(STRIPE) == 0 && is_x86_feature_detected!("avx2")
 }
 
+/// Returns the largest odd number up to `number`, which is not 0.
+fn odd(number: usize) -> usize {
+    (number - 1) | 1
+}
+
 /// Copies `rounds` rounds at each position, and adds them. The positions follow one another in
 /// memory.
 ///
@@ -180,7 +187,7 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     let mut at = 0;
     while at < last {
         let left = (last - at) / ROUND;
-        let (places, rounds) = if left < 4 { (1, left) } else { (4, (left / 4).min(MOST)) };
+        let (places, rounds) = if left < 4 { (1, left) } else { (4, odd(left / 4).min(MOST)) };
         // SAFETY: this many rounds are left, which the caller guarantees. `at` is a whole number of
         // rounds.
         unsafe {
