@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+from collections import OrderedDict
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -328,6 +329,16 @@ def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True
     A flat parameter of FSDP1 has several.
     """
     return sorted(state_dict._get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
+
+
+def module_version(module: torch.nn.Module) -> int | None:
+    """Return the version of a module's state, which its class says."""
+    return module._version
+
+
+def set_module_versions(state: OrderedDict[str, Any], versions: dict[str, Any]) -> None:
+    """Tell ``Module.load_state_dict`` the versions of modules, by name (2.8, 2.11, 2.15)."""
+    state._metadata = versions  # type: ignore[attr-defined]  # as Module.state_dict() does
 
 
 def without_checksums() -> AbstractContextManager[None]:

@@ -12,12 +12,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     set_model_state_dict,
 )
 from torch.optim import Optimizer
 
-from dcp_rs import _torch
 from dcp_rs._arguments import check_arguments, suggest_option
 from dcp_rs.api import save
 from dcp_rs.checkpoint.names import repeatable
@@ -39,12 +37,15 @@ from dcp_rs.training.extra import (
     split_extra_state,
     state_of,
     with_buffers_copied,
+    without_tensors,
 )
 from dcp_rs.training.load_optimizer import SavedOptimizers, saved_optimizers
-from dcp_rs.training.optimizers import is_fsdp1, joined, optimizer_state
+from dcp_rs.training.names import without_wrappers
+from dcp_rs.training.optimizers import is_fsdp1, joined, model_state, optimizer_state
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_tree import SavedEntries, join
 from dcp_rs.training.settings import KeepSettings
+from dcp_rs.training.versions import VERSIONS, gather_versions, with_versions
 
 __all__ = [
     "PerRank",
@@ -64,7 +65,7 @@ Optimizers = Optimizer | Iterable[Optimizer]
 @suggest_option
 def training_state(
     model: Models,
-    optimizers: Optimizers = (),
+    optimizers: Optimizers | None = (),
     extra: Mapping[str, Any] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -72,15 +73,16 @@ def training_state(
 ) -> dict[str, Any]:
     """Return the state dict that :func:`save_training_state` saves, for other functions that save.
 
-    It has ``"model"`` and ``"optim"`` as torch's ``get_state_dict`` returns them, and ``"extra"``.
+    It has ``"model"`` and ``"optim"`` as torch's ``get_state_dict`` returns them, ``"extra"``, and
+    ``"model_versions"``: the versions of modules.
     Tensors are those of the model and the optimizers. Buffers are copies, so that a forward pass
     may write to them while ``async_staging=True`` copies the rest.
 
     Args:
         model, optimizers, extra: as for :func:`save_training_state`.
         process_group: the process group of the save.
-        strict_values: raise for values in ``extra`` that would not load under
-            ``weights_only=True``.
+        strict_values: raise for values in ``extra``, and in the state and settings of optimizers,
+            that would not load under ``weights_only=True``.
 
     Returns:
         A state dict for :func:`dcp_rs.save`, :func:`dcp_rs.async_save` or
@@ -102,7 +104,7 @@ def training_state(
 
 def _training_state(
     model: Models,
-    optimizers: Optimizers,
+    optimizers: Optimizers | None,
     extra: Mapping[str, Any] | None,
     ranks: RankGroup,
     *,
@@ -110,10 +112,10 @@ def _training_state(
     copy_buffers: bool = False,
 ) -> dict[str, Any]:
     # A step of its own: what follows contains collectives.
-    models, several = ranks.run(lambda: (_modules(model), _several(optimizers)))
+    models, several = ranks.run(lambda: _checked(model, optimizers, extra))
 
     def make() -> dict[str, Any]:
-        parts = map(get_model_state_dict, models)
+        parts = map(model_state, models)
         state: dict[str, Any] = {MODEL: joined(parts, "modules")}
         if copy_buffers:
             state[MODEL] = with_buffers_copied(state[MODEL], models)
@@ -123,6 +125,9 @@ def _training_state(
             state[OPTIM] = optim
         elif optim["param_groups"]:
             state[OPTIM] = {"param_groups": optim["param_groups"]}
+        if strict and OPTIM in state:
+            check_values(OPTIM, without_tensors(state[OPTIM]))
+        state[VERSIONS] = gather_versions(models, ranks)
         if extra:
             state[EXTRA] = {name: state_of(value) for name, value in extra.items()}
             if strict:
@@ -135,7 +140,7 @@ def _training_state(
 def save_training_state(
     path: str | os.PathLike[str],
     model: Models,
-    optimizers: Optimizers = (),
+    optimizers: Optimizers | None = (),
     extra: Mapping[str, Any] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -161,15 +166,17 @@ def save_training_state(
             load under ``weights_only=True``.
         process_group, no_dist: as in ``dcp.save``.
         planner: as for :func:`dcp_rs.save`.
-        write_options: arguments of :class:`dcp_rs.RsWriter`. For values in ``extra``,
-            ``strict_values`` is true by default.
+        write_options: arguments of :class:`dcp_rs.RsWriter`. For values in ``extra`` and of
+            optimizers, ``strict_values`` is true by default.
 
     Returns:
         The metadata, as :func:`dcp_rs.save`.
 
     Raises:
         PlanError: an optimizer has a parameter that is not in the model.
-        UnsafePickleError: a value in ``extra`` would not load under ``weights_only=True``.
+        UnsafePickleError: a value in ``extra``, or of an optimizer, would not load under
+            ``weights_only=True``.
+        TypeError: an optimizer is no ``torch.optim.Optimizer``.
         DcpRsError: as :func:`dcp_rs.save`.
 
     Example:
@@ -191,7 +198,7 @@ def save_training_state(
 def load_training_state(
     path: str | os.PathLike[str],
     model: Models,
-    optimizers: Optimizers = (),
+    optimizers: Optimizers | None = (),
     extra: dict[str, Any] | None = None,
     *,
     allow_partial_load: bool = False,
@@ -321,7 +328,7 @@ def load_optim_state_dict(
 def _load(
     path: str | os.PathLike[str],
     model: Models,
-    optimizer: Optimizers,
+    optimizer: Optimizers | None,
     planner: LoadPlanner | None,
     ranks: RankGroup,
     read_options: dict[str, Any],
@@ -338,7 +345,7 @@ def _load(
     planner = RsLoadPlanner(allow_partial_load=partial) if planner is None else planner
     called = load_optim_state_dict if extra is None else load_training_state
     partial = partial or bool(getattr(planner, "allow_partial_load", False))
-    models, optimizers = ranks.run(lambda: (_modules(model), _several(optimizer)))
+    models, optimizers = ranks.run(lambda: _checked(model, optimizer, extra))
     if "views" in read_options:  # a load that begins again iterates again
         read_options["views"] = repeatable(read_options["views"])
 
@@ -440,17 +447,21 @@ class _Load:
             self._puts.append(saved.put)
         if self._extra is None:
             return
-        parts = list(map(get_model_state_dict, self._models))
+        parts = list(map(model_state, self._models))
         joined(parts, "modules")
         values = [split_extra_state(self._entries, part, MODEL, self._partial) for part in parts]
         self._state[MODEL] = joined(parts, "modules")
         for one in (one for of_part in values for one in of_part.values()):
             self._state.update(one.template)
-        self._puts.append(
-            lambda loaded: _load_models(
-                self._models, parts, values, loaded, partial=self._partial.is_partial
-            )
-        )
+        versions = None
+        if VERSIONS in self._entries:
+            versions = dict(self._reader._read_value(VERSIONS))
+
+        def put(loaded: Mapping[str, Any]) -> None:
+            partial = self._partial.is_partial
+            _load_models(self._models, parts, values, loaded, versions, partial=partial)
+
+        self._puts.append(put)
         for name in self._extra:
             entry = SavedExtra(
                 *(self._entries, self._extra, name, owners.get(name, {}), self._partial)
@@ -473,7 +484,7 @@ class _Load:
         """Hand over what was read."""
         for put in self._puts:
             put(self._state)
-        before = [join(self._key, "param_groups")] if self._optimizers else []
+        before = [VERSIONS, join(self._key, "param_groups")][: 2 if self._optimizers else 1]
         extra = self._extra or {}
         per_rank = [name for name, value in extra.items() if isinstance(value, PerRank)]
         self._partial.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
@@ -484,6 +495,7 @@ def _load_models(
     parts: Iterable[Mapping[str, Any]],
     values: Iterable[Mapping[str, SavedValue]],
     loaded: Mapping[str, Any],
+    versions: Mapping[str, int] | None,
     *,
     partial: bool,
 ) -> None:
@@ -492,19 +504,37 @@ def _load_models(
         own = {name: loaded[MODEL][name] for name in part}
         own |= {name: value.build(loaded) for name, value in extra.items()}
         if is_fsdp1(module):
+            own = with_versions(own, module, versions)
             set_model_state_dict(module, own, options=StateDictOptions(strict=not partial))
             continue
-        # That function raises if a wrapped module is registered under two names.
-        names = {key: _torch.fqns(module, key)[0] for key in module.state_dict()}
+        names = {key: without_wrappers(module, key) for key in module.state_dict()}
         found = {key: own[name] for key, name in names.items() if name in own}
-        module.load_state_dict(found, strict=not partial)
+        module.load_state_dict(with_versions(found, module, versions), strict=not partial)
+
+
+def _checked(
+    model: Models, optimizers: Optimizers | None, extra: Any
+) -> tuple[tuple[torch.nn.Module, ...], tuple[Optimizer, ...]]:
+    """Return the modules and the optimizers of a job.
+
+    Raises:
+        TypeError: an argument is of another type.
+    """
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra is of type {type(extra).__name__}: pass a dict of entries by name")
+    return _modules(model), _several(optimizers)
 
 
 def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
-    models = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
+    if isinstance(model, torch.nn.Module):
+        return (model,)
+    kind = type(model).__name__
+    if isinstance(model, Mapping):
+        raise TypeError(f"model is a state dict ({kind}): pass the module that it is of")
+    models = tuple(model) if isinstance(model, Iterable) else ()
     if not models or not all(isinstance(one, torch.nn.Module) for one in models):
-        msg = f"model is {model!r}: a module, or several"
-        raise TypeError(msg)
+        kinds = ", ".join(sorted({type(one).__name__ for one in models})) or kind
+        raise TypeError(f"model is of type {kinds}: pass a torch.nn.Module, or several")
     if models[1:] and any(map(is_fsdp1, models)):
         msg = (
             "several modules, of which one is of FSDP1 (FullyShardedDataParallel): "
@@ -514,5 +544,17 @@ def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
     return models
 
 
-def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:
-    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+def _several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
+    if optimizers is None or isinstance(optimizers, Optimizer):
+        return () if optimizers is None else (optimizers,)
+    if isinstance(optimizers, Mapping):
+        raise TypeError("optimizers is a state dict in place of an optimizer")
+    several = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    other = next((one for one in several if not isinstance(one, Optimizer)), None)
+    if other is not None:
+        msg = (
+            f"an optimizer is of type {type(other).__name__}, which is no torch.optim.Optimizer: "
+            "pass the optimizer that it wraps, and its own state in extra="
+        )
+        raise TypeError(msg)
+    return several

@@ -21,6 +21,7 @@ from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import TreePath, text_path
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.tensors.shards import global_shape
+from dcp_rs.training.names import without_wrappers
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_tree import SavedEntries, SavedTree, build_tree, join
 
@@ -34,6 +35,7 @@ __all__ = [
     "split_extra_state",
     "state_of",
     "with_buffers_copied",
+    "without_tensors",
 ]
 
 #: The key of these entries in the checkpoint.
@@ -183,6 +185,17 @@ def check_values(name: str, tree: Any) -> None:
             raise UnsafePickleError(msg, tensor=fqn)
 
 
+def without_tensors(tree: Any) -> Any:
+    """Return a tree without its tensors and plain values, which are most of it."""
+    if isinstance(tree, Mapping):
+        pairs = ((key, without_tensors(value)) for key, value in tree.items())
+        return {key: value for key, value in pairs if value is not None}
+    if type(tree) is list:
+        return [without_tensors(value) for value in tree]
+    is_plain = isinstance(tree, torch.Tensor) or type(tree) in (bool, int, float, str)
+    return None if is_plain else tree
+
+
 def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]) -> dict[str, Any]:
     """Return a state dict of ``models`` with copies of their buffers.
 
@@ -192,7 +205,7 @@ def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]
         name
         for model in models
         for key, _ in model.named_buffers(remove_duplicate=False)
-        for name in _torch.fqns(model, key)
+        for name in (without_wrappers(model, key),)
     }
     with torch.no_grad():
         return {key: clone(value) if key in names else value for key, value in state.items()}
@@ -314,6 +327,7 @@ class SavedExtra:
             trees = keys if takes_all else {"": tree}
         self._takes_all = takes_all
         own = None if takes_all else own  # the states of all keys take memory of their own
+        is_saved = bool(tree.paths or (tree.containers and partial_load.includes(whole)))
         self._values = {
             key: SavedValue(entries, whole, one, own, partial_load, as_saved=is_stateful(value))
             for key, one in trees.items()
@@ -322,7 +336,6 @@ class SavedExtra:
             isinstance(own, dict) and not own and not (isinstance(value, PerRank) or tree.is_exact)
         )
         self._is_loaded = is_empty or any(one.is_loaded for one in self._values.values())
-        is_saved = bool(tree.paths or tree.containers)
         if partial_load.includes(whole) and not (self._is_loaded or is_saved):
             if not isinstance(value, PerRank) and not partial_load.is_partial:
                 raise PlanError(f"the checkpoint has no {whole}", tensor=whole)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
@@ -25,6 +26,7 @@ from dcp_rs import _torch
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.pickles import plain_numbers
+from dcp_rs.training.names import without_wrappers
 
 __all__ = [
     "compiler_names",
@@ -34,6 +36,7 @@ __all__ = [
     "is_fsdp1",
     "is_named",
     "joined",
+    "model_state",
     "names_by_key",
     "optimizer_state",
     "parameter_names",
@@ -74,6 +77,18 @@ def optimizer_state(
         "state": joined((osd["state"] for osd in states), "optimizers"),
         "param_groups": _of_all_ranks(groups, ranks),
     }
+
+
+def model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model, under names without wrappers.
+
+    Unlike torch's ``get_model_state_dict``, which FSDP1 needs, it keeps the keys that a hook adds,
+    renames or divides, and takes a module without parameters.
+    """
+    if is_fsdp1(model):
+        state: dict[str, Any] = get_model_state_dict(model)
+        return state
+    return {without_wrappers(model, key): value for key, value in model.state_dict().items()}
 
 
 def joined(parts: Iterable[Mapping[str, Any]], owners: str) -> dict[str, Any]:
@@ -190,11 +205,13 @@ def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
 def fqns_by_parameter(models: Sequence[torch.nn.Module]) -> dict[int, list[str]]:
     """Return the FQNs of all parameters by their ids. A flat parameter has several FQNs."""
     # A parameter that several models have goes by its name in the first one.
-    return {
-        id(param): list(map(without_compiler, _torch.fqns(model, key)))
-        for model in reversed(models)
-        for key, param in model.named_parameters()
-    }
+    fqns_of: dict[int, list[str]] = {}
+    for model in reversed(models):
+        fsdp1 = is_fsdp1(model)
+        for key, param in model.named_parameters():
+            fqns = _torch.fqns(model, key) if fsdp1 else [key]
+            fqns_of[id(param)] = [without_wrappers(model, fqn) for fqn in fqns]
+    return fqns_of
 
 
 def parameter_names(
