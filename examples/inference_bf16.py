@@ -29,7 +29,7 @@ def main(folder: str) -> nn.Module:
         model = build()
     state = model.state_dict()
     # The names in the checkpoint are "model.<name>". Its optimizer state is not read.
-    planner = RsLoadPlanner(dtype=torch.bfloat16, device="cpu", rename={"model": ""})
+    planner = RsLoadPlanner(dtype=torch.bfloat16, device="cpu", assign=True, rename={"model": ""})
     dcp_rs.load(state, path, planner=planner)
     model.load_state_dict(state, assign=True)
     model.eval()

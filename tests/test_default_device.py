@@ -77,9 +77,8 @@ def save_and_load(folder: Path, on_meta: Callable[[], AbstractContextManager[Any
     with on_meta():
         dcp_rs.save(dict(want), folder / "saved", no_dist=True)
         dcp_rs.load(loaded, folder / "saved", no_dist=True)
-        dcp_rs.load(
-            wider, folder / "saved", planner=RsLoadPlanner(dtype=torch.float64), no_dist=True
-        )
+        planner = RsLoadPlanner(dtype=torch.float64, assign=True)
+        dcp_rs.load(wider, folder / "saved", planner=planner, no_dist=True)
         dcp.save(dict(want), storage_writer=RsWriter(folder / "by torch"), no_dist=True)
         reader = RsReader(folder / "by torch")
         dcp.load(by_torch, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)

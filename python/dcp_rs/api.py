@@ -122,6 +122,7 @@ def load(
     allow_partial_load: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    assign: bool = False,
     dtype_policy: Literal["warn", "error", "cast"] = "warn",
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -157,10 +158,12 @@ def load(
             excluded, stay as they are.
         allow_partial_load: leave entries alone that the checkpoint lacks or has in another shape,
             and fill the parts that it has of the others.
-        dtype: cast floating-point tensors to it. A tensor of another dtype is replaced in the
-            state dict, once every rank has read.
-        device: load tensors onto it. Tensors on another device are replaced in the same way;
-            tensors on ``meta`` always are.
+        dtype: the dtype of new floating-point tensors. Tensors on ``meta`` are replaced by new
+            ones in the state dict, once every rank has read.
+        device: the device of new tensors. Default: that of the process group, or the CPU.
+        assign: replace every tensor of another ``dtype`` or ``device``, and give the new tensors
+            to modules, as ``Module.load_state_dict(assign=True)`` does. By default tensors that
+            have memory are filled, and cast to their own dtype.
         dtype_policy: what to do if a tensor's dtype differs from the stored one and ``dtype`` is
             not given: ``"warn"`` casts and warns, ``"error"`` raises, ``"cast"`` casts.
         planner: an :class:`RsLoadPlanner` in place of these options; or your own planner, which is
@@ -207,6 +210,7 @@ def load(
             allow_partial_load=allow_partial_load,
             dtype=dtype,
             device=device,
+            assign=assign,
             dtype_policy=dtype_policy,
         )
         if planner is not None:

@@ -43,12 +43,12 @@ CASES = {
     ),
     "dtype": (
         lambda: {"model": zeros()},
-        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "assign": True},
         lambda: {"model": {"w": W.bfloat16(), "b": W[0].bfloat16()}},
     ),
     "device": (
         lambda: {"model": zeros(device="meta")},
-        {"device": "cpu"},
+        {"device": "cpu", "assign": True},
         lambda: {"model": {"w": W, "b": W[0]}},
     ),
     "dtype_policy": (

@@ -66,7 +66,7 @@ def load(path, state=None, **options):
     "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 def test_dtype_is_what_floating_point_tensors_become(saved, dtype):
-    state, planner = load(saved, dtype=dtype)
+    state, planner = load(saved, dtype=dtype, assign=True)
     want = {
         name: {k: v.to(dtype) for k, v in layer.items()} for name, layer in STATE["layers"].items()
     }
@@ -81,7 +81,9 @@ def test_a_low_precision_checkpoint_loads_into_a_float32_model(tmp_path):
         state, planner = load(path, {"w": torch.zeros(4, 6)}, dtype_policy="cast")
         assert torch.equal(state["w"], W.to(dtype).float())
         assert planner.report.dtype_mismatched == [Mismatch("w", torch.float32, dtype)]
-        state, _ = load(path, {"w": torch.zeros(4, 6, dtype=dtype)}, dtype=torch.float32)
+        state, _ = load(
+            path, {"w": torch.zeros(4, 6, dtype=dtype)}, dtype=torch.float32, assign=True
+        )
         assert torch.equal(state["w"], W.to(dtype).float())
 
 
@@ -104,7 +106,7 @@ def test_a_difference_in_dtype_is_said(saved):
     with pytest.raises(PlanError, match=r"layers.0.* is torch.float.*dtype_policy='error'"):
         load(saved, template(), dtype_policy="error")
     # dtype= says it is meant for that dtype, and for no other.
-    load(saved, template(), dtype=torch.float64, dtype_policy="error")
+    load(saved, template(), dtype=torch.float64, assign=True, dtype_policy="error")
     with pytest.raises(
         PlanError,
         match=r"'ids' is torch.int32 in the state dict, and torch.int64 in the checkpoint",
@@ -195,7 +197,7 @@ def test_rename(saved, rename, dtype):
         "count": 0,
         "ids": torch.zeros(5).long(),
     }
-    state, planner = load(saved, state, rename=rename, dtype=dtype)
+    state, planner = load(saved, state, rename=rename, dtype=dtype, assign=True)
     assert_state_equal(
         state, {"model": {"a": W.to(dtype), "b": -W.to(dtype)}, "count": 7, "ids": STATE["ids"]}
     )
@@ -582,7 +584,7 @@ def test_a_name_is_read_from_the_checkpoint_of_the_last_load_or_from_none(saved,
 
 def test_options_of_a_planner_can_be_set_later(saved):
     planner = RsLoadPlanner()
-    planner.dtype = torch.bfloat16
+    planner.dtype, planner.assign = torch.bfloat16, True
     got = {"layers.0.weight": torch.zeros_like(W)}
     dcp_rs.load(got, saved, planner=planner, no_dist=True)
     assert got["layers.0.weight"].dtype == torch.bfloat16

@@ -81,7 +81,7 @@ WAYS = {
     "wrapped": Forwarding,
 }
 OPTIONS = {
-    "dtype": ("cpu", {"dtype": torch.bfloat16}),
+    "dtype": ("cpu", {"dtype": torch.bfloat16, "assign": True}),
     "device": ("meta", {"device": "cpu"}),
     "both": ("meta", {"device": "cpu", "dtype": torch.float64}),
     "meta": ("meta", {}),
@@ -273,7 +273,7 @@ def test_a_tensor_that_is_held_in_part_keeps_its_values_elsewhere(tmp_path):
     for planner in (RsLoadPlanner, Committing, Allocating):
         state = {"nested": {"w": torch.full((8, 1), -1.0)}}
         options = {"allow_partial_load": True, "rename": {"w": "nested.w"}}
-        made = planner(dtype=torch.float64, **options)
+        made = planner(dtype=torch.float64, assign=True, **options)
         dcp_rs.load(state, tmp_path, planner=made)
         assert state["nested"]["w"].dtype == torch.float64
         assert state["nested"]["w"].flatten().tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
@@ -283,7 +283,7 @@ def test_a_tensor_that_is_held_in_part_keeps_its_values_elsewhere(tmp_path):
         with nothing_replaced(state):
             dcp_rs.load(state, tmp_path, planner=made)
         assert made.report.partly_filled == ["nested.w"]
-        for whole in ({"dtype": torch.float64}, {"device": "cpu"}, {}):
+        for whole in ({"dtype": torch.float64, "assign": True}, {"device": "cpu"}, {}):
             state = {"nested": {"w": torch.full((8, 1), -1.0)}}
             with (
                 nothing_replaced(state),
@@ -404,7 +404,7 @@ def replace_shards_in_part(path):
     places = [ShardMetadata([row, 0], [2, 6], "rank:0/cpu") for row in (0, 2)]
     shards = [LocalShard(W[2:] + 100, places[1]), LocalShard(W[:2] + 100, places[0])]
     state = {"w": init_from_local_shards(shards, 4, 6)}
-    dcp_rs.load(state, path, dtype=torch.float64, allow_partial_load=True)
+    dcp_rs.load(state, path, dtype=torch.float64, assign=True, allow_partial_load=True)
     return [
         (tuple(shard.metadata.shard_offsets), shard.tensor) for shard in state["w"].local_shards()
     ]

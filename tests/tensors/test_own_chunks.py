@@ -91,7 +91,7 @@ def mine(tensor):
 
 
 LOADS = {
-    "load": lambda state, path: dcp_rs.load(state, path),
+    "load": dcp_rs.load,
     "reader": lambda state, path: dcp.load(state, storage_reader=RsReader(path)),
     "planner": lambda state, path: dcp.load(
         state, storage_reader=RsReader(path), planner=RsLoadPlanner()
@@ -190,6 +190,6 @@ def test_plain_tensor_that_describes_its_rows(saved):
 def test_chunk_that_a_tensor_does_not_hold_is_an_error(saved):
     for chunks in ([chunk((4, 0), (6, 3))], [chunk((0, 0), (10, 4))], [chunk((0,), (10,))]):
         state = {"w": describe(torch.zeros(10, 3), WHOLE.shape, chunks)}
-        with pytest.raises(PlanError, match="'w'.*chunk"):
+        with pytest.raises(PlanError, match=r"'w'.*chunk"):
             dcp_rs.load(state, saved / "rs", no_dist=True)
         assert bool((state["w"] == 0).all())

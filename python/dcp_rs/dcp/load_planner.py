@@ -30,6 +30,7 @@ from dcp_rs.errors import EntryNotFoundError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
 from dcp_rs.tensors.shards import Layouts, Piece, local_pieces
+from dcp_rs.transfer.load import fill_tensor
 
 __all__ = ["RsLoadPlanner", "is_plain"]
 
@@ -45,10 +46,11 @@ class RsLoadPlanner(DefaultLoadPlanner):
     Args:
         checkpoint: the checkpoint that :meth:`resolve_tensor` reads by name before a load has set
             the planner up.
-        dtype: cast floating-point tensors to it, except the ``step`` of an optimizer's state. A
-            tensor of another dtype is replaced in the state dict.
-        device: load tensors onto it. Tensors on another device, or on ``meta``, are replaced in
-            the same way.
+        dtype: the dtype of new floating-point tensors, except the ``step`` of an optimizer's
+            state. Tensors on ``meta`` are replaced by new ones in the state dict.
+        device: the device of new tensors.
+        assign: replace every tensor of another ``dtype`` or ``device``. By default tensors that
+            have memory are filled.
         dtype_policy: what to do if a tensor's dtype differs from the stored one and ``dtype`` is
             not given: ``"warn"`` casts and warns, ``"error"`` raises, ``"cast"`` casts.
         rename: maps stored names to names of the state dict, as for :func:`dcp_rs.load`.
@@ -79,6 +81,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         checkpoint: str | os.PathLike[str] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        assign: bool = False,
         dtype_policy: Literal["warn", "error", "cast"] = "warn",
         rename: Rename = None,
         include: str | Iterable[str] | None = None,
@@ -90,7 +93,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self.dtype, self.dtype_policy = dtype, dtype_policy
         self.device = None if device is None else torch.device(device)
-        self.rename = rename
+        self.rename, self.assign = rename, assign
         self.include, self.exclude = repeatable(include), repeatable(exclude)
         self.report = LoadReport()
         self.metadata: Metadata | None = None
@@ -112,6 +115,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         return LoadOptions(
             **self._given(),
             allow_partial_load=self.allow_partial_load,
+            assign=self.assign,
             dtype_policy=self.dtype_policy,
         )
 
@@ -133,6 +137,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self._index = index_of(metadata) if self.flatten_state_dict else None
         if self._index is None:
             given = {**self._given(), "dtype_policy": self.dtype_policy == "error" or None}
+            given["assign"] = self.assign or None
             if names := [f"{name}=" for name, value in given.items() if value is not None]:
                 needed = "an RsReader" if self.flatten_state_dict else "flatten_state_dict=True"
                 raise PlanError(f"{' and '.join(names)} of RsLoadPlanner need {needed}")
@@ -188,7 +193,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if self._index is None and self.flatten_state_dict:
             super().load_bytes(read_item, value)
         else:  # torch's would not reach the caller's state dict without flattening
-            self._set_value(read_item.dest_index.fqn, torch.load(value, weights_only=False))
+            fqn = read_item.dest_index.fqn
+            loaded = torch.load(value, weights_only=False)
+            if not fill_tensor(fqn, self.state_dict.get(fqn), loaded):
+                self._set_value(fqn, loaded)
 
     def _set_value(self, fqn: str, value: Any) -> None:
         """Put a value or a new tensor into the caller's state dict."""

@@ -42,7 +42,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
-from dcp_rs.transfer.load import fill
+from dcp_rs.transfer.load import fill, fill_tensor
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["RsReader"]
@@ -271,6 +271,8 @@ class RsReader(StorageReader):
             counts.expected += nbytes
             counts.add(Counts(nbytes, nbytes))
             for (_, item), data in zip(values, stored, strict=True):
+                if _fill_from_value(planner, item, data, weights_only=source.weights_only):
+                    continue
                 if source.weights_only:
                     pickles.check_loadable(item.storage_index.fqn, data)
                 planner.load_bytes(item, io.BytesIO(data))
@@ -431,6 +433,19 @@ def _resolve(planner: Any, item: ReadItem) -> torch.Tensor:
     return tensor
 
 
+def _fill_from_value(planner: Any, item: ReadItem, data: bytes, *, weights_only: bool) -> bool:
+    """Fill a tensor that is stored as a value, as torch's ``load_bytes`` would replace it.
+
+    Returns:
+        False if the entry is no tensor, or a user overrides the method.
+    """
+    fqn = item.dest_index.fqn
+    tensor = getattr(planner, "state_dict", {}).get(fqn)
+    if not isinstance(tensor, torch.Tensor) or _overrides(planner, "load_bytes"):
+        return False
+    return fill_tensor(fqn, tensor, pickles.load(fqn, data, weights_only=weights_only))
+
+
 def _fill(
     index: _core.Index,
     targets: list[Target],
@@ -451,6 +466,8 @@ _STOCK_METHODS = {
     DefaultLoadPlanner.lookup_tensor,
     DefaultLoadPlanner.transform_tensor,
     DefaultLoadPlanner.commit_tensor,
+    DefaultLoadPlanner.load_bytes,
+    RsLoadPlanner.load_bytes,
     RsLoadPlanner.resolve_tensor,
 }
 

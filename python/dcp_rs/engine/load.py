@@ -24,7 +24,7 @@ from dcp_rs.engine import cache_sharing, matching
 from dcp_rs.engine.broadcast_read import Offer, Offered, is_shared, offer, read_shared, share
 from dcp_rs.engine.matching import EntryInfo, LoadOptions, Matching
 from dcp_rs.engine.ranks import RankGroup
-from dcp_rs.engine.reports import LoadReport, Phases
+from dcp_rs.engine.reports import LoadReport, Mismatch, Phases
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
@@ -34,7 +34,7 @@ from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import is_opaque, twins
 from dcp_rs.tensors.regions import narrow
 from dcp_rs.tensors.shards import Layouts, local_pieces
-from dcp_rs.transfer.load import Load
+from dcp_rs.transfer.load import Load, as_tensor, copy_value
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = [
@@ -115,7 +115,10 @@ def load(
         for fqn, value in (plan.values | plan.reads.new.new).items():
             set_at(plan.state_dict, plan.reads.flat.paths[fqn], value)
         if stateful:
-            load_stateful(plan.request.state_dict, plan.state_dict, plan.stateful)
+            request = plan.request
+            load_stateful(
+                request.state_dict, plan.state_dict, plan.stateful, assign=request.options.assign
+            )
 
     attempt = 0
     while True:
@@ -218,6 +221,7 @@ class Plan:
         summary: what the coordinator gets.
         clock: measures the phases of the load.
         values: values that are no tensors. Step 2 reads them.
+        fills: tensors of the state dict that these fill, as their class does it.
     """
 
     request: LoadRequest
@@ -229,6 +233,7 @@ class Plan:
     summary: _PlanSummary
     clock: Phases
     values: dict[str, Any] = field(default_factory=dict)
+    fills: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def plan_rank(
@@ -361,7 +366,7 @@ def plan_reads(
         UnsupportedError: this torch lacks the dtype of a tensor.
     """
     names = LoadNames(options.rename, options.include, options.exclude, index)
-    new = NewTensors(options.dtype, options.device)
+    new = NewTensors(options.dtype, options.device, assign=options.assign)
     if flat is None:
         flat = flatten(state_dict)
         if holds_sharded(flat):
@@ -372,49 +377,45 @@ def plan_reads(
     report = match.report
     wanted, report.excluded = names.choose(flat.values)
 
-    found: dict[str, EntryInfo] | None = None
-    tensors = [flat.values[fqn] for fqn in wanted]
-    if new.apply_to_any(wanted, tensors):
-        # Only what the checkpoint has is replaced, so all entries are looked up first.
-        found = match.match(wanted)
-        flat = match.flat
-        filled = [fqn for fqn, entry in found.items() if entry.dtype is not None]
-        replaced = new.make_all(state_dict, flat.values, flat.paths, [*filled, *report.tied])
-        flat.values.update(replaced)
-        wanted = {fqn: entry.name for fqn, entry in found.items()}
-        tensors = [flat.values[fqn] for fqn in wanted]
+    fqns, stored = list(wanted), list(wanted.values())
+    tensors = [flat.values[fqn] for fqn in fqns]
+    if replaced := new.names_of(fqns, tensors):
+        new.make_all(state_dict, flat, matching.fitting(index, wanted, replaced, flat.values))
+        tensors = [new.new.get(fqn, tensor) for fqn, tensor in zip(fqns, tensors, strict=True)]
 
     # Most tensors are plain: in host memory, of the stored shape and dtype. One call plans them.
-    fqns, stored = list(wanted), list(wanted.values())
     batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
     places = {fqns[place]: place for place in others}
-    if found is not None:
-        found = {fqn: found[fqn] for fqn in places}
-    else:
-        found = match.match({fqn: wanted[fqn] for fqn in places})
-        for fqn, entry in found.items():
-            if fqn not in places:  # a value of a checkpoint that is flattened otherwise
-                places[fqn] = len(fqns)
-                fqns.append(fqn)
-                stored.append(entry.name)
-                tensors.append(match.flat.values[fqn])
-        others = [*places.values()]
+    found = match.match({fqn: wanted[fqn] for fqn in places})
     flat = match.flat
-    if report.dtype_mismatched:
-        match.warn_of_casts()
+    for fqn, entry in found.items():
+        if fqn not in places:  # a value of a checkpoint that is flattened otherwise
+            places[fqn] = len(fqns)
+            fqns.append(fqn)
+            stored.append(entry.name)
+            tensors.append(flat.values[fqn])
+    if replaced:
+        new.make_all(state_dict, flat, filter(replaced.__contains__, report.tied))
+        flat.values.update(new.new)
+    matching.warn_of_casts(report.dtype_mismatched, options)
 
-    values = {fqn: entry for fqn, entry in found.items() if entry.dtype is None}
     on_meta: set[str] = set()
     if options.allow_partial_load:
         on_meta = {fqn for fqn in found if fqn in new.new and new.old[fqn].device.type == "meta"}
+
     targets, left_on_meta = _make_targets(match, index, found, places, on_meta)
     report.entries = len(flat.values)
     report.entries_loaded = (
-        len(fqns) - len(others) + len(found) - len(left_on_meta) + len(report.tied)
+        len(fqns) - len(places) + len(found) - len(left_on_meta) + len(report.tied)
     )
     plain: Sequence[int] = range(len(fqns))
-    if others:
-        plain = sorted(set(plain).difference(others))
+    if places:
+        plain = sorted(set(plain).difference(places.values()))
+    values = {fqn: entry for fqn, entry in found.items() if entry.dtype is None}
+    if new.new or options.dtype is not None or options.device is not None:
+        loaded = [fqns[place] for place in plain]
+        loaded += [fqn for fqn in found if fqn not in left_on_meta]
+        match.warn_of_replaced({fqn: flat.values[fqn] for fqn in loaded})
     return Reads(
         *(flat, report, batch, fqns, stored, tensors, plain, found, values, new, targets),
         nothing_to_load=match.explain_nothing() if report.missing or report.excluded else None,
@@ -544,6 +545,8 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
                 passes = _prepare(plan, job, counts)
             for number in range(passes):  # tensors that share memory take several
                 job.run(number)
+            for fqn, tensor in plan.fills.items():
+                copy_value(fqn, tensor, plan.values.pop(fqn))
         finally:
             # A failed read may have filled some. Autograd refuses gradients of changed tensors.
             plain = [reads.tensors[place] for place in reads.plain]
@@ -574,6 +577,7 @@ def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
             fqn: pickles.load(fqn, data, weights_only=source.weights_only)
             for fqn, data in zip(reads.values, stored, strict=True)
         }
+        _match_tensors(plan)
     if reads.targets:
         job.add(reads.targets)
     passes = job.arrange()
@@ -581,6 +585,40 @@ def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
     if len(at_once) < len(reads.plain) + len({target.place for target in reads.targets}):
         _warn_of_ties(plan, at_once)
     return passes
+
+
+def _match_tensors(plan: Plan) -> None:
+    """Find the tensors that values fill, and convert these values.
+
+    The ``load_state_dict`` of an object gets what was saved, and decides by itself.
+
+    Raises:
+        PlanError: the value of a tensor cannot fill it, and the load is not partial.
+    """
+    reads, report, options = plan.reads, plan.reads.report, plan.request.options
+    casts: list[Mismatch] = []
+    for fqn, value in list(plan.values.items()):
+        tensor, key = reads.flat.values[fqn], reads.flat.paths[fqn][0]
+        is_of_object = (key[0] if type(key) is tuple else key) in plan.stateful
+        if is_of_object or not isinstance(tensor, torch.Tensor):
+            continue
+        try:
+            plan.values[fqn] = found = as_tensor(fqn, tensor, value)
+        except PlanError:
+            if not options.allow_partial_load:
+                raise
+            del plan.values[fqn]
+            report.shape_mismatched.append(Mismatch(fqn, type(tensor), type(value)))
+            report.entries_loaded -= 1
+            continue
+        if tensor.is_meta:
+            report.replaced += 1
+            continue
+        if found.dtype != tensor.dtype:
+            casts.append(matching.cast_of(fqn, tensor.dtype, found.dtype, options))
+        plan.fills[fqn] = tensor
+    report.dtype_mismatched += casts
+    matching.warn_of_casts(casts, options)
 
 
 def _warn_of_ties(plan: Plan, first: Collection[int]) -> None:
@@ -650,16 +688,22 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
 
 
 def load_stateful(
-    state_dict: dict[str, Any], loaded: dict[str, Any], stateful: dict[str, Any]
+    state_dict: dict[str, Any],
+    loaded: dict[str, Any],
+    stateful: dict[str, Any],
+    *,
+    assign: bool = False,
 ) -> None:
     """Call ``load_state_dict`` of ``Stateful`` objects, and update the caller's state dict.
 
     Args:
         state_dict: the state dict of the caller.
         loaded, stateful: the results of :func:`call_state_dicts`, filled.
+        assign: modules take the tensors that were loaded.
     """
     for key, holder in stateful.items():
-        holder.load_state_dict(loaded.pop(key))
+        more = {"assign": True} if assign and isinstance(holder, torch.nn.Module) else {}
+        holder.load_state_dict(loaded.pop(key), **more)
     state_dict.update(loaded)
 
 

@@ -31,8 +31,11 @@ __all__ = [
     "add_hollow",
     "begin_alike",
     "can_cast",
+    "cast_of",
     "check_cast",
     "find_entries",
+    "fitting",
+    "warn_of_casts",
     "warn_of_left_out_state",
 ]
 
@@ -53,6 +56,7 @@ class LoadOptions:
     allow_partial_load: bool = False
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
+    assign: bool = False
     dtype_policy: Literal["warn", "error", "cast"] = "warn"
 
     def __post_init__(self) -> None:
@@ -102,6 +106,27 @@ def find_entries(index: _core.Index, wanted: Mapping[str, str]) -> dict[str, Ent
     return found
 
 
+def fitting(
+    index: _core.Index, wanted: Mapping[str, str], names: Iterable[str], values: Mapping[str, Any]
+) -> list[str]:
+    """Return the names of the tensors that the checkpoint has in the same shape.
+
+    Args:
+        index: the checkpoint.
+        wanted: stored names by names of the state dict.
+        names: the names to look up.
+        values: the state dict.
+    """
+    found = find_entries(index, {name: wanted[name] for name in names})
+    return [
+        name
+        for name, entry in found.items()
+        if entry is not None
+        and entry.dtype is not None
+        and entry.shape == global_shape(values[name])
+    ]
+
+
 _CASTS: dict[tuple[torch.dtype, torch.dtype], bool] = {}
 
 
@@ -125,6 +150,32 @@ def check_cast(fqn: str, wanted: torch.dtype, stored: torch.dtype | None) -> Non
     if stored is None or not can_cast(stored, wanted):
         msg = f"tensor {fqn!r} is stored as {stored}, which cannot be cast to {wanted}"
         raise PlanError(msg, tensor=fqn)
+
+
+def cast_of(fqn: str, wanted: torch.dtype, stored: torch.dtype, options: LoadOptions) -> Mismatch:
+    """Return the cast of a tensor, for the report.
+
+    Raises:
+        PlanError: the options refuse casts.
+    """
+    if options.dtype_policy == "error":
+        msg = (
+            f"tensor {fqn!r} is {wanted} in the state dict, "
+            f"and {stored} in the checkpoint (dtype_policy='error')"
+        )
+        raise PlanError(msg, tensor=fqn)
+    return Mismatch(fqn, wanted, stored)
+
+
+def warn_of_casts(casts: Sequence[Mismatch], options: LoadOptions) -> None:
+    """Warn of casts, unless the options ask for them."""
+    if casts and options.dtype_policy == "warn":
+        first = casts[0]
+        others = f" and {len(casts) - 1} other tensors" if casts[1:] else ""
+        warn_caller(
+            f"{first.name!r}{others} are cast on loading ({first.got} in the checkpoint, "
+            f"{first.expected} in the state dict); say dtype_policy='cast' if that is meant"
+        )
 
 
 def add_hollow(
@@ -279,16 +330,33 @@ class Matching:
                 new.copy_old(fqn)
         return left_on_meta
 
-    def warn_of_casts(self) -> None:
-        """Warn of casts, unless the options ask for them."""
-        cast = self.report.dtype_mismatched
-        if self._options.dtype_policy == "warn":
-            first = cast[0]
-            others = f" and {len(cast) - 1} other tensors" if cast[1:] else ""
+    def warn_of_replaced(self, loaded: Mapping[str, Any]) -> None:
+        """Count replaced tensors. Warn of a load that fills none, and of options without effect.
+
+        Args:
+            loaded: the entries that are loaded, with new tensors for those that are replaced.
+        """
+        options, new = self._options, self._new.new
+        self.report.replaced = len(new)
+        if options.assign:
+            return
+        tensors = ((fqn, one) for fqn, one in loaded.items() if isinstance(one, torch.Tensor))
+        kept = [(fqn, tensor) for fqn, tensor in tensors if fqn not in new and not tensor.is_meta]
+        if new and not kept:
             warn_caller(
-                f"{first.name!r}{others} are cast on loading ({first.got} in the checkpoint, "
-                f"{first.expected} in the state dict); "
-                "say dtype_policy='cast', or dtype=..., if that is meant"
+                f"the load fills no tensor of the state dict: {some(new)} are on meta, and are "
+                "replaced in the state dict. A model that it came from keeps its own. Pass "
+                "assign=True if that is meant, and then the state dict to "
+                "model.load_state_dict(state_dict, assign=True)"
+            )
+        asked = [
+            f"{n}={v!r}" for n in ("dtype", "device") if (v := getattr(options, n)) is not None
+        ]
+        unlike = [fqn for fqn, one in kept if asked and self._new.is_unlike(fqn, one)]
+        if unlike:
+            warn_caller(
+                f"{' and '.join(asked)} change no tensor that the state dict has: {some(unlike)} "
+                "are filled as they are. Pass assign=True to replace them in the state dict"
             )
 
     def explain_nothing(self) -> str | None:
@@ -366,13 +434,7 @@ class Matching:
         if dtype != stored:
             check_cast(fqn, dtype, stored)
             if dtype != self._options.dtype:  # the caller did not ask for it
-                if self._options.dtype_policy == "error":
-                    msg = (
-                        f"tensor {fqn!r} is {dtype} in the state dict, "
-                        f"and {stored} in the checkpoint (dtype_policy='error')"
-                    )
-                    raise PlanError(msg, tensor=fqn)
-                self.report.dtype_mismatched.append(Mismatch(fqn, dtype, stored))
+                self.report.dtype_mismatched.append(cast_of(fqn, dtype, stored, self._options))
         return True
 
     def _skip_or_refuse_misfits(self) -> None:

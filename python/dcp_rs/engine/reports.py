@@ -58,6 +58,8 @@ class LoadReport(_Timed):
         missing: entries that the checkpoint lacks.
         tied: entries that the checkpoint lacks, by name, with the entry whose memory they share
             and which was filled.
+        replaced: tensors that were replaced in the state dict: those on ``meta``, and with
+            ``assign=True`` those of another dtype or device.
         unexpected: entries of the checkpoint that the state dict lacks; only with
             ``allow_partial_load=True``.
         dtype_mismatched: tensors that were cast.
@@ -81,6 +83,7 @@ class LoadReport(_Timed):
 
     entries: int = 0
     entries_loaded: int = 0
+    replaced: int = 0
     missing: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
@@ -110,6 +113,7 @@ class LoadReport(_Timed):
 
     def __str__(self) -> str:
         found = {
+            "replaced": self.replaced,
             "cast": len(self.dtype_mismatched),
             "missing": len(self.missing),
             "of another shape": len(self.shape_mismatched),

@@ -1,9 +1,10 @@
-"""New tensors for entries that a load cannot fill as they are: other dtype, device, or ``meta``."""
+"""New tensors for entries that a load does not fill in place: those on ``meta``, or to assign."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -13,9 +14,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import is_counter
-from dcp_rs.tensors.flatten import get_at
+from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.memory import identity
-from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import Layouts, local_pieces
 
 __all__ = ["NewTensors"]
@@ -25,87 +25,81 @@ class NewTensors:
     """New tensors for entries of a state dict, by name. Tied names share a new tensor.
 
     Args:
-        dtype: the new dtype of floating-point tensors; None keeps their dtypes.
-        device: the new device. With None tensors stay, and those on ``meta`` go to the default
-            device.
+        dtype: the dtype of new floating-point tensors; None keeps their dtypes.
+        device: the device of new tensors. With None tensors stay, and those on ``meta`` go to the
+            default device.
+        assign: replace every tensor of another dtype or device. Otherwise only those on ``meta``,
+            as a caller may have no other way to the tensors than through their memory.
 
     Attributes:
         old: the tensors that are replaced.
         new: the tensors that replace them.
     """
 
-    def __init__(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    def __init__(
+        self, dtype: torch.dtype | None, device: torch.device | str | None, *, assign: bool
+    ) -> None:
         self._dtype = dtype
         self._device = None if device is None else torch.device(device)
+        self._assign = assign
         self.old: dict[str, torch.Tensor] = {}
         self.new: dict[str, torch.Tensor] = {}
+        self._made: dict[Hashable, torch.Tensor] = {}
 
     def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """Return the new dtype of an entry."""
-        if self._dtype is None or not tensor.is_floating_point() or is_counter(name, tensor.shape):
-            return tensor.dtype
-        return self._dtype
+        """Return the dtype that an entry has after the load."""
+        return self._asked_dtype(name, tensor) if self._may_replace(tensor) else tensor.dtype
 
-    def applies_to(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether an entry needs a new tensor."""
-        if self.dtype_of(name, tensor) != tensor.dtype:
+    def needs_new(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return true if an entry needs a new tensor."""
+        return self._may_replace(tensor) and self.is_unlike(name, tensor)
+
+    def is_unlike(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return true if an entry has another dtype or device than the caller asks for."""
+        if self._asked_dtype(name, tensor) != tensor.dtype:
             return True
         is_at, device = tensor.device, self._device_of(tensor)
         return device.type != is_at.type or device.index not in (None, is_at.index)
 
-    def apply_to_any(self, names: Iterable[str], values: Sequence[Any]) -> bool:
-        """Return whether any tensor among the values needs a new one."""
-        if self._dtype is None and self._device is None:
-            tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            if not any(issubclass(kind, ShardedTensor) for kind in set(map(type, tensors))):
-                # Only tensors on `meta` do, and this is faster to ask.
-                return any(map(attrgetter("is_meta"), tensors))
-        return any(
-            isinstance(value, torch.Tensor) and self.applies_to(name, value)
-            for name, value in zip(names, values, strict=True)
-        )
+    def names_of(self, names: Sequence[str], values: Sequence[Any]) -> dict[str, None]:
+        """Return the names of the tensors that need a new one, in order."""
+        is_tensor = [isinstance(value, torch.Tensor) for value in values]
+        if not self._assign or (self._dtype is None and self._device is None):
+            tensors = list(compress(values, is_tensor))
+            is_sharded = any(issubclass(kind, ShardedTensor) for kind in set(map(type, tensors)))
+            # Only tensors on `meta` need one, and this is faster to ask.
+            if not is_sharded and not any(map(attrgetter("is_meta"), tensors)):
+                return {}
+        pairs = compress(zip(names, values, strict=True), is_tensor)
+        return dict.fromkeys(name for name, value in pairs if self.needs_new(name, value))
 
-    def make_all(
-        self,
-        state_dict: Mapping[str, Any],
-        values: Mapping[str, Any],
-        paths: Mapping[str, TreePath],
-        names: Iterable[str],
-    ) -> dict[str, torch.Tensor]:
-        """Make the new tensors of a load, uninitialized. The state dict keeps its own tensors.
+    def make_all(self, state_dict: Mapping[str, Any], flat: Flat, names: Iterable[str]) -> None:
+        """Make new tensors, uninitialized. The state dict keeps its own tensors.
 
         They are ordinary tensors even in inference mode, so that autograd can count their changes.
 
         Args:
             state_dict: the caller's state dict.
-            values: its entries by name.
-            paths: their paths by name.
-            names: the names of the tensors to fill.
-
-        Returns:
-            The new tensors by name.
+            flat: the same, flattened.
+            names: the names of tensors that need a new one.
 
         Raises:
             PlanError: the tensor at the path of a name is another one, so it cannot be replaced.
         """
-        made: dict[Hashable, torch.Tensor] = {}
         for name in names:
-            old = values[name]
-            if not self.applies_to(name, old):
-                continue
-            if get_at(state_dict, paths[name]) is not old:
+            old = flat.values[name]
+            if get_at(state_dict, flat.paths[name]) is not old:
                 msg = (
                     f"tensor {name!r} cannot be replaced (it is {old.dtype} on {old.device}): it "
                     "is not under its name in the state dict"
                 )
                 raise PlanError(msg, tensor=name)
             key = identity(old)
-            if key not in made:
+            if key not in self._made:
                 dtype, device = self.dtype_of(name, old), self._device_of(old)
                 with torch.inference_mode(False):
-                    made[key] = _torch.empty_like(old, dtype=dtype, device=device)
-            self.old[name], self.new[name] = old, made[key]
-        return self.new
+                    self._made[key] = _torch.empty_like(old, dtype=dtype, device=device)
+            self.old[name], self.new[name] = old, self._made[key]
 
     def copy_old(self, name: str) -> None:
         """Copy the old values of an entry, for the elements that the checkpoint lacks."""
@@ -119,6 +113,14 @@ class NewTensors:
         del self.new[name]
         return self.old[name]
 
+    def _may_replace(self, tensor: torch.Tensor) -> bool:
+        return self._assign or _on_meta(tensor)
+
+    def _asked_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        if self._dtype is None or not tensor.is_floating_point() or is_counter(name, tensor.shape):
+            return tensor.dtype
+        return self._dtype
+
     def _device_of(self, tensor: torch.Tensor) -> torch.device:
         device = tensor.device if self._device is None else self._device
         return self._default if device.type == "meta" else device
@@ -126,3 +128,8 @@ class NewTensors:
     @cached_property
     def _default(self) -> torch.device:
         return _torch.default_device()
+
+
+def _on_meta(tensor: torch.Tensor) -> bool:
+    # A ShardedTensor is on the device of its shards.
+    return tensor.is_meta or (isinstance(tensor, ShardedTensor) and tensor.device.type == "meta")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 
-from dcp_rs import _core
+from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
@@ -22,7 +25,7 @@ from dcp_rs.tensors.memory import (
 from dcp_rs.transfer.target import Target, groups
 from dcp_rs.transfer.upload import upload
 
-__all__ = ["Load", "fill"]
+__all__ = ["Load", "as_tensor", "copy_value", "fill", "fill_tensor"]
 
 
 class Load:
@@ -137,13 +140,94 @@ def _fill_opaque(
         ]
         fill(index, stored, options, counts)
         for target, values in zip(group, stored, strict=True):
-            try:
-                with torch.no_grad():
-                    target.tensor.copy_(values.tensor)
-            except (RuntimeError, NotImplementedError, TypeError) as error:
-                kind = type(target.tensor).__name__
-                msg = (
-                    f"tensor {target.name!r}: its copy_, which only its class {kind} has, does not "
-                    f"take what is stored: {error}"
-                )
-                raise PlanError(msg, tensor=target.name) from error
+            copy_value(target.name, target.tensor, values.tensor)
+
+
+def copy_value(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Fill a tensor by the ``copy_`` of its class.
+
+    Raises:
+        PlanError: it does not take the value.
+    """
+    try:
+        with torch.no_grad():
+            _copy(tensor, value)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        msg = (
+            f"tensor {name!r}: copy_ of its class {_class_of(tensor)} does not take what is "
+            f"stored ({_class_of(value)}): {error}"
+        )
+        raise PlanError(msg, tensor=name) from error
+
+
+def _copy(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy into the memory of a tensor, which a model may share: a state dict holds views.
+
+    ``copy_`` gives quantized tensors other scales, and tensors in COO other memory. That changes
+    the view alone.
+    """
+    if tensor.is_quantized and value.is_quantized and _scales(tensor) != _scales(value):
+        raise RuntimeError("the scales differ, and a load cannot change them in place")
+    if not tensor.layout == value.layout == torch.sparse_coo:
+        tensor.copy_(value)
+        return
+    value = value.coalesce()
+    if not tensor.is_coalesced() or tensor.values().shape != value.values().shape:
+        raise RuntimeError("the numbers of elements differ, or they are not coalesced")
+    tensor.indices().copy_(value.indices())
+    tensor.values().copy_(value.values())
+
+
+def _scales(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return how a quantized tensor is scaled."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()
+    of_channels = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return tensor.qscheme(), tensor.q_per_channel_axis(), *(one.tolist() for one in of_channels)
+
+
+def as_tensor(name: str, tensor: torch.Tensor, value: Any) -> torch.Tensor:
+    """Return a stored value as a tensor that may fill ``tensor``. Nothing is written.
+
+    Quantized and sparse tensors, and those of classes with a ``copy_`` of their own, are stored as
+    values. So are numbers, which fill a tensor without dimensions if its dtype can hold them.
+
+    Raises:
+        PlanError: it is something else; or this rank holds only a shard of ``tensor``.
+    """
+    if isinstance(value, bool | int | float) and tensor.shape == ():
+        number = torch.tensor(value, device="cpu")
+        if torch.can_cast(number.dtype, tensor.dtype):
+            return number.to(tensor.dtype)
+    if not isinstance(value, torch.Tensor):
+        what = f"of class {type(value).__name__} in the checkpoint"
+    elif isinstance(tensor, DTensor | ShardedTensor) or _torch.is_shard(tensor):
+        what = f"a whole of class {_class_of(value)} in the checkpoint, which cannot be divided"
+    elif value.is_nested == tensor.is_nested and (value.is_nested or value.shape == tensor.shape):
+        return value
+    else:
+        what = f"of shape {tuple(value.shape)} ({_class_of(value)}) in the checkpoint"
+    msg = f"{name!r} is a tensor ({_class_of(tensor)}) in the state dict, and {what}"
+    raise PlanError(msg, tensor=name)
+
+
+def fill_tensor(name: str, tensor: Any, value: Any) -> bool:
+    """Fill a tensor from a stored value. Return false if it is no tensor, or has no memory.
+
+    Raises:
+        PlanError: the value cannot fill it.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    found = as_tensor(name, tensor, value)
+    if not tensor.is_meta:
+        copy_value(name, tensor, found)
+    return not tensor.is_meta
+
+
+def _class_of(tensor: torch.Tensor) -> str:
+    """Return the class of a tensor, with its dtype or layout if these make it special."""
+    kind = type(tensor).__name__
+    if tensor.layout != torch.strided:
+        return f"{kind} with layout {tensor.layout}"
+    return f"{kind} of {tensor.dtype}" if tensor.is_quantized else kind
