@@ -92,6 +92,14 @@ def test_reprs_say_something_in_a_line(ckpt):
             dcp_rs.LoadReport(missing=["a", "b", "c"])
         ): "LoadReport(missing=<3: 'a', 'b' and 1 more>)",
         repr(dcp_rs.CleanReport()): "CleanReport()",
+        repr(dcp_rs.RsReader("ckpt")): "RsReader('ckpt')",
+        repr(dcp_rs.RsReader("ckpt", io="mmap", replicas="all", dequantize=True)): (
+            "RsReader('ckpt', io='mmap', replicas='all', dequantize='bfloat16')"
+        ),
+        repr(dcp_rs.RsLoadPlanner()): "RsLoadPlanner()",
+        repr(dcp_rs.RsLoadPlanner(include="model.*", rename=str.lower, assign=True)): (
+            "RsLoadPlanner(rename=str.lower, include='model.*', assign=True)"
+        ),
     }
     assert list(shown) == list(shown.values())
     assert re.fullmatch(
@@ -100,6 +108,31 @@ def test_reprs_say_something_in_a_line(ckpt):
     assert re.fullmatch(
         r"VerifyReport\(bytes_verified=.* k?B, entries=2, seconds=.*\)", repr(dcp_rs.verify(ckpt))
     )
+
+
+def test_reprs_are_short_and_hide_secrets():
+    options = {"aws_region": "eu-1", "aws_secret_access_key": "hidden", "x": "y" * 300}
+    reader = repr(dcp_rs.RsReader("s3://bucket/run", storage_options=options))
+    assert reader.startswith("RsReader('s3://bucket/run', storage_options=StorageOptions(")
+    assert "hidden" not in reader
+    planner = dcp_rs.RsLoadPlanner(include=[f"layer.{number}" for number in range(100)])
+    report = dcp_rs.LoadReport(path="long/" * 100, missing=["a" * 300])
+    for one in (reader, repr(planner), repr(report)):
+        assert len(one) <= 200
+        assert one.endswith(")")
+
+
+def test_notebooks_show_a_table(ckpt):
+    save_rs(
+        {"<b>": torch.ones(4, 2), "step": 1} | {f"w{i:03}": torch.ones(1) for i in range(60)}, ckpt
+    )
+    for opened in (dcp_rs.open(ckpt), dcp_rs.open(ckpt, framework="np")):
+        shown = opened._repr_html_()
+        assert "<td>&lt;b&gt;</td><td>float32</td><td>[4, 2]</td><td>1</td>" in shown
+        assert "<td>step</td><td>value</td><td></td>" in shown
+        assert shown.count("<tr>") == 51
+        assert "12 entries more" in shown
+        assert "<th>dtype</th>" in shown
 
 
 def test_notebooks_get_completions(ckpt):

@@ -1,4 +1,4 @@
-"""Base of all reports, and short texts for sizes."""
+"""Base of all reports, and short texts for objects and sizes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-__all__ = ["Report", "size"]
+__all__ = ["Report", "short_repr", "size"]
 
 #: Number of names that a report shows of a long list.
 _NAMED = 2
+#: Number of characters of a ``repr``.
+_MAX_REPR = 200
 
 
 class Report:
@@ -48,7 +50,16 @@ class Report:
             for name, value in values.items()
             if value not in (None, 0, "", [], {})
         ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return short_repr(self, *shown)
+
+
+def short_repr(owner: object, *shown: str, **options: Any) -> str:
+    """Return the class of an object with some texts and options, in at most 200 characters."""
+    shown += tuple(
+        f"{name}={getattr(v, '__qualname__', None) or repr(v)}" for name, v in options.items()
+    )
+    text = f"{type(owner).__name__}({', '.join(shown)})"
+    return text if len(text) <= _MAX_REPR else f"{text[: _MAX_REPR - 4]}...)"
 
 
 def _plain(value: Any) -> Any:

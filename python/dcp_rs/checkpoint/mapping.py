@@ -7,6 +7,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +28,9 @@ from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
 from dcp_rs.tensors.regions import selection
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "TensorInfo", "TensorSlice", "check_held"]
+
+#: Number of entries that a notebook shows.
+_SHOWN_ROWS = 50
 
 
 @dataclass(frozen=True, repr=False)
@@ -436,6 +440,19 @@ class OpenCheckpoint(Mapping[str, Any]):
     def _facts(self) -> str:
         closed = ", closed" if self._closed else ""
         return f"{self.path!r}, {len(self):,} {'entry' if len(self) == 1 else 'entries'}{closed}"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the first entries, for notebooks."""
+        rows = [("name", "dtype", "shape", "chunks")]
+        for number in range(min(len(self), _SHOWN_ROWS)):
+            entry = self._index.tensor(number)
+            shape = "" if entry.is_bytes else str(list(entry.shape))
+            rows.append((entry.name, entry.dtype or "value", shape, str(entry.chunk_count)))
+        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+        more = len(self) - _SHOWN_ROWS
+        caption = escape(repr(self)) + (f", {more:,} entries more" if more > 0 else "")
+        table = "".join(f"<tr>{row}</tr>" for row in cells).replace("td>", "th>", 8)
+        return f"<table><caption>{caption}</caption>{table}</table>"
 
     def _ipython_key_completions_(self) -> list[str]:
         return self._index.names()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dcp_rs import _core
+from dcp_rs._reports import short_repr
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, check_held
 from dcp_rs.options import ReadOptions
@@ -93,4 +94,4 @@ class NumpyCheckpoint(OpenCheckpoint):
         return made
 
     def __repr__(self) -> str:
-        return f"NumpyCheckpoint({self._facts()})"
+        return short_repr(self, self._facts())

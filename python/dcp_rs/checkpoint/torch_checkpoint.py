@@ -9,6 +9,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts
+from dcp_rs._reports import short_repr
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, check_held
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.options import ReadOptions
@@ -156,7 +157,7 @@ class Checkpoint(OpenCheckpoint):
         return stream(self._index, device, self._options, self.__getitem__, counts=self._counts)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self._facts()}, device={str(self._device)!r})"
+        return short_repr(self, self._facts(), device=str(self._device))
 
     def _over(
         self,

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_rs import _core, _torch
+from dcp_rs._reports import short_repr
 from dcp_rs._url import location
 from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed, repeatable
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
@@ -118,6 +119,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
             assign=self.assign,
             dtype_policy=self.dtype_policy,
         )
+
+    def __repr__(self) -> str:
+        return short_repr(self, **self._options().given())
 
     # --- DCP's protocol ---------------------------------------------------------------------------
 

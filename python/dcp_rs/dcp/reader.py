@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts, Progress, watching
+from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions, location
 from dcp_rs._warnings import warn_caller
@@ -161,6 +162,9 @@ class RsReader(StorageReader):
     def path(self) -> os.PathLike[str]:
         """The path."""
         return self._source.path
+
+    def __repr__(self) -> str:
+        return short_repr(self, repr(os.fspath(self.path)), **self._source.given())
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, and take another path if one is given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -153,6 +153,17 @@ class Source:
         if self.replicas not in ("each", "node", "all"):
             msg = f"replicas={self.replicas!r}: must be one of 'each', 'node', 'all'"
             raise ValueError(msg)
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults."""
+        own = {
+            each.name: value
+            for each in fields(self)
+            if each.name not in ("path", "read", "layout")
+            and (value := getattr(self, each.name)) != each.default
+        }
+        layout = {} if self.layout is None else self.layout.given()
+        return self.read.given() | own | layout
 
     def open(self, rank: int | None = None) -> _core.Index:
         """Open the index of all ranks; with ``rank``, the index of that rank's rank-local save."""
