@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 import dcp_rs
 from dcp_rs import Concat, Split, Stack, Transpose, Unstack
-from dcp_rs.checkpoint.views import views_in
 from support import quantized
 from support.quantized import same
 
@@ -249,14 +248,6 @@ def test_a_number_of_thousands_of_digits_joins_nothing(tmp_path):
     torch.save({f"w.{'1' * 5000}": torch.ones(1)}, tmp_path / "x.pt")
     with pytest.raises(dcp_rs.errors.PlanError, match="no number to join over"):
         dcp_rs.open(tmp_path / "x.pt", views=Stack("w.{i}", into="w"))
-
-
-def test_a_file_of_views_says_once_what_is_wrong(tmp_path):
-    (tmp_path / "views.json").write_text('[{"stak": "a.{n}"}]')
-    with pytest.raises(dcp_rs.errors.PlanError) as error:
-        views_in(tmp_path / "views.json")
-    assert str(error.value).count("views.json") == 1
-    assert "is none of stack, concat" in str(error.value)
 
 
 def test_a_gap_in_the_numbers_is_an_error(tmp_path):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dcp_rs import _core
@@ -20,7 +17,7 @@ from dcp_rs.errors import PlanError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Concat", "Layout", "LayoutView", "Split", "Stack", "Transpose", "Unstack", "views_in"]
+__all__ = ["Concat", "Layout", "LayoutView", "Split", "Stack", "Transpose", "Unstack"]
 
 _FIELD = re.compile(r"\{(\w+)\}")
 #: The most digits of a number to join over. Python does not convert thousands of them.
@@ -424,26 +421,3 @@ class Layout:
             tensors = list(view._tensors(names))  # noqa: SLF001
             index = index.derive(sorted(names.used), tensors)
         return index
-
-
-def views_in(path: str | os.PathLike[str]) -> tuple[LayoutView, ...]:
-    """Return the views in a JSON file: ``[{"stack": "a.{n}.b", "into": "a.b"}, ...]``.
-
-    Raises:
-        PlanError: the file is not such a list.
-    """
-    kinds = {kind.__name__.lower(): kind for kind in (Stack, Concat, Unstack, Split, Transpose)}
-    made: list[LayoutView] = []
-    try:
-        listed = json.loads(Path(path).read_text())
-        for item in listed if isinstance(listed, list) else [listed]:
-            given = item if isinstance(item, dict) else {}
-            kind = next((kind for kind in kinds if kind in given), None)
-            if kind is None:
-                msg = f"{item!r} is none of {', '.join(kinds)}"
-                raise PlanError(msg)
-            made.append(kinds[kind](given.pop(kind), **given))
-    except (TypeError, ValueError) as error:
-        msg = f"{path}: not a list of views: {error}"
-        raise PlanError(msg, path=path) from None
-    return tuple(made)

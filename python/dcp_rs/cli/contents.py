@@ -142,7 +142,7 @@ class Contents:
         """
         if self.format != "torch" or entry.dtype is None:
             return []
-        chunks = self.stored_chunks(entry)  # several, if it is joined by a view
+        chunks = self.stored_chunks(entry)
         return [
             other.name
             for other in self.entries

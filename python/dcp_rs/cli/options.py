@@ -13,7 +13,7 @@ import click
 from dcp_rs._url import StorageOptions, location, use_storage_options
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.names import selector
-from dcp_rs.checkpoint.views import Layout, views_in
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.contents import SORTS
 
 __all__ = [
@@ -83,30 +83,17 @@ def checkpoint(function: Command) -> Command:
     return location_argument("path")(function)
 
 
-def layout(function: Command) -> Command:
-    """Add ``--dequantize`` and ``--views``, and pass them as ``layout``."""
-
-    @functools.wraps(function)
-    def with_layout(*args: Any, dequantize: bool, views: Path | None, **kwargs: Any) -> Any:
-        return function(
-            *args, layout=Layout.of(dequantize, views_in(views) if views else None), **kwargs
-        )
-
-    described = click.option(
-        "--views",
-        metavar="FILE",
-        type=local_path,
-        shell_complete=_files,
-        help="Join, cut or turn tensors first, by a JSON list: "
-        '[{"stack": "a.{n}.w", "into": "a.w"}, ...].',
-    )(with_layout)
-    return click.option(  # type: ignore[return-value]  # its own arguments differ
-        "--dequantize",
-        is_flag=True,
-        help="Take quantized weights as bfloat16 tensors. The format is detected.",
-    )(described)
+def _layout(_context: click.Context, _parameter: click.Parameter, dequantize: bool) -> Layout:
+    return Layout.of(dequantize, None)
 
 
+layout = click.option(
+    "--dequantize",
+    "layout",
+    is_flag=True,
+    callback=_layout,
+    help="Take quantized weights as bfloat16 tensors. The format is detected.",
+)
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 threads = click.option(
     "--threads",
