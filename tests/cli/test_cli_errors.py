@@ -57,7 +57,7 @@ def test_errors_need_no_new_click(dcp_rs_cli, monkeypatch) -> None:
 def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
     assert "ftp://host/ckpt: ftp:// is not supported" in dcp_rs_cli("verify", "ftp://host/ckpt")[2]
     said = dcp_rs_cli("index", "ckpt", "--out", "s3://bucket/ckpt")[2]
-    assert "s3://bucket/ckpt: here paths of the file system" in said
+    assert "s3://bucket/ckpt: this needs a local path" in said
 
 
 def test_a_copy_of_an_indexed_folder_says_what_to_do(

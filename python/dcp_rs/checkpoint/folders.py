@@ -74,9 +74,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     found = location(path)
     if isinstance(found, Url):
         msg = (
-            f"{found}: here paths of the file system are supported, a store is not; stores are "
-            "saved to by save, async_save, RsWriter and CheckpointManager, and read by load, open, "
-            "RsReader, verify, diff and the commands that look"
+            f"{found}: this needs a local path, not a URL. save, async_save, RsWriter and "
+            "CheckpointManager write to stores; load, open, RsReader, verify and diff read them"
         )
         raise UnsupportedError(msg, path=found)
     return found
@@ -97,10 +96,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
         there = next(
             (above for above in (folder, *folder.parents) if os.path.lexists(above)), folder
         )
-        msg = (
-            f"a checkpoint is a folder, but {there} is {_kind(there)}: pass another path, or move "
-            "that away"
-        )
+        msg = f"{there} is {_kind(there)}: pass another path, or move it away"
         if isinstance(error, FileExistsError):
             raise CheckpointExistsError(msg, path=there) from error
         raise NotADirectoryError(error.errno, msg, os.fspath(there)) from error
@@ -108,10 +104,10 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 def _kind(path: Path) -> str:
     if path.is_file():
-        return f"a file ({size(path.stat().st_size)})"
+        return f"a file ({size(path.stat().st_size)}), not a folder"
     if path.is_symlink():
-        return f"a link to {path.readlink()}, which is not there"
-    return "none"
+        return f"a dangling link to {path.readlink()}"
+    return "not a folder"
 
 
 def holds_index(folder: Path) -> bool:

@@ -173,7 +173,7 @@ def _suggestion(path: Path) -> str:
     """Return the end of an error about a path without a checkpoint: what to open in its place."""
     if not path.exists():
         if path.is_symlink():
-            return f"; it is a link to {path.readlink()}, which is not there"
+            return f"; it is a dangling link to {path.readlink()}"
         return _for_missing(path)
     if path.is_file():
         inside = _is_checkpoint(path.parent)

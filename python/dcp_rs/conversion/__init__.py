@@ -20,14 +20,14 @@ from dcp_rs.checkpoint.source import Source, open_source
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import ConvertReport, Job, select
-from dcp_rs.conversion.output import check_apart, check_output, new_output, uploaded_output
-from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype, stores_of
+from dcp_rs.conversion.output import check_not_source, check_output, new_output, uploaded_output
+from dcp_rs.conversion.request import Format, WriteRequest, parse_dtype, stores_of
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.nesting import nest
 
 __all__ = ["ConvertReport", "convert", "write_result"]
 
-_WRITERS: dict[Target, Callable[[Job, Path], None]] = {
+_WRITERS: dict[Format, Callable[[Job, Path], None]] = {
     "dcp-rs": native.write,
     "dcp": stock.write,
     "safetensors": safetensors.write,
@@ -40,7 +40,7 @@ def convert(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    to: Target | None = None,
+    to: Format | None = None,
     dtype: torch.dtype | str | None = None,
     shards: int | None = None,
     include: str | Iterable[str] | None = None,
@@ -125,8 +125,8 @@ def convert(
         CheckpointExistsError: ``out`` exists, and ``overwrite`` is not set; or it holds more than
             one checkpoint; or it was created meanwhile; or it is a folder on a store, and that or
             the result is of another format than ``"dcp-rs"``.
-        UnsupportedError: the format cannot hold an entry, which the message names; or there are
-            storage options, and no URL that they are for.
+        UnsupportedError: the format cannot hold an entry, which the message names; or storage
+            options were given, but no path is a URL.
         StoragePreconditionError: something was stored at ``out`` meanwhile. It is still there.
         StorageUnclearError: a store did not answer. The result may be there, now or in a moment.
         StorageError: a store fails; see :mod:`dcp_rs.errors`.
@@ -199,7 +199,7 @@ def write_result(
     """
     before = None
     if isinstance(request.out, Url):
-        check_apart(paths, request.out)
+        check_not_source(paths, request.out)
     else:
         before = check_output(
             paths, request.out, overwrite=request.overwrite, as_file=request.as_file

@@ -21,7 +21,7 @@ from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import ConvertReport, write_result
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
-from dcp_rs.conversion.request import Target, WriteRequest, parse_dtype, stores_of
+from dcp_rs.conversion.request import Format, WriteRequest, parse_dtype, stores_of
 
 __all__ = ["MergeReport", "merge"]
 
@@ -54,7 +54,7 @@ def merge(
     exclude: str | Iterable[str] | None = None,
     conflicts: Conflicts = "error",
     dtype: torch.dtype | str | None = None,
-    to: Target | None = None,
+    to: Format | None = None,
     shards: int | None = None,
     rename: Rename = None,
     name: str = "model",

@@ -20,7 +20,7 @@ from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, make
 from dcp_rs.conversion.request import WriteRequest
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
 
-__all__ = ["check_apart", "check_output", "new_output", "uploaded_output"]
+__all__ = ["check_not_source", "check_output", "new_output", "uploaded_output"]
 
 #: Files of one rank: its data under torch, and what it publishes alone.
 _OF_A_RANK = re.compile(rf"__\d+(_\d+\.distcp|\.{re.escape(INDEX_NAME)}|\.metadata)")
@@ -70,7 +70,7 @@ def check_output(
         CheckpointExistsError: ``out`` exists and ``overwrite`` is not set, or it holds more than
             one checkpoint.
     """
-    check_apart(paths, out)
+    check_not_source(paths, out)
     before = _core.fingerprint(os.fspath(out))
     is_folder = out.is_dir() and not out.is_symlink()
     if before is None or (
@@ -88,7 +88,7 @@ def check_output(
     return before
 
 
-def check_apart(paths: Iterable[Path], out: Path) -> None:
+def check_not_source(paths: Iterable[Path], out: Path) -> None:
     """Check that no file of a source is at ``out``, or in it.
 
     Args:

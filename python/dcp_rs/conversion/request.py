@@ -15,12 +15,12 @@ from dcp_rs.checkpoint.names import Rename
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.tensors.dtypes import BY_NAME, NAMES
 
-__all__ = ["Target", "WriteRequest", "parse_dtype", "stores_of"]
+__all__ = ["Format", "WriteRequest", "parse_dtype", "stores_of"]
 
-Target = Literal["dcp-rs", "dcp", "safetensors", "torch"]
+Format = Literal["dcp-rs", "dcp", "safetensors", "torch"]
 
 #: The format of a file, by the ending of its name.
-_ENDINGS: dict[str, Target] = {
+_ENDINGS: dict[str, Format] = {
     ".pt": "torch",
     ".pth": "torch",
     ".bin": "torch",
@@ -49,7 +49,7 @@ class WriteRequest:
 
     out: Path
     suffix: str
-    to: Target | None
+    to: Format | None
     dtype: torch.dtype | None
     shards: int | None
     include: str | Iterable[str] | None
@@ -67,8 +67,8 @@ class WriteRequest:
     storage_options: StorageOptions | None
 
     def __post_init__(self) -> None:
-        if self.target not in get_args(Target):
-            msg = f"to={self.to!r}: must be one of {', '.join(map(repr, get_args(Target)))}"
+        if self.target not in get_args(Format):
+            msg = f"to={self.to!r}: must be one of {', '.join(map(repr, get_args(Format)))}"
             raise ValueError(msg)
         shards = self.shards
         if shards is not None and not (type(shards) is int and shards > 0):
@@ -82,7 +82,7 @@ class WriteRequest:
             raise ValueError(msg)
 
     @property
-    def target(self) -> Target:
+    def target(self) -> Format:
         """The format. Default: by the ending of ``out``."""
         return _ENDINGS.get(self.suffix, "dcp-rs") if self.to is None else self.to
 
@@ -124,7 +124,7 @@ def stores_of(
     """Return the storage options of inputs that are URLs, and of the result.
 
     Raises:
-        UnsupportedError: there are options, and no URL that they are for.
+        UnsupportedError: options were given, but no path is a URL.
     """
     of_inputs, of_out = StorageOptions.of(given), StorageOptions.of(given_for_out)
     if isinstance(out, Url) and of_out is None:

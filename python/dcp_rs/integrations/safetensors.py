@@ -139,7 +139,7 @@ def save_file(
     _check_text(metadata)
     # Large elements first, so that every tensor is aligned.
     checked = sorted(_checked(tensors), key=lambda named: -named[1].itemsize)
-    _check_apart(checked)
+    _check_no_shared_memory(checked)
     head = header(
         metadata, ((name, tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in checked)
     )
@@ -201,7 +201,7 @@ def _why_not(name: str, tensor: Any) -> str | None:
     return None if what is None else f"its dtype is {what}"
 
 
-def _check_apart(tensors: list[tuple[str, torch.Tensor]]) -> None:
+def _check_no_shared_memory(tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Raise if tensors share memory: the file would store it twice, and a load would untie them."""
     places = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.nbytes, name)

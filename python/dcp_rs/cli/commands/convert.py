@@ -186,7 +186,7 @@ def _merge(
         print_json(inputs | {"to": given["to"], **asdict(report)})
         return
     if report.left_out:
-        state = f"{count(len(report.left_out), 'entry')} of optimizer state (--include takes it in)"
+        state = f"{count(len(report.left_out), 'entry')} of optimizer state (--include keeps it)"
         line(("left out  ", "yellow"), state)
     for name in report.conflicts:
         line(("differs   ", "yellow"), f"{name} (--conflicts {conflicts})")
