@@ -237,7 +237,7 @@ test-wheel: $(VENV)/.deps  ## The Python tests on a built wheel, away from this 
 	PATH="$(abspath $(BIN)):$$PATH" maturin sdist --out $(WHEEL_PLACE)
 	@[ -n "$(WHEEL)" ] || PATH="$(abspath $(BIN)):$$PATH" maturin build --quiet --release --out $(WHEEL_PLACE)
 	$(UV) venv --quiet --python $(PYTHON) $(WHEEL_PLACE)/venv
-	$(UV) pip install --quiet --python $(WHEEL_PLACE)/venv/bin/python "$$(ls $(if $(WHEEL),$(WHEEL),$(WHEEL_PLACE)/*.whl))[cli,testing]" $(TORCH) --group tests --group stores
+	$(UV) pip install --quiet --python $(WHEEL_PLACE)/venv/bin/python "$$(ls $(if $(WHEEL),$(WHEEL),$(WHEEL_PLACE)/*.whl))" $(TORCH) --group tests --group stores
 	tar -xzf $(WHEEL_PLACE)/dcp_rs-*.tar.gz -C $(WHEEL_PLACE)
 	cd $(WHEEL_PLACE)/dcp_rs-*/ && ../venv/bin/python -c 'import dcp_rs, torch; assert "site-packages" in dcp_rs.__file__; print("dcp-rs", dcp_rs.__version__, dcp_rs.__file__, "torch", torch.__version__)' \
 		&& ../venv/bin/python $(PYTEST) $(ARGS)
@@ -280,7 +280,7 @@ audit: $(VENV)/.deps  ## Advisories on what is depended on, Rust and Python
 	@if command -v cargo-deny >/dev/null; then cargo deny check advisories; else echo 'cargo-deny is not installed'; exit 1; fi
 	$(UV) pip install --quiet --python $(PY) pip-audit
 	@mkdir -p build
-	$(UV) pip compile --quiet pyproject.toml --extra testing -o build/requirements.txt --no-header --no-annotate
+	$(UV) pip compile --quiet pyproject.toml -o build/requirements.txt --no-header --no-annotate
 	$(BIN)/pip-audit --strict --requirement build/requirements.txt --disable-pip --no-deps
 
 # actionlint comes as a program of its own; where there is none, the schema of workflows and zizmor are what looks.

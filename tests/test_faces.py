@@ -67,7 +67,7 @@ def test_a_type_checker_finds_every_typo(tmp_path):
 
 
 def test_dir_shows_what_is_public_and_star_hides_no_builtin():
-    assert set(dir(dcp_rs)) == {*dcp_rs.__all__, "open", "errors", "optim", "testing"}
+    assert set(dir(dcp_rs)) == {*dcp_rs.__all__, "open", "errors", "optim"}
     names: dict = {}
     exec("from dcp_rs import *", names)
     assert "open" not in names

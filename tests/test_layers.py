@@ -17,7 +17,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"cli"},
             {"__init__"},
             {"integrations"},
-            {"conversion", "steps", "testing"},
+            {"conversion", "steps"},
             {"optim"},
             {"training"},
             {"api"},

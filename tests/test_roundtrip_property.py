@@ -8,9 +8,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import dcp_rs
-from dcp_rs.testing.strategies import state_dicts
 from support import assert_state_equal, blank
 from support.both import load_stock, save_stock
+from support.strategies import state_dicts
 
 
 def template(state):

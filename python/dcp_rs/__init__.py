@@ -8,7 +8,6 @@ from dcp_rs._core import __version__
 if TYPE_CHECKING:
     from dcp_rs import errors as errors
     from dcp_rs import optim as optim
-    from dcp_rs import testing as testing
     from dcp_rs.api import async_save, load, load_state_dict, save
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
     from dcp_rs.checkpoint.fused_experts import views_for
@@ -115,7 +114,7 @@ _MODULES = {
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 #: Modules that are part of the public surface.
-_SUBMODULES = ("errors", "optim", "testing")
+_SUBMODULES = ("errors", "optim")
 
 
 if not TYPE_CHECKING:  # where types are checked, a name that is not above is an error

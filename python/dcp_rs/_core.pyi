@@ -806,12 +806,6 @@ def commit_indexes(
 def check_no_rank_indexes(folder: str) -> None:
     """Raise if a rank has an index of its own in the folder."""
 
-def arm_fault(folder: str, at: int, errno: int) -> None:
-    """Let the change number ``at`` (from 0) below ``folder`` fail with ``errno``."""
-
-def disarm_fault() -> tuple[int, str | None] | None:
-    """Disarm the fault. Return the number of calls and the failed one; None if none was armed."""
-
 def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
 def available_cores() -> int:

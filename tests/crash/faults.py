@@ -263,15 +263,16 @@ def main(arguments: list[str]) -> int:
     library, *rest = arguments
     step = int(rest[0]) if rest else 1
     ranks = [int(n) for n in rest[1].split(",")] if rest[1:] else [1, 4]
+    saves_only = rest[2:] == ["saves"]
     faults = Faults(library)
     tallies = []
     with tempfile.TemporaryDirectory(prefix="dcp-rs-faults-") as name:
-        for error in (errno.EIO, errno.ENOSPC):
+        for error in (errno.ENOSPC,) if saves_only else (errno.EIO, errno.ENOSPC):
             tallies += [
                 sweep_saves(faults, Path(name), n, error, step if n == 1 else 4 * step)
                 for n in ranks
             ]
-            if 1 in ranks:
+            if 1 in ranks and not saves_only:
                 tallies += sweep_conversions(faults, Path(name), error, step)
     print(json.dumps([asdict(tally) for tally in tallies]))
     return 0

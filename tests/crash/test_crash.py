@@ -53,8 +53,15 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path):
 
 
 @needs_compiler
+def test_each_call_of_a_save_fails_once():
+    (tally,) = faults.run("1", "1", "saves")
+    assert {"open", "pwrite", "fsync", "rename", "unlink"} <= tally["calls"].keys()
+    assert tally["kept_old"] + tally["became_new"] + tally["harmless"] == tally["faults"]
+
+
+@needs_compiler
 @pytest.mark.slow
-def test_a_call_that_fails_at_any_step_of_a_save():
+def test_a_call_that_fails_at_any_step_of_saves_and_conversions():
     tallies = faults.run("1", "1")
     assert len(tallies) == 2 * (1 + 4)  # saves, and conversions to each format
     for tally in tallies:

@@ -22,8 +22,8 @@ from dcp_rs.errors import (
     UnsafePickleError,
 )
 from dcp_rs.optim import load_training_state, save_training_state
-from dcp_rs.testing.disk import SmallDisk
 from support import RankDiedError, rank_outcomes, run_ranks
+from support.disk import SmallDisk
 from support.faults import Breaks, LoadBreaks, MishapError, SaveBreaks, die_in, watched
 
 SIZE = 3

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from dcp_rs.testing.strategies import meshes
 from support.states import ALL_DTYPES, can_copy
+from support.strategies import meshes
 
 __all__ = ["Case", "Load", "Save", "Tensor", "cases"]
 

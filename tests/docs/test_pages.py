@@ -257,11 +257,10 @@ def test_the_site_is_small_enough_to_know():
 def public() -> list[str]:
     """Every public name."""
     from dcp_rs import errors, optim, options
-    from dcp_rs.testing import compare, conformance, disk, states, strategies
 
     elsewhere = {"__version__", *errors.__all__}
     found = [f"dcp_rs.{name}" for name in [*dcp_rs.__all__, "open"] if name not in elsewhere]
-    for module in (errors, optim, options, compare, conformance, disk, states, strategies):
+    for module in (errors, optim, options):
         found += [f"{module.__name__}.{name}" for name in module.__all__]
     return found
 

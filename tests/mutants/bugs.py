@@ -152,7 +152,7 @@ MUTANTS = [
         "        disk.rename(&temporary, &dir.join(file_name))\n",
         "        control.check()?;\n        let renamed = disk.rename(&temporary, &dir.join(file_name));\n"
         "        if fsync {\n            disk.sync(&file, &temporary, control)?;\n        }\n        renamed\n",
-        ("tests/testing/test_disk.py",),
+        ("tests/crash/test_crash.py",),
         "After a loss of power the index may be empty.",
     ),
     Mutant(

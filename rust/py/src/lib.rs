@@ -9,7 +9,6 @@ mod commit;
 mod convert;
 mod dlpack;
 mod error;
-mod faults;
 mod index;
 mod interrupt;
 mod panics;
@@ -41,7 +40,6 @@ mod _core {
     #[pymodule_export]
     use crate::commit::{commit_indexes, create_folder, discard, next_generation, publish};
     #[pymodule_export]
-    use crate::faults::{arm_fault, disarm_fault};
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
     #[pymodule_export]

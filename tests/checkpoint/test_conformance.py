@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dcp_rs
-from dcp_rs.testing import conformance
+from support import conformance
 from support.oracle import raw_bytes
 from support.second_reader import SecondReader
 

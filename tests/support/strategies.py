@@ -6,16 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-try:
-    from hypothesis import strategies as st
-except ImportError as error:
-    raise ImportError(
-        "dcp_rs.testing.strategies needs hypothesis: pip install 'dcp-rs[testing]'"
-    ) from error
-
-from dcp_rs.testing.states import ALL_DTYPES, can_copy, random_tensor
+from support.states import ALL_DTYPES, can_copy, random_tensor
 
 __all__ = ["dtypes", "meshes", "names", "placements", "state_dicts", "tensors", "values"]
 

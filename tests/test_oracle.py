@@ -1,4 +1,4 @@
-"""The comparison that is given to others and the tests' own oracle: both find every difference, and only differences."""
+"""The oracle of the tests finds every difference of two states, and only differences."""
 
 import ctypes
 import re
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcp_rs.testing import compare
 from support import oracle
 from support.places import TESTS
 from support.states import ALL_DTYPES, blank, can_copy, random_tensor, shapes_state
@@ -20,16 +19,12 @@ from support.states import ALL_DTYPES, blank, can_copy, random_tensor, shapes_st
 NAN = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)
 
 
-both = pytest.mark.parametrize("judge", [compare, oracle], ids=["package", "oracle"])
-
-
 def quantized(scale: float, value: float = 1.0) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.full((3,), value), scale, 0, torch.qint8)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch means to give these types up
-@both
-def test_tensors_that_have_no_plain_bytes(judge):
+def test_tensors_that_have_no_plain_bytes():
     """A quantized one ended the process, and a sparse one was an error of torch."""
     for one, other in (
         (quantized(0.1), quantized(0.2)),
@@ -38,15 +33,14 @@ def test_tensors_that_have_no_plain_bytes(judge):
         (torch.eye(3).to_sparse(), torch.eye(3)),
         (torch.eye(3).to_sparse_csr(), torch.eye(3).to_sparse_csc()),
     ):
-        assert judge.same_bits(one, one.clone())
-        assert not judge.same_bits(one, other)
-        assert not judge.state_differences([one], [one.clone()])
-        (line,) = judge.state_differences({"a": one}, {"a": other})
+        assert oracle.same_bits(one, one.clone())
+        assert not oracle.same_bits(one, other)
+        assert not oracle.state_differences([one], [one.clone()])
+        (line,) = oracle.state_differences({"a": one}, {"a": other})
         assert line.startswith("state['a']: ")
 
 
-@both
-def test_sharded_and_plain(judge, tmp_path):
+def test_sharded_and_plain(tmp_path):
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
@@ -56,16 +50,19 @@ def test_sharded_and_plain(judge, tmp_path):
         rows, copies = (
             distribute_tensor(plain, mesh, [placement]) for placement in (Shard(0), Replicate())
         )
-        assert judge.same_bits(rows, rows.clone())
-        assert not judge.same_bits(rows, copies)
-        assert judge.state_differences(rows, plain) == ["state: got a DTensor, want a plain tensor"]
-        assert judge.state_differences(plain, rows) == ["state: got a plain tensor, want a DTensor"]
-        assert not judge.same_bits(rows, rows + 1)
+        assert oracle.same_bits(rows, rows.clone())
+        assert not oracle.same_bits(rows, copies)
+        assert oracle.state_differences(rows, plain) == [
+            "state: got a DTensor, want a plain tensor"
+        ]
+        assert oracle.state_differences(plain, rows) == [
+            "state: got a plain tensor, want a DTensor"
+        ]
+        assert not oracle.same_bits(rows, rows + 1)
     finally:
         dist.destroy_process_group()
 
 
-@both
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -85,41 +82,39 @@ def test_sharded_and_plain(judge, tmp_path):
     ],
     ids=repr,
 )
-def test_values(one, other, judge):
+def test_values(one, other):
     """NaNs of complex numbers differed from themselves, and arrays were an error of NumPy."""
-    assert not judge.state_differences(one, one)
-    assert judge.state_differences(one, other)
-    assert judge.state_differences(other, one)
+    assert not oracle.state_differences(one, one)
+    assert oracle.state_differences(one, other)
+    assert oracle.state_differences(other, one)
     with pytest.raises(AssertionError, match="differences:"):
-        judge.assert_state_equal(one, other)
+        oracle.assert_state_equal(one, other)
 
 
-@both
 @pytest.mark.parametrize("dtype", filter(can_copy, ALL_DTYPES), ids=str)
-def test_every_bit_of_every_dtype_counts(dtype, judge):
+def test_every_bit_of_every_dtype_counts(dtype):
     want = random_tensor((3, 2), dtype)
     for byte in range(want.nbytes):
         got = want.clone()
         oracle.memory_of(got)[byte] ^= 1
-        (line,) = judge.state_differences(got, want)
+        (line,) = oracle.state_differences(got, want)
         assert (
             f"1 bytes of {dtype} (3, 2) differ, the first in element {byte // dtype.itemsize}"
             in line
         )
-    assert not judge.state_differences(want.clone(), want)
+    assert not oracle.state_differences(want.clone(), want)
 
 
-@both
-def test_what_a_view_shows_is_compared(judge):
+def test_what_a_view_shows_is_compared():
     """Not what its memory holds: strides, lazy conjugates and negations are no difference, the elements are."""
     for name, want in shapes_state().items():
         got = want.resolve_conj().resolve_neg().contiguous().clone()
-        assert not judge.state_differences(got, want), name
-        assert not judge.state_differences(want, got), name
+        assert not oracle.state_differences(got, want), name
+        assert not oracle.state_differences(want, got), name
         if want.numel():
-            assert judge.state_differences(blank(want), want), name
+            assert oracle.state_differences(blank(want), want), name
             oracle.memory_of(got)[-1] ^= 0x80
-            assert judge.state_differences(got, want), name
+            assert oracle.state_differences(got, want), name
 
 
 def test_the_oracle_reads_bytes_as_torch_does():
