@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dcp_rs.checkpoint.source import Item, Request, Source
+from dcp_rs.checkpoint.source import CheckpointReader, Item, Request
 from dcp_rs.tensors.regions import BLOCK_BYTES, Cut, cut, read_ahead, unflatten
 
 __all__ = ["Region", "RegionBlock", "blocks", "make_slabs"]
@@ -81,7 +81,7 @@ def make_slabs(nbytes: int) -> list[torch.Tensor]:
 
 
 def blocks(
-    source: Source, regions: Sequence[Region], slabs: Sequence[torch.Tensor]
+    source: CheckpointReader, regions: Sequence[Region], slabs: Sequence[torch.Tensor]
 ) -> Iterator[list[RegionBlock]]:
     """Yield the blocks of all regions in order, while a thread reads the next slab."""
     *read_slabs, cast_slab = slabs

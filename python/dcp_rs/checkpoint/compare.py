@@ -15,7 +15,7 @@ from dcp_rs._reports import Report
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
 from dcp_rs.checkpoint.names import selector, some
-from dcp_rs.checkpoint.source import Item, Source, open_source
+from dcp_rs.checkpoint.source import CheckpointReader, Item, open_source
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
@@ -169,7 +169,7 @@ def compare(
 
 
 def _container_kinds(
-    source: Source, chosen: dict[str, Item], passes: Callable[[str], bool]
+    source: CheckpointReader, chosen: dict[str, Item], passes: Callable[[str], bool]
 ) -> dict[str, tuple[TreePath, str]] | None:
     """Return path and kind of each container that is listed, or None if the format lists none."""
     if source.containers is None:
@@ -210,8 +210,8 @@ def _dtype_name(item: Item) -> str:
 
 
 def entry_differences(
-    left: Source,
-    right: Source,
+    left: CheckpointReader,
+    right: CheckpointReader,
     pairs: Sequence[tuple[Item, Item]],
     tolerance: float = 0.0,
     progress: Callable[[int, int], Any] | None = None,
@@ -275,7 +275,7 @@ def _short(value: Any) -> str:
 
 
 def _pieces(
-    left: Source, right: Source, pairs: Sequence[tuple[Item, Item]]
+    left: CheckpointReader, right: CheckpointReader, pairs: Sequence[tuple[Item, Item]]
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yield the number of a pair and a run of elements of both, in a dtype that holds either."""
     dtypes = [_common_dtype(one.dtype, other.dtype) for one, other in pairs]

@@ -24,7 +24,7 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import Container, TreePath
 from dcp_rs.transfer.target import stored_dtype
 
-__all__ = ["IndexSource", "Item", "Request", "Source", "open_source"]
+__all__ = ["CheckpointReader", "IndexSource", "Item", "Request", "open_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Request:
     into: torch.Tensor
 
 
-class Source(Protocol):
+class CheckpointReader(Protocol):
     """A checkpoint to read entries from.
 
     Attributes:
@@ -116,7 +116,7 @@ def open_source(
     allow_external: bool,
     storage_options: StorageOptions | None = None,
     layout: Layout | None = None,
-) -> Source:
+) -> CheckpointReader:
     """Open a checkpoint of any kind.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
-from dcp_rs.checkpoint.source import Item, Source
+from dcp_rs.checkpoint.source import CheckpointReader, Item
 from dcp_rs.tensors.dtypes import BY_NAME, NAMES
 
 __all__ = ["TensorStats", "stats"]
@@ -113,7 +113,9 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
 
 
 def stats(
-    source: Source, items: Sequence[Item], progress: Callable[[int, int], Any] | None = None
+    source: CheckpointReader,
+    items: Sequence[Item],
+    progress: Callable[[int, int], Any] | None = None,
 ) -> list[TensorStats]:
     """Return the statistics of tensors.
 

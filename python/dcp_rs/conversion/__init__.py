@@ -16,7 +16,7 @@ from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
 from dcp_rs._url import Url, absolute, location
 from dcp_rs.checkpoint.names import Rename, repeatable
-from dcp_rs.checkpoint.source import Source, open_source
+from dcp_rs.checkpoint.source import CheckpointReader, open_source
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import ConvertReport, Job, select
@@ -181,7 +181,7 @@ def convert(
 
 
 def write_result(
-    source: Source,
+    source: CheckpointReader,
     request: WriteRequest,
     report: ConvertReport,
     *,

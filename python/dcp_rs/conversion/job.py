@@ -15,7 +15,7 @@ from dcp_rs._progress import Watch
 from dcp_rs._reports import Report
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
 from dcp_rs.checkpoint.names import renamer, selector
-from dcp_rs.checkpoint.source import Item, Source
+from dcp_rs.checkpoint.source import CheckpointReader, Item
 from dcp_rs.conversion.request import WriteRequest
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import cast_to, is_counter
@@ -104,7 +104,7 @@ class Job:
         done: the bytes written.
     """
 
-    source: Source
+    source: CheckpointReader
     request: WriteRequest
     report: ConvertReport
     tasks: list[Task]
@@ -186,7 +186,9 @@ def new_dtype(item: Item, dtype: torch.dtype | None) -> torch.dtype | None:
     return cast_to(item.dtype, dtype)
 
 
-def select(source: Source, request: WriteRequest) -> tuple[list[Task], list[Container] | None]:
+def select(
+    source: CheckpointReader, request: WriteRequest
+) -> tuple[list[Task], list[Container] | None]:
     """Return the included entries and containers, with their new names.
 
     The containers are None if those of the source are not known.
