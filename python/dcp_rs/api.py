@@ -289,7 +289,8 @@ def save(
         planner: an :class:`RsSavePlanner`, which has more options; or your own planner, which is
             called as ``dcp.save`` calls it.
         process_group, no_dist: as in ``dcp.save``.
-        overwrite: ``False`` raises if there is a checkpoint already.
+        overwrite: ``False`` raises if there is a checkpoint already. ``True`` warns if this
+            process has neither opened nor saved it.
         strict_values: raise for values that do not load under ``weights_only=True``, and for keys
             that would come back as text. By default they are saved with a warning.
         parent, reuse, verify_reuse: take unchanged tensors from another checkpoint; see

@@ -106,6 +106,14 @@ MUTANTS = [
         "A shard is saved at the coordinates of another tensor of the same shape.",
     ),
     Mutant(
+        "damaged-checkpoint-does-not-exist",
+        "python/dcp_rs/checkpoint/locate.py",
+        "    except DcpRsError:  # damaged, or of a later version\n        pass\n    return True\n",
+        "    except DcpRsError:\n        return False\n    return True\n",
+        ("tests/checkpoint/test_exists.py",),
+        "A run whose last checkpoint is damaged begins at step 1, and saves over it.",
+    ),
+    Mutant(
         "zeros-compared-by-value",
         "python/dcp_rs/tensors/equality.py",
         "return torch.equal(raw_bytes(one), raw_bytes(other))",

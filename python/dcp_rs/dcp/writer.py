@@ -108,7 +108,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     Args:
         path: the folder, which is created if needed; or its URL: ``s3://``, ``gs://``, ``az://``.
         threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
-        overwrite: ``False`` raises if there is a checkpoint already.
+        overwrite: ``False`` raises if there is a checkpoint already. ``True`` warns if this
+            process has neither opened nor saved it.
         strict_values: raise for values that do not load under ``weights_only=True``, and for keys
             that would come back as text. By default they are saved with a warning.
         progress: ``True`` draws a bar on the first rank, on a terminal and in notebooks. A
