@@ -101,9 +101,8 @@ def load_state_dict(
             check()
             return LoadRequest(state_dict, storage_reader._source, own._options())
 
-        storage_reader.report = report = engine.load(ranks, make_request)
-        own._end_load(report, storage_reader._source)
-        return report
+        storage_reader.report = own.report = engine.load(ranks, make_request)
+        return own.report
 
     def make_arguments() -> protocol.LoadArguments:
         check()
@@ -194,10 +193,9 @@ def load(
     """
     ranks = RankGroup(process_group, no_dist=no_dist)
     own = planner if planner is not None and is_plain_load_planner(planner) else None
-    source: engine.Source
 
     def make_request() -> LoadRequest:
-        nonlocal source, include, exclude, views  # a load that begins again iterates again
+        nonlocal include, exclude, views  # a load that begins again iterates again
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         if unknown:
@@ -246,7 +244,7 @@ def load(
     if planner is None or own is not None:
         report = engine.load(ranks, make_request, stateful=True)
         if own is not None:
-            own._end_load(report, source)
+            own.report = report
         return report
 
     def make_arguments() -> protocol.LoadArguments:

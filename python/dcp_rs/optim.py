@@ -354,16 +354,8 @@ def _load(
         reader = RsReader(path, **read_options)
         return _Load(reader, planner, models, optimizers, extra, key, partial=partial, keep=keep)
 
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            ranks.run(open_source).run(ranks)
-        except BaseException as error:
-            if not engine.starts_again(ranks, error, attempt, may_retry=not partial):
-                raise
-        else:
-            return planner.report if isinstance(planner, RsLoadPlanner) else None
+    engine.retry(ranks, lambda: ranks.run(open_source).run(ranks), lambda: not partial)
+    return planner.report if isinstance(planner, RsLoadPlanner) else None
 
 
 class _Load:
@@ -478,7 +470,7 @@ class _Load:
             return
         request = engine.LoadRequest(self._state, reader._source, planner._options())
         report = engine.load(ranks, lambda: request, index=self._entries.index)
-        planner._end_load(report, reader._source)
+        planner.report = report
 
     def _end(self) -> None:
         """Hand over what was read."""

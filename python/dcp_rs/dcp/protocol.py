@@ -18,7 +18,7 @@ from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.engine import load as engine_load
 from dcp_rs.engine import save as engine_save
-from dcp_rs.engine.load import call_state_dicts, load_stateful, starts_again
+from dcp_rs.engine.load import call_state_dicts, load_stateful, retry
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.save import SaveRequest
@@ -89,20 +89,13 @@ def load(
     def read(plan: LoadPlan) -> None:
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            ranks.run(partial(read, ranks.reduce_scatter(plan_own, plan_all)))
-            if stateful:
-                ranks.run(hand_over)
-        except BaseException as error:
-            if metadata is not None or not starts_again(
-                ranks, error, attempt, may_retry=not is_partial
-            ):
-                raise
-        else:
-            return reader.report if isinstance(reader, RsReader) else None
+    def load_once() -> LoadReport | None:
+        ranks.run(partial(read, ranks.reduce_scatter(plan_own, plan_all)))
+        if stateful:
+            ranks.run(hand_over)
+        return reader.report if isinstance(reader, RsReader) else None
+
+    return retry(ranks, load_once, lambda: metadata is None and not is_partial)
 
 
 def save(

@@ -472,7 +472,6 @@ _STOCK_METHODS = {
     DefaultLoadPlanner.commit_tensor,
     DefaultLoadPlanner.load_bytes,
     RsLoadPlanner.load_bytes,
-    RsLoadPlanner.resolve_tensor,
 }
 
 

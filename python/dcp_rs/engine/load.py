@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -49,8 +49,10 @@ __all__ = [
     "load_stateful",
     "plan_rank",
     "plan_reads",
-    "starts_again",
+    "retry",
 ]
+
+T = TypeVar("T")
 
 #: Attempts of a load whose checkpoint is replaced by another save while it reads.
 _TRIES = 10
@@ -120,20 +122,14 @@ def load(
                 request.state_dict, plan.state_dict, plan.stateful, assign=request.options.assign
             )
 
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            reply = ranks.reduce_scatter(plan_own, compare)
-            plan.clock.end("plan")
-            ranks.run(partial(_read, plan, ranks, reply))
-            ranks.run(hand_over)
-        except BaseException as error:
-            may_retry = not is_partial
-            if index is not None or not starts_again(ranks, error, attempt, may_retry=may_retry):
-                raise
-        else:
-            return plan.reads.report
+    def load_once() -> LoadReport:
+        reply = ranks.reduce_scatter(plan_own, compare)
+        plan.clock.end("plan")
+        ranks.run(partial(_read, plan, ranks, reply))
+        ranks.run(hand_over)
+        return plan.reads.report
+
+    return retry(ranks, load_once, lambda: index is None and not is_partial)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -721,22 +717,28 @@ def load_stateful(
 # --- retries --------------------------------------------------------------------------------------
 
 
-def starts_again(ranks: RankGroup, error: BaseException, attempt: int, *, may_retry: bool) -> bool:
-    """Agree on all ranks whether a failed load starts again.
-
-    It does if another save replaced the checkpoint of a rank. Every rank calls this after the step
-    that failed.
+def retry(ranks: RankGroup, load: Callable[[], T], may_retry: Callable[[], bool]) -> T:
+    """Load again while another save replaces the checkpoint, up to nine times.
 
     Args:
         ranks: the ranks that load.
-        error: the error of this rank.
-        attempt: the number of the attempt that failed, from 1.
-        may_retry: this rank's vote. All ranks raise if one does, as a rank that began again alone
-            would wait for the others for ever.
+        load: the load. It consists of steps of all ranks.
+        may_retry: this rank's vote after a failed attempt. All ranks raise if one votes against,
+            as a rank that began again alone would wait for the others for ever.
+
+    Raises:
+        Exception: what ``load`` raises.
     """
-    # All ranks have failures of the same ranks.
-    errors = ranks.failures.values()
-    if attempt >= _TRIES or not any(isinstance(e, CheckpointReplacedError) for e in errors):
-        return False
-    is_interrupt = not isinstance(error, Exception)  # Ctrl-C ends the load
-    return all(ranks.all_gather(lambda: may_retry and not is_interrupt))
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return load()
+        except BaseException as error:
+            # All ranks have failures of the same ranks.
+            errors = ranks.failures.values()
+            if attempt == _TRIES or not any(isinstance(e, CheckpointReplacedError) for e in errors):
+                raise
+            vote = may_retry() and isinstance(error, Exception)  # Ctrl-C ends the load
+            if not all(ranks.all_gather(partial(bool, vote))):
+                raise
