@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import sys
 from collections import OrderedDict
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -258,14 +258,52 @@ def group_devices(group: dist.ProcessGroup | None) -> list[torch.device]:
     return list((group or _get_default_group())._device_types)
 
 
+def sendable_types(group: dist.ProcessGroup | None) -> list[str]:
+    """Return the types of devices whose memory a process group sends itself.
+
+    gloo lists ``cuda``, and sends it through host memory of its own.
+    """
+    group = group or _get_default_group()
+    return [
+        device.type
+        for device in group._device_types
+        if device.type == "cpu" or group._get_backend(device).name() != "gloo"
+    ]
+
+
+def bound_device(group: dist.ProcessGroup | None) -> torch.device | None:
+    """Return the device that ``init_process_group(device_id=)`` gave a process group."""
+    device: torch.device | None = getattr(group or _get_default_group(), "bound_device_id", None)
+    return device
+
+
+def device_of(group: dist.ProcessGroup | None, device_type: str) -> torch.device:
+    """Return the device of some type that this rank uses for a process group."""
+    bound = bound_device(group)
+    if bound is not None and bound.type == device_type:
+        return bound
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
 def default_device() -> torch.device:
     """Return the device of the process group, or the CPU: DCP's default for new tensors."""
     if not dist.is_initialized():
         return torch.device("cpu")
-    kind = dist.distributed_c10d._get_pg_default_device().type
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return device_of(None, dist.distributed_c10d._get_pg_default_device().type)
+
+
+def at_device(group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
+    """Return a context whose current device is that of the group, for collectives of objects.
+
+    torch sends objects by the current device, which in a new thread is device 0.
+    """
+    bound = bound_device(group)
+    if bound is None or bound.type == "cpu":
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.get_device_module(bound.type).device(bound)
+    return context
 
 
 def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader
+from dcp_rs import RsLoadPlanner, RsReader, _torch
 from dcp_rs.engine.broadcast_read import _Exchange
 from dcp_rs.errors import CorruptDataError, DcpRsError, PlanError, UnsafePickleError
 from dcp_rs.optim import load_training_state, save_training_state
@@ -465,6 +465,18 @@ def test_an_error_in_one_group_of_ranks_keeps_nobody_waiting_in_another(ckpt):
     for outcome in rank_outcomes(3, load_in_pairs, ckpt, timeout=60):
         assert isinstance(outcome.error, CorruptDataError), outcome
         assert "raised on rank" in outcome.error.__notes__[-1]
+
+
+def sendable():
+    group = dist.distributed_c10d._get_default_group()
+    return [device.type for device in group._device_types], _torch.sendable_types(None)
+
+
+def test_gloo_sends_host_memory_though_it_lists_cuda():
+    """G2: targets on CUDA would have gone to gloo as they are."""
+    for listed, found in run_ranks(2, sendable):
+        assert "cpu" in listed
+        assert found == ["cpu"]
 
 
 def test_the_option_is_checked():

@@ -1,8 +1,8 @@
 """Reads that several ranks share: each rank reads a part, and sends it to the other ranks.
 
-No rank waits for one that failed. All that can fail on one rank alone is done before the first
-send, and one step ends it on all ranks. Then the ranks send pieces in rounds. With each piece goes
-a flag, which says that its owner failed. So all ranks that share end in the same round.
+All that can fail on one rank alone is done before the first send, except for the reads. A rank
+whose read fails goes on and sends what its buffers hold, so that no rank waits for it. It raises in
+the step that this is a part of, and so do all ranks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,13 +22,21 @@ from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.memory import check_made, flat_bytes, is_plain
+from dcp_rs.tensors.memory import flat_bytes, is_plain, require_real_memory
 from dcp_rs.tensors.regions import Cut, cut, narrow, unflatten
 from dcp_rs.transfer.buffers import new_slabs
 from dcp_rs.transfer.copy_stream import Transfer, copy_stream_for, is_accelerator
 from dcp_rs.transfer.target import Target, fills
 
-__all__ = ["Offer", "Offered", "SharedReads", "is_shared", "offer", "read_shared", "share"]
+__all__ = [
+    "BroadcastGroup",
+    "Offer",
+    "Offered",
+    "any_shared",
+    "match_offers",
+    "offer",
+    "read_shared",
+]
 
 #: Large tensors are cut at multiples of this many bytes.
 _PAGE = 4096
@@ -36,119 +45,123 @@ _MIN_PIECE_BYTES = 64 << 10
 
 
 @dataclass
-class SharedReads:
-    """Reads that several ranks share.
+class BroadcastGroup:
+    """Ranks that share reads.
 
     Attributes:
         ranks: the ranks, in the process group.
-        way: the device whose memory is sent: the CPU, or the device of the targets.
+        send_device: the device whose memory is sent: the CPU, or the device of the targets.
         targets: the targets that all of them have, in the same order on each rank.
     """
 
     ranks: tuple[int, ...]
-    way: torch.device
+    send_device: torch.device
     targets: list[Target]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the targets, as they are stored."""
-        return sum(target.nbytes for target in self.targets)
 
 
 def read_shared(
     index: _core.Index,
-    shared: Sequence[SharedReads],
+    groups: Sequence[BroadcastGroup],
     options: ReadOptions,
     ranks: RankGroup,
     everyone: Sequence[Offered],
-) -> tuple[Counts, bool]:
+) -> Counts:
     """Fill the targets that ranks share. Every rank of the load calls it.
 
     Args:
         index: the index of the checkpoint.
-        shared: the reads that this rank shares.
+        groups: the groups of this rank.
         options: how to read.
         ranks: the ranks of the load.
         everyone: what all ranks offered.
 
     Returns:
-        The counts of this rank, and true if all targets are filled. It is false if another rank
-        failed, and the step that this is a part of raises that.
+        The counts of this rank. If another rank failed, the targets are filled only in part, and
+        the step that this is a part of raises.
 
     Raises:
         Exception: the error of this rank, once no rank waits for it.
         RankLostError: a collective failed.
     """
+    errors: list[BaseException] = []
 
     def prepare() -> tuple[list[_Exchange], dict[torch.device, _Memory], list[torch.Tensor]]:
-        exchanges = [_Exchange(index, reads, options, ranks) for reads in shared]
+        exchanges = [_Exchange(index, group, options, ranks, errors) for group in groups]
+        own = {exchange.device for exchange in exchanges}
         memories = {
-            way: _Memory(way, [exchange for exchange in exchanges if exchange.way == way])
-            for way in {exchange.way for exchange in exchanges}
+            device: _Memory(device, [one for one in exchanges if one.device == device])
+            for device in own
         }
-        kinds = {kind for _, _, kinds in everyone for kind in kinds if kind != "cpu"}
-        return exchanges, memories, [torch.zeros(1, device=_device(kind)) for kind in sorted(kinds)]
+        types = {kind for _, _, kinds in everyone for kind in kinds if kind != "cpu"}
+        of_type = {device.type: device for device in own}
+        first = [of_type.get(t) or _torch.device_of(ranks.process_group, t) for t in sorted(types)]
+        return exchanges, memories, [torch.zeros(1, device=device) for device in first]
 
     exchanges, memories, first = ranks.run(prepare)
     # The first call over NCCL connects all ranks of the group, and some may share nothing.
     for tensor in first:
         with ranks.talking():
             dist.all_reduce(tensor, group=ranks.process_group)
-    halted = False
     try:
         for exchange in exchanges:
-            exchange.halted = halted
             with ranks.talking():
-                exchange.run(memories[exchange.way])
-            halted = exchange.halted
+                exchange.run(memories[exchange.device])
     finally:
         for memory in memories.values():
             memory.close()
-    error = next((exchange.error for exchange in exchanges if exchange.error is not None), None)
-    if error is not None:
-        raise error
+    if errors:
+        raise errors[0]
     counts = Counts()
     for exchange in exchanges:
         counts.add(exchange.counts)
-    counts.wanted = sum(reads.nbytes for reads in shared)
-    return counts, not halted
+    counts.wanted = sum(target.nbytes for group in groups for target in group.targets)
+    return counts
 
 
 class _Exchange:
     """Exchange of pieces between ranks that share reads. It allocates before it begins.
 
+    In each round every rank sends one piece to the others, and reads its piece of the next round.
+
+    Args:
+        index: the index of the checkpoint.
+        group: the ranks.
+        options: how to read.
+        ranks: the ranks of the load.
+        errors: gets an error of this rank. After it nothing is read or unpacked.
+
     Attributes:
-        error: the error of this rank.
-        halted: a rank failed, here or in an exchange before. Nothing more is read, and the flag of
-            the next piece says so.
         counts: counts of reads from storage.
     """
 
     def __init__(
-        self, index: _core.Index, reads: SharedReads, options: ReadOptions, ranks: RankGroup
+        self,
+        index: _core.Index,
+        group: BroadcastGroup,
+        options: ReadOptions,
+        ranks: RankGroup,
+        errors: list[BaseException],
     ) -> None:
-        self.error: BaseException | None = None
-        self.halted = False
         self.counts = Counts()
-        self.way = reads.way
+        self._errors = errors
+        self.device = group.send_device
         self._index = index
         self._options = options
         self._group = ranks.process_group
-        self._ranks = [ranks.global_rank(rank) for rank in reads.ranks]
-        self._me = reads.ranks.index(ranks.rank)
-        self._on_host = not is_accelerator(reads.way)
+        self._ranks = [ranks.global_rank(rank) for rank in group.ranks]
+        self._me = group.ranks.index(ranks.rank)
+        self._on_host = not is_accelerator(self.device)
         count = len(self._ranks)
         limit = options.inflight_bytes(accelerator=not self._on_host) // (2 * count)
-        pieces = list(_pieces(reads.targets, max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, limit))))
+        pieces = list(_pieces(group.targets, max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, limit))))
         self._rounds = [pieces[at : at + count] for at in range(0, len(pieces), count)]
-        self._flags = torch.zeros(count, dtype=torch.uint8, device=reads.way)
         #: Buffers for the pieces of a round and this rank's next piece, and the size of each.
         self.slots = count + 1
         in_place = self._on_host and all(piece.memory() is not None for piece in pieces)
         self.nbytes = 0 if in_place else max(piece.nbytes for piece in pieces)
 
     def run(self, memory: _Memory) -> None:
-        """Send and receive, round by round, until all pieces are there or a rank failed."""
+        """Send and receive all pieces, round by round."""
         ready = self._read(0, memory)
         for number, pieces in enumerate(self._rounds):
             buffers, works = self._start(pieces, ready, memory)
@@ -156,10 +169,7 @@ class _Exchange:
             ready = self._read(number + 1, memory)
             for work in works:
                 work.wait()
-            if self._flags.any():  # the same on all ranks that share
-                self.halted = True
-                return
-            self._unpack(pieces, buffers)
+            self._attempt(partial(self._unpack, pieces, buffers))
 
     def _read(self, number: int, memory: _Memory) -> torch.Tensor | None:
         """Read this rank's piece of a round, if it has one."""
@@ -168,11 +178,7 @@ class _Exchange:
         piece = self._rounds[number][self._me]
         # Two buffers take turns: the other one is being sent.
         buffer = self._buffer(piece, memory.slots[self._me if number % 2 else len(self._ranks)])
-        if not self.halted:
-            try:
-                self._fill(piece, buffer, memory.stages)
-            except BaseException as error:  # noqa: BLE001  # raised when no rank waits
-                self._fail(error)
+        self._attempt(partial(self._fill, piece, buffer, memory.stages))
         return buffer
 
     def _fill(self, piece: _Piece, buffer: torch.Tensor, stages: _Stages | None) -> None:
@@ -190,24 +196,15 @@ class _Exchange:
         """Begin to send this rank's piece of a round, and to receive the other pieces."""
         buffers: list[torch.Tensor] = []
         operations: list[dist.P2POp] = []
-        self._flags.zero_()
-        if self.halted:
-            self._flags[self._me] = 1
         for owner, piece in enumerate(pieces):
-            flag = self._flags[owner : owner + 1]
             if owner == self._me and mine is not None:
                 buffers.append(mine)
-                for rank in self._ranks:
-                    if rank != self._ranks[self._me]:
-                        operations += [
-                            dist.P2POp(dist.isend, part, rank, self._group) for part in (flag, mine)
-                        ]
-                continue
-            buffers.append(self._buffer(piece, memory.slots[owner]))
-            operations += [
-                dist.P2POp(dist.irecv, part, self._ranks[owner], self._group)
-                for part in (flag, buffers[-1])
-            ]
+                others = (rank for rank in self._ranks if rank != self._ranks[self._me])
+                operations += [dist.P2POp(dist.isend, mine, rank, self._group) for rank in others]
+            else:
+                buffers.append(self._buffer(piece, memory.slots[owner]))
+                source = self._ranks[owner]
+                operations.append(dist.P2POp(dist.irecv, buffers[-1], source, self._group))
         return buffers, dist.batch_isend_irecv(operations)
 
     def _buffer(self, piece: _Piece, slot: torch.Tensor) -> torch.Tensor:
@@ -215,15 +212,16 @@ class _Exchange:
         return slot[: piece.nbytes] if own is None else own
 
     def _unpack(self, pieces: Sequence[_Piece], buffers: Sequence[torch.Tensor]) -> None:
-        if not self.halted:
-            try:
-                for piece, buffer in zip(pieces, buffers, strict=True):
-                    piece.unpack(buffer)
-            except BaseException as error:  # noqa: BLE001  # as above
-                self._fail(error)
+        for piece, buffer in zip(pieces, buffers, strict=True):
+            piece.unpack(buffer)
 
-    def _fail(self, error: BaseException) -> None:
-        self.error, self.halted = error, True
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Do some work, unless this rank has failed. Keep an error until no rank waits."""
+        if not self._errors:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001  # raised at the end
+                self._errors.append(error)
 
 
 class _Memory:
@@ -234,13 +232,14 @@ class _Memory:
         stages: pinned memory for reads from storage; None for the CPU.
     """
 
-    def __init__(self, way: torch.device, exchanges: Sequence[_Exchange]) -> None:
+    def __init__(self, device: torch.device, exchanges: Sequence[_Exchange]) -> None:
         nbytes = max(exchange.nbytes for exchange in exchanges)
         count = max(exchange.slots for exchange in exchanges)
         self.slots = [
-            check_made(torch.empty(nbytes, dtype=torch.uint8, device=way)) for _ in range(count)
+            require_real_memory(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+            for _ in range(count)
         ]
-        self.stages = _Stages(way, nbytes) if is_accelerator(way) else None
+        self.stages = _Stages(device, nbytes) if is_accelerator(device) else None
 
     def close(self) -> None:
         """Wait for the copies out of pinned memory."""
@@ -330,7 +329,7 @@ def _pieces(targets: Sequence[Target], limit: int) -> Iterator[_Piece]:
         yield _Piece(targets, parts)
 
 
-#: Node, digests and kinds of an offer.
+#: Node, digests and types of send devices of an offer.
 Offered = tuple[int, list[bytes], list[str]]
 #: Number of classes of targets that a rank offers. Models have a few.
 _MAX_CLASSES = 64
@@ -344,18 +343,18 @@ class Offer:
         node: a number of the node. Ranks of one number share.
         digests: digests of classes of targets. Ranks share a class if their digests are equal.
         members: the targets of each class.
-        kinds: the types of the devices that it sends from.
+        device_types: the types of the devices that it sends from.
     """
 
     node: int = 0
     digests: list[bytes] = field(default_factory=list)
     members: dict[bytes, list[Target]] = field(default_factory=dict)
-    kinds: set[str] = field(default_factory=set)
+    device_types: set[str] = field(default_factory=set)
 
     @property
     def offered(self) -> Offered:
         """Return the part that the other ranks get."""
-        return self.node, self.digests, sorted(self.kinds)
+        return self.node, self.digests, sorted(self.device_types)
 
 
 def offer(
@@ -379,7 +378,7 @@ def offer(
             all ranks.
         process_group: the group of the load.
     """
-    kinds = [device.type for device in _torch.group_devices(process_group)]
+    sendable = _torch.sendable_types(process_group)
     classes: dict[Any, list[Target]] = {}
     for target, shape in zip(targets, shapes, strict=True):
         sizes = tuple(target.tensor.shape)
@@ -389,31 +388,31 @@ def offer(
             (-(-whole // size), at // size)
             for whole, at, size in zip(shape, target.offsets, sizes, strict=True)
         )
-        classes.setdefault((_way(target, kinds), cut), []).append(target)
+        classes.setdefault((_send_type(target, sendable), cut), []).append(target)
     by_size = sorted(
         classes.items(), key=lambda entry: sum(target.nbytes for target in entry[1]), reverse=True
     )
     found = Offer(dist.get_rank() // _local_world_size() if scope == "node" else 0)
-    for (way, _), members in by_size[:_MAX_CLASSES]:
+    for (send_type, _), members in by_size[:_MAX_CLASSES]:
         members.sort(key=lambda target: (target.index, tuple(target.offsets)))
-        digest = _digest(source, way, members)
+        digest = _digest(source, send_type, members)
         found.members[digest] = members
-        found.kinds.add(way)
+        found.device_types.add(send_type)
     found.digests = list(found.members)
     return found
 
 
-def _way(target: Target, kinds: Sequence[str]) -> str:
+def _send_type(target: Target, sendable: Sequence[str]) -> str:
     """Return the type of device to send a target from: its own, if the group can send that."""
-    kind = target.tensor.device.type
-    return kind if kind in kinds else "cpu" if "cpu" in kinds else kinds[0]
+    own = target.tensor.device.type
+    return own if own in sendable else "cpu" if "cpu" in sendable else sendable[0]
 
 
-def share(
+def match_offers(
     own: Offer, everyone: Sequence[Offered], process_group: dist.ProcessGroup | None
-) -> list[SharedReads]:
-    """Return the reads that this rank shares, in an order in which no ranks deadlock."""
-    kinds = [device.type for device in _torch.group_devices(process_group)]
+) -> list[BroadcastGroup]:
+    """Return the groups of this rank, in an order in which no ranks deadlock."""
+    sendable = _torch.sendable_types(process_group)
     by_ranks: dict[tuple[tuple[int, ...], str], list[Target]] = {}
     for digest in sorted(own.digests):  # the same order on all ranks that share
         ranks = tuple(
@@ -423,13 +422,17 @@ def share(
         )
         if len(ranks) > 1:
             targets = own.members[digest]
-            by_ranks.setdefault((ranks, _way(targets[0], kinds)), []).extend(targets)
-    return [
-        SharedReads(ranks, _device(kind), by_ranks[ranks, kind]) for ranks, kind in sorted(by_ranks)
-    ]
+            by_ranks.setdefault((ranks, _send_type(targets[0], sendable)), []).extend(targets)
+    groups = []
+    for (ranks, send_type), targets in sorted(by_ranks.items(), key=lambda entry: entry[0]):
+        device = targets[0].tensor.device
+        if device.type != send_type:
+            device = _torch.device_of(process_group, send_type)
+        groups.append(BroadcastGroup(ranks, device, targets))
+    return groups
 
 
-def is_shared(everyone: Sequence[Offered]) -> bool:
+def any_shared(everyone: Sequence[Offered]) -> bool:
     """Return true if any ranks share reads. All ranks return the same."""
     seen: set[tuple[int, bytes]] = set()
     for node, digests, _ in everyone:
@@ -439,8 +442,8 @@ def is_shared(everyone: Sequence[Offered]) -> bool:
     return False
 
 
-def _digest(source: bytes, way: str, targets: Sequence[Target]) -> bytes:
-    digest = hashlib.blake2b(source + way.encode(), digest_size=16)
+def _digest(source: bytes, send_type: str, targets: Sequence[Target]) -> bytes:
+    digest = hashlib.blake2b(source + send_type.encode(), digest_size=16)
     for target in targets:
         digest.update(str(target.dtype).encode())
         region = (target.index, target.tensor.dim(), *target.offsets, *target.tensor.shape)
@@ -453,12 +456,3 @@ def _local_world_size() -> int:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:
         return 1
-
-
-def _device(kind: str) -> torch.device:
-    """Return this rank's device of a type."""
-    return (
-        torch.device(kind)
-        if kind == "cpu"
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )

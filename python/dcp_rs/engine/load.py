@@ -21,7 +21,14 @@ from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.engine import cache_sharing, matching
-from dcp_rs.engine.broadcast_read import Offer, Offered, is_shared, offer, read_shared, share
+from dcp_rs.engine.broadcast_read import (
+    Offer,
+    Offered,
+    any_shared,
+    match_offers,
+    offer,
+    read_shared,
+)
 from dcp_rs.engine.matching import EntryInfo, LoadOptions, Matching
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, Mismatch, Phases
@@ -655,7 +662,7 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
     """Prepare on all ranks. Then read together what several ranks need, a part on each rank.
 
     Returns:
-        The number of passes that are left for this rank; 0 if another rank failed.
+        The number of passes that are left for this rank.
     """
     index, source = plan.index, plan.request.source
     passes, own, parts = 0, Offer(), Counter[int]()
@@ -680,15 +687,14 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
         return own.offered
 
     offers = ranks.all_gather(prepare)
-    if not is_shared(offers):
+    if not any_shared(offers):
         return passes
-    shared = share(own, offers, ranks.process_group)
-    read, is_whole = read_shared(index, shared, source.read.alone(), ranks, offers)
-    counts.add(read)
-    sent = Counter(target.place for group in shared for target in group.targets)
+    groups = match_offers(own, offers, ranks.process_group)
+    counts.add(read_shared(index, groups, source.read.alone(), ranks, offers))
+    sent = Counter(target.place for group in groups for target in group.targets)
     # A tensor of which the ranks share only a part is read whole by each of them.
     plan.reads.batch.leave_out([p for p, count in sent.items() if count == parts[p]])
-    return passes if is_whole else 0
+    return passes
 
 
 # --- step 3: hand over ----------------------------------------------------------------------------

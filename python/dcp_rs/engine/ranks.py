@@ -207,7 +207,8 @@ class RankGroup:
         if isinstance(self._raised, RankLostError):
             raise self._raised
         try:
-            yield
+            with _torch.at_device(self.process_group):
+                yield
         except Exception as error:
             self._raised = self._close_connections(error)
             raise self._raised from error

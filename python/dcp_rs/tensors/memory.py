@@ -20,13 +20,13 @@ __all__ = [
     "DeviceMemory",
     "changes_seen",
     "check_fillable",
-    "check_made",
     "clone",
     "flat_bytes",
     "identity",
     "is_opaque",
     "is_plain",
     "memory_of",
+    "require_real_memory",
     "space_of",
     "twins",
     "why_not_raw",
@@ -195,7 +195,7 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
         raise PlanError(msg, tensor=name)
 
 
-def check_made(memory: torch.Tensor) -> torch.Tensor:
+def require_real_memory(memory: torch.Tensor) -> torch.Tensor:
     """Return new memory that the engine will use by its address, if it is real.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dcp_rs import _torch
-from dcp_rs.tensors.memory import check_made
+from dcp_rs.tensors.memory import require_real_memory
 
 __all__ = [
     "BLOCK_BYTES",
@@ -64,7 +64,7 @@ def new_slabs(count: int, nbytes: int, *, pinned: bool) -> list[torch.Tensor]:
 
 
 def _new_slab(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    slab = check_made(_host_memory(nbytes, pinned=pinned))
+    slab = require_real_memory(_host_memory(nbytes, pinned=pinned))
     if slab.data_ptr() % _PAGE == 0:
         return slab
     slab = _host_memory(nbytes + _PAGE, pinned=pinned)

@@ -16,10 +16,10 @@ from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import (
     check_fillable,
-    check_made,
     is_opaque,
     is_plain,
     memory_of,
+    require_real_memory,
     space_of,
 )
 from dcp_rs.transfer.target import Target, groups
@@ -132,7 +132,7 @@ def _fill_opaque(
         stored = [
             replace(
                 target,
-                tensor=check_made(
+                tensor=require_real_memory(
                     torch.empty(target.tensor.shape, dtype=target.dtype, device="cpu")
                 ),
             )
