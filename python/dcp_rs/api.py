@@ -229,7 +229,7 @@ def load(
             max_inflight_bytes=max_inflight_bytes,
         )
         has_views = dequantize is not False or views is not None
-        source = engine.Source(
+        source = engine.LoadSource(
             path=location(path),
             read=read,
             weights_only=weights_only is None or bool(weights_only),

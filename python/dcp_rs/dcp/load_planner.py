@@ -26,7 +26,7 @@ from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
-from dcp_rs.tensors.shards import Layouts, Piece, local_pieces
+from dcp_rs.tensors.shards import Piece, ShardCache, local_pieces
 from dcp_rs.transfer.load import fill_tensor
 
 __all__ = ["RsLoadPlanner", "is_plain"]
@@ -215,7 +215,7 @@ def is_plain(planner: LoadPlanner) -> TypeGuard[RsLoadPlanner]:
 
 def _make_items(reads: Reads, metadata: Metadata) -> list[ReadItem]:
     """Return a read item for each tensor and value, as torch's planner makes them."""
-    layouts: Layouts = {}
+    layouts: ShardCache = {}
     items: list[ReadItem] = []
     plain = set(reads.plain)
     for place, (fqn, stored) in enumerate(zip(reads.names, reads.stored, strict=True)):

@@ -31,7 +31,7 @@ from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine import cache_sharing
-from dcp_rs.engine.load import Source
+from dcp_rs.engine.load import LoadSource
 from dcp_rs.engine.matching import warn_of_left_out_state
 from dcp_rs.engine.metadata import index_of, make_metadata
 from dcp_rs.engine.reports import LoadReport, Phases
@@ -128,7 +128,7 @@ class RsReader(StorageReader):
     ) -> None:
         super().__init__()
         threads = choose_argument("threads", threads, "thread_count", thread_count)
-        self._source = Source(
+        self._source = LoadSource(
             path=location(path),
             read=ReadOptions(
                 io=io,
@@ -152,7 +152,7 @@ class RsReader(StorageReader):
         self._clock = Phases()
 
     @classmethod
-    def _of(cls, source: Source) -> RsReader:
+    def _of(cls, source: LoadSource) -> RsReader:
         """Return a reader of a source whose options are checked."""
         reader = cls(source.path)
         reader._source = source

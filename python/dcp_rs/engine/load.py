@@ -38,18 +38,18 @@ from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at, stateful_values
 from dcp_rs.tensors.materialize import NewTensors
-from dcp_rs.tensors.memory import is_opaque, twins
+from dcp_rs.tensors.memory import find_tied, is_opaque
 from dcp_rs.tensors.regions import narrow
-from dcp_rs.tensors.shards import Layouts, local_pieces
+from dcp_rs.tensors.shards import ShardCache, local_pieces
 from dcp_rs.transfer.load import Load, as_tensor, copy_value
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = [
     "MIXED_PLANNERS",
     "LoadRequest",
+    "LoadSource",
     "Plan",
     "Reads",
-    "Source",
     "call_state_dicts",
     "compare",
     "load",
@@ -140,7 +140,7 @@ def load(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class LoadSource:
     """Source of a load, and how to read it. :class:`dcp_rs.RsReader` describes the attributes."""
 
     path: os.PathLike[str]
@@ -191,7 +191,7 @@ class LoadRequest:
     """
 
     state_dict: dict[str, Any]
-    source: Source
+    source: LoadSource
     options: LoadOptions = field(default_factory=LoadOptions)
 
 
@@ -297,7 +297,9 @@ def call_state_dicts(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[s
     return states, stateful
 
 
-def _open_rank_local(source: Source, rank: int, missing: CheckpointNotFoundError) -> _core.Index:
+def _open_rank_local(
+    source: LoadSource, rank: int, missing: CheckpointNotFoundError
+) -> _core.Index:
     """Open the rank-local save of this rank, as there is no checkpoint of all ranks."""
     if is_of_all_ranks(source.path):  # the index is a broken link, for example
         raise missing
@@ -457,7 +459,7 @@ def _make_targets(
     Returns:
         The targets, and the names of tensors that stay on ``meta``.
     """
-    layouts: Layouts = {}
+    layouts: ShardCache = {}
     regions: list[tuple[str, Target]] = []
     values: list[int] = []
     for fqn, entry in found.items():
@@ -647,7 +649,7 @@ def _warn_of_ties(plan: Plan, first: Collection[int]) -> None:
     late = [reads.names[place] for place in sorted(planned.difference(first))]
     early = [reads.names[place] for place in first]
     stored = dict(zip(reads.names, reads.stored, strict=True))
-    for fqn, other in twins(late, early, reads.flat.values).items():
+    for fqn, other in find_tied(late, early, reads.flat.values).items():
         if fqn in reads.report.partly_filled or other in reads.report.partly_filled:
             continue  # the elements to compare may be missing
         if not matching.begin_alike(plan.index, stored[fqn], stored[other], source.read.alone()):

@@ -21,7 +21,7 @@ from dcp_rs.tensors.dtypes import NAMES, REQUIRES_GRAD, can_require_grad, cast_t
 from dcp_rs.tensors.flatten import Flat, flatten
 from dcp_rs.tensors.memory import why_not_raw
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining, storable
-from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
+from dcp_rs.tensors.shards import ShardCache, global_shape, local_pieces
 from dcp_rs.transfer.save import Entry, dump, refuse_meta
 
 __all__ = [
@@ -95,7 +95,7 @@ def plan_locally(
         positions=None if positions is None else positions[:end],
         cast=None if options.dtype is None else NAMES[options.dtype],
     )
-    layouts: Layouts = {}
+    layouts: ShardCache = {}
     others: list[Entry | Value] = []
     for i in (*not_plain, *range(end, len(names))):
         path, position = paths[i] if paths else None, positions[i] if positions else None
@@ -132,7 +132,7 @@ def _items_of(
     value: Any,
     path: tuple[Any, ...] | None,
     position: int | None,
-    layouts: Layouts,
+    layouts: ShardCache,
     dtype: torch.dtype | None,
 ) -> list[Entry | Value]:
     """Return the items of an entry that is no plain tensor: one for each shard of this rank.

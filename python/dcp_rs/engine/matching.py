@@ -19,7 +19,7 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.dtypes import BY_NAME
 from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.materialize import NewTensors
-from dcp_rs.tensors.memory import twins
+from dcp_rs.tensors.memory import find_tied
 from dcp_rs.tensors.nesting import name_of
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.transfer.target import fills, stored_dtype
@@ -405,7 +405,7 @@ class Matching:
         """Return missing names that share the memory of a stored entry, with its name."""
         values, lacking = self.flat.values, set(missing)
         others = [fqn for fqn in values if fqn not in lacking and self._names.wants(fqn)]
-        tied = twins(missing, others, values)
+        tied = find_tied(missing, others, values)
         stored = {
             other
             for other, entry in find_entries(self._index, self._names.named(tied.values())).items()

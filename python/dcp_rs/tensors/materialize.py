@@ -16,7 +16,7 @@ from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import is_counter
 from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.memory import identity
-from dcp_rs.tensors.shards import Layouts, local_pieces
+from dcp_rs.tensors.shards import ShardCache, local_pieces
 
 __all__ = ["NewTensors"]
 
@@ -103,7 +103,7 @@ class NewTensors:
 
     def copy_old(self, name: str) -> None:
         """Copy the old values of an entry, for the elements that the checkpoint lacks."""
-        layouts: Layouts = {}
+        layouts: ShardCache = {}
         pairs = (local_pieces(name, tensor, layouts) for tensor in (self.old[name], self.new[name]))
         for old, new in zip(*pairs, strict=True):
             new.tensor.copy_(old.tensor)

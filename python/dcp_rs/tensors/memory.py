@@ -21,6 +21,7 @@ __all__ = [
     "changes_seen",
     "check_fillable",
     "clone",
+    "find_tied",
     "flat_bytes",
     "identity",
     "is_opaque",
@@ -28,7 +29,6 @@ __all__ = [
     "memory_of",
     "require_real_memory",
     "space_of",
-    "twins",
     "why_not_raw",
 ]
 
@@ -155,7 +155,9 @@ def identity(tensor: torch.Tensor) -> Hashable:
     return tensor.device, place, *view, *map(str, _torch.place_in_whole(tensor).values())
 
 
-def twins(names: Iterable[str], others: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
+def find_tied(
+    names: Iterable[str], others: Iterable[str], values: Mapping[str, Any]
+) -> dict[str, str]:
     """Return which of ``names`` is the same tensor as one of ``others``, and which one.
 
     Args:

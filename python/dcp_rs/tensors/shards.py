@@ -17,7 +17,7 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.regions import narrow
 
-__all__ = ["Layouts", "Piece", "global_shape", "local_pieces"]
+__all__ = ["Piece", "ShardCache", "global_shape", "local_pieces"]
 
 #: For each dimension, runs of consecutive indices in a shard: (first in the whole tensor, first in
 #: the shard, count).
@@ -25,7 +25,7 @@ Runs = list[list[tuple[int, int, int]]]
 #: A cache for one plan of the offsets and runs of shards, because torch takes some 60 microseconds
 #: to compute them. The keys are (shape, mesh, coordinate, placements). This process may have been
 #: another rank when it made an equal mesh.
-Layouts = dict[Any, tuple[tuple[int, ...], Runs]]
+ShardCache = dict[Any, tuple[tuple[int, ...], Runs]]
 
 
 @dataclass(slots=True)
@@ -56,13 +56,13 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.shape
 
 
-def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece]:
+def local_pieces(fqn: str, tensor: torch.Tensor, cache: ShardCache) -> list[Piece]:
     """Return the rectangles of a tensor in this process; none if it is not part of the mesh.
 
     Args:
         fqn: the name of the tensor, for messages.
         tensor: a tensor of any kind that DCP knows.
-        layouts: the cache of the plan. Begin with an empty one.
+        cache: the cache of the plan. Begin with an empty one.
 
     Raises:
         PlanError: a DTensor has a ``Partial`` placement, or a tensor does not hold a chunk that it
@@ -75,7 +75,7 @@ def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece
         local = _torch.local_of(tensor)
         if type(local) in PLAIN_TYPES and not _torch.describes_chunks(local):
             local = local.detach() if local.requires_grad else local
-            return _dtensor_pieces(fqn, tensor, local, layouts)
+            return _dtensor_pieces(fqn, tensor, local, cache)
     # A rank without a part of a tensor may describe a chunk of no elements, of any place.
     is_empty = 0 in global_shape(tensor)
     return [
@@ -105,15 +105,15 @@ def _piece(offsets: tuple[int, ...], tensor: torch.Tensor, number: int = 0) -> P
 
 
 def _dtensor_pieces(
-    fqn: str, tensor: DTensor, local: torch.Tensor, layouts: Layouts
+    fqn: str, tensor: DTensor, local: torch.Tensor, cache: ShardCache
 ) -> list[Piece]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
     key = (tensor.shape, tensor.device_mesh, tuple(coordinate), tensor.placements)
-    if key not in layouts:
-        layouts[key] = _layout(fqn, tensor)
-    offsets, runs = layouts[key]
+    if key not in cache:
+        cache[key] = _layout(fqn, tensor)
+    offsets, runs = cache[key]
     if not runs:
         return [_piece(offsets, local)]
     return [

@@ -60,7 +60,7 @@ class Load:
         self._options = options
         self._batch = batch
         #: The targets that the engine does not fill in place.
-        self._elsewhere: list[Target] = []
+        self._device_targets: list[Target] = []
 
     def add(self, targets: Iterable[Target]) -> None:
         """Add targets.
@@ -75,13 +75,13 @@ class Load:
             if is_plain(target.tensor, target.dtype):
                 direct.append(target)
             else:
-                self._add_elsewhere(target)
+                self._add_device_target(target)
         self._batch.add(direct)
 
-    def _add_elsewhere(self, target: Target) -> None:
+    def _add_device_target(self, target: Target) -> None:
         check_fillable(target.name, target.tensor)
-        number = len(self._elsewhere)
-        self._elsewhere.append(target)
+        number = len(self._device_targets)
+        self._device_targets.append(target)
         if is_opaque(target.tensor):
             self._batch.add_opaque(number, target, memory_of(target.tensor))
         else:
@@ -101,10 +101,10 @@ class Load:
         self._counts.add(self._batch.read(number, progress=tell, **self._options.engine()))
         wants = self._batch.wants(number)
         if wants:
-            self._counts.add(upload(self._batch, wants, self._elsewhere, self._options, tell))
+            self._counts.add(upload(self._batch, wants, self._device_targets, self._options, tell))
         if opaque := self._batch.opaque(number):
             _fill_opaque(
-                self._index, [self._elsewhere[i] for i in opaque], self._options, self._counts
+                self._index, [self._device_targets[i] for i in opaque], self._options, self._counts
             )
 
 
