@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -101,7 +102,9 @@ def load_state_dict(
             check()
             return LoadRequest(state_dict, storage_reader._source, own._options())
 
-        storage_reader.report = own.report = engine.load(ranks, make_request)
+        load_once = partial(engine.load, ranks, make_request)
+        own.report = engine.retry(ranks, load_once, lambda: not own.allow_partial_load)
+        storage_reader.report = own.report
         return own.report
 
     def make_arguments() -> protocol.LoadArguments:
@@ -242,7 +245,9 @@ def load(
         return LoadRequest(state_dict, source, options)
 
     if planner is None or own is not None:
-        report = engine.load(ranks, make_request, stateful=True)
+        is_partial = allow_partial_load if own is None else own.allow_partial_load
+        load_once = partial(engine.load, ranks, make_request, stateful=True)
+        report = engine.retry(ranks, load_once, lambda: not is_partial)
         if own is not None:
             own.report = report
         return report

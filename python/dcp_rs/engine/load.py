@@ -93,14 +93,10 @@ def load(
     step ends. After an error in step 2, tensors of the caller may hold new values, but no entry of
     the state dict was replaced. After one in step 3, some may be.
 
-    If another save replaces the checkpoint, the load starts again, up to nine times. It raises
-    instead if ``index`` is given, or if a rank loads in part: that rank might keep what it read of
-    the old save.
-
     Args:
         ranks: the ranks that load.
-        make_request: returns the request of this rank. Each attempt calls it in step 1, so that
-            its error is raised on all ranks.
+        make_request: returns the request of this rank. It is called in step 1, so that its error
+            is raised on all ranks.
         stateful: call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
         index: the index of the checkpoint, if it is open.
 
@@ -108,15 +104,14 @@ def load(
         The report of this rank.
 
     Raises:
+        CheckpointReplacedError: another save replaced the checkpoint. :func:`retry` loads again.
         Exception: the error of any rank, on all ranks.
     """
     plan: Plan
-    is_partial = False
 
     def plan_own() -> _PlanSummary:
-        nonlocal plan, is_partial
+        nonlocal plan
         request = make_request()
-        is_partial = request.options.allow_partial_load
         plan = plan_rank(request, rank=ranks.rank, ranks=ranks.size, stateful=stateful, index=index)
         return plan.summary
 
@@ -129,14 +124,11 @@ def load(
                 request.state_dict, plan.state_dict, plan.stateful, assign=request.options.assign
             )
 
-    def load_once() -> LoadReport:
-        reply = ranks.reduce_scatter(plan_own, compare)
-        plan.clock.end("plan")
-        ranks.run(partial(_read, plan, ranks, reply))
-        ranks.run(hand_over)
-        return plan.reads.report
-
-    return retry(ranks, load_once, lambda: index is None and not is_partial)
+    reply = ranks.reduce_scatter(plan_own, compare)
+    plan.clock.end("plan")
+    ranks.run(partial(_read, plan, ranks, reply))
+    ranks.run(hand_over)
+    return plan.reads.report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +405,8 @@ def plan_reads(
     if replaced:
         new.make_all(state_dict, flat, filter(replaced.__contains__, report.tied))
         flat.values.update(new.new)
-    matching.warn_of_casts(report.dtype_mismatched, options)
+    if report.dtype_mismatched:
+        matching.warn_of_casts(report.dtype_mismatched, options)
 
     on_meta: set[str] = set()
     if options.allow_partial_load:
@@ -593,7 +586,8 @@ def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
             fqn: pickles.load(fqn, data, weights_only=source.weights_only)
             for fqn, data in zip(reads.values, stored, strict=True)
         }
-        _match_tensors(plan)
+        if any(isinstance(reads.flat.values[fqn], torch.Tensor) for fqn in reads.values):
+            _match_tensors(plan)
     if reads.targets:
         job.add(reads.targets)
     passes = job.arrange()
@@ -731,8 +725,9 @@ def retry(ranks: RankGroup, load: Callable[[], T], may_retry: Callable[[], bool]
     Args:
         ranks: the ranks that load.
         load: the load. It consists of steps of all ranks.
-        may_retry: this rank's vote after a failed attempt. All ranks raise if one votes against,
-            as a rank that began again alone would wait for the others for ever.
+        may_retry: this rank's vote after a failed attempt: against, if it loads in part, as it
+            might keep what it read of the old save. All ranks raise if one votes against, as a
+            rank that began again alone would wait for the others for ever.
 
     Raises:
         Exception: what ``load`` raises.

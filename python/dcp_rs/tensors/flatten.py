@@ -73,7 +73,7 @@ def flatten(state_dict: Mapping[Any, Any]) -> Flat:
 def _enter(node: Any, prefix: str, path: TreePath, flat: Flat) -> None:
     is_mapping = isinstance(node, Mapping)
     if is_mapping:
-        kind = kind_of(node)
+        kind = "dict" if type(node) is dict else kind_of(node)
         if kind != "dict" or (path and not node):
             flat.containers.append(Container(len(flat.values), path, kind))
     for key, value in node.items() if is_mapping else enumerate(node):
