@@ -38,7 +38,7 @@ from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at, stateful_values
 from dcp_rs.tensors.materialize import NewTensors
-from dcp_rs.tensors.memory import find_tied, is_opaque
+from dcp_rs.tensors.memory import find_tied, is_opaque, on_meta
 from dcp_rs.tensors.regions import narrow
 from dcp_rs.tensors.shards import ShardCache, local_pieces
 from dcp_rs.transfer.load import Load, as_tensor, copy_value
@@ -621,7 +621,7 @@ def _match_tensors(plan: Plan) -> None:
             report.shape_mismatched.append(Mismatch(fqn, type(tensor), type(value)))
             report.entries_loaded -= 1
             continue
-        if tensor.is_meta:
+        if on_meta(tensor):
             report.replaced += 1
             continue
         if found.dtype != tensor.dtype:

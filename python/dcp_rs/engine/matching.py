@@ -19,7 +19,7 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.dtypes import BY_NAME
 from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.materialize import NewTensors
-from dcp_rs.tensors.memory import find_tied
+from dcp_rs.tensors.memory import find_tied, on_meta
 from dcp_rs.tensors.nesting import name_of
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.transfer.target import fills, stored_dtype
@@ -345,7 +345,7 @@ class Matching:
         if options.assign:
             return
         tensors = ((fqn, one) for fqn, one in loaded.items() if isinstance(one, torch.Tensor))
-        kept = [(fqn, tensor) for fqn, tensor in tensors if fqn not in new and not tensor.is_meta]
+        kept = [(fqn, tensor) for fqn, tensor in tensors if fqn not in new and not on_meta(tensor)]
         if new and not kept:
             warn_caller(
                 f"the load fills no tensor of the state dict: {some(new)} are on meta, and are "

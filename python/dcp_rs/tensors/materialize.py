@@ -15,7 +15,7 @@ from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import is_counter
 from dcp_rs.tensors.flatten import Flat, get_at
-from dcp_rs.tensors.memory import identity
+from dcp_rs.tensors.memory import identity, on_meta
 from dcp_rs.tensors.shards import ShardCache, local_pieces
 
 __all__ = ["NewTensors"]
@@ -114,7 +114,7 @@ class NewTensors:
         return self.old[name]
 
     def _may_replace(self, tensor: torch.Tensor) -> bool:
-        return self._assign or _on_meta(tensor)
+        return self._assign or on_meta(tensor)
 
     def _asked_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         if self._dtype is None or not tensor.is_floating_point() or is_counter(name, tensor.shape):
@@ -128,8 +128,3 @@ class NewTensors:
     @cached_property
     def _default(self) -> torch.device:
         return _torch.default_device()
-
-
-def _on_meta(tensor: torch.Tensor) -> bool:
-    # A ShardedTensor is on the device of its shards.
-    return tensor.is_meta or (isinstance(tensor, ShardedTensor) and tensor.device.type == "meta")

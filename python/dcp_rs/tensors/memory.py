@@ -27,6 +27,7 @@ __all__ = [
     "is_opaque",
     "is_plain",
     "memory_of",
+    "on_meta",
     "require_real_memory",
     "space_of",
     "why_not_raw",
@@ -113,6 +114,11 @@ def memory_of(tensor: torch.Tensor) -> list[DeviceMemory]:
     if is_opaque(tensor):
         return [part for inner in _torch.inner_tensors(tensor) for part in memory_of(inner)]
     return [DeviceMemory(space_of(tensor.device), tensor)] if _torch.has_memory(tensor) else []
+
+
+def on_meta(tensor: torch.Tensor) -> bool:
+    """Return true if a tensor is on ``meta``. A ShardedTensor is where its first shard is."""
+    return tensor.device.type == "meta"  # `is_meta` of a ShardedTensor needs a single shard
 
 
 #: Numbers of devices in this process. Host memory is 0.
