@@ -120,5 +120,8 @@ def test_wrong_paths_raise(ckpt):
         dcp_rs.exists("")
     with pytest.raises(UnsupportedError, match="hdfs"):
         dcp_rs.exists("hdfs://host/ckpt")
+    for path, option in ((ckpt, "region"), ("s3://bucket/x", "typo"), ("https://host/x", "typo")):
+        with pytest.raises(UnsupportedError, match="storage_options"):
+            dcp_rs.exists(path, storage_options={option: "x"})
     with pytest.raises(TypeError, match="path"):
         dcp_rs.exists({"w": 1})

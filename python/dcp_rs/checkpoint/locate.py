@@ -124,6 +124,7 @@ def exists(
 
     Raises:
         OSError, StorageError: nothing can be told, as the path or the store cannot be read.
+        UnsupportedError: a scheme or an option of the store is unknown.
 
     Example:
         ```python
@@ -135,6 +136,10 @@ def exists(
     where = location(path)
     # Secrets get no variable here, as tools show the variables of a traceback.
     options = StorageOptions.of(storage_options)
+    if isinstance(where, Url):  # wrong options must not look like a checkpoint that cannot be read
+        _core.Store(os.fspath(where), options_for(where, options) or {})
+    else:
+        options_for(where, options)
     try:
         try:
             _core.Index.open(os.fspath(where), None, False, options_for(where, options))
