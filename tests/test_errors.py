@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 import dcp_rs
 from dcp_rs import CheckpointManager, RsSavePlanner, _core, errors
-from dcp_rs.engine import background
 from support import rank_outcomes
 from support.both import save_rs
 from support.faults import Slow
 from support.object_server import Fault, object_server
 from support.places import ROOT
+from support.threads import copies_held_up
 
 DOCS = ROOT / "docs" / "errors.md"
 CLASSES = [
@@ -102,12 +102,10 @@ def in_progress(path):
 
 
 def change_what_is_copied(path):
-    go = threading.Event()
-    background.staging_thread.submit(go.wait, 60)
     state = {"w": torch.ones(1)}
-    future = dcp_rs.async_save(state, path, no_dist=True, async_staging=True)
-    state["w"].add_(1)
-    go.set()
+    with copies_held_up():
+        future = dcp_rs.async_save(state, path, no_dist=True, async_staging=True)
+        state["w"].add_(1)
     future.result(60)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
@@ -23,8 +22,7 @@ from torch.distributed.checkpoint import (
     utils,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.distributed_c10d import _get_default_group, _world  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
@@ -127,36 +125,9 @@ def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def cached_plans() -> dict[str, SavePlan]:
-    """Return the final plans in the cache of torch's planners (2.8, 2.11, 2.15)."""
-    return dict(SavePlanner._cached_final_save_plan)
-
-
-def restore_cached_plan(
-    plan: SavePlan, before: dict[str, SavePlan], *, storage_data: Any
-) -> SavePlan | None:
-    """Replace a plan without items in the cache of torch's planners by the plan of the save before.
-
-    Args:
-        plan: the plan without items.
-        before: what :func:`cached_plans` returned when the save began.
-        storage_data: the new ``storage_data`` of the plan.
-
-    Returns:
-        The plan with its items; None if the cache had none.
-    """
-    known = SavePlanner._cached_final_save_plan
-    for key, now in known.items():
-        old = before.get(key)
-        if now is plan and old is not None:
-            known[key] = dataclasses.replace(old, storage_data=storage_data)
-            return known[key]
-    return None
-
-
-def is_cached_metadata(metadata: Metadata) -> bool:
-    """Return true if the cache of torch's planners holds this metadata (2.8, 2.11, 2.15)."""
-    return any(metadata is known for known in SavePlanner._cached_metadata.values())
+def caches_plans(planner: SavePlanner) -> bool:
+    """Return true if a planner keeps plans for the next save (2.8, 2.11, 2.15)."""
+    return bool(getattr(planner, "_enable_plan_caching", False))
 
 
 #: The attributes of torch's CheckpointableTensor, 2.15.

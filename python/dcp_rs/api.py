@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Never
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 
 from dcp_rs import _torch
 from dcp_rs._arguments import check_arguments
-from dcp_rs._log import log as _log
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
@@ -30,12 +28,11 @@ from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.load_planner import is_plain as is_plain_load_planner
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.save_planner import is_plain as is_plain_save_planner
-from dcp_rs.engine import background
+from dcp_rs.dcp.writer import save_by_planner
 from dcp_rs.engine import load as engine
-from dcp_rs.engine.background import SaveFuture
+from dcp_rs.engine.background import SaveFuture, saves
 from dcp_rs.engine.load import LoadRequest
-from dcp_rs.engine.local_plan import PlanOptions
+from dcp_rs.engine.local_plan import Selected, select
 from dcp_rs.engine.matching import LoadOptions
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
@@ -43,9 +40,10 @@ from dcp_rs.engine.reuse import Frozen
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.flatten import is_stateful, stateful_values
+from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import like
+from dcp_rs.transfer.buffers import shared_blocks
 from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
@@ -262,6 +260,9 @@ def save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
     *,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -289,8 +290,12 @@ def save(
     Args:
         state_dict: as for ``dcp.save``.
         path: the folder, which is created if needed; or its URL: ``s3://``, ``gs://``, ``az://``.
-        planner: an :class:`RsSavePlanner`, which has more options; or your own planner, which is
-            called as ``dcp.save`` calls it.
+        include, exclude: globs over names. Entries that are not included, or are excluded, are not
+            saved.
+        dtype: store floating-point tensors of 16 bits and more in this dtype. They are cast while
+            they are written, in bounded memory. Tensors of 8 bits and fewer keep their dtype, as
+            their scales are elsewhere. So does the ``step`` of an optimizer's state.
+        planner: your own planner, in place of these three. ``dcp.save`` calls it.
         process_group, no_dist: as in ``dcp.save``.
         overwrite: ``False`` raises if there is a checkpoint already. ``True`` warns if this
             process has neither opened nor saved it.
@@ -325,15 +330,16 @@ def save(
     """
     ranks = RankGroup(process_group, no_dist=no_dist)
 
-    def make_request() -> SaveRequest:
+    def make_options() -> tuple[Path, SaveOptions]:
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
-        background.check_no_save(path)
+        saves.check_path(path)
         if unknown:
             check_arguments(save, unknown)
-        if planner is not None:
-            protocol.check_planner("save", planner)
         options = SaveOptions(
+            include=include,
+            exclude=exclude,
+            dtype=dtype,
             overwrite=overwrite,
             strict_values=strict_values,
             parent=parent,
@@ -348,53 +354,52 @@ def save(
             save_id=save_id,
             guard=guard,
         )
+        if planner is not None:
+            _check_save_planner(planner, options)
         where = location(path)
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
-        return SaveRequest(state_dict=_call_state_dicts(state_dict), path=where, options=options)
+        return where, options
 
-    return _save(ranks, planner, make_request)
+    def make_request() -> SaveRequest:
+        where, options = make_options()
+        entries = select(state_dict, options.include, options.exclude, state_of=_state_of)
+        return SaveRequest(entries=entries, path=where, options=options)
 
-
-def _save(
-    ranks: RankGroup, planner: SavePlanner | None, make_request: Callable[[], SaveRequest]
-) -> SavedMetadata:
-    """Save with the options of the planner, or by torch's protocol with a planner of the user's."""
     if planner is None:
-        return engine_save(ranks, PlanOptions(), make_request)
-    if is_plain_save_planner(planner):
-        return engine_save(ranks, planner._options(), make_request)
-    return protocol.save(ranks, planner, make_request)
+        return engine_save(ranks, make_request)
+    return save_by_planner(ranks, planner, lambda: (state_dict, *make_options()))
 
 
-def _call_state_dicts(state_dict: dict[str, Any], *, copy_buffers: bool = False) -> dict[str, Any]:
-    """Replace ``Stateful`` objects by their states, in a copy.
+def _state_of(holder: Any) -> Any:
+    return holder.state_dict()
 
-    Args:
-        state_dict: the state dict of the caller.
-        copy_buffers: copy buffers of modules, which the next forward pass may write to.
-    """
-    stateful = stateful_values(state_dict)
 
-    def state_of(holder: Any) -> Any:
-        state = holder.state_dict()
-        if not (copy_buffers and isinstance(holder, torch.nn.Module)):
-            return state
-        buffers = {name for name, _ in holder.named_buffers(remove_duplicate=False)}
-        copied = ((key, clone(value) if key in buffers else value) for key, value in state.items())
-        return like(state, copied)
+def _state_of_copied_buffers(holder: Any) -> Any:
+    """Return the state of an object. Copy buffers, which the next forward pass may write to."""
+    state = holder.state_dict()
+    if not isinstance(holder, torch.nn.Module):
+        return state
+    buffers = {name for name, _ in holder.named_buffers(remove_duplicate=False)}
+    copied = ((key, clone(value) if key in buffers else value) for key, value in state.items())
+    return like(state, copied)
 
-    entries = (
-        (key, state_of(stateful[key]) if key in stateful else value)
-        for key, value in state_dict.items()
-    )
-    return like(state_dict, entries if stateful else state_dict.items())
+
+def _check_save_planner(planner: Any, options: SaveOptions) -> None:
+    protocol.check_planner("save", planner)
+    given = (options.include, options.exclude, options.dtype)
+    if given != (None, None, None):
+        msg = "give the planner include, exclude and dtype, or no planner"
+        raise TypeError(msg)
 
 
 def async_save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
     *,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -435,11 +440,11 @@ def async_save(
     returns, the call raises on that rank, and the futures of the other ranks raise the same error.
 
     Args:
-        state_dict, path, planner, no_dist: as for :func:`save`.
+        state_dict, path, include, exclude, dtype, planner, no_dist: as for :func:`save`.
         process_group: a group with a CPU backend that nothing else uses meanwhile. Default: a gloo
             group of all ranks, made by the first call and kept.
-        stager: a :class:`HostStager`. One with ``cache=True`` has memory of its own, and the next
-            call with it waits until the save of this call is over.
+        stager: a :class:`HostStager`. With ``cache=True``, the next call with it waits until the
+            save of this call is over, so that there is one copy at a time.
         async_staging: do not wait for the copy. Accelerators copy on streams of their own, and a
             thread copies host memory. Values, and sparse or quantized tensors, are copied before
             this returns. If a tensor changed too early and torch counted the change, the save
@@ -475,20 +480,20 @@ def async_save(
             process_group = _torch.background_group()
             ranks = RankGroup(process_group)
         _torch.require_cpu_backend(process_group)
-    future = SaveFuture()
-    release_copy: Callable[[], None] | None = None
-    staging: Staging | None = None
-    copied: Future[None]
-    begun = threading.Lock()  # the save thread takes it, or this one if it fails before that
-    try:
+    where: Path
+    options: SaveOptions
+    entries: Selected
+
+    def stage() -> Staging:
+        nonlocal where, options, entries
         if not isinstance(state_dict, Mapping):
-            raise _wrong_state_dict(state_dict, path)  # noqa: TRY301  # as the errors below
-        background.add_save(path, future)
-        release_copy = background.acquire_copy()
+            raise _wrong_state_dict(state_dict, path)
         check_arguments(async_save, unknown)
-        protocol.check_planner("save", planner)
         _check_stager(stager)
         options = SaveOptions(
+            include=include,
+            exclude=exclude,
+            dtype=dtype,
             overwrite=overwrite,
             strict_values=strict_values,
             parent=parent,
@@ -503,87 +508,43 @@ def async_save(
             save_id=save_id,
             guard=guard,
         )
+        if planner is not None:
+            _check_save_planner(planner, options)
         where = absolute(location(path))  # until the save begins, the current folder may change
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
-        state = _call_state_dicts(state_dict, copy_buffers=async_staging)
+        state_of = _state_of_copied_buffers if async_staging else _state_of
+        selected = select(state_dict, options.include, options.exclude, state_of=state_of)
         if options.parent is not None:
-            options.parent = options.parent.resolve(state)
-        # A callback of a save cannot wait for the saves after it.
-        may_wait = not background.save_thread.is_current
-        staging = (stager or HostStager())._begin(state, watched=async_staging, wait=may_wait)
-        if async_staging:
-            copied = background.staging_thread.submit(staging.finish)
-            copied.add_done_callback(lambda _: future.staged.set_result(None))
-        else:
-            staging.finish()
-            future.staged.set_result(None)
-            copied = future.staged
-        future.add_done_callback(lambda _: release_copy())
-        future.add_done_callback(lambda _: background.remove_save(future))
-        background.save_thread.submit(
-            _save_copy, begun, future, ranks, planner, staging, copied, where, options
-        )
-    except BaseException as error:
-        if not begun.acquire(blocking=False):
-            raise  # Ctrl-C: the save goes on, and releases the copy
-        if release_copy is not None:
-            release_copy()
-        background.remove_save(future)
-        if staging is not None:
-            # After a copy that this thread does not wait for.
-            background.staging_thread.submit(staging.release)
-        if not ranks.is_alone:
-            _fail_save(ranks, planner, error)
-        raise
-    return future
+            options.parent = options.parent.resolve(selected.values)
+        entries = replace(selected, values={})  # the save keeps no tensor of the caller
+        return Staging(selected.values, shared_blocks, watched=async_staging)
 
+    def save_copy(take: Callable[[], Staging]) -> SavedMetadata:
+        def make_request() -> SaveRequest:
+            staging = take()
+            copied = replace(entries, values=staging.values)
+            return SaveRequest(
+                entries=copied, path=where, options=options, fallbacks=staging.fallbacks
+            )
 
-def _save_copy(
-    begun: threading.Lock,
-    future: SaveFuture,
-    ranks: RankGroup,
-    planner: SavePlanner | None,
-    staging: Staging,
-    copied: Future[None],
-    path: Path,
-    options: SaveOptions,
-) -> None:
-    """Save a copy once it is complete. Free its memory, and set the result of the future.
+        if planner is None:
+            return engine_save(ranks, make_request)
 
-    Do nothing if :func:`async_save` has raised, and took ``begun``.
-    """
-    if not begun.acquire(blocking=False):
-        return
+        def make_arguments() -> tuple[dict[Any, Any], Path, SaveOptions]:
+            request = make_request()
+            return request.entries.nested(), request.path, request.options
 
-    def make_request() -> SaveRequest:
-        copied.result()
-        return SaveRequest(state_dict=staging.state_dict, path=path, options=options)
+        return save_by_planner(ranks, planner, make_arguments)
 
-    try:
-        try:
-            saved = _save(ranks, planner, make_request)
-        finally:
-            copied.exception()  # waits until nothing writes to the memory
-            staging.release()
-    except BaseException as error:  # noqa: BLE001  # the future raises it
-        future.set_exception(error)
-        # Not the error itself: a log that keeps it would keep the copy, which its frames hold.
-        _log.error("the save in the background to %s failed: %s", os.fspath(path), str(error))
-    else:
-        future.report = saved.report
-        future.set_result(saved)
-
-
-def _fail_save(ranks: RankGroup, planner: SavePlanner | None, error: BaseException) -> None:
-    """Raise the error of this rank on the other ranks, in the first step of their saves."""
-
-    def make_request() -> SaveRequest:
-        raise error
-
-    failed = background.save_thread.submit(_save, ranks, planner, make_request)
-    if not background.save_thread.is_current:  # a callback of a save cannot wait for it
-        failed.exception()
+    return saves.submit(
+        path,
+        stager if isinstance(stager, HostStager) else HostStager(),
+        stage,
+        save_copy,
+        async_staging=async_staging,
+        is_alone=ranks.is_alone,
+    )
 
 
 def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:

@@ -183,9 +183,7 @@ def build(output: Path) -> None:
     dcp_rs.save(plain(), output / "plain", no_dist=True)
     dcp_rs.save(nested(), output / "nested", no_dist=True)
     dcp_rs.save(values(), output / "values", no_dist=True)
-    dcp_rs.save(
-        cast(), output / "cast", no_dist=True, planner=dcp_rs.RsSavePlanner(dtype=torch.bfloat16)
-    )
+    dcp_rs.save(cast(), output / "cast", no_dist=True, dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory() as parent:
         dcp_rs.save(reused() | {"step": tensor((), "int64", 18)}, parent, no_dist=True)
         dcp_rs.save(reused(), output / "reused", no_dist=True, parent=parent, reuse="frozen")

@@ -1,6 +1,5 @@
 """Saves in the background, cached save plans, and rank-local saves: torch's variations of one protocol."""
 
-import inspect
 import os
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,53 +112,6 @@ def test_a_background_save_that_fails_says_so(tmp_path):
         future.result(60)
 
 
-# --- plans that are cached
-# -------------------------------------------------------------------------
-
-
-def save_with_cached_plans(path, reuse_writer):
-    # The caches are attributes of torch's classes, and the processes live on.
-    for name, value in vars(SavePlanner).items():
-        if name.startswith("_cached") and isinstance(value, dict):
-            value.clear()
-    writer = RsWriter(path)
-    for seed in range(1, 4):
-        if not reuse_writer:
-            writer = RsWriter(path / str(seed))
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        dcp.save(state_of(seed), storage_writer=writer, planner=planner)
-        check(writer.path, seed)
-        dist.barrier()  # before the next save replaces it
-    return writer.path.name
-
-
-@pytest.mark.parametrize("reuse_writer", [True, False])
-def test_plans_may_be_cached_over_several_saves(ckpt, reuse_writer):
-    run_ranks(2, save_with_cached_plans, ckpt, reuse_writer)
-    if reuse_writer:
-        assert len(list(ckpt.glob("*.safetensors"))) == 2
-        with dcp_rs.open(ckpt) as checkpoint:
-            assert checkpoint["step"] == 3
-    else:
-        assert [dcp_rs.open(ckpt / str(seed))["step"] for seed in (1, 2, 3)] == [1, 2, 3]
-
-
-def cached_plans_for_changing_states(path):
-    for step in range(3):
-        state = {f"w{i}": torch.full((3,), float(step)) for i in range(step + 1)}
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        dcp.save(state, storage_writer=RsWriter(path), planner=planner)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            with dcp_rs.open(path) as checkpoint:
-                assert_state_equal(dict(checkpoint), state)
-        dist.barrier()
-
-
-def test_a_cached_plan_is_not_used_for_another_state(ckpt):
-    run_ranks(2, cached_plans_for_changing_states, ckpt)
-
-
 # --- each rank for itself
 # --------------------------------------------------------------------------
 
@@ -252,7 +202,3 @@ def load_rank_local_with_our_load(path):
 @needs_rank_local
 def test_our_load_takes_a_rank_local_save(ckpt):
     run_ranks(2, load_rank_local_with_our_load, ckpt)
-
-
-def test_torch_has_what_these_tests_are_about():
-    assert "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters

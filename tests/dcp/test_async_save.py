@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import threading
 
 import pytest
@@ -10,14 +11,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_rs
-from dcp_rs import RsSavePlanner, RsWriter
+from dcp_rs import RsSavePlanner
 from dcp_rs.engine import background
 from dcp_rs.errors import SaveInProgressError, UnsupportedError
-from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.stage import HostStager, Staging
 from support import assert_state_equal, run_ranks
 from support.faults import Slow
 from support.layouts import sharded_state
 from support.places import data_files
+from support.threads import saves_held_up
 
 
 def test_training_may_go_on(ckpt):
@@ -93,7 +95,7 @@ def test_a_fork_does_not_wait_for_the_saves_of_its_parent(ckpt):
     if pid == 0:
         code = 1
         try:
-            background.check_no_save(ckpt)
+            background.saves.check_path(ckpt)
             code = 0
         finally:
             os._exit(code)
@@ -240,18 +242,14 @@ class Looking(RsSavePlanner):
         return resolved
 
 
-@pytest.mark.parametrize("by", ["dcp_rs", "torch"])
-def test_the_memory_of_a_save_that_is_over_serves_the_next(tmp_path, by):
+def test_the_memory_of_a_save_that_is_over_serves_the_next(tmp_path):
     """T7: each save made its copy in new pages, which took several times as long as the copy itself."""
     dcp_rs.release_pinned_memory()
     places = []
     for number in range(3):
         planner, path = Looking(), tmp_path / str(number)
         state = {"w": torch.full((300, 1000), float(number))}
-        if by == "torch":
-            dcp.async_save(state, storage_writer=RsWriter(path), planner=planner).result(60)
-        else:
-            dcp_rs.async_save(state, path, planner=planner).result(60)
+        dcp_rs.async_save(state, path, planner=planner).result(60)
         places += planner.places
         assert dcp_rs.open(path, verify=True)["w"].eq(number).all()
     assert len(places) == 3
@@ -272,69 +270,66 @@ def test_a_save_that_fails_gives_its_memory_back(tmp_path):
 # --- Ctrl-C
 
 
-def interrupt_after(monkeypatch, worker):
-    """Raise a KeyboardInterrupt in this thread right after ``worker`` has got its work."""
-    real = worker.submit
+def interrupt_after(monkeypatch, name):
+    """Raise a KeyboardInterrupt in this thread right after a step of the queue."""
+    real = getattr(background.SaveQueue, name)
 
-    def submit(*arguments):
-        monkeypatch.setattr(worker, "submit", real)
+    def interrupt(*arguments):
+        monkeypatch.undo()
         real(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker, "submit", submit)
+    monkeypatch.setattr(background.SaveQueue, name, interrupt)
 
 
-def test_an_interrupt_after_the_hand_over_replaces_no_checkpoint_by_an_empty_one(ckpt, monkeypatch):
-    """The copy was released, and the save thread saved what was left of it: nothing."""
-    dcp_rs.save({"w": torch.ones(3)}, ckpt)
-    go = threading.Event()
-    background.save_thread.submit(go.wait, 60)
-    interrupt_after(monkeypatch, background.save_thread)
-    with pytest.raises(KeyboardInterrupt):
-        dcp_rs.async_save({"w": torch.zeros(3)}, ckpt)
-    go.set()
-    background.save_thread.submit(lambda: None).result(60)
-    assert dcp_rs.open(ckpt)["w"].tolist() == [1, 1, 1]
-    for number in range(3):  # nothing keeps the path, or the place of a copy
+def saved_after(ckpt):
+    """What was saved, once three more saves have shown that nothing keeps the path or a copy."""
+    dcp_rs.async_save({}, ckpt.parent / "last").result(60)
+    saved = dcp_rs.open(ckpt)["w"].tolist()
+    for number in range(3):
         dcp_rs.async_save({"w": torch.full((3,), float(number))}, ckpt).result(60)
     assert dcp_rs.open(ckpt)["w"].tolist() == [2, 2, 2]
+    return saved
+
+
+def test_an_interrupt_after_the_hand_over_leaves_the_save_as_it_is(ckpt, monkeypatch):
+    """The copy was released, and the save thread saved what was left of it: nothing."""
+    dcp_rs.save({"w": torch.ones(3)}, ckpt)
+    with saves_held_up():
+        interrupt_after(monkeypatch, "_put")
+        with pytest.raises(KeyboardInterrupt):
+            dcp_rs.async_save({"w": torch.zeros(3)}, ckpt)
+    assert saved_after(ckpt) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("step", ["_enter", "stage"])
+def test_after_an_interrupt_before_the_hand_over_nothing_is_saved(ckpt, monkeypatch, step):
+    dcp_rs.save({"w": torch.ones(3)}, ckpt)
+    if step == "stage":
+        monkeypatch.setattr(Staging, "finish", lambda _: signal.raise_signal(signal.SIGINT))
+    else:
+        interrupt_after(monkeypatch, step)
+    with pytest.raises(KeyboardInterrupt):
+        dcp_rs.async_save({"w": torch.zeros(3)}, ckpt)
+    monkeypatch.undo()
+    assert saved_after(ckpt) == [1, 1, 1]
 
 
 def test_an_interrupt_after_the_save_has_begun_leaves_its_memory_alone(ckpt, monkeypatch):
-    dcp_rs.save({"w": torch.ones(3)}, ckpt)
-    planner, real = Slow(), background.save_thread.submit
+    planner, real = Slow(), background.SaveQueue._put
 
-    def submit(*arguments):
+    def put(*arguments):
         real(*arguments)
         assert planner.begun.wait(60)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(background.save_thread, "submit", submit)
+        patch.setattr(background.SaveQueue, "_put", put)
         with pytest.raises(KeyboardInterrupt):
             dcp_rs.async_save({"w": torch.zeros(3)}, ckpt, planner=planner)
     HostStager().stage({"w": torch.full((3,), 7.0)})  # to the memory of that copy, were it free
     planner.go.set()
-    background.save_thread.submit(lambda: None).result(60)
-    assert dcp_rs.open(ckpt)["w"].tolist() == [0, 0, 0]
-    dcp_rs.async_save({"w": torch.full((3,), 2.0)}, ckpt).result(60)
-    assert dcp_rs.open(ckpt)["w"].tolist() == [2, 2, 2]
-
-
-def test_an_interrupt_gives_no_memory_to_the_next_copy_while_this_one_is_made(
-    tmp_path, monkeypatch
-):
-    go, stager = threading.Event(), HostStager(cache=True)
-    background.staging_thread.submit(go.wait, 60)
-    interrupt_after(monkeypatch, background.staging_thread)
-    with pytest.raises(KeyboardInterrupt):
-        dcp_rs.async_save({"w": torch.ones(3)}, tmp_path / "1", stager=stager, async_staging=True)
-    threading.Timer(0.2, go.set).start()
-    second = dcp_rs.async_save({"w": torch.zeros(3)}, tmp_path / "2", stager=stager)
-    assert go.is_set()  # it waited
-    second.result(60)
-    assert dcp_rs.open(tmp_path / "2")["w"].tolist() == [0, 0, 0]
-    assert not (tmp_path / "1").exists()
+    assert saved_after(ckpt) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("save", ["dcp_rs", "torch"])
@@ -345,18 +340,16 @@ def test_a_relative_path_stays_what_it_was_when_the_folder_changes(tmp_path, mon
         dcp_rs.save({"w": torch.ones(1)}, folder / "parent", no_dist=True)
         dcp_rs.save({"w": torch.ones(1)}, folder / "ckpt", no_dist=True)
     monkeypatch.chdir(here)
-    state, go_on = {"w": torch.zeros(1)}, threading.Event()
+    state = {"w": torch.zeros(1)}
     if save == "dcp_rs":
-        background.save_thread.submit(go_on.wait, 60)  # like an earlier save that still writes
-        future = dcp_rs.async_save(state, "ckpt", parent="parent", no_dist=True)
-    else:
-        writer = dcp_rs.RsWriter("ckpt")
-        copy = writer.stage(state)
-    monkeypatch.chdir(there)
-    go_on.set()
-    if save == "dcp_rs":
+        with saves_held_up():
+            future = dcp_rs.async_save(state, "ckpt", parent="parent", no_dist=True)
+            monkeypatch.chdir(there)
         future.result(60)
     else:
+        writer = dcp_rs.RsWriter("ckpt", parent="parent")
+        copy = writer.stage(state)
+        monkeypatch.chdir(there)
         dcp.save(copy, storage_writer=writer, no_dist=True)
     for folder, want in ((there, 1), (here, 0)):
         assert dcp_rs.open(folder / "ckpt")["w"].item() == want

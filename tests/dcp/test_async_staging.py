@@ -1,6 +1,5 @@
 """Saves whose copy is made beside training (``async_staging=True``): what is saved is what was there, and who changes it too early hears of it."""
 
-import contextlib
 import copy
 import gc
 import sys
@@ -17,19 +16,11 @@ from dcp_rs import CheckpointManager, HostStager
 from dcp_rs.engine import background
 from dcp_rs.errors import StateChangedError, UnsupportedError
 from dcp_rs.optim import training_state
+from dcp_rs.transfer.buffers import BlockPool
+from dcp_rs.transfer.stage import Staging
 from support import assert_state_equal, run_ranks
 from support.faults import Slow
-
-
-@contextlib.contextmanager
-def copies_held_up():
-    """No copy is made within."""
-    go = threading.Event()
-    background.staging_thread.submit(go.wait, 60)
-    try:
-        yield go
-    finally:
-        go.set()
+from support.threads import copies_held_up
 
 
 def saved(path):
@@ -212,10 +203,10 @@ def test_a_change_before_it_is_staged_is_an_error_and_no_checkpoint(ckpt):
 
 def test_who_waits_for_the_copy_is_told_of_no_change():
     state = {"w": torch.ones(10)}
-    staging = HostStager()._begin(state)
+    staging = Staging(state, BlockPool())
     state["w"].add_(0)  # another thread's, say
     staging.finish()
-    assert staging.state_dict["w"].eq(1).all()
+    assert staging.values["w"].eq(1).all()
     staging.release()
 
 
@@ -225,7 +216,7 @@ def test_an_interrupt_within_the_call_leaves_no_future_that_is_never_done(tmp_pa
 
     with CheckpointManager(tmp_path, no_dist=True) as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(HostStager, "_begin", interrupt)
+            patch.setattr(Staging, "__init__", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 manager.async_save(1, {"w": torch.ones(3)})
         with pytest.raises(KeyboardInterrupt):
@@ -327,10 +318,10 @@ ENDS_AT_ONCE = """
 import sys, threading
 import torch
 import dcp_rs
-from dcp_rs.engine import background
+from dcp_rs.transfer.stage import Staging
 
-go = threading.Event()
-background.staging_thread.submit(go.wait, 60)
+go, finish = threading.Event(), Staging.finish
+Staging.finish = lambda staging: (go.wait(60), finish(staging))
 threading.Timer(0.5, go.set).start()
 dcp_rs.async_save({f"w{i}": torch.full((1000, 1000), float(i)) for i in range(8)}, sys.argv[1], async_staging=True)
 """

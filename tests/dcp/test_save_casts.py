@@ -22,7 +22,7 @@ def test_floating_tensors_are_cast(ckpt, dtype):
         "scalar": torch.tensor(1.5),
         "empty": torch.empty(0),
     }
-    dcp_rs.save(state, ckpt, planner=RsSavePlanner(dtype=dtype))
+    dcp_rs.save(state, ckpt, dtype=dtype)
     with dcp_rs.open(ckpt) as checkpoint:
         for name, tensor in state.items():
             want = tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -31,7 +31,7 @@ def test_floating_tensors_are_cast(ckpt, dtype):
 
 def test_large_casts_take_bounded_memory(ckpt):
     state = {f"w{i}": torch.randn(1100, 1000) for i in range(3)} | {"t": torch.randn(900, 1000).t()}
-    dcp_rs.save(state, ckpt, planner=RsSavePlanner(dtype=torch.float64), max_inflight_bytes=4 << 20)
+    dcp_rs.save(state, ckpt, dtype=torch.float64, max_inflight_bytes=4 << 20)
     with dcp_rs.open(ckpt) as checkpoint:
         assert all(torch.equal(checkpoint[name], tensor.double()) for name, tensor in state.items())
 
@@ -76,7 +76,7 @@ def test_types_of_eight_bits_stay(ckpt, tmp_path):
     want = {name: tensor.contiguous() for name, tensor in state.items()} | {
         "scale": weight[0].bfloat16()
     }
-    dcp_rs.save(state, ckpt, planner=RsSavePlanner(dtype=torch.bfloat16))
+    dcp_rs.save(state, ckpt, dtype=torch.bfloat16)
     with dcp_rs.open(ckpt) as checkpoint:
         assert_state_equal(dict(checkpoint), want)
     dcp_rs.save(state, tmp_path / "whole")

@@ -36,22 +36,20 @@ def state():
     return {f"of.{rank}": torch.full((3,), float(rank)), "common": torch.ones(2)}
 
 
-def save_often(path, planner, caching, saves):
+def save_often(path, planner, saves):
     ids = []
     writer = None
     for number in range(saves):
         # The writer of a loop may be a new one each time, or one for all.
         writer = writer if number == 2 else RsWriter(path)
-        dcp.save(state(), storage_writer=writer, planner=planner(enable_plan_caching=caching))
+        dcp.save(state(), storage_writer=writer, planner=planner())
         ids.append(writer.save_id)
     return ids
 
 
-@pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, RsSavePlanner])
-def test_all_ranks_write_what_the_coordinator_chose(ckpt, planner, caching):
-    """A planner that keeps plans hands writers an old one: of an earlier save."""
-    ids = run_ranks(2, save_often, ckpt, planner, caching, 4, fresh=True)
+def test_all_ranks_write_what_the_coordinator_chose(ckpt, planner):
+    ids = run_ranks(2, save_often, ckpt, planner, 4, fresh=True)
     assert ids[0] == ids[1]
     assert len(set(ids[0])) == 4
     index = _core.Index.open(str(ckpt), None, False)
@@ -59,25 +57,6 @@ def test_all_ranks_write_what_the_coordinator_chose(ckpt, planner, caching):
     files = told_in(ckpt)
     assert [(about["rank"], about["world_size"]) for about in files] == [(0, 2), (1, 2)]
     assert {(about["save_id"], about["generation"]) for about in files} == {(ids[0][-1], 4)}
-
-
-@pytest.mark.parametrize("planner", [DefaultSavePlanner, RsSavePlanner])
-def test_one_process_alone_keeps_plans_too(ckpt, planner):
-    for _ in range(3):
-        writer = RsWriter(ckpt)
-        dcp.save(
-            {"w": torch.ones(2)},
-            storage_writer=writer,
-            planner=planner(enable_plan_caching=True),
-            no_dist=True,
-        )
-        (about,) = told_in(ckpt)
-        assert (
-            about["save_id"]
-            == writer.save_id
-            == RsReader(ckpt).read_metadata().storage_meta.save_id
-        )
-    assert about["generation"] == 3
 
 
 def save_where_ranks_see_different_files(path):
@@ -102,8 +81,8 @@ def test_ranks_do_not_list_the_folder(ckpt):
 
 def test_parts_of_two_saves_are_never_joined(tmp_path):
     """Both at once into an empty folder; of one, rank 0 came to its end, of the other rank 1."""
-    run_ranks(2, save_often, tmp_path / "a", RsSavePlanner, False, 1)
-    run_ranks(2, save_often, tmp_path / "b", RsSavePlanner, False, 1)
+    run_ranks(2, save_often, tmp_path / "a", RsSavePlanner, 1)
+    run_ranks(2, save_often, tmp_path / "b", RsSavePlanner, 1)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     for part, rank in (("a", 0), ("b", 1)):

@@ -19,7 +19,7 @@ from support.layouts import sharded_state
 from support.places import data_files
 
 
-def test_a_writer_keeps_its_memory_from_save_to_save(ckpt):
+def test_saves_of_one_writer_right_after_each_other(ckpt):
     writer = RsWriter(ckpt, cache_staged_state_dict=True)
     for value in (3.0, 4.0):  # right after each other, through the same writer and a new one
         dcp.async_save({"w": torch.full((100,), value)}, storage_writer=writer).result(60)

@@ -10,8 +10,9 @@ import dcp_rs
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.errors import CorruptDataError
 from dcp_rs.options import ReadOptions
+from dcp_rs.transfer.buffers import shared_blocks
 from dcp_rs.transfer.load import fill
-from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.stage import HostStager, Staging
 from dcp_rs.transfer.target import Target
 from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits
 
@@ -231,9 +232,9 @@ def test_async_save(tmp_path, device, cache):
 
 def test_pinned_blocks(device):
     source = {f"w{i}": torch.full((100, 1000), float(i), device=device) for i in range(50)}
-    staging = HostStager()._begin(source)
+    staging = Staging(source, shared_blocks)
     staging.finish()
-    assert all((staging.state_dict[f"w{i}"] == i).all() for i in range(50))
+    assert all((staging.values[f"w{i}"] == i).all() for i in range(50))
     staging.release()
     if hasattr(torch.get_device_module(device), "cudart"):
         released = dcp_rs.release_pinned_memory()

@@ -154,7 +154,7 @@ def test_casts(ckpt, sim, device):
     state_dict["t"] = state_dict["t"].t()
     want["t"] = want["t"].t().contiguous()
     sim.delay = 500
-    dcp_rs.save(state_dict, ckpt, planner=RsSavePlanner(dtype=torch.bfloat16))
+    dcp_rs.save(state_dict, ckpt, dtype=torch.bfloat16)
     assert_state_equal(loaded(ckpt), {name: tensor.bfloat16() for name, tensor in want.items()})
 
 
@@ -224,8 +224,6 @@ def test_any_strides(tmp_path_factory, sim, device, shape, order, step, dtype, c
     want, view = views
     to = torch.float64 if cast and want.dtype == torch.float32 else None
     sim.delay = 100
-    dcp_rs.save(
-        {"w": view}, path, planner=to and RsSavePlanner(dtype=to), max_inflight_bytes=2 * MIB
-    )
+    dcp_rs.save({"w": view}, path, dtype=to, max_inflight_bytes=2 * MIB)
     sim.delay = 0
     assert same_bits(loaded(path)["w"], want.to(to or want.dtype))

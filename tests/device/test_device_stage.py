@@ -1,7 +1,9 @@
 """State dicts of the simulated device staged to host memory: what is copied, to which memory, and when that is used again."""
 
+import logging
 import os
 import threading
+import types
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 from dcp_rs import RsWriter
+from dcp_rs.errors import UnsupportedError
+from dcp_rs.transfer import buffers
+from dcp_rs.transfer.buffers import shared_blocks
 from dcp_rs.transfer.copy_stream import copy_stream_for
-from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.stage import HostStager, Staging
 from support import assert_state_equal
 from support.faults import Slow
 
@@ -112,7 +117,7 @@ def test_not_a_byte_more_is_pinned(sim, device):
     source = {
         f"w{i}": torch.zeros(100, 1000, device=device) for i in range(50)
     }  # 20 MB: 32 MiB as a power of two
-    staging = HostStager()._begin(source)
+    staging = Staging(source, shared_blocks)
     staging.finish()
     assert 20_000_000 <= sim.pinned_bytes <= 20_010_000
     assert dcp_rs.release_pinned_memory() == 0  # in use
@@ -123,9 +128,9 @@ def test_not_a_byte_more_is_pinned(sim, device):
 
 def staged_and_released(source):
     """Copy it as a save does. Return where the copy lay."""
-    staging = HostStager()._begin(source)
+    staging = Staging(source, shared_blocks)
     staging.finish()
-    place = staging.state_dict["w"].data_ptr()
+    place = staging.values["w"].data_ptr()
     staging.release()
     return place
 
@@ -135,8 +140,8 @@ def test_pinned_memory_is_kept_for_the_next_staging(sim, device):
     places = {staged_and_released(source) for _ in range(4)}
     assert len(places) == 1
     assert sim.pinned_bytes <= 4_001_000
-    both = [HostStager()._begin(source) for _ in range(2)]
-    assert both[0].state_dict["w"].data_ptr() != both[1].state_dict["w"].data_ptr()
+    both = [Staging(source, shared_blocks) for _ in range(2)]
+    assert both[0].values["w"].data_ptr() != both[1].values["w"].data_ptr()
     for staging in both:
         staging.finish()
         staging.release()
@@ -164,20 +169,18 @@ def test_where_torch_alone_can_pin_blocks_are_not_rounded_up_together(sim, devic
 
 
 def test_one_staged_state_dict_at_a_time(sim, device):
-    stager = HostStager(cache=True)
     for seed in range(4):
-        staging = stager._begin(to(device, state(seed)))
+        staging = Staging(to(device, state(seed)), shared_blocks)
         staging.finish()
-        assert_state_equal(contiguous(staging.state_dict), contiguous(state(seed)))
+        assert_state_equal(contiguous(staging.values), contiguous(state(seed)))
         staging.release()
     assert sim.pinned_bytes <= 6 * MIB
-    stager.release()
+    HostStager(cache=True).release()
     assert sim.pinned_bytes == 0
 
 
 def test_a_fork_leaves_blocks_alone(sim, device):
-    stager = HostStager(cache=True)
-    first = stager._begin(to(device, state()))
+    first = Staging(to(device, state()), shared_blocks)
     first.finish()
     staged = HostStager().stage(to(device, state(1)))
     held = sim.pinned_bytes
@@ -186,18 +189,18 @@ def test_a_fork_leaves_blocks_alone(sim, device):
         status = 1
         try:
             first.release()
-            stager.release()
             dcp_rs.release_pinned_memory()
-            del staged, stager, first
+            del staged, first
             status = 0 if sim.pinned_bytes == held else 2
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert_state_equal(contiguous(staged), contiguous(state(1)))
     first.release()
-    again = stager._begin(to(device, state(2)))
+    again = Staging(to(device, state(2)), shared_blocks)
     again.finish()
-    assert_state_equal(contiguous(again.state_dict), contiguous(state(2)))
+    assert_state_equal(contiguous(again.values), contiguous(state(2)))
+    again.release()
     assert sim.pinned_bytes == held
 
 
@@ -213,6 +216,98 @@ def test_a_failed_staging_gives_its_memory_back_when_no_copy_is_under_way(sim, d
     again = stager.stage(source)  # nothing of the failed one arrives in it
     sim.synchronize()
     assert_state_equal(contiguous(again), contiguous(state()))
+
+
+# --- how fast
+
+
+def test_small_tensors_are_gathered_on_the_device_and_copied_together(sim, device):
+    """Each was a copy to the host, of which there were 20,000."""
+    want = {f"w{i}": torch.randn(30 + i % 7, 10) for i in range(2000)}
+    source = to(device, want)
+    sim.synchronize()
+    copies, grouped = sim.copies, sim.grouped
+    staged = HostStager().stage(source)
+    assert sim.copies - copies - (sim.grouped - grouped) <= 3
+    assert_state_equal(dict(staged), want)
+
+
+@pytest.mark.parametrize("without", ["pinned", "streams"])
+def test_slow_copies_are_reported_and_logged_once(tmp_path, sim, device, without, caplog):
+    """Any error meant synchronous copies, or memory that was not pinned, without a word."""
+    setattr(sim, without, 0)
+    buffers._warn_once.cache_clear()
+    state = {"w": torch.ones(1000, device=device)}
+    with caplog.at_level(logging.WARNING, "dcp_rs"):
+        for number in range(2):
+            saved = dcp_rs.save(state, tmp_path / str(number))
+            future = dcp_rs.async_save(state, tmp_path / f"async-{number}")
+            future.result(60)
+            word = "not pinned" if without == "pinned" else "are synchronous"
+            loaded = dcp_rs.load({"w": torch.zeros(1000, device=device)}, tmp_path / str(number))
+            for report in (saved.report, future.report, loaded):
+                (reason,) = report.fallbacks
+                assert word in reason
+    messages = [record.message for record in caplog.records if word in record.message]
+    assert len(messages) == len(set(messages)) >= 1
+
+
+def test_memory_of_the_device_that_runs_out_is_an_error(ckpt, sim, device, monkeypatch):
+    state = {"w": torch.ones(1000, device=device)}
+
+    def fail(_):
+        raise torch.OutOfMemoryError("as meant")
+
+    monkeypatch.setattr("dcp_rs.transfer.copy_stream.PairedCopyStream", fail)
+    for save in (dcp_rs.save, dcp_rs.async_save):
+        with pytest.raises(torch.OutOfMemoryError, match="as meant"):
+            save(state, ckpt)
+    assert not list(ckpt.glob("*.dcprs"))
+
+
+def test_a_graph_that_is_being_captured_is_named(ckpt, sim, device, monkeypatch):
+    state = {"w": torch.ones(1000, device=device)}
+    module = torch.get_device_module(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
+        for save in (dcp_rs.save, dcp_rs.async_save):
+            with pytest.raises(UnsupportedError, match="graph of the device is being captured"):
+                save(state, ckpt)
+
+    class Captured:
+        def record(self):
+            pass
+
+        def synchronize(self):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("dcp_rs.transfer.copy_stream._new_event", lambda _: Captured())
+    future = dcp_rs.async_save(state, ckpt, async_staging=True)
+    with pytest.raises(UnsupportedError, match="graph of the device is being captured"):
+        future.result(60)
+
+
+def test_a_refused_pin_leaves_no_error_to_the_next_kernel(sim, device, monkeypatch):
+    """CUDA keeps the error of a failed call, and the next launch of any kernel raises it."""
+    module, left = torch.get_device_module(device), []
+
+    class Probe:
+        def add_(self, _):
+            left.clear()
+            raise RuntimeError("CUDA error: out of memory")
+
+    def register(*_):
+        left.append("error")
+        return 2
+
+    runtime = types.SimpleNamespace(cudaHostRegister=register)
+    monkeypatch.setattr(module, "cudart", lambda: runtime)
+    monkeypatch.setattr(buffers, "_probe", lambda _: Probe())
+    block = buffers.Block(4096, device)
+    assert left == []
+    assert "cudaHostRegister of 4,096 bytes failed with error 2" in block.fallbacks[0]
+    block.memory.fill_(1)
+    block.unpin()  # it is not pinned
 
 
 # --- saves
@@ -264,8 +359,8 @@ class HeldUp:
     def __init__(self, sim):
         self.sim, self.streams, self.gates = sim, [], []
 
-    def __call__(self, device):
-        stream = copy_stream_for(device)
+    def __call__(self, device, fallbacks=None):
+        stream = copy_stream_for(device, fallbacks)
         self.streams.append(stream)
         self.gates += [self.sim.gate(stream) for stream in stream._streams]
         return stream
@@ -358,7 +453,7 @@ def test_a_copy_that_fails_is_heard_of_and_nothing_is_saved(ckpt, sim, device, l
     if late:
         sim.fail_late = 1
     else:
-        sim.fail_after = sim.copies + 5
+        sim.fail_after = sim.copies
     future = dcp_rs.async_save(weights, ckpt, async_staging=True)
     with pytest.raises(RuntimeError, match="a copy was lost" if late else "out of order"):
         future.result(60)

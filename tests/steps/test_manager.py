@@ -17,7 +17,6 @@ import torch
 import dcp_rs
 import programs
 from dcp_rs import CheckpointManager, RsSavePlanner
-from dcp_rs.engine import background
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -32,7 +31,9 @@ from dcp_rs.steps import folder_store
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.retention import Policies, prune
+from dcp_rs.transfer.buffers import shared_blocks
 from support.numbered import loaded, names_in, numbers
+from support.threads import saves_held_up
 
 
 @pytest.fixture
@@ -960,7 +961,7 @@ def test_a_close_that_cannot_restore_a_handler_releases_the_rest(run):
         manager.async_save(1, state_of(1)).result(60)
         with ThreadPoolExecutor() as threads, pytest.raises(ValueError, match="main thread"):
             threads.submit(manager.close).result(60)
-        assert manager._ranks._stager._pool._idle == []
+        assert shared_blocks._idle == []
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -996,11 +997,9 @@ def test_a_prune_from_outside_leaves_a_save_alone_that_has_no_data_yet(run):
         for step in (20, 30):
             manager.save(step, state_of(step))
         assert loaded(manager, 20) == 20
-        go = threading.Event()
-        background.save_thread.submit(go.wait, 60)
-        manager.async_save(21, state_of(21), metrics={"loss": 1.0}, extra_files={"a.txt": b"a"})
-        done = prune(FolderStepStore(run), Policies(keep_last=5))
-        go.set()
+        with saves_held_up():
+            manager.async_save(21, state_of(21), metrics={"loss": 1.0}, extra_files={"a.txt": b"a"})
+            done = prune(FolderStepStore(run), Policies(keep_last=5))
         manager.wait()
         assert done.removed == done.swept == []
         assert (manager.path(21) / "a.txt").read_bytes() == b"a"
@@ -1017,11 +1016,9 @@ def test_a_prune_from_outside_leaves_a_step_alone_that_is_being_replaced(run):
         for step in (20, 30, 40):
             manager.save(step, state_of(step))
         assert loaded(manager, 20) == 20
-        go = threading.Event()
-        background.save_thread.submit(go.wait, 60)
-        manager.async_save(30, state_of(30), force=True, metrics={"loss": 1.0})
-        done = prune(FolderStepStore(run), Policies(keep_last=1))
-        go.set()
+        with saves_held_up():
+            manager.async_save(30, state_of(30), force=True, metrics={"loss": 1.0})
+            done = prune(FolderStepStore(run), Policies(keep_last=1))
         manager.wait()
         assert [step.number for step in done.removed] == [20]
         assert done.problems == ["step 30 was not removed: a save is replacing it"]

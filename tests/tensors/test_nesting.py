@@ -168,26 +168,14 @@ def test_names_that_are_left_out_take_their_containers_with_them(ckpt):
         "optim": {"state": {}, "n": {5: 1}},
         "other": {},
     }
-    dcp_rs.save(state, ckpt, planner=RsSavePlanner(include=["model.*", "optim.n*"]))
+    dcp_rs.save(state, ckpt, include=["model.*", "optim.n*"])
     assert identical(
         dcp_rs.open(ckpt).state_dict(), {"model": state["model"], "optim": {"n": {5: 1}}}
     )
-    dcp_rs.save(state, ckpt, planner=RsSavePlanner(exclude="other"))
+    dcp_rs.save(state, ckpt, exclude="other")
     assert identical(
         dcp_rs.open(ckpt).state_dict(), {"model": state["model"], "optim": state["optim"]}
     )
-
-
-class Counting(RsSavePlanner):
-    """Works on items, as torch's planner does."""
-
-    def create_local_plan(self):
-        return super().create_local_plan()
-
-
-def test_a_planner_that_works_on_items_keeps_nesting(ckpt):
-    dcp_rs.save(tree(), ckpt, planner=Counting())
-    assert identical(dcp_rs.open(ckpt).state_dict(), expected())
 
 
 def test_torchs_planner_saves_as_torch_does(tmp_path):

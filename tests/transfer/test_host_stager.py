@@ -1,14 +1,18 @@
 """The staged copy of a state dict in the host's memory."""
 
+import mmap
 import threading
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcp_rs import release_pinned_memory
-from dcp_rs.transfer.stage import HostStager
+import dcp_rs
+from dcp_rs.transfer import buffers
+from dcp_rs.transfer.buffers import BlockPool
+from dcp_rs.transfer.stage import HostStager, Staging
 from support import assert_state_equal, dtypes_state, nested_state, shapes_state
+from support.threads import copies_held_up
 
 
 def test_a_staged_copy_is_a_copy():
@@ -38,35 +42,33 @@ def contiguous(value):
     return value
 
 
-@pytest.mark.parametrize("cache", [False, True])
-def test_the_memory_of_a_copy_serves_the_next_once_it_is_released(cache):
-    release_pinned_memory()
-    stager = HostStager(cache=cache)
+def test_the_memory_of_a_copy_serves_the_next_once_it_is_released():
+    pool = BlockPool()
     weight = torch.nn.Parameter(torch.randn(10, 10))
-    first = stager._begin({"a": weight, "b": weight}, wait=False)
-    place = first.state_dict["a"].data_ptr()
-    assert first.state_dict["b"].data_ptr() == place
-    assert first.state_dict["a"].requires_grad
-    second = stager._begin({"a": torch.ones(5, 10), "b": torch.ones(3)}, wait=False)
+    first = Staging({"a": weight, "b": weight}, pool)
+    place = first.values["a"].data_ptr()
+    assert first.values["b"].data_ptr() == place
+    assert first.values["a"].requires_grad
+    second = Staging({"a": torch.ones(5, 10), "b": torch.ones(3)}, pool)
     second.finish()
-    assert second.state_dict["a"].data_ptr() != place  # the first copy may still be read
+    assert second.values["a"].data_ptr() != place  # the first copy may still be read
     first.release()
     first.release()  # a second time it does nothing
-    third, fourth = (
-        stager._begin({"a": torch.zeros(9, 10), "b": torch.ones(3)}, wait=False) for _ in range(2)
-    )
-    assert third.state_dict["a"].data_ptr() == place
-    assert fourth.state_dict["a"].data_ptr() != place
-    assert second.state_dict["a"].all()
+    third, fourth = (Staging({"a": torch.zeros(9, 10), "b": torch.ones(3)}, pool) for _ in range(2))
+    assert third.values["a"].data_ptr() == place
+    assert fourth.values["a"].data_ptr() != place
+    assert second.values["a"].all()
 
 
-def test_a_stager_with_a_cache_waits_for_the_copy_before():
+def test_a_stager_with_a_cache_waits_for_the_save_before(tmp_path):
     stager = HostStager(cache=True)
-    first = stager._begin({"w": torch.ones(100)})
-    first.finish()
-    threading.Timer(0.1, first.release).start()
-    assert not stager._begin({"w": torch.zeros(100)}).holds([first.state_dict.get("w")])
-    assert first.state_dict == {}  # it was released before
+    with copies_held_up() as go:
+        future = dcp_rs.async_save(
+            {"w": torch.ones(100)}, tmp_path / "1", stager=stager, async_staging=True
+        )
+        threading.Timer(0.1, go.set).start()
+        dcp_rs.async_save({"w": torch.zeros(100)}, tmp_path / "2", stager=stager).result(60)
+    assert future.done()
 
 
 def test_a_copy_that_is_the_callers_is_nobody_elses():
@@ -92,20 +94,15 @@ def test_tied_weights_are_staged_once_and_stay_tied():
     with torch.no_grad():
         state["conj"] = torch.view_as_complex(weight.view(-1, 2)).conj()
         state["unconj"] = torch.view_as_complex(weight.view(-1, 2))
-    for pickled in (False, True):
-        staged = HostStager().stage(state)
-        if pickled:  # as torch's checkpoint process gets it
-            function, arguments = staged.__reduce__()
-            assert sum(block.nbytes for block in arguments[0]) < 6 * weight.nbytes
-            staged = function(*arguments)
-        assert_state_equal(
-            dict(staged), {name: value.detach().resolve_conj() for name, value in state.items()}
-        )
-        places = {name: value.data_ptr() for name, value in staged.items() if value.numel()}
-        assert places["embed.weight"] == places["head.weight"] == places["parameter"]
-        assert len(set(places.values())) == len(places) - 2
-        assert staged["parameter"].requires_grad
-        assert not staged["embed.weight"].requires_grad
+    staged = HostStager().stage(state)
+    assert_state_equal(
+        dict(staged), {name: value.detach().resolve_conj() for name, value in state.items()}
+    )
+    places = {name: value.data_ptr() for name, value in staged.items() if value.numel()}
+    assert places["embed.weight"] == places["head.weight"] == places["parameter"]
+    assert len(set(places.values())) == len(places) - 2
+    assert staged["parameter"].requires_grad
+    assert not staged["embed.weight"].requires_grad
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -135,9 +132,37 @@ def test_bits_are_copied(dtype):
 
 
 def test_a_copy_that_fails_gives_its_memory_back():
-    stager = HostStager(cache=True)
-    stager._begin({"a": torch.ones(1000)}).release()
-    memory = stager._pool._idle[0].memory.data_ptr()
+    pool = BlockPool()
+    first = Staging({"a": torch.ones(1000)}, pool)
+    memory = first.values["a"].data_ptr()
+    first.release()
     with pytest.raises(TypeError):
-        stager._begin({"a": torch.ones(1000), "bad": threading.Lock()})
-    assert stager._begin({"a": torch.ones(1000)}).state_dict["a"].data_ptr() == memory
+        Staging({"a": torch.ones(1000), "bad": threading.Lock()}, pool)
+    assert Staging({"a": torch.ones(1000)}, pool).values["a"].data_ptr() == memory
+
+
+def test_a_pool_takes_all_blocks_or_none(monkeypatch):
+    pool = BlockPool()
+    pool.give(pool.take([1 << 10], pin=None))
+
+    def fail(*_, **__):
+        raise MemoryError("as meant")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dcp_rs.transfer.buffers.host_memory", fail)
+        for sizes in ([1 << 10, 1 << 20], [1 << 20, 1 << 10]):
+            with pytest.raises(MemoryError):
+                pool.take(sizes, pin=None)
+    assert len(pool.take([1 << 10], pin=None)) == 1
+    assert (len(pool._idle), len(pool._taken)) == (0, 1)
+
+
+def test_pages_that_a_sandbox_does_not_keep_from_forks_serve_as_well(monkeypatch):
+    """A refused `madvise` ended every save in the background."""
+
+    class Refusing(mmap.mmap):
+        def madvise(self, *_):
+            raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr("dcp_rs.transfer.buffers.mmap.mmap", Refusing)
+    assert len(buffers._pages(4096)) == 4096

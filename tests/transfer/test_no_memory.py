@@ -5,7 +5,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dcp_rs
-from dcp_rs import RsSavePlanner
 from dcp_rs.errors import UnsupportedError
 from support.places import data_files
 
@@ -50,5 +49,5 @@ def test_a_tensor_without_memory_is_refused(saved, fake):
 def test_a_save_that_needs_memory_is_refused(ckpt, fake, options):
     state = {"w": WIDE.t()}
     with fake, pytest.raises(UnsupportedError, match=r"no memory"):
-        dcp_rs.save(state, ckpt, planner=RsSavePlanner(**options))
+        dcp_rs.save(state, ckpt, **options)
     assert not data_files(ckpt)

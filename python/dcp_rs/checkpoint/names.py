@@ -21,6 +21,7 @@ __all__ = [
     "hint",
     "natural",
     "nearest",
+    "nothing_passes",
     "renamer",
     "repeatable",
     "selector",
@@ -70,6 +71,18 @@ def selector(
         )
 
     return passes
+
+
+def nothing_passes(
+    include: str | Iterable[str] | None,
+    exclude: str | Iterable[str] | None,
+    names: Collection[str],
+) -> str:
+    """Return the message for a save whose globs leave nothing."""
+    return (
+        f"there is nothing to save: no name passes include={include!r}, "
+        f"exclude={exclude!r}; there are {some(names)}"
+    )
 
 
 def some(names: Collection[str]) -> str:

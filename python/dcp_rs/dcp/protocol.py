@@ -1,30 +1,26 @@
-"""Load and save as ``dcp.load`` and ``dcp.save`` do it, with errors that reach all ranks."""
+"""Load as ``dcp.load`` does it, with errors that reach all ranks."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs.checkpoint.folders import is_rank_local
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.engine import load as engine_load
-from dcp_rs.engine import save as engine_save
 from dcp_rs.engine.load import call_state_dicts, load_stateful, retry
 from dcp_rs.engine.ranks import RankGroup
-from dcp_rs.engine.reports import LoadReport, SavedMetadata
-from dcp_rs.engine.save import SaveRequest
+from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import CheckpointNotFoundError, PlanError
 
-__all__ = ["LoadArguments", "check_planner", "check_reader", "load", "save"]
+__all__ = ["LoadArguments", "check_planner", "check_reader", "load"]
 
 #: State dict, reader and planner of a load.
 LoadArguments = tuple[dict[str, Any], StorageReader, Any]
@@ -96,66 +92,6 @@ def load(
         return reader.report if isinstance(reader, RsReader) else None
 
     return retry(ranks, load_once, lambda: metadata is None and not is_partial)
-
-
-def save(
-    ranks: RankGroup, planner: SavePlanner, make_request: Callable[[], SaveRequest]
-) -> SavedMetadata:
-    """Save on all ranks with a planner of the user's, which is called as torch calls it.
-
-    Args:
-        ranks: the ranks that save.
-        planner: the planner of this rank.
-        make_request: as for :func:`dcp_rs.engine.save.save`.
-    """
-    writer: RsWriter | None = None
-    metadata: Metadata
-
-    def plan_own() -> SavePlan:
-        nonlocal writer
-        request = make_request()
-        writer = RsWriter._of(request.path, request.options)
-        planner.set_up_planner(
-            state_dict=request.state_dict,
-            storage_meta=writer.storage_meta(),
-            is_coordinator=ranks.is_coordinator,
-        )
-        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        assert writer is not None  # noqa: S101  # of the step before
-        if not all(isinstance(plan, SavePlan) for plan in plans):
-            raise PlanError(engine_save.MIXED_PLANNERS, path=writer.path)
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
-
-    def write() -> list[WriteResult]:
-        assert writer is not None  # noqa: S101  # as above
-        written = writer.write_data(planner.finish_plan(plan), planner)
-        written.wait()
-        return written.value()
-
-    def commit(results: list[list[WriteResult]]) -> Metadata:
-        assert writer is not None  # noqa: S101  # as above
-        writer.finish(metadata, results)
-        return metadata
-
-    try:
-        plan = ranks.reduce_scatter(plan_own, plan_all)
-        saved = ranks.all_reduce(write, commit)
-    except BaseException:
-        # Without failures that all ranks know of, another rank may still commit.
-        if writer is not None and ranks.failures and not ranks.may_be_committed:
-            writer._discard()
-        raise
-    finally:
-        if writer is not None:
-            writer.close()
-    report = None if writer is None else writer.report
-    given = {known.name: getattr(saved, known.name) for known in fields(Metadata)}
-    return SavedMetadata(**given, report=report)
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

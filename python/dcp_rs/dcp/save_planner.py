@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from dcp_rs.checkpoint.names import repeatable
-from dcp_rs.engine.local_plan import Nesting, PlanOptions, Selected, select
+from dcp_rs._reports import short_repr
+from dcp_rs.checkpoint.names import nothing_passes, repeatable, selector
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors import pickles
-from dcp_rs.tensors.dtypes import NAMES, cast_to, is_counter
+from dcp_rs.tensors.dtypes import cast_to, check_floating_point, is_counter
 
-__all__ = ["RsSavePlanner", "is_plain"]
+__all__ = ["RsSavePlanner"]
 
 
 class RsSavePlanner(DefaultSavePlanner):
     """Torch's ``DefaultSavePlanner`` with options.
 
-    :func:`dcp_rs.save` and :func:`dcp_rs.async_save` take its options and plan in Rust. Under
-    torch's own ``dcp.save``, and if a subclass overrides a method, it plans item by item as torch
-    does.
+    It plans item by item, as torch does. :func:`dcp_rs.save` and :func:`dcp_rs.async_save` take
+    ``dtype``, ``include`` and ``exclude`` themselves, and are faster without a planner.
 
     Args:
         flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors: as in torch's
             ``DefaultSavePlanner``.
         dedup_save_to_lowest_rank: the lowest of the ranks that hold an entry saves it.
         enable_plan_caching: accepted, and without effect: planning costs little.
-        dtype: store floating-point tensors of 16 bits and more in this dtype. :func:`dcp_rs.save`
-            casts them while it writes, in bounded memory. Tensors of 8 bits and fewer keep their
-            dtype, as their scales are elsewhere. So does the ``step`` of an optimizer's state.
+        dtype: store floating-point tensors of 16 bits and more in this dtype. Tensors of 8 bits
+            and fewer keep their dtype, as their scales are elsewhere. So does the ``step`` of an
+            optimizer's state.
         include, exclude: globs over names. Entries that are not included, or are excluded, are not
             saved.
 
@@ -46,9 +45,13 @@ class RsSavePlanner(DefaultSavePlanner):
 
     Example:
         ```python
-        dcp_rs.save({"model": model}, "ckpt", planner=dcp_rs.RsSavePlanner(exclude="*.bias"))
+        state, planner = {"model": model.state_dict()}, dcp_rs.RsSavePlanner(exclude="*.bias")
+        dcp.save(state, storage_writer=dcp_rs.RsWriter("ckpt"), planner=planner)
         ```
     """
+
+    #: A message, if ``include`` and ``exclude`` leave nothing of this rank.
+    _nothing_to_save: str | None = None
 
     def __init__(
         self,
@@ -68,23 +71,19 @@ class RsSavePlanner(DefaultSavePlanner):
             dedup_replicated_tensors,
             dedup_save_to_lowest_rank,
         )
-        if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
-            msg = f"dtype={dtype!r}: a floating-point dtype"
-            raise ValueError(msg)
-        self.dtype = dtype
+        self.dtype = dtype if dtype is None else check_floating_point(dtype)
         self.include, self.exclude = repeatable(include), repeatable(exclude)
-        self._selected: Selected | None = None
 
-    def _options(self) -> PlanOptions:
-        """Return the options of a save without a planner."""
-        return PlanOptions(
-            flatten=self.flatten_state_dict,
-            flatten_sharded=self.flatten_sharded_tensors,
-            lowest_rank=self.dedup_save_to_lowest_rank,
-            dtype=self.dtype,
-            include=self.include,
-            exclude=self.exclude,
-        )
+    def __repr__(self) -> str:
+        given: dict[str, Any] = {
+            "flatten_state_dict": None if self.flatten_state_dict else False,
+            "flatten_sharded_tensors": None if self.flatten_sharded_tensors else False,
+            "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank or None,
+            "dtype": self.dtype,
+            "include": self.include,
+            "exclude": self.exclude,
+        }
+        return short_repr(self, **{name: one for name, one in given.items() if one is not None})
 
     def set_up_planner(
         self,
@@ -92,10 +91,18 @@ class RsSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten the state dict, and apply ``include`` and ``exclude``."""
-        self._selected = select(state_dict, self._options())
-        self.state_dict, self.mappings = self._selected.values, self._selected.paths
-        self.is_coordinator = is_coordinator
+        """Flatten the state dict as torch does, and apply ``include`` and ``exclude``."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._nothing_to_save = None
+        passes = selector(self.include, self.exclude)
+        if passes is None:
+            return
+        values = self.state_dict
+        self.state_dict = {name: value for name, value in values.items() if passes(name)}
+        if self.flatten_state_dict:
+            self.mappings = {name: path for name, path in self.mappings.items() if passes(name)}
+        if values and not self.state_dict:
+            self._nothing_to_save = nothing_passes(self.include, self.exclude, values)
 
     def create_local_plan(self) -> SavePlan:
         """Return torch's plan, with the dtypes that tensors are stored in."""
@@ -109,9 +116,8 @@ class RsSavePlanner(DefaultSavePlanner):
             PlanError: ``include`` and ``exclude`` leave nothing to save.
         """
         plans, metadata = super().create_global_plan(all_plans)
-        nothing = None if self._selected is None else self._selected.nothing_to_save
-        if nothing is not None and not metadata.state_dict_metadata:
-            raise PlanError(nothing)
+        if self._nothing_to_save is not None and not metadata.state_dict_metadata:
+            raise PlanError(self._nothing_to_save)
         return plans, metadata
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
@@ -122,14 +128,6 @@ class RsSavePlanner(DefaultSavePlanner):
         if not isinstance(made, torch.Tensor) or is_counter(write_item.index.fqn, made.shape):
             return made
         return made.to(cast_to(made.dtype, self.dtype))
-
-    def _nesting(self, paths: Any) -> Nesting | None:
-        """Return the nesting of the state dict, unless the caller changed ``paths``."""
-        return (
-            self._selected.nesting
-            if self._selected is not None and paths == self.mappings
-            else None
-        )
 
     def _with_dtype(self, plan: SavePlan) -> SavePlan:
         if self.dtype is None:
@@ -142,20 +140,3 @@ class RsSavePlanner(DefaultSavePlanner):
             return item
         properties = replace(data.properties, dtype=cast_to(data.properties.dtype, self.dtype))
         return replace(item, tensor_data=replace(data, properties=properties))
-
-    def __getstate__(self) -> Mapping[str, Any]:
-        # A save in another process sets the planner up again.
-        return {
-            **self.__dict__,
-            "_selected": None,
-            "state_dict": {},
-            "plan": None,
-            "global_plan": None,
-        }
-
-
-def is_plain(planner: SavePlanner) -> TypeGuard[RsSavePlanner]:
-    """Return true if no method of an ``RsSavePlanner`` is overridden: its options say all."""
-    return type(planner) is RsSavePlanner and vars(planner).keys().isdisjoint(
-        dir(DefaultSavePlanner)
-    )

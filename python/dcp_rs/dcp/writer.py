@@ -12,11 +12,14 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -31,20 +34,21 @@ from torch.futures import Future
 
 from dcp_rs import _core, _torch
 from dcp_rs._progress import Progress
+from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
-from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.local_plan import Writes, check_complete
 from dcp_rs.engine.metadata import make_metadata, tensor_flags
-from dcp_rs.engine.ranks import job_size
-from dcp_rs.engine.reports import Phases, SaveReport
-from dcp_rs.engine.reuse import Frozen, Parent
+from dcp_rs.engine.ranks import RankGroup, job_size
+from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
+from dcp_rs.engine.reuse import Frozen
 from dcp_rs.engine.save import (
+    MIXED_PLANNERS,
     SaveOptions,
-    SavePlace,
+    SaveTicket,
     WrittenFiles,
     write_files,
 )
@@ -54,48 +58,8 @@ from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.memory import clone, memory_of, why_not_raw
 from dcp_rs.transfer.save import Entry, as_object, refuse_meta
-from dcp_rs.transfer.stage import HostStager, Staging
 
-__all__ = ["RsWriter", "resolve_items"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Answer:
-    """The coordinator's answer to a rank, in ``plan.storage_data``.
-
-    Attributes:
-        place: the place of the rank in the save.
-        is_cached: the plan has no items: the planner of the rank has the plan in its cache.
-    """
-
-    place: SavePlace
-    is_cached: bool = False
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of torch's file names, for its writer, which may get this plan from the cache.
-
-        Raises:
-            PlanError: a save that failed left its plan there without items.
-        """
-        if self.is_cached:
-            raise PlanError("torch remembers a plan of a save that failed, without its items")
-        return f"__{self.place.rank}_"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Staged:
-    """Copy of a state dict, which the next save writes.
-
-    Attributes:
-        staging: the copy.
-        parent: the parent of the save, if there is one.
-        ranks: the number of ranks; 0 without a process group.
-    """
-
-    staging: Staging
-    parent: Parent | None
-    ranks: int
+__all__ = ["RsWriter", "resolve_items", "save_by_planner"]
 
 
 class RsWriter(StorageWriter, BlockingAsyncStager):
@@ -122,8 +86,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             and a warning says why.
         reuse: globs over names of tensors that do not change from save to save; or a module, for
             its parameters without gradient. They are written apart. If the parent's save had the
-            same ``reuse``, only the first MiB of each is compared. A module has no effect if
-            another process saves.
+            same ``reuse``, only the first MiB of each is compared. A module has no effect in
+            ``dcp.async_save``, which saves copies.
         verify_reuse: read the reused data of ``parent``, and write again what does not match its
             digests.
         storage_options: for a URL, see :class:`RsReader`. Secrets are not pickled: a save in
@@ -187,7 +151,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         save_id: str | None = None,
         guard: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
-        super().__init__()
+        BlockingAsyncStager.__init__(self)
         if _extensions:
             names = ", ".join(type(extension).__name__ for extension in _extensions)
             msg = (
@@ -214,8 +178,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.path = location(path)
         self.save_id = str(self._options.save_id)
         self.report: SaveReport | None = None
-        self._stager = HostStager()
-        self._staged: _Staged | None = None
+        self._staged_ranks: int | None = None  # of a copy that the next save writes
         self._is_used = False  # files were written under this save id
         # Of the present save, from set_up_storage_writer() on:
         self._to: Destination
@@ -223,7 +186,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._is_coordinator: bool
         self._clock: Phases
         self._generation: int  # the coordinator knows it
-        self._cached_plans: dict[str, SavePlan]
 
     @classmethod
     def _of(cls, path: str | os.PathLike[str], options: SaveOptions) -> RsWriter:
@@ -231,6 +193,20 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         writer = cls(path)
         writer._options, writer.save_id = options, str(options.save_id)
         return writer
+
+    def __repr__(self) -> str:
+        write, options = self.options, self._options
+        given: dict[str, Any] = {
+            "threads": write.threads,
+            "fsync": None if write.fsync else False,
+            "io": None if write.io == "auto" else write.io,
+            "max_inflight_bytes": write.max_inflight_bytes,
+            "overwrite": None if options.overwrite else False,
+            "strict_values": options.strict_values or None,
+            "parent": options.parent and options.parent.path and os.fspath(options.parent.path),
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        return short_repr(self, repr(os.fspath(self.path)), **given)
 
     @property
     def options(self) -> WriteOptions:
@@ -250,19 +226,14 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     # --- DCP's protocol, in the order of the calls ------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state dict to host memory, for ``dcp.async_save``."""
-        ranks = job_size()
+        """Copy the state dict to host memory, for ``dcp.async_save``, as torch's writer does."""
+        self._staged_ranks = job_size()
         self.path = absolute(self.path)  # until the save begins, the current folder may change
-        if ranks == 0 or dist.get_rank() == 0:
+        if self._options.parent is not None:
+            self._options.parent = self._options.parent.at_absolute_path()
+        if self._staged_ranks == 0 or dist.get_rank() == 0:
             warn_of_foreign_model(self.path)  # here, as a thread or a process saves
-        parent = self._options.parent
-        if parent is not None:
-            parent = parent.resolve(state_dict)
-        self._staged = None  # frees the memory of a copy that no save took
-        staging = self._stager._begin(state_dict)
-        staging.finish()
-        self._staged = _Staged(staging, parent, ranks)
-        return staging.state_dict
+        return BlockingAsyncStager.stage(self, state_dict)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, and take another path if one is given."""
@@ -284,69 +255,70 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._to = Destination(self.path, self._options.storage_options)
         self._is_coordinator = is_coordinator
         self._clock = Phases()
-        if is_coordinator and self._staged is None:
+        ranks, self._staged_ranks = self._staged_ranks, None
+        if ranks is None and is_coordinator:
             warn_of_foreign_model(self.path)
+        if ranks is not None and ranks > 1 and job_size() == 0:
+            # torch takes that for a save of one rank, and each rank would commit its part alone.
+            msg = (
+                f"the process group of {ranks} ranks was destroyed before the save that was "
+                "staged under it began: wait for its future first"
+            )
+            raise PlanError(msg, path=self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder, and check that it may be saved to. The coordinator begins the save."""
         self._to.prepare(self._rank, overwrite=self.overwrite)
         if self._is_coordinator or self._rank is not None:
-            # An error after torch's planner made the global plan would leave its cache in halves.
             self._generation = self._to.begin(self._rank, overwrite=self.overwrite)
-        # A save that failed may have left an answer without items in torch's cache.
-        self._cached_plans = {
-            key: plan
-            for key, plan in _torch.cached_plans().items()
-            if not (isinstance(plan.storage_data, _Answer) and plan.storage_data.is_cached)
-        }
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Add the place of each rank in the save to its plan."""
+        """Add the ticket of each rank to its plan."""
         save_id = uuid.UUID(self.save_id).bytes
         ranks = [(rank, len(plans)) for rank in range(len(plans))]
         if self._rank is not None:
             ranks = [(self._rank, 0)]
-        # torch sends no items of a plan that the rank has in its cache, and its planner would drop
-        # our answer with it. So the answer goes as a usable plan, which `write_data` replaces.
         return [
             dataclasses.replace(
-                plan,
-                usable=True,
-                storage_data=_Answer(
-                    SavePlace(rank, size, save_id, self._generation), is_cached=not plan.usable
-                ),
+                plan, storage_data=SaveTicket(rank, size, save_id, self._generation)
             )
             for plan, (rank, size) in zip(plans, ranks, strict=True)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data files. The result carries this rank's index."""
-        plan, place = self._take_answer(plan)
+        ticket = plan.storage_data
+        if _torch.caches_plans(planner):
+            msg = (
+                "torch caches plans with the ids of an earlier save (enable_plan_caching=True): "
+                "leave that out, as a plan takes a few bytes an entry"
+            )
+            raise PlanError(msg, path=self.path)
+        if not isinstance(ticket, SaveTicket):
+            raise PlanError(
+                "this rank was not told which part of the save it is: "
+                "a writer's prepare_global_plan was passed over"
+            )
         to = self._to
-        self.save_id, self._is_used = str(uuid.UUID(bytes=place.save_id)), True
+        self.save_id, self._is_used = str(uuid.UUID(bytes=ticket.save_id)), True
         self._clock.end("plan")
         self._discard_failed()  # all ranks have come here, so the save before is over
         writes = resolve_items(
             plan,
             planner,
             strict=self._options.strict_values,
-            is_partial=place.world_size != 1 or job_size() <= 1,
+            is_partial=ticket.world_size != 1 or job_size() <= 1,
         )
-        staged = self._take_staged(writes)
-        parent = self._options.parent if staged is None else staged.parent
+        parent = self._options.parent
         reuse = None
-        try:
-            if parent is not None:
-                values, rank = getattr(planner, "state_dict", {}), place.own_rank
-                reuse = parent.find_reuse(writes, to, values, rank=rank, options=self.options)
-                self._clock.end("compare")
-            written = write_files(
-                writes, to, place, self.options, reuse=reuse, progress=self._options.progress
-            )
-        finally:
-            if staged is not None:
-                staged.staging.release()
+        if parent is not None:
+            values, rank = getattr(planner, "state_dict", {}), ticket.own_rank
+            reuse = parent.find_reuse(writes, to, values, rank=rank, options=self.options)
+            self._clock.end("compare")
+        written = write_files(
+            writes, to, ticket, self.options, reuse=reuse, progress=self._options.progress
+        )
         if parent is not None:
             parent.warn(to, written.save.problems)
         self._written = written
@@ -355,7 +327,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if not self._is_coordinator and self._rank is None:
             self._clock.report(self.report)  # the coordinator reports in finish()
         result = WriteResult(
-            index=MetadataIndex(rank_index_name(place.rank)),
+            index=MetadataIndex(rank_index_name(ticket.rank)),
             size_in_bytes=written.save.bytes,
             storage_data=zlib.compress(written.index, 1),  # to a sixth of its size
         )
@@ -370,14 +342,14 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if written is None or written.index not in indexes:
             msg = "this writer wrote nothing for this save: give each save a writer of its own"
             raise SaveInProgressError(msg, path=self.path)
-        to, place = written.to, written.place
+        to, ticket = written.to, written.ticket
         try:
             with self._options.guard():
                 index = to.commit(
-                    place.own_rank,
+                    ticket.own_rank,
                     indexes,
-                    save_id=place.save_id,
-                    generation=place.generation,
+                    save_id=ticket.save_id,
+                    generation=ticket.generation,
                     planner_data=metadata.planner_data,
                     items=None,
                     names=metadata.state_dict_metadata,
@@ -386,7 +358,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 )
         except BaseException as error:
             self.close()
-            to.give_up(place.own_rank, indexes, error, handled)  # other ranks may not hear of it
+            to.give_up(ticket.own_rank, indexes, error, handled)  # other ranks may not hear of it
             raise
         self.close()
         self._clock.end("commit")
@@ -394,14 +366,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._clock.report(written.report)
         lazy = make_metadata(
             index,
-            rank=place.own_rank,
+            rank=ticket.own_rank,
             checkpoint_id=self.checkpoint_id,
             storage_options=self._options.storage_options,
         )
-        metadata.storage_meta = lazy.storage_meta
-        # Cached metadata is the metadata of the next save as well.
-        if not _torch.is_cached_metadata(metadata):
-            vars(metadata).update(vars(lazy))
+        vars(metadata).update(vars(lazy))
 
     def close(self) -> None:
         """Unlock the files of this save: it is over, or :func:`dcp_rs.clean` removes them."""
@@ -413,47 +382,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def _renew_id(self) -> None:
         self.save_id, self._is_used = str(uuid.uuid4()), False
-
-    def _take_answer(self, plan: SavePlan) -> tuple[SavePlan, SavePlace]:
-        """Return the plan of this rank with its items, and its place in the save.
-
-        Raises:
-            PlanError: the coordinator's answer did not arrive.
-        """
-        answer = plan.storage_data
-        if isinstance(answer, _Answer) and answer.is_cached:
-            place = _Answer(answer.place)
-            found = _torch.restore_cached_plan(plan, self._cached_plans, storage_data=place)
-            if found is not None:
-                return found, answer.place
-        elif isinstance(answer, _Answer):
-            return plan, answer.place
-        raise PlanError(
-            "this rank was not told which part of the save it is: "
-            "a writer's prepare_global_plan was passed over"
-        )
-
-    def _take_staged(self, writes: Writes) -> _Staged | None:
-        """Return the copy that :meth:`stage` made, if this save writes it.
-
-        Raises:
-            PlanError: the process group of the copy is gone.
-        """
-        staged = self._staged
-        if staged is None:
-            return None
-        tensors = [*writes.tensors, *(entry.data for entry in writes.entries)]
-        if not staged.staging.holds(tensors):
-            return None
-        self._staged = None
-        if staged.ranks > 1 and job_size() == 0:
-            # torch takes that for a save of one rank, and each rank would commit its part alone.
-            msg = (
-                f"the process group of {staged.ranks} ranks was destroyed before the save that was "
-                "staged under it began: wait for its future first"
-            )
-            raise PlanError(msg, path=self.path)
-        return staged
 
     def _discard(self) -> None:
         """Remove the files of a save that failed on any rank. Without one, do nothing."""
@@ -483,7 +411,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         # torch sends the same writer for each save, and each save needs an id of its own.
         return {
             **self.__dict__,
-            **dict.fromkeys(("_staged", "_to", "_cached_plans", "_written")),
+            **dict.fromkeys(("_to", "_written")),
             "_options": options,
             "_is_used": True,
         }
@@ -495,13 +423,64 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return not is_url or scheme.lower() in ("file", "s3", "gs", "az")
 
 
+def save_by_planner(
+    ranks: RankGroup,
+    planner: SavePlanner,
+    make_arguments: Callable[[], tuple[dict[Any, Any], Path, SaveOptions]],
+) -> SavedMetadata:
+    """Save on all ranks with a planner of the user's, by torch's ``dcp.save``.
+
+    Args:
+        ranks: the ranks that save.
+        planner: the planner of this rank.
+        make_arguments: returns the state dict, the path and the options of this rank. It is called
+            in a step of its own, so that its error is raised on all ranks.
+
+    Raises:
+        Exception: the error of this rank, or of the first rank that failed.
+    """
+    state_dict: dict[Any, Any]
+    writer: RsWriter
+
+    def begin() -> None:
+        nonlocal state_dict, writer
+        state_dict, path, options = make_arguments()
+        writer = RsWriter._of(path, options)
+
+    def compare(replies: list[Any]) -> list[None]:
+        if any(isinstance(reply, bytes) for reply in replies):
+            raise PlanError(MIXED_PLANNERS, path=writer.path)
+        return [None] * len(replies)
+
+    ranks.reduce_scatter(begin, compare)
+    try:
+        saved = dcp.save(  # type: ignore[attr-defined]
+            state_dict,
+            storage_writer=writer,
+            planner=planner,
+            process_group=ranks.process_group,
+            no_dist=ranks.group is None,
+        )
+    except CheckpointException as error:
+        writer._discard_failed()  # noqa: SLF001  # of this module
+        rank = ranks.rank if ranks.rank in error.failures else min(error.failures)
+        failure, _ = error.failures[rank]
+        if not ranks.is_alone:
+            failure.add_note(f"raised on rank {ranks.global_rank(rank)}")
+        raise failure from None
+    finally:
+        writer.close()
+    given = {known.name: getattr(saved, known.name) for known in dataclasses.fields(Metadata)}
+    return SavedMetadata(**given, report=writer.report)
+
+
 # --- items ----------------------------------------------------------------------------------------
 
 
 def resolve_items(
     plan: SavePlan, planner: SavePlanner, *, strict: bool, is_partial: bool
 ) -> Writes:
-    """Resolve the items of this rank's plan. Warn of keys that load as text.
+    """Resolve the items of this rank's plan.
 
     Args:
         plan, planner: as in ``write_data``.
@@ -509,16 +488,11 @@ def resolve_items(
         is_partial: other ranks may save parts of the tensors.
 
     Raises:
-        UnsupportedError: a value cannot be stored; or (``strict``) a key loads as text.
+        UnsupportedError: a value cannot be stored.
         UnsafePickleError: with ``strict``, a value would not load under ``weights_only=True``.
         PlanError: the planner resolved something else than it planned.
     """
-    # Without a nesting, the planner does not know the paths of the plan.
-    nesting = planner._nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
     paths: Mapping[str, Any] = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    positions: Mapping[str, int] = {}
-    if nesting is not None:
-        paths, positions = nesting.paths, nesting.positions
     state_dicts = _state_dicts(planner)
     values = state_dicts[0] if state_dicts else {}
     known = {place for one in state_dicts for value in one.values() for place in _storages(value)}
@@ -539,7 +513,7 @@ def resolve_items(
             whole.append(item)
             tensors.append(data)
         else:
-            entries.append(_entry(item, data, paths.get(fqn), positions.get(fqn)))
+            entries.append(_entry(item, data, paths.get(fqn)))
             if isinstance(data, io.BytesIO) and fqn in values:
                 pickles.warn_unless_loadable(fqn, values[fqn], data.getvalue(), strict=strict)
     if not is_partial:
@@ -548,14 +522,12 @@ def resolve_items(
             check_complete(fqn, parts[0].shape, parts)
     core = _core.SavePlan()
     names = [item.index.fqn for item in whole]
-    where, at = [paths.get(name) for name in names], [positions.get(name) for name in names]
+    where = [paths.get(name) for name in names]
     shapes = [item.tensor_data.size for item in whole if item.tensor_data]
-    others = core.add_plain(names, where, tensors, PLAIN_TYPES, NAMES, positions=at, shapes=shapes)
-    entries += [_entry(whole[i], tensors[i], where[i], at[i]) for i in others]
+    others = core.add_plain(names, where, tensors, PLAIN_TYPES, NAMES, shapes=shapes)
+    entries += [_entry(whole[i], tensors[i], where[i]) for i in others]
     core.add([entry.item() for entry in entries])
-    if nesting is not None:
-        nesting.check_keys(strict=strict)
-    return Writes(core, None, tensors, entries, nesting)
+    return Writes(core, None, tensors, entries)
 
 
 def _is_whole(item: WriteItem) -> bool:
@@ -566,14 +538,12 @@ def _is_whole(item: WriteItem) -> bool:
     return data.chunk.sizes == data.size and not any(data.chunk.offsets)
 
 
-def _entry(
-    item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any, position: int | None
-) -> Entry:
+def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry:
     """Return the entry that stores what a planner resolved for an item."""
     fqn = item.index.fqn
     path = path if isinstance(path, tuple) else None
     if item.type == WriteItemType.BYTE_IO and isinstance(data, io.BytesIO):
-        return Entry(fqn, data.getvalue(), path=path, position=position)
+        return Entry(fqn, data.getvalue(), path=path)
     if not isinstance(data, torch.Tensor) or item.tensor_data is None:
         kind = type(data).__name__
         msg = f"{fqn!r}: the planner resolved a {kind} for an item {item.type.name}"
@@ -581,7 +551,7 @@ def _entry(
     tensor = _torch.wait_tensor(data.detach())
     refuse_meta(fqn, tensor)
     if why_not_raw(tensor) is not None:
-        return Entry(fqn, as_object(fqn, tensor), path=path, position=position)
+        return Entry(fqn, as_object(fqn, tensor), path=path)
     chunk = item.tensor_data.chunk
     if tuple(tensor.shape) != tuple(chunk.sizes):
         msg = (
@@ -597,7 +567,6 @@ def _entry(
         sizes=tuple(chunk.sizes),
         flags=tensor_flags(item.tensor_data.properties),
         path=path,
-        position=position,
     )
 
 

@@ -1,30 +1,23 @@
-"""Background saves: futures, threads, and a bound on the copies that exist."""
+"""Saves in the background: one thread that runs them in order, and a bound on their copies."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
+from contextlib import suppress
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_rs._log import log as _log
 from dcp_rs._url import location
-from dcp_rs.engine.reports import SaveReport
+from dcp_rs.engine.reports import SavedMetadata, SaveReport
 from dcp_rs.errors import SaveInProgressError
+from dcp_rs.transfer.stage import HostStager, Staging
 
-__all__ = [
-    "MAX_COPIES",
-    "SaveFuture",
-    "Worker",
-    "acquire_copy",
-    "add_save",
-    "check_no_save",
-    "remove_save",
-    "save_thread",
-    "staging_thread",
-]
+__all__ = ["MAX_COPIES", "SaveFuture", "SaveQueue", "saves"]
 
 #: Copies of state dicts at a time: one that is written, and one that is made meanwhile.
 MAX_COPIES = 2
@@ -61,91 +54,226 @@ class SaveFuture(Future[Metadata]):
         return False
 
 
-class Worker:
-    """Thread that runs calls one after another. The interpreter waits for them at its end."""
+class _Job:
+    """A save in the background.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._thread: threading.Thread | None = None
-        self._reset()
-        os.register_at_fork(after_in_child=self._reset)
-
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call ``work`` after all calls that were submitted before."""
-        return self._executor.submit(work, *arguments)
-
-    @property
-    def is_current(self) -> bool:
-        """True in this worker's thread."""
-        return self._thread is threading.current_thread()
-
-    def _set_thread(self) -> None:
-        self._thread = threading.current_thread()
-
-    def _reset(self) -> None:
-        self._thread = None
-        self._executor = ThreadPoolExecutor(1, self._name, initializer=self._set_thread)
-
-
-#: Runs saves one after another, so that their collectives do not mix.
-save_thread = Worker("dcp_rs.async_save")
-#: Copies a state dict while another one is written.
-staging_thread = Worker("dcp_rs.staging")
-
-_copies = threading.Semaphore(MAX_COPIES)
-#: The last background save to each path.
-_saves: dict[str, SaveFuture] = {}
-
-
-def _reset() -> None:
-    """Forget the saves of the parent process, after a fork."""
-    global _copies  # noqa: PLW0603
-    _copies = threading.Semaphore(MAX_COPIES)
-    _saves.clear()
-
-
-os.register_at_fork(after_in_child=_reset)
-
-
-def acquire_copy() -> Callable[[], None]:
-    """Wait until one more copy may be made. Return a function that releases it, to call once."""
-    if save_thread.is_current:  # a callback of a save cannot wait for saves after it
-        return lambda: None
-    copies = _copies
-    copies.acquire()
-    return copies.release
-
-
-def add_save(path: str | os.PathLike[str], future: SaveFuture) -> None:
-    """Register a background save to ``path``.
-
-    Raises:
-        SaveInProgressError: another save to ``path`` is not over.
+    Attributes:
+        path: where it goes, as a key.
+        stager: the stager of its copy.
+        save: saves the copy that its argument returns or raises for.
+        future: the future of the save.
+        staging: the copy, once it has begun.
+        copying: the thread that makes the copy; None if the caller does.
+        error: the error of the call or of the copy.
+        has_begun: the thread runs it, or did.
+        is_over: set once nothing uses the copy.
+        result: what the future gets.
     """
-    key = _key(path)
-    if _saves.setdefault(key, future) is not future:
-        check_no_save(path)
-        _saves[key] = future
+
+    def __init__(
+        self,
+        path: str,
+        stager: HostStager,
+        save: Callable[[Callable[[], Staging]], SavedMetadata],
+    ) -> None:
+        self.path = path
+        self.stager = stager
+        self.save = save
+        self.future = SaveFuture()
+        self.staging: Staging | None = None
+        self.copying: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self.has_begun = False
+        self.is_over = threading.Event()
+        self.result: SavedMetadata | BaseException
+
+    def copy(self) -> None:
+        """Copy the bytes of the tensors. Keep the error for the save."""
+        assert self.staging is not None  # noqa: S101  # it has begun
+        try:
+            self.staging.finish()
+        except BaseException as error:  # noqa: BLE001  # all ranks raise it in the save
+            self.error = error
+        self.future.staged.set_result(None)
+
+    def take(self) -> Staging:
+        """Return the copy, or raise its error."""
+        if self.copying is not None:
+            self.copying.join()
+        if self.error is not None:
+            raise self.error
+        assert self.staging is not None  # noqa: S101  # there was no error
+        return self.staging
+
+    def run(self) -> None:
+        """Save the copy, and give its memory back. Keep the result for the future."""
+        try:
+            try:
+                self.result = self.save(self.take)
+            finally:
+                self.release()
+        except BaseException as error:  # noqa: BLE001  # the future raises it
+            self.result = error
+
+    def release(self) -> None:
+        """Give the memory of the copy back, once nothing writes to it."""
+        if self.copying is not None:
+            self.copying.join()
+        if self.staging is not None:
+            self.staging.release()
+
+    def tell(self) -> None:
+        """Set the result of the future. Its callbacks run now."""
+        if isinstance(self.result, BaseException):
+            self.future.set_exception(self.result)
+            with suppress(Exception):  # of a handler
+                # Not the error itself: a log that keeps it would keep the copy, which its frames
+                # hold.
+                text = str(self.result)
+                _log.error("the save in the background to %s failed: %s", self.path, text)
+        else:
+            self.future.report = self.result.report
+            self.future.set_result(self.result)
 
 
-def remove_save(future: SaveFuture) -> None:
-    """Remove a save that is over, or did not begin."""
-    for key, known in list(_saves.items()):
-        if known is future:
-            _saves.pop(key, None)
+class SaveQueue:
+    """The saves of this process in the background, in the order of the calls.
 
+    It owns the thread that runs them, which ends when there is none left: the interpreter waits for
+    it at its end. In a child of fork it begins anew.
+    """
 
-def check_no_save(path: str | os.PathLike[str]) -> None:
-    """Raise a ``SaveInProgressError`` if a background save to ``path`` is not over."""
-    other = _saves.get(_key(path)) if _saves else None
-    if other is not None and not other.done():
-        msg = (
-            f"a save to {path} is still under way in this process: "
-            "wait for its future before saving there again"
-        )
-        raise SaveInProgressError(msg, path=path)
+    def __init__(self) -> None:
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._jobs: list[_Job] = []  # that are not over
+        self._queue: deque[_Job] = deque()  # that the thread will run
+        self._thread: threading.Thread | None = None
+
+    def submit(
+        self,
+        path: str | os.PathLike[str],
+        stager: HostStager,
+        stage: Callable[[], Staging],
+        save: Callable[[Callable[[], Staging]], SavedMetadata],
+        *,
+        async_staging: bool,
+        is_alone: bool,
+    ) -> SaveFuture:
+        """Copy a state dict, and queue its save. If the copy fails, nothing is saved.
+
+        It waits until there may be one more copy. After Ctrl-C the save is queued, or nothing is
+        left of it.
+
+        Args:
+            path: where the save goes.
+            stager: how many copies there may be.
+            stage: begins the copy.
+            save: saves the copy that its argument returns or raises for.
+            async_staging: copy the bytes of tensors in a thread.
+            is_alone: no other rank takes part. Otherwise ``save`` is called even if this raises.
+                Its argument raises the same error then, for the other ranks.
+
+        Raises:
+            SaveInProgressError: another save to ``path`` is not over.
+            BaseException: whatever ``stage`` and the copy raise.
+        """
+        job = _Job(_key(path), stager, save)
+        try:
+            self._enter(job, path)
+            job.staging = stage()
+            if async_staging:
+                job.copying = threading.Thread(target=job.copy, name="dcp_rs.staging")
+                job.copying.start()
+            else:
+                job.copy()
+                job.take()
+            self._put(job)
+        except BaseException as error:
+            if self._is_queued(job):
+                raise
+            job.error = error
+            if is_alone:
+                job.release()
+                self._remove(job)
+            else:
+                self._put(job)
+                if threading.current_thread() is not self._thread:
+                    job.is_over.wait()
+            raise
+        return job.future
+
+    def check_path(self, path: str | os.PathLike[str]) -> None:
+        """Raise a ``SaveInProgressError`` if a save to ``path`` is not over."""
+        if self._process != os.getpid():
+            self._begin_anew()
+        if not self._jobs:
+            return
+        key = _key(path)
+        if any(job.path == key for job in self._jobs):
+            msg = (
+                f"a save to {path} is still under way in this process: "
+                "wait for its future before saving there again"
+            )
+            raise SaveInProgressError(msg, path=path)
+
+    def _enter(self, job: _Job, path: str | os.PathLike[str]) -> None:
+        """Wait until there may be the copy of one more job."""
+        self.check_path(path)
+        with self._changed:
+            # A callback of a save cannot wait for saves after it.
+            while threading.current_thread() is not self._thread and (
+                len(self._jobs) >= MAX_COPIES
+                or (job.stager.cache and any(other.stager is job.stager for other in self._jobs))
+            ):
+                self._changed.wait()
+                self.check_path(path)
+            self._jobs.append(job)
+
+    def _put(self, job: _Job) -> None:
+        """Queue a job, and start the thread if none runs."""
+        with self._changed:
+            self._queue.append(job)
+            self._start()
+
+    def _is_queued(self, job: _Job) -> bool:
+        """Return true if the thread runs a job, or will. Ctrl-C may come before that is certain."""
+        with self._changed:
+            self._start()
+            return job.has_begun or job in self._queue
+
+    def _start(self) -> None:
+        if self._thread is None and self._queue:
+            self._thread = threading.Thread(target=self._run, name="dcp_rs.async_save")
+            self._thread.start()
+
+    def _remove(self, job: _Job) -> None:
+        with self._changed:
+            if job in self._jobs:
+                self._jobs.remove(job)
+            self._changed.notify_all()
+        job.is_over.set()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
+                    self._thread = None
+                    return
+                job = self._queue.popleft()
+                job.has_begun = True
+            job.run()
+            self._remove(job)
+            job.tell()
 
 
 def _key(path: str | os.PathLike[str]) -> str:
     text = os.fspath(location(path))
     return text if "://" in text else os.path.realpath(text)
+
+
+#: The saves of this process.
+saves = SaveQueue()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,19 +14,17 @@ from torch.nn.parameter import is_lazy
 
 from dcp_rs import _core, _torch
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.names import selector, some
+from dcp_rs.checkpoint.names import nothing_passes, selector
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES, REQUIRES_GRAD, can_require_grad, cast_to, is_counter
-from dcp_rs.tensors.flatten import Flat, flatten
+from dcp_rs.tensors.flatten import flatten, holds_sharded
 from dcp_rs.tensors.memory import why_not_raw
-from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining, storable
+from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining, storable
 from dcp_rs.tensors.shards import ShardCache, global_shape, local_pieces
 from dcp_rs.transfer.save import Entry, dump, refuse_meta
 
 __all__ = [
     "LocalPlan",
-    "Nesting",
-    "PlanOptions",
     "Selected",
     "Value",
     "Writes",
@@ -37,43 +34,24 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options for the plan of a save.
-
-    Attributes:
-        flatten, flatten_sharded, lowest_rank: as in torch's ``DefaultSavePlanner``.
-        dtype: dtype to store floating-point tensors of 16 bits and more in; None keeps theirs.
-        include, exclude: globs over names.
-    """
-
-    flatten: bool = True
-    flatten_sharded: bool = True
-    lowest_rank: bool = False
-    dtype: torch.dtype | None = None
-    include: Any = None
-    exclude: Any = None
-
-
 def plan_locally(
-    state_dict: Mapping[Any, Any], options: PlanOptions, *, is_partial: bool = True
+    selected: Selected, dtype: torch.dtype | None, *, is_partial: bool = True
 ) -> LocalPlan:
     """Describe the entries of this rank.
 
     Args:
-        state_dict: the state dict.
-        options: which entries to save, and in which dtype.
+        selected: the entries.
+        dtype: dtype to store floating-point tensors of 16 bits and more in; None keeps theirs.
         is_partial: other ranks may save parts of the tensors.
 
     Raises:
-        PlanError: a tensor's shards cannot be found, or two entries have one name; or other ranks
-            hold a part of a tensor, and do not save.
+        PlanError: a tensor's shards cannot be found; or other ranks hold a part of a tensor, and do
+            not save.
         UnsupportedError: the format cannot hold a tensor.
     """
-    selected = select(state_dict, options)
     names = list(selected.values)
     uncast: set[str] = set()
-    if options.dtype is not None:
+    if dtype is not None:
         uncast = {
             name
             for name, value in selected.values.items()
@@ -84,23 +62,22 @@ def plan_locally(
         names.sort(key=uncast.__contains__)  # they come last: Rust casts the others in one call
     end = len(names) - len(uncast)
     values = list(map(selected.values.__getitem__, names))
-    paths, positions = (None, None) if selected.nesting is None else selected.nesting.places(names)
+    paths, positions = selected.places(names)
     items = _core.SavePlan()
     not_plain = items.add_plain(
         names[:end],
-        None if paths is None else paths[:end],
+        paths[:end],
         values[:end],
         _torch.PLAIN_TYPES,
         NAMES,
-        positions=None if positions is None else positions[:end],
-        cast=None if options.dtype is None else NAMES[options.dtype],
+        positions=positions[:end],
+        cast=None if dtype is None else NAMES[dtype],
     )
     layouts: ShardCache = {}
     others: list[Entry | Value] = []
     for i in (*not_plain, *range(end, len(names))):
-        path, position = paths[i] if paths else None, positions[i] if positions else None
-        dtype = options.dtype if i < end else None
-        items_of_one = _items_of(names[i], values[i], path, position, layouts, dtype)
+        to = dtype if i < end else None
+        items_of_one = _items_of(names[i], values[i], paths[i], positions[i], layouts, to)
         if not is_partial and isinstance(values[i], torch.Tensor):
             check_complete(names[i], global_shape(values[i]), items_of_one)
         others += items_of_one
@@ -228,10 +205,9 @@ class LocalPlan:
             Entry(e.fqn, dump(e.fqn, e.value, strict=strict)) if isinstance(e, Value) else e
             for e in kept
         ]
-        nesting = self.selected.nesting
-        if nesting is not None and nesting.text_keys:
-            nesting.check_keys(strict=strict)
-        return Writes(self.items, keep, self.tensors, entries, nesting)
+        if self.selected.text_keys:
+            self.selected.check_keys(strict=strict)
+        return Writes(self.items, keep, self.tensors, entries, self.selected.containers)
 
 
 @dataclass(slots=True)
@@ -257,14 +233,15 @@ class Writes:
         keep: a bit for each item that it writes; None for all items.
         tensors: the values that the plain tensors are numbered in.
         entries: the other items that it writes.
-        nesting: the nesting of the state dict, if the planner knows it.
+        containers: containers of the state dict that the paths do not describe; None if they are
+            not known.
     """
 
     plan: _core.SavePlan
     keep: bytes | None
     tensors: list[Any]
     entries: list[Entry]
-    nesting: Nesting | None = None
+    containers: list[Container] | None = None
 
 
 @dataclass
@@ -273,75 +250,22 @@ class Selected:
 
     Attributes:
         values: the entries by name.
-        paths: their places in the state dict, with text for keys, as in torch.
-        nesting: the same with keys as they are; None if the state dict was not flattened.
+        paths: their places in the state dict, with keys as the format stores them.
+        containers: containers that the paths do not describe.
+        text_keys: keys that the format stores as text, by the name of what they lead to.
         nothing_to_save: a message, if ``include`` and ``exclude`` leave nothing of this rank.
     """
 
     values: dict[str, Any]
     paths: dict[str, TreePath]
-    nesting: Nesting | None
-    nothing_to_save: str | None = None
-
-
-def select(state_dict: Mapping[Any, Any], options: PlanOptions) -> Selected:
-    """Flatten a state dict, and apply ``include`` and ``exclude``."""
-    values: dict[str, Any] = dict(state_dict)
-    paths: dict[str, TreePath] = {}
-    nesting: Nesting | None = None
-    if options.flatten:
-        flat = flatten(state_dict)
-        values, paths, nesting = flat.values, flat.text_paths(), Nesting.of(flat)
-    if options.flatten_sharded and any(
-        issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))
-    ):
-        values = _torch.flatten_sharded_tensors(values)
-    passes = selector(options.include, options.exclude)
-    if passes is None:
-        return Selected(values, paths, nesting)
-    chosen = {name: value for name, value in values.items() if passes(name)}
-    if nesting is not None:
-        nesting = nesting.select(chosen.keys() & paths.keys(), passes)
-    paths = {name: path for name, path in paths.items() if passes(name)}
-    nothing = None
-    if values and not chosen:
-        nothing = (
-            f"there is nothing to save: no name passes include={options.include!r}, "
-            f"exclude={options.exclude!r}; there are {some(values)}"
-        )
-    return Selected(chosen, paths, nesting, nothing)
-
-
-@dataclass
-class Nesting:
-    """Nesting of a state dict.
-
-    Attributes:
-        paths: paths of the leaves by name, in the order of the state dict, with keys as they are.
-        containers: containers that the paths do not describe.
-        text_keys: keys that the format stores as text, by the name of what they lead to.
-    """
-
-    paths: dict[str, TreePath]
     containers: list[Container]
     text_keys: dict[str, Any] = field(default_factory=dict)
+    nothing_to_save: str | None = None
 
-    @classmethod
-    def of(cls, flat: Flat) -> Nesting:
-        """Return the nesting of a flattened state dict."""
-        if flat.is_text:
-            return cls(flat.paths, flat.containers)
-        text_keys: dict[str, Any] = {}
-
-        def stored(path: TreePath) -> TreePath:
-            path, keys = storable(path)
-            if keys:
-                text_keys[name_of(path)] = keys[0]
-            return path
-
-        paths = {fqn: stored(path) for fqn, path in flat.paths.items()}
-        containers = [Container(c.position, stored(c.path), c.kind) for c in flat.containers]
-        return cls(paths, containers, text_keys)
+    def nested(self) -> dict[Any, Any]:
+        """Return the state dict of the entries."""
+        leaves = ((None, self.paths[name], value) for name, value in self.values.items())
+        return nest(leaves, self.containers)
 
     def check_keys(self, *, strict: bool) -> None:
         """Warn of keys that load as text.
@@ -363,22 +287,60 @@ class Nesting:
                 raise UnsupportedError(f"{msg} (strict_values=True)", tensor=name)
             warn_caller(msg)
 
-    @cached_property
-    def positions(self) -> dict[str, int]:
-        """The number of each leaf, by name."""
-        return {fqn: position for position, fqn in enumerate(self.paths)}
-
     def places(self, names: list[str]) -> tuple[list[TreePath | None], list[int | None]]:
         """Return the path and the number of each name; None for names that are no leaves."""
         if list(self.paths) == names:  # the usual case, and the fast one
             return list(self.paths.values()), list(range(len(names)))
-        return (
-            [self.paths.get(name) for name in names],
-            [self.positions.get(name) for name in names],
-        )
+        positions = {name: position for position, name in enumerate(self.paths)}
+        return list(map(self.paths.get, names)), list(map(positions.get, names))
 
-    def select(self, names: Iterable[str], passes: Callable[[str], bool]) -> Nesting:
-        """Return the nesting of the leaves ``names``, and of other containers that pass."""
-        leaves = [self.paths[name] for name in names]
-        text_keys = {name: key for name, key in self.text_keys.items() if passes(name)}
-        return Nesting(self.paths, remaining(self.containers, leaves, passes), text_keys)
+
+def select(
+    state_dict: Mapping[Any, Any],
+    include: Any = None,
+    exclude: Any = None,
+    *,
+    state_of: Callable[[Any], Any] | None = None,
+) -> Selected:
+    """Flatten a state dict, and apply ``include`` and ``exclude``.
+
+    Args:
+        state_dict: the state dict.
+        include, exclude: globs over names.
+        state_of: as for :func:`dcp_rs.tensors.flatten.flatten`.
+
+    Raises:
+        PlanError: two entries have one name.
+    """
+    flat = flatten(state_dict, state_of)
+    selected = Selected(flat.values, flat.paths, flat.containers)
+    if not flat.is_text:
+        _store_keys(selected)
+    if holds_sharded(flat):
+        selected.values = _torch.flatten_sharded_tensors(flat.values)
+    passes = None if include is exclude is None else selector(include, exclude)
+    if passes is None:
+        return selected
+    values = selected.values
+    selected.values = chosen = {name: value for name, value in values.items() if passes(name)}
+    leaves = [path for name, path in selected.paths.items() if name in chosen]
+    selected.containers = remaining(selected.containers, leaves, passes)
+    selected.text_keys = {name: key for name, key in selected.text_keys.items() if passes(name)}
+    if values and not chosen:
+        selected.nothing_to_save = nothing_passes(include, exclude, values)
+    return selected
+
+
+def _store_keys(selected: Selected) -> None:
+    """Turn the keys that the format cannot hold into text."""
+
+    def stored(path: TreePath) -> TreePath:
+        path, keys = storable(path)
+        if keys:
+            selected.text_keys[name_of(path)] = keys[0]
+        return path
+
+    selected.paths = {fqn: stored(path) for fqn, path in selected.paths.items()}
+    selected.containers = [
+        Container(each.position, stored(each.path), each.kind) for each in selected.containers
+    ]

@@ -75,6 +75,7 @@ class LoadReport(_Timed):
             the page cache.
         bytes_verified: bytes of tensors that were hashed and compared with digests.
         requests: contiguous reads of files; for a store, requests.
+        fallbacks: reasons why copies to a device were slow, if they were.
         seconds: from the opening of the index to the last byte.
         phases: seconds by phase: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
@@ -97,6 +98,7 @@ class LoadReport(_Timed):
     bytes_mapped: int = 0
     bytes_verified: int = 0
     requests: int = 0
+    fallbacks: list[str] = field(default_factory=list)
 
     def _finish(self, path: str, io: str, counts: Counts, clock: Phases) -> None:
         """Take the counts and times of a load that is over, and log them."""
@@ -104,6 +106,7 @@ class LoadReport(_Timed):
         self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
         self.bytes_direct, self.bytes_mapped = counts.direct, counts.mapped
         self.bytes_verified, self.requests = counts.verified, counts.requests
+        self.fallbacks = counts.fallbacks
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug(
                 "io=%r: of %s, %s from mappings, %s past the page cache, in %d requests",
@@ -143,6 +146,7 @@ class SaveReport(_Timed):
         phases: seconds by phase: ``plan`` (with the ranks' agreement), ``compare`` (with a
             parent), ``write``, and on the rank that commits ``commit`` (with the wait for the
             other ranks).
+        fallbacks: reasons why copies from a device were slow, if they were.
     """
 
     _timed = "bytes_written"
@@ -151,6 +155,7 @@ class SaveReport(_Timed):
     bytes_reused: int = 0
     requests: int = 0
     entries: int = 0
+    fallbacks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         reused = f", reused {size(self.bytes_reused)}" if self.bytes_reused else ""

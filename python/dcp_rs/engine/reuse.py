@@ -18,7 +18,6 @@ from dcp_rs.engine.local_plan import Writes
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
-from dcp_rs.tensors.flatten import flatten
 from dcp_rs.tensors.memory import identity
 from dcp_rs.tensors.regions import BLOCK_BYTES
 from dcp_rs.transfer.save import write_entries
@@ -61,11 +60,11 @@ class Frozen:
     def __bool__(self) -> bool:
         return self._module is not None or self._names is not None or self._globs is not None
 
-    def resolve(self, state_dict: Mapping[str, Any]) -> Frozen:
-        """Find the names of the module's parameters, for a save of a copy of ``state_dict``."""
+    def resolve(self, values: Mapping[str, Any]) -> Frozen:
+        """Find the names of the module's parameters, for a save of a copy of ``values``."""
         if self._module is None:
             return self
-        names = self.find_names(flatten(state_dict).values)
+        names = self.find_names(values)
         return Frozen(None, trusted=self.trusted, names=names)
 
     def find_names(self, values: Mapping[str, Any]) -> frozenset[str]:
@@ -111,10 +110,15 @@ class Parent:
     def __bool__(self) -> bool:
         return self.path is not None or bool(self._frozen)
 
-    def resolve(self, state_dict: Mapping[str, Any]) -> Parent:
-        """Return the parent for a save of a copy of ``state_dict``."""
+    def resolve(self, values: Mapping[str, Any]) -> Parent:
+        """Return the parent for a save of a copy of the entries of a state dict."""
+        parent = self.at_absolute_path()
+        return Parent(parent.path, self._frozen.resolve(values), verify=self._verify)
+
+    def at_absolute_path(self) -> Parent:
+        """Return the parent for a save after the current folder may have changed."""
         path = None if self.path is None else absolute(self.path)
-        return Parent(path, self._frozen.resolve(state_dict), verify=self._verify)
+        return Parent(path, self._frozen, verify=self._verify)
 
     def find_reuse(
         self,

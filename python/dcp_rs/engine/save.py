@@ -6,7 +6,7 @@ import os
 import secrets
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +21,21 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
 from dcp_rs.engine.destination import Destination
-from dcp_rs.engine.local_plan import LocalPlan, PlanOptions, Writes, plan_locally
+from dcp_rs.engine.local_plan import LocalPlan, Selected, Writes, plan_locally
 from dcp_rs.engine.metadata import make_metadata
 from dcp_rs.engine.ranks import RankGroup, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
 from dcp_rs.errors import PlanError
 from dcp_rs.options import WriteOptions, uuid_of
-from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.dtypes import NAMES, check_floating_point
 from dcp_rs.transfer.save import turns, write_entries
 
 __all__ = [
     "MIXED_PLANNERS",
     "SaveOptions",
-    "SavePlace",
     "SaveRequest",
+    "SaveTicket",
     "WrittenFiles",
     "save",
     "write_files",
@@ -49,7 +49,7 @@ MIXED_PLANNERS = (
 
 
 def save(  # noqa: PLR0915  # one function to read from top to bottom
-    ranks: RankGroup, plan: PlanOptions, make_request: Callable[[], SaveRequest]
+    ranks: RankGroup, make_request: Callable[[], SaveRequest]
 ) -> SavedMetadata:
     """Save a state dict. Every rank calls it.
 
@@ -66,7 +66,6 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
 
     Args:
         ranks: the ranks that save.
-        plan: which entries to save, and in which dtype. The same on all ranks.
         make_request: returns the request of this rank. It is called in the first step, so that
             its error is raised on all ranks.
 
@@ -78,7 +77,7 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
     to: Destination
     local: LocalPlan
     keep: bytes
-    place: SavePlace
+    ticket: SaveTicket
     items = 0  # of all ranks; the coordinator knows it
     written: WrittenFiles | None = None
 
@@ -87,22 +86,22 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
         request = make_request()
         to = Destination(request.path, request.options.storage_options)
         is_partial = not ranks.is_alone or job_size() <= 1
-        local = plan_locally(request.state_dict, plan, is_partial=is_partial)
+        local = plan_locally(request.entries, request.options.dtype, is_partial=is_partial)
         to.prepare(None, overwrite=request.options.overwrite)
         return local.items.request()
 
-    def assign(requests: list[bytes]) -> list[tuple[bytes, SavePlace]]:
+    def assign(requests: list[bytes]) -> list[tuple[bytes, SaveTicket]]:
         nonlocal items
         if not all(isinstance(each, bytes) for each in requests):
             raise PlanError(MIXED_PLANNERS, path=to.path)
-        keeps, items, _ = _core.assign_saves(requests, lowest_rank=plan.lowest_rank)
-        if items == 0 and local.selected.nothing_to_save is not None:
-            raise PlanError(local.selected.nothing_to_save, path=to.path)
+        keeps, items, _ = _core.assign_saves(requests, lowest_rank=False)
+        if items == 0 and request.entries.nothing_to_save is not None:
+            raise PlanError(request.entries.nothing_to_save, path=to.path)
         save_id = request.options.save_id.bytes
         generation = to.begin(None, overwrite=request.options.overwrite)
         size = len(requests)
         return [
-            (keep, SavePlace(rank, size, save_id, generation)) for rank, keep in enumerate(keeps)
+            (keep, SaveTicket(rank, size, save_id, generation)) for rank, keep in enumerate(keeps)
         ]
 
     def write() -> bytes:
@@ -112,11 +111,17 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
         writes = local.writes(keep, strict=options.strict_values)
         reuse = None
         if options.parent is not None:
-            values = local.selected.values
+            values = request.entries.values
             reuse = options.parent.find_reuse(writes, to, values, rank=None, options=options.write)
             clock.end("compare")
         written = write_files(
-            writes, to, place, options.write, reuse=reuse, progress=options.progress
+            writes,
+            to,
+            ticket,
+            options.write,
+            reuse=reuse,
+            progress=options.progress,
+            fallbacks=request.fallbacks,
         )
         if options.parent is not None:
             options.parent.warn(to, written.save.problems)
@@ -130,9 +135,9 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
             index = to.commit(
                 None,
                 indexes if ranks.is_alone else list(map(zlib.decompress, indexes)),
-                save_id=place.save_id,
-                generation=place.generation,
-                planner_data={} if plan.flatten else None,
+                save_id=ticket.save_id,
+                generation=ticket.generation,
+                planner_data={},
                 items=items,
                 names={},
                 fsync=options.write.fsync,
@@ -146,7 +151,7 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
         )
 
     try:
-        keep, place = ranks.reduce_scatter(describe, assign)
+        keep, ticket = ranks.reduce_scatter(describe, assign)
         metadata = ranks.all_reduce(write, commit)
     except BaseException:
         # Without failures that all ranks know of, another rank may still commit.
@@ -167,6 +172,8 @@ class SaveOptions:
     Args:
         io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
         overwrite: replace a checkpoint that is there.
+        include, exclude: globs over names: other entries, or these, are not saved.
+        dtype: dtype to store floating-point tensors of 16 bits and more in; None keeps theirs.
         strict_values: refuse values and keys that would not load back as they are.
         progress: callable or bar for the bytes that are written.
         parent, reuse, verify_reuse: see :class:`dcp_rs.engine.reuse.Parent`.
@@ -187,6 +194,9 @@ class SaveOptions:
         fsync: bool = True,
         max_inflight_bytes: int | None = None,
         overwrite: bool = True,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        dtype: torch.dtype | None = None,
         strict_values: bool = False,
         progress: Progress = None,
         parent: str | os.PathLike[str] | None = None,
@@ -200,6 +210,8 @@ class SaveOptions:
             threads=threads, fsync=fsync, io=io, max_inflight_bytes=max_inflight_bytes
         )
         self.overwrite = overwrite
+        self.include, self.exclude = include, exclude
+        self.dtype = dtype if dtype is None else check_floating_point(dtype)
         self.strict_values = strict_values
         self.progress = progress
         self.parent: Parent | None = None
@@ -217,19 +229,21 @@ class SaveRequest:
     """Request of one rank.
 
     Attributes:
-        state_dict: the state dict, without ``Stateful`` objects.
+        entries: the entries of the state dict.
         path: a folder, or the URL of one on a store.
         options: how to save.
+        fallbacks: reasons why the copy of the entries was slow.
     """
 
-    state_dict: dict[Any, Any]
+    entries: Selected
     path: Path
     options: SaveOptions
+    fallbacks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
-class SavePlace:
-    """Place of a rank in a save that the coordinator chose.
+class SaveTicket:
+    """What the coordinator tells a rank of a save.
 
     Attributes:
         rank: this rank.
@@ -255,7 +269,7 @@ class WrittenFiles:
 
     Attributes:
         to: the destination.
-        place: the save.
+        ticket: the save.
         index: bytes of the index of the files.
         save: the engine's save. It locks the files against ``dcp_rs.clean`` of other processes.
         report: how much this rank wrote.
@@ -263,7 +277,7 @@ class WrittenFiles:
     """
 
     to: Destination
-    place: SavePlace
+    ticket: SaveTicket
     index: bytes
     save: _core.Save
     report: SaveReport
@@ -277,53 +291,58 @@ class WrittenFiles:
     def discard(self) -> None:
         """Remove the files, unless the index of this save is there. Unlock them."""
         if self.process == os.getpid():
-            self.to.remove(self.place.own_rank, [self.index])
+            self.to.remove(self.ticket.own_rank, [self.index])
             self.save.let_go()
 
 
 def write_files(
     writes: Writes,
     to: Destination,
-    place: SavePlace,
+    ticket: SaveTicket,
     options: WriteOptions,
     *,
     reuse: _core.Reuse | None,
     progress: Progress,
+    fallbacks: Sequence[str] = (),
 ) -> WrittenFiles:
     """Write the data files of one rank. If that fails, remove them.
 
     Args:
         writes: what this rank writes.
         to: the destination.
-        place: the save.
+        ticket: the save.
         options: how to write.
         reuse: what the parent holds of it.
         progress: callable or bar for the bytes.
+        fallbacks: reasons why copies were slow so far.
     """
     save = writes.plan.create(
         to.folder,
         writes.keep,
         [entry.nbytes for entry in writes.entries],
-        save_id=place.save_id,
-        generation=place.generation,
+        save_id=ticket.save_id,
+        generation=ticket.generation,
         token=secrets.randbits(64),
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=ticket.rank,
+        world_size=ticket.world_size,
         turns=turns(writes.entries),
         reuse=reuse,
         store=to.store,
         **options.engine(remote=to.store is not None),
     )
     containers = None
-    if writes.nesting is not None:
-        containers = [(c.position, c.path, c.kind) for c in writes.nesting.containers]
+    if writes.containers is not None:
+        containers = [(c.position, c.path, c.kind) for c in writes.containers]
+    slow = list(fallbacks)
     try:
         with watching(progress, "saving") as watch:
             if watch is not None:
                 save.watch(lambda done: watch(done, save.bytes))
             save.write_plain(writes.tensors, PLAIN_TYPES, NAMES)
             is_new = [not reused for reused in save.reused()]
-            write_entries(save, writes.entries, options, save.plain_count, only=is_new)
+            write_entries(
+                save, writes.entries, options, save.plain_count, only=is_new, fallbacks=slow
+            )
         index = save.finish(containers)
     except BaseException:
         for reason in save.abort():
@@ -334,5 +353,6 @@ def write_files(
         bytes_written=save.bytes,
         bytes_reused=save.bytes_reused,
         requests=save.requests,
+        fallbacks=slow,
     )
-    return WrittenFiles(to, place, index, save, report, os.getpid())
+    return WrittenFiles(to, ticket, index, save, report, os.getpid())

@@ -17,6 +17,7 @@ __all__ = [
     "as_integers",
     "can_require_grad",
     "cast_to",
+    "check_floating_point",
     "is_counter",
 ]
 
@@ -64,6 +65,18 @@ def is_counter(name: str, shape: Sequence[int]) -> bool:
     No option casts such a tensor. In bfloat16, a ``step`` stands still at 256.
     """
     return len(shape) == 0 and _OPTIMIZER_STATE.search(name) is not None
+
+
+def check_floating_point(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype to save floating-point tensors in.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in NAMES):
+        msg = f"dtype={dtype!r}: a floating-point dtype"
+        raise ValueError(msg)
+    return dtype
 
 
 def cast_to(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

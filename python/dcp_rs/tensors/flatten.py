@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,17 @@ class Flat:
         return {fqn: text_path(path) for fqn, path in self.paths.items()}
 
 
-def flatten(state_dict: Mapping[Any, Any]) -> Flat:
+def flatten(state_dict: Mapping[Any, Any], state_of: Callable[[Any], Any] | None = None) -> Flat:
     """Flatten a nested state dict.
 
     Mappings are always entered, and their keys become text in the names. Lists are entered if they
     contain tensors or containers of tensors. Tuples are never entered. This is what
     ``torch.distributed.checkpoint._traverse`` does since torch 2.4.
+
+    Args:
+        state_dict: the state dict.
+        state_of: returns the state of a ``Stateful`` entry of the state dict itself. Default: such
+            entries are leaves.
 
     Raises:
         PlanError: two leaves have the same FQN.
@@ -66,22 +71,29 @@ def flatten(state_dict: Mapping[Any, Any]) -> Flat:
         if (kind := kind_of(state_dict)) != "dict":
             flat.containers.append(Container(0, (), kind))
     else:
-        _enter(state_dict, "", (), flat)
+        _enter(state_dict, "", (), flat, state_of)
     return flat
 
 
-def _enter(node: Any, prefix: str, path: TreePath, flat: Flat) -> None:
+def _enter(
+    node: Any,
+    prefix: str,
+    path: TreePath,
+    flat: Flat,
+    state_of: Callable[[Any], Any] | None = None,
+) -> None:
     is_mapping = isinstance(node, Mapping)
     if is_mapping:
         kind = "dict" if type(node) is dict else kind_of(node)
         if kind != "dict" or (path and not node):
             flat.containers.append(Container(len(flat.values), path, kind))
-    for key, value in node.items() if is_mapping else enumerate(node):
+    for key, entry in node.items() if is_mapping else enumerate(node):
         name = str(key)
         fqn = f"{prefix}.{name}" if path else name
         here = (*path, key)
         if is_mapping and type(key) is not str:
             here, flat.is_text = (*path, (key,)), False
+        value = state_of(entry) if state_of is not None and is_stateful(entry) else entry
         if not isinstance(value, torch.Tensor) and _is_inner(value):
             _enter(value, fqn, here, flat)
             continue

@@ -17,7 +17,6 @@ from dcp_rs.errors import PlanError
 
 __all__ = [
     "Container",
-    "StandIn",
     "TreePath",
     "kind_of",
     "like",
@@ -66,18 +65,8 @@ class Container:
     kind: str
 
 
-class StandIn(dict[Any, Any]):
-    """A dict with the items of another mapping, and of its kind."""
-
-    def __init__(self, stands_for: Mapping[Any, Any]) -> None:
-        super().__init__(stands_for)
-        self.stands_for = stands_for
-
-
 def kind_of(mapping: Mapping[Any, Any]) -> str:
     """Return the kind of a mapping, as an index stores it."""
-    if isinstance(mapping, StandIn):
-        return kind_of(mapping.stands_for)
     kind = type(mapping)
     if kind is defaultdict:
         make = mapping.default_factory  # type: ignore[attr-defined]

@@ -8,16 +8,17 @@ do that, and go back to the system when the pool drops them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dcp_rs import _torch
+from dcp_rs._log import log as _log
 from dcp_rs.tensors.memory import require_real_memory
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "SPARE_SLABS",
     "Block",
     "BlockPool",
+    "host_memory",
     "new_slabs",
+    "note_fallback",
     "release_pinned_memory",
     "shared_blocks",
     "slab_bytes",
@@ -39,8 +42,21 @@ SLAB_BYTES = 8 << 20
 _MIN_SLAB_BYTES = 64 << 10
 #: Slabs for copies in flight, in addition to those that threads fill.
 SPARE_SLABS = 8
-#: Size of a block, unless one tensor needs more. torch pins a power of two.
-BLOCK_BYTES = 1 << 30
+#: Size of a block, unless one tensor needs more. torch pins a power of two. Where the system limits
+#: pinned memory, the blocks that fit are pinned.
+BLOCK_BYTES = 256 << 20
+
+
+def note_fallback(reason: str, fallbacks: list[str] | None) -> None:
+    """Add the reason why copies are slow to those of a report. Log it once a process."""
+    _warn_once(reason)
+    if fallbacks is not None and reason not in fallbacks:
+        fallbacks.append(reason)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _log.warning("%s", reason)
 
 
 def slab_bytes(max_bytes: int, *, least: int = _MIN_SLAB_BYTES) -> int:
@@ -54,20 +70,28 @@ def slab_bytes(max_bytes: int, *, least: int = _MIN_SLAB_BYTES) -> int:
     return min(max(least, 1 << room.bit_length() - 1), max(least, SLAB_BYTES))
 
 
-def new_slabs(count: int, nbytes: int, *, pinned: bool) -> list[torch.Tensor]:
+def new_slabs(
+    count: int, nbytes: int, *, pinned: bool, fallbacks: list[str] | None = None
+) -> list[torch.Tensor]:
     """Return ``count`` slabs: rows of ``nbytes`` bytes, aligned to a page.
 
     Pinned slabs cost little after the first load, as torch uses the memory of earlier ones again.
+
+    Args:
+        count: the number of slabs.
+        nbytes: the size of each.
+        pinned: pin them, if that works.
+        fallbacks: takes the reason if it does not.
     """
     with torch.inference_mode(False):  # loads in any mode write to them
-        return [_new_slab(nbytes, pinned=pinned) for _ in range(count)]
+        return [_new_slab(nbytes, pinned=pinned, fallbacks=fallbacks) for _ in range(count)]
 
 
-def _new_slab(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    slab = require_real_memory(_host_memory(nbytes, pinned=pinned))
+def _new_slab(nbytes: int, *, pinned: bool, fallbacks: list[str] | None) -> torch.Tensor:
+    slab = require_real_memory(host_memory(nbytes, pinned=pinned, fallbacks=fallbacks))
     if slab.data_ptr() % _PAGE == 0:
         return slab
-    slab = _host_memory(nbytes + _PAGE, pinned=pinned)
+    slab = host_memory(nbytes + _PAGE, pinned=pinned, fallbacks=fallbacks)
     skip = -slab.data_ptr() % _PAGE
     return slab[skip : skip + nbytes]
 
@@ -76,104 +100,143 @@ def _new_slab(nbytes: int, *, pinned: bool) -> torch.Tensor:
 _pinned_in: int | None = None
 
 
-def _host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+def host_memory(nbytes: int, *, pinned: bool, fallbacks: list[str] | None) -> torch.Tensor:
     """Return memory from torch, pinned if asked for. Some accelerators cannot pin."""
     if pinned:
         global _pinned_in  # noqa: PLW0603
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        try:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except (RuntimeError, NotImplementedError) as error:
+            _note_pageable(str(error), fallbacks)
+        else:
             _pinned_in = os.getpid()
             return memory
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
+def _note_pageable(reason: str, fallbacks: list[str] | None) -> None:
+    reason = reason.partition("\n")[0]
+    note_fallback(f"host memory is not pinned, and copies are slower: {reason}", fallbacks)
+
+
 class Block:
     """A block of host memory. Copies from a device to a pinned one run asynchronously.
+
+    Args:
+        nbytes: its size.
+        pin: the device to pin it for; None for none.
 
     Attributes:
         memory: all of it, as a row of bytes.
         nbytes: its size.
         kind: the type of the device that it is pinned for; None if for none.
-        passed_over: the number of copies that chose other blocks since this one was used.
+        skipped: the number of copies that chose other blocks since this one was used.
+        fallbacks: the reason if it could not be pinned.
     """
 
     def __init__(self, nbytes: int, pin: torch.device | None) -> None:
         self.nbytes = nbytes
         self.kind = None if pin is None else pin.type
-        self.passed_over = 0
+        self.skipped = 0
+        self.fallbacks: list[str] = []
+        self._runtime: Any = None  # that pinned it
         # CUDA and ROCm can pin existing memory.
         cudart = pin is not None and getattr(torch.get_device_module(pin), "cudart", None)
         if pin is None or not cudart:
-            self.memory = _host_memory(nbytes, pinned=pin is not None)
+            self.memory = host_memory(nbytes, pinned=pin is not None, fallbacks=self.fallbacks)
+            return
+        self.memory = torch.frombuffer(_pages(nbytes), dtype=torch.uint8)
+        runtime = cudart()
+        if (refused := _register(runtime, self.memory, pin)) is None:
+            self._runtime = runtime
         else:
-            runtime = cudart()
-            self.memory = torch.frombuffer(_pages(nbytes), dtype=torch.uint8)
-            if _register(runtime, self.memory, pin):
-                # The finalizer holds the memory, so that it is unpinned before it is freed.
-                weakref.finalize(self, _unpin, runtime, self.memory).atexit = False
-        _all_blocks.add(self)
+            _note_pageable(refused, self.fallbacks)
 
-    def shared_memory(self) -> torch.Tensor:
-        """Return a copy of the memory that can be sent to another process."""
-        copied = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-        copied.share_memory_()  # type: ignore[no-untyped-call]
-        copied.copy_(self.memory)
-        return copied
+    def unpin(self) -> None:
+        """Unpin the memory, before it is freed."""
+        if self._runtime is not None:
+            self._runtime.cudaHostUnregister(self.memory.data_ptr())
 
 
 def _pages(nbytes: int) -> mmap.mmap:
-    """Return memory that a forked child does not inherit.
+    """Return memory that a forked child does not inherit, if the system can do that.
 
     Otherwise a write after a fork would go to a new page, which the device does not know.
     """
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # sandboxes refuse it
+            pages.madvise(mmap.MADV_DONTFORK)
     return pages
 
 
-def _register(runtime: Any, memory: torch.Tensor, device: torch.device) -> bool:
-    """Pin memory to the byte, and return whether that worked."""
+def _register(runtime: Any, memory: torch.Tensor, device: torch.device) -> str | None:
+    """Pin memory to the byte. Return None, or why that failed."""
+    probe = _probe(device)
     portable = 1  # cudaHostRegisterPortable
-    if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)) == 0:
-        return True
-    # The runtime keeps the error, and the next kernel launch would raise it.
+    code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+    if code == 0:
+        return None
+    # The runtime keeps the error, and the next kernel launch raises it: one that nobody needs.
     with contextlib.suppress(RuntimeError):
-        torch.empty(1, device=device).zero_()
-    return False
+        probe.add_(1)
+    return f"cudaHostRegister of {memory.nbytes:,} bytes failed with error {code}"
 
 
-def _unpin(runtime: Any, memory: torch.Tensor) -> None:
-    runtime.cudaHostUnregister(memory.data_ptr())
+def _probe(device: torch.device) -> torch.Tensor:
+    """Return a tensor for a kernel that clears an error. It is made before there may be one."""
+    return torch.zeros(1, device=device)
 
 
 class BlockPool:
-    """Idle blocks, for the next copy of a state dict. Callers give back what they take."""
+    """Blocks of host memory for copies of state dicts. Idle ones serve the next copy.
+
+    The pool makes and frees every block. In a child of fork it is empty: the child must neither
+    unpin nor free the blocks of its parent.
+    """
 
     def __init__(self) -> None:
-        self.start_empty()
-        _pools.add(self)
-
-    def start_empty(self) -> None:
-        """Forget all blocks, as a child of fork does with those of its parent."""
-        self._lock = threading.Lock()
+        self._parents: list[Block] = []
+        self._taken: list[Block] = []
         self._idle: list[Block] = []
+        self._lock = threading.Lock()
+        self._process = os.getpid()
 
-    def take(self, sizes: Sequence[int], *, pin: torch.device | None) -> list[Block]:
-        """Return blocks of at least the given sizes.
+    def take(
+        self,
+        sizes: Sequence[int],
+        *,
+        pin: torch.device | None,
+        fallbacks: list[str] | None = None,
+    ) -> list[Block]:
+        """Return blocks of at least the given sizes, or none if one cannot be had.
 
         Args:
             sizes: the sizes in bytes.
             pin: the device that copies to the blocks; None if none does.
+            fallbacks: takes the reason if blocks cannot be pinned.
         """
         kind = None if pin is None else pin.type
-        with self._lock:
-            taken = [self._take(size, kind) for size in sizes]
+        taken: list[Block] = []
+        with self._of_process():
+            found = [self._take(size, kind) for size in sizes]
             for block in self._idle:
-                block.passed_over += 1
-            # A block that two copies passed over was for another model.
-            self._idle = [block for block in self._idle if block.passed_over < 2]
-        return [found or Block(size, pin) for found, size in zip(taken, sizes, strict=True)]
+                block.skipped += 1
+            # Blocks that two copies skipped were for another model.
+            self._free([block for block in self._idle if block.skipped >= 2])
+        try:
+            for idle, size in zip(found, sizes, strict=True):
+                if idle is not None:
+                    taken.append(idle)
+                    continue
+                taken.append(Block(size, pin))
+                self._taken.append(taken[-1])
+        except BaseException:
+            self.give([block for block in (*taken, *found[len(taken) :]) if block is not None])
+            raise
+        for reason in (reason for block in taken for reason in block.fallbacks):
+            note_fallback(reason, fallbacks)
+        return taken
 
     def _take(self, nbytes: int, kind: str | None) -> Block | None:
         """Take the smallest block that is large enough, unless it is more than twice as large."""
@@ -181,37 +244,41 @@ class BlockPool:
         found = min(fit, key=lambda block: block.nbytes, default=None)
         if found is not None:
             self._idle.remove(found)
+            self._taken.append(found)
         return found
 
     def give(self, taken: Sequence[Block]) -> None:
         """Take back blocks that nothing reads or writes any more."""
-        with self._lock:
+        with self._of_process():
             for block in taken:
-                block.passed_over = 0
-            self._idle += taken
+                if block in self._taken:  # else of the parent process
+                    self._taken.remove(block)
+                    self._idle.append(block)
+                    block.skipped = 0
 
     def clear(self) -> int:
-        """Drop the idle blocks, and return the bytes of those for a device."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        return sum(block.nbytes for block in idle if block.kind is not None)
+        """Free the idle blocks, and return the bytes of those for a device."""
+        with self._of_process():
+            freed = sum(block.nbytes for block in self._idle if block.kind is not None)
+            self._free(list(self._idle))
+        return freed
+
+    def _free(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._idle.remove(block)
+            block.unpin()
+
+    def _of_process(self) -> threading.Lock:
+        """Return the lock. In a child of fork, leave the blocks of the parent alone first."""
+        if self._process != os.getpid():
+            self._parents += [*self._taken, *self._idle]
+            self._taken, self._idle = [], []
+            self._lock = threading.Lock()  # a thread of the parent may have held the other
+            self._process = os.getpid()
+        return self._lock
 
 
-_pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()
-_all_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
-#: In a child of fork: its parent's blocks, which it must neither unpin nor free.
-_left_alone: list[Block] = []
-
-
-def _after_fork() -> None:
-    _left_alone.extend(_all_blocks)
-    for pool in list(_pools):
-        pool.start_empty()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-#: The blocks of all stagers without a cache. New pages, and pins, take longer than a copy.
+#: The blocks of all saves in the background. New pages, and pins, take longer than a copy.
 shared_blocks = BlockPool()
 
 
@@ -228,7 +295,7 @@ def release_pinned_memory() -> int:
         print(dcp_rs.release_pinned_memory())
         ```
     """
-    freed = sum(pool.clear() for pool in list(_pools))
+    freed = shared_blocks.clear()
     if _pinned_in == os.getpid():
         _torch.empty_host_cache()
     return freed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from typing_extensions import override
+
+from dcp_rs.errors import UnsupportedError
+from dcp_rs.transfer.buffers import note_fallback
 
 __all__ = [
     "CopyStream",
@@ -33,6 +35,10 @@ def _new_event(device: torch.device) -> Any:
 
 #: The largest gap between two parts of a slab that is copied with them.
 _GAP_BYTES = 64 << 10
+_CAPTURE = (
+    "a graph of the device is being captured, and nothing can be copied from it or to it: save and "
+    "load before the capture or after it, and wait for `future.staged` before a capture begins"
+)
 #: (destination, source) of one shape.
 Pair = tuple[torch.Tensor, torch.Tensor]
 #: Destinations and sources that one call copies.
@@ -99,6 +105,9 @@ class CopyStream:
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
         """Return memory of the slab's size for the next transfer; here the slab itself."""
         return slab
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate the memory of :meth:`scratch` for slabs of up to ``nbytes``."""
 
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         """Start copies out of ``slab``. Return the event after which it may be overwritten."""
@@ -172,6 +181,10 @@ class PairedCopyStream(CopyStream):
         return self._scratch[self._turn]
 
     @override
+    def reserve(self, nbytes: int) -> None:
+        self._scratch = [self.empty((nbytes,), torch.uint8) for _ in self._streams]
+
+    @override
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         scratch = self._scratch[self._turn]
         with torch.no_grad(), self._streams[self._turn]:
@@ -198,7 +211,12 @@ class PairedCopyStream(CopyStream):
         for stream in self._streams:
             with stream:
                 event = self._record()
-            event.synchronize()
+            try:
+                event.synchronize()
+            except RuntimeError as error:
+                if "captur" in str(error):  # by another thread
+                    raise UnsupportedError(_CAPTURE) from error
+                raise
 
     @override
     def order_after_caller(self) -> None:
@@ -246,10 +264,33 @@ def _copy_on_device(transfer: Transfer) -> None:
     _copy(transfer.single)
 
 
-def copy_stream_for(device: torch.device) -> CopyStream:
-    """Return a copy stream for a device. The current stream is its caller's stream."""
+def copy_stream_for(device: torch.device, fallbacks: list[str] | None = None) -> CopyStream:
+    """Return a copy stream for a device. The current stream is its caller's stream.
+
+    Args:
+        device: the device.
+        fallbacks: takes the reason if copies of an accelerator have to be synchronous.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured.
+        torch.OutOfMemoryError: the device has no memory left.
+    """
     if is_accelerator(device):
-        # Some devices have no side streams, or are not the kind that torch.accelerator serves.
-        with contextlib.suppress(RuntimeError, ValueError):
+        _check_no_capture(device)
+        try:
             return PairedCopyStream(device)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            # It has no side streams, or is not the kind that torch.accelerator serves.
+            reason = str(error).partition("\n")[0]
+            note_fallback(f"copies of {device.type} are synchronous: {reason}", fallbacks)
     return CopyStream(device)
+
+
+def _check_no_capture(device: torch.device) -> None:
+    is_capturing = getattr(
+        torch.get_device_module(device), "is_current_stream_capturing", lambda: False
+    )
+    if is_capturing():
+        raise UnsupportedError(_CAPTURE)

@@ -101,7 +101,10 @@ class Load:
         self._counts.add(self._batch.read(number, progress=tell, **self._options.engine()))
         wants = self._batch.wants(number)
         if wants:
-            self._counts.add(upload(self._batch, wants, self._device_targets, self._options, tell))
+            slow = self._counts.fallbacks
+            self._counts.add(
+                upload(self._batch, wants, self._device_targets, self._options, tell, slow)
+            )
         if opaque := self._batch.opaque(number):
             _fill_opaque(
                 self._index, [self._device_targets[i] for i in opaque], self._options, self._counts

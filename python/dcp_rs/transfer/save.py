@@ -171,6 +171,7 @@ def write_entries(
     first: int = 0,
     *,
     only: Sequence[bool] | None = None,
+    fallbacks: list[str] | None = None,
 ) -> None:
     """Write entries, or compare them with a parent.
 
@@ -180,6 +181,7 @@ def write_entries(
         options: how to write.
         first: the number of the first entry among the items of ``save``.
         only: for each item of ``save``, whether to write it; default: all.
+        fallbacks: takes reasons why copies from a device are slow.
     """
     of_turn: dict[int, list[tuple[int, Entry]]] = {}
     for i, (entry, turn) in enumerate(zip(entries, turns(entries), strict=True), first):
@@ -193,11 +195,14 @@ def write_entries(
                 [_core.Part(i, 0, entry.tensor.data_ptr(), entry.nbytes) for i, entry in numbered]
             )
         else:
-            _write_copies(save, numbered, options)
+            _write_copies(save, numbered, options, fallbacks)
 
 
 def _write_copies(
-    save: _core.Save | _core.Reuse, entries: Sequence[tuple[int, Entry]], options: WriteOptions
+    save: _core.Save | _core.Reuse,
+    entries: Sequence[tuple[int, Entry]],
+    options: WriteOptions,
+    fallbacks: list[str] | None,
 ) -> None:
     """Write the (item, entry) pairs of one device through slabs.
 
@@ -211,8 +216,8 @@ def _write_copies(
     nbytes = slab_bytes(max_bytes, least=BLOCK_BYTES)
     total = sum(entry.nbytes for _, entry in entries)
     count = max(1, min(max_bytes // nbytes, -(-total // nbytes) + 1))
-    free = new_slabs(count, nbytes, pinned=pinned)
-    stream = copy_stream_for(device)
+    free = new_slabs(count, nbytes, pinned=pinned, fallbacks=fallbacks)
+    stream = copy_stream_for(device, fallbacks)
     copying: deque[tuple[torch.Tensor, list[Cut], Transfer, Any]] = deque()
     cuts = cut(((entry.nbytes, 1, BLOCK_BYTES) for _, entry in entries), nbytes)
     try:

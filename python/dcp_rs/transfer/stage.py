@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
-import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,15 +13,19 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_rs import _torch
+from dcp_rs._reports import short_repr
 from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.dtypes import as_integers
-from dcp_rs.tensors.memory import changes_seen, clone, identity, is_plain, why_not_raw
-from dcp_rs.tensors.nesting import StandIn, map_leaves
+from dcp_rs.tensors.memory import changes_seen, clone, identity, why_not_raw
+from dcp_rs.tensors.nesting import map_leaves
 from dcp_rs.tensors.regions import ALIGNMENT
-from dcp_rs.transfer.buffers import BLOCK_BYTES, Block, BlockPool, shared_blocks
-from dcp_rs.transfer.copy_stream import Group, Transfer, copy_stream_for
+from dcp_rs.transfer.buffers import BLOCK_BYTES, SLAB_BYTES, BlockPool, host_memory, shared_blocks
+from dcp_rs.transfer.copy_stream import CopyStream, Pair, Transfer, copy_stream_for, is_accelerator
 
 __all__ = ["HostStager", "Staging"]
+
+#: Tensors of a device up to this size are gathered there, and copied together.
+_SMALL_BYTES = 1 << 20
 
 
 class HostStager:
@@ -34,8 +35,8 @@ class HostStager:
     :func:`dcp_rs.release_pinned_memory` frees it.
 
     Args:
-        cache: keep memory for this stager alone. A copy then waits for the save of the previous
-            copy, so that there is one at a time. :meth:`release` frees the memory.
+        cache: make one copy at a time: a copy then waits for the save of the previous copy with
+            this stager. Otherwise two may exist.
 
     Example:
         ```python
@@ -47,8 +48,9 @@ class HostStager:
 
     def __init__(self, *, cache: bool = False) -> None:
         self.cache = cache
-        self._pool = BlockPool() if cache else shared_blocks
-        self._last: Staging | None = None
+
+    def __repr__(self) -> str:
+        return short_repr(self, **({"cache": True} if self.cache else {}))
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Copy a state dict to host memory. The original may change once this returns.
@@ -57,41 +59,23 @@ class HostStager:
             state_dict: the state dict to copy, with its dicts, lists and values.
 
         Returns:
-            The copy.
+            The copy, in memory of its own.
 
         Example:
             ```python
             copy = dcp_rs.HostStager().stage({"model": model.state_dict()})
             ```
         """
-        staging = Staging(state_dict, self._pool, watched=False)
+        leaves: list[Any] = []
+        map_leaves(state_dict, leaves.append)
+        staging = Staging(dict(enumerate(leaves)), None)
         staging.finish()
-        return staging.state_dict
-
-    def _begin(
-        self, state_dict: Mapping[str, Any], *, watched: bool = False, wait: bool = True
-    ) -> Staging:
-        """Begin a copy. It copies all values but the bytes of tensors.
-
-        On a device, the bytes are those after the work that its current stream holds now.
-
-        Args:
-            state_dict: the state dict to copy.
-            watched: raise in ``finish`` if a tensor changes before the copy is finished.
-            wait: with ``cache``, wait until the previous copy is released.
-
-        Returns:
-            The copy. Its ``finish`` copies the bytes.
-        """
-        if self.cache and wait and self._last is not None:
-            self._last.wait()
-        staging = Staging(state_dict, self._pool, watched=watched)
-        if self.cache:
-            self._last = staging
-        return staging
+        copies = iter(staging.values.values())
+        staged: dict[str, Any] = map_leaves(state_dict, lambda _: next(copies))
+        return staged
 
     def release(self) -> None:
-        """Free the memory of ``cache=True`` that no save uses.
+        """Free the memory that saves in the background keep for the next copy.
 
         Example:
             ```python
@@ -101,55 +85,68 @@ class HostStager:
             ```
         """
         if self.cache:
-            self._pool.clear()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(HostStager, cache=self.cache), ()
+            shared_blocks.clear()
 
 
 class Staging:
-    """A copy of a state dict in progress, and its blocks of memory.
+    """Copies of tensors and values in progress. Call :meth:`release` when they were saved.
 
-    Call :meth:`release` when the copy was saved. Without that call, the blocks are freed with the
-    copy.
+    It copies all values but the bytes of tensors. On a device, the bytes are those after the work
+    that its current stream holds now.
 
     Args:
-        state_dict: the state dict to copy.
-        pool: where the blocks come from.
+        values: the tensors and values by name.
+        pool: where the memory comes from; None for memory that the copies own.
         watched: raise in :meth:`finish` if a tensor changes before.
 
     Attributes:
-        state_dict: the copy. It is complete after :meth:`finish`.
+        values: the copies by name. They are complete after :meth:`finish`.
+        fallbacks: reasons why copies are slow.
     """
 
-    def __init__(self, state_dict: Mapping[str, Any], pool: BlockPool, *, watched: bool) -> None:
-        layout = _Layout()
-        layout.add(state_dict)
-        devices = {entry.source.device for entry in layout.entries.values()}
-        pin = min((one for one in devices if one.type != "cpu"), key=str, default=None)
+    def __init__(
+        self, values: Mapping[Any, Any], pool: BlockPool | None, *, watched: bool = False
+    ) -> None:
+        self.fallbacks: list[str] = []
         self._pool = pool
-        self._process = os.getpid()
-        self._released = threading.Event()
         # Another thread could not write to tensors of inference mode, nor does torch detach wrapper
         # subclasses in that mode.
         with torch.inference_mode(False):
-            self._taken = pool.take(layout.sizes, pin=pin)
+            sources: dict[Hashable, torch.Tensor] = {}
+            keys: dict[Any, Hashable] = {}  # tied tensors have one
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and (raw := _raw_memory(value)) is not None:
+                    keys[name] = key = identity(raw)
+                    sources.setdefault(key, raw)
+            places, sizes = _place(sources)
+            devices = {source.device for source in sources.values()}
+            pin = min(filter(is_accelerator, devices), key=str, default=None)
+            if pool is None:
+                memory = [
+                    host_memory(size, pinned=pin is not None, fallbacks=self.fallbacks)
+                    for size in sizes
+                ]
+                self._taken = []
+            else:
+                self._taken = pool.take(sizes, pin=pin, fallbacks=self.fallbacks)
+                memory = [block.memory for block in self._taken]
             try:
-                made, groups = layout.copies_in(self._taken)
-                staged = map_leaves(state_dict, partial(_copied, made=made))
+                views: dict[Hashable, torch.Tensor] = {}  # the first over each place
+                self.values = {}
+                for name, value in values.items():
+                    if name not in keys:
+                        self.values[name] = map_leaves(value, _copied)
+                        continue
+                    key = keys[name]
+                    view = _view(memory, places[key], sources[key])
+                    views.setdefault(key, view)
+                    self.values[name] = _like(value, view)
+                self._copies = _copies(sources, places, views, memory, self.fallbacks)
             except BaseException:
-                pool.give(self._taken)
+                self.release()
                 raise
-        self.state_dict: dict[Any, Any] = _Staged(staged, self._taken)
-        # The streams begin here, so that the copies wait for the present work of the caller's
-        # stream, and for no later work.
-        self._copies = [(copy_stream_for(device), *group) for device, group in groups.items()]
-        for stream, _, _ in self._copies:
-            stream.order_after_caller()
         self._versions = [
-            (entry.name, entry.tensor, changes_seen(entry.tensor))
-            for entry in layout.entries.values()
-            if watched
+            (name, values[name], changes_seen(values[name])) for name in keys if watched
         ]
 
     def finish(self) -> None:
@@ -160,14 +157,15 @@ class Staging:
         """
         try:
             with ExitStack() as stack:
-                for stream, targets, sources in self._copies:
-                    stack.callback(stream.drain)
-                    stream.download(targets[0], Transfer(grouped=[(targets, sources)]))
+                for of_device in self._copies:
+                    stack.callback(of_device.stream.drain)
+                    of_device.start()
             changed = [
                 name for name, tensor, version in self._versions if changes_seen(tensor) != version
             ]
         finally:
-            targets = sources = []  # the traceback of an error would keep them
+            for of_device in self._copies:  # the traceback of an error would keep the tensors
+                of_device.direct, of_device.runs = [], []
             self._copies, self._versions = [], []
         if changed:
             msg = (
@@ -178,105 +176,110 @@ class Staging:
             raise StateChangedError(msg, tensor=changed[0])
 
     def release(self) -> None:
-        """Give the blocks back for the next copy. Nothing may use this copy any more."""
-        self.state_dict, taken, self._taken = {}, self._taken, []
-        self._copies, self._versions = [], []
-        if self._process == os.getpid():  # a fork leaves them to the parent
+        """Give the memory back for the next copy. Nothing may use this copy any more."""
+        self.values, self._copies, self._versions = {}, [], []
+        taken, self._taken = self._taken, []
+        if self._pool is not None:
             self._pool.give(taken)
-        self._released.set()
-
-    def wait(self) -> None:
-        """Wait until the copy is released, in the process that made it."""
-        if self._process == os.getpid():
-            self._released.wait()
-
-    def holds(self, tensors: Iterable[Any]) -> bool:
-        """Return whether any of the tensors is in the blocks of this copy."""
-        return any(
-            _find(self._taken, value) is not None
-            for value in tensors
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu"
-        )
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorCopy:
-    """A tensor of a state dict to copy.
+#: A block and the offset in it.
+_Place = tuple[int, int]
 
-    Attributes:
-        name: its name, for messages.
-        tensor: the tensor.
-        source: its local memory.
-        place: the block and the offset of its copy. Tied tensors share a place.
+
+def _place(sources: Mapping[Hashable, torch.Tensor]) -> tuple[dict[Hashable, _Place], list[int]]:
+    """Return a place in blocks for each tensor, and the sizes of the blocks.
+
+    The small tensors of a device lie side by side.
     """
-
-    name: str
-    tensor: torch.Tensor
-    source: torch.Tensor
-    place: tuple[int, int]
-
-
-class _Layout:
-    """The tensors of a state dict, and their places in blocks of host memory.
-
-    Attributes:
-        entries: the tensors by ``id``.
-        sizes: the sizes of the blocks.
-    """
-
-    def __init__(self) -> None:
-        self.entries: dict[int, _TensorCopy] = {}
-        self.sizes: list[int] = []
-        self._places: dict[Hashable, tuple[int, int]] = {}
-
-    def add(self, value: Any, name: str = "") -> None:
-        """Add the tensors in a value of any kind."""
-        if isinstance(value, torch.Tensor):
-            source = _raw_memory(value)
-            if source is not None and id(value) not in self.entries:
-                key = identity(source)
-                if key not in self._places:
-                    self._places[key] = self._reserve(source.nbytes)
-                self.entries[id(value)] = _TensorCopy(name, value, source, self._places[key])
-        elif isinstance(value, Mapping):
-            for key, entry in value.items():
-                self.add(entry, f"{name}.{key}" if name else str(key))
-        elif isinstance(value, (list, tuple)):
-            for number, entry in enumerate(value):
-                self.add(entry, f"{name}.{number}")
-
-    def _reserve(self, nbytes: int) -> tuple[int, int]:
-        """Return the block and the offset for ``nbytes`` more bytes."""
+    places: dict[Hashable, _Place] = {}
+    sizes: list[int] = []
+    order: Iterable[tuple[Hashable, torch.Tensor]] = sources.items()
+    if any(is_accelerator(source.device) for source in sources.values()):
+        order = sorted(order, key=lambda each: (str(each[1].device), each[1].nbytes > _SMALL_BYTES))
+    for key, source in order:
+        nbytes = source.nbytes
         if nbytes == 0:
-            return 0, 0
-        begin = -(-self.sizes[-1] // ALIGNMENT) * ALIGNMENT if self.sizes else 0
-        if not self.sizes or begin + nbytes > BLOCK_BYTES:
-            self.sizes.append(0)
+            places[key] = 0, 0
+            continue
+        begin = -(-sizes[-1] // ALIGNMENT) * ALIGNMENT if sizes else 0
+        if not sizes or begin + nbytes > BLOCK_BYTES:
+            sizes.append(0)
             begin = 0
-        self.sizes[-1] = begin + nbytes
-        return len(self.sizes) - 1, begin
+        places[key] = len(sizes) - 1, begin
+        sizes[-1] = begin + nbytes
+    return places, sizes
 
-    def copies_in(
-        self, blocks: list[Block]
-    ) -> tuple[dict[int, torch.Tensor], dict[torch.device, Group]]:
-        """Return the copies of the tensors by ``id``, and what fills them from each device."""
-        made: dict[int, torch.Tensor] = {}
-        groups: dict[torch.device, Group] = {}
-        copied: set[tuple[int, int]] = set()
-        memory = [block.memory for block in blocks]
-        with torch.no_grad():
-            for key, entry in self.entries.items():
-                source, place = entry.source, entry.place
-                target = _view(memory, *place, source.dtype, source.shape)
-                if source.numel() and place not in copied:
-                    copied.add(place)
-                    targets, sources = groups.setdefault(source.device, ([], []))
-                    targets.append(as_integers(target))
-                    # Conjugated in the order of the caller's stream: on the host it would come
-                    # before the bytes.
-                    sources.append(as_integers(source.resolve_conj().resolve_neg()))
-                made[key] = _as_kind(target, *_kind_of(entry.tensor))
-        return made, groups
+
+@dataclass
+class _DeviceCopies:
+    """Copies of the tensors of one device.
+
+    Attributes:
+        stream: where they run.
+        direct: (destination, source) of large tensors.
+        runs: small tensors side by side: their memory, and the offset and source of each.
+    """
+
+    stream: CopyStream
+    direct: list[Pair] = field(default_factory=list)
+    runs: list[tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start all copies."""
+        for memory, parts in self.runs:
+            scratch = self.stream.scratch(memory)
+            places = [
+                scratch[at : at + source.nbytes].view(source.dtype).view(source.shape)
+                for at, source in parts
+            ]
+            grouped = [(places, [source for _, source in parts])]
+            self.stream.download(memory, Transfer(runs=[(0, memory.numel())], grouped=grouped))
+        if self.direct:
+            targets, sources = map(list, zip(*self.direct, strict=True))
+            self.stream.download(targets[0], Transfer(grouped=[(targets, sources)]))
+
+
+def _copies(
+    sources: Mapping[Hashable, torch.Tensor],
+    places: Mapping[Hashable, _Place],
+    views: Mapping[Hashable, torch.Tensor],
+    memory: Sequence[torch.Tensor],
+    fallbacks: list[str],
+) -> list[_DeviceCopies]:
+    """Return the copies of tensors to their places. They wait for the present work of the caller.
+
+    The streams begin here, so that the copies wait for no later work.
+    """
+    found: dict[torch.device, _DeviceCopies] = {}
+    with torch.no_grad():
+        for key, (block, begin) in places.items():
+            source = sources[key]
+            if not source.numel():
+                continue
+            device = source.device
+            of_device = found.get(device)
+            if of_device is None:
+                found[device] = of_device = _DeviceCopies(copy_stream_for(device, fallbacks))
+            # Conjugated in the order of the caller's stream: on the host it would come before the
+            # bytes.
+            raw = as_integers(source.resolve_conj().resolve_neg())
+            if device.type == "cpu" or source.nbytes > _SMALL_BYTES:
+                of_device.direct.append((as_integers(views[key]), raw))
+                continue
+            end = begin + source.nbytes
+            if of_device.runs:
+                run, parts = of_device.runs[-1]
+                first = run.data_ptr() - memory[block].data_ptr()
+                if first >= 0 and end <= first + SLAB_BYTES:
+                    of_device.runs[-1] = (memory[block][first:end], parts)
+                    parts.append((begin - first, raw))
+                    continue
+            of_device.runs.append((memory[block][begin:end], [(0, raw)]))
+    for of_device in found.values():
+        of_device.stream.reserve(max((run.numel() for run, _ in of_device.runs), default=0))
+        of_device.stream.order_after_caller()
+    return list(found.values())
 
 
 def _raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -290,113 +293,31 @@ def _raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     return local.detach() if is_raw else None
 
 
-def _view(
-    memory: Sequence[torch.Tensor], block: int, offset: int, dtype: torch.dtype, shape: torch.Size
-) -> torch.Tensor:
-    """Return a tensor over a place in blocks."""
-    if shape.numel() == 0:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    view: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
+def _view(memory: Sequence[torch.Tensor], place: _Place, source: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like ``source`` over a place in blocks."""
+    if not source.numel():
+        return torch.empty(source.shape, dtype=source.dtype, device="cpu")
+    block, begin = place
+    view: torch.Tensor = torch.empty(0, dtype=source.dtype, device="cpu")
     # A storage of its own, because torch.save writes the whole storage of a tensor inside a value.
-    storage = memory[block].untyped_storage()[offset : offset + shape.numel() * dtype.itemsize]
-    return view.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+    storage = memory[block].untyped_storage()[begin : begin + source.nbytes]
+    return view.set_(storage, 0, source.shape)  # type: ignore[call-overload, no-any-return]
 
 
-def _find(blocks: Sequence[Block], tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the block that holds the memory of a tensor, and the offset in it."""
-    for number, block in enumerate(blocks):
-        offset = tensor.data_ptr() - block.memory.data_ptr()
-        if 0 <= offset < block.nbytes:
-            return number, offset
-    return None
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the kind of another one, over other local memory."""
+    if isinstance(tensor, DTensor):
+        spec = _torch.spec_of(tensor)
+        return _torch.dtensor_of(local, spec, requires_grad=tensor.requires_grad)
+    _torch.copy_place_in_whole(tensor, local)
+    return local.requires_grad_() if tensor.requires_grad else local
 
 
-#: Properties of a tensor beside its memory: the spec of a DTensor, else None; its place in a larger
-#: tensor, if it is a shard without a DTensor; and whether it requires a gradient.
-_Kind = tuple[Any, dict[str, Any], bool]
-
-
-def _kind_of(tensor: torch.Tensor) -> _Kind:
-    spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
-    return spec, _torch.place_in_whole(tensor), tensor.requires_grad
-
-
-def _as_kind(
-    local: torch.Tensor, spec: Any, attributes: dict[str, Any], requires_grad: bool
-) -> torch.Tensor:
-    """Return a tensor of some kind over local memory."""
-    if attributes:
-        vars(local).update(attributes)
-    if spec is not None:
-        return _torch.dtensor_of(local, spec, requires_grad=requires_grad)
-    return local.requires_grad_() if requires_grad else local
-
-
-def _copied(value: Any, made: dict[int, torch.Tensor]) -> Any:
+def _copied(value: Any) -> Any:
     """Return the copy of a leaf, which training cannot change."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if id(value) in made:
-        return made[id(value)]
     if isinstance(value, ShardedTensor):
         return _torch.host_copy_of_sharded(value)
     copied = clone(value, to_host=True)
     return copied.requires_grad_() if copied is not value and value.requires_grad else copied
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A tensor in a block, as a staged state dict pickles it.
-
-    Attributes:
-        block, offset: its place.
-        dtype, shape: of its local memory.
-        kind: what else it is.
-    """
-
-    block: int
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    kind: _Kind
-
-
-class _Staged(StandIn):
-    """A staged state dict. It pickles as shared copies of its blocks, and places in them.
-
-    torch would share the memory of each tensor in turn. If two tensors share a storage, that ends
-    with SIGSEGV (2.15), because the storage's Python object is that of other memory by then.
-    """
-
-    def __init__(self, staged: dict[str, Any], blocks: list[Block]) -> None:
-        super().__init__(staged)
-        self._blocks = blocks
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        blocks = [block.shared_memory() for block in self._blocks]
-        return _from_blocks, (blocks, map_leaves(self, self._place))
-
-    def _place(self, value: Any) -> Any:
-        """Return the place of a tensor in the blocks, and any other value unchanged."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if not is_plain(local, local.dtype):
-            return value
-        place = _find(self._blocks, local) if local.numel() else (0, 0)
-        if place is None:
-            return value
-        return _Placed(*place, local.dtype, local.shape, _kind_of(value))
-
-
-def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str, Any]:
-    """Rebuild a staged state dict in another process."""
-
-    def tensor(value: Any) -> Any:
-        if not isinstance(value, _Placed):
-            return value
-        local = _view(blocks, value.block, value.offset, value.dtype, value.shape)
-        return _as_kind(local, *value.kind)
-
-    rebuilt: dict[str, Any] = map_leaves(placed, tensor)
-    return rebuilt
