@@ -21,25 +21,9 @@ from dcp_rs.checkpoint.compare import compare
 from dcp_rs.errors import CorruptDataError, UnsupportedError
 from dcp_rs.tensors import pickles
 from support import same_bits
-from support.torch_files import rich_state
+from support.torch_files import archive, rich_state, text
 
 PROTO = b"\x80\x02"
-
-
-def archive(data, records=(), method=zipfile.ZIP_STORED):
-    """A file of torch.save with this pickle, and records by name."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", method) as file:
-        file.writestr("archive/data.pkl", data)
-        for name, record in records:
-            file.writestr(f"archive/{name}", record)
-        file.writestr("archive/version", "3\n")
-        file.writestr("archive/byteorder", "little")
-    return buffer.getvalue()
-
-
-def text(word):
-    return b"X" + len(word).to_bytes(4, "little") + word.encode()
 
 
 def number(n):
@@ -113,6 +97,26 @@ UNSAFE = {
         + b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n(h\x00ctorch\nfloat64\nX\x03\x00\x00\x00cpu\x89tRa"
         * 100
         + b".",
+        FLOAT,
+    ),
+    "a parameter that is set to a gigabyte": archive(
+        PROTO
+        + b"ctorch.nn.parameter\nParameter\n("
+        + tensor(sizes=(1,), strides=(1,))
+        + b"\x89t\x81"
+        + tensor(sizes=(1 << 28,), strides=(1,)).split(b"\n", 2)[2].removesuffix(b"\x89NtR")
+        + b"tb.",
+        FLOAT,
+    ),
+    "a tensor that is set to a gigabyte": archive(
+        PROTO
+        + tensor(sizes=(1,), strides=(1,))
+        + b"q\x00("
+        + tensor(sizes=(1,), strides=(1,))
+        + number(0)
+        + b"("
+        + number(1 << 28)
+        + b"ttb.",
         FLOAT,
     ),
     "a storage of its own": archive(
@@ -266,7 +270,7 @@ def test_what_torch_saves_is_let_through():
     ]
     values += [[torch.zeros(0), torch.zeros(0, dtype=torch.int8)], torch.ones(1).expand(1000, 1000)]
     nested = []
-    for _ in range(400):
+    for _ in range(190):
         nested = [nested]
     within = [1]
     within.append(within)

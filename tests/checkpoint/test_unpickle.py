@@ -19,13 +19,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp_rs
 from dcp_rs import RsReader, _core
 from dcp_rs.errors import CorruptIndexError, DcpRsError, UnsafePickleError, UnsupportedError
+from support import state_differences
 from support.places import STOCK
+from support.torch_files import renumbered
 
 CASES = sorted(
     path
@@ -171,7 +174,7 @@ def test_the_exploits_work_on_pickle_itself(protocol: int) -> None:
     ids=lambda exploit: type(exploit).__name__,
 )
 def test_reduce(exploit: object, protocol: int) -> None:
-    refused(pickle.dumps(exploit, protocol))
+    refused(pickle.dumps(exploit, protocol), DcpRsError)
 
 
 def short(text: str) -> bytes:
@@ -189,13 +192,13 @@ PROTO = b"\x80\x04"
 @pytest.mark.parametrize(
     ("data", "asks_for"),
     [
-        (b"cos\nsystem\n(S'touch owned'\ntR.", r"os\.system"),
+        (b"cos\nsystem\n(S'touch owned'\ntR.", "opcode 0x53"),
         (PROTO + b"cos\nsystem\n" + short("touch owned") + b"\x85R.", r"os\.system"),
         (PROTO + name("os", "system") + short("touch owned") + b"\x85R.", r"os\.system"),
         # INST and OBJ
-        (b"(S'touch owned'\nios\nsystem\n.", "opcode 0x53|os.system"),
+        (b"(S'touch owned'\nios\nsystem\n.", "opcode 0x53"),
         (PROTO + b"(" + short("touch owned") + b"ios\nsystem\n.", r"os\.system"),
-        (PROTO + b"(cos\nsystem\n" + short("touch owned") + b"o.", r"os\.system"),
+        (PROTO + b"(cos\nsystem\n" + short("touch owned") + b"o.", "opcode 0x6f"),
         # the extension registry
         (PROTO + b"\x82\x01.", "extension registry"),
         (PROTO + b"\x83\x01\x00.", "extension registry"),
@@ -220,18 +223,18 @@ PROTO = b"\x80\x04"
         (PROTO + name("antigravity", "x") + b".", "antigravity"),
         (PROTO + name("", "") + b".", "asks for"),
         # the name comes out of the memo
-        (PROTO + short("os") + b"\x94h\x00" + short("system") + b"\x93.", r"os\.system"),
+        (PROTO + short("os") + b"\x940h\x00" + short("system") + b"\x93.", r"os\.system"),
     ],
 )
 def test_globals(data: bytes, asks_for: str) -> None:
-    error = CorruptIndexError if b"S'" in data and not data.startswith(b"c") else UnsafePickleError
+    error = CorruptIndexError if "opcode" in asks_for else UnsafePickleError
     refused(data, error, asks_for)
 
 
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        # a state for a global itself, for an allowed class, a list, a tuple; a second state
+        # a state for a global itself, for a class, a list
         (PROTO + name(METADATA, "Metadata") + b"}b.", "a state for"),
         (
             PROTO
@@ -243,32 +246,21 @@ def test_globals(data: bytes, asks_for: str) -> None:
             "a state for",
         ),
         (PROTO + b"]}b.", "a state for"),
-        (
-            PROTO
-            + name(METADATA, "Metadata")
-            + b")\x81}"
-            + short("__setstate__")
-            + name("torch", "Size")
-            + b"sb}b.",
-            "a state for",
-        ),
         # calling what is no global
         (PROTO + b"K\x01)R.", "a call of what"),
         (PROTO + short("os.system") + b")R.", "a call of what"),
-        (PROTO + name(METADATA, "Metadata") + b")\x81)R.", "a call of what"),
         (PROTO + name("torch", "Size") + b"]R.", "a call of what"),
-        # NEWOBJ_EX, persistent ids, buffers, sets
-        (PROTO + name(METADATA, "Metadata") + b")}\x92.", "opcode 0x92"),
+        # persistent ids, buffers
         (PROTO + short("x") + b"Q.", "opcode 0x51"),
         (b"Px\n.", "opcode 0x50"),
         (b"\x80\x05\x97.", "opcode 0x97"),
-        (PROTO + b"\x8f.", "opcode 0x8f"),
+        (PROTO + b"\x8f.", "not an instance"),
         # names that are no text
         (PROTO + b"K\x01K\x02\x93.", "not text"),
         (PROTO + b"])\x93.", "not text"),
         # memo
         (PROTO + b"Nr\xff\xff\xff\xff.", "memo index"),
-        (PROTO + b"Nq\x05.", "memo index"),
+        (PROTO + b"Nq\x08.", "memo index"),
         (PROTO + b"h\x00.", "never set"),
         (PROTO + b"j\xff\xff\xff\xff.", "never set"),
         (PROTO + b"\x94.", "too few values"),
@@ -278,7 +270,7 @@ def test_globals(data: bytes, asks_for: str) -> None:
         (PROTO + b"\x8e" + struct.pack("<Q", (1 << 64) - 1) + b"x.", "too early"),
         (PROTO + b"\x95" + struct.pack("<Q", 1 << 62) + b"N.", "frame"),
         (PROTO + b"X\xff\xff\xff\x7fx.", "too early"),
-        (PROTO + b"\x8a\xff" + b"\x7f" * 255 + b".", "64 bits"),
+        (PROTO + b"\x8a\xff" + b"\x7f" * 255 + b".", "not an instance"),
         # marks and the stack
         (PROTO + b".", "too few values"),
         (PROTO + b"(.", "too few values"),
@@ -304,7 +296,7 @@ def test_protocols_of_text_are_refused() -> None:
 
 
 def test_an_exploit_within_a_real_file() -> None:
-    """Each FQN of a real `.metadata` replaced by a call, in turn."""
+    """Each text of a real `.metadata` replaced by a call, in turn: refused, or not used."""
     folder = shutil.copytree(STOCK / "torch-2.15.0" / "plain", Path("plain"))
     good = (folder / ".metadata").read_bytes()
     assert _core.Index.from_data(str(folder)).tensor_count
@@ -314,13 +306,21 @@ def test_an_exploit_within_a_real_file() -> None:
         for op, arg, at in pickletools.genops(good)
         if op.name == "SHORT_BINUNICODE" and arg != ""
     ]
-    for at, arg in places[:: max(1, len(places) // 60)]:
+    named: list[str] = []
+    for at, arg in places:
         end = at + 2 + len(arg.encode())
         bad = good[:at] + call + good[end:]
         # A frame's length may not fit any more: an honest attacker corrects it.
         bad = bad[:2] + b"\x95" + struct.pack("<Q", len(bad) - 11) + bad[11:]
         (folder / ".metadata").write_bytes(bad)
-        refused_at(folder, UnsafePickleError, r"(os|posix)\.system")
+        try:
+            assert dcp_rs.open(folder).source == "dcp"
+        except UnsafePickleError as error:
+            named.append(str(error))
+        except CorruptIndexError:
+            pass
+    assert len(named) > len(places) // 4
+    assert all("os.system" in error for error in named)
 
 
 def metadata_with(planner_data: bytes, more: bytes = b"") -> bytes:
@@ -337,32 +337,36 @@ def metadata_with(planner_data: bytes, more: bytes = b"") -> bytes:
 
 def test_deep_nesting_does_not_end_the_process() -> None:
     deep = b")" + b"\x85" * 100_000
-    refused(PROTO + deep + b".", CorruptIndexError, "a Metadata was expected")
-    refused(PROTO + b"}" + deep + b"Ns.", CorruptIndexError, "a Metadata was expected")
-    refused(metadata_with(deep), UnsupportedError, "64 deep")
-    refused(metadata_with(b"}" + deep + b"Ns"), UnsupportedError, "64 deep")
+    refused(PROTO + deep + b".", CorruptIndexError, "not an instance of Metadata")
+    refused(PROTO + b"}" + deep + b"Ns.", CorruptIndexError, "not an instance of Metadata")
+    assert opened(metadata_with(deep)).planner_root() is None
+    assert opened(metadata_with(b"}" + deep + b"Ns")).planner_root() == {}
     # What nobody asks for is read, too, and let be.
     assert opened(metadata_with(b"N", short("storage_meta") + deep)).tensor_count == 0
 
 
 @pytest.mark.parametrize(
-    ("planner_data", "error", "match"),
+    "planner_data",
     [
-        (b")" + b"\x85" * 100, UnsupportedError, "64 deep"),
-        (b"]\x94h\x00a", UnsupportedError, "64 deep"),  # a list in itself
-        (
-            b"]\x94" + b"(" + b"h\x00" * 100 + b"t",
-            CorruptIndexError,
-            "not a dict",
-        ),  # one value too many
-        (name("torch", "float32"), UnsupportedError, "other than plain values"),
-        (name("pathlib", "PosixPath") + b")R", UnsupportedError, "other than plain values"),
+        b")" + b"\x85" * 100,
+        b"]\x94h\x00a",  # a list in itself
+        name("torch", "float32"),
+        name("pathlib", "PosixPath") + b")R",
+        name("os", "system") + short("touch owned") + b"\x85R",
+        b"\x8f(K\x01\x90",
+        b"\x8a\x09" + b"\x01" * 9,
     ],
 )
-def test_planner_data_is_plain_and_bounded(
-    planner_data: bytes, error: type[DcpRsError], match: str
-) -> None:
-    refused(metadata_with(planner_data), error, match)
+def test_planner_data_other_than_plain_values_is_skipped(planner_data: bytes) -> None:
+    assert opened(metadata_with(planner_data)).planner_root() is None
+    beside = b"}(" + short("odd") + planner_data + short("plain") + b"K\x01u"
+    if b"\x94" not in planner_data:
+        assert opened(metadata_with(beside)).planner_root() == {"plain": 1}
+
+
+def test_one_value_too_many_is_refused() -> None:
+    many = b"]\x94" + b"(" + b"h\x00" * 100 + b"t"
+    refused(metadata_with(many), CorruptIndexError, "not a dict")
 
 
 @pytest.mark.slow
@@ -479,7 +483,7 @@ def test_plain_values_are_what_pickle_reads(protocol: int) -> None:
 
 
 def test_calls_and_names_stay_data() -> None:
-    """What is on the list is taken note of and not made, even where nobody asks for it."""
+    """What a `.metadata` calls is taken note of and not made."""
     made = name("pathlib", "PosixPath") + short("/") + short("tmp") + b"\x86R"
     assert opened(metadata_with(b"N", short("storage_meta") + made)).tensor_count == 0
     # A call whose arguments the class would not take.
@@ -489,16 +493,7 @@ def test_calls_and_names_stay_data() -> None:
         ).tensor_count
         == 0
     )
-    refused(PROTO + made + b".", CorruptIndexError, "a Metadata was expected")
-    refused(metadata_with(made), UnsupportedError, "other than plain values")
-
-
-def test_every_dtype_may_be_named() -> None:
-    """Whether it can be read is another question."""
-    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
-        refused(
-            metadata_with(name(*str(dtype).split("."))), UnsupportedError, "other than plain values"
-        )
+    refused(PROTO + made + b".", UnsafePickleError, "pathlib.PosixPath")
 
 
 @settings(max_examples=300, deadline=None)
@@ -515,3 +510,67 @@ def test_damage_is_an_error_or_data(at: int, byte: int, cut: bool) -> None:
     with contextlib.suppress(DcpRsError):
         assert _core.Index.from_data(str(folder)).names() is not None
     assert not fired
+
+
+class Plan:
+    """A class of a trainer, as `all_local_plans` of Megatron-LM holds them."""
+
+    def __init__(self, *items: object) -> None:
+        self.items = items
+
+
+class Properties(torch.distributed.checkpoint.metadata.TensorProperties):
+    """A class of a trainer's own with the fields of torch's."""
+
+
+class Place:
+    """The location of stored data, with the fields of torch's class, as OLMo-core has it."""
+
+    transform_descriptors = None
+
+    def __init__(self, info: object) -> None:
+        self.__dict__.update(vars(info))
+
+
+class Trainer(torch.distributed.checkpoint.metadata.Metadata):
+    """As `MCoreMetadata` of Megatron-LM."""
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_classes_are_known_by_their_fields(protocol: int, tmp_path: Path) -> None:
+    state = {"m": {"w": torch.arange(6.0).reshape(2, 3)}, "n": torch.ones(3), "value": {"k": 1}}
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    old = dcp.FileSystemReader(tmp_path / "ckpt").read_metadata()
+    new = Trainer(
+        old.state_dict_metadata,
+        {**old.planner_data, "ranks": {1, 2}, "seed": 2**90},
+        {index: Place(info) for index, info in old.storage_data.items()},
+        storage_meta=old.storage_meta,
+    )
+    for entry in new.state_dict_metadata.values():
+        if hasattr(entry, "properties"):
+            entry.properties.__class__ = Properties
+    new.all_local_plans = [Plan(*old.storage_data, fire), {Plan: {1, 2, frozenset({3})}}]
+    new.mcore_data = {"sharded": (1 << 80, None)}
+    (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(new, protocol))
+    got = dcp_rs.open(tmp_path / "ckpt").state_dict()
+    want = {"m": {"w": torch.zeros(2, 3)}, "n": torch.zeros(3), "value": {"k": None}}
+    dcp.load(want, checkpoint_id=tmp_path / "ckpt", no_dist=True)  # it unpickles everything
+    assert not state_differences(got, want)
+    assert RsReader(tmp_path / "ckpt").read_metadata().state_dict_metadata.keys() == (
+        new.state_dict_metadata.keys()
+    )
+
+
+def test_memo_may_begin_at_any_number(tmp_path: Path) -> None:
+    """The pickler of Python 2 begins at 1."""
+    plain = STOCK / "torch-2.8.0" / "plain"  # every torch can unpickle it
+    want = _core.Index.from_data(str(plain)).names()
+    value = pickle.dumps(pickle.loads((plain / ".metadata").read_bytes()), 2)
+    shutil.copytree(plain, tmp_path / "ckpt")
+    for first in (1, 2, 100):
+        (tmp_path / "ckpt" / ".metadata").write_bytes(renumbered(value, first))
+        assert _core.Index.from_data(str(tmp_path / "ckpt")).names() == want
+    (tmp_path / "ckpt" / ".metadata").write_bytes(renumbered(value, 1 << 31))
+    with pytest.raises(CorruptIndexError, match="memo index"):
+        _core.Index.from_data(str(tmp_path / "ckpt"))

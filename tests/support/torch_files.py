@@ -1,6 +1,10 @@
 """What files of torch.save may hold, and its comparison with what torch.load gives."""
 
 import collections
+import io
+import pickletools
+import struct
+import zipfile
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -10,6 +14,34 @@ from support.states import dtypes_state, shapes_state
 
 #: Of the largest tensor of `whole`.
 ROWS = 100_000
+
+
+def archive(data, records=(), method=zipfile.ZIP_STORED):
+    """A file of torch.save with this pickle, and records by name."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as file:
+        file.writestr("archive/data.pkl", data)
+        for name, record in records:
+            file.writestr(f"archive/{name}", record)
+        file.writestr("archive/version", "3\n")
+        file.writestr("archive/byteorder", "little")
+    return buffer.getvalue()
+
+
+def text(word):
+    """The opcode for a text."""
+    return b"X" + len(word).to_bytes(4, "little") + word.encode()
+
+
+def renumbered(data, first):
+    """Return a pickle of protocol 2 whose memo begins at `first`: the one of Python 2 begins at 1."""
+    puts = {"BINPUT": b"r", "LONG_BINPUT": b"r", "BINGET": b"j", "LONG_BINGET": b"j"}
+    ops = [*pickletools.genops(data)]
+    ends = [at for _, _, at in ops[1:]] + [len(data)]
+    return b"".join(
+        puts[op.name] + struct.pack("<I", arg + first) if op.name in puts else data[at:end]
+        for (op, arg, at), end in zip(ops, ends, strict=True)
+    )
 
 
 def rich_state():

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::fault::{Fault, FaultResult};
-use super::pickle::{Item, MAX_DEPTH, Node, Pickle, Rules, most_bytes};
+use super::pickle::{Described, Item, MAX_DEPTH, Node, Pickle, Rules, most_bytes};
+use super::{LFS_POINTER, is_lfs_pointer};
 use crate::format::{ChunkEntry, Kind, TensorEntry, Value, parse_uuid};
 use crate::geometry::Dims;
 use crate::paths::{Reach, reach};
@@ -42,49 +43,9 @@ pub struct StockItem {
     pub length: u64,
 }
 
-const METADATA: &str = "torch.distributed.checkpoint.metadata";
-const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
-/// Module of the class of tensor properties before torch 2.3.
-const OLD_PROPERTIES: &str = "torch.distributed._shard.sharded_tensor.metadata";
-
-/// Dtypes that torch can name in a `.metadata`, but that this crate cannot read.
-const OTHER_DTYPES: [&str; 26] = [
-    "bits16", "bits1x8", "bits2x4", "bits4x2", "bits8", "int1", "int2", "int3", "int4", "int5",
-    "int6", "int7", "qint32", "qint8", "quint2x4", "quint4x2", "quint8", "uint1", "uint2", "uint3",
-    "uint4", "uint5", "uint6", "uint7", "half", "float",
-];
-
-/// Returns whether a global may be named. No global is imported or called: the names only identify
-/// what is stored.
-fn allow(module: &str, name: &str) -> bool {
-    match module {
-        METADATA => matches!(
-            name,
-            "Metadata"
-                | "TensorStorageMetadata"
-                | "BytesStorageMetadata"
-                | "ChunkStorageMetadata"
-                | "TensorProperties"
-                | "MetadataIndex"
-                | "StorageMeta"
-                | "_MEM_FORMAT_ENCODING"
-        ),
-        FILESYSTEM => name == "_StorageInfo",
-        OLD_PROPERTIES => matches!(name, "TensorProperties" | "MEM_FORMAT_ENCODING"),
-        "torch" => {
-            name == "Size" || Dtype::from_name(name).is_some() || OTHER_DTYPES.contains(&name)
-        }
-        "torch.serialization" => name == "_get_layout",
-        "collections" => name == "OrderedDict",
-        // The folder of the save. Python 3.13 moved these classes.
-        "pathlib" | "pathlib._local" => {
-            matches!(name, "PosixPath" | "PurePosixPath" | "WindowsPath" | "PureWindowsPath")
-        }
-        _ => false,
-    }
-}
-
-const RULES: Rules = Rules { allow, persistent: false, keep: false };
+/// Allows every global: none is imported or called. The fields that are read say what an object is,
+/// since some trainers have classes of their own with torch's fields. All other content is skipped.
+const RULES: Rules = Rules { allow: |_, _| true, persistent: false, keep: true, places: false };
 
 /// Parses the bytes of a `.metadata`. `path` is for messages.
 pub fn parse(bytes: &[u8], path: &Path) -> Result<StockMetadata> {
@@ -96,6 +57,9 @@ fn odd(what: impl Into<String>) -> Fault {
 }
 
 fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
+    if is_lfs_pointer(bytes) {
+        return Err(odd(LFS_POINTER));
+    }
     let pickle = Pickle::parse(bytes, &RULES)?;
     let mut reader = Reader {
         pickle: &pickle,
@@ -107,7 +71,7 @@ fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
         file_ids: HashMap::new(),
         items: Vec::new(),
     };
-    let top = reader.state(pickle.top(), METADATA, "Metadata")?;
+    let top = reader.state(pickle.top(), "it is not an instance of Metadata")?;
     let part = |name| pickle.get(top, name).ok_or_else(|| odd(format!("it has no {name}")));
     reader.read_entries(part("state_dict_metadata")?)?;
     reader.read_storage(part("storage_data")?)?;
@@ -144,19 +108,40 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Returns the state of an instance of `module.name`.
-    fn state(&self, item: Item, module: &str, name: &str) -> FaultResult<Item> {
+    /// Returns the attributes of an instance of a class, whose state is a dict, or a pair of `None`
+    /// and the values of slots.
+    fn attributes(&self, item: Item) -> Option<Item> {
         match self.pickle.as_object(item) {
-            Some((class, [], Some(state))) if class == (module, name) => Ok(state),
-            _ => Err(odd(format!("a {name} was expected"))),
+            Some((_, [], Some(state))) => match self.pickle.as_tuple(state) {
+                Some([Item::None, slots]) => Some(*slots),
+                _ => Some(state),
+            },
+            _ => None,
+        }
+    }
+
+    fn state(&self, item: Item, what: &str) -> FaultResult<Item> {
+        self.attributes(item).ok_or_else(|| self.unlike(item, what))
+    }
+
+    fn text(&self, item: Item, what: &str) -> FaultResult<&'a str> {
+        self.pickle.as_str(item).ok_or_else(|| self.unlike(item, what))
+    }
+
+    /// Returns the fault of an item that is not what it should be. If it is an object, the fault
+    /// names its class, since it may be an attack.
+    fn unlike(&self, item: Item, what: &str) -> Fault {
+        match self.pickle.describe(item) {
+            Described::Object(class) => Fault::Forbidden(class),
+            Described::Plain(_) => odd(what),
         }
     }
 
     /// Returns the id of the save if it is a UUID, as torch's writers make it; otherwise zeros.
     fn save_id(&self, storage_meta: Option<Item>) -> [u8; 16] {
         let id = || {
-            let (_, _, state) = self.pickle.as_object(storage_meta?)?;
-            parse_uuid(self.pickle.as_str(self.pickle.get(state?, "save_id")?)?)
+            let state = self.attributes(storage_meta?)?;
+            parse_uuid(self.pickle.as_str(self.pickle.get(state, "save_id")?)?)
         };
         id().unwrap_or_default()
     }
@@ -165,19 +150,20 @@ impl<'a> Reader<'a> {
         let pickle = self.pickle;
         let pairs = pickle.as_dict(map).ok_or_else(|| odd("state_dict_metadata is not a dict"))?;
         for (name, entry) in pairs {
-            let name = pickle.as_str(*name).ok_or_else(|| odd("an FQN that is not text"))?;
+            let name = self.text(*name, "an FQN that is not text")?;
             let id = u32::try_from(self.entries.len()).map_err(|_| odd("too many entries"))?;
             if self.ids.insert(name, id).is_some() {
                 return Err(odd(format!("{name:?} is there twice")));
             }
-            let (entry, chunks) = match pickle.as_object(*entry) {
-                Some(((METADATA, "TensorStorageMetadata"), [], Some(state))) => {
+            let (entry, chunks) = match (self.attributes(*entry), pickle.as_object(*entry)) {
+                (Some(state), _) if pickle.get(state, "chunks").is_some() => {
                     self.tensor(name, state)?
                 }
-                Some(((METADATA, "BytesStorageMetadata"), [], _)) => {
-                    (bytes_entry(name), Vec::new())
+                (_, Some(((_, "BytesStorageMetadata"), [], _))) => (bytes_entry(name), Vec::new()),
+                _ => {
+                    let what = format!("{name:?} is neither a tensor nor bytes");
+                    return Err(self.unlike(*entry, &what));
                 }
-                _ => return Err(odd(format!("{name:?} is neither a tensor nor bytes"))),
             };
             // Includes the name's entry in `ids`.
             let size = size_of::<(TensorEntry, Vec<Chunk>, &str, u32)>();
@@ -209,7 +195,7 @@ impl<'a> Reader<'a> {
         self.spend(list.len() * size, "a list of chunks")?;
         let mut chunks = Vec::with_capacity(list.len());
         for chunk in list {
-            let state = self.state(*chunk, METADATA, "ChunkStorageMetadata")?;
+            let state = self.state(*chunk, "a chunk without fields")?;
             let (Some(offsets), Some(sizes)) =
                 (self.dims(pickle.get(state, "offsets")), self.dims(pickle.get(state, "sizes")))
             else {
@@ -246,11 +232,7 @@ impl<'a> Reader<'a> {
     fn properties(&self, item: Item, name: &str) -> FaultResult<(Dtype, u8)> {
         let pickle = self.pickle;
         let bad = |what: &str| odd(format!("tensor {name:?}: {what}"));
-        let Some(((METADATA | OLD_PROPERTIES, "TensorProperties"), [], Some(state))) =
-            pickle.as_object(item)
-        else {
-            return Err(bad("its properties"));
-        };
+        let state = self.state(item, "properties without fields")?;
         let Some(
             [dtype, layout, requires_grad, format, pin_memory]
             | [dtype, layout, requires_grad, format, pin_memory, _],
@@ -266,27 +248,21 @@ impl<'a> Reader<'a> {
         };
         match pickle.as_object(*layout) {
             Some((("torch.serialization", "_get_layout"), [layout], _)) => {
-                match pickle.as_str(*layout) {
-                    Some("torch.strided") => {}
-                    layout => {
-                        return Err(Fault::Unsupported(format!(
-                            "tensor {name:?} has layout {}",
-                            layout.unwrap_or("?")
-                        )));
-                    }
+                let layout = self.text(*layout, "a layout that is not text")?;
+                if layout != "torch.strided" {
+                    let what = format!("tensor {name:?} has layout {layout}");
+                    return Err(Fault::Unsupported(what));
                 }
             }
             _ => return Err(bad("its layout")),
         }
         let format = match pickle.as_object(*format) {
-            Some(((_, "_MEM_FORMAT_ENCODING" | "MEM_FORMAT_ENCODING"), [Item::Int(code)], _)) => {
-                match code {
-                    0 => 0_u8,
-                    1 => 1,
-                    2 => 2,
-                    _ => return Err(bad("its memory format")),
-                }
-            }
+            Some((_, [Item::Int(code)], None)) => match code {
+                0 => 0_u8,
+                1 => 1,
+                2 => 2,
+                _ => return Err(bad("its memory format")),
+            },
             _ => return Err(bad("its memory format")),
         };
         let bit = |item: &Item, bit: u8| if *item == Item::Bool(true) { bit } else { 0 };
@@ -306,9 +282,9 @@ impl<'a> Reader<'a> {
         self.spend(pairs.len() * size, "stored data")?;
         self.items.reserve(pairs.len());
         for (index, info) in pairs {
-            let index = self.state(*index, METADATA, "MetadataIndex")?;
-            let name = pickle.get(index, "fqn").and_then(|fqn| pickle.as_str(fqn));
-            let name = name.ok_or_else(|| odd("stored data without an FQN"))?;
+            let index = self.state(*index, "stored data without an index")?;
+            let name = pickle.get(index, "fqn").unwrap_or(Item::None);
+            let name = self.text(name, "stored data without an FQN")?;
             let bad = |what: &str| odd(format!("stored data of {name:?}: {what}"));
             let entry = *self.ids.get(name).ok_or_else(|| bad("there is no such entry"))?;
             let offset = pickle.get(index, "offset").filter(|offset| *offset != Item::None);
@@ -316,7 +292,7 @@ impl<'a> Reader<'a> {
                 Some(offset) => Some(self.dims(Some(offset)).ok_or_else(|| bad("its offset"))?),
                 None => None,
             };
-            let info = self.state(*info, FILESYSTEM, "_StorageInfo")?;
+            let info = self.state(*info, "stored data without a place")?;
             let extensions = pickle.get(info, "transform_descriptors").unwrap_or(Item::None);
             if extensions != Item::None
                 && pickle.as_list(extensions).is_none_or(|list| !list.is_empty())
@@ -327,8 +303,8 @@ impl<'a> Reader<'a> {
                     "{name:?} is stored through the extension {first}"
                 )));
             }
-            let file = pickle.get(info, "relative_path").and_then(|path| pickle.as_str(path));
-            let file = file.ok_or_else(|| bad("its file"))?;
+            let file = pickle.get(info, "relative_path").unwrap_or(Item::None);
+            let file = self.text(file, "stored data without a file")?;
             // The time to look up a name grows with its length.
             self.spend(name.len() + file.len(), "stored data")?;
             let file = self.file(file)?;
@@ -407,11 +383,13 @@ impl<'a> Reader<'a> {
         let only_paths = pickle.as_dict(item).is_some()
             && pairs.iter().all(|(name, path)| matches!(name, Item::Str(_)) && is_path(path));
         if !only_paths {
-            return self.value(item, 0);
+            return Ok(self.value(item, 0)?.unwrap_or(Value::None));
         }
         let mut rest = Vec::new();
         for (name, path) in pairs {
-            let (name, path) = (self.value(*name, 1)?, self.value(*path, 1)?);
+            let (Some(name), Some(path)) = (self.value(*name, 1)?, self.value(*path, 1)?) else {
+                continue;
+            };
             let known = match &name {
                 Value::Str(name) => self.ids.get(name.as_str()).copied(),
                 _ => None,
@@ -424,9 +402,11 @@ impl<'a> Reader<'a> {
         Ok(Value::Dict(rest))
     }
 
-    fn value(&mut self, item: Item, depth: u32) -> FaultResult<Value> {
+    /// Returns an item as plain data; `None` if it is something else: a set, an object, a large
+    /// integer, or nested more than 64 deep. A dict is returned without such pairs.
+    fn value(&mut self, item: Item, depth: u32) -> FaultResult<Option<Value>> {
         if depth > 64 {
-            return Err(Fault::Unsupported("planner data is nested more than 64 deep".into()));
+            return Ok(None);
         }
         let pickle = self.pickle;
         let cost = match item {
@@ -435,7 +415,7 @@ impl<'a> Reader<'a> {
             _ => 0,
         };
         self.spend(cost + size_of::<Value>(), "planner data")?;
-        Ok(match item {
+        Ok(Some(match item {
             Item::None => Value::None,
             Item::Bool(b) => Value::Bool(b),
             Item::Int(n) => Value::Int(n),
@@ -443,29 +423,31 @@ impl<'a> Reader<'a> {
             Item::Str(span) => Value::Str(pickle.str(span).to_owned()),
             Item::Bytes(span) => Value::Bytes(pickle.bytes(span).to_vec()),
             Item::Node(id) => match pickle.node(id) {
-                Node::List { items, .. } => Value::List(self.values(items, depth)?),
+                Node::List { items, .. } => {
+                    return Ok(self.values(items, depth)?.map(Value::List));
+                }
                 Node::Dict { pairs, .. } => {
-                    let pairs = pairs
-                        .iter()
-                        .map(|(k, v)| Ok((self.value(*k, depth + 1)?, self.value(*v, depth + 1)?)));
-                    Value::Dict(pairs.collect::<FaultResult<_>>()?)
+                    let mut plain = Vec::new();
+                    for (key, value) in pairs {
+                        let pair = (self.value(*key, depth + 1)?, self.value(*value, depth + 1)?);
+                        if let (Some(key), Some(value)) = pair {
+                            plain.push((key, value));
+                        }
+                    }
+                    Value::Dict(plain)
                 }
                 _ => match pickle.as_tuple(item) {
-                    Some(items) => Value::Tuple(self.values(items, depth)?),
-                    None => return Err(more_than_plain()),
+                    Some(items) => return Ok(self.values(items, depth)?.map(Value::Tuple)),
+                    None => return Ok(None),
                 },
             },
-            Item::Long(_) | Item::Surrogates(_) => return Err(more_than_plain()),
-        })
+            Item::Long(_) | Item::Surrogates(_) => return Ok(None),
+        }))
     }
 
-    fn values(&mut self, items: &[Item], depth: u32) -> FaultResult<Vec<Value>> {
+    fn values(&mut self, items: &[Item], depth: u32) -> FaultResult<Option<Vec<Value>>> {
         items.iter().map(|item| self.value(*item, depth + 1)).collect()
     }
-}
-
-fn more_than_plain() -> Fault {
-    Fault::Unsupported("planner data with other than plain values".into())
 }
 
 fn bytes_entry(name: &str) -> TensorEntry {

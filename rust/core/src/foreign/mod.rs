@@ -26,6 +26,14 @@ pub use template::{Filled, Template};
 
 use std::path::PathBuf;
 
+/// Reason for refusing a file that git-lfs left in place of the real one.
+const LFS_POINTER: &str = "it is a pointer of git-lfs, not the file itself: run `git lfs pull`";
+
+/// Returns whether a file with this start is a pointer of git-lfs.
+fn is_lfs_pointer(start: &[u8]) -> bool {
+    start.starts_with(b"version https://git-lfs.github.com/spec/")
+}
+
 /// A foreign checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Foreign {

@@ -1,5 +1,7 @@
 //! The `data.pkl` of a saved tensor: its storage, and its layout there.
 
+use std::collections::HashMap;
+
 use super::fault::{Fault, FaultResult};
 use super::pickle::{Item, MOST_ATTRIBUTES, Node, Pickle, Rules};
 use crate::Dtype;
@@ -98,12 +100,49 @@ fn allow(module: &str, name: &str) -> bool {
     }
 }
 
-const RULES: Rules = Rules { allow, persistent: true, keep: false };
+/// Attributes of a tensor that change it when they are set. torch sets those of a saved tensor by
+/// name, so a file can replace the data in this way.
+const CHANGING: [&str; 14] = [
+    "__class__",
+    "__dict__",
+    "_backward_hooks",
+    "_grad",
+    "_grad_fn",
+    "_post_accumulate_grad_hooks",
+    "data",
+    "grad",
+    "grad_dtype",
+    "imag",
+    "names",
+    "real",
+    "requires_grad",
+    "volatile",
+];
+
+const RULES: Rules = Rules { allow, persistent: true, keep: false, places: false };
 
 /// Parses the pickle of one tensor.
 pub(super) fn parse(bytes: &[u8]) -> FaultResult<StoredTensor> {
     let pickle = Pickle::parse(bytes, &RULES)?;
+    check_storages_agree(&pickle)?;
     read(&pickle, pickle.top())
+}
+
+/// Checks that each storage has one type and one length. torch takes those of the first use for
+/// every use.
+pub(super) fn check_storages_agree(pickle: &Pickle<'_>) -> FaultResult<()> {
+    let reader = Reader { pickle };
+    let mut known = HashMap::new();
+    for id in pickle.persistent() {
+        let Ok((class, key, count)) = reader.storage_parts(id) else {
+            continue; // refused where it is used
+        };
+        let facts = (pickle.as_global(class), count);
+        if *known.entry(key).or_insert(facts) != facts {
+            return Err(odd(&format!("storage {key:?} has two types or lengths")));
+        }
+    }
+    Ok(())
 }
 
 /// Parses a tensor within a pickle.
@@ -134,12 +173,13 @@ pub(super) fn storage_extent<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'
 
 /// Returns whether an item is a tensor of any kind, by the global that makes it.
 pub(super) fn is_tensor(pickle: &Pickle<'_>, item: Item) -> bool {
-    match pickle.as_object(item) {
-        Some((("torch._utils", name), ..)) => {
+    match pickle.made_by(item) {
+        Some(("torch._utils", name)) => {
             name.starts_with("_rebuild_")
                 && ["tensor", "parameter", "subclass"].iter().any(|kind| name.contains(kind))
         }
-        Some((("torch._tensor", name), ..)) => name.starts_with("_rebuild_from_type"),
+        Some(("torch._tensor", name)) => name.starts_with("_rebuild_from_type"),
+        Some(("torch.nn.parameter", "Parameter" | "Buffer")) => true,
         _ => false,
     }
 }
@@ -169,27 +209,32 @@ fn odd(what: &str) -> Fault {
 
 impl<'a> Reader<'a> {
     fn tensor(&self, item: Item, depth: u32) -> FaultResult<StoredTensor> {
-        let Some(((module, name), args, _)) = self.pickle.as_object(item) else {
+        let Some(((module, name), args, state)) = self.pickle.as_object(item) else {
             return Err(Fault::Unsupported("stored as something that is not a tensor".into()));
         };
+        if state.is_some() {
+            return Err(Fault::Unsupported("changed after it was made".into()));
+        }
         match (module, name, args) {
-            ("torch._utils", name, _) if STRIDED.contains(&name) => self.rebuild(name, args),
+            ("torch._utils", name, _) if STRIDED.contains(&name) => self.rebuild(name, args, item),
             // A parameter is stored as its data. Gradients and hooks are lost, but no checkpoint
             // has them.
             (
                 "torch._utils",
                 "_rebuild_parameter" | "_rebuild_parameter_with_state",
-                [data, requires_grad, ..],
-            ) if depth == 0 => Ok(StoredTensor {
-                requires_grad: *requires_grad == Item::Bool(true),
-                ..self.tensor(*data, depth + 1)?
-            }),
+                [data, requires_grad, _, state @ ..],
+            ) if depth == 0 && state.iter().all(|state| self.is_harmless(*state)) => {
+                Ok(StoredTensor {
+                    requires_grad: *requires_grad == Item::Bool(true),
+                    ..self.tensor(*data, depth + 1)?
+                })
+            }
             // A plain tensor with Python attributes: function, type, arguments, attributes.
             (
                 "torch._tensor",
                 "_rebuild_from_type_v2" | "_rebuild_from_type",
-                [function, kind, args, _],
-            ) => {
+                [function, kind, args, state],
+            ) if self.is_harmless(*state) => {
                 let (function, kind) =
                     (self.pickle.as_global(*function), self.pickle.as_global(*kind));
                 let plain = matches!(
@@ -199,7 +244,7 @@ impl<'a> Reader<'a> {
                 let args = self.pickle.as_tuple(*args).ok_or_else(|| odd("no arguments"))?;
                 match function {
                     Some(("torch._utils", name)) if plain && STRIDED.contains(&name) => {
-                        self.rebuild(name, args)
+                        self.rebuild(name, args, item)
                     }
                     _ => Err(Fault::Unsupported(format!(
                         "stored as {} by {}",
@@ -212,9 +257,27 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// Returns whether no attribute of a tensor's state changes the tensor: names and values, or a
+    /// pair of these and the values of slots.
+    fn is_harmless(&self, state: Item) -> bool {
+        let parts = match self.pickle.as_tuple(state) {
+            Some(parts) if parts.len() == 2 => parts,
+            _ => &[state][..],
+        };
+        let name =
+            |key: &Item| self.pickle.as_str(*key).is_some_and(|key| !CHANGING.contains(&key));
+        parts.iter().all(|part| {
+            *part == Item::None
+                || self.pickle.as_dict(*part).is_some_and(|pairs| {
+                    pairs.len() <= MOST_ATTRIBUTES && pairs.iter().all(|(key, _)| name(key))
+                })
+        })
+    }
+
     /// Rebuilds a tensor from `_rebuild_tensor(storage, offset, size, stride)`, v2 `(…,
     /// requires_grad, hooks[, metadata])`, or v3 `(…, requires_grad, hooks, dtype[, metadata])`.
-    fn rebuild(&self, name: &str, args: &[Item]) -> FaultResult<StoredTensor> {
+    /// `call` is the object that calls it.
+    fn rebuild(&self, name: &str, args: &[Item], call: Item) -> FaultResult<StoredTensor> {
         let [storage, offset, sizes, strides, more @ ..] = args else {
             return Err(odd("too few arguments"));
         };
@@ -236,7 +299,7 @@ impl<'a> Reader<'a> {
         let Some(dtype) = dtype else {
             return Err(odd("a storage without a type"));
         };
-        let signs = flags.map_or(Ok(Signs::default()), |flags| self.signs(flags))?;
+        let signs = flags.map_or(Ok(Signs::default()), |flags| self.signs(flags, call))?;
         if signs.bits(dtype).is_none() {
             return Err(Fault::Unsupported(format!("stored as a lazy view of {}", dtype.name())));
         }
@@ -327,14 +390,24 @@ impl<'a> Reader<'a> {
 
     /// Parses the flags of a view that is computed when it is read: conjugate and negative. No
     /// other flag may be set.
-    fn signs(&self, flags: Item) -> FaultResult<Signs> {
+    fn signs(&self, flags: Item, call: Item) -> FaultResult<Signs> {
         let mut signs = Signs::default();
         if flags == Item::None {
             return Ok(signs);
         }
+        if self.pickle.is_changed_after(flags, call) {
+            return Err(odd("its flags change after it was made"));
+        }
         let pairs = self.pickle.as_dict(flags).filter(|pairs| pairs.len() <= MOST_ATTRIBUTES);
-        for (name, on) in pairs.ok_or_else(|| odd("its flags"))? {
+        let pairs = pairs.ok_or_else(|| odd("its flags"))?;
+        for (i, (name, on)) in pairs.iter().enumerate() {
             match (self.pickle.as_str(*name), *on) {
+                _ if pairs[i + 1..]
+                    .iter()
+                    .any(|(later, _)| self.pickle.as_str(*later) == self.pickle.as_str(*name)) =>
+                {
+                    return Err(odd("a flag that is there twice"));
+                }
                 (_, Item::Bool(false)) => {}
                 (Some("conj"), Item::Bool(true)) => signs.conjugate = true,
                 (Some("neg"), Item::Bool(true)) => signs.negative = true,

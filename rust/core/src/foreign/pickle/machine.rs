@@ -7,7 +7,6 @@
 mod parts;
 
 use std::borrow::Cow;
-use std::cmp::Ordering;
 
 use self::parts::{empty_dict, set};
 use super::{Item, Made, Node, Pickle, Rules, Span, most_bytes};
@@ -22,13 +21,20 @@ pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickl
         return Err(Fault::Unsupported(format!("a pickle of {} bytes", input.len())));
     }
     let mut machine = Machine {
-        pickle: Pickle { input, nodes: Vec::new(), pool: Vec::new(), top: Item::None },
+        pickle: Pickle {
+            input,
+            nodes: Vec::new(),
+            changed: Vec::new(),
+            pool: Vec::new(),
+            top: Item::None,
+        },
         rules,
         at: 0,
         op_at: 0,
         stack: Vec::new(),
         marks: Vec::new(),
         memo: Vec::new(),
+        remembered: 0,
         empty: None,
         made: 0,
     };
@@ -59,7 +65,9 @@ struct Machine<'a, 'r> {
     op_at: usize,
     stack: Vec<Slot>,
     marks: Vec<Mark>,
-    memo: Vec<Item>,
+    memo: Vec<Option<Item>>,
+    /// Number of entries in the memo.
+    remembered: usize,
     /// The empty tuple, if it was made.
     empty: Option<Item>,
     /// Bytes of all nodes and of their contents.
@@ -245,7 +253,7 @@ impl Machine<'_, '_> {
                 let index = u32::from_le_bytes(self.take()?) as usize;
                 self.put(index)?;
             }
-            0x94 => self.put(self.memo.len())?,
+            0x94 => self.put(self.remembered)?,
             b'h' => {
                 let index = self.take::<1>()?[0].into();
                 self.get(index)?;
@@ -409,27 +417,29 @@ impl Machine<'_, '_> {
         self.marks.pop().ok_or_else(|| self.fault("no mark on the stack"))
     }
 
-    /// Adds the top of the stack to the memo. Picklers number its entries from 0 up, without a gap.
+    /// Adds the top of the stack to the memo. Picklers number its entries from 0 or 1 up, and some
+    /// leave gaps. No number that is larger than the input is honest.
     fn put(&mut self, index: usize) -> FaultResult<()> {
         let item = self.stack[self.floor(1)?].item;
-        match index.cmp(&self.memo.len()) {
-            Ordering::Less => self.memo[index] = item,
-            Ordering::Equal => {
-                self.memo.push(item);
-                self.made += size_of::<Item>();
-            }
-            Ordering::Greater => return Err(self.fault("a memo index out of order")),
+        if index > self.pickle.input.len() {
+            return Err(self.fault("a memo index that is larger than the pickle"));
         }
+        if index >= self.memo.len() {
+            self.made += size_of::<Option<Item>>() * (index + 1 - self.memo.len());
+            self.memo.resize(index + 1, None);
+        }
+        self.remembered += usize::from(self.memo[index].is_none());
+        self.memo[index] = Some(item);
         Ok(())
     }
 
     fn get(&mut self, index: usize) -> FaultResult<()> {
-        match self.memo.get(index) {
-            Some(&item) => {
+        match self.memo.get(index).copied().flatten() {
+            Some(item) => {
                 self.push(item);
                 Ok(())
             }
-            _ => Err(self.fault("a memo index that was never set")),
+            None => Err(self.fault("a memo index that was never set")),
         }
     }
 

@@ -56,13 +56,13 @@ pub(super) enum Node {
     },
     List {
         items: Vec<Item>,
-        /// With [`Rules::keep`], the part of the input that makes each item.
+        /// With [`Rules::places`], the part of the input that makes each item.
         places: Vec<Span>,
     },
     Dict {
         ordered: bool,
         pairs: Vec<(Item, Item)>,
-        /// With [`Rules::keep`], the part of the input that makes each value.
+        /// With [`Rules::places`], the part of the input that makes each value.
         places: Vec<Span>,
         /// Attributes of an `OrderedDict`.
         state: Option<Item>,
@@ -119,9 +119,10 @@ pub(super) struct Rules {
     pub allow: fn(module: &str, name: &str) -> bool,
     /// Allow persistent ids.
     pub persistent: bool,
-    /// Keep everything that is needed to write a part of the pickle again: values without a meaning
-    /// here (integers of any length, objects with items), and the place of every part.
+    /// Keep values without a meaning here: sets, integers of any length, objects with items.
     pub keep: bool,
+    /// Keep the place of every part, so that the part can be written again.
+    pub places: bool,
 }
 
 /// A pickle that was read completely.
@@ -129,6 +130,9 @@ pub(super) struct Rules {
 pub(super) struct Pickle<'a> {
     input: Cow<'a, [u8]>,
     nodes: Vec<Node>,
+    /// For each node, the number of nodes when it was last changed, or 0. A call with a higher
+    /// number saw all of it.
+    changed: Vec<u32>,
     pool: Vec<Item>,
     top: Item,
 }
@@ -239,8 +243,18 @@ impl Pickle<'_> {
     /// Returns the dict that an item is, or that a `Counter` is made of.
     fn dict_of(&self, item: Item) -> Option<&Node> {
         match self.as_object(item) {
-            Some((("collections", "Counter"), [dict], None)) => self.node_of(*dict),
+            Some((("collections", "Counter"), [dict], None)) => {
+                self.node_of(*dict).filter(|_| !self.is_changed_after(*dict, item))
+            }
             _ => self.node_of(item),
+        }
+    }
+
+    /// Returns whether a container was changed after the object `call` was made of it.
+    pub(super) fn is_changed_after(&self, container: Item, call: Item) -> bool {
+        match (container, call) {
+            (Item::Node(id), Item::Node(call)) => self.changed[id as usize] > call,
+            _ => false,
         }
     }
 
@@ -266,6 +280,14 @@ impl Pickle<'_> {
             _ => return None,
         };
         Some((self.as_global(Item::Node(*callable))?, self.tuple(Item::Node(*args))?, state))
+    }
+
+    /// Returns module and name of the global that makes an object.
+    pub(super) fn made_by(&self, item: Item) -> Option<(&str, &str)> {
+        match self.node_of(item)? {
+            Node::Object { callable, .. } => self.as_global(Item::Node(*callable)),
+            _ => None,
+        }
     }
 
     /// Returns the class of the module with this persistent id, in files of torch before 1.6.

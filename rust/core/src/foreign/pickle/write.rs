@@ -225,6 +225,7 @@ impl<'a> Writer<'a> {
                 self.remember(Known::Node(id));
             }
             Node::Object { callable, args, how, .. } => {
+                self.check_unchanged(id, *args)?;
                 let [callable, args] =
                     [*callable, *args].map(|id| Task::Item(Item::Node(id), depth));
                 let then = Task::Filled(id, depth);
@@ -254,6 +255,27 @@ impl<'a> Writer<'a> {
                 self.next([Task::Out(b"Q"), Task::Made(id)]);
                 self.persistent_id(*item, depth);
             }
+        }
+        Ok(())
+    }
+
+    /// Refuses a call that copies a container, if the container changes afterwards: written whole
+    /// before the call, it would give another result.
+    fn check_unchanged(&self, call: u32, args: u32) -> FaultResult<()> {
+        let pickle = self.pickle;
+        let is_copied = pickle.made_by(Item::Node(call)).is_some_and(|(module, _)| {
+            let package = module.split('.').next();
+            matches!(package, Some("__builtin__" | "builtins" | "collections" | "torch"))
+        });
+        // The arguments of a tensor's function are a tuple among those of the call.
+        let inner = |arg: &Item| pickle.tuple(*arg).unwrap_or_default().iter();
+        let args = pickle.as_plain_tuple(args);
+        let changed = |arg: &Item| pickle.is_changed_after(*arg, Item::Node(call));
+        if is_copied && args.iter().chain(args.iter().flat_map(inner)).any(changed) {
+            let name = pickle.name_of(call);
+            return Err(Fault::Unsupported(format!(
+                "a call of {name} with something that changes afterwards"
+            )));
         }
         Ok(())
     }

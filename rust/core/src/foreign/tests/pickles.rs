@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Described, Pickle, Rules};
 
-const KEEP: Rules = Rules { allow: |_, _| true, persistent: true, keep: true };
+const KEEP: Rules = Rules { allow: |_, _| true, persistent: true, keep: true, places: true };
 
 fn kept(bytes: &[u8]) -> FaultResult<Pickle<'_>> {
     Pickle::parse(bytes, &KEEP)

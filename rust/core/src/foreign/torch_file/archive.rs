@@ -8,8 +8,10 @@ use super::legacy;
 use super::tree::{self, Leaf};
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Pickle, Rules};
+use crate::foreign::tensor_pickle;
 use crate::foreign::window::{Fetched, SourceFile, Window};
 use crate::foreign::zip::{Archive, LOCAL_MAGIC, Record};
+use crate::foreign::{LFS_POINTER, is_lfs_pointer};
 use crate::format::Value;
 use crate::store::{Files, Stat};
 use crate::{Error, Result, parallel};
@@ -30,7 +32,8 @@ const ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
 /// Allows every global. Nothing here is made of globals, and torch checks those of a value when the
 /// value is loaded.
-pub(super) const RULES: Rules = Rules { allow: |_, _| true, persistent: true, keep: true };
+pub(super) const RULES: Rules =
+    Rules { allow: |_, _| true, persistent: true, keep: true, places: true };
 
 /// A parsed file.
 pub(super) struct TorchFile {
@@ -209,6 +212,7 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
     };
     let bytes = checked(window, &records[of_pickle], places[of_pickle], "pickle")?.into_owned();
     let pickle = Pickle::parse(bytes, &RULES).map_err(|fault| shift(fault, places[of_pickle]))?;
+    tensor_pickle::check_storages_agree(&pickle)?;
     let storages = by_name.iter().filter_map(|(name, &i)| {
         let record = StorageRecord {
             at: places[i],
@@ -288,6 +292,10 @@ fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
     }
     if is_legacy(&start) {
         return Ok(Format::Legacy);
+    }
+    let pointer = window.get(0, window.len.min(64))?;
+    if is_lfs_pointer(&pointer) {
+        return Err(Fault::corrupt(0, LFS_POINTER));
     }
     let ustar = window.get(257, 5);
     if ustar.is_ok_and(|magic| *magic == *b"ustar") {

@@ -11,11 +11,14 @@ use std::path::Path;
 use super::archive::{Parts, look_at_value};
 use crate::Error;
 use crate::foreign::fault::{Fault, FaultResult};
-use crate::foreign::pickle::{Extent, Item, MAX_DEPTH, Node, Pickle, Then, most_bytes};
+use crate::foreign::pickle::{Extent, Item, Node, Pickle, Then, most_bytes};
 use crate::foreign::tensor_pickle;
 use crate::foreign::window::SourceFile;
 use crate::geometry::element_count;
 use crate::store::Opened;
+
+/// Limit on the nesting of a value. Python shows, compares and copies values by recursion.
+const MOST_NESTED: u32 = 200;
 
 /// Reason for which torch does not get a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,8 +54,8 @@ fn check(bytes: &[u8]) -> FaultResult<()> {
     let most = most_bytes(bytes.len());
     check_storages(&parts)?;
     let extents = pickle.extents();
-    if extents.iter().any(|extent| extent.depth > MAX_DEPTH) {
-        return Err(Fault::Unsupported(format!("it nests more than {MAX_DEPTH} deep")));
+    if extents.iter().any(|extent| extent.depth > MOST_NESTED) {
+        return Err(Fault::Unsupported(format!("it nests more than {MOST_NESTED} deep")));
     }
     let top = match pickle.top() {
         Item::Node(id) => extents[id as usize].parts,
@@ -130,6 +133,7 @@ impl Cost<'_> {
                     match then {
                         // A state is a dict, or a tuple whose items are copied.
                         Then::State(state) => {
+                            self.state(Item::Node(id), *state)?;
                             let parts = pickle.as_tuple(*state).unwrap_or_default();
                             let copied = parts.iter().map(|part| self.length(*part)).sum::<u64>();
                             self.spend(copied.saturating_add(self.length(*state)))?;
@@ -244,6 +248,25 @@ impl Cost<'_> {
                 Err(Fault::Unsupported(format!("it makes a {name} on its own")))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Checks the state that a tensor gets after it was made. torch passes the items of some states
+    /// to `Tensor.set_`, which allocates what the sizes need.
+    fn state(&self, tensor: Item, state: Item) -> FaultResult<()> {
+        let made_by = self.pickle.made_by(tensor).map(|(module, _)| module);
+        if !matches!(
+            made_by,
+            Some("torch" | "torch._utils" | "torch._tensor" | "torch.nn.parameter")
+        ) {
+            return Ok(());
+        }
+        match self.pickle.as_tuple(state) {
+            None if state == Item::None || self.pickle.as_dict(state).is_some() => Ok(()),
+            // Attributes and slots; flags and hooks; these with the data of a parameter.
+            Some([_, _] | [Item::Bool(_), _, _] | [_, _, _, _, _]) => Ok(()),
+            Some(parts @ [_, _, _, _]) => self.tensor(parts),
+            _ => Err(Fault::Unsupported("it changes a tensor after it was made".into())),
         }
     }
 

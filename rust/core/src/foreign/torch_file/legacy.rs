@@ -35,6 +35,7 @@ pub(super) fn look_at(window: &Window<'_>) -> FaultResult<Parts> {
     }
     let pickle_at = cursor.at;
     let pickle = cursor.pickle()?;
+    tensor_pickle::check_storages_agree(&pickle)?;
     let keys = cursor.pickle()?;
     let lengths: HashMap<&str, u64> =
         pickle.persistent().filter_map(|id| tensor_pickle::storage_extent(&pickle, id)).collect();

@@ -116,15 +116,22 @@ impl Walk<'_> {
                 vec![Value::Int(position), Value::Tuple(path.to_vec()), Value::Str(kind.into())];
             self.containers.push(Value::Tuple(fields));
         }
-        // A key may occur twice: the last value counts.
+        // A key may occur twice: the first key and the last value count. `True` is the key 1.
         let keys: Vec<_> =
             pairs.iter().map(|(key, _)| (*key, self.key(*key).unwrap_or_default())).collect();
-        let same = |(key, text): &(Item, String)| (matches!(key, Item::Str(_)), text.clone());
-        let last: HashMap<_, _> = keys.iter().map(same).zip(0..).collect();
+        let same = |(key, text): &(Item, String)| match key {
+            Item::Bool(truth) => (false, i64::from(*truth).to_string()),
+            _ => (matches!(key, Item::Str(_)), text.clone()),
+        };
+        let mut uses: HashMap<_, (usize, usize)> = HashMap::with_capacity(keys.len());
+        for (i, key) in keys.iter().enumerate() {
+            uses.entry(same(key)).or_insert((i, i)).1 = i;
+        }
         for (i, ((_, value), place)) in pairs.iter().zip(places).enumerate() {
-            if last[&same(&keys[i])] == i {
-                let key = &keys[i].1;
-                let part = match keys[i].0 {
+            let (first, last) = uses[&same(&keys[i])];
+            if last == i {
+                let (item, key) = &keys[first];
+                let part = match *item {
                     Item::Int(number) => Value::Tuple(vec![Value::Int(number)]),
                     Item::None => Value::Tuple(vec![Value::None]),
                     Item::Bool(truth) => Value::Tuple(vec![Value::Bool(truth)]),

@@ -10,8 +10,9 @@ impl Machine<'_, '_> {
         let Ok(id) = u32::try_from(self.pickle.nodes.len()) else {
             return Err(self.fault("too many values"));
         };
-        self.made += size_of::<Node>();
+        self.made += size_of::<Node>() + size_of::<u32>();
         self.pickle.nodes.push(node);
+        self.pickle.changed.push(0);
         self.stack.push(Slot { item: Item::Node(id), at });
         Ok(())
     }
@@ -41,10 +42,15 @@ impl Machine<'_, '_> {
         self.push_node(Node::Tuple { first, len }, at)
     }
 
+    /// Returns the container below `from`, which is about to change.
     fn container(&mut self, from: usize) -> FaultResult<u32> {
         match from.checked_sub(1) {
             Some(below) if below >= self.base() => match self.stack[below].item {
-                Item::Node(id) => Ok(id),
+                Item::Node(id) => {
+                    let now = u32::try_from(self.pickle.nodes.len());
+                    self.pickle.changed[id as usize] = now.unwrap_or(u32::MAX);
+                    Ok(id)
+                }
                 _ => Err(self.fault("an item for what is not a container")),
             },
             _ => Err(self.fault("too few values on the stack")),
@@ -56,7 +62,7 @@ impl Machine<'_, '_> {
     fn place(&self, i: usize) -> Option<Span> {
         let at = self.stack[i].at;
         let end = self.stack.get(i + 1).map_or(self.op_at, |next| next.at);
-        self.rules.keep.then(|| self.span_of(at, end - at).ok())?
+        self.rules.places.then(|| self.span_of(at, end - at).ok())?
     }
 
     pub(super) fn append(&mut self, from: usize) -> FaultResult<()> {
