@@ -36,8 +36,8 @@ def summed(tensors, weights=None, dtype=None):
     wide = (
         torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     )
-    total = torch.zeros(tensors[0].shape, dtype=wide)
-    for tensor, weight in zip(tensors, weights, strict=True):
+    total = tensors[0].to(wide) * weights[0]
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
         total.add_(tensor.to(wide), alpha=weight)
     return total.to(dtype or tensors[0].dtype)
 
@@ -90,6 +90,20 @@ def test_sums_of_every_dtype_are_those_of_torch(weights, tmp_path: Path) -> None
         same_numbers(got[name], summed([state[name] for state in states], weights))
     assert report.summed == report.written
     assert report.weights == (weights or [1 / 3] * 3)
+
+
+def test_equal_inputs_are_the_result(tmp_path: Path) -> None:
+    # -0.0 became 0.0: a sum began with zero. Each sign has a tensor, long and short, of every dtype.
+    state = {
+        f"{dtype} {sign} {size}": torch.full((size,), sign, dtype=torch.float32).to(dtype)
+        for dtype in FLOATS
+        for sign in (0.0, -0.0, -1.5)
+        for size in (3, 40_000)
+    }
+    dcp_rs.merge(three(tmp_path, [state, state]), tmp_path / "out")
+    got = read(tmp_path / "out")
+    for name, tensor in state.items():
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_every_float8_is_the_number_that_torch_reads(tmp_path: Path) -> None:

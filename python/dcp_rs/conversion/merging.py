@@ -79,10 +79,10 @@ def merge(
     together.
 
     Floating-point tensors are summed in float32, and in float64 where an input stores float64. The
-    sum begins with zero and takes one input after another, in the order of ``inputs``: ``sum =
-    weight * element + sum`` by a fused multiply-add. At the end it is rounded once to the dtype of
-    the result. On a CPU with that instruction, ``sum.add_(tensor.float(), alpha=weight)`` gives the
-    same bits.
+    first input times its weight starts the sum. The others are added in the order of ``inputs``:
+    ``sum = weight * element + sum`` by a fused multiply-add. At the end it is rounded once to the
+    dtype of the result. On a CPU with that instruction, ``sum.add_(tensor.float(), alpha=weight)``
+    gives the same bits.
 
     Integers, booleans, complex numbers and non-tensor values must be equal in all inputs, unless
     ``conflicts`` says which to take.

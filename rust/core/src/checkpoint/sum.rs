@@ -98,7 +98,8 @@ impl<'a> Input<'a> {
 
 /// Sums in float32, or in float64 (`is_double`), and rounds once.
 ///
-/// A sum begins with zero and adds the summands in order: `sum = weight * element + sum`, fused.
+/// The first summand starts the sum, `weight * element`. The others are added in order:
+/// `sum = weight * element + sum`, fused.
 ///
 /// # Errors
 /// Those of [`Gather::add`] and of [`read`](crate::read::read); [`Error::Plan`] for dtypes that
@@ -151,7 +152,7 @@ pub unsafe fn sum(
         if memory.len() < words {
             memory.resize(words, 0);
         }
-        memory[..words].fill(0);
+        memory[..words].fill(nothing(is_double));
         let base = memory.as_mut_ptr().cast::<u8>();
         for (input, reader) in inputs.iter().zip(readers) {
             requests.clear();
@@ -192,6 +193,12 @@ pub unsafe fn sum(
         }
         Ok(())
     })
+}
+
+/// Returns a word of sums without a summand: -0.0, which added to any product gives the product.
+/// 0.0 would turn a product of -0.0 into 0.0.
+fn nothing(is_double: bool) -> u64 {
+    if is_double { 1 << 63 } else { 1 << 63 | 1 << 31 }
 }
 
 /// Splits sums into parts, and combines small ones.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 use twox_hash::xxhash3_64::Hasher;
 
-use super::{Input, Sum, Summand, add, hand_over, sink};
+use super::{Input, Sum, Summand, add, hand_over, nothing, sink};
 use crate::checkpoint::explain;
 use crate::checkpoint::gather::Gather;
 use crate::copy::Accumulate;
@@ -283,7 +283,7 @@ unsafe fn add_up(
     let elements = fit(part.elements);
     for at in (0..elements).step_by(STEP) {
         let count = STEP.min(elements - at);
-        memory.fill(0);
+        memory.fill(nothing(is_double));
         let sums = memory.as_mut_ptr().cast::<u8>();
         for ((row, input), &(number, _)) in rows.iter_mut().zip(inputs).zip(&part.runs) {
             let bytes = &row.bytes[at * row.itemsize..][..count * row.itemsize];
