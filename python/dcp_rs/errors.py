@@ -29,6 +29,15 @@ __all__ = [
 ]
 
 
+#: Control characters but for line ends. A terminal could take them for commands.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\n")}
+
+
+def escaped(text: str) -> str:
+    """Return a text of names that others wrote, with its control characters escaped."""
+    return text.translate(_CONTROLS)
+
+
 class DcpRsError(Exception):
     """Base of all errors of dcp-rs.
 
@@ -48,7 +57,7 @@ class DcpRsError(Exception):
 
     def __str__(self) -> str:
         # OSError, a base of some classes here, has a format of its own for several arguments.
-        return str(self.args[0]) if self.args else type(self).__name__
+        return escaped(str(self.args[0])) if self.args else type(self).__name__
 
 
 class CheckpointNotFoundError(DcpRsError, FileNotFoundError):

@@ -15,7 +15,7 @@ from dcp_rs._reports import Report
 from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.locate import open_index, payload
-from dcp_rs.errors import CorruptDataError, CorruptIndexError
+from dcp_rs.errors import CorruptDataError, CorruptIndexError, escaped
 from dcp_rs.options import ReadOptions
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -26,7 +26,8 @@ class Problem:
     """A difference between a checkpoint and its index.
 
     Attributes:
-        file: the path of the data file; that of the index or ``.metadata`` if it does not open.
+        file: the path of the data file; that of the index or ``.metadata`` if it does not open, or
+            if a tensor lacks elements.
         tensor: the FQN of the tensor or value; empty for a file's header, for bytes of no entry,
             and for a whole file.
         block: the number of the damaged block (1 MiB) in its chunk.
@@ -44,7 +45,7 @@ class Problem:
     def __str__(self) -> str:
         where = f"tensor {self.tensor!r}, block {self.block} (byte {self.offset}): "
         where = where if self.tensor else ""
-        return f"{self.file}: {where}expected {self.expected}, got {self.got}"
+        return escaped(f"{self.file}: {where}expected {self.expected}, got {self.got}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,7 +96,8 @@ def verify(
 ) -> VerifyReport:
     """Hash a whole checkpoint, and compare it with the digests in its index.
 
-    Every file must exist and have its length.
+    Every file must exist and have its length, and the chunks must hold all elements of every
+    tensor.
 
     Args:
         path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of

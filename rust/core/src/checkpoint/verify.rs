@@ -10,6 +10,8 @@ use super::blocks::{Block, blocks, each_block, open, push_blocks};
 use super::data_files::{explain, file_ref};
 use crate::foreign::torch_file;
 use crate::format::{Index, Kind, SourceKind, block_digest};
+use crate::geometry::Dims;
+use crate::geometry::overlap::{self, Region};
 use crate::store::{FileRef, Files, Opened, Storage};
 use crate::{Control, Error, Result, parallel};
 
@@ -57,7 +59,7 @@ pub struct Verified {
 }
 
 /// Hashes every block that has a digest, and every header. Checks that every file exists and has
-/// its length.
+/// its length, and that the chunks hold all elements of every tensor.
 ///
 /// `control` counts the bytes. If `threads` is 0, it uses all cores.
 ///
@@ -108,8 +110,29 @@ pub fn verify(
         verify_records(index, there, &files, threads, control, &mut verified)?;
     }
     verified.problems.extend(problems.into_iter().map(|(_, problem)| problem));
+    for tensor in 0..index.tensor_count() {
+        verified.problems.extend(hole(index, tensor));
+    }
     verified.problems.sort_by(|a, b| (&a.path, a.offset).cmp(&(&b.path, b.offset)));
     Ok(verified)
+}
+
+/// Returns a problem if no chunk holds some elements of a tensor.
+fn hole(index: &Index, tensor: u32) -> Option<Problem> {
+    let entry = index.tensor(tensor);
+    entry.dtype?;
+    let origin = Dims::from_elem(0, entry.shape.len());
+    let whole = Region::new(&origin, &entry.shape);
+    let Region { offsets, sizes } = overlap::cover(index, tensor, &whole).err()?;
+    Some(Problem {
+        path: index.path().to_owned(),
+        tensor: index.name(tensor).to_owned(),
+        whole_file: false,
+        block: 0,
+        offset: 0,
+        expected: format!("all elements of shape {:?}", entry.shape),
+        got: format!("no chunk with the elements {sizes:?} at {offsets:?}"),
+    })
 }
 
 /// Returns those of some chunks that do not match their digests, with the first problem of each.
