@@ -188,7 +188,7 @@ pub(super) fn unneeded<'a>(
     {
         has_live = true;
         let path = dir.join(name);
-        let bytes = files.read(&path)?;
+        let bytes = files.read_index(&path)?;
         let bytes = bytes.ok_or_else(|| Error::io("read", &path, ErrorKind::NotFound.into()))?;
         let index = Index::from_bytes(bytes, &path)?;
         // Ignores the folder of the name: it is safer to keep a file too many.

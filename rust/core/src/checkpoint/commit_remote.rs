@@ -95,7 +95,7 @@ pub fn commit_remote(
     let path = dir.join(index_name(rank));
     check_written(dir, index, false, connection, control)?;
     let files = Files::Remote(connection, control);
-    let before = match begun.replaces.then(|| files.read(&path)).transpose() {
+    let before = match begun.replaces.then(|| files.read_index(&path)).transpose() {
         Err(error) if is_refused(&error) => return Err(another(&path)),
         before => before?.flatten(),
     };
@@ -110,7 +110,7 @@ pub fn commit_remote(
                 return Err(another(&path));
             }
             let path = dir.join(&name);
-            if let Some(bytes) = files.read(&path)? {
+            if let Some(bytes) = files.read_index(&path)? {
                 old.extend(Index::from_bytes(bytes, &path).ok());
                 of_ranks.push(name);
             }

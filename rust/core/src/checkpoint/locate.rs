@@ -32,7 +32,7 @@ pub(super) fn find(files: Files<'_>, path: &Path, rank: Option<u32>) -> Result<F
         |of_rank: fn(u32) -> String, of_all: &str| rank.map_or_else(|| of_all.to_owned(), of_rank);
     let index = path.join(name(rank_index_name, INDEX_NAME));
     if files.is_remote() {
-        if let Some(bytes) = files.read(&index)? {
+        if let Some(bytes) = files.read_index(&index)? {
             return Ok(Found::Native(index, Some(bytes)));
         }
     } else if is_there(files, &index)? {

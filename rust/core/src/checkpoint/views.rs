@@ -9,7 +9,7 @@ use super::gather::Gather;
 use crate::format::{Index, Kind, Logical, Origin, derive};
 use crate::quant::{Config, Target, detect};
 use crate::read::{Destination, ReadOptions};
-use crate::store::Storage;
+use crate::store::{MOST_JSON, Storage};
 use crate::{Control, Error, Result};
 
 /// Returns the checkpoint with its quantized weights as tensors of `target`; `None` if it has none.
@@ -41,7 +41,8 @@ pub fn dequantize(
 /// Reads the quantization configuration of the folder.
 fn config(index: &Index, control: &Control) -> Result<Option<Config>> {
     let path: PathBuf = index.folder().join("config.json");
-    let Some(json) = Storage::new(index.remote(), 1, control)?.files().read(&path)? else {
+    let Some(json) = Storage::new(index.remote(), 1, control)?.files().read(&path, MOST_JSON)?
+    else {
         return Ok(None);
     };
     Config::parse(&json).map_err(|reason| Error::Quantization {

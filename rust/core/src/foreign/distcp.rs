@@ -17,6 +17,8 @@ use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, Tenso
 use crate::store::{Files, Stat};
 use crate::{Dtype, Error, Result, parallel};
 
+/// Limit on a `.metadata`: millions of chunks.
+const MOST_METADATA: u64 = 1 << 30;
 /// File that identifies a stock DCP checkpoint.
 pub const METADATA_NAME: &str = ".metadata";
 
@@ -35,7 +37,7 @@ pub(crate) fn index_folder(
     threads: usize,
 ) -> Result<Vec<u8>> {
     let path = dir.join(rank.map_or_else(|| METADATA_NAME.to_owned(), rank_metadata_name));
-    let Some(bytes) = files.read(&path)? else {
+    let Some(bytes) = files.read(&path, MOST_METADATA)? else {
         return Err(Error::NotFound {
             path: dir.to_owned(),
             reason: format!("there is no {}", path.display()),

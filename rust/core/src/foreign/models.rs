@@ -9,9 +9,10 @@ use std::path::Path;
 
 use serde::Deserialize;
 
+use super::{LFS_POINTER, is_lfs_pointer};
 use crate::format::DataFileName;
 use crate::paths::{Reach, reach};
-use crate::store::Files;
+use crate::store::{Files, MOST_JSON};
 use crate::{Error, Result};
 
 /// A family of model files.
@@ -238,12 +239,25 @@ fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<M
     if let (Grouping::Series, stem, variant, of) = *key {
         let numbers: BTreeSet<u64> =
             files.iter().filter_map(|name| Some(numbered(name, family)?.number)).collect();
-        if numbers.len() as u64 != of {
-            let missing = (1..=of).find(|number| !numbers.contains(number)).unwrap_or(of);
+        // Some writers count from 0.
+        let first = u64::from(!numbers.contains(&0) || numbers.contains(&of));
+        let path = |number: u64| {
+            dir.join(format!("{stem}-{number:05}-of-{of:05}{variant}{}", family.suffix))
+        };
+        let known = numbers.range(first..first + of).count() as u64;
+        if known != of {
+            let missing = (first..first + of).find(|number| !numbers.contains(number));
             return Err(Error::corrupt_file(
-                &dir.join(format!("{stem}-{missing:05}-of-{of:05}{variant}{}", family.suffix)),
-                format!("it is missing: {} of {of} files are there", numbers.len()),
+                &path(missing.unwrap_or(of)),
+                format!("it is missing: {known} of {of} files are there"),
             ));
+        }
+        let odd = |name: &&&str| {
+            numbered(name, family).is_some_and(|part| !(first..first + of).contains(&part.number))
+        };
+        if let Some(name) = files.iter().find(odd) {
+            let reason = format!("it is not one of the {of} files of its series: remove it");
+            return Err(Error::corrupt_file(&dir.join(name), reason));
         }
     }
     Ok(Model { files: files.iter().map(|&name| name.to_owned()).collect(), ..Model::default() })
@@ -257,7 +271,7 @@ fn named_by_config(from: Files<'_>, dir: &Path, names: &[String]) -> Option<Stri
         transformers_weights: Option<String>,
     }
     let config = names.iter().find(|&name| name == "config.json")?;
-    let text = from.read(&dir.join(config)).ok()??;
+    let text = from.read(&dir.join(config), MOST_JSON).ok()??;
     let config: Config = serde_json::from_slice(&text).ok()?;
     config.transformers_weights.filter(|name| names.contains(name))
 }
@@ -296,18 +310,25 @@ struct HfIndex {
 
 fn read_weight_map(from: Files<'_>, dir: &Path, name: &str) -> Result<HashMap<String, String>> {
     let path = dir.join(name);
-    let Some(text) = from.read(&path)? else {
+    let Some(text) = from.read(&path, MOST_JSON)? else {
         return Err(Error::corrupt_file(&path, "it is missing"));
     };
-    let index: HfIndex = serde_json::from_slice(&text).map_err(|e| {
+    if is_lfs_pointer(&text) {
+        return Err(Error::corrupt_index(&path, 0, LFS_POINTER));
+    }
+    let mut index: HfIndex = serde_json::from_slice(&text).map_err(|e| {
         Error::corrupt_index(&path, 0, format!("line {} column {}: {e}", e.line(), e.column()))
     })?;
-    match index.weight_map.values().find(|file| reach(file) != Reach::Plain) {
-        Some(file) => {
-            Err(Error::corrupt_index(&path, 0, format!("file {file:?} leads out of the folder")))
+    for file in index.weight_map.values_mut().filter(|file| reach(file) != Reach::Plain) {
+        let parts: Vec<&str> = file.split('/').filter(|part| !matches!(*part, "" | ".")).collect();
+        let plain = parts.join("/");
+        if reach(file) != Reach::Inside || reach(&plain) != Reach::Plain {
+            let reason = format!("file {file:?} leads out of the folder");
+            return Err(Error::corrupt_index(&path, 0, reason));
         }
-        None => Ok(index.weight_map),
+        *file = plain;
     }
+    Ok(index.weight_map)
 }
 
 #[cfg(test)]

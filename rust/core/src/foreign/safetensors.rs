@@ -10,6 +10,7 @@ use std::path::Path;
 use super::fault::{Fault, FaultResult};
 use super::models::Model;
 use super::sharding::Sharding;
+use super::{LFS_POINTER, is_lfs_pointer};
 use crate::checkpoint::part_of;
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
@@ -56,6 +57,9 @@ const FIRST_READ: u64 = 64 << 10;
 fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<ModelFile> {
     let path = dir.join(name);
     let (stat, mut head) = files.stat_with_start(&path, FIRST_READ)?;
+    if is_lfs_pointer(&head) {
+        return Err(Error::corrupt_index(&path, 0, LFS_POINTER));
+    }
     let bad = |e: st::HeaderError| Error::corrupt_index(&path, e.offset, e.reason);
     if let Some(prefix) = head.first_chunk::<8>() {
         let need = st::PREFIX_LEN + st::header_len(*prefix, stat.size).map_err(bad)?;

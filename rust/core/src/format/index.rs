@@ -109,6 +109,15 @@ pub struct ChunkView {
 }
 
 impl Index {
+    /// Checks the header in the start of an index of `size` bytes, before the rest is fetched. A
+    /// start that is the whole index is left to [`from_bytes`](Self::from_bytes).
+    pub(crate) fn check_start(start: &[u8], size: u64, path: &Path) -> Result<()> {
+        if start.len() as u64 == size {
+            return Ok(());
+        }
+        validate::header(start, size, path).map(drop)
+    }
+
     /// Makes an index of its bytes, after a check of every rule of the format.
     ///
     /// `path` is the file of the bytes. It appears in messages, and its folder is that of the data

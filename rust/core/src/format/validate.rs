@@ -27,8 +27,8 @@ const CHUNKS_AT_A_TIME: u64 = 1 << 13;
 
 type SectionRanges = [Range<usize>; 7];
 
-/// Checks the header, and returns the ranges of the sections and of the contents.
-pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Option<Range<usize>>)> {
+/// Checks the header of an index of `size` bytes that begins with `bytes`.
+pub(super) fn header<'a>(bytes: &'a [u8], size: u64, path: &Path) -> Result<&'a Header> {
     let bad =
         |offset: usize, reason: String| Err(Error::corrupt_index(path, offset as u64, reason));
     let Ok((header, _)) = Header::ref_from_prefix(bytes) else {
@@ -47,12 +47,20 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Opti
     if header.header_len.get() as usize != HEADER_LEN {
         return bad(12, format!("header length is {}, not {HEADER_LEN}", header.header_len));
     }
-    if header.file_len.get() != bytes.len() as u64 {
+    if header.file_len.get() != size {
         return bad(
             32,
-            format!("the file is {} bytes long, its header says {}", bytes.len(), header.file_len),
+            format!("the file is {size} bytes long, its header says {}", header.file_len),
         );
     }
+    Ok(header)
+}
+
+/// Checks the header, and returns the ranges of the sections and of the contents.
+pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Option<Range<usize>>)> {
+    let bad =
+        |offset: usize, reason: String| Err(Error::corrupt_index(path, offset as u64, reason));
+    let header = header(bytes, bytes.len() as u64, path)?;
     let unknown = header.incompat.get() & !KNOWN_INCOMPAT;
     if unknown != 0 {
         return Err(Error::Unsupported(format!(

@@ -2,13 +2,14 @@
 #![allow(unsafe_code)] // fetched bytes go to a buffer by its address
 
 use std::fs::File;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read as _};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
 use std::sync::Arc;
 
+use super::open_file;
 use super::remote::{Connection, Destination, FetchRange, Remote, Run, fetch};
-use super::{open_file, read_all};
+use crate::format::Index;
 use crate::{Control, Error, Result};
 
 /// Bytes of the first request for a remote file. This is all of most files.
@@ -17,6 +18,10 @@ const FIRST: u64 = 4 << 20;
 const PART: u64 = 8 << 20;
 /// The rest is fetched in steps of this many bytes, or of the bytes so far if they are more.
 const STEP: usize = 64 << 20;
+/// Limit on a JSON file, that of the headers of safetensors.
+pub(crate) const MOST_JSON: u64 = 100_000_000;
+/// Limit on an index that is read into memory: tens of millions of chunks.
+pub(crate) const MOST_INDEX: u64 = 4 << 30;
 /// Concurrent checks of files on a store.
 const LOOKS: usize = 32;
 
@@ -81,21 +86,49 @@ impl<'a> Files<'a> {
         }
     }
 
-    /// Returns all bytes of a file; `None` if it does not exist.
-    pub fn read(&self, path: &Path) -> Result<Option<Vec<u8>>> {
+    /// Returns all bytes of a file of at most `most` bytes; `None` if it does not exist.
+    ///
+    /// # Errors
+    /// [`Error::CorruptIndex`] for a longer file. Nothing more than its start was read.
+    pub fn read(&self, path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
         match *self {
-            Self::Local => match read_all(path) {
-                Ok(bytes) => Ok(Some(bytes)),
-                Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-                Err(e) => Err(Error::io("read", path, e)),
-            },
+            Self::Local => {
+                let failed = |e| Error::io("read", path, e);
+                let file = match open_file(path) {
+                    Ok(file) => file,
+                    Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+                    Err(e) => return Err(failed(e)),
+                };
+                check_size(path, file.metadata().map_err(failed)?.len(), most)?;
+                let mut bytes = Vec::new();
+                file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(failed)?;
+                check_size(path, bytes.len() as u64, most)?; // it may have grown
+                Ok(Some(bytes))
+            }
             Self::Remote(connection, control) => {
                 match connection.start(path, FIRST, false, control)? {
-                    Some((bytes, size)) => rest(connection, control, path, bytes, size).map(Some),
+                    Some((bytes, size)) => {
+                        check_size(path, size, most)?;
+                        rest(connection, control, path, bytes, size).map(Some)
+                    }
                     None => Ok(None),
                 }
             }
         }
+    }
+
+    /// Returns all bytes of an index; `None` if it does not exist. On a store, the start of a large
+    /// one is checked before the rest is fetched.
+    pub fn read_index(&self, path: &Path) -> Result<Option<Vec<u8>>> {
+        let Self::Remote(connection, control) = *self else {
+            return self.read(path, MOST_INDEX);
+        };
+        let Some((bytes, size)) = connection.start(path, FIRST, false, control)? else {
+            return Ok(None);
+        };
+        check_size(path, size, MOST_INDEX)?;
+        Index::check_start(&bytes, size, path)?;
+        rest(connection, control, path, bytes, size).map(Some)
     }
 
     /// Returns length and time of a data file of a checkpoint. It is an error if the file does not
@@ -150,6 +183,13 @@ impl<'a> Files<'a> {
             Self::Remote(connection, control) => Ok(Opened::Remote(connection, control)),
         }
     }
+}
+
+fn check_size(path: &Path, size: u64, most: u64) -> Result<()> {
+    if size <= most {
+        return Ok(());
+    }
+    Err(Error::corrupt_index(path, 0, format!("it has {size} bytes, more than {most}")))
 }
 
 /// A file to read ranges of.

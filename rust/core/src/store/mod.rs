@@ -24,7 +24,7 @@ pub use conditional::{has, put_new};
 pub(crate) use descriptors::most_open;
 pub use file::FileRef;
 pub(crate) use file::{open_file, read_all, read_at, read_direct_at};
-pub(crate) use files::{Files, Opened, Stat, Storage};
+pub(crate) use files::{Files, MOST_JSON, Opened, Stat, Storage};
 pub use fingerprint::Fingerprint;
 pub(crate) use lock::Claimed;
 pub use lock::{FileLock, FolderLock, LOCK_NAME, Mode};

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use twox_hash::xxhash3_64::Hasher;
 
-use super::files::Files;
+use super::files::{Files, MOST_INDEX};
 use crate::format::block_digest;
 use crate::{Control, Error, Result, parallel};
 
@@ -393,7 +393,7 @@ pub fn read_files(
     control: &Control,
 ) -> Result<Vec<Option<Vec<u8>>>> {
     let files = Files::Remote(connection, control);
-    parallel::map(paths.len(), QUESTIONS, |number| files.read(&paths[number]))
+    parallel::map(paths.len(), QUESTIONS, |number| files.read(&paths[number], MOST_INDEX))
 }
 
 #[cfg(test)]
