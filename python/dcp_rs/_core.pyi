@@ -309,6 +309,8 @@ class Index:
 
         Return None for a name that the index does not have.
         """
+    def check_expanded(self, tensors: Sequence[int]) -> None:
+        """Raise if tensors are much larger than the data files, as strides of 0 make them."""
     def check_regions(
         self, regions: Sequence[tuple[int, _Extent, _Extent]], values: Sequence[int]
     ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:

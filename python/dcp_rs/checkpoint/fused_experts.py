@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from dcp_rs.errors import UnsupportedError
 
 __all__ = ["views_for"]
 
+#: The limit on a ``config.json``, that of the headers of safetensors.
+_MOST_BYTES = 100_000_000
 #: The module of the experts in files and in the model, and the names of the gate, up and down
 #: projections in files (transformers' ``conversion_mapping.py``).
 _QWEN = ("mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
@@ -48,7 +51,8 @@ def views_for(
         Views for ``views=``; none for a model without experts, or with fused experts in its files.
 
     Raises:
-        UnsupportedError: the model has experts, and its type is not known.
+        UnsupportedError: the model has experts, and its type is not known, or ``config.json`` is
+            not that of a model.
 
     Example:
         ```python
@@ -57,9 +61,10 @@ def views_for(
         ```
     """
     if isinstance(config, str | os.PathLike):
-        config = json.loads((Path(config) / "config.json").read_text())
+        config = _read(Path(config) / "config.json")
     known = config if isinstance(config, Mapping) else config.to_dict()
     kind = known.get("model_type")
+    kind = kind if isinstance(kind, str) else None
     if kind not in _TYPES:
         inner = known.get("text_config")
         places = [known, inner] if isinstance(inner, Mapping) else [known]
@@ -92,3 +97,22 @@ def views_for(
         *(Unstack(half[name], into=single[name]) for name in (gate, up)),
         Unstack(f"{into}.down_proj", into=single[down]),
     ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the configuration in a file, which anyone may have written."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+            msg = f"{path} is not a file of at most {_MOST_BYTES:,} bytes"
+            raise UnsupportedError(msg, path=path)
+        text = file.read(_MOST_BYTES)
+    try:
+        config = json.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        msg = f"{path} is not the configuration of a model: {error}"
+        raise UnsupportedError(msg, path=path) from None
+    if not isinstance(config, dict):
+        msg = f"{path} is not the configuration of a model: it holds no object"
+        raise UnsupportedError(msg, path=path)
+    return config

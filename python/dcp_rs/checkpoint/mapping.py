@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +72,7 @@ class TensorInfo:
         dtype: its dtype in torch, or in NumPy with ``framework="np"``; None for a value.
         shape: the shape of the whole tensor; empty for a value.
         chunks: the number of its chunks.
-        nbytes: the bytes of all chunks.
+        nbytes: the bytes of the whole tensor, or of the stored value.
     """
 
     name: str
@@ -117,7 +118,7 @@ class OpenCheckpoint(Mapping[str, Any]):
         self._index = index
         self._options = options
         self._open_again = open_again
-        self._can_view = not index.is_remote
+        self._can_view = not index.is_remote and options.io in ("auto", "mmap")
         self._files: dict[int, _core.FileMapping] = {}
         self._counts = Counts()
         self._closed = False
@@ -260,8 +261,11 @@ class OpenCheckpoint(Mapping[str, Any]):
         """
         number = self._find(fqn)
         entry = self._index.tensor(number)
-        dtype = None if entry.is_bytes else self._dtype(entry)
-        nbytes = sum(chunk.length for chunk in self._index.chunks(number))
+        if entry.is_bytes:
+            dtype, nbytes = None, self._index.chunks(number)[0].length
+        else:
+            dtype = self._dtype(entry)
+            nbytes = dtype.itemsize * math.prod(entry.shape)
         return TensorInfo(fqn, dtype, self._shape(entry.shape), entry.chunk_count, nbytes)
 
     def chunks(self, fqn: str) -> list[ChunkInfo]:

@@ -175,8 +175,12 @@ class IndexSource:
         return Item(name, number, dtype, entry.shape, chunks, nbytes, entry.flags, path, position)
 
     def check(self, items: Sequence[Item]) -> None:
-        """Raise if files are missing or of another length, or hold less than all of the items."""
+        """Raise if files are missing or of another length, or hold less than all of the items.
+
+        Items that are much larger than the files are refused, too.
+        """
         tensors = [item for item in items if item.dtype is not None]
+        self.index.check_expanded([item.number for item in tensors])
         holes = self.index.check_regions(
             [(item.number, [0] * len(item.shape), item.shape) for item in tensors],
             [item.number for item in items if item.dtype is None],

@@ -125,9 +125,10 @@ def stats(
         progress: called with the bytes counted so far, and all of them.
 
     Raises:
-        CorruptDataError: a data file is missing or damaged.
-        PlanError: no chunk holds some of the elements.
+        CorruptDataError: a data file is missing or damaged, or no chunk holds some elements.
+        UnsupportedError: the tensors are much larger than the files.
     """
+    source.check(items)
     regions = [Region(item, None, item.dtype) for item in items if item.dtype is not None]
     dtypes = [NAMES[region.dtype] for region in regions]
     found = [_Sums() for _ in regions]

@@ -48,6 +48,7 @@ def stream(
     counts = Counts() if counts is None else counts
     chosen = [n for n in index.file_order() if numbers is None or n in numbers]
     stored = {n: entry for n in chosen if not (entry := index.tensor(n)).is_bytes}
+    index.check_expanded(list(stored))
     if is_accelerator(device):
         # On meta: memory is made when its first bytes are there.
         targets = [Target.whole(number, entry, "meta") for number, entry in stored.items()]

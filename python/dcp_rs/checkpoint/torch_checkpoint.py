@@ -41,7 +41,10 @@ def read_whole(
 
     Raises:
         PlanError: the checkpoint does not hold all of a tensor.
+        UnsupportedError: the tensors are much larger than the files.
     """
+    numbers = list(numbers)
+    index.check_expanded(numbers)
     entries = [(number, index.tensor(number)) for number in numbers]
     check_held(index, [(number, [0] * len(entry.shape), entry.shape) for number, entry in entries])
     targets = [Target.whole(number, entry, device) for number, entry in entries]
@@ -54,6 +57,7 @@ class Checkpoint(OpenCheckpoint):
 
     :func:`dcp_rs.open` makes it. On the CPU, a tensor that is stored in one piece is a view of a
     private mapping of its file. It is read when you touch it, and writing to it changes no file.
+    With ``io="buffered"`` or ``"direct"`` nothing is mapped, and every tensor is read at once.
     Two look-ups of one name share memory. A tensor in several pieces is read into new memory.
     Tensors stay valid after :meth:`close`.
 

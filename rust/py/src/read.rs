@@ -239,6 +239,15 @@ impl Index {
         found.iter().map(|overlap| Overlap::new(py, overlap)).collect()
     }
 
+    /// Raises if tensors are much larger than the data files.
+    fn check_expanded(&self, py: Python<'_>, tensors: Vec<u32>) -> PyResult<()> {
+        for &tensor in &tensors {
+            self.check_tensor(tensor)?;
+        }
+        let index = Arc::clone(&self.inner);
+        self.looking(py, |_| checkpoint::check_expanded(&index, &tensors))
+    }
+
     /// Checks a plan before anything is read. Raises unless the data files of these regions and
     /// values exist and have the expected length. Returns (region, offsets, sizes) for each part
     /// that no chunk holds.

@@ -5,8 +5,15 @@ use std::collections::HashSet;
 
 use super::data_files::{check_each, file_ref};
 use crate::format::Index;
+use crate::geometry::element_count;
 use crate::geometry::overlap::{self, Region};
-use crate::{Control, Result};
+use crate::{Control, Dtype, Error, Result};
+
+/// Largest honest ratio of tensors to their data files: 4-bit codes that are decoded to float32,
+/// under two names.
+const EXPANSION: u64 = 16;
+/// Bytes that tensors may always have.
+const MOST_EXPANDED: u64 = 256 << 20;
 
 /// Checks that the files of some chunks exist and have the expected length.
 pub fn check_files(
@@ -27,6 +34,35 @@ fn check_numbers(
 ) -> Result<()> {
     let files = files.into_iter().map(|file| file_ref(index, file, allow_external));
     check_each(index, &files.collect::<Result<Vec<_>>>()?, control)
+}
+
+/// Checks that tensors are not much larger than the data files when they are written out. A file of
+/// `torch.save` may hold a tensor of any size in a few bytes, by strides of 0.
+///
+/// # Errors
+/// [`Error::Unsupported`] with the name of the tensor that is too much.
+pub fn check_expanded(index: &Index, tensors: &[u32]) -> Result<()> {
+    let files = (0..index.file_count()).map(|file| index.file(file).size);
+    let files = files.fold(0, u64::saturating_add);
+    let most = files.saturating_mul(EXPANSION).max(MOST_EXPANDED);
+    let mut total = 0_u64;
+    for &tensor in tensors {
+        let view = index.tensor(tensor);
+        let size = view.dtype.map_or(0, Dtype::size);
+        let count = element_count(&view.shape).unwrap_or(u64::MAX);
+        total = total.saturating_add(count.saturating_mul(size));
+        if total > most {
+            return Err(Error::Unsupported(format!(
+                "tensor {:?} of {}: its {} bytes, or those of all tensors together, are more than \
+                 {EXPANSION} times the {files} bytes of the data files, as strides of 0 make them; \
+                 leave it out with exclude=, or read it by its name",
+                view.name,
+                index.path().display(),
+                count.saturating_mul(size),
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Checks a plan before anything is read. Returns the parts of regions that no chunk holds, each

@@ -19,7 +19,7 @@ pub mod sum;
 pub mod verify;
 mod views;
 
-pub use check::{check_files, check_regions};
+pub use check::{check_expanded, check_files, check_regions};
 pub use clean::{Cleaned, Leftover, LeftoverKind, Verdict, clean, leftovers};
 pub use clean_remote::{clean_remote, leftovers_remote};
 pub use commit::{Committed, commit_index, discard, next_generation, replace_index};
