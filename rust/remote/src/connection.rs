@@ -1,6 +1,6 @@
 //! Connection to a store, which lasts as long as a call.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,6 +16,7 @@ use futures_util::stream::FuturesUnordered;
 use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::{ObjectMeta, ObjectStoreExt as _};
 
+use crate::answers::Failure;
 use crate::config::{Config, StoreKind};
 use crate::fetch::{self, File};
 use crate::session::{Session, Shared, as_seen};
@@ -76,6 +77,10 @@ impl Connected {
     }
 }
 
+/// Limits on the pages of a listing, and on its entries.
+const MOST_PAGES: usize = 100_000;
+const MOST_LISTED: usize = 10_000_000;
+
 /// Returns the objects directly in a folder, and the prefixes of all others. Each page is a request
 /// with its own time and retries.
 async fn list(
@@ -86,7 +91,11 @@ async fn list(
 ) -> Result<(Vec<ObjectMeta>, Vec<object_store::path::Path>)> {
     let prefix = (!folder.as_ref().is_empty()).then(|| format!("{folder}/"));
     let (mut objects, mut prefixes) = (Vec::new(), Vec::new());
-    let mut token = None;
+    let (mut token, mut tokens) = (None, HashSet::new());
+    let endless = |reason: &str| {
+        let failure = Failure::lasting(StorageFault::Failed, reason);
+        Err(failure.into_error("list", path, 1, &shared.config.secrets))
+    };
     loop {
         let next = || {
             let options = PaginatedListOptions {
@@ -100,8 +109,14 @@ async fn list(
         objects.extend(page.result.objects);
         prefixes.extend(page.result.common_prefixes);
         token = page.page_token;
-        if token.is_none() {
+        let Some(next) = &token else {
             return Ok((objects, prefixes));
+        };
+        if !tokens.insert(next.clone()) {
+            return endless("the listing has no end: the store sends the same page again");
+        }
+        if tokens.len() > MOST_PAGES || objects.len() + prefixes.len() > MOST_LISTED {
+            return endless("the listing has no end: the folder has too many files");
         }
     }
 }

@@ -2,7 +2,7 @@
 //! redirect of a store, which would take credentials to another host.
 
 use std::fmt;
-use std::net::{SocketAddr, ToSocketAddrs as _};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -220,18 +220,46 @@ impl HttpConnector for Transport {
 }
 
 /// Stores redirect if a bucket is in another region, where the signature would be invalid. Web
-/// servers redirect to the location of their files, and get no secrets.
+/// servers redirect to the location of their files, and get no secrets. From the internet they may
+/// not lead into a private network, where this machine may read what the server cannot.
 fn redirects(kind: StoreKind) -> Policy {
     if kind != StoreKind::Http {
         return Policy::none();
     }
     Policy::custom(|attempt| {
-        let was_safe = attempt.previous().iter().any(|url| url.scheme() == "https");
-        let is_weaker = was_safe && attempt.url().scheme() != "https";
-        if is_weaker || attempt.previous().len() > MOST_REDIRECTS {
-            attempt.stop()
-        } else {
+        if attempt.previous().len() <= MOST_REDIRECTS && leads_on(attempt.previous(), attempt.url())
+        {
             attempt.follow()
+        } else {
+            attempt.stop()
+        }
+    })
+}
+
+/// Returns whether a redirect is as safe as the URLs before it.
+fn leads_on(previous: &[Url], to: &Url) -> bool {
+    let was_safe = previous.iter().any(|url| url.scheme() == "https");
+    let is_weaker = was_safe && to.scheme() != "https";
+    !is_weaker && (!is_local(to) || previous.iter().all(is_local))
+}
+
+/// Returns whether the host of a URL has an address on this machine or in a private network.
+fn is_local(url: &Url) -> bool {
+    let addresses = url.socket_addrs(|| None).unwrap_or_default();
+    addresses.iter().any(|address| match address.ip().to_canonical() {
+        IpAddr::V4(ip) => {
+            let is_shared = ip.octets()[0] == 100 && ip.octets()[1] & 0xc0 == 64;
+            ip.is_loopback()
+                || ip.is_private()
+                || ip.is_link_local()
+                || ip.is_unspecified()
+                || is_shared
+        }
+        IpAddr::V6(ip) => {
+            ip.is_loopback()
+                || ip.is_unspecified()
+                || ip.is_unique_local()
+                || ip.is_unicast_link_local()
         }
     })
 }

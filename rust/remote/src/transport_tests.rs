@@ -120,6 +120,54 @@ fn a_web_server_may_and_is_not_told_where_from() {
 }
 
 #[test]
+fn no_redirect_leads_from_the_internet_into_a_private_network() {
+    let url = |text: &str| Url::parse(text).unwrap();
+    let public = url("http://93.184.216.34/model");
+    for to in [
+        "http://127.0.0.1/x",
+        "http://localhost:8080/x",
+        "http://169.254.169.254/latest/meta-data/",
+        "http://10.1.2.3/x",
+        "http://100.64.0.1/x",
+        "http://[::1]/x",
+        "http://[fd00::1]/x",
+        "http://[::ffff:192.168.0.1]/x",
+        "http://0.0.0.0/x",
+    ] {
+        assert!(!leads_on(&[public.clone()], &url(to)), "{to}");
+        assert!(leads_on(&[url("http://192.168.0.7/x")], &url(to)), "{to}");
+        assert!(!leads_on(&[url("http://127.0.0.1/x"), public.clone()], &url(to)), "{to}");
+    }
+    assert!(leads_on(&[public.clone()], &url("https://93.184.216.35/x")));
+    assert!(leads_on(&[url("http://127.0.0.1/x")], &public));
+    assert!(!leads_on(&[url("https://93.184.216.34/x")], &public));
+}
+
+/// Once, the same token again and again kept a call, and its memory, for ever.
+#[test]
+fn a_listing_that_repeats_itself_ends() {
+    let page = |token: String| {
+        let body = format!(
+            "<ListBucketResult><Contents><Key>x/f</Key><Size>1</Size>\
+             <LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>\
+             <NextContinuationToken>{token}</NextContinuationToken></ListBucketResult>"
+        );
+        Reply::ok(&body)
+    };
+    let list = |url: &str| {
+        let connection = store("s3", url, &[]).connect(1).unwrap();
+        connection.list("s3://bucket/x".as_ref(), &Control::new()).unwrap_err()
+    };
+    let (url, asked) = serve(move |_, _| page("again".into()));
+    let error = list(&url);
+    assert!(fault(&error).1.contains("the same page again"), "{error}");
+    assert_eq!(asked.lock().unwrap().len(), 2);
+    let (url, asked) = serve(move |_, before| page(["a", "b", "c", "a"][before % 4].into()));
+    assert!(fault(&list(&url)).1.contains("the same page again"));
+    assert!(asked.lock().unwrap().len() < 9);
+}
+
+#[test]
 fn a_store_that_asks_to_wait_is_left_alone() {
     let (url, asked) = serve(|_, before| match before {
         0 => Reply::of(503, "SlowDown").with("Retry-After", "1"),
