@@ -19,9 +19,6 @@ from dcp_rs.tensors.elements import ITEMSIZES
 
 __all__ = ["SORTS", "Contents", "Entry"]
 
-#: Errors of values that cannot be shown. ``ValueError``: an integer of thousands of digits.
-#: ``RecursionError``: nested too deep for ``repr``.
-_UNSHOWN = (DcpRsError, ValueError, RecursionError)
 #: The keys that lists are sorted by. They take anything with a name and a number of bytes.
 SORTS: dict[str, Callable[[Any], Any]] = {
     "name": lambda entry: natural(entry.name),
@@ -186,10 +183,10 @@ class Contents:
             value = self.value(entry)
             try:
                 json_text(value)
-            except TypeError:
+            except (TypeError, ValueError):
                 return {"repr": repr(value)}
-        except _UNSHOWN as error:
-            return {"problem": for_command_line(str(error))}
+        except Exception as error:  # noqa: BLE001 - the methods of a forged value may raise anything
+            return {"problem": _why_unshown(error)}
         return {"value": value}
 
     def value_text(self, entry: Entry, most: int) -> str:
@@ -198,9 +195,16 @@ class Contents:
             return ""
         try:
             text = repr(self.value(entry))
-        except _UNSHOWN as error:
-            return f"({for_command_line(str(error))})"
+        except Exception as error:  # noqa: BLE001 - the methods of a forged value may raise anything
+            return f"({_why_unshown(error)})"
         return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def _why_unshown(error: Exception) -> str:
+    # ValueError: an integer of thousands of digits.
+    if isinstance(error, DcpRsError | ValueError):
+        return for_command_line(str(error))
+    return f"it cannot be shown: {type(error).__name__}: {error}"
 
 
 def _is_short(value: Any, most: int) -> bool:
