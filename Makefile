@@ -40,7 +40,7 @@ export UV_SYSTEM_CERTS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-all test-rust test-python test-slow test-fs test-oldest mutants test-frameworks check check-rust check-python \
-	fmt bench crash soak soak-steps differential fuzz wheels sdist dist check-dist release-check test-wheel docs docs-serve \
+	fmt bench crash soak soak-steps differential fuzz fuzz-foreign wheels sdist dist check-dist release-check test-wheel docs docs-serve \
 	test-posix sanitize free-threaded audit lint-workflows s3s-fs clean
 
 help:  ## List the targets
@@ -189,6 +189,11 @@ soak-steps: $(VENV)/.fast  ## Save, prune, kill and resume STEPS steps on 1 and 
 	$(PY) tests/soak_steps.py $(STEPS) $(ARGS)
 
 # Found inputs go to rust/fuzz/corpus (ignored), on top of the seeds. No parser needs 64 MiB at once for inputs of this size.
+fuzz-foreign: $(VENV)/.fast  ## Mutated files of torch, read by torch and dcp-rs and compared, for FUZZ_SECONDS each
+	@for kind in torch metadata; do \
+		PYTHONPATH=tests nice $(PY) -m differential.foreign --kind $$kind --seconds $(FUZZ_SECONDS) $(ARGS) || exit 1; \
+	done
+
 fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-fuzz)
 	@cargo +nightly fuzz --version >/dev/null 2>&1 \
 		|| { echo 'needs: rustup toolchain install nightly; cargo install cargo-fuzz'; exit 1; }
