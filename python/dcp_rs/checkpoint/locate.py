@@ -123,7 +123,7 @@ def exists(
         first save that did not finish.
 
     Raises:
-        OSError, StorageError: nothing can be told, as the path or the store cannot be read.
+        OSError, StorageError: the path or the store cannot be read.
         UnsupportedError: a scheme or an option of the store is unknown.
 
     Example:

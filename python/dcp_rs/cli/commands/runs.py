@@ -68,7 +68,7 @@ def _steps(root: Path, step_name: str, as_json: bool) -> None:
 
 
 def list_if_run(path: Path, *, as_json: bool) -> bool:
-    """List the steps if a folder is that of a run, and no checkpoint itself. Return whether."""
+    """If the folder is a run, list its steps. Return True if it was."""
     if not isinstance(path, Url) and (path.is_file() or holds_index(path)):
         return False
     from dcp_rs.steps.object_store import step_store_at
