@@ -38,9 +38,9 @@ def main(folder: str) -> nn.Module:
         assert value.dtype == torch.bfloat16
         assert torch.equal(value, trained.state_dict()[name].bfloat16())
 
-    # Tensors one by one.
-    with dcp_rs.open(path) as checkpoint:
-        assert torch.equal(checkpoint["model.3.weight"], trained.state_dict()["3.weight"])
+    # Tensors one by one, each onto its own device and with its own dtype.
+    head = planner.resolve_tensor("3.weight", device="cpu", dtype=torch.float32)
+    assert torch.equal(head, trained.state_dict()["3.weight"])
     return model
 
 

@@ -22,13 +22,15 @@ from dcp_rs.optim import load_optim_state_dict
 
 def by_name(path: Path) -> dict[str, torch.Tensor]:
     """Load tensors, each to a device and a dtype. Nothing else is read."""
+    planner = RsLoadPlanner(checkpoint=path)
+    first = planner.resolve_tensor("model.0.0.weight", device="cpu", dtype=torch.bfloat16)
     places = {
         "model.0.0.bias": "cpu",
         "model.1.bias": "cuda" if torch.cuda.is_available() else "cpu",
     }
-    with dcp_rs.open(path) as checkpoint:
-        first = checkpoint["model.0.0.weight"].to(torch.bfloat16)
-        return {"first": first} | {name: checkpoint[name].to(at) for name, at in places.items()}
+    return {"first": first} | {
+        name: planner.resolve_tensor(name, device=device) for name, device in places.items()
+    }
 
 
 class Doubled(RsLoadPlanner):

@@ -101,9 +101,10 @@ def load_state_dict(
             return LoadRequest(state_dict, storage_reader._source, own._options())
 
         load_once = partial(engine.load, ranks, make_request)
-        own.report = engine.retry(ranks, load_once, lambda: not own.allow_partial_load)
-        storage_reader.report = own.report
-        return own.report
+        report = engine.retry(ranks, load_once, lambda: not own.allow_partial_load)
+        storage_reader.report = report
+        own._end_load(report, storage_reader._source)
+        return report
 
     def make_arguments() -> protocol.LoadArguments:
         check()
@@ -194,9 +195,10 @@ def load(
     """
     ranks = RankGroup(process_group, no_dist=no_dist)
     own = planner if planner is not None and is_plain_load_planner(planner) else None
+    source: engine.LoadSource
 
     def make_request() -> LoadRequest:
-        nonlocal include, exclude, views  # a load that begins again iterates again
+        nonlocal source, include, exclude, views  # a load that begins again iterates again
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         if unknown:
@@ -247,7 +249,7 @@ def load(
         load_once = partial(engine.load, ranks, make_request, stateful=True)
         report = engine.retry(ranks, load_once, lambda: not is_partial)
         if own is not None:
-            own.report = report
+            own._end_load(report, source)
         return report
 
     def make_arguments() -> protocol.LoadArguments:

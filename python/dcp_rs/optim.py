@@ -470,7 +470,7 @@ class _Load:
             return
         request = engine.LoadRequest(self._state, reader._source, planner._options())
         report = engine.load(ranks, lambda: request, index=self._entries.index)
-        planner.report = report
+        planner._end_load(report, reader._source)
 
     def _end(self) -> None:
         """Hand over what was read."""

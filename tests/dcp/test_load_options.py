@@ -106,9 +106,16 @@ def test_the_signature_names_every_option_of_the_reader_and_of_the_planner():
         assert options - named <= {
             "thread_count",
             "token",
+            "checkpoint",
             "flatten_state_dict",
             "flatten_sharded_tensors",
         }
+
+
+def test_tensors_by_name_after_a_load(saved):
+    planner = RsLoadPlanner(rename={"model": ""})
+    dcp_rs.load(zeros(), saved, planner=planner)
+    assert torch.equal(planner.resolve_tensor("w"), W)
 
 
 def unknown_on_one(path):

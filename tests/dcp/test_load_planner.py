@@ -197,10 +197,11 @@ def test_rename(saved, rename, dtype):
         "count": 0,
         "ids": torch.zeros(5).long(),
     }
-    state, _ = load(saved, state, rename=rename, dtype=dtype, assign=True)
+    state, planner = load(saved, state, rename=rename, dtype=dtype, assign=True)
     assert_state_equal(
         state, {"model": {"a": W.to(dtype), "b": -W.to(dtype)}, "count": 7, "ids": STATE["ids"]}
     )
+    assert torch.equal(planner.resolve_tensor("model.b", dtype=torch.float32), -W)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +302,50 @@ def test_a_partial_load_reports_what_it_left_alone(saved):
     assert planner.report.missing == []
 
 
-# --- subclasses
+# --- tensors by name
 # -------------------------------------------------------------------------------
+
+
+def test_tensors_by_name(saved):
+    planner = RsLoadPlanner(checkpoint=saved)
+    first = planner.resolve_tensor("layers.0.weight")
+    second = planner.resolve_tensor("layers.0.weight", dtype=torch.float64)
+    third = planner.resolve_tensor("ids", device="cpu", dtype=torch.int16)
+    assert torch.equal(first, W)
+    assert second.dtype == torch.float64
+    assert third.tolist() == list(range(5))
+    first.zero_()  # the caller's own
+    assert torch.equal(planner.resolve_tensor("layers.0.weight"), W)
+    assert (
+        RsLoadPlanner(checkpoint=saved, dtype=torch.bfloat16).resolve_tensor("layers.1.bias").dtype
+        == torch.bfloat16
+    )
+    with pytest.raises(KeyError, match=r"nothing"):
+        planner.resolve_tensor("nothing")
+    with pytest.raises(TypeError, match=r"'note' is not a tensor"):
+        planner.resolve_tensor("note")
+    with pytest.raises(PlanError, match=r"no checkpoint"):
+        RsLoadPlanner().resolve_tensor("ids")
+    # It gave the real part of complex numbers, and an error of torch's own for what that cannot
+    # convert.
+    for dtype in (torch.float32, getattr(torch, "float4_e2m1fn_x2", torch.float32)):
+        with pytest.raises(
+            PlanError,
+            match=r"'z' is stored as torch.complex64, which cannot be cast to torch.float",
+        ):
+            planner.resolve_tensor("z", dtype=dtype)
+    # After a load, of what was loaded.
+    _, planner = load(saved)
+    assert torch.equal(planner.resolve_tensor("layers.1.weight"), -W)
+
+
+def test_a_tensor_by_name_is_no_view_of_its_file(saved):
+    """The file may be overwritten in place, and removed, before the tensor is used."""
+    got = RsLoadPlanner(checkpoint=saved).resolve_tensor("layers.0.weight")
+    for file in saved.glob("g*"):
+        with file.open("r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+    assert torch.equal(got, W)
 
 
 class Watching(RsLoadPlanner):
@@ -500,6 +543,23 @@ def test_a_load_leaves_nothing_to_the_garbage_collector(tmp_path):
         gc.enable()
 
 
+def test_tensors_by_name_are_of_the_last_load(tmp_path):
+    for number in (1, 2):
+        state = {"w": torch.full((3, 2), float(number))}
+        dcp_rs.save(state, tmp_path / str(number), no_dist=True, fsync=False)
+    planner, state = RsLoadPlanner(), {"w": torch.zeros(3, 2)}
+    dcp.load(state, storage_reader=RsReader(tmp_path / "1"), planner=planner, no_dist=True)
+    assert planner.resolve_tensor("w").eq(1).all()
+    dcp_rs.load(state, tmp_path / "2", planner=planner, no_dist=True)
+    assert state["w"].eq(2).all()
+    assert planner.resolve_tensor("w").eq(2).all()
+    turned = {"w": torch.zeros(2, 3)}
+    dcp_rs.load(
+        turned, tmp_path / "1", planner=planner, views=dcp_rs.Transpose("w", (1, 0)), no_dist=True
+    )
+    assert planner.resolve_tensor("w").shape == (2, 3)
+
+
 def test_globs_of_an_iterator_count_for_every_load(tmp_path):
     dcp_rs.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, no_dist=True, fsync=False)
     planner = RsLoadPlanner(include=(glob for glob in ["a"]))
@@ -507,6 +567,19 @@ def test_globs_of_an_iterator_count_for_every_load(tmp_path):
         state = {"a": torch.zeros(2), "b": torch.zeros(2)}
         dcp.load(state, storage_reader=RsReader(tmp_path), planner=planner, no_dist=True)
         assert (state["a"].tolist(), state["b"].tolist()) == ([1, 1], [0, 0])
+
+
+def test_a_name_is_read_from_the_checkpoint_of_the_last_load_or_from_none(saved, tmp_path):
+    """After a load by torch's reader, it came from the load before that."""
+    planner = RsLoadPlanner()
+    got = {"layers.0.weight": torch.zeros_like(W)}
+    dcp_rs.load_state_dict(got, RsReader(saved), planner=planner, no_dist=True)
+    assert torch.equal(planner.resolve_tensor("layers.0.weight"), W)
+    dcp.save(got, checkpoint_id=tmp_path / "stock", no_dist=True)
+    reader = dcp.FileSystemReader(tmp_path / "stock")
+    dcp.load(got, storage_reader=reader, planner=planner, no_dist=True)
+    with pytest.raises(PlanError, match="no checkpoint"):
+        planner.resolve_tensor("layers.0.weight")
 
 
 def test_options_of_a_planner_can_be_set_later(saved):

@@ -56,6 +56,7 @@ def test_from_stored_names_to_wanted_ones(stored, wanted, rename, got, numbered)
     planner = RsLoadPlanner(rename=rename)
     dcp_rs.load(on_meta, path, planner=planner)
     assert [int(value[0]) for value in on_meta.values()] == got
+    assert [int(planner.resolve_tensor(name)[0]) for name in names] == got
 
 
 @pytest.mark.parametrize(
@@ -77,3 +78,5 @@ def test_names_that_nothing_or_too_much_is_renamed_to(numbered):
     assert filled(path, "xa", {"a": "x"}, allow_partial_load=True) == [0, -1]
     with pytest.raises(PlanError, match="'a' and 'b' of the checkpoint would both be named 'b'"):
         filled(path, "b", {"a": "b"})
+    with pytest.raises(KeyError, match="rename= gives this name to no entry"):
+        RsLoadPlanner(checkpoint=path, rename={"a": "x"}).resolve_tensor("a")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dcp_rs
+from dcp_rs import RsLoadPlanner
 from support import ALL_DTYPES, assert_state_equal, random_tensor
 from support.simulated import host, on
 from support.torch_files import tensors, whole
@@ -31,3 +32,7 @@ def test_onto_a_device(tmp_path, sim, device, zipped):
         assert {value.device for name, value in streamed.items() if name != "step"} == {device}
         assert_state_equal(host({name: streamed[name] for name in want}), want)
         assert_state_equal(host({"rows": rows}), {"rows": want["rows"][100:300]})
+    planner = RsLoadPlanner(checkpoint=path)
+    half = planner.resolve_tensor("rows", device=device, dtype=torch.bfloat16)
+    assert half.device == device
+    assert_state_equal(host({"rows": half}), {"rows": want["rows"].bfloat16()})

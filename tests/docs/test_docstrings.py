@@ -89,7 +89,7 @@ SHOWN = {
     "HostStager": "release stage",
     "Leftover": "why_kept",
     "LoadReport": "bytes_direct bytes_mapped bytes_read bytes_verified bytes_wanted entries entries_loaded "
-    "gb_per_second path requests seconds to_dict",
+    "gb_per_second path replaced requests seconds to_dict",
     "MergeReport": "bytes files gb_per_second seconds to_dict",
     "NumpyCheckpoint": "chunks close get get_slice get_tensor get_tensors info metadata offset_keys "
     "path report save_id source",

@@ -14,8 +14,6 @@ RULES is a JSON file, read again whenever it changes:
 An open file that is deleted is renamed, as with every program of libfuse.
 """
 
-# ruff: noqa: PTH  # each call is that of the system
-
 from __future__ import annotations
 
 import errno

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeGuard
@@ -19,12 +20,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_rs import _core, _torch
 from dcp_rs._reports import short_repr
-from dcp_rs.checkpoint.names import LoadNames, Rename, repeatable
-from dcp_rs.engine.load import Reads, plan_reads
-from dcp_rs.engine.matching import LoadOptions
+from dcp_rs._url import location
+from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed, repeatable
+from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
+from dcp_rs.engine.load import LoadSource, Reads, plan_reads
+from dcp_rs.engine.matching import LoadOptions, check_cast
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import EntryNotFoundError, PlanError
+from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
 from dcp_rs.tensors.shards import Piece, ShardCache, local_pieces
 from dcp_rs.transfer.load import fill_tensor
@@ -41,6 +45,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
     refuses options that torch's planner lacks.
 
     Args:
+        checkpoint: the checkpoint that :meth:`resolve_tensor` reads by name before a load.
         dtype: the dtype of new floating-point tensors, except the ``step`` of an optimizer's
             state. Tensors on ``meta`` are replaced by new ones in the state dict.
         device: the device of new tensors.
@@ -73,6 +78,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def __init__(
         self,
         *,
+        checkpoint: str | os.PathLike[str] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         assign: bool = False,
@@ -93,6 +99,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.metadata: Metadata | None = None
         self.names = LoadNames(rename, self.include, self.exclude)
         self._options()  # checks the policy
+        #: The source of reads by name, if torch did not call this planner for the last load.
+        self._source = None if checkpoint is None else LoadSource(path=location(checkpoint))
         self._index: _core.Index | None = None
         self._flat = Flat({}, {}, [])
         self._reads: Reads | None = None
@@ -128,6 +136,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             PlanError: an option needs an :class:`RsReader` or ``flatten_state_dict=True``.
         """
         self.report, self._reads, self._flat = LoadReport(), None, Flat({}, {}, [])
+        self._source = None
         self._index = index_of(metadata) if self.flatten_state_dict else None
         if self._index is None:
             given = {**self._given(), "dtype_policy": self.dtype_policy == "error" or None}
@@ -195,6 +204,65 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def _set_value(self, fqn: str, value: Any) -> None:
         """Put a value or a new tensor into the caller's state dict."""
         set_at(self.original_state_dict, self._flat.paths.get(fqn, (fqn,)), value)
+
+    def resolve_tensor(  # torch's signature, and a second use by name
+        self,
+        read_item: ReadItem | str,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Return the tensor that ``read_item`` fills, narrowed to its lengths.
+
+        Args:
+            read_item: an item; or a name of the state dict, to read that whole tensor now from the
+                checkpoint of this planner.
+            device: with a name: where the tensor goes. Default: the planner's device, else the CPU.
+            dtype: with a name: its dtype. Default: the planner's dtype, else the stored one.
+
+        Raises:
+            KeyError: the checkpoint has no such name.
+            PlanError: the planner has no checkpoint yet, or the stored tensor cannot be cast.
+        """
+        if not isinstance(read_item, str):
+            tensor: torch.Tensor = super().resolve_tensor(read_item)
+            return tensor
+        device = torch.device(self.device or "cpu" if device is None else device)
+        with self._open(device) as checkpoint:
+            name = read_item
+            if (rename := self.rename) is not None:
+                renamed = Renamed(rename, checkpoint)
+                stored = renamed.stored_name(read_item)
+                if stored is None:
+                    msg = f"there is no entry {read_item!r} in {checkpoint.path}"
+                    msg += renamed.explain(read_item)
+                    raise EntryNotFoundError(msg, path=checkpoint.path, tensor=read_item)
+                name = stored
+            value = checkpoint[name]
+            if not isinstance(value, torch.Tensor):
+                msg = f"{read_item!r} is not a tensor"
+                raise TypeError(msg)
+            wanted = dtype or (self.dtype if value.is_floating_point() else None)
+            if wanted is not None and wanted != value.dtype:
+                check_cast(read_item, wanted, value.dtype)
+                return value.to(wanted)
+            # A copy: the caller owns it, and may write to it.
+            return value.clone() if device.type == "cpu" else value
+
+    def _end_load(self, report: LoadReport, source: LoadSource) -> None:
+        """Take the report and the source of a load with the options of this planner."""
+        self.report, self._source, self.metadata = report, source, None
+
+    def _open(self, device: torch.device) -> Checkpoint:
+        """Open the checkpoint of this planner for reads by name."""
+        if (index := index_of(self.metadata)) is not None:
+            return Checkpoint(index, device=device, options=ReadOptions())
+        if self._source is not None:
+            return Checkpoint(self._source.open(), device=device, options=self._source.read)
+        raise PlanError(
+            "this planner has no checkpoint: "
+            "pass RsLoadPlanner(checkpoint=path), or load with it first"
+        )
 
     def _set_flat(self, flat: Flat) -> None:
         self._flat, self.state_dict, self.mappings = flat, flat.values, flat.text_paths()
