@@ -33,7 +33,7 @@ from support import state_differences
 from support.torch_files import archive, flat, rich_state, text
 
 #: Seconds for one case, and cases of one process. torch may hang or crash.
-PATIENCE, BATCH = 10, 200
+PATIENCE, BATCH = 60, 100
 
 
 class RefusedError(Exception):
@@ -160,7 +160,9 @@ def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[name] = torch.Tensor.detach(value).as_subclass(torch.Tensor)
-    return [str(one) for one in state_differences(got, want)]
+    found = [str(one) for one in state_differences(got, want)]
+    # A storage that is no tensor's is compared by its pickle, which contains its address.
+    return [one for one in found if "protocol_version" not in one]
 
 
 class Unpickler(pickle.Unpickler):
