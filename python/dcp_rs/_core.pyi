@@ -852,6 +852,11 @@ class FolderLock:
     """Lock of a folder, held while this object exists. Waits over `notice` seconds are logged."""
 
     def __init__(self, folder: str, *, notice: float = 10.0) -> None: ...
+    def read(self) -> bytes:
+        """Return the bytes in the file of the lock."""
+
+    def write(self, data: bytes, fsync: bool) -> None:
+        """Store bytes in the file of the lock. Later bytes must have the same length."""
 
 def leftovers(path: str, older_than: float | None) -> list[Leftover]:
     """Return what killed saves and conversions left. Change nothing."""

@@ -230,8 +230,8 @@ def test_a_save_that_has_begun_is_left_alone_before_it_writes_data(root):
 class Looking(FolderStepStore):
     """Does something between a look and what follows from it."""
 
-    def look(self):
-        listing = super().look()
+    def look(self, **how):
+        listing = super().look(**how)
         self.meanwhile()
         return listing
 
@@ -319,13 +319,17 @@ def test_a_step_whose_commit_comes_while_it_is_looked_at_is_left_alone(root, mon
 
 def test_what_others_saved_is_named_and_left_alone(root):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=root.folder(10), no_dist=True)
+    (step,) = root.look().steps
+    assert (step.number, step.is_stock, step.save_id) == (10, True, "")
+    torch.save({"w": torch.ones(2)}, root.folder(10) / "model.pt")
+    (root.folder(10) / ".metadata").unlink()
     passed = only_passed_over(root)
     assert passed.kind == "foreign"
-    assert "dcp_rs.index" in passed.why
+    assert "model.pt" in passed.why
     save(root, 20)
     assert root.sweep().left == []
-    dcp_rs.index(root.folder(10))
-    assert numbers(root) == [10, 20]
+    assert (root.folder(10) / "model.pt").exists()
+    assert numbers(root) == [20]
 
 
 def test_a_name_in_another_form_is_no_step(root):
@@ -406,11 +410,9 @@ def test_a_note_that_is_no_regular_file_is_none(root, make):
     assert only_passed_over(root).kind == "unfinished"
 
 
-def test_the_note_of_a_run_that_is_no_regular_file_is_none(root):
+def test_a_note_of_a_run_that_is_damaged_is_that_of_another_run(root):
     root.take_over()
-    note = root.path / ".dcprs-run.json"
-    note.unlink()
-    os.mkfifo(note)
+    (root.path / ".dcprs.lock").write_bytes(b"?" * 512)
     with pytest.raises(RunTakenOverError, match="by an unknown process"), root.holding():
         pass
 
@@ -527,7 +529,9 @@ def test_what_did_not_change_is_looked_at_once(root, monkeypatch):
     remove_data(root.folder(2))
     root.verify(root.look_at(3))
     looked.clear()
-    found = root.sweep()
+    root.sweep()
+    assert looked == []
+    found = root.look()
     assert set(looked) == {2, 3}
     assert [(step.number, step.verified) for step in found.steps] == [
         (1, False),

@@ -254,15 +254,12 @@ def test_damage_that_only_reading_finds_is_passed_over_too(run):
 
 def test_a_run_does_not_begin_anew_beside_checkpoints_that_it_cannot_take(run):
     with CheckpointManager(run) as manager:
-        torch.distributed.checkpoint.save(state_of(3), checkpoint_id=manager.path(3), no_dist=True)
-        with pytest.raises(UnsupportedError, match=r"step-3: .*dcp_rs\.index"):
+        manager.path(3).mkdir(parents=True)
+        torch.save(state_of(3), manager.path(3) / "model.pt")
+        with pytest.raises(UnsupportedError, match=r"step-3: .*holds model.pt"):
             loaded(manager)
-        with pytest.raises(
-            CheckpointNotFoundError, match=r"no step 3 .*dcp_rs\.index.*it has none"
-        ):
+        with pytest.raises(CheckpointNotFoundError, match=r"no step 3 .*model.pt.*it has none"):
             loaded(manager, 3)
-        dcp_rs.index(manager.path(3))
-        assert loaded(manager) == 3
 
 
 @pytest.mark.parametrize("older", [[], [5]])
@@ -677,7 +674,7 @@ def test_max_bytes_spares_the_newest_good_step_below_a_damaged_one(run):
         with pytest.warns(UserWarning, match="not resumed from step-9"):
             assert loaded(manager, verify=True) == 1
         manager.save(2, state_of(2))
-        assert numbers(manager) == [1, 2, 9]
+        assert numbers(manager) == [9, 1, 2]  # this run's steps count as newer
         with pytest.raises(UnsupportedError):
             manager.save(3, bad_state(3))
         assert 2 in numbers(manager)
@@ -1110,7 +1107,7 @@ def test_what_may_be_whole_is_replaced_by_no_save(run, kind):
             without_index(manager, 3)
         for force in (False, True):
             with pytest.raises(
-                CheckpointExistsError, match=r"dcp_rs\.index.*; delete\(3\) removes"
+                CheckpointExistsError, match=r"(dcp_rs\.index.*;|of torch:) delete\(3\) removes"
             ):
                 manager.save(3, state_of(4), force=force)
         if kind == "stock":

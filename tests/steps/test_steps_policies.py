@@ -26,6 +26,11 @@ class Saved:
     nbytes: int = 10
     metrics: dict = field(default_factory=dict)
     files: dict = field(default_factory=dict)
+    is_stock: bool = False
+
+    @property
+    def age(self):
+        return True, self.number
 
 
 def steps(*numbers):

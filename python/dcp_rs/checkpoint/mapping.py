@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -32,6 +33,8 @@ __all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "TensorInfo", "TensorSli
 
 #: Number of entries that a notebook shows.
 _SHOWN_ROWS = 50
+#: Errors of file systems on which files cannot be mapped.
+_UNMAPPED = (errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,8 +184,12 @@ class OpenCheckpoint(Mapping[str, Any]):
             index.verify_chunks([first], **self._options.engine())
         mapping = self._files.get(chunk.file)
         if mapping is None:
+            found = _map_file(index, chunk.file)
+            if found is None:
+                self._can_view = False
+                return None
             # Of two threads that get here at once, both must see the same memory.
-            mapping = self._files.setdefault(chunk.file, index.map_file(chunk.file))
+            mapping = self._files.setdefault(chunk.file, found)
         return self._over(mapping, chunk, self._dtype(entry), index.chunk_strides(first))
 
     @abstractmethod
@@ -552,3 +559,13 @@ class TensorSlice:
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"TensorSlice({self._entry.name!r}, {dtype}, shape={list(self.shape)})"
+
+
+def _map_file(index: _core.Index, file: int) -> _core.FileMapping | None:
+    """Map a data file; None if the file system maps no files."""
+    try:
+        return index.map_file(file)
+    except OSError as error:
+        if error.errno in _UNMAPPED:
+            return None
+        raise

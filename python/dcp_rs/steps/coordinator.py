@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
     DcpRsError,
+    RunTakenOverError,
     SaveInProgressError,
     UnsupportedError,
 )
@@ -42,12 +43,14 @@ class Prepared:
 
     Attributes:
         save_id: its id.
+        run: the id of its run.
         parent: the folder of the step that it may reuse, if there is one.
         is_trusted: this manager saved the parent, and loaded nothing since.
         overwrite: whether it may replace a checkpoint.
     """
 
     save_id: str
+    run: str | None
     parent: Path | None
     is_trusted: bool
     overwrite: bool
@@ -60,21 +63,37 @@ class Coordinator:
         store: the steps.
         policies: the steps to keep.
         verify: remove nothing unless a step that stays is verified.
+        latest: let ``latest`` in the root name the newest step.
+        on_saved: called after each commit with the path of the step.
 
     Attributes:
         resumed: the step that this run resumed from. It is never removed.
+        went_back: whether the caller named that step.
         problems: what went wrong, and is no error of a save or a load.
     """
 
-    def __init__(self, store: StepStore, policies: Policies, *, verify: bool) -> None:
+    def __init__(
+        self,
+        store: StepStore,
+        policies: Policies,
+        *,
+        verify: bool,
+        latest: bool = False,
+        on_saved: Callable[[Path], object] | None = None,
+    ) -> None:
         self.resumed: int | None = None
         self._store = store
         self._policies = policies
         self._verify = verify
+        self._latest = latest
+        self._on_saved = on_saved
         self.problems = store.problems
         self._told: set[str] = set()  # problems that were told
         self._late_files: Mapping[str, bytes] = {}  # to put into the step, once it is committed
         self._begun: set[str] = set()  # ids of the saves since the last load
+        self.went_back = False
+        self._superseded_from: int | None = None
+        self._older: list[str] = []  # ids of the saves that the next commit supersedes
         self._damaged: set[str] = set()  # ids of the saves that could not be loaded
 
     # --- saves
@@ -111,7 +130,7 @@ class Coordinator:
         replaces = self._make_way(step, force=force)
         parent, is_trusted, limited = None, False, self._policies.max_bytes is not None
         if (reuse or limited) and (newest := self._newest()) is not None:
-            if reuse:
+            if reuse and not newest.is_stock:
                 parent, is_trusted = newest.path, newest.save_id in self._begun
             if limited:
                 # The first save of a run may have other ranks, and reuse nothing. The policies
@@ -119,6 +138,7 @@ class Coordinator:
                 room = newest.written if is_trusted else newest.nbytes
                 self._prune(step, newest.number, room=room)
         save_id = uuid.uuid4().hex
+        self._supersede(step, save_id)
         self._store.begin(step, save_id, numbers, contents)
         if not replaces:
             self._store.put_files(step, contents)
@@ -126,7 +146,8 @@ class Coordinator:
         self._begun.add(save_id)
         if replaces:
             remember(self._store.folder(step))  # which the caller said, or the load that failed
-        return Prepared(save_id, parent, is_trusted, overwrite=force or replaces)
+        run = self._store.run
+        return Prepared(save_id, run, parent, is_trusted, overwrite=force or replaces)
 
     def _newest(self) -> Step | None:
         """Return the newest step that no load found damaged; None if one cannot be read."""
@@ -150,7 +171,16 @@ class Coordinator:
         if found is None:
             return False
         if isinstance(found, Step):
-            if force or found.save_id in self._damaged:
+            if found.is_stock:
+                msg = f"{found.path} holds a checkpoint of torch: delete({step}) removes it"
+                raise CheckpointExistsError(msg, path=found.path)
+            if force or found.save_id in self._damaged or self._is_rolled_back(found):
+                return True
+            if self._is_late(found):
+                self.problems.append(
+                    f"an earlier run committed {found.path.name} after this one began, where no "
+                    "lock kept it from that: it is replaced"
+                )
                 return True
             msg = f"there is a step {step} in {self._store.path} already: force=True replaces it"
             raise CheckpointExistsError(msg, path=found.path)
@@ -166,6 +196,44 @@ class Coordinator:
             raise SaveInProgressError(msg, path=found.path)
         return False
 
+    def _is_rolled_back(self, found: Step) -> bool:
+        """Return whether the run went back to a step before this one, which it did not save."""
+        if self._is_own(found):
+            return False
+        if self.went_back and self.resumed is not None and found.number > self.resumed:
+            return True
+        return found.save_id in self._store.superseded()
+
+    def _is_own(self, found: Step) -> bool:
+        return found.save_id in self._begun or found.run == self._store.run
+
+    def _supersede(self, step: int, save_id: str) -> None:
+        """Let this run's steps count as the newest, if others saved later ones."""
+        base = self.resumed if self.went_back and self.resumed is not None else step
+        if self._superseded_from is not None and self._superseded_from <= base:
+            return
+        later = [
+            found
+            for found in self._store.look(since=base + 1, recall=True).steps
+            if found.number > base and not self._is_own(found)
+        ]
+        self._superseded_from = base
+        new = [found for found in later if not found.is_superseded and not found.is_stock]
+        if new:
+            self._older = [found.save_id for found in new]
+            self._store.supersede(self._older, (step, save_id))
+            names = ", ".join(str(found.number) for found in new[:6])
+            self.problems.append(
+                f"there are later steps, which this run did not save ({names}"
+                f"{', …' if len(new) > 6 else ''}): from now on step {step} and those after it "
+                "count as newer. Delete the later ones if you do not need them"
+            )
+
+    def _is_late(self, found: Step) -> bool:
+        """Return whether another run committed a step after this run took over."""
+        is_other = found.run is not None and not self._is_own(found)
+        return is_other and found.committed > self._store.since
+
     def committed(self, step: int, save_id: str) -> None:
         """Remove what a commit replaced, and unneeded steps. A failure becomes a problem."""
         try:
@@ -173,11 +241,24 @@ class Coordinator:
                 self._store.put_files(step, self._late_files)
             finally:
                 self._store.settle(step, save_id)
-        except OSError as error:
+            if self._older:
+                self._store.supersede(self._older)
+                self._older = []
+        except (OSError, RunTakenOverError) as error:
             self.problems.append(
                 f"step {step} is saved, but its notes or extra_files are not all in place: {error}"
             )
+        if self._latest:
+            try:
+                self._store.point_to(step)
+            except OSError as error:
+                self.problems.append(f"step {step} is saved, but latest does not name it: {error}")
         self._prune(step)
+        if self._on_saved is not None:
+            try:
+                self._on_saved(self._store.folder(step))
+            except Exception as error:  # noqa: BLE001  # the step is saved
+                self.problems.append(f"step {step} is saved, but on_saved failed: {error!r}")
 
     def _prune(self, *protected: int, room: int | None = None) -> None:
         try:
@@ -187,6 +268,8 @@ class Coordinator:
                 protected={*protected, self.resumed},
                 room=room,
                 verify=self._verify,
+                # Where nothing can go, only what killed saves of this run left is looked for.
+                since=(self.resumed or 0) if self._policies.keep_all else 0,
             )
             self.problems += done.problems
         except (DcpRsError, OSError) as error:
@@ -202,11 +285,18 @@ class Coordinator:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the steps that could be removed to the error of a full disk."""
+        """Add the steps that could be removed to the error of a full disk.
+
+        Raises:
+            RunTakenOverError: an operation failed because another run began here.
+        """
         try:
             yield
-        except OSError as error:
-            if error.errno in _FULL:
+        except (OSError, CorruptDataError) as error:
+            if self._store.run is not None:
+                with suppress(OSError, SaveInProgressError):
+                    self._store.check_run(error)
+            if isinstance(error, OSError) and error.errno in _FULL:
                 with suppress(OSError):
                     steps = self._policies.expendable(self._store.look().steps, {self.resumed})
                     sizes = ", ".join(f"{step.number} ({step.nbytes:,} bytes)" for step in steps)
@@ -246,11 +336,18 @@ class Coordinator:
         """
         # A parameter that was frozen in an earlier save may have other values after the load.
         self._begun.clear()
+        self._superseded_from = None
         if step is not None:
             found = self._store.look_at(step)
             if not isinstance(found, Step):
                 raise self._not_found(step, found)
+            if self._store.run is not None and (latest := self._later_than(step)):
+                self.problems.append(
+                    f"step {latest} is later than step {step}, which is loaded: if this run saves "
+                    "from here, its steps count as newer"
+                )
             return step, []
+        self._check_root()
         skipped: list[SkippedStep] = []
         for found in map(self._restore_index, self._store.newest(misnamed=True)):
             if isinstance(found, Step):
@@ -276,6 +373,29 @@ class Coordinator:
             raise CheckpointNotFoundError(msg, path=self._store.path)
         return None, skipped
 
+    def _later_than(self, step: int) -> int | None:
+        """Return the newest step, if it is not this one."""
+        try:
+            newest = next((each for each in self._store.newest() if isinstance(each, Step)), None)
+        except OSError:
+            return None  # the caller named the step, whatever else there is
+        return None if newest is None or newest.number == step else newest.number
+
+    def _check_root(self) -> None:
+        """Note names that look like steps. Raise for a root that is no folder of steps.
+
+        Raises:
+            CheckpointNotFoundError: it is a checkpoint itself, or a dangling link.
+        """
+        if why := self._store.why_no_run():
+            raise CheckpointNotFoundError(f"{self._store.path} {why}", path=self._store.path)
+        if strangers := self._store.look_alikes():
+            names = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
+            self.problems.append(
+                f"these look like steps, and are not looked at: {names}. Pass the step_name= of "
+                "their folders, such as step_name='iter_{:07d}', if they are"
+            )
+
     def _restore_index(self, found: Step | SkippedStep) -> Step | SkippedStep:
         """Write the index of a step again if it is gone, and this process took over the run."""
         if isinstance(found, Step) or found.kind != "no index" or self._store.run is None:
@@ -292,6 +412,19 @@ class Coordinator:
                 f"{found.path.name} lost its index, which was made again from its data"
             )
         return self._store.look_at(found.number) or found
+
+    def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Store metrics of a step beside it.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step, or torch saved it.
+            ValueError: an invalid metric.
+        """
+        numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+        found = self._store.look_at(step)
+        if not isinstance(found, Step) or found.is_stock:
+            raise self._not_found(step, None if isinstance(found, Step) else found)
+        self._store.annotate(found, numbers)
 
     def delete(self, step: int) -> None:
         """Remove a step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -19,6 +20,7 @@ from dcp_rs._url import absolute
 from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.folders import local_path, make_folder
 from dcp_rs.errors import SaveInProgressError
+from dcp_rs.steps import notes
 from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, Step, StepStore
 
 __all__ = ["FolderStepStore"]
@@ -37,6 +39,7 @@ class FolderStepStore(StepStore):
     Args:
         path: the folder, which need not exist yet.
         step_name: as for :class:`StepStore`.
+        fsync: sync notes, and removals.
 
     Raises:
         UnsupportedError: a path with a scheme.
@@ -44,8 +47,11 @@ class FolderStepStore(StepStore):
 
     _shares_files = True
 
-    def __init__(self, path: str | os.PathLike[str], step_name: str = "step-{}") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], step_name: str = "step-{}", *, fsync: bool = True
+    ) -> None:
         super().__init__(step_name)
+        self.fsync = fsync
         self.path = absolute(local_path(path))
         self.access: Mapping[str, Any] = {}
         self._claimed: int | None = None  # an open note, which is locked
@@ -66,7 +72,7 @@ class FolderStepStore(StepStore):
 
     def _put(self, path: Path, data: bytes) -> None:
         make_folder(path.parent)
-        _core.publish(os.fspath(path.parent), path.name, data, True)
+        _core.publish(os.fspath(path.parent), path.name, data, self.fsync)
 
     def _rename(self, path: Path, to: Path) -> None:
         path.rename(to)
@@ -82,6 +88,12 @@ class FolderStepStore(StepStore):
         ]
 
     # --- looking
+
+    def why_no_run(self) -> str | None:
+        """Return why the root cannot be the folder of a run. See :class:`StepStore`."""
+        if self.path.is_symlink() and not self.path.exists():
+            return f"is a dangling link to {self.path.readlink()}"
+        return super().why_no_run()
 
     def look_at(self, number: int) -> Step | SkippedStep | None:
         """Look at one step. See :meth:`StepStore.look_at`."""
@@ -120,13 +132,16 @@ class FolderStepStore(StepStore):
     # --- the run and its saves
 
     @contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[_LockedNote]:
         make_folder(self.path)
-        lock = _core.FolderLock(os.fspath(self.path))
+        note = _LockedNote(_core.FolderLock(os.fspath(self.path)), fsync=self.fsync)
         try:
-            yield
+            yield note
         finally:
-            del lock
+            note.release()
+
+    def _now(self) -> float:
+        return (self.path / _core.LOCK_NAME).stat().st_mtime
 
     def _claim(self, note: Path) -> None:
         self.release()
@@ -145,6 +160,18 @@ class FolderStepStore(StepStore):
     def is_claimed(self, number: int) -> bool:
         """Return whether a process claims a save. See :meth:`StepStore.is_claimed`."""
         return any(map(_is_claimed, self.folder(number).glob("saving-*.json")))
+
+    def point_to(self, number: int) -> None:
+        """Let the link ``latest`` in the root lead to a step. See :meth:`StepStore.point_to`."""
+        new = self.path / f"latest.{secrets.token_hex(8)}.tmp"
+        try:
+            new.symlink_to(self.folder(number).name)
+        except OSError as error:  # a file system without links
+            if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            super().point_to(number)
+        else:
+            new.replace(self.path / "latest")
 
     # --- removal
 
@@ -170,7 +197,8 @@ class FolderStepStore(StepStore):
             self.folder(number).rename(doomed)
         except FileNotFoundError:  # another process was faster
             return None
-        _sync(self.path)  # a power failure must not undo the rename after files were deleted
+        if self.fsync:
+            _sync(self.path)  # a power failure must not undo the rename after files were deleted
         return doomed
 
     def set_aside_before(self) -> list[Path]:
@@ -178,7 +206,8 @@ class FolderStepStore(StepStore):
         return [self.path / name for name in self._names() if name.startswith(_REMOVING)]
 
     def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
-        aside = {_removed(path): partial(_delete, path) for path in self.set_aside_before()}
+        paths = [self.path / name for name in found.names if name.startswith(_REMOVING)]
+        aside = {_removed(path): partial(_delete, path) for path in paths}
         return aside | super()._leftovers(found)
 
     def remove_left(self, left: SkippedStep) -> None:
@@ -196,7 +225,9 @@ class FolderStepStore(StepStore):
             lock = _core.FolderLock(os.fspath(left.path))  # while this is held, no save commits
             found = self.look_at(left.number)
             if isinstance(found, SkippedStep) and found.kind == "unfinished":
-                return self._hide(left.number)
+                if not found.others:
+                    return self._hide(left.number)
+                self._remove_all_but(found)
         except (FileNotFoundError, SaveInProgressError):
             pass
         finally:
@@ -204,12 +235,43 @@ class FolderStepStore(StepStore):
             del lock
         return None
 
+    def _remove_all_but(self, left: SkippedStep) -> None:
+        """Remove what a killed save left, and nothing else. Notes go last: they tell what it is."""
+        names = {path.name for path in left.path.iterdir()} - left.others - {_core.LOCK_NAME}
+        for name in sorted(names, key=lambda name: notes.id_of(name) is not None):
+            left.path.joinpath(name).unlink(missing_ok=True)
+
     def _delete_aside(self, path: Path) -> None:
         """Delete a folder that was set aside. If that fails, the next sweep tries again."""
         try:
             _delete(path)
         except OSError as error:
             self.problems.append(f"{_removed(path)} is still there: {error}")
+
+
+class _LockedNote:
+    """The note of the run: the content of the file whose lock is that of the root.
+
+    A network client may remember what a name led to. It does not remember a lock, so what is read
+    through the locked descriptor is what the last holder wrote.
+    """
+
+    #: Notes have one length, because a network client may remember the length as well.
+    _LENGTH = 512
+
+    def __init__(self, lock: _core.FolderLock, *, fsync: bool) -> None:
+        self._lock: _core.FolderLock | None = lock
+        self._fsync = fsync
+
+    def read(self) -> bytes:
+        return b"" if self._lock is None else self._lock.read()
+
+    def write(self, data: bytes) -> None:
+        if self._lock is not None:
+            self._lock.write(data.ljust(self._LENGTH), self._fsync)
+
+    def release(self) -> None:
+        self._lock = None
 
 
 def _retry(look: Callable[[], T]) -> T:
@@ -289,5 +351,9 @@ def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder, and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

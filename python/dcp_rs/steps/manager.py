@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,13 @@ from dcp_rs.checkpoint.names import repeatable
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.engine.reuse import Frozen
-from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError, DcpRsError
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptDataError,
+    CorruptIndexError,
+    DcpRsError,
+)
 from dcp_rs.options import WriteOptions, check_positive
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
 from dcp_rs.steps.object_store import step_store_at
@@ -64,9 +71,20 @@ class CheckpointManager:
             never removed may exceed it.
         metric: the name of the metric of the best step.
         mode: the best step has the lowest (``"min"``) or the highest (``"max"``) metric.
+        keep: a function of a step's number and metrics. Steps for which it is true stay, as by a
+            ``keep_*``.
+        latest: let ``latest`` in the root lead to the newest step, for other programs: a link, or
+            on a store a file with the name of the step. The manager does not read it.
+        on_saved: called once for each step, on the coordinator, with its path, after the commit. If
+            it fails, a warning says so. After :meth:`async_save` it is called in another thread.
+        on_error: ``"warn"``: go on after a save that failed for want of space, of access or of
+            storage, with a warning. The step before stays.
+        max_failures: raise the error of this many failed saves in a row.
+        retry_after: after a failed save, :meth:`should_save` is true again so many steps later.
         preemption: a signal, whose handler is replaced until :meth:`close`; or a function without
             arguments that returns whether this process is to stop. The ranks agree on it in
             :meth:`should_save`.
+        preemption_every: ask for ``preemption`` at multiples of this only.
         verify_before_prune: remove nothing unless a step that stays was read and matched its
             digests. If none was, the manager reads one.
         reuse: do not write again what the step before holds, bit for bit. Its files are linked, or
@@ -123,7 +141,14 @@ class CheckpointManager:
         max_bytes: int | None = None,
         metric: str | None = None,
         mode: Literal["min", "max"] = "min",
+        keep: Callable[[int, Mapping[str, float]], bool] | None = None,
+        latest: bool = False,
+        on_saved: Callable[[Path], object] | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+        max_failures: int = 3,
+        retry_after: int | None = None,
         preemption: signal.Signals | Callable[[], bool] | None = None,
+        preemption_every: int = 1,
         verify_before_prune: bool = False,
         reuse: bool | str | Iterable[str] | torch.nn.Module = False,
         verify_reuse: bool = False,
@@ -137,7 +162,13 @@ class CheckpointManager:
         max_inflight_bytes: int | None = None,
     ) -> None:
         check_positive("save_every", save_every)
-        self._store = step_store_at(root, storage_options, step_name)
+        check_positive("preemption_every", preemption_every)
+        check_positive("max_failures", max_failures)
+        check_positive("retry_after", retry_after)
+        if on_error not in ("raise", "warn"):
+            msg = f"on_error={on_error!r}: must be one of 'raise', 'warn'"
+            raise ValueError(msg)
+        self._store = step_store_at(root, storage_options, step_name, fsync=fsync)
         self._policies = Policies(
             keep_last=keep_last,
             keep_every=keep_every,
@@ -146,8 +177,19 @@ class CheckpointManager:
             max_bytes=max_bytes,
             metric=metric,
             mode=mode,
+            keep=keep,
         )
-        self._coordinator = Coordinator(self._store, self._policies, verify=verify_before_prune)
+        self._coordinator = Coordinator(
+            self._store,
+            self._policies,
+            verify=verify_before_prune,
+            latest=latest,
+            on_saved=on_saved,
+        )
+        self._on_error, self._max_failures, self._retry_after = on_error, max_failures, retry_after
+        self._failures = 0  # in a row
+        self._retry_at: int | None = None
+        self._begun: int | None = None  # the step of the last save that began
         self._write = WriteOptions(
             io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
         )
@@ -156,7 +198,7 @@ class CheckpointManager:
         if not isinstance(reuse, bool):
             self._frozen = repeatable(reuse)
         Frozen(self._frozen)  # raise for an invalid argument now, and not at the first save
-        self._save_every = save_every
+        self._save_every, self._preemption_every = save_every, preemption_every
         self.resumed: int | None = None
         self.report: LoadReport | None = None
         self.preempted = False
@@ -224,8 +266,11 @@ class CheckpointManager:
             assert dcp_rs.CheckpointManager("run").latest_step() == 2
             ```
         """
-        latest = self._store.latest()
-        return None if latest is None else latest.number
+        # As for a load, which makes a lost index again.
+        for found in self._store.newest():
+            if isinstance(found, Step) or found.kind == "no index":
+                return found.number
+        return None
 
     def best_step(self) -> int | None:
         """Return the best step by ``metric``.
@@ -252,9 +297,9 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Return whether to save this step: a multiple of ``save_every``, or a rank is to stop.
 
-        It is false for a step that was just saved or loaded. In one small exchange, the ranks agree
-        whether one of them is to stop (``preemption``), and whether the save in the background
-        failed.
+        It is false for a step that was just saved or loaded. At multiples of ``preemption_every``,
+        the ranks agree in one exchange of two integers whether one of them is to stop
+        (``preemption``), and whether the save in the background failed.
 
         Args:
             step: its number.
@@ -273,13 +318,15 @@ class CheckpointManager:
             ```
         """
         self._check_open()
-        if self._preemption.is_set_up or self._ranks.pending is not None:
+        asks = self._preemption.is_set_up or self._ranks.pending is not None
+        if asks and step % self._preemption_every == 0:
             stops, failed = self._ranks.agree(self._preemption.noticed)
             self.preempted = self.preempted or stops
             if failed:
                 self._settle()
         due = self._save_every is not None and step % self._save_every == 0
-        return step != self._done and (due or self.preempted)
+        again = self._retry_at is not None and step >= self._retry_at
+        return step != self._done and (due or self.preempted or again)
 
     @suggest_option
     def save(
@@ -291,7 +338,7 @@ class CheckpointManager:
         force: bool = False,
         planner: SavePlanner | None = None,
         extra_files: ExtraFiles | None = None,
-    ) -> Metadata:
+    ) -> Metadata | None:
         """Save a step. Then remove the steps that the policies do not keep.
 
         Args:
@@ -306,7 +353,8 @@ class CheckpointManager:
                 Files of a step that ``force`` replaces go once the new one is whole.
 
         Returns:
-            The metadata of the checkpoint, as :func:`dcp_rs.save`.
+            The metadata of the checkpoint, as :func:`dcp_rs.save`; None if the save failed, and
+            ``on_error`` lets it.
 
         Raises:
             CheckpointExistsError: this step has a checkpoint.
@@ -323,16 +371,19 @@ class CheckpointManager:
                 manager.save(3, {"model": model}, metrics={"loss": 0.25})
             ```
         """
-        options = self._begin(step, metrics, extra_files, force=force)
-        with self._coordinator.explaining():
-            metadata = api.save(state_dict, self.path(step), planner=planner, **options)
-        self._done = step
+        self._settle()
+        metadata: Metadata | None = None
+        with self._may_fail(step):
+            options = self._begin(step, metrics, extra_files, force=force)
+            with self._coordinator.explaining():
+                metadata = api.save(state_dict, self.path(step), planner=planner, **options)
+            self._done = step
 
-        def finish() -> None:
-            self._coordinator.committed(step, options["save_id"])
-            self._warn()
+            def finish() -> None:
+                self._coordinator.committed(step, options["save_id"])
+                self._warn()
 
-        self._ranks.broadcast(finish)
+            self._ranks.broadcast(finish)
         return metadata
 
     @suggest_option
@@ -371,11 +422,24 @@ class CheckpointManager:
                 model(torch.ones(2)).sum().backward()  # training goes on
             ```
         """
-        options = self._begin(step, metrics, extra_files, force=force)
-        self._done = step
+        self._settle()
+        begun = failed = SaveFuture()
+        with self._may_fail(step, failed):
+            begun = self._async_save(
+                step,
+                state_dict,
+                self._begin(step, metrics, extra_files, force=force),
+                planner=planner,
+                async_staging=async_staging,
+            )
+        return begun  # noqa: RET504  # the context may have ended the call
+
+    def _async_save(
+        self, step: int, state_dict: dict[str, Any], options: dict[str, Any], **more: Any
+    ) -> SaveFuture:
+        self._done = self._begun = step
         committed = partial(self._coordinator.committed, step, options["save_id"])
-        options |= {"planner": planner, "async_staging": async_staging}
-        return self._ranks.save(state_dict, self.path(step), committed, **options)
+        return self._ranks.save(state_dict, self.path(step), committed, **options, **more)
 
     @suggest_option
     def wait(self) -> None:
@@ -419,6 +483,30 @@ class CheckpointManager:
             self._warn()
 
         self._ranks.decide(step, remove)
+
+    @suggest_option
+    def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to a step that is saved, such as those of an evaluation that ended later.
+
+        They count for ``keep_best`` and :meth:`best_step`. One process alone may call this.
+
+        Args:
+            step: its number.
+            metrics: numbers by name. They replace those of the same name.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step.
+            ValueError: metrics are not numbers.
+            OSError: they cannot be stored.
+
+        Example:
+            ```python
+            manager = dcp_rs.CheckpointManager("run", metric="accuracy", mode="max")
+            manager.annotate(2, {"accuracy": 0.5})
+            assert manager.best_step() == 2
+            ```
+        """
+        self._coordinator.annotate(step, metrics)
 
     # --- loads
 
@@ -559,6 +647,7 @@ class CheckpointManager:
                 break
             damaged[number] = reasons[0]
         self._coordinator.resumed = self.resumed = self._done = number
+        self._coordinator.went_back = step is not None
 
         def warn() -> None:
             for skipped in self.passed_over:
@@ -634,8 +723,7 @@ class CheckpointManager:
         *,
         force: bool,
     ) -> dict[str, Any]:
-        """Wait for the save before, and create the folder of the step. Return save's options."""
-        self._settle()
+        """Create the folder of a step. Return the options of its save."""
 
         def prepare() -> Prepared:
             prepared = self._coordinator.prepare(
@@ -646,6 +734,7 @@ class CheckpointManager:
 
         with self._coordinator.explaining():
             prepared = self._ranks.decide(step, prepare)
+        self._store.run = prepared.run  # on all ranks, which then know why a save fails
         return {
             **self._write.given(),
             **self._store.access,
@@ -662,14 +751,46 @@ class CheckpointManager:
         """Wait for the save in the background. Raise on every rank if it failed on one."""
         self._check_open()
         try:
-            with self._coordinator.explaining():
-                self._ranks.settle(self._warn)
-        except BaseException:
-            self._done = None
-            raise
+            if self._ranks.pending is not None:
+                with self._may_fail(self._begun), self._coordinator.explaining():
+                    self._ranks.settle(self._warn)
         finally:
             if self._ranks.pending is None:
                 self._store.release()
+
+    @contextmanager
+    def _may_fail(self, step: int | None, failed: SaveFuture | None = None) -> Iterator[None]:
+        """Save within this context. Warn of an error in place of raising it, if all ranks may.
+
+        Args:
+            step: the step that is saved.
+            failed: a future that gets an error that is not raised.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._done = None
+            if self._on_error == "raise" or not isinstance(error, Exception):
+                raise
+            may_pass = isinstance(error, (OSError, CorruptDataError)) and not isinstance(
+                error, (CheckpointExistsError, CheckpointNotFoundError)
+            )
+            if not all(self._ranks.all_gather(lambda: may_pass)):
+                raise
+            self._failures += 1
+            self._retry_at = None
+            if step is not None and self._retry_after is not None:
+                self._retry_at = step + self._retry_after
+            if self._failures >= self._max_failures:
+                error.add_note(f"{self._failures} saves in a row failed (max_failures)")
+                raise
+            warn_caller(f"{self.root}: step {step} was not saved: {error}")
+            if failed is not None:
+                failed.staged.set_result(None)
+                failed.set_exception(error)
+        else:
+            if failed is None:  # else the save only began
+                self._failures, self._retry_at = 0, None
 
     def _warn(self) -> None:
         """Warn of the coordinator's problems, in a step: a warning may be an error on all ranks."""

@@ -18,8 +18,10 @@ from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
 
 __all__ = [
     "MAX_BYTES",
+    "OLDER_NAME",
     "RUN_NAME",
     "Note",
+    "annotated_name",
     "id_of",
     "is_extra",
     "is_own",
@@ -30,12 +32,14 @@ __all__ = [
     "write",
 ]
 
-#: The note of the run, in its root.
+#: The note of the run, in its root on a store. In a folder it is in the file of the lock.
 RUN_NAME = ".dcprs-run.json"
+#: The note of the saves that are older than all others, in the root.
+OLDER_NAME = ".dcprs-older.json"
 #: A longer file is no note.
 MAX_BYTES = 1 << 20
 
-_NAME = re.compile(r"(?:saving|saved|verified)-([0-9a-f]{32})(?:\.json)?")
+_NAME = re.compile(r"(?:saving|saved|verified|annotated)-([0-9a-f]{32})(?:\.json)?")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,11 @@ def saved_name(save_id: str) -> str:
 def verified_name(save_id: str) -> str:
     """Return the name of the note that a whole save matched its digests."""
     return f"verified-{save_id}"
+
+
+def annotated_name(save_id: str) -> str:
+    """Return the name of the note with the metrics that came after a save."""
+    return f"annotated-{save_id}.json"
 
 
 def id_of(name: str) -> str | None:

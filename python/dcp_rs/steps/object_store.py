@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,15 @@ class ObjectStepStore(StepStore):
     def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> Kind:
         return "unknown" if any(map(_is_young, files.values())) else "unfinished"
 
+    # --- the run
+
+    @contextmanager
+    def _lock(self) -> Iterator[_StoredNote]:
+        yield _StoredNote(self.path / notes.RUN_NAME, self._read, self._put)
+
+    def _now(self) -> float:
+        return time.time()
+
     # --- removal
 
     def remove(self, number: int) -> None:
@@ -125,6 +134,7 @@ class ObjectStepStore(StepStore):
             StoragePreconditionError: the step was saved anew meanwhile. It is not touched.
             StorageError: the first object that could not be removed, after all were tried.
         """
+        self._known.pop(number, None)
         store, path = self._store(), self.folder(number)
         files, young = self._walk(path), set()
         if INDEX_NAME in files:
@@ -149,7 +159,9 @@ class ObjectStepStore(StepStore):
         """Remove what is older than a day. See :meth:`StepStore.remove_left`."""
         files = self._walk(left.path)
         if INDEX_NAME not in files:
-            self._delete(left.path, {name for name, file in files.items() if not _is_young(file)})
+            old = {name for name, file in files.items() if not _is_young(file)}
+            others = {name for name in old if name.partition("/")[0] in left.others}
+            self._delete(left.path, old - others)
 
     def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
         leftovers = super()._leftovers(found)
@@ -157,12 +169,35 @@ class ObjectStepStore(StepStore):
         for step in found.steps:
             files = self._known[step.number][0] if step.number in self._known else {}
             own = {name for name, file in files.items() if file.id in step.files}
-            left = {n for n in _of_other_saves(files, own, step.save_id) if not _is_young(files[n])}
+            others = _of_other_saves(files, own, step.save_id)
+            left = {name for name in others if not _is_young(files[name])}
             if saved_name(step.save_id) in files:  # a kill may have come before its removal
                 left |= {saving_name(step.save_id)} & files.keys()
-            what = f"what other saves left in {step.path}"
-            leftovers[what] = partial(self._delete, step.path, left)
+            if others or left:
+                self._known.pop(step.number, None)  # the next sweep looks again
+            if left:
+                what = f"what other saves left in {step.path}"
+                leftovers[what] = partial(self._delete, step.path, left)
         return leftovers
+
+
+class _StoredNote:
+    """The note of the run, an object of its own. A store has no locks."""
+
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[Sequence[Path]], list[bytes | None]],
+        put: Callable[[Path, bytes], None],
+    ) -> None:
+        self._path, self._read, self._put = path, read, put
+
+    def read(self) -> bytes:
+        (data,) = self._read([self._path])
+        return data or b""
+
+    def write(self, data: bytes) -> None:
+        self._put(self._path, data)
 
 
 def _is_young(file: File) -> bool:
@@ -183,6 +218,8 @@ def step_store_at(
     path: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | Any | None = None,
     step_name: str = "step-{}",
+    *,
+    fsync: bool = True,
 ) -> StepStore:
     """Return the steps at a path, or at a URL. Nothing is read yet.
 
@@ -194,4 +231,4 @@ def step_store_at(
     if isinstance(where, Url):
         return ObjectStepStore(where, StorageOptions.of(storage_options), step_name)
     options_for(where, StorageOptions.of(storage_options))
-    return FolderStepStore(where, step_name)
+    return FolderStepStore(where, step_name, fsync=fsync)

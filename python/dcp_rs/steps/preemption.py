@@ -10,14 +10,19 @@ from typing import Any
 
 __all__ = ["Preemption"]
 
+#: Signals by which a process is ended. Others reach forked processes, such as the workers of a
+#: DataLoader, only because they are sent to the whole process group.
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 
 class Preemption:
     """Source of preemption notices. A notice is remembered.
 
     Args:
         source: a signal, whose handler is replaced until :meth:`close`. An earlier handler in
-            Python is called too. In a forked process the earlier handler alone is in force. Or a
-            function without arguments that returns whether to stop. Or None.
+            Python is called too. In a forked process the earlier handler alone is in force; if
+            there was none, a signal such as ``SIGUSR1`` is ignored there. Or a function without
+            arguments that returns whether to stop. Or None.
 
     Raises:
         ValueError: a signal outside of the main thread, or one that cannot be handled.
@@ -44,6 +49,10 @@ class Preemption:
         if self._signal is not None and os.getpid() == self._process:
             self._is_noticed = True
         elif signal.getsignal(number) == self._handle:  # closed, or in a forked process
+            before = self.earlier_handler()
+            is_forked = os.getpid() != self._process
+            if is_forked and number not in _ENDING and not callable(before):
+                return
             self._restore(number)
             os.kill(os.getpid(), number)
             return

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from dcp_rs import _torch, api
@@ -18,6 +19,9 @@ from dcp_rs.transfer.stage import HostStager
 __all__ = ["ManagerRanks"]
 
 T = TypeVar("T")
+
+#: Votes of a rank in :meth:`ManagerRanks.agree`. The highest counts.
+_STAY, _STOP, _RAISED = 0, 1, 2
 
 
 class ManagerRanks(RankGroup):
@@ -119,16 +123,30 @@ class ManagerRanks(RankGroup):
     def agree(self, is_stopping: Callable[[], bool]) -> tuple[bool, bool]:
         """Return whether any rank is to stop, and whether the save in the background failed.
 
-        An error of ``is_stopping`` on one rank is raised on all.
+        This is one collective of two integers. An error of ``is_stopping`` on one rank is raised on
+        all.
         """
         saving = self.pending
-
-        def answer() -> tuple[bool, bool]:
-            failed = saving is not None and saving.done() and saving.exception() is not None
+        failed = saving is not None and saving.done() and saving.exception() is not None
+        if self.is_alone:
             return is_stopping(), failed
+        stops, raised = _STAY, None
+        try:
+            stops = _STOP if is_stopping() else _STAY
+        except BaseException as error:  # noqa: BLE001  # raised below, on all ranks
+            stops, raised = _RAISED, error
+        votes = torch.tensor([stops, failed], dtype=torch.int32, device="cpu")
+        with self.talking():
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.process_group)
+        stops, failed = votes.tolist()
+        if stops == _RAISED:
 
-        stops, failed = zip(*self.all_gather(answer), strict=True)
-        return any(stops), any(failed)
+            def fail() -> None:
+                if raised is not None:
+                    raise raised
+
+            self.run(fail)
+        return stops == _STOP, bool(failed)
 
     def close(self) -> None:
         """Release host memory, and destroy the groups. A rank that waits in one gets an error."""

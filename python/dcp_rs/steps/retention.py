@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ _CLOCK_SKEW = 60.0
 
 def keep_last(steps: Iterable[Step], count: int) -> set[int]:
     """Return the ``count`` newest steps."""
-    return set(sorted(step.number for step in steps)[-count:])
+    return {step.number for step in sorted(steps, key=lambda step: step.age)[-count:]}
 
 
 def keep_every(steps: Iterable[Step], interval: int) -> set[int]:
@@ -47,12 +47,16 @@ def keep_every(steps: Iterable[Step], interval: int) -> set[int]:
 def keep_within(steps: Iterable[Step], seconds: float, now: float = math.inf) -> set[int]:
     """Return the steps saved within ``seconds`` of the newest.
 
-    A pause of the run does not count. A step later than ``now`` comes from a wrong clock: it stays,
-    and no other step is compared with it.
+    A pause of the run does not count. No step counts as later than ``now``, or than a newer step:
+    its clock was wrong. No step is compared with one of a wrong clock.
     """
-    steps = sorted(steps, key=lambda step: step.number)
-    past = [step.saved for step in steps if step.saved <= now + _CLOCK_SKEW]
-    return {step.number for step in steps if not past or step.saved >= past[-1] - seconds}
+    latest = now + _CLOCK_SKEW
+    newest, times = -math.inf, dict[int, float]()
+    for step in sorted(steps, key=lambda step: step.age, reverse=True):
+        if newest == -math.inf and step.saved <= latest:
+            newest = step.saved
+        times[step.number] = latest = min(latest, step.saved)
+    return {number for number, saved in times.items() if saved >= newest - seconds}
 
 
 def keep_best(
@@ -76,7 +80,7 @@ def beyond(steps: Iterable[Step], max_bytes: int, protected: Collection[int]) ->
 
     Protected steps are not among them.
     """
-    steps = sorted(steps, key=lambda step: step.number)
+    steps = sorted(steps, key=lambda step: step.age)
     rest, holders = used(steps), Counter(file for step in steps for file in step.files)
     gone = set()
     for step in steps:
@@ -113,6 +117,8 @@ class Policies:
         max_bytes: the bytes of all steps. The oldest go first, even if another policy keeps them.
         metric: the name of the metric of ``keep_best``.
         mode: the best step has the lowest (``"min"``) or the highest (``"max"``) metric.
+        keep: a function of a step's number and metrics. The steps for which it is true stay,
+            unless ``max_bytes`` removes them.
 
     Raises:
         ValueError: a number that is not positive; ``keep_best`` without ``metric``; another mode.
@@ -125,6 +131,7 @@ class Policies:
     max_bytes: int | None = None
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
+    keep: Callable[[int, Mapping[str, float]], bool] | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best", "max_bytes"):
@@ -144,6 +151,12 @@ class Policies:
         within = self.keep_within
         return within.total_seconds() if isinstance(within, timedelta) else float(within or 0)
 
+    @property
+    def keep_all(self) -> bool:
+        """True if no policy removes a step."""
+        policies = (self.keep_last, self.keep_every, self.keep_within, self.keep_best)
+        return not any(policies) and self.max_bytes is None
+
     def kept(self, steps: Sequence[Step]) -> set[int]:
         """Return the steps that the ``keep_*`` keep."""
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
@@ -157,6 +170,8 @@ class Policies:
             kept |= keep_within(steps, self._seconds, time.time())
         if self.keep_best is not None and self.metric is not None:
             kept |= keep_best(steps, self.keep_best, self.metric, self.mode)
+        if self.keep is not None:
+            kept |= {step.number for step in steps if self.keep(step.number, step.metrics)}
         return kept
 
     def best(self, steps: Iterable[Step]) -> int | None:
@@ -168,11 +183,11 @@ class Policies:
     def expendable(
         self, steps: Sequence[Step], protected: Collection[int | None] = ()
     ) -> list[Step]:
-        """Return all steps but the latest, the best, and the protected ones."""
+        """Return all steps but the latest, the best, the protected ones, and those of torch."""
         if not steps:
             return []
         fixed = {*protected, steps[-1].number, self.best(steps)}
-        return [step for step in steps if step.number not in fixed]
+        return [step for step in steps if step.number not in fixed and not step.is_stock]
 
     def unneeded(
         self,
@@ -219,6 +234,7 @@ def prune(
     protected: Collection[int | None] = (),
     room: int | None = None,
     verify: bool = False,
+    since: int = 0,
 ) -> Pruned:
     """Remove unneeded steps, and the leftovers of killed saves and removals.
 
@@ -228,11 +244,23 @@ def prune(
         protected, room: as for :meth:`Policies.unneeded`.
         verify: remove nothing unless a step that stays is verified. If none is, the newest is read,
             and if that is damaged, the one before.
+        since: look at no steps before this one.
     """
-    found = store.sweep()
+    found = store.sweep(since=since)
     done = Pruned(swept=found.left, problems=found.problems)
-    gone = policies.unneeded(found.steps, protected, room=room)
-    stay = [step for step in found.steps if step not in gone]
+    steps, seen = found.steps, set[int]()
+    while True:
+        gone = policies.unneeded(steps, protected, room=room)
+        stay = [step for step in steps if step not in gone]
+        # Steps were whole when they were last looked at. Those that are to go, and those for which
+        # they go, are looked at again.
+        doubted = [*gone, *stay[-(policies.keep_last or 1) :]]
+        numbers = {step.number for step in doubted} - seen
+        if not gone or not numbers:
+            break
+        seen |= numbers
+        steps = store.look_again(found, numbers)
+        found = replace(found, steps=steps)
     if gone and verify and not _has_verified(store, stay, done.problems):
         done.problems.append("nothing was removed: no step that would stay is as its digests say")
         return done

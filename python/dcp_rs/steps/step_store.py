@@ -6,20 +6,21 @@ the steps or points to the latest. A store looks, each time.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME
+from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_foreign
 from dcp_rs.checkpoint.locate import MARKS
 from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import (
@@ -31,7 +32,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.steps import notes
-from dcp_rs.steps.notes import saved_name, saving_name, verified_name
+from dcp_rs.steps.notes import annotated_name, saved_name, saving_name, verified_name
 
 __all__ = [
     "MAY_BE_WHOLE",
@@ -44,14 +45,22 @@ __all__ = [
     "StepStore",
 ]
 
+#: Names that other programs give the folders of steps.
+_LOOKS_LIKE_A_STEP = re.compile(
+    r"(step|global_?step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?[0-9]+", re.IGNORECASE
+)
 #: The number of steps whose indexes are in memory together.
 _AT_ONCE = 16
 #: The number of looks at a step that seems damaged, or whose files go during a look.
 _LOOKS = 3
 #: The most names in the root that are looked at for other checkpoints.
 _OTHERS = 1_000
-#: Names of temporary files, and of the lock.
-_PASSING = re.compile(rf".+\.[0-9a-f]{{16}}\.tmp|{re.escape(_core.LOCK_NAME)}")
+#: Names of temporary files, of the lock, and of open files that were deleted on NFS or FUSE.
+_PASSING = re.compile(
+    rf".+\.[0-9a-f]{{16}}\.tmp|{re.escape(_core.LOCK_NAME)}|\.(nfs|fuse_hidden)[0-9a-f]+"
+)
+#: Ends of names of files that may be a checkpoint of another program.
+_MODELS = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".npz", ".h5", ".gguf")
 
 Kind = Literal["unfinished", "in use", "unknown", "no index", "foreign", "unreadable", "damaged"]
 #: A step of these kinds may be whole, so no older step takes its place.
@@ -74,6 +83,10 @@ class Step:
         linked: the bytes of the files that it shares with the step that it reused.
         files: the bytes of its data files. Steps that share a file have the same key for it.
         metrics: the metrics of the save.
+        run: the id of the run that saved it, if it is known.
+        committed: the time of the commit, by the clock that dates files.
+        is_stock: whether torch saved it. Policies never remove it.
+        is_superseded: whether all other steps count as newer, whatever their numbers are.
         verified: whether the whole step was read after the save, and matched its digests.
     """
 
@@ -87,6 +100,15 @@ class Step:
     files: Mapping[Any, int] = field(default_factory=dict, repr=False, compare=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
     verified: bool = False
+    run: str | None = field(default=None, repr=False, compare=False)
+    committed: float = field(default=0.0, repr=False, compare=False)
+    is_stock: bool = field(default=False, repr=False)
+    is_superseded: bool = field(default=False, repr=False)
+
+    @property
+    def age(self) -> tuple[bool, int]:
+        """A key that sorts steps, the oldest first."""
+        return not self.is_superseded, self.number
 
     @property
     def written(self) -> int:
@@ -108,6 +130,8 @@ class SkippedStep:
             of this package does not know. ``"unreadable"``: it cannot be read. ``"damaged"``: it
             lacks data, or is not what was saved.
         is_over: an earlier run began the save, and cannot commit it any more.
+        others: files in it that no save wrote. They are never removed alone.
+        is_empty: it holds nothing of a save.
     """
 
     number: int
@@ -115,6 +139,8 @@ class SkippedStep:
     why: str
     kind: Kind
     is_over: bool = field(default=False, repr=False, compare=False)
+    others: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    is_empty: bool = field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.why}"
@@ -128,18 +154,22 @@ class Listing:
         steps: the whole steps.
         passed_over: the other steps.
         problems: what a sweep could not remove, and why.
+        names: the names in the root.
     """
 
     steps: list[Step]
     passed_over: list[SkippedStep]
     problems: list[str] = field(default_factory=list)
+    names: Sequence[str] = field(default=(), repr=False, compare=False)
 
     @property
     def left(self) -> list[SkippedStep]:
         """The unfinished steps before the latest step. The save of a later one may just begin."""
         latest = self.steps[-1].number if self.steps else -1
         return [
-            step for step in self.passed_over if step.kind == "unfinished" and step.number < latest
+            step
+            for step in self.passed_over
+            if step.kind == "unfinished" and step.number < latest and not step.is_empty
         ]
 
 
@@ -160,6 +190,21 @@ class File:
     version: Hashable
     changed: float = field(compare=False)
     is_file: bool = True
+
+
+def _by_age(steps: Iterable[Step], superseded: Collection[str]) -> list[Step]:
+    marked = [replace(step, is_superseded=step.save_id in superseded) for step in steps]
+    return sorted(marked, key=lambda step: step.age)
+
+
+class RunNote(Protocol):
+    """The note that says which run may save and remove steps."""
+
+    def read(self) -> bytes:
+        """Return its bytes, or none."""
+
+    def write(self, data: bytes) -> None:
+        """Replace it, durably."""
 
 
 #: The content of a folder, by name. Two listings are equal if nothing changed between them.
@@ -184,6 +229,7 @@ class StepStore(ABC):
         path: a folder, which need not exist yet, or a URL.
         access: the arguments with which a save or a load reaches a step.
         run: the id of this process's run, after it took over the root.
+        since: the time of that, by the clock that dates files.
         problems: what was removed from the run and could not be deleted yet, and why.
 
     Raises:
@@ -193,22 +239,27 @@ class StepStore(ABC):
     path: Path
     access: Mapping[str, Any]
     run: str | None = None
+    since: float = 0.0
 
     def __init__(self, step_name: str) -> None:
         # Hidden names are those of folders under removal.
-        if not re.fullmatch(r"([^/{}.\0][^/{}\0]*)?\{\}[^/{}\0]*", step_name):
-            msg = f"step_name={step_name!r}: the name of a folder, with {{}} for the number"
+        if not re.fullmatch(r"([^/{}.\0][^/{}\0]*)?\{(:0?\d{0,2}d)?\}[^/{}\0]*", step_name):
+            msg = (
+                f"step_name={step_name!r}: the name of a folder, with {{}} for the number, or "
+                "{:07d} for a number of seven digits"
+            )
             raise ValueError(msg)
         self._step_name = step_name
         self.problems: list[str] = []
         # A longer number is part of another thing's name.
-        self._pattern = re.compile(re.escape(step_name).replace(r"\{\}", "([0-9]{1,18})"))
+        before, after = re.split(r"\{.*\}", step_name)
+        self._pattern = re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
         # Whole steps as they were last seen. An equal listing means the same step.
         self._known: dict[int, tuple[Files, Step]] = {}
 
     def folder(self, number: int) -> Path:
         """Return the folder of a step, which need not exist."""
-        return self.path / self._step_name.replace("{}", str(number))
+        return self.path / self._step_name.format(number)
 
     # --- files
 
@@ -246,16 +297,59 @@ class StepStore(ABC):
 
     # --- looking
 
-    def _numbered(self) -> list[tuple[int, str]]:
+    def _numbered(self, names: Iterable[str]) -> list[tuple[int, str]]:
         """Return the names in the root that have the number of a step, in order."""
-        found = [(self._pattern.fullmatch(name), name) for name in self._names()]
+        found = [(self._pattern.fullmatch(name), name) for name in names]
         return sorted((int(match[1]), name) for match, name in found if match is not None)
 
-    def is_run(self) -> bool:
-        """Return whether the root has steps, and is not a checkpoint itself."""
+    def look_alikes(self) -> list[str]:
+        """Return names in the root that look like those of steps, and do not fit ``step_name``."""
+        found = [name for name in self._names() if not self._pattern.fullmatch(name)]
+        return sorted(filter(_LOOKS_LIKE_A_STEP.fullmatch, found))
+
+    def supersede(self, save_ids: Iterable[str], by: tuple[int, str] | None = None) -> None:
+        """Note that these saves are older than all others, whatever their numbers are.
+
+        Args:
+            save_ids: the ids of the saves.
+            by: number and id of a save that is to come. Until it is committed, the note is void.
+
+        Raises:
+            RunTakenOverError: another run began here.
+        """
+        with self.holding():
+            older = self.superseded()
+            note: dict[str, Any] = {"older": sorted(older), "by": by, "then": sorted(save_ids)}
+            if by is None:
+                note = {"older": sorted({*older, *save_ids})}
+            self._put(self.path / notes.OLDER_NAME, json.dumps(note).encode())
+
+    def superseded(self) -> set[str]:
+        """Return the ids of the saves that are older than all others."""
+        return self._superseded(self._names())
+
+    def _superseded(self, names: Iterable[str]) -> set[str]:
+        """Return the ids of the saves that are older than all others."""
+        if notes.OLDER_NAME not in names:
+            return set()
+        (data,) = self._read([self.path / notes.OLDER_NAME])
+        try:
+            note = json.loads(data or b"{}")
+            older = set(map(str, note["older"]))
+            if note.get("by") is not None:
+                number, save_id = note["by"]
+                found = self.look_at(int(number))
+                if isinstance(found, Step) and found.save_id == save_id:
+                    older |= set(map(str, note["then"]))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return set()
+        return older
+
+    def is_run(self, *, checkpoint: bool = False) -> bool:
+        """Return whether the root has steps, and unless ``checkpoint`` is none itself."""
         try:
             names = self._names()
-            if INDEX_NAME in names or STOCK_NAME in names:
+            if not checkpoint and (INDEX_NAME in names or STOCK_NAME in names):
                 return False
             steps = filter(self._pattern.fullmatch, names)
             return any(self._list([self.path / name])[0] is not None for name in steps)
@@ -272,28 +366,56 @@ class StepStore(ABC):
         found = [n for n, files in zip(others, listed, strict=True) if MARKS & (files or {}).keys()]
         return sorted(found)[:6]
 
+    def why_no_run(self) -> str | None:
+        """Return why the root cannot be the folder of a run; None if it can."""
+        if {INDEX_NAME, STOCK_NAME} & set(self._names()) and not self.is_run(checkpoint=True):
+            return (
+                "is a checkpoint itself, and no folder of steps: pass the folder above it, or load "
+                "it with dcp_rs.load"
+            )
+        return None
+
     def is_there(self) -> bool:
         """Return whether the root exists, and is not empty."""
         return bool(self._names())
 
-    def look(self) -> Listing:
-        """Look at all steps.
+    def look(self, *, since: int = 0, recall: bool = False) -> Listing:
+        """Look at the steps.
+
+        Args:
+            since: the first number.
+            recall: do not look again at steps that were whole when they were last looked at.
 
         Raises:
             OSError: the root cannot be listed.
         """
-        numbers, misnamed = [], []
-        for number, name in self._numbered():
-            if name == self.folder(number).name:
-                numbers.append(number)
-            else:
-                misnamed.append(self._misnamed(number, name))
-        found = [step for step in (*self._look(numbers).values(), *misnamed) if step is not None]
-        steps = [step for step in found if isinstance(step, Step)]
-        skipped = [step for step in found if isinstance(step, SkippedStep)]
+        names = self._names()
         # The thread of the saves looks as well: the dict must not change meanwhile.
-        self._known = {n: known for n, known in list(self._known.items()) if n in numbers}
-        return Listing(steps, sorted(skipped, key=lambda step: step.number))
+        known = dict(self._known)
+        recalled, numbers, misnamed = [], [], []
+        for number, name in self._numbered(names):
+            if name != self.folder(number).name:
+                misnamed.append(self._misnamed(number, name))
+            elif recall and number in known:
+                recalled.append(known[number][1])
+            elif number >= since:
+                numbers.append(number)
+        looked = [step for step in self._look(numbers).values() if step is not None]
+        found = [*recalled, *looked, *misnamed]
+        skipped = [step for step in found if isinstance(step, SkippedStep)]
+        listed = {*numbers, *(step.number for step in recalled)}
+        self._known = {n: step for n, step in list(self._known.items()) if n in listed}
+        return Listing(
+            _by_age([step for step in found if isinstance(step, Step)], self._superseded(names)),
+            sorted(skipped, key=lambda step: step.number),
+            names=names,
+        )
+
+    def look_again(self, listing: Listing, numbers: Collection[int]) -> list[Step]:
+        """Return the whole steps of a listing after another look at some of them."""
+        looked = [step for step in self._look(sorted(numbers)).values() if isinstance(step, Step)]
+        others = [step for step in listing.steps if step.number not in numbers]
+        return _by_age([*others, *looked], self._superseded(listing.names))
 
     def look_at(self, number: int) -> Step | SkippedStep | None:
         """Look at one step.
@@ -315,15 +437,21 @@ class StepStore(ABC):
         Raises:
             OSError: as :meth:`look_at`.
         """
-        for number, name in reversed(self._numbered()):
+        names = self._names()
+        older, superseded = [], self._superseded(names)
+        for number, name in reversed(self._numbered(names)):
             if name == self.folder(number).name:
-                if (found := self.look_at(number)) is not None:
+                found = self.look_at(number)
+                if isinstance(found, Step) and found.save_id in superseded:
+                    older.append(found)
+                elif found is not None:
                     yield found
             elif misnamed:
                 step = self._misnamed(number, name)
                 files = self._list([step.path])[0] or {}
                 if INDEX_NAME in files or STOCK_NAME in files:
                     yield step
+        yield from older
 
     def latest(self) -> Step | None:
         """Return the newest whole step.
@@ -399,6 +527,8 @@ class StepStore(ABC):
         try:
             if INDEX_NAME in files:
                 return self._whole_step(number, files, data)
+            if STOCK_NAME in files and files[STOCK_NAME].is_file:
+                return self._stock_step(number, files)
             return self._unfinished_step(number, files, data)
         except StorageError:
             raise
@@ -448,19 +578,37 @@ class StepStore(ABC):
             linked=sum(sizes[file] for file in shared) if self._shares_files else 0,
             files=sizes,
             verified=verified_name(save_id) in files,
+            committed=files[INDEX_NAME].changed,
         )
         names = [name for name in (saved_name(save_id), saving_name(save_id)) if name in files]
         noted = data.get(names[0], b"") if names else None
         if (note := notes.read(noted)) is not None:
-            step = replace(step, saved=note.saved, metrics=note.metrics)
+            step = replace(step, saved=note.saved, metrics=note.metrics, run=note.run)
         elif noted is not None:
             warn_caller(
                 f"{path / names[0]} is no note of a save, so the step has no metrics, and is as "
                 "old as its index"
             )
+        later = notes.read(data.get(annotated_name(save_id)))
+        if later is not None:
+            step = replace(step, metrics={**step.metrics, **later.metrics})
         # The listing tells of all its data, and nothing of it went.
         if all(entry.name in files for entry in entries) and None not in data.values():
             self._known[number] = files, step
+        return step
+
+    def _stock_step(self, number: int, files: Files) -> Step:
+        """Return the step of a checkpoint of torch, which writes its metadata last."""
+        step = Step(
+            number=number,
+            path=self.folder(number),
+            save_id="",
+            saved=files[STOCK_NAME].changed,
+            committed=files[STOCK_NAME].changed,
+            nbytes=sum(file.nbytes for file in files.values()),
+            is_stock=True,
+        )
+        self._known[number] = files, step
         return step
 
     #: Whether steps share the files that they reuse.
@@ -471,19 +619,20 @@ class StepStore(ABC):
     ) -> SkippedStep:
         """Return the state of a folder without an index."""
         read = {name: note for name in data if (note := notes.read(data[name])) is not None}
-        strange = {n for n in files if not (_PASSING.fullmatch(n) or notes.is_own(n))}
-        strange.difference_update(*(note.files for note in read.values()))
+        others = {n for n in files if not (_PASSING.fullmatch(n) or notes.is_own(n))}
+        others.difference_update(*(note.files for note in read.values()))
         saving = [note for name, note in read.items() if name.startswith("saving-")]
         runs = {note.run for note in saving} - {None}
         is_over = bool(runs) and self.run is not None and self.run not in runs
         kind = self._kind_of_unfinished(number, files, is_over=is_over)
-        if strange and kind != "in use":
+        models = () if saving or kind == "in use" else self._models(number, files, others)
+        if models:
             kind = "foreign"
         newest = max(saving, key=lambda note: note.saved, default=None)
         why = {
             "in use": f"{newest.process if newest else 'a process'} is saving it",
             "foreign": (
-                f"it has no {INDEX_NAME}, and holds {min(strange, default='')}: "
+                f"it has no {INDEX_NAME}, and holds {min(models, default='')}: "
                 "dcp_rs.index(path) may adopt it"
             ),
             "no index": (
@@ -493,7 +642,26 @@ class StepStore(ABC):
             "unfinished": "its save did not finish",
         }[kind]
         path = self.folder(number)
-        return SkippedStep(number=number, path=path, why=why, kind=kind, is_over=is_over)
+        return SkippedStep(
+            number=number,
+            path=path,
+            why=why,
+            kind=kind,
+            is_over=is_over,
+            others=frozenset(others),
+            is_empty=others == files.keys() - {_core.LOCK_NAME},
+        )
+
+    def _models(self, number: int, files: Files, others: Iterable[str]) -> list[str]:
+        """Return the files and folders that may be a checkpoint of another program."""
+        names = [name for name in others if is_foreign(name) or name.endswith(_MODELS)]
+        folders = [name for name in others if not files[name].is_file]
+        listed = self._list([self.folder(number) / name for name in folders])
+        return names + [
+            name
+            for name, inner in zip(folders, listed, strict=True)
+            if MARKS & (inner or {}).keys()
+        ]
 
     @abstractmethod
     def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> Kind:
@@ -501,9 +669,9 @@ class StepStore(ABC):
 
     # --- the run
 
-    def _lock(self) -> AbstractContextManager[object]:
-        """Hold the lock of the root. Object stores have no locks."""
-        return nullcontext()
+    @abstractmethod
+    def _lock(self) -> AbstractContextManager[RunNote]:
+        """Hold the lock of the root, if it has locks. Yield the note of the run."""
 
     def take_over(self) -> None:
         """Begin a run here. After that, an earlier run can neither commit nor remove anything.
@@ -513,9 +681,9 @@ class StepStore(ABC):
             OSError: the note of the run cannot be written.
         """
         run = uuid.uuid4().hex
-        with self._lock():
-            self._put(self.path / notes.RUN_NAME, notes.write(run))
-        self.run = run
+        with self._lock() as note:
+            note.write(notes.write(run))
+        self.run, self.since = run, self._now()
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -528,17 +696,37 @@ class StepStore(ABC):
         if self.run is None:
             yield
             return
-        with self._lock():
-            (data,) = self._read([self.path / notes.RUN_NAME])
-            note = notes.read(data)
-            if data is not None and (note is None or note.run != self.run):
-                msg = (
-                    f"the run in {self.path} was taken over by "
-                    f"{note.process if note else 'an unknown process'}: "
-                    "this process may not save or remove steps any more"
-                )
-                raise RunTakenOverError(msg, path=self.path)
+        with self._lock() as noted:
+            # Nothing is noted if somebody removed the folder meanwhile.
+            if data := noted.read():
+                note = notes.read(data)
+                if note is None or note.run != self.run:
+                    msg = (
+                        f"the run in {self.path} was taken over by "
+                        f"{note.process if note else 'an unknown process'}: "
+                        "this process may not save or remove steps any more"
+                    )
+                    raise RunTakenOverError(msg, path=self.path)
             yield
+
+    def check_run(self, error: BaseException | None = None) -> None:
+        """Raise if another run began here.
+
+        Args:
+            error: the cause.
+
+        Raises:
+            RunTakenOverError: as it says.
+        """
+        try:
+            with self.holding():
+                pass
+        except RunTakenOverError as taken:
+            raise taken from error
+
+    @abstractmethod
+    def _now(self) -> float:
+        """Return the time by the clock that dates files, in seconds since 1970."""
 
     # --- a save
 
@@ -576,6 +764,7 @@ class StepStore(ABC):
     def settle(self, number: int, save_id: str) -> None:
         """Note that a save is committed. Remove the notes and the user's files of other saves."""
         self.release()
+        self._known.pop(number, None)  # this save may have replaced it
         folder = self.folder(number)
         saved = folder / saved_name(save_id)
         self._rename(folder / saving_name(save_id), saved)
@@ -586,6 +775,17 @@ class StepStore(ABC):
         theirs = {file for note in read if note and own for file in note.files - own.files}
         self._remove_files([folder / file for file in theirs])
         self._remove_files(others)  # last, as they tell what the files are
+
+    def annotate(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Store metrics that came after the save, beside those that were stored before."""
+        path = step.path / annotated_name(step.save_id)
+        note = notes.read(self._read([path])[0])
+        before = {} if note is None else note.metrics
+        self._put(path, notes.write(step.run, metrics={**before, **metrics}))
+
+    def point_to(self, number: int) -> None:
+        """Let the file ``latest`` in the root contain the name of a step."""
+        self._put(self.path / "latest", self.folder(number).name.encode())
 
     def verify(self, step: Step) -> VerifyReport:
         """Read all of a step, and note it if it matches its digests."""
@@ -605,8 +805,11 @@ class StepStore(ABC):
             OSError: it cannot be removed.
         """
 
-    def sweep(self) -> Listing:
+    def sweep(self, *, since: int = 0) -> Listing:
         """Remove the leftovers of killed removals and killed saves (:attr:`Listing.left`).
+
+        Args:
+            since: look at no steps before this one, and at none twice that was whole.
 
         Returns:
             The steps before the sweep, and what could not be removed.
@@ -614,7 +817,7 @@ class StepStore(ABC):
         Raises:
             RunTakenOverError: another run began here.
         """
-        found = self.look()
+        found = self.look(since=since, recall=True)
         problems = []
         for what, remove in self._leftovers(found).items():
             try:

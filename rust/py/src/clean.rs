@@ -7,6 +7,7 @@ use dcp_rs_core::checkpoint::{self, Cleaned};
 use dcp_rs_core::store::{self, Mode};
 use dcp_rs_core::{Control, NOTICE};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::error::IntoPy as _;
 use crate::interrupt;
@@ -49,7 +50,7 @@ pub fn to_rows(cleaned: Cleaned) -> CleanedRows {
 /// Exclusive lock of a folder, held while this object exists.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct FolderLock {
-    _lock: store::FolderLock,
+    lock: store::FolderLock,
 }
 
 #[guarded]
@@ -61,6 +62,17 @@ impl FolderLock {
     fn new(py: Python<'_>, folder: PathBuf, notice: f64) -> PyResult<Self> {
         let control = Control::with_notice(Duration::try_from_secs_f64(notice).unwrap_or(NOTICE));
         let take = |control: &Control| store::FolderLock::take(&folder, Mode::Exclusive, control);
-        Ok(Self { _lock: interrupt::run_under(py, &control, take)? })
+        Ok(Self { lock: interrupt::run_under(py, &control, take)? })
+    }
+
+    /// Returns the bytes in the file of the lock.
+    fn read<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = interrupt::run(py, |_| self.lock.read())?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    /// Stores bytes in the file of the lock.
+    fn write(&self, py: Python<'_>, data: Vec<u8>, fsync: bool) -> PyResult<()> {
+        interrupt::run(py, |control| self.lock.write(&data, fsync, control))
     }
 }

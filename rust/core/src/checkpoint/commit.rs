@@ -5,7 +5,8 @@ use std::collections::HashSet;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::index_file::identity_of;
 use super::locate::check_no_rank_indexes;
@@ -13,7 +14,9 @@ use crate::format::{
     DataFileName, FileView, INDEX_NAME, Identity, Index, parse_rank_index_name, rank_index_name,
 };
 use crate::store::disk::Disk;
-use crate::store::{Fingerprint, FolderLock, LOCK_NAME, Mode, publish_on, read_all};
+use crate::store::{
+    Fingerprint, FolderLock, LOCK_NAME, LOOK_AGAIN, Mode, patience_at, publish_on, read_all,
+};
 use crate::{Control, Error, Result};
 
 /// Time limit for a discard to wait for the folder's lock. `clean` removes what it leaves.
@@ -167,7 +170,8 @@ pub(super) fn give_back(lock: FolderLock, disk: &Disk, dir: &Path) {
         entries
             .any(|entry| entry.map_or(true, |entry| entry.file_name().to_str().is_some_and(is_own)))
     });
-    if !has_own {
+    let is_empty = fs::metadata(dir.join(LOCK_NAME)).is_ok_and(|found| found.len() == 0);
+    if !has_own && is_empty {
         // Removed under the lock: a process that waits for it checks afterwards that the file is
         // still there.
         let _ = disk.remove(&dir.join(LOCK_NAME));
@@ -177,16 +181,26 @@ pub(super) fn give_back(lock: FolderLock, disk: &Disk, dir: &Path) {
 
 /// Checks that the files of a save are as its ranks wrote them.
 fn check_written(dir: &Path, index: &Index, control: &Control) -> Result<()> {
+    let begin = Instant::now();
     for file in written(index) {
-        control.check()?;
         let path = dir.join(file.name);
-        let found = match fs::symlink_metadata(&path) {
-            Ok(found) if !found.is_file() => return Err(unfit(&path, "it is not a regular file")),
-            Ok(found) => Some(found.len()),
-            Err(error) if error.kind() == ErrorKind::NotFound => None,
-            Err(error) => return Err(Error::io("look at", &path, error)),
-        };
-        check_found(&path, found, file.size)?;
+        loop {
+            control.check()?;
+            let found = match fs::symlink_metadata(&path) {
+                Ok(found) if !found.is_file() => {
+                    return Err(unfit(&path, "it is not a regular file"));
+                }
+                Ok(found) => Some(found.len()),
+                Err(error) if error.kind() == ErrorKind::NotFound => None,
+                Err(error) => return Err(Error::io("look at", &path, error)),
+            };
+            // A rank of another machine may just have written it.
+            if found == Some(file.size) || begin.elapsed() >= patience_at(dir) {
+                check_found(&path, found, file.size)?;
+                break;
+            }
+            thread::sleep(LOOK_AGAIN);
+        }
     }
     Ok(())
 }
@@ -203,8 +217,18 @@ pub(super) fn check_found(path: &Path, found: Option<u64>, expected: u64) -> Res
     match found {
         Some(size) if size == expected => Ok(()),
         Some(size) => Err(unfit(path, &format!("it is {size} bytes long, expected {expected}"))),
-        None => Err(unfit(path, "it is missing")),
+        None => Err(unfit(path, &missing(path))),
     }
+}
+
+fn missing(path: &Path) -> String {
+    let name = path.file_name().and_then(|name| DataFileName::parse(name.to_str()?));
+    let Some(name) = name else { return "it is missing".to_owned() };
+    format!(
+        "it is missing: rank {} wrote it, and this machine does not see it. Do all ranks save to \
+         this path, and do all machines share it?",
+        name.rank
+    )
 }
 
 fn unfit(path: &Path, what: &str) -> Error {

@@ -1,13 +1,16 @@
 //! The data files of an index: their paths, whether they may be followed out of the folder, and
 //! whether they still belong to this save.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::index_file::identity_of;
 use crate::format::{INDEX_NAME, Identity, Index, SourceKind};
 use crate::paths::{Links, Reach, Verdict, reach};
 use crate::read::FileRef;
-use crate::store::{Files, PrivateMapping, Remote};
+use crate::store::{Files, LOOK_AGAIN, PrivateMapping, Remote, patience_at};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
 /// Describes a data file for the engine. With `allow_external`, names and symbolic links may lead
@@ -114,7 +117,13 @@ pub fn explain(index: &Index, error: Error, control: &Control) -> Error {
     let path = index.path().to_owned();
     match error {
         Error::CorruptData { .. } | Error::Storage { kind: StorageFault::Precondition, .. }
-            if was_replaced(index, control) =>
+            if was_replaced_lately(index, control) =>
+        {
+            Error::Replaced { path }
+        }
+        Error::Io { ref source, .. }
+            if source.kind() == ErrorKind::StaleNetworkFileHandle
+                && was_replaced_lately(index, control) =>
         {
             Error::Replaced { path }
         }
@@ -122,6 +131,27 @@ pub fn explain(index: &Index, error: Error, control: &Control) -> Error {
             Error::TensorPlan { path: Some(path), tensor, reason }
         }
         other => other,
+    }
+}
+
+/// Does the same as [`was_replaced`]. On a network file system it looks for some seconds, because
+/// the old index may still be remembered while its data files are gone.
+fn was_replaced_lately(index: &Index, control: &Control) -> bool {
+    let begin = Instant::now();
+    let patience = match index.path().parent() {
+        Some(folder) if index.remote().is_none() && index.source() == SourceKind::Native => {
+            patience_at(folder)
+        }
+        _ => Duration::ZERO,
+    };
+    loop {
+        if was_replaced(index, control) {
+            return true;
+        }
+        if begin.elapsed() >= patience || control.check().is_err() {
+            return false;
+        }
+        thread::sleep(LOOK_AGAIN);
     }
 }
 

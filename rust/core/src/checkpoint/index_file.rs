@@ -24,7 +24,7 @@ pub fn open_index(path: &Path) -> Result<Index> {
         _ => Error::io("open", path, error),
     })?;
     let len = file.metadata().map_err(|error| Error::io("stat", path, error))?.len();
-    if len <= MOST_READ || is_remote(&file) {
+    if len <= MOST_READ || is_remote(&file) || !Mapping::is_possible(&file) {
         let mut bytes = Vec::new();
         let length = usize::try_from(len).unwrap_or(usize::MAX);
         bytes

@@ -227,7 +227,7 @@ fn access(
     options: &ReadOptions,
     most_mapped: u64,
 ) -> Access {
-    let may_map = file.size <= most_mapped;
+    let may_map = || file.size <= most_mapped && Mapping::is_possible(open);
     let missing = || {
         let span = wanted.end.saturating_sub(wanted.start);
         resident_bytes(open, wanted.start, wanted.end)
@@ -238,15 +238,15 @@ fn access(
         file.open(true).ok().map(|_| Access::Direct { align })
     };
     match options.io {
-        IoMode::Mmap => Access::Mapped,
+        IoMode::Mmap if Mapping::is_possible(open) => Access::Mapped,
         IoMode::Buffered if missing() == Some(false) => Access::Cached,
-        IoMode::Buffered => Access::Buffered,
+        IoMode::Mmap | IoMode::Buffered => Access::Buffered,
         IoMode::Direct => direct().unwrap_or(Access::Buffered),
         IoMode::Auto => match (missing(), is_remote(open)) {
-            (Some(false), false) if wanted.bytes >= SMALL && may_map => Access::Mapped,
+            (Some(false), false) if wanted.bytes >= SMALL && may_map() => Access::Mapped,
             (Some(false), _) => Access::Cached,
             (_, true) => Access::Buffered,
-            _ if wanted.common > wanted.bytes / 2 && may_map && Mapping::tells_errors() => {
+            _ if wanted.common > wanted.bytes / 2 && Mapping::tells_errors() && may_map() => {
                 Access::Shared
             }
             (_, false) => direct().unwrap_or(Access::Buffered),

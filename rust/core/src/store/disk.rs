@@ -6,6 +6,8 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
 
 use rustix::fs::{
     CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with,
@@ -13,7 +15,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::lock::Mode;
-use super::platform;
+use super::{LOOK_AGAIN, STALE, platform};
 use crate::{Control, Error, Result};
 
 /// A call to the operating system.
@@ -65,6 +67,17 @@ const NO_LOCKS: [i32; 5] =
 /// Errors of file systems that support only plain renames.
 const NO_SUCH_RENAME: [i32; 4] = [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOTSUP];
 
+/// Returns whether there is a folder at a path, or `None` if there is nothing. A link counts as
+/// what it leads to.
+fn is_folder(path: &Path) -> Result<Option<bool>> {
+    match fs::metadata(path) {
+        Ok(found) => Ok(Some(found.is_dir())),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) if error.kind() == ErrorKind::NotADirectory => Ok(None),
+        Err(error) => Err(Error::io("look at", path, error)),
+    }
+}
+
 fn is_same_file(a: &Path, b: &Path) -> bool {
     let identity = |path| fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
     identity(a).is_some_and(|a| Some(a) == identity(b))
@@ -107,25 +120,37 @@ impl Disk {
     /// Creates a folder and its missing parents. Returns the folders that got a new entry. They
     /// must be synced before anything relies on the new folder.
     pub(crate) fn create_folder(&self, folder: &Path) -> Result<Vec<PathBuf>> {
-        if folder.is_dir() {
+        if is_folder(folder)? == Some(true) {
             return Ok(Vec::new());
         }
         let parent = folder.parent().filter(|parent| !parent.as_os_str().is_empty());
-        if let Some(parent) = parent.filter(|parent| parent.exists() && !parent.is_dir()) {
-            return Err(Error::io(
-                "create",
-                parent,
-                std::io::Error::from_raw_os_error(libc::ENOTDIR),
-            ));
+        if let Some(parent) = parent
+            && is_folder(parent)? == Some(false)
+        {
+            return Err(Error::io("create", parent, io::Error::from_raw_os_error(libc::ENOTDIR)));
         }
         let mut changed = parent.map_or(Ok(Vec::new()), |parent| self.create_folder(parent))?;
-        match self.before(Call::CreateFolder, folder).and_then(|_| fs::create_dir(folder)) {
-            // Another rank was faster.
-            Err(error) if error.kind() == ErrorKind::AlreadyExists && folder.is_dir() => {}
-            Err(error) => return Err(Error::io("create", folder, error)),
-            Ok(()) => changed.push(parent.unwrap_or(Path::new(".")).to_owned()),
+        let begin = Instant::now();
+        loop {
+            match self.before(Call::CreateFolder, folder).and_then(|_| fs::create_dir(folder)) {
+                Ok(()) => {
+                    changed.push(parent.unwrap_or(Path::new(".")).to_owned());
+                    return Ok(changed);
+                }
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                    match is_folder(folder)? {
+                        // Another rank was faster.
+                        Some(true) => return Ok(changed),
+                        // A network client may remember that there was nothing.
+                        None if begin.elapsed() < STALE && folder.symlink_metadata().is_err() => {
+                            thread::sleep(LOOK_AGAIN);
+                        }
+                        _ => return Err(Error::io("create", folder, error)),
+                    }
+                }
+                Err(error) => return Err(Error::io("create", folder, error)),
+            }
         }
-        Ok(changed)
     }
 
     /// Creates a new file for writing.
@@ -141,7 +166,11 @@ impl Disk {
         let reserve = || {
             self.before(Call::Allocate, path)?;
             match fallocate(file, FallocateFlags::empty(), 0, size) {
-                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(size),
+                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => match file.set_len(size) {
+                    // The writes give the file its length.
+                    Err(error) if is_unsupported(&error) => Ok(()),
+                    result => result,
+                },
                 result => Ok(result?),
             }
         };

@@ -85,6 +85,9 @@ impl FileRef {
             io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
                 self.another("the file is missing")
             }
+            io::ErrorKind::StaleNetworkFileHandle => {
+                self.another("the file was removed on another machine")
+            }
             _ => Error::io(action, &self.path, error),
         }
     }

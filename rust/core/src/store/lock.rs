@@ -6,22 +6,27 @@
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::disk::{Disk, Locked};
 use super::fork::OwnFile;
-use super::is_remote;
+use super::publish::publish_on;
+use super::{is_remote, platform, read_at};
 use crate::{Control, Error, Result};
 
-/// File in the folder of a checkpoint, whose lock is that of the folder. It is empty, and stays.
+/// File in a folder, whose lock is that of the folder. In the folder of a checkpoint it is empty,
+/// and stays.
 pub const LOCK_NAME: &str = ".dcprs.lock";
 
 /// First and longest delay before a lock is tried again.
 const SLICES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
 /// Time limit on waiting for a lock. A process that holds it for longer is stuck.
 const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Bound on the bytes in the file of a lock.
+const MOST_HELD: usize = 64 << 10;
 
 /// Modes of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,6 +131,7 @@ impl Drop for FileLock {
 #[derive(Debug)]
 pub struct FolderLock {
     lock: Option<FileLock>,
+    path: PathBuf,
 }
 
 impl FolderLock {
@@ -162,8 +168,52 @@ impl FolderLock {
             // If a process removed or replaced the file or the folder meanwhile, there could be a
             // second holder.
             if lock.as_ref().is_none_or(|lock| is_at(&lock.file, &path)) {
-                return Ok(Self { lock });
+                return Ok(Self { lock, path });
             }
+        }
+    }
+
+    /// Returns the bytes in the lock's file. They are read through the descriptor that is locked,
+    /// because a network client may cache what a name leads to, but not a lock.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn read(&self) -> Result<Vec<u8>> {
+        let failed = |error| Error::io("read", &self.path, error);
+        let opened;
+        let file = if let Some(lock) = &self.lock {
+            &*lock.file
+        } else {
+            opened = super::open_file(&self.path).map_err(failed)?;
+            &opened
+        };
+        // A page may have been cached before the lock was taken.
+        platform::drop_cached(file);
+        let length = file.metadata().map_err(failed)?.len();
+        let mut bytes = vec![0; usize::try_from(length).map_or(MOST_HELD, |n| n.min(MOST_HELD))];
+        read_at(file, &mut bytes, 0).map_err(failed)?;
+        Ok(bytes)
+    }
+
+    /// Stores bytes in the lock's file, durably with `fsync`. Later bytes must have the same length,
+    /// because a network client may cache the length.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn write(&self, bytes: &[u8], fsync: bool, control: &Control) -> Result<()> {
+        let disk = Disk::default();
+        let stored = disk.open(&self.path).and_then(|file| {
+            disk.write(&file, &self.path, bytes, 0)?;
+            if fsync { disk.sync(&file, &self.path, control) } else { Ok(()) }
+        });
+        match (stored, self.path.parent()) {
+            // A file of another user. Those who wait for its lock see that it was replaced.
+            (Err(Error::Io { source, .. }), Some(folder))
+                if source.kind() == std::io::ErrorKind::PermissionDenied =>
+            {
+                publish_on(&disk, folder, LOCK_NAME, bytes, fsync, control)
+            }
+            (stored, _) => stored,
         }
     }
 

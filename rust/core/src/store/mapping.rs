@@ -24,6 +24,12 @@ impl Mapping {
         Ok(Self { raw, skip, len })
     }
 
+    /// Returns whether the file system lets a file be mapped.
+    #[must_use]
+    pub fn is_possible(file: &File) -> bool {
+        memmap2::MmapOptions::new().len(1).map_raw_read_only(file).is_ok()
+    }
+
     /// Returns the address of the first byte of the file. [`len`](Self::len) bytes are mapped.
     #[must_use]
     pub fn as_ptr(&self) -> *const u8 {

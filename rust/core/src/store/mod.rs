@@ -1,6 +1,8 @@
 //! Files, folders and mappings of the operating system, and objects on a store, without knowledge
 //! of the format.
 
+use std::time::Duration;
+
 mod buffer;
 mod conditional;
 mod descriptors;
@@ -17,6 +19,18 @@ mod publish;
 mod random;
 mod remote;
 mod residency;
+
+/// Time for which a network client may serve what it remembers of a path, before an answer counts.
+pub(crate) const STALE: Duration = Duration::from_secs(5);
+/// Delay before it is asked again.
+pub(crate) const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// Returns the time for which what a folder seems to hold may be out of date: none on a disk of this
+/// machine.
+pub(crate) fn patience_at(folder: &std::path::Path) -> Duration {
+    let is_local = std::fs::File::open(folder).is_ok_and(|opened| !is_remote(&opened));
+    if is_local { Duration::ZERO } else { STALE }
+}
 
 pub(crate) use buffer::Buffer;
 pub(crate) use conditional::{another, is_refused, put_and_look, put_over, unclear};

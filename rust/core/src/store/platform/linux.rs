@@ -122,6 +122,11 @@ fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
     })
 }
 
+/// Drops the file's cached pages that are on the disk, so that the next read asks a file server.
+pub fn drop_cached(file: &File) {
+    let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+}
+
 /// Returns whether the file is on a network or user-space file system. Those can stall a page fault
 /// for any time, or fail it with a signal, so by default they are not mapped.
 #[must_use]

@@ -25,6 +25,9 @@ pub fn is_remote(_: &File) -> bool {
     false
 }
 
+/// Does nothing.
+pub fn drop_cached(_: &File) {}
+
 /// No limit is assumed.
 pub fn spare_address_space() -> Option<u64> {
     None
