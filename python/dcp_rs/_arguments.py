@@ -28,6 +28,12 @@ _EQUIVALENTS = {
     },
 }
 _EQUIVALENTS["async_save"] = _EQUIVALENTS["save"]
+for _name in ("load_training_state", "load_optim_state_dict"):
+    _EQUIVALENTS[_name] = {
+        "allow_partial_load": "use partial=True",
+        "strict": "partial=True does what strict=False does elsewhere",
+        "planner": "it takes the options of RsLoadPlanner itself",
+    }
 
 
 def suggest_option(function: Callable[P, R]) -> Callable[P, R]:

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.optim import Optimizer
 
 from dcp_rs._arguments import check_arguments, suggest_option
 from dcp_rs.api import save
-from dcp_rs.checkpoint.names import repeatable
-from dcp_rs.dcp import protocol
-from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
+from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine
-from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import UnsupportedError
@@ -31,21 +24,16 @@ from dcp_rs.training.extra import (
     EXTRA,
     PerRank,
     RngState,
-    SavedExtra,
-    SavedValue,
     check_values,
-    split_extra_state,
     state_of,
     with_buffers_copied,
     without_tensors,
 )
-from dcp_rs.training.load_optimizer import SavedOptimizers, saved_optimizers
-from dcp_rs.training.names import without_wrappers
+from dcp_rs.training.load import TrainingLoad, TrainingOptions
 from dcp_rs.training.optimizers import is_fsdp1, joined, model_state, optimizer_state
-from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedEntries, join
-from dcp_rs.training.settings import KeepSettings
-from dcp_rs.training.versions import VERSIONS, gather_versions, with_versions
+from dcp_rs.training.partial_load import parts_of
+from dcp_rs.training.sources import MODEL, OPTIM
+from dcp_rs.training.versions import VERSIONS, gather_versions
 
 __all__ = [
     "PerRank",
@@ -55,8 +43,6 @@ __all__ = [
     "save_training_state",
     "training_state",
 ]
-
-MODEL, OPTIM = "model", "optim"
 
 Models = torch.nn.Module | Iterable[torch.nn.Module]
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -201,43 +187,56 @@ def load_training_state(
     optimizers: Optimizers | None = (),
     extra: dict[str, Any] | None = None,
     *,
-    allow_partial_load: bool = False,
+    names: Mapping[str, str] | None = None,
+    rename: Rename = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+    partial: bool | Collection[str] = False,
     keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
-    planner: LoadPlanner | None = None,
     no_dist: bool = False,
     **read_options: Any,
-) -> LoadReport | None:
+) -> LoadReport:
     """Resume a training job from ``path``, on any number of ranks and with any sharding.
 
-    Every rank of ``process_group`` calls it. Checkpoints of ``dcp.save({"model": ..., "optim":
-    ...})`` with torch's ``get_state_dict`` load as well.
+    Every rank of ``process_group`` calls it. Before anything of the job changes, the names, shapes,
+    kinds of state and settings of all parts are compared with the checkpoint.
 
     Args:
-        path: a checkpoint.
+        path: a checkpoint of :func:`save_training_state`; one of stock DCP or one file of
+            ``torch.save`` with model and optimizer under any keys; a folder of accelerate's
+            ``save_state``; or, for the model alone, a Hugging Face or ``.safetensors`` checkpoint.
         model: filled in place.
         optimizers: as in the save, in any order: parameters are matched by name. Their state is
             replaced. An optimizer without state creates it as under torch's ``get_state_dict``, by
             a step with gradients and learning rates of zero.
-        extra: as in the save. Objects get their state, tensors are filled in place, and other
-            values are replaced in ``extra``. A dict stays the same object, with the saved entries
-            alone. A partial or selective load keeps its other entries, and so does a load of a
-            checkpoint that DCP's own planners wrote.
-        allow_partial_load: leave alone what the checkpoint lacks, and state that is incomplete
-            there, has another shape, or is of another kind of optimizer. By default that is an
-            error.
+        extra: as in the save. Objects get their state as it was saved, tensors are filled in place,
+            and other values are replaced in ``extra``. A dict stays the same object, with the saved
+            entries alone. A partial or selective load keeps its other entries, and so does a load
+            of a checkpoint that DCP's own planners wrote.
+        names: the keys of entries in the checkpoint, with dots for deeper ones, by ``"model"``,
+            ``"optimizer"`` or the name of an extra entry: ``{"model": "state.model"}``. Usual keys
+            are found without.
+        rename: maps stored names to names of the training state, as for :func:`dcp_rs.load`:
+            ``{"model.encoder": "model.backbone"}``. Optimizer state follows its parameter.
+        include, exclude: globs over names such as ``model.<fqn>``, ``optim.state.<fqn>.exp_avg``
+            and ``extra.step``. Entries that are not included, or are excluded, stay as they are.
+        dtype: cast floating-point tensors to it as they are read, except the ``step`` of
+            optimizers.
+        partial: True, or a set of ``"model"``, ``"optimizer"`` and ``"extra"``: leave alone what
+            the checkpoint lacks of these parts, and state that is incomplete there, has another
+            shape, or is of another kind of optimizer. By default that is an error.
         keep_settings: settings of the optimizers that stay, such as ``{"lr", "weight_decay"}``;
             True for all. By default the saved ones replace them, and a warning names those that
             differ, except for what schedulers change.
         process_group, no_dist: as in ``dcp.load``.
-        planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``.
-            Entries that it does not include stay as they are.
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
     Returns:
-        The report of an :class:`dcp_rs.RsLoadPlanner`. ``missing`` also names parameters that no
-        saved optimizer has (``optim.state.<fqn>``, or ``optim`` if none was saved), and entries of
-        ``extra`` that the checkpoint lacks.
+        A report of the load on this rank. ``missing`` also names parameters that no saved optimizer
+        has (``optim.state.<fqn>``, or ``optim`` if none was saved), and entries of ``extra`` that
+        the checkpoint lacks.
 
     Raises:
         PlanError: something is missing, or has another shape; an optimizer has parameters that the
@@ -253,17 +252,22 @@ def load_training_state(
         assert extra["step"] == 7
         ```
     """
-    return _load(
-        path,
-        model,
-        optimizers,
-        planner,
-        RankGroup(process_group, no_dist=no_dist),
-        read_options,
-        partial=allow_partial_load,
-        keep=keep_settings,
-        extra={} if extra is None else extra,
-    )
+
+    def make_options() -> TrainingOptions:
+        check_arguments(load_training_state, read_options, RsReader.__init__)
+        return TrainingOptions(
+            names=names or {},
+            rename=rename,
+            include=repeatable(include),
+            exclude=repeatable(exclude),
+            dtype=dtype,
+            partial=parts_of(partial),
+            keep_settings=keep_settings,
+        )
+
+    extra = {} if extra is None else extra
+    ranks = RankGroup(process_group, no_dist=no_dist)
+    return _load(path, model, optimizers, extra, ranks, make_options, read_options)
 
 
 def load_optim_state_dict(
@@ -272,13 +276,15 @@ def load_optim_state_dict(
     optimizer: Optimizer,
     *,
     key: str = OPTIM,
-    allow_partial_load: bool = False,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+    partial: bool = False,
     keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
-    planner: LoadPlanner | None = None,
     no_dist: bool = False,
     **read_options: Any,
-) -> None:
+) -> LoadReport:
     """Load the state of an optimizer alone.
 
     It may be saved by ``FSDP.optim_state_dict``, ``get_optimizer_state_dict`` or
@@ -293,17 +299,18 @@ def load_optim_state_dict(
         optimizer: its state is replaced.
         key: the entry of the saved state dict, with dots for deeper ones; ``""`` if the
             optimizer's state dict is the whole checkpoint.
-        allow_partial_load: leave the state of a parameter alone if it is not saved, has another
-            shape, is not complete, or is of another kind. By default that is an error.
-        keep_settings: as for :func:`load_training_state`.
+        include, exclude, dtype, keep_settings: as for :func:`load_training_state`.
+        partial: leave the state of a parameter alone if it is not saved, has another shape, is not
+            complete, or is of another kind. By default that is an error.
         process_group, no_dist: as in ``dcp.load``.
-        planner: default: :class:`dcp_rs.RsLoadPlanner`, as in :func:`load_training_state`. Its
-            ``report`` names what was left alone.
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
+    Returns:
+        A report of the load on this rank.
+
     Raises:
-        PlanError: there is no optimizer state under ``key``, or it has other parameters, groups or
-            shapes. Nothing was read.
+        PlanError: there is no optimizer state under ``key``, or it has other parameters, groups,
+            kinds or shapes. Nothing was read.
         DcpRsError: as :func:`dcp_rs.load`.
 
     Example:
@@ -312,196 +319,52 @@ def load_optim_state_dict(
         dcp_rs.optim.load_optim_state_dict("optimizer", model, optimizer)
         ```
     """
-    _load(
-        path,
-        model,
-        optimizer,
-        planner,
-        RankGroup(process_group, no_dist=no_dist),
-        read_options,
-        partial=allow_partial_load,
-        keep=keep_settings,
-        key=key,
-    )
+
+    def make_options() -> TrainingOptions:
+        check_arguments(load_optim_state_dict, read_options, RsReader.__init__)
+        return TrainingOptions(
+            include=repeatable(include),
+            exclude=repeatable(exclude),
+            dtype=dtype,
+            partial=parts_of(bool(partial)),
+            keep_settings=keep_settings,
+            key=key,
+        )
+
+    ranks = RankGroup(process_group, no_dist=no_dist)
+    return _load(path, model, optimizer, None, ranks, make_options, read_options)
 
 
 def _load(
     path: str | os.PathLike[str],
     model: Models,
     optimizer: Optimizers | None,
-    planner: LoadPlanner | None,
+    extra: dict[str, Any] | None,
     ranks: RankGroup,
+    make_options: Callable[[], TrainingOptions],
     read_options: dict[str, Any],
-    *,
-    partial: bool,
-    keep: KeepSettings,
-    key: str = OPTIM,
-    extra: dict[str, Any] | None = None,
-) -> LoadReport | None:
+) -> LoadReport:
     """Load training state; without ``extra``, the optimizers alone.
 
     A whole load that a save overtakes begins again with the new checkpoint.
     """
-    planner = RsLoadPlanner(allow_partial_load=partial) if planner is None else planner
-    called = load_optim_state_dict if extra is None else load_training_state
-    partial = partial or bool(getattr(planner, "allow_partial_load", False))
     models, optimizers = ranks.run(lambda: _checked(model, optimizer, extra))
+    options = ranks.run(make_options)
     if "views" in read_options:  # a load that begins again iterates again
         read_options["views"] = repeatable(read_options["views"])
 
-    def open_source() -> _Load:
-        check_arguments(called, read_options, RsReader.__init__)
-        reader = RsReader(path, **read_options)
-        return _Load(reader, planner, models, optimizers, extra, key, partial=partial, keep=keep)
+    def begin() -> TrainingLoad:
+        def open_reader(where: Any) -> RsReader:
+            return RsReader(where, **read_options)
 
-    engine.retry(ranks, lambda: ranks.run(open_source).run(ranks), lambda: not partial)
-    return planner.report if isinstance(planner, RsLoadPlanner) else None
+        return TrainingLoad(path, open_reader, models, optimizers, extra, options)
 
+    def load() -> LoadReport:
+        job = ranks.run(begin)
+        job.run(ranks)
+        return job.report
 
-class _Load:
-    """A load of everything from the one save that a path holds now.
-
-    Args:
-        reader: the checkpoint.
-        planner: the planner of the load.
-        models, optimizers: what is loaded.
-        extra: the caller's entries; None to load the optimizers alone.
-        key: the entry of the optimizers' state.
-        partial: leave alone what the checkpoint lacks.
-        keep: the settings of the optimizers that stay.
-    """
-
-    def __init__(
-        self,
-        reader: RsReader,
-        planner: LoadPlanner,
-        models: Sequence[torch.nn.Module],
-        optimizers: Sequence[Optimizer],
-        extra: dict[str, Any] | None,
-        key: str,
-        *,
-        partial: bool,
-        keep: KeepSettings,
-    ) -> None:
-        self._reader, self._planner = reader, planner
-        self._models, self._optimizers, self._extra = models, optimizers, extra
-        self._key, self._keep = key, keep
-        self._metadata = reader.read_metadata()
-        index = index_of(self._metadata)
-        assert index is not None  # noqa: S101  # an RsReader read it
-        self._entries = SavedEntries(index)
-        self._partial = PartialLoad(self._entries, planner, partial=partial)
-        self._state: dict[str, Any] = {}
-        self._puts: list[Callable[[Mapping[str, Any]], None]] = []
-
-    def run(self, ranks: RankGroup) -> None:
-        """Load. Every rank calls it."""
-        # A step of its own: it reads, which may fail on one rank, and the next has collectives.
-        saved = ranks.run(self._read_optimizers)
-        owners = self._gather_owners(ranks)
-        ranks.run(lambda: self._begin(saved, owners))
-        self._read(ranks)
-        ranks.run(self._end)
-
-    def _read_optimizers(self) -> SavedOptimizers | None:
-        if not self._optimizers:
-            return None
-        return saved_optimizers(
-            self._entries,
-            self._reader._read_value,
-            self._key,
-            self._partial,
-            keep=self._keep,
-            needed=self._extra is None,
-        )
-
-    def _gather_owners(self, ranks: RankGroup) -> dict[str, dict[str, Any]]:
-        """Return the keys of the values of all ranks, by the names of their entries."""
-        owners: dict[str, dict[str, Any]] = {}
-        extra = self._extra or {}
-        for of_rank in ranks.all_gather(
-            lambda: {
-                name: (value._saved_key, value._owner)
-                for name, value in extra.items()
-                if isinstance(value, PerRank)
-            }
-        ):
-            for name, (key, owner) in of_rank.items():
-                owners.setdefault(name, {})[key] = owner
-        return owners
-
-    def _begin(
-        self, saved: SavedOptimizers | None, owners: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Make the templates. Nothing of the caller's changes."""
-        if saved is not None:
-            self._state.update(saved.template(self._models, self._optimizers))
-            self._puts.append(saved.put)
-        if self._extra is None:
-            return
-        parts = list(map(model_state, self._models))
-        joined(parts, "modules")
-        values = [split_extra_state(self._entries, part, MODEL, self._partial) for part in parts]
-        self._state[MODEL] = joined(parts, "modules")
-        for one in (one for of_part in values for one in of_part.values()):
-            self._state.update(one.template)
-        versions = None
-        if VERSIONS in self._entries:
-            versions = dict(self._reader._read_value(VERSIONS))
-
-        def put(loaded: Mapping[str, Any]) -> None:
-            partial = self._partial.is_partial
-            _load_models(self._models, parts, values, loaded, versions, partial=partial)
-
-        self._puts.append(put)
-        for name in self._extra:
-            entry = SavedExtra(
-                *(self._entries, self._extra, name, owners.get(name, {}), self._partial)
-            )
-            self._state.update(entry.template)
-            self._puts.append(entry.put)
-
-    def _read(self, ranks: RankGroup) -> None:
-        """Fill the templates. A planner of another class is called by torch's protocol."""
-        reader, planner = self._reader, self._planner
-        if not is_plain(planner):
-            state, metadata = self._state, self._metadata
-            protocol.load(ranks, lambda: (state, reader, planner), metadata=metadata)
-            return
-        request = engine.LoadRequest(self._state, reader._source, planner._options())
-        report = engine.load(ranks, lambda: request, index=self._entries.index)
-        planner._end_load(report, reader._source)
-
-    def _end(self) -> None:
-        """Hand over what was read."""
-        for put in self._puts:
-            put(self._state)
-        before = [VERSIONS, join(self._key, "param_groups")][: 2 if self._optimizers else 1]
-        extra = self._extra or {}
-        per_rank = [name for name, value in extra.items() if isinstance(value, PerRank)]
-        self._partial.complete_report(before + [f"{EXTRA}.{name}" for name in per_rank])
-
-
-def _load_models(
-    models: Iterable[torch.nn.Module],
-    parts: Iterable[Mapping[str, Any]],
-    values: Iterable[Mapping[str, SavedValue]],
-    loaded: Mapping[str, Any],
-    versions: Mapping[str, int] | None,
-    *,
-    partial: bool,
-) -> None:
-    """Load the modules, whose state dicts had the names of ``parts`` and ``values``."""
-    for module, part, extra in zip(models, parts, values, strict=True):
-        own = {name: loaded[MODEL][name] for name in part}
-        own |= {name: value.build(loaded) for name, value in extra.items()}
-        if is_fsdp1(module):
-            own = with_versions(own, module, versions)
-            set_model_state_dict(module, own, options=StateDictOptions(strict=not partial))
-            continue
-        names = {key: without_wrappers(module, key) for key in module.state_dict()}
-        found = {key: own[name] for key, name in names.items() if name in own}
-        module.load_state_dict(with_versions(found, module, versions), strict=not partial)
+    return engine.retry(ranks, load, lambda: not options.partial)
 
 
 def _checked(

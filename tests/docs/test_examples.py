@@ -58,6 +58,33 @@ def test_checkpoints_that_are_too_old_are_removed(tmp_path):
     assert names_in(tmp_path) == ["step-4", "step-6"]
 
 
+def stop_and_go_on(folder, first, last):
+    """A run without an interruption, one with, and the first part of another one."""
+    module = example("resharded_loader")
+    with quiet():
+        whole = module.main(f"{folder}/whole", last)
+        parts = [module.main(f"{folder}/parts", steps) for steps in (first, last)]
+        module.main(f"{folder}/fewer", first)
+    dist.barrier()
+    joined = tuple(before + after for before, after in zip(*parts, strict=True))
+    return whole, joined, parts[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="no torchdata")
+def test_loader_is_divided_among_fewer_ranks(tmp_path):
+    results = run_ranks(4, stop_and_go_on, tmp_path, 3, 5, timeout=240)
+    for whole, parts, _ in results:
+        assert parts == whole
+    seen = [sample for _, _, first in results for sample in first[1]]
+    assert len(set(seen)) == len(seen) == 4 * 3 * 2
+    # Two ranks have 3 + 18 steps: all that is left.
+    for _, samples in run_ranks(2, go_on, "resharded_loader", tmp_path / "fewer", 21, timeout=240):
+        assert len(samples) == 18 * 2
+        seen += samples
+    assert sorted(seen) == list(range(96))
+
+
 def resume_fsdp1(folder):
     return example("fsdp1_optimizer").main(folder)
 

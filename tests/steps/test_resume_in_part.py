@@ -102,7 +102,7 @@ def test_an_optimizer_that_the_step_before_lacks(tmp_path):
     name = "optim.state.weight.exp_avg"
     manager = steps(tmp_path, training_state(model), training_state(model, optimizer), name)
     with manager, pytest.raises(CorruptDataError):
-        manager.load_training_state(model, optimizer, allow_partial_load=True, verify=True)
+        manager.load_training_state(model, optimizer, partial=True, verify=True)
 
 
 def on_ranks(root):

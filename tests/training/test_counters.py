@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsSavePlanner
+from dcp_rs import RsSavePlanner
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
 from support import run_ranks
 from support.training import parallelize, quiet, train_step
@@ -63,9 +63,8 @@ def test_a_save_as_bfloat16_stores_counters_as_they_are(ckpt, kind):
 def test_a_load_as_bfloat16_leaves_counters_as_they_are(ckpt, alone, steps):
     save_training_state(ckpt, *start(STEPS), fsync=False)
     model, optimizer = start(steps)
-    planner = RsLoadPlanner(dtype=torch.bfloat16)
     load = load_optim_state_dict if alone else load_training_state
-    load(ckpt, model, optimizer, planner=planner)
+    load(ckpt, model, optimizer, dtype=torch.bfloat16)
     assert model.weight.dtype == (torch.float32 if alone else model.weight.dtype)
     for state in optimizer.state.values():
         assert (state["step"].dtype, state["step"].item()) == (torch.float32, STEPS)

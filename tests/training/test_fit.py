@@ -9,12 +9,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader
+from dcp_rs import LoadReport, RsReader
+from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
 from dcp_rs.training.load_optimizer import saved_optimizers
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedEntries
+from dcp_rs.training.sources import Parts
 from support import assert_state_equal, run_ranks
 from support.training import quiet
 
@@ -118,7 +119,7 @@ def test_state_of_another_shape(ckpt, steps):
         load_optim_state_dict(ckpt, large, resumed)
     with pytest.raises(PlanError, match=r"has shape \(5,\)"):
         load_training_state(ckpt, large, resumed)
-    report = load_training_state(ckpt, large, resumed, allow_partial_load=True)
+    report = load_training_state(ckpt, large, resumed, partial=True)
     found = {
         mismatch.name: (mismatch.expected, mismatch.got) for mismatch in report.shape_mismatched
     }
@@ -184,12 +185,10 @@ def test_counters_lie_where_the_saved_settings_have_them(ckpt):
     optimizer.step()
     save_training_state(ckpt, model, optimizer, fsync=False)
     resumed = OnDevice(model.parameters(), {"lr": 0.1, "fused": True})
-    reader = RsReader(ckpt)
-    entries = SavedEntries(reader._source.open())
-    partial_load = PartialLoad(entries, RsLoadPlanner(), partial=False)
-    saved = saved_optimizers(
-        entries, reader._read_value, "optim", partial_load, keep=False, needed=True
-    )
+    part = Parts(ckpt, RsReader, {}, ()).optimizer()
+    names = LoadNames(None, None, None)
+    left = PartialLoad(part.entries, names, LoadReport(), "optim", "optim", partial=False)
+    saved = saved_optimizers(part, left)
     template = saved.template([model], [resumed])
     assert {memory.device.type for memory in template.values()} == {"cpu"}
     load_optim_state_dict(ckpt, model, resumed)

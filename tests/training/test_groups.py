@@ -129,7 +129,7 @@ def test_group_removed_and_added(ckpt):
     saved(ckpt, ("ab", DECAY))
     model, resumed = job(("ab", DECAY), ("cd", NONE))
     refused(ckpt, model, resumed, r"parameter 'c' \(and 1 more\), which no saved optimizer has")
-    load_training_state(ckpt, model, resumed, allow_partial_load=True)
+    load_training_state(ckpt, model, resumed, partial=True)
     assert settings(resumed, "weight_decay") == [0.1, 0.0]
 
 

@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from dcp_rs import RsLoadPlanner
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import (
     load_optim_state_dict,
@@ -81,11 +80,8 @@ def test_state_that_a_planner_leaves_out_stays(ckpt, case, alone):
     other, resumed = start(2, seed=1)
     resumed.param_groups[0]["lr"] = 0.5
     before = copied(resumed)
-    planner = RsLoadPlanner(**options)
-    if alone:
-        load_optim_state_dict(ckpt, other, resumed, planner=planner)
-    else:
-        assert load_training_state(ckpt, other, resumed, planner=planner) is planner.report
+    load = load_optim_state_dict if alone else load_training_state
+    report = load(ckpt, other, resumed, **options)
     for (name, param), old in zip(other.named_parameters(), model.parameters(), strict=True):
         for entry, value in resumed.state[param].items():
             want = optimizer.state[old] if is_loaded(name, entry) else before[param]
@@ -97,7 +93,7 @@ def test_state_that_a_planner_leaves_out_stays(ckpt, case, alone):
     left = {
         name for name in saved if not is_loaded(*name.removeprefix("optim.state.").rsplit(".", 1))
     }
-    assert {name for name in planner.report.excluded if name.startswith("optim.state.")} == left
+    assert {name for name in report.excluded if name.startswith("optim.state.")} == left
     train(other, resumed, 1)
 
 
@@ -120,7 +116,7 @@ def test_text_and_mappings_in_state_survive(ckpt, options):
     for one in (optimizer, resumed):
         one.step()
     save_training_state(ckpt, model, optimizer, fsync=False)
-    load_optim_state_dict(ckpt, other, resumed, planner=RsLoadPlanner(**options))
+    load_optim_state_dict(ckpt, other, resumed, **options)
     for param in other.parameters():
         state = resumed.state[param]
         assert state["note"] == "plain"
@@ -134,8 +130,7 @@ def test_an_optimizer_of_which_nothing_is_loaded_is_not_touched(ckpt):
     optimizer.step()
     array = resumed.state[other[0].weight]["array"] = np.ones(2)
     save_training_state(ckpt, model, optimizer, fsync=False)
-    planner = RsLoadPlanner(exclude="optim.param_groups*", allow_partial_load=True)
-    load_optim_state_dict(ckpt, other, resumed, planner=planner)
+    load_optim_state_dict(ckpt, other, resumed, exclude="optim.param_groups*", partial=True)
     assert resumed.state[other[0].weight]["array"] is array
 
 
@@ -145,7 +140,7 @@ def test_an_optimizer_without_state_gets_no_part_of_one(ckpt, case):
     options, is_loaded, _ = LEFT_OUT[case]
     save_training_state(ckpt, *start(5), fsync=False)
     other, resumed = start(0, seed=1)
-    load_training_state(ckpt, other, resumed, planner=RsLoadPlanner(**options))
+    load_training_state(ckpt, other, resumed, **options)
     whole = {
         n
         for n, p in other.named_parameters()
@@ -173,7 +168,7 @@ def test_extras_that_a_planner_leaves_out_stay(ckpt):
         holder = Holder(t=torch.zeros(3), u=torch.zeros(2), n=0)
         extra = {"step": 3, "schedule": new, "numbers": {"k": 0}, "holder": holder}
         extra["tree"] = {"list": [torch.zeros(1)], 3: torch.zeros(1)}
-        report = load_training_state(ckpt, model, (), extra, planner=RsLoadPlanner(**options))
+        report = load_training_state(ckpt, model, (), extra, **options)
         return extra, holder.state, (new.step_size, new.gamma), report
 
     for options in ({"include": "model.*"}, {"exclude": "extra.*"}):
@@ -197,9 +192,7 @@ def test_an_object_without_what_is_left_out_gets_none_of_it(ckpt):
     model, _ = start(0)
     save_training_state(ckpt, model, (), {"holder": Holder(t=torch.ones(3))}, fsync=False)
     holder = Holder()
-    load_training_state(
-        ckpt, model, (), {"holder": holder}, planner=RsLoadPlanner(exclude="extra.*")
-    )
+    load_training_state(ckpt, model, (), {"holder": holder}, exclude="extra.*")
     assert holder.state == {}
 
 
@@ -216,9 +209,8 @@ def without_a_chunk(path, *names):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("planner", [None, dcp.DefaultLoadPlanner], ids=["own", "stock"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_state_that_the_checkpoint_holds_in_part_is_not_used(tmp_path, steps, planner):
+def test_state_that_the_checkpoint_holds_in_part_is_not_used(tmp_path, steps):
     model, optimizer = start(5)
     state = training_state(model, optimizer, {"holder": Holder(t=torch.ones(3))})
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
@@ -231,26 +223,16 @@ def test_state_that_the_checkpoint_holds_in_part_is_not_used(tmp_path, steps, pl
         PlanError,
         match=r"'optim.state.0.weight.exp_avg'.* does not hold|'extra.holder.t'.* does not",
     ):
-        load_training_state(
-            tmp_path, other, resumed, {"holder": holder}, planner=planner and planner()
-        )
+        load_training_state(tmp_path, other, resumed, {"holder": holder})
     other, resumed = start(steps, seed=1)
     before = copied(resumed)
-    report = load_training_state(
-        tmp_path,
-        other,
-        resumed,
-        {"holder": holder},
-        allow_partial_load=True,
-        planner=planner and planner(allow_partial_load=True),
-    )
+    report = load_training_state(tmp_path, other, resumed, {"holder": holder}, partial=True)
     param = other[0].weight
     assert_state_equal(dict(resumed.state.get(param, {})), before.get(param, {}))
     assert_state_equal(dict(resumed.state[other[0].bias]), dict(optimizer.state[model[0].bias]))
     assert_state_equal(holder.state, {"t": torch.zeros(3)})
-    if planner is None:
-        assert report.partly_filled == gone
-        assert report.missing == []
+    assert report.partly_filled == gone
+    assert report.missing == []
     train(other, resumed, 1)
     assert all(param.isfinite().all() for param in other.parameters())
 
@@ -265,12 +247,12 @@ def test_a_partial_load_keeps_the_state_of_parameters_that_were_not_saved(ckpt, 
     other, resumed = start(7, seed=1)
     before = copied(resumed)
     if alone:
-        load_optim_state_dict(ckpt, other, resumed, allow_partial_load=True)
+        load_optim_state_dict(ckpt, other, resumed, partial=True)
     else:
         second = torch.optim.SGD(other[1].parameters(), lr=0.1, momentum=0.9)
         train(other, second, 2)
         momentum = copied(second)
-        report = load_training_state(ckpt, other, [resumed, second], allow_partial_load=True)
+        report = load_training_state(ckpt, other, [resumed, second], partial=True)
         assert report.missing == ["optim.state.1.weight", "optim.state.1.bias"] * 2
         assert_state_equal(copied(second), momentum)
     for param, old in zip(other[0].parameters(), model[0].parameters(), strict=True):
@@ -316,11 +298,10 @@ def sharded(path):
                 {"exclude": "*.exp_avg"},
                 {"include": "model.*"},
             ):
-                planner = RsLoadPlanner(**options)
                 other, resumed = trained(1, 2)
                 before = by_fqn(other, resumed)
-                load_training_state(where, other, resumed, planner=planner)
-                left = {name for name in planner.report.excluded if name.startswith("optim.state.")}
+                report = load_training_state(where, other, resumed, **options)
+                left = {name for name in report.excluded if name.startswith("optim.state.")}
                 assert left
                 for fqn, entries in by_fqn(other, resumed).items():
                     for name, value in entries.items():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_rs
-from dcp_rs import CheckpointManager, RsLoadPlanner, RsReader
+from dcp_rs import CheckpointManager, RsReader
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import (
     load_optim_state_dict,
@@ -67,7 +67,7 @@ def test_modules_and_optimizers_are_merged_by_name(ckpt, kind):
     # Cut in other places, and with one optimizer for all.
     cut, _ = parts(2, ((0,), (1, 2)))
     one = torch.optim.Adam([param for model in cut for param in model.parameters()], lr=0.1)
-    load_training_state(ckpt, cut, one, no_dist=True, allow_partial_load=True)
+    load_training_state(ckpt, cut, one, no_dist=True, partial=True)
     assert torch.equal(cut[1].layers["2"].weight, models[1].layers["2"].weight)
     assert len(one.state) == 6
 
@@ -98,19 +98,17 @@ def test_a_partial_load_is_asked_for_once(ckpt):
     train([base], [optimizer])
     save_training_state(ckpt, base, optimizer, no_dist=True, fsync=False)
     adapted = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    planner = RsLoadPlanner(allow_partial_load=True)
     resumed = torch.optim.Adam(adapted.parameters())
-    report = load_training_state(ckpt, adapted, resumed, no_dist=True, planner=planner)
+    report = load_training_state(ckpt, adapted, resumed, no_dist=True, partial=True)
     assert {"model.1.weight", "optim.state.1.weight"} <= set(report.missing)
     assert torch.equal(adapted[0].weight, base[0].weight)
     again = torch.optim.Adam(adapted.parameters())
-    planner = RsLoadPlanner(allow_partial_load=True)
-    load_optim_state_dict(ckpt, adapted, again, no_dist=True, planner=planner)
+    report = load_optim_state_dict(ckpt, adapted, again, no_dist=True, partial=True)
     assert_state_equal(again.state_dict(), resumed.state_dict())
-    assert "optim.state.1.weight" in planner.report.missing
+    assert "optim.state.1.weight" in report.missing
     renamed = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
-    planner = RsLoadPlanner(rename={"model": "model.0"}, allow_partial_load=True)
-    load_training_state(ckpt, renamed, (), no_dist=True, planner=planner)
+    rename = {"model": "model.0"}
+    load_training_state(ckpt, renamed, (), no_dist=True, rename=rename, partial=True)
     assert torch.equal(renamed[0][0].weight, base[0].weight)
     assert dcp_rs.open(ckpt)
 

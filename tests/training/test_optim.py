@@ -164,7 +164,7 @@ def test_state_of_no_parameter_is_of_the_optimizer_that_makes_it(ckpt, steps):
         assert_state_equal(one.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("options", [{"exclude": "optim.state.k"}, {"allow_partial_load": True}])
+@pytest.mark.parametrize("options", [{"exclude": "optim.state.k"}, {"partial": True}])
 def test_state_of_no_parameter_that_is_not_loaded_stays(ckpt, options):
     model = small()
     optimizer = Counted(model.parameters(), lr=0.1, momentum=0.9)
@@ -175,7 +175,7 @@ def test_state_of_no_parameter_that_is_not_loaded_stays(ckpt, options):
         step(model, saved)
     step(model, saved)
     save_training_state(ckpt, model, saved, fsync=False)
-    load_training_state(ckpt, model, optimizer, planner=dcp_rs.RsLoadPlanner(**options))
+    load_training_state(ckpt, model, optimizer, **options)
     assert optimizer.state["k"].item() == 1
     assert_state_equal(
         [optimizer.state[param] for param in model.parameters()],
@@ -268,9 +268,7 @@ def test_an_optimizer_of_other_parameters_is_refused(ckpt):
         match=r"optimizer 0 has parameter '1.weight' \(and 1 more\), which no saved optimizer has",
     ):
         load_training_state(ckpt, model, torch.optim.Adam(model[1].parameters()))
-    load_training_state(
-        ckpt, model, torch.optim.Adam(model[1].parameters()), allow_partial_load=True
-    )
+    load_training_state(ckpt, model, torch.optim.Adam(model[1].parameters()), partial=True)
     stranger = torch.optim.Adam([nn.Parameter(torch.ones(5))])
     for call in (save_training_state, load_training_state):
         with pytest.raises(
@@ -354,7 +352,7 @@ def test_trees_come_back_as_they_were(ckpt):
     with pytest.raises(PlanError, match=r"no extra.other"):
         load_training_state(ckpt, model, (), {"other": 1})
     extra = {"other": 1, "number": 0}
-    load_training_state(ckpt, model, (), extra, allow_partial_load=True)
+    load_training_state(ckpt, model, (), extra, partial=True)
     assert extra == {"other": 1, "number": 3}
 
 
@@ -364,7 +362,7 @@ def test_a_dict_keeps_no_entry_that_was_not_saved(ckpt):
     save_training_state(ckpt, model, (), {"losses": {"1": 0.5, "deep": {"a": 1}}}, fsync=False)
     losses = {"1": 0.7, "2": 9.0, "deep": {"a": 0, "b": 2}}
     extra = {"losses": losses}
-    load_training_state(ckpt, model, (), extra, allow_partial_load=True)
+    load_training_state(ckpt, model, (), extra, partial=True)
     assert losses == {"1": 0.5, "2": 9.0, "deep": {"a": 1, "b": 2}}
     load_training_state(ckpt, model, (), extra)
     assert losses == {"1": 0.5, "deep": {"a": 1}}
@@ -390,7 +388,7 @@ def test_an_empty_entry_that_was_not_saved_is_missing(ckpt, empty):
     with pytest.raises(PlanError, match=r"no extra\.history"):
         load_training_state(ckpt, model, (), {"history": empty})
     extra = {"history": empty}
-    report = load_training_state(ckpt, model, (), extra, allow_partial_load=True)
+    report = load_training_state(ckpt, model, (), extra, partial=True)
     assert (report.missing, extra) == (["extra.history"], {"history": empty})
 
 
@@ -424,7 +422,7 @@ def test_the_report_of_a_partial_load_names_what_is_missing_and_nothing_that_was
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.Adam(model.parameters()), 1)
     extra = {"a": 0, "b": 5, "sched": scheduler, "rng": RngState()}
     report = load_training_state(
-        ckpt, model, torch.optim.Adam(model.parameters()), extra, allow_partial_load=True
+        ckpt, model, torch.optim.Adam(model.parameters()), extra, partial=True
     )
     assert (extra["a"], extra["b"]) == (1, 5)
     assert report.missing == [
@@ -435,14 +433,14 @@ def test_the_report_of_a_partial_load_names_what_is_missing_and_nothing_that_was
     ]
     assert report.unexpected == ["extra.old"]
 
-    report = load_training_state(ckpt, model, allow_partial_load=True)
+    report = load_training_state(ckpt, model, partial=True)
     assert report.missing == []
     assert "extra.a" in report.unexpected
     assert any(name.startswith("optim.param_groups") for name in report.unexpected)
 
     save_training_state(ckpt, model, (), {"a": 1}, fsync=False)
     extra = {"a": 0, "mine": PerRank(RngState())}
-    report = load_training_state(ckpt, model, optimizer, extra, allow_partial_load=True)
+    report = load_training_state(ckpt, model, optimizer, extra, partial=True)
     assert (report.missing, report.unexpected) == (["optim", "extra.mine.rank0"], [])
 
 

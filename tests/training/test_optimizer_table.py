@@ -168,7 +168,7 @@ def test_message_names_both_sides(ckpt):
     for load in (load_training_state, load_optim_state_dict):
         with pytest.raises(PlanError, match=message):
             load(ckpt, model, optimizer)
-    report = load_training_state(ckpt, model, optimizer, allow_partial_load=True)
+    report = load_training_state(ckpt, model, optimizer, partial=True)
     assert report.missing == ["optim.state.weight.max_exp_avg_sq"]
     assert optimizer.param_groups[0]["amsgrad"] is True
     assert not optimizer.state

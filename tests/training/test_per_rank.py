@@ -142,7 +142,7 @@ def test_fewer_ranks_than_saved_are_told(saved):
         load_training_state(saved / "ranks", model(), (), {"loader": PerRank(loader, key=0)})
     assert loader.at == 5
     extra = {"loader": PerRank(loader, key=1)}
-    load_training_state(saved / "keyed", model(), (), extra, allow_partial_load=True)
+    load_training_state(saved / "keyed", model(), (), extra, partial=True)
     assert loader.at == 13
 
 
@@ -168,7 +168,7 @@ def test_reshard_of_keys_that_are_text(tmp_path):
 
 def test_what_was_not_found_is_in_the_report(saved, tmp_path):
     loader = Loader(5)
-    options = {"extra": {"loader": PerRank(loader, key=4)}, "allow_partial_load": True}
+    options = {"extra": {"loader": PerRank(loader, key=4)}, "partial": True}
     assert load_training_state(saved / "keyed", model(), **options).missing == ["extra.loader.key4"]
     with CheckpointManager(tmp_path) as manager:
         assert manager.report is None
@@ -178,13 +178,3 @@ def test_what_was_not_found_is_in_the_report(saved, tmp_path):
         manager.load(model().state_dict(), planner=RsLoadPlanner(rename={"model": ""}))
         assert manager.report.missing == []
     assert loader.at == 5
-
-
-def test_one_flag_is_enough_for_a_partial_load(saved):
-    """``load_training_state(planner=RsLoadPlanner(allow_partial_load=True))`` had to be told so a second time."""
-    extra = {"other": 3}
-    report = load_training_state(
-        saved / "alone", model(), extra=extra, planner=RsLoadPlanner(allow_partial_load=True)
-    )
-    assert report.missing == ["extra.other"]
-    assert extra == {"other": 3}

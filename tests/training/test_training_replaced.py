@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner
 from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
 from dcp_rs.training.load_optimizer import SavedOptimizers
@@ -114,19 +113,6 @@ def load_on_ranks(path):
 def test_ranks_have_all_the_same(ckpt):
     save(ckpt, 1)
     assert run_ranks(2, load_on_ranks, ckpt) == [{3}, {3}]
-
-
-class OfItems(RsLoadPlanner):
-    def commit_tensor(self, read_item, tensor):
-        super().commit_tensor(read_item, tensor)
-
-
-def test_all_of_it_is_of_one_save_with_a_planner_of_ones_own(ckpt, overtaken_by):
-    overtaken_by(1)
-    model, optimizer = made(9.0, 0.9)
-    extra = {"step": 9}
-    load_training_state(ckpt, model, optimizer, extra, planner=OfItems())
-    assert seen(model, optimizer, extra) == {2}
 
 
 def test_views_of_an_iterator_count_for_the_save_that_came_meanwhile(ckpt, monkeypatch):

@@ -612,8 +612,10 @@ class CheckpointManager:
         options = {**self._store.access, **self._ranks.options, **options}
         # Each attempt iterates over globs and views.
         options = {name: repeatable(value) for name, value in options.items()}
-        is_partial = options.get("allow_partial_load") or getattr(
-            options.get("planner"), "allow_partial_load", False
+        is_partial = (
+            options.get("allow_partial_load")
+            or options.get("partial")
+            or getattr(options.get("planner"), "allow_partial_load", False)
         )
 
         def attempt(number: int) -> str | None:

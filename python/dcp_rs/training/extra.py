@@ -23,7 +23,8 @@ from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.names import without_wrappers
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedEntries, SavedTree, build_tree, join
+from dcp_rs.training.saved_tree import SavedEntries, SavedTree, build_tree, join, path_of
+from dcp_rs.training.sources import Part
 
 __all__ = [
     "EXTRA",
@@ -113,7 +114,8 @@ class RngState(PerRank):
     """The random number generators of this rank: Python, torch on CPU and accelerator, and NumPy.
 
     NumPy's is included if NumPy was imported. A rank that finds no state in the checkpoint keeps
-    its own, with a warning.
+    its own, with a warning. Give a ``DataLoader`` a ``generator`` of its own: else ``iter(loader)``
+    after a load draws from the random state that was just restored.
 
     Example:
         ```python
@@ -271,10 +273,16 @@ class SavedValue:
         self._tree = tree
         self._containers = partial_load.remaining(tree, whole)
         tensors = _tensors(own)
-        self.template = {
-            key: _memory(entry, tensors.get(_text(tree.paths[key])), as_saved=as_saved)
-            for key, entry in entries.find(tree.paths).items()
-        }
+        self.template: dict[str, torch.Tensor | None] = {}
+        for key, entry in entries.find(list(tree.paths)).items():
+            tensor = tensors.get(_text(tree.paths[key]))
+            if entry.dtype is not None and tensor is not None and not as_saved:
+                shape = tuple(global_shape(tensor))
+                if shape != entry.shape:
+                    partial_load.refuse_shape(key, shape, entry.shape, "extra")
+                    self._kept[tree.paths.pop(key)] = tensor
+                    continue
+            self.template[key] = _memory(entry, tensor, as_saved=as_saved)
 
     def build(self, loaded: Mapping[str, Any]) -> Any:
         """Return the state, of loaded values by name in the checkpoint."""
@@ -288,7 +296,7 @@ class SavedExtra:
     """Saved state of one entry of ``extra``.
 
     Args:
-        entries: the checkpoint.
+        part: the checkpoint, and the key of the entry in it.
         extra: the caller's entries.
         name: the name of this one.
         owners: the keys of all ranks, if it is a :class:`PerRank`: ``_owner`` by ``_saved_key``.
@@ -303,7 +311,7 @@ class SavedExtra:
 
     def __init__(
         self,
-        entries: SavedEntries,
+        part: Part,
         extra: dict[str, Any],
         name: str,
         owners: Mapping[str, Any],
@@ -311,7 +319,8 @@ class SavedExtra:
     ) -> None:
         self._extra, self._name, self._owners = extra, name, owners
         value = extra[name]
-        whole, tree = f"{EXTRA}.{name}", entries.tree((EXTRA, name))
+        entries, whole = part.entries, part.prefix
+        tree = entries.tree(part.path)
         own = value.state_dict() if is_stateful(value) else value
         takes_all = False
         # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
@@ -338,7 +347,7 @@ class SavedExtra:
         self._is_loaded = is_empty or any(one.is_loaded for one in self._values.values())
         if partial_load.includes(whole) and not (self._is_loaded or is_saved):
             if not isinstance(value, PerRank) and not partial_load.is_partial:
-                raise PlanError(f"the checkpoint has no {whole}", tensor=whole)
+                raise PlanError(f"the checkpoint has no {whole or name}", tensor=whole)
             partial_load.report.missing.append(whole)
         self.template = {
             key: memory for one in self._values.values() for key, memory in one.template.items()
@@ -444,7 +453,7 @@ def split_extra_state(
     found: dict[str, SavedValue] = {}
     for key in [key for key in part if f".{key}".endswith("._extra_state")]:
         own, whole = part.pop(key), join(prefix, key)
-        tree = entries.tree((*filter(None, prefix.split(".")), key))
+        tree = entries.tree((*path_of(prefix), key))
         if not partial_load.includes(whole) and not tree.paths:
             partial_load.report.excluded.append(whole)
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
+from dcp_rs.checkpoint.names import Rename
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.flatten import get_at
 from dcp_rs.tensors.nesting import Container, TreePath, kind_of, like, nest
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.extra import RngState
+from dcp_rs.training.names import StoredNames
 from dcp_rs.training.optimizers import (
     compiler_names,
     fqns_by_parameter,
@@ -34,7 +36,7 @@ from dcp_rs.training.optimizers import (
     sharded_state_dicts,
 )
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedEntries, build_tree, join
+from dcp_rs.training.saved_tree import SavedEntries, build_tree, join, path_of
 from dcp_rs.training.settings import (
     GroupSettings,
     KeepSettings,
@@ -44,11 +46,10 @@ from dcp_rs.training.settings import (
     match_empty,
     warn_of_replaced,
 )
+from dcp_rs.training.sources import MODEL, Part
 
 __all__ = ["SavedOptimizers", "saved_optimizers"]
 
-#: The key of the model in the checkpoint.
-_MODEL = "model"
 _MISSING: Any = object()
 
 
@@ -82,50 +83,56 @@ class _Target:
 
 
 def saved_optimizers(
-    entries: SavedEntries,
-    read_value: Callable[[str], Any],
-    key: str,
+    part: Part,
     partial_load: PartialLoad,
     *,
-    keep: KeepSettings,
-    needed: bool,
+    keep: KeepSettings = False,
+    needed: bool = False,
+    rename: Rename = None,
 ) -> SavedOptimizers | None:
     """Return the optimizer state under a key; None if there is none, or the load excludes it.
 
     Args:
-        entries: the checkpoint.
-        read_value: reads an entry of it.
-        key: the entry that holds the state.
+        part: the checkpoint, and the key of the state in it.
         partial_load: what is left alone.
         keep: the settings of the optimizers that stay.
         needed: raise if there is no state, in a partial load too.
+        rename: as for :func:`dcp_rs.load`, of names of parameters below ``model``.
 
     Raises:
         PlanError: there is none, and that is an error. Or what is there has no parameter groups.
     """
+    entries, key = part.entries, part.prefix
     base = join(key, "param_groups")
     names = [name for name in entries.below(key) if name != key]
     if not any(map(partial_load.includes, names or [base])):
         partial_load.exclude(names)
         return None
-    tree = entries.tree(tuple(base.split(".")), may_be_flat=True)
+    tree = entries.tree(path_of(base), may_be_flat=True)
     if tree.paths:
         leaves = [
-            (tree.positions[name], path, read_value(name)) for name, path in tree.paths.items()
+            (tree.positions[name], path, part.reader._read_value(name))
+            for name, path in tree.paths.items()
         ]
         groups = _groups(build_tree(leaves, tree.containers), base)
         if not any(map(partial_load.includes, tree.paths)):
             partial_load.report.excluded += tree.paths
             groups = [{"params": group["params"]} for group in groups]
-        return SavedOptimizers(entries, key, groups, partial_load, keep)
+        return SavedOptimizers(entries, key, groups, partial_load, keep, rename)
     if partial_load.is_partial and not needed:
         partial_load.report.missing.append(key)
         return None
+    if part.reader.source == "safetensors":
+        msg = "the checkpoint holds a model alone: load it without an optimizer"
+        raise PlanError(msg, tensor=base)
     msg = f"the checkpoint has no optimizer state under {key!r}: there is no {base!r}"
     above = (f".{name}".partition(".param_groups") for name in entries.names)
     other = next((before.removeprefix(".") for before, found, _ in above if found), None)
     if other is not None:
-        msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
+        msg += (
+            f". There is one under {other!r}: pass names={{'optimizer': {other!r}}}, or "
+            f"load_optim_state_dict(..., key={other!r})"
+        )
     raise PlanError(msg, tensor=base)
 
 
@@ -158,6 +165,7 @@ class SavedOptimizers:
         groups: the saved parameter groups.
         partial_load: what is left alone.
         keep: the settings of the optimizers that stay.
+        rename: a renaming of parameters.
     """
 
     def __init__(
@@ -167,6 +175,7 @@ class SavedOptimizers:
         groups: list[dict[str, Any]],
         partial_load: PartialLoad,
         keep: KeepSettings,
+        rename: Rename,
     ) -> None:
         self._saved = entries
         self._groups = groups
@@ -179,7 +188,8 @@ class SavedOptimizers:
         self._empty = [settings_of(group) for group in groups if not group["params"]]
         for group in groups:
             self._settings |= dict.fromkeys(map(str, group["params"]), settings_of(group))
-        whole = entries.tree(tuple(self._prefix.split(".")), self._settings, may_be_flat=True)
+        self._names = StoredNames(self._settings, rename)
+        whole = entries.tree(path_of(self._prefix), self._settings, may_be_flat=True)
         #: The state of each parameter, and of each key that belongs to none.
         self._state = whole.by_key()
         self._takes_groups = any(map(settings_of, groups))
@@ -397,7 +407,7 @@ class SavedOptimizers:
         """
         saved = [group["params"] for group in self._groups]
         if not any(isinstance(key, int) for keys in saved for key in keys):
-            return {fqn: fqn for fqns in groups for fqn in fqns}
+            return {fqn: self._names.find(fqn) or fqn for fqns in groups for fqn in fqns}
         if list(map(len, groups)) != list(map(len, saved)):
             msg = (
                 f"the saved optimizer has {_sizes(saved)}, which go by number, "
@@ -447,7 +457,7 @@ class SavedOptimizers:
         saved = [
             key
             for key in (self._state if is_only else ())
-            if key not in self._settings and join(_MODEL, key) not in self._saved
+            if key not in self._settings and join(MODEL, key) not in self._saved
         ]
         keys = [key for key in dict.fromkeys([*saved, *target.made]) if key not in target.keys]
         target.keys |= {key: key for key in keys}
@@ -481,7 +491,8 @@ class SavedOptimizers:
             if shape and shard is not None and type(shard) not in _torch.PLAIN_TYPES:
                 expected = shard
             if expected is not None and tuple(global_shape(expected)) != shape:
-                self._partial.refuse_shape(name, tuple(global_shape(expected)), shape)
+                shown = tuple(global_shape(expected))
+                self._partial.refuse_shape(name, shown, shape, "the optimizer")
                 return None
             if memory is None:
                 like = param if shard is None else shard
@@ -526,7 +537,7 @@ class SavedOptimizers:
         A scalar, such as a counter, keeps its dtype.
         """
         if like is not None and shape and path != ("step",):
-            model = self._saved.find([join(_MODEL, fqn)]).get(join(_MODEL, fqn))
+            model = self._saved.find([join(MODEL, fqn)]).get(join(MODEL, fqn))
             if model is None or model.dtype != like.dtype:
                 dtype = like.dtype  # state goes with its parameter
             if global_shape(like) == shape:

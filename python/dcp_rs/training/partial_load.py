@@ -2,57 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from torch.distributed.checkpoint.planner import LoadPlanner
-
-from dcp_rs.dcp.load_planner import RsLoadPlanner
-from dcp_rs.dcp.protocol import check_planner
+from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.nesting import Container, remaining
 from dcp_rs.training.saved_tree import SavedEntries, SavedTree, join
 
-__all__ = ["PartialLoad"]
+__all__ = ["PARTS", "PartialLoad", "parts_of"]
+
+#: The parts of a training state that may be loaded in part.
+PARTS = ("model", "optimizer", "extra")
+
+
+def parts_of(partial: bool | Collection[str]) -> set[str]:
+    """Return the parts that ``partial=`` names; all for True.
+
+    Raises:
+        TypeError: it is neither a bool nor a collection of these names.
+    """
+    if isinstance(partial, bool):
+        return set(PARTS) if partial else set()
+    if isinstance(partial, str) or not isinstance(partial, Collection):
+        raise TypeError(f"partial={partial!r}: pass True, or a set of {', '.join(PARTS)}")
+    if unknown := set(partial).difference(PARTS):
+        msg = f"partial= has {min(map(str, unknown))!r}, and takes {', '.join(PARTS)}"
+        raise TypeError(msg)
+    return set(partial)
 
 
 class PartialLoad:
-    """The entries that one load leaves alone. The planner does not get them.
+    """What one part of a load leaves alone.
 
     Args:
         entries: the checkpoint.
-        planner: the planner of the load. Entries that an :class:`RsLoadPlanner` excludes are left
-            alone.
+        names: the names that the load includes.
+        report: notes what is left alone.
+        prefix: the key of the part in the checkpoint.
+        usual: the key of the part in a training state, by which ``names`` go.
         partial: leave alone what the checkpoint lacks, has not all of, or has in another shape.
             Otherwise that is an error.
 
     Attributes:
-        is_partial: as given.
-        report: what is left alone.
+        is_partial, report: as given.
     """
 
-    def __init__(self, entries: SavedEntries, planner: LoadPlanner, *, partial: bool) -> None:
-        check_planner("load", planner)
-        own = planner if isinstance(planner, RsLoadPlanner) else None
+    def __init__(
+        self,
+        entries: SavedEntries,
+        names: LoadNames,
+        report: LoadReport,
+        prefix: str,
+        usual: str,
+        *,
+        partial: bool,
+    ) -> None:
         self.is_partial = partial
-        self.report = LoadReport()
+        self.report = report
         self._index = entries.index
-        self._planner = own
-        self._names = own.names if own is not None and own.names.is_selective else None
-        # An RsLoadPlanner raises for incomplete tensors itself.
-        self._checks_completeness = self.is_partial or own is None
+        self._names = names
+        self._prefix, self._usual = prefix, usual
 
     @property
     def may_leave(self) -> bool:
         """True if the load may leave entries alone."""
-        return self.is_partial or self._names is not None
+        return self.is_partial or self._names.is_selective
 
     def includes(self, name: str) -> bool:
-        """Return whether the planner includes an entry of this name."""
-        return self._names is None or self._names.wants(name)
+        """Return whether the load includes an entry of the checkpoint."""
+        if self._prefix != self._usual:
+            name = join(self._usual, name.removeprefix(self._prefix).removeprefix("."))
+        return self._names.wants(name)
 
     def exclude(self, names: Iterable[str]) -> set[str]:
-        """Return the names that the planner does not include, and report them."""
+        """Return the names that the load does not include, and report them."""
         excluded = [name for name in names if not self.includes(name)]
         self.report.excluded += excluded
         return set(excluded)
@@ -74,29 +98,22 @@ class PartialLoad:
         Raises:
             PlanError: there are some, and that is an error.
         """
-        if not self._checks_completeness:
-            return set()
-        index = self._index
+        if not self.is_partial:
+            return set()  # the load raises
         tensors, regions = [], []
         for name in names:
-            number = index.find(name)
-            if number is not None and not (tensor := index.tensor(number)).is_bytes:
+            number = self._index.find(name)
+            if number is not None and not (tensor := self._index.tensor(number)).is_bytes:
                 tensors.append(name)
                 regions.append((number, (0,) * len(tensor.shape), tensor.shape))
-        holes = index.check_regions(regions, [])
-        if holes and not self.is_partial:
-            at, offsets, sizes = holes[0]
-            name = tensors[at]
-            msg = (
-                f"tensor {name!r}: the checkpoint does not hold {list(sizes)} elements at "
-                f"{list(offsets)}"
-            )
-            raise PlanError(msg, tensor=name)
+        holes = self._index.check_regions(regions, [])
         found = list(dict.fromkeys(tensors[at] for at, _, _ in holes))
         self.report.partly_filled += found
         return set(found)
 
-    def refuse_shape(self, name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
+    def refuse_shape(
+        self, name: str, expected: tuple[int, ...], got: tuple[int, ...], where: str
+    ) -> None:
         """Report that a tensor has another shape in the checkpoint.
 
         Raises:
@@ -104,30 +121,8 @@ class PartialLoad:
         """
         if not self.is_partial:
             msg = (
-                f"tensor {name!r} has shape {tuple(expected)} in the optimizer, and {tuple(got)} "
+                f"tensor {name!r} has shape {tuple(expected)} in {where}, and {tuple(got)} "
                 "in the checkpoint"
             )
             raise PlanError(msg, tensor=name)
         self.report.shape_mismatched.append(Mismatch(name, tuple(expected), tuple(got)))
-
-    def complete_report(self, read_before: Iterable[str]) -> None:
-        """Add what was left alone to the report of the planner, if it has one.
-
-        Args:
-            read_before: prefixes of names that no plan has: they were read before it, or are
-                entries of other ranks.
-        """
-        if self._planner is None:
-            return
-        report, own = self._planner.report, self.report
-        report.missing += own.missing
-        report.excluded += own.excluded
-        report.partly_filled += own.partly_filled
-        report.shape_mismatched += own.shape_mismatched
-        known = {*own.excluded, *own.partly_filled, *(found.name for found in own.shape_mismatched)}
-        above = tuple(f"{name}." for name in read_before)
-        report.unexpected = [
-            name
-            for name in report.unexpected
-            if name not in known and not f"{name}.".startswith(above)
-        ]

@@ -11,7 +11,7 @@ from dcp_rs.checkpoint.torch_checkpoint import containers_of
 from dcp_rs.engine.matching import EntryInfo, find_entries
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, text_path
 
-__all__ = ["SavedEntries", "SavedTree", "build_tree", "join"]
+__all__ = ["SavedEntries", "SavedTree", "build_tree", "join", "path_of"]
 
 
 @dataclass(slots=True)
@@ -105,16 +105,20 @@ class SavedEntries:
         whole, depth = ".".join(prefix), len(prefix)
         tree = SavedTree(is_exact=self._containers is not None)
         start = f"{whole}."
-        for number in self._numbers.get(whole.partition(".")[0], ()):
+        numbers: Iterable[int] = range(len(self.names))
+        if prefix:
+            numbers = self._numbers.get(whole.partition(".")[0], ())
+        for number in numbers:
             name = self.names[number]
-            if not (name.startswith(start) or name == whole):
+            if prefix and not (name.startswith(start) or name == whole):
                 continue
             path = self.index.planner_path(number) or self._paths.get(name)
             if path is None or not _is_below(path, prefix):
                 if path is not None and not may_be_flat and path[:1] == prefix[:1]:
                     continue
                 # The state dict was flat (`flatten_optimizer_state_dict`, or another planner).
-                path = (*prefix, *_split(name[len(whole) + 1 :], parameters))
+                rest = name[len(whole) + 1 :] if prefix else name
+                path = (*prefix, *_split(rest, parameters))
                 tree.is_exact = False
             tree.paths[name], tree.positions[name] = tuple(path[depth:]), self._positions[number]
         tree.containers += [
@@ -139,6 +143,11 @@ def build_tree(
     lower = [Container(c.position, ("", *c.path), c.kind) for c in containers]
     nested = nest(((position, ("", *path), value) for position, path, value in leaves), lower)
     return nested.get("", {})
+
+
+def path_of(key: str) -> tuple[str, ...]:
+    """Return the path of a key with dots, which may be empty."""
+    return tuple(key.split(".")) if key else ()
 
 
 def join(key: str, name: str) -> str:

@@ -173,7 +173,7 @@ def check_kinds(
     return (
         f"the checkpoint has {_list(saved)} of parameter {name!r}, and this optimizer ({kind}) "
         f"has, or makes in its next step, {_list(own)}{settings}. Make the optimizer as the saved "
-        "one was made, or pass allow_partial_load=True to keep the state that does not fit as it is"
+        "one was made, or pass partial={'optimizer'} to keep the state that does not fit as it is"
     )
 
 
@@ -189,7 +189,7 @@ def check_stateless(
         optimizer: its optimizer.
         makes_state: it has state, or makes some in its next step, and the saved one has none.
     """
-    advice = "Make the optimizer as the saved one was made, or pass allow_partial_load=True"
+    advice = "Make the optimizer as the saved one was made, or pass partial={'optimizer'}"
     kind = type(optimizer).__name__
     own, saved = group.unshared()
     own &= getattr(optimizer, "defaults", {}).keys()  # an optimizer around another one lacks it

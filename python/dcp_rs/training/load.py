@@ -1,0 +1,268 @@
+"""Load of training state from the checkpoints of one path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.optim import Optimizer
+
+from dcp_rs import _core
+from dcp_rs.checkpoint.names import LoadNames, Rename
+from dcp_rs.dcp.reader import RsReader
+from dcp_rs.engine import load as engine
+from dcp_rs.engine.matching import LoadOptions
+from dcp_rs.engine.ranks import RankGroup
+from dcp_rs.engine.reports import LoadReport
+from dcp_rs.errors import PlanError
+from dcp_rs.training.extra import EXTRA, PerRank, SavedExtra, split_extra_state
+from dcp_rs.training.load_optimizer import SavedOptimizers, saved_optimizers
+from dcp_rs.training.names import StoredNames, without_wrappers
+from dcp_rs.training.optimizers import is_fsdp1, joined, model_state
+from dcp_rs.training.partial_load import PartialLoad
+from dcp_rs.training.saved_tree import join
+from dcp_rs.training.settings import KeepSettings
+from dcp_rs.training.sources import MODEL, OPTIM, Part, Parts
+from dcp_rs.training.versions import VERSIONS, with_versions
+
+__all__ = ["TrainingLoad", "TrainingOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Options of a load. :func:`dcp_rs.optim.load_training_state` describes the attributes.
+
+    Attributes:
+        key: the key of the optimizers' state, if they are loaded alone.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    rename: Rename = None
+    include: str | Iterable[str] | None = None
+    exclude: str | Iterable[str] | None = None
+    dtype: torch.dtype | None = None
+    partial: Collection[str] = ()
+    keep_settings: KeepSettings = False
+    key: str | None = None
+
+
+class TrainingLoad:
+    """A load of everything from the save that a path holds now.
+
+    Args:
+        path: a checkpoint, or a folder of accelerate.
+        open_reader: opens a checkpoint.
+        models, optimizers: what is loaded.
+        extra: the caller's entries; None to load the optimizers alone.
+        options: the options of the load.
+
+    Attributes:
+        report: what was loaded, after :meth:`run`.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        open_reader: Callable[[Any], RsReader],
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[Optimizer],
+        extra: dict[str, Any] | None,
+        options: TrainingOptions,
+    ) -> None:
+        self._models, self._optimizers, self._extra = models, optimizers, extra
+        self._options = options
+        self._names = LoadNames(None, options.include, options.exclude)
+        self._parts = Parts(path, open_reader, options.names, extra or ())
+        self._puts: list[Callable[[Mapping[str, Any]], None]] = []
+        #: The templates of each checkpoint, by the id of its entries.
+        self._states: dict[int, dict[str, Any]] = {}
+        #: Names that no template has: they were read before, or are entries of other ranks.
+        self._known: list[str] = [VERSIONS]
+        self._left = LoadReport()
+        self.report = LoadReport()
+        if any(param.is_meta for model in models for param in model.parameters()):
+            msg = (
+                "the model is on the meta device, so that there is no memory to load into: call "
+                "model.to_empty(device=...) first"
+            )
+            raise PlanError(msg)
+
+    def run(self, ranks: RankGroup) -> None:
+        """Load. Every rank calls it."""
+        # A step of its own: it reads, which may fail on one rank, and the next has collectives.
+        saved = ranks.run(self._read_optimizers)
+        owners = self._gather_owners(ranks)
+        ranks.run(lambda: self._begin(saved, owners))
+        self._read(ranks)
+        ranks.run(self._end)
+
+    def _partial(self, part: Part, name: str, usual: str) -> PartialLoad:
+        return PartialLoad(
+            *(part.entries, self._names, self._left, part.prefix, usual),
+            partial=name in self._options.partial,
+        )
+
+    def _add(self, part: Part, template: Mapping[str, Any]) -> None:
+        self._states.setdefault(id(part.entries), {}).update(template)
+
+    # --- templates
+
+    def _read_optimizers(self) -> SavedOptimizers | None:
+        if not self._optimizers:
+            return None
+        part = self._parts.optimizer(self._options.key)
+        self._known.append(join(part.prefix, "param_groups"))
+        self._add(part, {})
+        saved = saved_optimizers(
+            part,
+            self._partial(part, "optimizer", OPTIM),
+            keep=self._options.keep_settings,
+            needed=self._extra is None,
+            rename=self._options.rename,
+        )
+        if saved is not None:
+            self._puts.append(saved.put)
+        return saved
+
+    def _gather_owners(self, ranks: RankGroup) -> dict[str, dict[str, Any]]:
+        """Return the keys of the values of all ranks, by the names of their entries."""
+        owners: dict[str, dict[str, Any]] = {}
+        extra = self._extra or {}
+        for of_rank in ranks.all_gather(
+            lambda: {
+                name: (value._saved_key, value._owner)
+                for name, value in extra.items()
+                if isinstance(value, PerRank)
+            }
+        ):
+            for name, (key, owner) in of_rank.items():
+                owners.setdefault(name, {})[key] = owner
+        return owners
+
+    def _begin(
+        self, saved: SavedOptimizers | None, owners: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Make the templates. Nothing of the caller's changes."""
+        if saved is not None:
+            part = self._parts.optimizer(self._options.key)
+            self._add(part, saved.template(self._models, self._optimizers))
+        if self._extra is None:
+            return
+        self._begin_models()
+        for name, value in self._extra.items():
+            part = self._parts.entry(name)
+            left = self._partial(part, "extra", f"{EXTRA}.{name}")
+            entry = SavedExtra(part, self._extra, name, owners.get(name, {}), left)
+            self._add(part, entry.template)
+            self._puts.append(entry.put)
+            if isinstance(value, PerRank):
+                self._known.append(part.prefix)
+
+    def _begin_models(self) -> None:
+        states = list(map(model_state, self._models))
+        whole = joined(states, "modules")
+        part = self._parts.model(whole)
+        left = self._partial(part, "model", MODEL)
+        values = [split_extra_state(part.entries, state, part.prefix, left) for state in states]
+        for value in (value for of_state in values for value in of_state.values()):
+            self._add(part, value.template)
+        start = len(part.prefix) + 1 if part.prefix else 0
+        stored = StoredNames(
+            (name[start:] for name in part.entries.below(part.prefix)), self._options.rename
+        )
+        template: dict[str, Any] = {}
+        name_of: dict[str, str] = {}
+        for fqn, value in (pair for state in states for pair in state.items()):
+            name_of[fqn] = join(part.prefix, stored.find(fqn) or fqn)
+            if self._names.wants(join(MODEL, fqn)):
+                template[name_of[fqn]] = value
+            else:
+                self._left.excluded.append(join(MODEL, fqn))
+        self._add(part, template)
+        versions = None
+        if VERSIONS in part.entries:
+            versions = dict(part.reader._read_value(VERSIONS))
+
+        def put(loaded: Mapping[str, Any]) -> None:
+            for model, state, extra in zip(self._models, states, values, strict=True):
+                own = {fqn: loaded.get(name_of[fqn], value) for fqn, value in state.items()}
+                own |= {key: value.build(loaded) for key, value in extra.items()}
+                _load_model(model, own, versions, partial=left.is_partial)
+
+        self._puts.append(put)
+
+    # --- reads
+
+    def _read(self, ranks: RankGroup) -> None:
+        """Fill the templates."""
+        options = LoadOptions(
+            allow_partial_load="model" in self._options.partial, dtype=self._options.dtype
+        )
+
+        def requests() -> list[tuple[engine.LoadRequest, _core.Index]]:
+            """Return the requests. Plan all before the first of several reads."""
+            found = [
+                (engine.LoadRequest(self._states[id(entries)], reader._source, options), entries)
+                for reader, entries in self._parts.opened()
+                if id(entries) in self._states
+            ]
+            for request, entries in found if found[1:] else ():
+                engine.plan_rank(request, rank=ranks.rank, ranks=ranks.size, index=entries.index)
+            return [(request, entries.index) for request, entries in found]
+
+        for request, index in ranks.run(requests):
+            _add_report(self.report, engine.load(ranks, partial(_same, request), index=index))
+
+    def _end(self) -> None:
+        """Hand over what was read."""
+        loaded = {name: value for state in self._states.values() for name, value in state.items()}
+        for put in self._puts:
+            put(loaded)
+        report, left = self.report, self._left
+        for name in ("missing", "excluded", "partly_filled", "shape_mismatched"):
+            getattr(report, name).extend(getattr(left, name))
+        known = {*left.excluded, *left.partly_filled, *(one.name for one in left.shape_mismatched)}
+        above = tuple(f"{name}." for name in self._known)
+        report.unexpected = [
+            name
+            for name in report.unexpected
+            if name not in known and not f"{name}.".startswith(above)
+        ]
+
+
+def _same(request: engine.LoadRequest) -> engine.LoadRequest:
+    return request
+
+
+def _add_report(whole: LoadReport, report: LoadReport) -> None:
+    """Add the report of one checkpoint to that of a load from several."""
+    for one in fields(LoadReport):
+        old, new = getattr(whole, one.name), getattr(report, one.name)
+        if isinstance(new, str):
+            setattr(whole, one.name, old or new)
+        elif isinstance(new, dict):
+            setattr(whole, one.name, old | new)
+        else:
+            setattr(whole, one.name, old + new)
+
+
+def _load_model(
+    model: torch.nn.Module,
+    own: Mapping[str, Any],
+    versions: Mapping[str, int] | None,
+    *,
+    partial: bool,
+) -> None:
+    """Load a module from a state dict with names without wrappers."""
+    if is_fsdp1(model):
+        state = with_versions(own, model, versions)
+        set_model_state_dict(model, state, options=StateDictOptions(strict=not partial))
+        return
+    # That function raises if a wrapped module is registered under two names.
+    names = {key: without_wrappers(model, key) for key in model.state_dict()}
+    found = {key: own[name] for key, name in names.items() if name in own}
+    model.load_state_dict(with_versions(found, model, versions), strict=not partial)
