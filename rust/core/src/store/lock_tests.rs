@@ -224,7 +224,7 @@ fn a_forked_child_has_no_part_in_a_lock() {
     let held = exclusive(dir.path());
     let child = Child::fork();
     // As at the end of a process: the file is closed, and the lock is not released explicitly.
-    let FolderLock { lock: Some(lock) } = held else { panic!("no locks here") };
+    let FolderLock { lock: Some(lock), .. } = held else { panic!("no locks here") };
     let FileLock { file } = &lock;
     let descriptor = file.as_raw_fd();
     let elsewhere = File::open(dir.path()).unwrap();
