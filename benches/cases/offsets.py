@@ -44,7 +44,10 @@ def run(context: Context) -> list[Row]:
             tensor.copy_(sources[name])
 
     def load(options: dict[str, Any]) -> Callable[[Path, loaders.State], None]:
-        return lambda path, state: dcp_rs.load(state, path, **options)
+        def run(path: Path, state: loaders.State) -> None:
+            dcp_rs.load(state, path, **options)
+
+        return run
 
     ways = {mode: load(options) for mode, options in MODES.items()} | {COPY: copy}
     contenders: list[Contender] = []
