@@ -71,8 +71,14 @@ class FolderStepStore(StepStore):
         return [_read_file(path) for path in paths]
 
     def _put(self, path: Path, data: bytes) -> None:
-        make_folder(path.parent)
-        _core.publish(os.fspath(path.parent), path.name, data, self.fsync)
+        try:
+            make_folder(path.parent)
+            _core.publish(os.fspath(path.parent), path.name, data, self.fsync)
+        except FileNotFoundError:
+            # Where another program or machine serves the files, a killed process may have asked to
+            # set this folder aside, and its request comes only now.
+            make_folder(path.parent)
+            _core.publish(os.fspath(path.parent), path.name, data, self.fsync)
 
     def _rename(self, path: Path, to: Path) -> None:
         path.rename(to)
