@@ -297,7 +297,7 @@ def save(
         dtype: store floating-point tensors of 16 bits and more in this dtype. They are cast while
             they are written, in bounded memory. Tensors of 8 bits and fewer keep their dtype, as
             their scales are elsewhere. So does the ``step`` of an optimizer's state.
-        planner: your own planner, in place of these three. ``dcp.save`` calls it.
+        planner: your own planner, in place of these three. It is called as torch calls it.
         process_group, no_dist: as in ``dcp.save``.
         overwrite: ``False`` raises if there is a checkpoint already. ``True`` warns if this
             process has neither opened nor saved it.

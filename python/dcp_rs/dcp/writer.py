@@ -17,9 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -40,6 +38,7 @@ from dcp_rs._url import absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
 from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine.destination import Destination
+from dcp_rs.engine.load import call_state_dicts
 from dcp_rs.engine.local_plan import Writes, check_complete
 from dcp_rs.engine.metadata import make_metadata, tensor_flags
 from dcp_rs.engine.ranks import RankGroup, job_size
@@ -428,48 +427,66 @@ def save_by_planner(
     planner: SavePlanner,
     make_arguments: Callable[[], tuple[dict[Any, Any], Path, SaveOptions]],
 ) -> SavedMetadata:
-    """Save on all ranks with a planner of the user's, by torch's ``dcp.save``.
+    """Save on all ranks with a planner of the user's, which is called as torch calls it.
+
+    ``dcp.save`` itself would fail with an error of gloo, or wait, if a rank is lost or if an error
+    of the planner does not unpickle.
 
     Args:
         ranks: the ranks that save.
         planner: the planner of this rank.
         make_arguments: returns the state dict, the path and the options of this rank. It is called
-            in a step of its own, so that its error is raised on all ranks.
+            in the first step, so that its error is raised on all ranks.
 
     Raises:
         Exception: the error of this rank, or of the first rank that failed.
+        RankLostError: a rank is gone.
     """
-    state_dict: dict[Any, Any]
-    writer: RsWriter
+    writer: RsWriter | None = None
+    metadata: Metadata
 
-    def begin() -> None:
-        nonlocal state_dict, writer
-        state_dict, path, options = make_arguments()
+    def plan_own() -> SavePlan:
+        nonlocal writer
+        given, path, options = make_arguments()
+        called, _ = call_state_dicts(given)
         writer = RsWriter._of(path, options)
-
-    def compare(replies: list[Any]) -> list[None]:
-        if any(isinstance(reply, bytes) for reply in replies):
-            raise PlanError(MIXED_PLANNERS, path=writer.path)
-        return [None] * len(replies)
-
-    ranks.reduce_scatter(begin, compare)
-    try:
-        saved = dcp.save(  # type: ignore[attr-defined]
-            state_dict,
-            storage_writer=writer,
-            planner=planner,
-            process_group=ranks.process_group,
-            no_dist=ranks.group is None,
+        planner.set_up_planner(
+            state_dict={key: called[key] for key in given},  # in the order of the user
+            storage_meta=writer.storage_meta(),
+            is_coordinator=ranks.is_coordinator,
         )
-    except CheckpointException as error:
-        writer._discard_failed()  # noqa: SLF001  # of this module
-        rank = ranks.rank if ranks.rank in error.failures else min(error.failures)
-        failure, _ = error.failures[rank]
-        if not ranks.is_alone:
-            failure.add_note(f"raised on rank {ranks.global_rank(rank)}")
-        raise failure from None
+        writer.set_up_storage_writer(ranks.is_coordinator)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        assert writer is not None  # noqa: S101  # of the step before
+        if not all(isinstance(plan, SavePlan) for plan in plans):
+            raise PlanError(MIXED_PLANNERS, path=writer.path)
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> list[WriteResult]:
+        assert writer is not None  # noqa: S101  # as above
+        return writer.write_data(planner.finish_plan(plan), planner).wait()
+
+    def commit(results: list[list[WriteResult]]) -> Metadata:
+        assert writer is not None  # noqa: S101  # as above
+        writer.finish(metadata, results)
+        return metadata
+
+    try:
+        plan = ranks.reduce_scatter(plan_own, plan_all)
+        saved = ranks.all_reduce(write, commit)
+    except BaseException:
+        # Without failures that all ranks know of, another rank may still commit.
+        if writer is not None and ranks.failures and not ranks.may_be_committed:
+            writer._discard()
+        raise
     finally:
-        writer.close()
+        if writer is not None:
+            writer.close()
+    assert writer is not None  # noqa: S101  # as above
     given = {known.name: getattr(saved, known.name) for known in dataclasses.fields(Metadata)}
     return SavedMetadata(**given, report=writer.report)
 

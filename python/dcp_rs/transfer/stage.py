@@ -306,10 +306,10 @@ def _view(memory: Sequence[torch.Tensor], place: _Place, source: torch.Tensor) -
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the kind of another one, over other local memory."""
+    _torch.copy_place_in_whole(tensor, local)
     if isinstance(tensor, DTensor):
         spec = _torch.spec_of(tensor)
         return _torch.dtensor_of(local, spec, requires_grad=tensor.requires_grad)
-    _torch.copy_place_in_whole(tensor, local)
     return local.requires_grad_() if tensor.requires_grad else local
 
 
