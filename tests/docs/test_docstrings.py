@@ -81,7 +81,7 @@ CLASSES |= {"optim.RngState": dcp_rs.optim.RngState}
 SHOWN = {
     "Checkpoint": "chunks close get get_slice get_tensor get_tensors info metadata offset_keys path report save_id "
     "source state_dict stream",
-    "CheckpointManager": "async_save best_step close delete latest_step load load_training_state path root save "
+    "CheckpointManager": "annotate async_save best_step close delete latest_step load load_training_state path root save "
     "should_save steps wait",
     "CleanReport": "gb_per_second nbytes to_dict",
     "Concat": "dim",

@@ -129,13 +129,15 @@ def test_a_step_that_is_there_is_not_replaced_unless_that_is_asked_for(make):
 
 def test_a_forced_save_removes_the_files_of_what_it_replaced_and_not_before(make, server):
     with make() as manager:
-        server.put("run/step-1/deeper/thing", b"mine")
+        mine, theirs = "run/step-1/deeper/thing", "run/step-1/model.pt"
+        server.put(mine, b"mine")
+        server.put(theirs, b"theirs")
         with pytest.raises(CheckpointExistsError, match=r"delete\(1\) removes it"):
             manager.save(1, state_of(1), force=True)
-        assert "run/step-1/deeper/thing" in server.objects
-        manager.delete(1)
+        assert {mine, theirs} == set(server.keys("run/step-1/"))
+        server.objects.pop(theirs)  # only what may be a checkpoint is in the way
         manager.save(1, state_of(1), extra_files={"a.txt": b"old", "b.txt": b"old"})
-        assert "run/step-1/deeper/thing" not in server.objects
+        assert mine in server.objects
         bad = {"bad": torch.empty(1, device="meta")}
         with pytest.raises(UnsupportedError, match="meta device"):
             manager.save(1, bad, force=True, extra_files={"a.txt": b"new"})
@@ -144,7 +146,10 @@ def test_a_forced_save_removes_the_files_of_what_it_replaced_and_not_before(make
         manager.save(1, state_of(1), force=True, extra_files={"a.txt": b"new"})
         assert server.objects["run/step-1/a.txt"].data == b"new"
         assert "run/step-1/b.txt" not in server.objects
+        assert mine in server.objects
         assert loaded(manager) == 1
+        manager.delete(1)
+        assert server.keys("run/step-1/") == []
 
 
 def test_there_is_room_for_a_save_before_it_begins(make, server):

@@ -21,7 +21,7 @@ from dcp_rs.errors import CorruptDataError, CorruptIndexError, UnsupportedError
 from dcp_rs.steps import notes
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.notes import saved_name, saving_name
-from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, StepStore
+from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, Step, StepStore
 
 __all__ = ["ObjectStepStore", "step_store_at"]
 
@@ -168,17 +168,21 @@ class ObjectStepStore(StepStore):
         # Those of a killed save stay beside a whole step. They are removed after a day.
         for step in found.steps:
             files = self._known[step.number][0] if step.number in self._known else {}
-            own = {name for name, file in files.items() if file.id in step.files}
-            others = _of_other_saves(files, own, step.save_id)
-            left = {name for name in others if not _is_young(files[name])}
-            if saved_name(step.save_id) in files:  # a kill may have come before its removal
-                left |= {saving_name(step.save_id)} & files.keys()
-            if others or left:
-                self._known.pop(step.number, None)  # the next sweep looks again
+            own_note = saving_name(step.save_id)
+            others = self._left_beside(files, step)
+            left = {n for n in others if n == own_note or not _is_young(files[n])}
             if left:
+                self._known.pop(step.number)
                 what = f"what other saves left in {step.path}"
                 leftovers[what] = partial(self._delete, step.path, left)
         return leftovers
+
+    def _left_beside(self, files: Files, step: Step) -> Collection[str]:
+        own = {name for name, file in files.items() if file.id in step.files}
+        left = _of_other_saves(files, own, step.save_id)
+        if saved_name(step.save_id) in files:  # a kill may have come before its removal
+            left += {saving_name(step.save_id)} & files.keys()
+        return left
 
 
 class _StoredNote:

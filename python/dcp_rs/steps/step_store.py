@@ -396,7 +396,7 @@ class StepStore(ABC):
         for number, name in self._numbered(names):
             if name != self.folder(number).name:
                 misnamed.append(self._misnamed(number, name))
-            elif recall and number in known:
+            elif recall and number in known and not self._left_beside(*known[number]):
                 recalled.append(known[number][1])
             elif number >= since:
                 numbers.append(number)
@@ -832,6 +832,10 @@ class StepStore(ABC):
             f"{left.path}, of a save that did not finish,": partial(self.remove_left, left)
             for left in found.left
         }
+
+    def _left_beside(self, files: Files, step: Step) -> Collection[str]:
+        """Return what other saves left in a whole step. A sweep looks at such a step again."""
+        return ()
 
     @abstractmethod
     def remove_left(self, left: SkippedStep) -> None:
