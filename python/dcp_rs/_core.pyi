@@ -264,6 +264,8 @@ class Index:
 
         Return None if it is stored as it is.
         """
+    def codes_beside_scales(self) -> list[tuple[str, str]]:
+        """Return the names of tensors with codes, each with that of a scale."""
     def dequantize(self, dtype: str, **options: Unpack[_ReadOptions]) -> Index | None:
         """Return the index with quantized weights as ``dtype``; None if it has none."""
     def derive(

@@ -231,7 +231,6 @@ def load(
             shared=shared,
             max_inflight_bytes=max_inflight_bytes,
         )
-        has_views = dequantize is not False or views is not None
         source = engine.LoadSource(
             path=location(path),
             read=read,
@@ -239,7 +238,7 @@ def load(
             allow_external=allow_external,
             replicas=replicas,
             storage_options=StorageOptions.of(storage_options),
-            layout=Layout.of(dequantize, views) if has_views else None,
+            layout=Layout.of(dequantize, views),
             progress=progress,
         )
         return LoadRequest(state_dict, source, options)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import dcp_rs
 from support import quantized
@@ -36,7 +37,18 @@ def one_of_each(path: Path) -> dict[str, torch.Tensor]:
         quantized.int4("d.odd", 10, 21, seed=10, group=21),
         quantized.nvfp4("e.modelopt", 6, 48, seed=11, modelopt=True),
         quantized.nvfp4("e.compressed", 6, 48, seed=12, modelopt=False),
+        quantized.channel("b.flat", 9, 40, seed=15, scale_shape=(9, 1)),
+        quantized.deepseek_v4("f.attn", 130, 200, seed=16, expert=False),
+        quantized.deepseek_v4("f.expert", 6, 96, seed=17, expert=True),
+        quantized.deepseek_v4("f.large", 33, 2048, seed=18, expert=True),
+        quantized.mxfp8("g.mxfp8", 6, 80, seed=19),
+        quantized.mxfp8("g.exponents", 6, 96, seed=20, dtype=torch.float8_e8m0fnu),
+        quantized.mxfp8("g.inverse", 6, 96, seed=21, end="_scale_inv"),
+        quantized.mxfp4_rows("h.modelopt", 6, 72, seed=22, modelopt=True),
+        quantized.mxfp4_rows("h.compressed", 33, 2048, seed=23, modelopt=False),
     ]
+    flat = next(stored for stored, _ in made if "b.flat.weight" in stored)
+    flat["b.flat.weight_scale"] = flat["b.flat.weight_scale"].flatten()
     tensors = {name: tensor for stored, _ in made for name, tensor in stored.items()}
     plain = {"norm.weight": torch.randn(5).half(), "a.bias": torch.arange(4)}
     activations = {"b.tensor.input_scale": torch.tensor(1.0), "a.k_scale": torch.tensor(2.0)}
@@ -95,16 +107,18 @@ def test_numpy_has_them_in_float32(tmp_path):
 
 
 def test_what_is_not_quantized_stays_as_it_is(tmp_path):
-    """A training checkpoint may hold float8 tensors of its own."""
+    """Masks and counters are integers without being codes."""
     tensors = {
         "w.weight": torch.randn(4, 4),
-        "amax": torch.randn(8).to(torch.float8_e4m3fn),
+        "mask": torch.ones(4, 4, dtype=torch.uint8),
+        "positions": torch.ones(4, 4, dtype=torch.int32),
+        "flags": torch.ones(8, dtype=torch.int8),
         "x_scale": torch.ones(1),
     }
     dcp_rs.save(tensors, tmp_path / "ckpt")
     checkpoint = dcp_rs.open(tmp_path / "ckpt", dequantize=True)
     assert sorted(checkpoint) == sorted(tensors)
-    assert checkpoint["amax"].dtype == torch.float8_e4m3fn
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_checkpoint_of_dcp_rs_in_shards_of_its_own(tmp_path):
@@ -166,6 +180,12 @@ def test_strided_destinations_and_slices(tmp_path):
             "d.zeros.weight",
             "e.large.weight",
             "d.odd.weight",
+            "b.flat.weight",
+            "f.attn.weight",
+            "f.large.weight",
+            "g.mxfp8.weight",
+            "h.modelopt.weight",
+            "h.compressed.weight",
         ]
     ),
 )
@@ -225,7 +245,7 @@ FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (lambda t: t.pop("m.weight_scale_inv"), "m.weight"),
         (lambda t: t.update({"m.weight": torch.ones(130, 130, dtype=torch.int8)}), "m.weight"),
         (lambda t: t.update({"m.weight": torch.ones(130).to(torch.float8_e4m3fn)}), "m.weight"),
-        (lambda t: t.update({"n.weight_packed": torch.ones(3, 4).int()}), "n.weight"),
+        (lambda t: t.update({"n.weight_packed": torch.ones(3, 4).int()}), "n.weight_packed"),
         (lambda t: t.update({"n_blocks": torch.ones(3, 4, 16).byte()}), "n_blocks"),
         (lambda t: t.update({"n_scales": torch.ones(3, 4).byte()}), "n_scales"),
         (
@@ -263,6 +283,11 @@ def test_parts_that_do_not_fit_are_refused(tmp_path, change, named):
             "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}},
         },
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "pre_quant_scale": True},
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"m": {"quant_algo": "W8A16"}}},
+        FP8_CONFIG | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        FP8_CONFIG | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+        FP8_CONFIG | {"fmt": "e5m2"},
     ],
 )
 def test_configurations_that_are_not_known_are_refused(tmp_path, config):
@@ -456,3 +481,216 @@ def test_one_group_that_is_longer_than_the_rows(tmp_path):
     config = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}}
     quantized.write(tmp_path / "q", tensors, config)
     assert same(dcp_rs.open(tmp_path / "q", dequantize=torch.float32)["m.weight"], whole)
+
+
+@pytest.mark.parametrize("columns", [21, 24])
+@pytest.mark.parametrize("told", [[5, 24], [4, 40], [4], [-4, 24], [4, -24], [2, 4, 24], []])
+def test_every_shape_is_compared_with_its_codes(tmp_path, columns, told):
+    """After one weight of a size, the shapes of others of that size were not read."""
+    whole, _ = quantized.int4("a", 4, 24, seed=33, group=8)
+    tensors, _ = quantized.int4("m", 4, columns, seed=33, group=columns if columns == 21 else 8)
+    tensors["m.weight_shape"] = torch.tensor(told, dtype=torch.int64)
+    quantized.write(tmp_path / "q", {**whole, **tensors}, of_groups(8, 21))
+    with pytest.raises(dcp_rs.QuantizationError, match=r"m\.weight") as error:
+        dcp_rs.open(tmp_path / "q", dequantize=True)
+    assert str(told) in str(error.value) or not told
+
+
+CODES = torch.ones(4, 32, dtype=torch.uint8)
+FP8 = torch.ones(4, 32).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("stored", "named"),
+    [
+        # Codes beside what may be a scale, or without one.
+        ({"m.weight": FP8}, "m.weight"),
+        ({"m.weight": FP8.float().to(torch.float8_e5m2)}, "m.weight"),
+        ({"m.weight": FP8, "m.scale": torch.ones(())}, "m.weight"),
+        ({"m.weight": FP8, "m.weight_scale": torch.ones(1), "m.weight_scale_2": torch.ones(1)},
+         "m.weight_scale_2"),
+        ({"m.weight": FP8.float().to(torch.float8_e5m2), "m.weight_scale": torch.ones(1)},
+         "m.weight"),
+        ({"amax": FP8[0]}, "amax"),
+        ({"m.weight": CODES.char(), "m.scale": torch.ones(4, 1)}, "m.weight"),
+        ({"m.weight": CODES, "m.weight_scale": torch.ones(1)}, "m.weight"),  # BitNet
+        ({"m.weight": CODES.char(), "m.SCB": torch.ones(4)}, "m.weight"),  # bitsandbytes
+        ({"m.weight": CODES, "m.weight.absmax": torch.ones(4)}, "m.weight"),
+        ({"m.qweight": CODES.int(), "m.scales": torch.ones(4, 1).half()}, "m.qweight"),  # GPTQ
+        ({"m.W_q": CODES, "m.scale": torch.ones(4, 1)}, "m.W_q"),  # HQQ
+        ({"m.weight._data": CODES, "m.weight._scale": torch.ones(4, 1)}, "m.weight._data"),
+        ({"m.weight_qdata": CODES.char(), "m.weight_scale": torch.ones(4, 1)}, "m.weight_qdata"),
+        ({"m.weight": torch.ones(4, 4).bfloat16(), "m.weight_scale": torch.ones(4, 1)},
+         "m.weight_scale"),
+        # NVFP4 as modelopt stores it, and more that changes it.
+        ({**quantized.nvfp4("m", 4, 32, seed=1, modelopt=True)[0],
+          "m.pre_quant_scale": torch.ones(32)}, "m.pre_quant_scale"),
+        ({**quantized.nvfp4("m", 4, 32, seed=1, modelopt=True)[0],
+          "m.weight_zero_point": torch.ones(4)}, "m.weight_zero_point"),
+        # Of ComfyUI.
+        ({"m.weight": FP8, "m.scale_weight": torch.ones(4, 1)}, "m.weight"),
+        ({"m.weight": FP8.bfloat16(), "m.scale_weight": torch.ones(1)}, "m.scale_weight"),
+    ],
+)  # fmt: skip
+def test_codes_of_formats_that_are_not_known_are_refused(tmp_path, stored, named):
+    """Without a configuration, codes passed for weights."""
+    quantized.write(tmp_path / "q", {**stored, "norm.weight": torch.ones(4)})
+    with pytest.raises(dcp_rs.QuantizationError) as error:
+        dcp_rs.open(tmp_path / "q", dequantize=True)
+    assert error.value.tensor == named
+    out = tmp_path / "out"
+    with pytest.raises(dcp_rs.QuantizationError):
+        dcp_rs.convert(tmp_path / "q", out, to="safetensors", dequantize=True)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("stored", "scale"),
+    [
+        (quantized.fp8("m", 4, 32, seed=1)[0], "m.weight_scale_inv"),
+        (quantized.deepseek_v4("m", 4, 32, seed=1, expert=True)[0], "m.scale"),
+        ({"m.weight": FP8, "m.scale_weight": torch.ones(1)}, "m.scale_weight"),
+        ({"m.weight": CODES.char(), "m.SCB": torch.ones(4)}, "m.SCB"),
+    ],
+)
+def test_a_warning_says_that_what_is_read_are_codes(tmp_path, stored, scale):
+    quantized.write(tmp_path / "q", stored)
+    with pytest.warns(UserWarning, match=rf"'m.weight' .* looks quantized.*'{scale}'"):
+        checkpoint = dcp_rs.open(tmp_path / "q")
+    assert torch.equal(
+        checkpoint["m.weight"].view(torch.uint8), stored["m.weight"].view(torch.uint8)
+    )
+    with pytest.warns(UserWarning, match="looks quantized"):
+        dcp_rs.load({"m.weight": torch.zeros_like(stored["m.weight"])}, tmp_path / "q")
+
+
+def test_no_warning_without_codes(tmp_path, recwarn):
+    tensors = {"m.weight": torch.ones(4, 4), "m.scale": torch.ones(4), "m.mask": CODES}
+    quantized.write(tmp_path / "q", tensors)
+    dcp_rs.open(tmp_path / "q")
+    quantized.write(tmp_path / "fp8", quantized.fp8("m", 4, 32, seed=1)[0])
+    dcp_rs.open(tmp_path / "fp8", dequantize=True)
+    assert not recwarn.list
+
+
+def test_files_of_comfyui(tmp_path):
+    """Float8 with a scale for each tensor, in three generations of names."""
+    weight = quantized.codes(6, 40, seed=1, dtype=torch.float8_e4m3fn)
+    scale = torch.tensor(0.25)
+    expected = (weight.float() * scale).to(BF16)
+    new = {
+        "m.weight": weight,
+        "m.weight_scale": scale,
+        "m.comfy_quant": as_json({"format": "float8_e4m3fn", "full_precision_matrix_mult": True}),
+        "m.input_scale": torch.ones(()),
+        "m.bias": torch.ones(6),
+    }
+    old = {
+        "m.weight": weight,
+        "m.scale_weight": scale,
+        "m.scale_input": torch.ones(()),
+        "m.bias": torch.ones(6),
+        "scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn),
+    }
+    described = {name: new[name] for name in ("m.weight", "m.weight_scale", "m.bias")}
+    layers = {"m": {"format": "float8_e4m3fn"}}
+    for i, (tensors, metadata) in enumerate([(new, {}), (old, {}), (described, layers)]):
+        path = tmp_path / f"{i}.safetensors"
+        about = {"_quantization_metadata": json.dumps({"layers": metadata})} if metadata else None
+        save_file(tensors, path, metadata=about)
+        checkpoint = dcp_rs.open(path, dequantize=True)
+        assert sorted(checkpoint) == ["m.bias", "m.weight"]
+        assert same(checkpoint["m.weight"], expected)
+
+
+def as_json(value):
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256},
+        {"format": "float8_e4m3fn", "convrot": True},
+        {"format": "mxfp8"},
+        {"format": "nvfp4"},
+        {},
+    ],
+)
+def test_other_formats_of_comfyui_are_refused(tmp_path, about):
+    """NVFP4 with the high half first and scales in tiles was decoded as that of modelopt."""
+    tensors, _ = quantized.nvfp4("m", 128, 64, seed=1, modelopt=True)
+    save_file({**tensors, "m.comfy_quant": as_json(about)}, tmp_path / "new.safetensors")
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"m": about}})}
+    save_file(tensors, tmp_path / "old.safetensors", metadata=metadata)
+    for name in ("new", "old"):
+        with pytest.raises(dcp_rs.QuantizationError, match="ComfyUI"):
+            dcp_rs.open(tmp_path / f"{name}.safetensors", dequantize=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "config", "columns"),
+    [
+        ("config.json", {"quantization_config": FP8_CONFIG}, 128),
+        ("config.json", {"text_config": {"quantization_config": FP8_CONFIG}}, 128),
+        ("config.json", {"llm_config": {"text_config": {"quantization_config": FP8_CONFIG}}}, 128),
+        ("config.json", {"compression_config": of_groups(32)}, 32),
+    ],
+)
+def test_places_of_the_configuration(tmp_path, file, config, columns):
+    tensors, _ = quantized.fp8("m", 300, 300, seed=1)
+    more, _ = quantized.int4("n", 4, 64, seed=1, group=32)
+    quantized.write(tmp_path, {**tensors, **more})
+    (tmp_path / file).write_text(json.dumps(config))
+    dcp_rs.open(tmp_path, dequantize=True)
+    (tmp_path / file).write_text(json.dumps(config).replace(str(columns), "64"))
+    with pytest.raises(dcp_rs.QuantizationError):
+        dcp_rs.open(tmp_path, dequantize=True)
+
+
+def test_modelopts_own_file_counts(tmp_path):
+    """Its algorithm was not looked at."""
+    tensors, whole = quantized.nvfp4("m", 4, 32, seed=1, modelopt=True)
+    quantized.write(tmp_path, tensors)
+    for algorithm, is_known in (("NVFP4", True), ("NVFP4_AWQ", False), ("W8A16", False)):
+        about = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(about))
+        if is_known:
+            assert same(dcp_rs.open(tmp_path, dequantize=True)["m.weight"], whole.to(BF16))
+        else:
+            with pytest.raises(dcp_rs.QuantizationError, match=algorithm):
+                dcp_rs.open(tmp_path, dequantize=True)
+
+
+def test_json_of_python(tmp_path):
+    """The configurations of Nemotron and Mamba 2 have `Infinity`; editors add byte order marks."""
+    tensors, whole = quantized.fp8("m", 70, 90, seed=32, block=(32, 64))
+    quantized.write(tmp_path, tensors)
+    config = json.dumps(
+        {
+            "time_step_limit": [0.0, float("inf")],
+            "x": float("nan"),
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 64]},
+        }
+    )
+    assert "Infinity" in config
+    for text in (config.encode(), config.encode("utf-8-sig")):
+        (tmp_path / "config.json").write_bytes(text)
+        assert same(dcp_rs.open(tmp_path, dequantize=True)["m.weight"], whole.to(BF16))
+    assert dcp_rs.views_for(tmp_path) == []
+
+
+def test_a_file_that_such_a_configuration_names_is_taken(tmp_path):
+    for name in ("chosen", "model"):
+        save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    config = {"transformers_weights": "chosen.safetensors", "time_step_limit": [0, float("inf")]}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8-sig")
+    assert list(dcp_rs.open(tmp_path)) == ["chosen"]
+
+
+def test_exponents_for_32_columns_stand_beside_blocks(tmp_path):
+    """The tables of DeepSeek-V4's n-grams have a scale for 32 columns, whatever the blocks are."""
+    tensors, whole = quantized.mxfp8("m", 6, 96, seed=1, dtype=torch.float8_e8m0fnu)
+    tensors = {"m.weight": tensors["m.weight"], "m.scale": tensors["m.weight_scale"]}
+    quantized.write(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
+    assert same(dcp_rs.open(tmp_path, dequantize=True)["m.weight"], whole.to(BF16))

@@ -81,6 +81,55 @@ def fp8(
     return {f"{name}.weight": weight, f"{name}.weight_scale_inv": scale}, whole
 
 
+def exponents(*shape: int, seed: int, dtype: torch.dtype = torch.float8_e8m0fnu) -> torch.Tensor:
+    """Scales of 2**-20 to 2**20, as exponents with a bias of 127."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(107, 148, shape, generator=generator, dtype=torch.uint8).view(dtype)
+
+
+def deepseek_v4(
+    name: str, rows: int, columns: int, *, seed: int, expert: bool
+) -> tuple[Tensors, torch.Tensor]:
+    """FP8 in blocks of 128 x 128, or an expert in two codes of E2M1 a byte and groups of 32."""
+    if expert:
+        packed = codes(rows, columns // 2, seed=seed, dtype=torch.int8)
+        scale = exponents(rows, -(-columns // 32), seed=seed)
+        numbers, block = FP4[nibbles(packed.view(torch.uint8))], (1, 32)
+    else:
+        packed = codes(rows, columns, seed=seed, dtype=torch.float8_e4m3fn)
+        scale = exponents(-(-rows // 128), -(-columns // 128), seed=seed)
+        numbers, block = packed.float(), (128, 128)
+    whole = numbers * repeated(scale.float(), rows, columns, block)
+    return {f"{name}.weight": packed, f"{name}.scale": scale}, whole
+
+
+def mxfp8(
+    name: str,
+    rows: int,
+    columns: int,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.uint8,
+    end: str = "_scale",
+) -> tuple[Tensors, torch.Tensor]:
+    """Groups of 32 numbers of float8 in a row, with an exponent each."""
+    weight = codes(rows, columns, seed=seed, dtype=torch.float8_e4m3fn)
+    scale = exponents(rows, -(-columns // 32), seed=seed, dtype=dtype)
+    powers = repeated(scale.view(torch.float8_e8m0fnu).float(), rows, columns, (1, 32))
+    return {f"{name}.weight": weight, f"{name}.weight{end}": scale}, weight.float() * powers
+
+
+def mxfp4_rows(
+    name: str, rows: int, columns: int, *, seed: int, modelopt: bool
+) -> tuple[Tensors, torch.Tensor]:
+    """Groups of 32 codes of E2M1 in a row, whose bytes are no dimension of their own."""
+    packed = codes(rows, columns // 2, seed=seed)
+    scale = exponents(rows, -(-columns // 32), seed=seed, dtype=torch.uint8)
+    powers = repeated(scale.view(torch.float8_e8m0fnu).float(), rows, columns, (1, 32))
+    stored = f"{name}.weight" if modelopt else f"{name}.weight_packed"
+    return {stored: packed, f"{name}.weight_scale": scale}, FP4[nibbles(packed)] * powers
+
+
 def channel(
     name: str, rows: int, columns: int, *, seed: int, scale_shape: tuple[int, ...]
 ) -> tuple[Tensors, torch.Tensor]:

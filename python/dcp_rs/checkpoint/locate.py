@@ -58,8 +58,8 @@ def open_index(
 ) -> _core.Index:
     """Open the index of the checkpoint at a path or URL.
 
-    It warns if ``verify`` is set and the checkpoint has no digests, and if the folder holds a
-    checkpoint of torch as well.
+    It warns if ``verify`` is set and the checkpoint has no digests, if the folder holds a
+    checkpoint of torch as well, and if the layout keeps quantized weights as stored.
 
     Args:
         path: the path or URL.
@@ -101,7 +101,16 @@ def open_index(
         stock = index.path.parent / STOCK_NAME
         if stock.is_file():
             _warn_of_two(index.path, stock)
-    return index if layout is None else layout.apply(index)
+    if layout is None:
+        return index
+    if layout.dequantize is None and (pairs := index.codes_beside_scales()):
+        codes, scale = pairs[0]
+        more = f", and {len(pairs) - 1} more are stored so" if len(pairs) > 1 else ""
+        warn_caller(
+            f"{codes!r} in {path} looks quantized, with its scale in {scale!r}{more}: what is read "
+            "are the stored codes, not weights; dequantize=True decodes the formats that are known"
+        )
+    return layout.apply(index)
 
 
 @suggest_option

@@ -33,9 +33,6 @@ _SUMMED = frozenset(
 )
 #: The keys of optimizer state in a state dict.
 _OPTIMIZERS = frozenset({"optim", "optimizer", "optimizers", "optimizer_states"})
-#: The endings of the names of quantized tensors, and of their scales.
-_PACKED = ("", "_packed", "_blocks", ".qweight", ".weight")
-_SCALES = ("_scale_inv", "_scale", "_scales", "_global_scale", "_scale_2")
 #: The endings of scales of GPTQ, AWQ and bitsandbytes, which ``dequantize`` does not decode.
 _NOT_DECODED = (".scales", ".absmax", ".nested_absmax", ".SCB")
 
@@ -270,21 +267,10 @@ def _check_not_quantized(source: IndexSource, chosen: dict[str, Item]) -> None:
 
     Both count if they are left out: codes without their scales are no numbers either.
     """
-    stored = {item.name: item for item in source.items}
-    for scale in stored:
-        for end in filter(scale.endswith, (*_SCALES, *_NOT_DECODED)):
-            for packed in _PACKED:
-                weights = stored.get(scale.removesuffix(end) + packed)
-                if weights is None or weights.dtype is None or _holds_numbers(weights.dtype):
-                    continue
-                for name in (weights.name, scale):
-                    if name in chosen and chosen[name].dtype in _SUMMED:
-                        raise _quantized(weights.name, scale)
-
-
-def _holds_numbers(dtype: torch.dtype) -> bool:
-    """Return whether elements are numbers, and not codes that need scales."""
-    return dtype.is_floating_point and dtype.itemsize > 1
+    for codes, scale in source.index.codes_beside_scales():
+        for name in (codes, scale):
+            if name in chosen and chosen[name].dtype in _SUMMED:
+                raise _quantized(codes, scale)
 
 
 def _quantized(name: str, scale: str) -> UnsupportedError:

@@ -398,7 +398,7 @@ def _tied_head(
         Their stored name, and that of the embeddings. transformers stores one of the two, and ties
         them again as it loads.
     """
-    said = json.loads(config.read_text("utf-8"))
+    said = json.loads(config.read_bytes())
     text = said.get("text_config") or {}
     if True not in (said.get("tie_word_embeddings"), text.get("tie_word_embeddings")):
         return {}
@@ -435,9 +435,7 @@ def _stem(config: Path) -> str:
     if config.name == "adapter_config.json":
         return "adapter_model"
     return (
-        "diffusion_pytorch_model"
-        if "_class_name" in json.loads(config.read_text("utf-8"))
-        else "model"
+        "diffusion_pytorch_model" if "_class_name" in json.loads(config.read_bytes()) else "model"
     )
 
 

@@ -27,6 +27,7 @@ pub mod format;
 pub mod fuzzing;
 #[doc(hidden)]
 pub mod geometry;
+mod json;
 mod names;
 mod parallel;
 #[doc(hidden)]

@@ -9,7 +9,7 @@ use dcp_rs_core::checkpoint;
 use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format;
 use dcp_rs_core::geometry::{Dims, Region};
-use dcp_rs_core::quant::Target;
+use dcp_rs_core::quant::{self, Target};
 use dcp_rs_core::store::{PrivateMapping, Remote};
 use dcp_rs_core::{Control, Result};
 use dcp_rs_remote::Store;
@@ -270,6 +270,12 @@ impl Index {
             let names = parts.iter().map(|part| of.index.name(part.tensor).to_owned());
             (of.format.name(), names.collect())
         }))
+    }
+
+    /// Returns the names of tensors with codes, each with that of a scale, by dtypes and names.
+    fn codes_beside_scales(&self) -> Vec<(&str, &str)> {
+        let named = |(codes, scale)| (self.inner.name(codes), self.inner.name(scale));
+        quant::codes_beside_scales(&self.inner).into_iter().map(named).collect()
     }
 
     /// Returns this checkpoint with its quantized weights as tensors of `dtype`; `None` if it has

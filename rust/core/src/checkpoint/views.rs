@@ -1,19 +1,22 @@
 //! Views of a checkpoint that show its quantized weights as numbers.
 
-#![allow(unsafe_code)] // a small tensor is read to a buffer
+#![allow(unsafe_code)] // small tensors are read to a buffer
 
-use std::path::PathBuf;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use serde_json::Value;
+
 use super::gather::Gather;
-use crate::format::{Index, Kind, Logical, Origin, derive};
-use crate::quant::{Config, Target, detect};
+use crate::foreign::safetensors;
+use crate::format::{Index, Logical, Origin, SourceKind, derive};
+use crate::quant::{About, Config, Target, detect, small_parts};
 use crate::read::{Destination, ReadOptions};
-use crate::store::{MOST_JSON, Storage};
-use crate::{Control, Error, Result};
+use crate::store::{Files, MOST_JSON, Storage};
+use crate::{Control, Error, Result, json};
 
 /// Returns the checkpoint with its quantized weights as tensors of `target`; `None` if it has none.
-/// Finds them by `config.json` and by names.
+/// Finds them by the configuration and by names.
 ///
 /// # Errors
 /// [`Error::Quantization`] for an unknown format, and for parts that are missing or do not fit;
@@ -25,10 +28,12 @@ pub fn dequantize(
     options: &ReadOptions,
     control: &Control,
 ) -> Result<Option<Index>> {
-    let config = config(index, control)?;
-    let found = detect(index, config, target, &mut |tensor| {
-        integers(index, tensor, allow_external, options, control)
-    })?;
+    let storage = Storage::new(index.remote(), 1, control)?;
+    let config = config(index, storage.files())?;
+    // The files of a model with a configuration can be many.
+    let layers = if config.is_none() { layers(index, storage.files())? } else { BTreeMap::new() };
+    let small = read_small(index, small_parts(index), allow_external, options, control)?;
+    let found = detect(index, About { config, small, layers }, target)?;
     if found.coded.is_empty() {
         return Ok(None);
     }
@@ -39,52 +44,74 @@ pub fn dequantize(
 }
 
 /// Reads the quantization configuration of the folder.
-fn config(index: &Index, control: &Control) -> Result<Option<Config>> {
-    let path: PathBuf = index.folder().join("config.json");
-    let Some(json) = Storage::new(index.remote(), 1, control)?.files().read(&path, MOST_JSON)?
-    else {
-        return Ok(None);
-    };
-    Config::parse(&json).map_err(|reason| Error::Quantization {
-        path,
-        tensor: String::new(),
-        reason,
-    })
+fn config(index: &Index, files: Files<'_>) -> Result<Option<Config>> {
+    for name in Config::FILES {
+        let path = index.folder().join(name);
+        let Some(text) = files.read(&path, MOST_JSON)? else { continue };
+        let config = Config::parse(&text).map_err(|reason| Error::Quantization {
+            path,
+            tensor: String::new(),
+            reason: format!("{name}: {reason}"),
+        })?;
+        if config.is_some() {
+            return Ok(config);
+        }
+    }
+    Ok(None)
 }
 
-/// Returns the elements of a small stored tensor of `int64` or `int32`.
-fn integers(
+/// Reads ComfyUI's descriptions of layers in the headers of safetensors files.
+fn layers(index: &Index, files: Files<'_>) -> Result<BTreeMap<String, Value>> {
+    let mut layers = BTreeMap::new();
+    if index.source() != SourceKind::Safetensors {
+        return Ok(layers);
+    }
+    for file in 0..index.file_count() {
+        let path = index.folder().join(index.file(file).name);
+        let (_, header) = safetensors::read_header(files, &path)?;
+        let Some(text) = header.metadata.get("_quantization_metadata") else { continue };
+        let bad = |reason: String| Error::Quantization {
+            path: path.clone(),
+            tensor: String::new(),
+            reason: format!("_quantization_metadata {reason}"),
+        };
+        let about = json::parse(text.as_bytes()).map_err(|e| bad(format!("is no JSON: {e}")))?;
+        let of_layers = about["layers"].as_object().ok_or_else(|| bad("has no layers".into()))?;
+        layers.extend(of_layers.iter().map(|(layer, about)| (layer.clone(), about.clone())));
+    }
+    Ok(layers)
+}
+
+/// Most bytes of a small tensor.
+const SMALL: u64 = 4096;
+
+/// Reads small stored tensors in one batch.
+fn read_small(
     index: &Arc<Index>,
-    tensor: u32,
+    tensors: Vec<u32>,
     allow_external: bool,
     options: &ReadOptions,
     control: &Control,
-) -> Result<Vec<i64>> {
-    let view = index.tensor(tensor);
-    let chunks = view.chunks;
-    let dtype = view.dtype.map_or("bytes", crate::Dtype::name);
-    let length = (chunks.clone().count() == 1).then(|| index.chunk(chunks.start).length);
-    let (Kind::Tensor, "int64" | "int32", Some(length @ 1..=64)) = (view.kind, dtype, length)
-    else {
-        return Err(Error::Quantization {
-            path: index.path().to_owned(),
-            tensor: view.name.to_owned(),
-            reason: format!("it is {dtype} {:?}, and no shape", view.shape.as_slice()),
-        });
-    };
-    let mut bytes = [0_u8; 64];
+) -> Result<HashMap<u32, Vec<u8>>> {
     let mut gather = Gather::new(Arc::clone(index), allow_external);
-    gather.add_bytes(chunks.start, 0, length, Destination(bytes.as_mut_ptr()))?;
-    // SAFETY: the buffer has room for the bytes, and nothing else uses it.
+    let mut small = HashMap::with_capacity(tensors.len());
+    for tensor in tensors {
+        let view = index.tensor(tensor);
+        let chunks = view.chunks.clone();
+        let length = (chunks.clone().count() == 1).then(|| index.chunk(chunks.start).length);
+        let Some(length @ 1..=SMALL) = length else {
+            return Err(Error::Quantization {
+                path: index.path().to_owned(),
+                tensor: view.name.to_owned(),
+                reason: format!("it is {:?}, and not a few numbers", view.shape.as_slice()),
+            });
+        };
+        let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
+        gather.add_bytes(chunks.start, 0, length, Destination(bytes.as_mut_ptr()))?;
+        small.insert(tensor, bytes);
+    }
+    // SAFETY: each buffer has room for its bytes, stays where it is in the map, and nothing else
+    // uses it.
     unsafe { gather.read(options, control)? };
-    let bytes = &bytes[..usize::try_from(length).unwrap_or(0)];
-    Ok(if dtype == "int64" {
-        (bytes.chunks_exact(8))
-            .map(|n| i64::from_le_bytes([n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7]]))
-            .collect()
-    } else {
-        (bytes.chunks_exact(4))
-            .map(|n| i64::from(i32::from_le_bytes([n[0], n[1], n[2], n[3]])))
-            .collect()
-    })
+    Ok(small)
 }

@@ -13,7 +13,7 @@ use super::{LFS_POINTER, is_lfs_pointer};
 use crate::format::DataFileName;
 use crate::paths::{Reach, reach};
 use crate::store::{Files, MOST_JSON};
-use crate::{Error, Result};
+use crate::{Error, Result, json};
 
 /// A family of model files.
 #[derive(Debug)]
@@ -266,14 +266,10 @@ fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<M
 /// Returns the file that the model's own configuration names. transformers prefers it to all
 /// others.
 fn named_by_config(from: Files<'_>, dir: &Path, names: &[String]) -> Option<String> {
-    #[derive(Deserialize)]
-    struct Config {
-        transformers_weights: Option<String>,
-    }
     let config = names.iter().find(|&name| name == "config.json")?;
     let text = from.read(&dir.join(config), MOST_JSON).ok()??;
-    let config: Config = serde_json::from_slice(&text).ok()?;
-    config.transformers_weights.filter(|name| names.contains(name))
+    let config = json::parse(&text).ok()?;
+    config["transformers_weights"].as_str().map(str::to_owned).filter(|name| names.contains(name))
 }
 
 fn several(

@@ -54,21 +54,27 @@ struct ModelFile {
 /// Bytes of the first read: enough for most headers.
 const FIRST_READ: u64 = 64 << 10;
 
-fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<ModelFile> {
-    let path = dir.join(name);
-    let (stat, mut head) = files.stat_with_start(&path, FIRST_READ)?;
+/// Reads the header of a file.
+pub(crate) fn read_header(files: Files<'_>, path: &Path) -> Result<(Stat, st::Header)> {
+    let (stat, mut head) = files.stat_with_start(path, FIRST_READ)?;
     if is_lfs_pointer(&head) {
-        return Err(Error::corrupt_index(&path, 0, LFS_POINTER));
+        return Err(Error::corrupt_index(path, 0, LFS_POINTER));
     }
-    let bad = |e: st::HeaderError| Error::corrupt_index(&path, e.offset, e.reason);
+    let bad = |e: st::HeaderError| Error::corrupt_index(path, e.offset, e.reason);
     if let Some(prefix) = head.first_chunk::<8>() {
         let need = st::PREFIX_LEN + st::header_len(*prefix, stat.size).map_err(bad)?;
         if need > head.len() as u64 {
             let here = head.len() as u64;
-            head.extend(files.open(&path)?.fetch(&path, stat.size, here, need - here)?);
+            head.extend(files.open(path)?.fetch(path, stat.size, here, need - here)?);
         }
     }
     let header = st::parse(&head, stat.size).map_err(bad)?;
+    Ok((stat, header))
+}
+
+fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<ModelFile> {
+    let path = dir.join(name);
+    let (stat, header) = read_header(files, &path)?;
     let sharding = Sharding::of(&header).map_err(|fault| fault.in_index(&path))?;
     Ok(ModelFile { name: name.to_owned(), stat, header, sharding })
 }

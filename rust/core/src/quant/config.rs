@@ -1,6 +1,8 @@
-//! Quantization settings in `config.json`.
+//! Quantization settings in `config.json` and `hf_quant_config.json`.
 
 use serde_json::Value;
+
+use crate::json;
 
 /// The part of a configuration that describes how weights are stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -12,49 +14,90 @@ pub struct Config {
     pub groups: Vec<u64>,
 }
 
+/// Keys of a configuration, at the top of a file or in a configuration inside it (`text_config`).
+const KEYS: [&str; 3] = ["quantization_config", "compression_config", "quantization"];
+/// Most configurations inside each other.
+const DEPTH: u32 = 3;
+
 /// Known methods: `quant_method` of transformers, `format` of compressed-tensors, `quant_algo` of
 /// modelopt.
 const METHODS: [&str; 5] = ["fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"];
-const FORMATS: [&str; 6] = [
+const FORMATS: [&str; 8] = [
     "dense",
     "float-quantized",
     "naive-quantized",
     "pack-quantized",
     "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
     "mixed-precision",
 ];
-const ALGORITHMS: [&str; 3] = ["FP8", "NVFP4", "MIXED_PRECISION"];
+const ALGORITHMS: [&str; 9] = [
+    "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "MXFP8",
+    "MXFP4",
+    "W4A8_MXFP4_FP8",
+    "NVFP4",
+    "W4A16_NVFP4",
+    "W4A8_NVFP4_FP8",
+    "MIXED_PRECISION",
+];
 
 impl Config {
-    /// Parses `config.json`; returns `None` if it has no quantization.
+    /// The files that can have a configuration, in the order in which they are looked at: that of
+    /// transformers, and that of modelopt.
+    pub const FILES: [&str; 2] = ["config.json", "hf_quant_config.json"];
+
+    /// Parses one of the [files](Self::FILES); returns `None` if it has no quantization.
     ///
     /// # Errors
     /// The reason why weights with this quantization cannot be read.
-    pub fn parse(json: &[u8]) -> Result<Option<Self>, String> {
-        let config: Value =
-            serde_json::from_slice(json).map_err(|e| format!("config.json is no JSON: {e}"))?;
-        let places = [&config, &config["text_config"]];
-        let names = ["quantization_config", "compression_config"];
-        let found =
-            (places.iter()).find_map(|place| names.iter().find_map(|&name| place.get(name)));
-        match found.filter(|found| !found.is_null()) {
-            Some(found) => Self::of(found).map(Some),
-            None => Ok(None),
+    pub fn parse(text: &[u8]) -> Result<Option<Self>, String> {
+        let config = json::parse(text).map_err(|e| format!("it is no JSON: {e}"))?;
+        if has_any(&config["transform_config"]) {
+            return Err(TRANSFORMED.into());
         }
+        let mut found: Option<Self> = None;
+        for one in search(&config, DEPTH) {
+            let one = Self::of(one)?;
+            match &mut found {
+                None => found = Some(one),
+                Some(found) => {
+                    found.block = found.block.or(one.block);
+                    found.groups.extend(one.groups);
+                }
+            }
+        }
+        Ok(found.map(|mut found| {
+            found.groups.sort_unstable();
+            found.groups.dedup();
+            found
+        }))
     }
 
     fn of(config: &Value) -> Result<Self, String> {
-        one_of(&config["quant_method"], "quant_method", &METHODS, false)?;
+        // modelopt's own file has no method.
+        let is_modelopt = config.get("quant_algo").is_some();
+        one_of(&config["quant_method"], "quant_method", &METHODS, is_modelopt)?;
         one_of(&config["format"], "format", &FORMATS, true)?;
         one_of(&config["quant_algo"], "quant_algo", &ALGORITHMS, true)?;
         one_of(&config["fmt"], "fmt", &["e4m3", "float8_e4m3fn"], true)?;
+        one_of(&config["sparsity_config"]["format"], "format of sparsity", &["dense"], true)?;
+        if has_any(&config["transform_config"]) {
+            return Err(TRANSFORMED.into());
+        }
+        if config["pre_quant_scale"].as_bool() == Some(true) {
+            return Err("columns of weights have scales beside the codes (pre_quant_scale)".into());
+        }
         let mut found = Self {
             block: block(&config["weight_block_size"], "weight_block_size")?,
             groups: Vec::new(),
         };
-        for group in
-            config["config_groups"].as_object().into_iter().flat_map(|groups| groups.values())
-        {
+        for layer in values(&config["quantized_layers"]) {
+            one_of(&layer["quant_algo"], "quant_algo", &ALGORITHMS, false)?;
+        }
+        for group in values(&config["config_groups"]) {
             one_of(&group["format"], "format", &FORMATS, true)?;
             let weights = &group["weights"];
             if weights.is_null() {
@@ -67,15 +110,43 @@ impl Config {
                     weights["num_bits"], kind.0
                 ));
             }
+            let size = weights["group_size"].as_u64().filter(|&size| size > 0);
             if kind.0 == "int" {
-                let size = weights["group_size"].as_u64().filter(|&size| size > 0);
                 found.groups.push(size.unwrap_or(u64::MAX));
             }
             found.block = found.block.or(block(&weights["block_structure"], "block_structure")?);
+            if kind == ("float", Some(8)) {
+                found.block = found.block.or(size.map(|size| [1, size]));
+            }
         }
-        found.groups.sort_unstable();
-        found.groups.dedup();
         Ok(found)
+    }
+}
+
+const TRANSFORMED: &str = "weights are stored transformed (transform_config)";
+
+/// Returns the configurations of quantization: that at the top, or those inside.
+fn search(config: &Value, depth: u32) -> Vec<&Value> {
+    let own = KEYS.iter().find_map(|&key| config.get(key)).filter(|own| !own.is_null());
+    if let Some(own) = own {
+        return vec![own];
+    }
+    let inner = config.as_object().into_iter().flatten();
+    let inner = inner.filter(|(key, _)| depth > 0 && key.ends_with("_config"));
+    inner.flat_map(|(_, inner)| search(inner, depth - 1)).collect()
+}
+
+fn values(of: &Value) -> impl Iterator<Item = &Value> {
+    of.as_object().into_iter().flat_map(|values| values.values())
+}
+
+/// Returns whether a value is an object or a list with anything in it.
+fn has_any(value: &Value) -> bool {
+    match value {
+        Value::Object(values) => values.values().any(has_any),
+        Value::Array(values) => !values.is_empty(),
+        Value::Null => false,
+        _ => true,
     }
 }
 

@@ -1,13 +1,17 @@
 //! Detection of quantized weights by the names of their stored parts. Dtypes and shapes are
-//! checked.
+//! checked, and every stored tensor is accounted for: it is a part of a weight, a scale for
+//! activations, or not quantized.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
+use serde_json::Value;
+
+use super::known::{self, ACTIVATIONS, KNOWN, Known, Scaling, UNKNOWN};
 use super::{Coded, Config, Format, Target};
 use crate::format::{Index, Kind};
 use crate::geometry::Dims;
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Result, json};
 
 /// The quantized weights of an index.
 #[derive(Debug, Default)]
@@ -20,94 +24,150 @@ pub struct Found {
     pub aliases: Vec<(String, String)>,
 }
 
-/// Suffixes of the tensors that are stored with the codes of a weight.
-const BESIDE: [&str; 8] = [
-    "_scale_inv",
-    "_scale",
-    "_scale_2",
-    "_global_scale",
-    "_zero_point",
-    "_shape",
-    "_g_idx",
-    "_packed",
-];
-/// Names of tensors for the activations of a module, which weights do not need.
-const ACTIVATIONS: [&str; 9] = [
-    "input_scale",
-    "output_scale",
-    "activation_scale",
-    "input_global_scale",
-    "input_zero_point",
-    "output_zero_point",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-];
+/// What is known of the weights of a checkpoint beside its index.
+#[derive(Debug, Default)]
+pub struct About {
+    /// The parsed configuration, if there is one.
+    pub config: Option<Config>,
+    /// The contents of the [small parts](small_parts).
+    pub small: HashMap<u32, Vec<u8>>,
+    /// ComfyUI's description of each layer, from the metadata of the files.
+    pub layers: BTreeMap<String, Value>,
+}
 
-/// Finds the quantized weights of an index. `config` is the parsed configuration, if there is one.
-/// `read_shape` reads a stored tensor of integers, if the shape of a weight is unknown without it.
+/// End of the name of a tensor with ComfyUI's description of a layer, as JSON.
+const COMFY: &str = ".comfy_quant";
+/// Name of a tensor in older files of ComfyUI. Its dtype is that of the quantized weights.
+const COMFY_SCALED: &str = "scaled_fp8";
+
+/// Returns the stored tensors whose contents [`detect`] needs: shapes of INT4 weights, and
+/// descriptions of layers.
+pub fn small_parts(index: &Index) -> Vec<u32> {
+    let is_shape = |name: &str| {
+        name.strip_suffix("_shape")
+            .is_some_and(|weight| index.find(&format!("{weight}_packed")).is_some())
+    };
+    (0..index.tensor_count())
+        .filter(|&tensor| {
+            let name = index.name(tensor);
+            index.tensor(tensor).kind == Kind::Tensor && (is_shape(name) || name.ends_with(COMFY))
+        })
+        .collect()
+}
+
+/// Finds the quantized weights of an index.
 ///
 /// # Errors
 /// [`Error::Quantization`] for a part that is missing, or that has another dtype or shape than its
-/// format requires.
-pub fn detect(
-    index: &Arc<Index>,
-    config: Option<Config>,
-    target: Target,
-    read_shape: &mut dyn FnMut(u32) -> Result<Vec<i64>>,
-) -> Result<Found> {
-    let is_configured = config.is_some();
+/// format requires, and for a tensor that looks like a part of a weight of an unknown format.
+pub fn detect(index: &Arc<Index>, about: About, target: Target) -> Result<Found> {
     let mut detector = Detector {
         index,
-        config: config.unwrap_or_default(),
+        config: about.config.unwrap_or_default(),
         target,
-        read_shape,
-        whole: HashSet::new(),
+        small: about.small,
         found: Found::default(),
         is_part: vec![false; index.tensor_count() as usize],
     };
+    detector.read_layers(about.layers)?;
     for tensor in 0..index.tensor_count() {
-        let name = index.name(tensor);
-        if index.tensor(tensor).kind != Kind::Tensor {
-            continue;
-        }
-        if let Some(weight) = name.strip_suffix("_packed").filter(|stem| stem.ends_with("weight")) {
-            detector.packed(tensor, weight)?;
-        } else if let Some(weight) = name.strip_suffix("_blocks") {
-            detector.mxfp4(tensor, weight)?;
-        } else {
-            detector.weight(tensor, name)?;
+        if index.tensor(tensor).kind == Kind::Tensor {
+            detector.find_weight(tensor)?;
         }
     }
-    detector.check_rest(is_configured)?;
+    detector.hide_activations();
+    detector.check_rest()?;
     let Detector { mut found, is_part, .. } = detector;
-    if !found.coded.is_empty() {
-        let coded: HashSet<&str> = found.coded.iter().map(|(name, _)| name.as_str()).collect();
-        // A parameter may have such a suffix: Gemma 3n has a `correct_output_scale`.
-        let is_of_activations = |tensor: &u32| {
-            let name = index.name(*tensor);
-            ACTIVATIONS.iter().filter_map(|end| name.strip_suffix(end)).any(|module| {
-                module.is_empty()
-                    || module.ends_with('.')
-                    || module.strip_suffix('_').is_some_and(|weight| {
-                        coded.contains(weight) || coded.contains(&*format!("{weight}_weight"))
-                    })
-            })
-        };
-        found.hidden = (0..index.tensor_count())
-            .filter(|tensor| is_part[*tensor as usize] || is_of_activations(tensor))
-            .collect();
-    }
+    found.hidden = (0..index.tensor_count()).filter(|&part| is_part[part as usize]).collect();
     Ok(found)
+}
+
+/// Returns tensors of codes, each with a scale, by dtypes and names alone.
+pub fn codes_beside_scales(index: &Index) -> Vec<(u32, u32)> {
+    let may_have_codes = |&tensor: &u32| {
+        let dtype = index.tensor(tensor).dtype.map_or("", Dtype::name);
+        is_byte(dtype) || matches!(dtype, "int16" | "int32" | "uint32")
+    };
+    let mut codes = (0..index.tensor_count()).filter(may_have_codes).peekable();
+    if codes.peek().is_none() {
+        return Vec::new();
+    }
+    let scales = Scales::new(index);
+    codes.filter_map(|tensor| Some((tensor, scales.of_codes(tensor)??))).collect()
+}
+
+fn is_byte(dtype: &str) -> bool {
+    dtype.starts_with("float8") || dtype.starts_with("float4") || matches!(dtype, "int8" | "uint8")
+}
+
+/// The tensors of an index with names like scales, by their modules.
+struct Scales<'a> {
+    index: &'a Index,
+    modules: HashMap<&'a str, u32>,
+}
+
+impl<'a> Scales<'a> {
+    fn new(index: &'a Index) -> Self {
+        let names = (0..index.tensor_count()).map(|tensor| (index.name(tensor), tensor));
+        let modules = names
+            .filter(|(name, _)| Self::is_named_so(name))
+            .map(|(name, tensor)| (module(name), tensor))
+            .collect();
+        Self { index, modules }
+    }
+
+    fn is_named_so(name: &str) -> bool {
+        let leaf = leaf(name);
+        ["scale", "absmax", "SCB"].iter().any(|word| leaf.contains(word))
+            && !ACTIVATIONS.contains(&leaf)
+    }
+
+    /// Returns a scale in the module of a tensor, or below the tensor's own name.
+    fn of(&self, name: &str) -> Option<u32> {
+        let found = self.modules.get(name).or_else(|| self.modules.get(module(name)));
+        found.copied().filter(|_| !Self::is_named_so(name))
+    }
+
+    /// Returns the scale of a tensor of codes, if it has one; `None` for a tensor without codes.
+    #[expect(clippy::option_option, reason = "codes may lack a scale")]
+    fn of_codes(&self, tensor: u32) -> Option<Option<u32>> {
+        let view = self.index.tensor(tensor);
+        let (name, leaf) = (view.name, leaf(view.name));
+        let scale = self.of(name);
+        let is_own = scale.is_some_and(|scale| self.index.name(scale).starts_with(name));
+        let dtype = view.dtype.map_or("", Dtype::name);
+        let is_weight = leaf.ends_with("weight")
+            || leaf.ends_with("_packed")
+            || leaf.ends_with("_blocks") && view.shape.last() == Some(&16);
+        // Of HQQ, AQLM, quanto and torchao.
+        let is_of_library = matches!(leaf, "W_q" | "codes" | "_data") || leaf.ends_with("qdata");
+        let has_codes = match dtype {
+            "int8" | "uint8" | "int16" | "int32" | "uint32" if view.shape.len() < 2 => false,
+            "int8" => is_weight || scale.is_some(),
+            "uint8" | "int16" | "int32" | "uint32" => {
+                is_weight || scale.is_some() && (is_own || is_of_library)
+            }
+            _ => is_byte(dtype),
+        };
+        has_codes.then_some(scale)
+    }
+}
+
+/// Returns the name of a parameter in its module.
+fn leaf(name: &str) -> &str {
+    name.rsplit_once('.').map_or(name, |(_, leaf)| leaf)
+}
+
+/// Returns the name of the module that has a parameter of this name.
+fn module(name: &str) -> &str {
+    name.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
 struct Detector<'a> {
     index: &'a Arc<Index>,
     config: Config,
     target: Target,
-    read_shape: &'a mut dyn FnMut(u32) -> Result<Vec<i64>>,
-    /// Rows, and words of a row, of INT4 weights whose stored shape shows that all words are full.
-    whole: HashSet<[u64; 2]>,
+    small: HashMap<u32, Vec<u8>>,
     found: Found,
     is_part: Vec<bool>,
 }
@@ -121,8 +181,8 @@ impl Detector<'_> {
         })
     }
 
-    fn beside(&self, weight: &str, end: &str) -> Option<u32> {
-        self.index.find(&format!("{weight}{end}"))
+    fn beside(&self, stem: &str, end: &str) -> Option<u32> {
+        self.index.find(&format!("{stem}{end}"))
     }
 
     fn dtype(&self, tensor: u32) -> &'static str {
@@ -144,196 +204,239 @@ impl Detector<'_> {
         }
     }
 
-    fn add(&mut self, name: &str, coded: Coded) {
-        let parts = [
-            Some(coded.codes),
-            Some(coded.scale),
-            coded.zeros,
-            coded.global.map(|(tensor, _)| tensor),
-        ];
-        for part in parts.into_iter().flatten() {
-            self.is_part[part as usize] = true;
-        }
-        self.found.coded.push((name.to_owned(), Arc::new(coded)));
+    fn mark(&mut self, part: u32) {
+        self.is_part[part as usize] = true;
     }
 
-    fn coded(
-        &self,
-        shape: Dims,
-        format: Format,
-        block: [u64; 2],
-        [codes, scale]: [u32; 2],
-    ) -> Coded {
-        Coded {
+    fn is_part(&self, tensor: u32) -> bool {
+        self.is_part[tensor as usize]
+    }
+
+    /// Checks ComfyUI's description of each layer.
+    fn read_layers(&mut self, mut layers: BTreeMap<String, Value>) -> Result<()> {
+        for tensor in 0..self.index.tensor_count() {
+            let name = self.index.name(tensor);
+            if leaf(name) == COMFY_SCALED {
+                self.mark(tensor);
+            }
+            let Some(layer) = name.strip_suffix(COMFY) else { continue };
+            let text = self.small.get(&tensor).map_or(&[][..], Vec::as_slice);
+            let Ok(about) = json::parse(text) else {
+                return self.bad(name, "it is no JSON");
+            };
+            layers.insert(layer.to_owned(), about);
+            self.mark(tensor);
+        }
+        for (layer, about) in layers {
+            let name = format!("{layer}.weight");
+            let format = about["format"].as_str().unwrap_or("none");
+            let is_plain = |(key, value): (&String, &Value)| {
+                matches!(&**key, "format" | "full_precision_matrix_mult")
+                    || matches!(value, Value::Null | Value::Bool(false))
+            };
+            if format != "float8_e4m3fn"
+                || !about.as_object().is_some_and(|about| about.iter().all(is_plain))
+            {
+                return self.bad(
+                    &name,
+                    format!("ComfyUI's format {about} is not known; known is float8_e4m3fn"),
+                );
+            }
+            let codes = self.index.find(&name);
+            if codes.is_none_or(|codes| self.dtype(codes) != format) {
+                return self.bad(&name, format!("it should be {format}, as ComfyUI describes it"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a weight if a tensor contains its codes.
+    fn find_weight(&mut self, codes: u32) -> Result<()> {
+        let (name, dtype) = (self.index.name(codes), self.dtype(codes));
+        for known in &KNOWN {
+            if !known.codes.1.contains(&dtype) {
+                continue;
+            }
+            let Some(stem) = name.strip_suffix(known.codes.0) else { continue };
+            let Some(scale) = self.beside(stem, known.scale.0) else { continue };
+            if !known.scale.1.contains(&self.dtype(scale)) {
+                continue;
+            }
+            let global = match known.global {
+                None => None,
+                Some((end, divides)) => match self.beside(stem, end) {
+                    None => continue,
+                    Some(global) => Some((global, divides)),
+                },
+            };
+            let weight = Weight {
+                known,
+                stem,
+                name: format!("{stem}{}", known.weight),
+                codes,
+                scale,
+                global,
+            };
+            return self.add(&weight);
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, weight: &Weight<'_>) -> Result<()> {
+        let Weight { known, name, .. } = weight;
+        let is_other = |other: u32| other != weight.codes;
+        if self.index.find(name).is_some_and(is_other) {
+            let codes = self.index.name(weight.codes);
+            return self
+                .bad(name, format!("there is {codes} beside it: which of the two is the weight?"));
+        }
+        let (shape, block) = match known.format {
+            Format::Fp8 => self.fp8(weight)?,
+            Format::Mxfp4 | Format::Nvfp4 => self.fp4(weight)?,
+            Format::Int4 => self.int4(weight)?,
+        };
+        let zeros = known.zeros.and_then(|end| self.beside(weight.stem, end));
+        if let Some(zeros) = zeros {
+            let (lead, rows, _) = self.matrix(name, &shape)?;
+            let groups = self.index.tensor(weight.scale).shape.last().copied().unwrap_or(1);
+            let mut sizes = Dims::from_slice(lead);
+            sizes.extend([rows.div_ceil(8), groups]);
+            if self.dtype(zeros) != "int32" {
+                return self.bad(name, format!("{}, and not int32", self.describe(zeros)));
+            }
+            self.check_shape(weight, zeros, &sizes)?;
+        }
+        if let Some((global, _)) = weight.global
+            && (self.index.tensor(global).shape.iter().any(|&size| size != 1)
+                || self.dtype(global) != "float32")
+        {
+            return self.bad(name, format!("{}, and not one float32", self.describe(global)));
+        }
+        let shape_part = known.shape.and_then(|end| self.beside(weight.stem, end));
+        let global = weight.global.map(|(global, _)| global);
+        let parts = [Some(weight.codes), Some(weight.scale), zeros, global, shape_part];
+        parts.into_iter().flatten().for_each(|part| self.mark(part));
+        let stored = self.index.name(weight.codes);
+        if known.codes.0 == "_blocks" {
+            self.found.aliases.push((stored.to_owned(), name.clone()));
+        }
+        let coded = Coded {
             index: Arc::clone(self.index),
             shape,
             target: self.target,
-            format,
+            format: known.format,
             block: block.map(|size| size.max(1)),
-            codes,
-            scale,
-            zeros: None,
-            global: None,
-        }
-    }
-
-    /// Returns an error unless a scale has one of the dtypes, and the sizes.
-    fn check_scale(&self, name: &str, scale: u32, dtypes: &[&str], sizes: &[u64]) -> Result<()> {
-        let shape = self.index.tensor(scale).shape;
-        if !dtypes.contains(&self.dtype(scale)) {
-            return self.bad(
-                name,
-                format!("{}, and its dtype is none of {}", self.describe(scale), dtypes.join(", ")),
-            );
-        }
-        if shape.as_slice() != sizes {
-            return self.bad(
-                name,
-                format!("{}, and should have the shape {sizes:?}", self.describe(scale)),
-            );
-        }
+            codes: weight.codes,
+            scale: weight.scale,
+            zeros,
+            global: weight.global,
+        };
+        self.found.coded.push((name.clone(), Arc::new(coded)));
         Ok(())
     }
 
-    /// Adds a weight if a tensor with its name contains codes.
-    fn weight(&mut self, codes: u32, name: &str) -> Result<()> {
-        let scale = self.beside(name, "_scale_inv").or_else(|| self.beside(name, "_scale"));
-        let Some(scale) = scale else { return Ok(()) };
-        match self.dtype(codes) {
-            "float8_e4m3fn" => self.fp8(codes, scale, name),
-            "uint8" if self.dtype(scale) == "float8_e4m3fn" => {
-                let Some(global) = self.beside(name, "_scale_2") else {
-                    return self.bad(name, format!("it has no {name}_scale_2"));
-                };
-                self.nvfp4(codes, scale, (global, false), name)
-            }
-            "bfloat16" | "float16" | "float32" | "float64" if !name.ends_with("weight") => Ok(()),
-            _ => {
-                self.bad(name, format!("{}: this is no format that is known", self.describe(codes)))
-            }
+    fn check_shape(&self, weight: &Weight<'_>, part: u32, sizes: &[u64]) -> Result<()> {
+        if self.index.tensor(part).shape.as_slice() == sizes {
+            return Ok(());
         }
+        let Known { title, used_by, .. } = weight.known;
+        let is = self.describe(part);
+        let reason =
+            format!("{is}, and should have the shape {sizes:?}, as in {title} of {used_by}");
+        self.bad(&weight.name, reason)
     }
 
-    fn fp8(&mut self, codes: u32, scale: u32, name: &str) -> Result<()> {
-        if let Some(zeros) = self.beside(name, "_zero_point") {
-            return self.bad(name, format!("{}: FP8 has no zero points", self.describe(zeros)));
-        }
-        let shape = self.index.tensor(codes).shape;
+    /// Returns the shape of a weight, and that of the blocks with a scale.
+    fn fp8(&self, weight: &Weight<'_>) -> Result<(Dims, [u64; 2])> {
+        let (name, scale) = (&weight.name, weight.scale);
+        let shape = self.index.tensor(weight.codes).shape;
         let (lead, rows, columns) = self.matrix(name, &shape)?;
         let scales = self.index.tensor(scale).shape;
-        let is_one = scales.iter().all(|&size| size == 1) && lead.iter().all(|&size| size == 1);
-        let is_inverse = self.index.name(scale).ends_with("_inv");
-        let block = match (scales.strip_prefix(lead), self.config.block) {
-            // The configuration has their number.
-            (Some([_, _]), Some(block)) if is_inverse => block,
+        let grid = |block: [u64; 2]| {
+            let mut sizes = Dims::from_slice(lead);
+            sizes.extend([rows.div_ceil(block[0].max(1)), columns.div_ceil(block[1].max(1))]);
+            sizes
+        };
+        let scaling = weight.known.scaling;
+        // A single number beside DeepSeek-V4's names could as well be a divisor.
+        let is_one =
+            scaling != Scaling::Blocks && [lead, &*scales].concat().iter().all(|&size| size == 1);
+        let is_row = |sizes: &[u64]| matches!(sizes, [count] | [count, 1] if *count == rows);
+        let has_exponents = matches!(self.dtype(scale), "float8_e8m0fnu" | "uint8");
+        let configured = self.config.block;
+        let of_each = scales.strip_prefix(lead);
+        let is_grid = matches!(scaling, Scaling::Blocks | Scaling::BlocksOrTensor)
+            && matches!(of_each, Some([_, _]));
+        let block = match (scaling, of_each, configured) {
+            (Scaling::Tensor, ..) => [rows, columns],
+            (Scaling::Columns(count), ..) => [1, count],
+            (.., Some(block)) if is_grid && grid(block) == scales => block,
+            // Exponents for each 32 columns can stand beside blocks of another size.
+            _ if has_exponents && grid([1, 32]) == scales => [1, 32],
+            (.., Some(block)) if is_grid => block,
             _ if is_one => [rows, columns],
-            (Some([1, 1]), _) => [rows, columns],
-            (Some([count, 1]), _) if *count == rows && !is_inverse => [1, columns],
-            (_, block) => block.unwrap_or([128, 128]),
+            (_, Some([1, 1]), _) if scaling != Scaling::Blocks => [rows, columns],
+            (Scaling::Rows, Some(sizes), _) if is_row(sizes) => [1, columns],
+            _ => configured.unwrap_or([128, 128]),
         };
-        let mut expected = Dims::from_slice(lead);
-        expected.extend([rows.div_ceil(block[0].max(1)), columns.div_ceil(block[1].max(1))]);
-        let expected = if is_one && block == [rows, columns] { scales } else { expected };
-        let dtypes = ["float32", "bfloat16", "float16", "float8_e8m0fnu"];
-        self.check_scale(name, scale, &dtypes, &expected)?;
-        let coded = self.coded(shape, Format::Fp8, block, [codes, scale]);
-        self.add(name, coded);
-        Ok(())
+        let expected = grid(block);
+        let fits = scales == expected
+            || is_one && block == [rows, columns]
+            || scaling == Scaling::Rows && block == [1, columns] && of_each.is_some_and(is_row);
+        if !fits {
+            self.check_shape(weight, scale, &expected)?;
+        }
+        Ok((shape, block))
     }
 
-    fn mxfp4(&mut self, codes: u32, name: &str) -> Result<()> {
-        let shape = self.index.tensor(codes).shape;
-        let [outer @ .., 16] = shape.as_slice() else {
-            return Ok(());
+    fn fp4(&self, weight: &Weight<'_>) -> Result<(Dims, [u64; 2])> {
+        let Scaling::Columns(group) = weight.known.scaling else {
+            return Err(Error::Internal("a format of FP4 without groups".into()));
         };
-        if self.dtype(codes) != "uint8" || outer.len() < 2 {
-            return Ok(());
-        }
-        let Some(scale) = self.beside(name, "_scales") else {
-            return self.bad(&format!("{name}_blocks"), format!("it has no {name}_scales"));
-        };
-        self.check_scale(name, scale, &["uint8", "float8_e8m0fnu"], outer)?;
-        let mut logical = Dims::from_slice(outer);
-        let groups = logical.pop().unwrap_or_default();
-        let Some(columns) = groups.checked_mul(32) else {
-            return self.bad(name, format!("{groups} groups are too many"));
-        };
-        logical.push(columns);
-        let coded = self.coded(logical, Format::Mxfp4, [1, 32], [codes, scale]);
-        self.add(name, coded);
-        self.found.aliases.push((format!("{name}_blocks"), name.to_owned()));
-        Ok(())
-    }
-
-    /// Adds a weight from codes of compressed-tensors, where no tensor has the weight's own name.
-    fn packed(&mut self, codes: u32, name: &str) -> Result<()> {
-        let Some(scale) = self.beside(name, "_scale") else {
-            return self.bad(name, format!("it has no {name}_scale"));
-        };
-        if self.index.find(name).is_some() {
-            return self.bad(
-                name,
-                format!("there is {name}_packed beside it: which of the two is the weight?"),
-            );
-        }
-        if self.beside(name, "_g_idx").is_some() {
-            return self
-                .bad(name, format!("{name}_g_idx says that its columns are in another order"));
-        }
-        match self.dtype(codes) {
-            "int32" => self.int4(codes, scale, name),
-            "uint8" => {
-                let Some(global) = self.beside(name, "_global_scale") else {
-                    return self.bad(name, format!("it has no {name}_global_scale"));
-                };
-                self.nvfp4(codes, scale, (global, true), name)
-            }
+        let packed = self.index.tensor(weight.codes).shape;
+        // The bytes of a group can be a dimension of their own.
+        let outer = (weight.known.codes.0 == "_blocks").then(|| match packed.as_slice() {
+            [outer @ .., groups, 16] if !outer.is_empty() => Some((outer, groups.checked_mul(16))),
+            _ => None,
+        });
+        let (outer, bytes) = match (outer, packed.as_slice()) {
+            (Some(Some((outer, bytes))), _) => (outer, bytes),
+            (None, [outer @ .., bytes]) if !outer.is_empty() => (outer, Some(*bytes)),
             _ => {
-                self.bad(name, format!("{}: this is no format that is known", self.describe(codes)))
+                return self
+                    .bad(&weight.name, format!("{} is no matrix", self.describe(weight.codes)));
             }
-        }
+        };
+        let Some(columns) = bytes.and_then(|bytes| bytes.checked_mul(2)) else {
+            return self.bad(&weight.name, format!("{packed:?} bytes are too many"));
+        };
+        let mut shape = Dims::from_slice(outer);
+        shape.push(columns);
+        let mut scales = Dims::from_slice(outer);
+        scales.push(columns.div_ceil(group));
+        self.check_shape(weight, weight.scale, &scales)?;
+        Ok((shape, [1, group]))
     }
 
-    fn int4(&mut self, codes: u32, scale: u32, name: &str) -> Result<()> {
-        let packed = self.index.tensor(codes).shape;
+    fn int4(&self, weight: &Weight<'_>) -> Result<(Dims, [u64; 2])> {
+        let name = &weight.name;
+        let packed = self.index.tensor(weight.codes).shape;
         let (lead, rows, words) = self.matrix(name, &packed)?;
-        let groups = *self.index.tensor(scale).shape.last().unwrap_or(&1);
         let Some(most) = words.checked_mul(8) else {
             return self.bad(name, format!("{words} words a row are too many"));
         };
-        let shape_part = self.beside(name, "_shape");
-        // Rows that end inside a word can look like rows of full words with longer groups. A single
-        // group may be longer than the rows.
-        let fills =
-            |group: &u64| Some(most) == group.checked_mul(groups) && group.is_multiple_of(8);
-        let is_even = groups > 1 && self.config.groups.iter().any(fills);
-        let columns = match shape_part {
-            // A model can have tens of thousands of weights of a few sizes. If full words make full
-            // groups, one look at each size is enough.
-            Some(part) if !is_even || !self.whole.contains(&[rows, words]) => {
-                self.columns(name, part, rows, words)?
-            }
-            _ => most,
+        let columns = match self.beside(weight.stem, "_shape") {
+            Some(part) => self.columns(name, part, &packed)?,
+            None => most,
         };
-        if shape_part.is_some() && columns == most {
-            self.whole.insert([rows, words]);
-        }
-        let group = self.group(name, scale, columns, groups)?;
+        let groups = *self.index.tensor(weight.scale).shape.last().unwrap_or(&1);
+        let group = self.group(name, weight.scale, columns, groups)?;
         let mut shape = Dims::from_slice(lead);
         shape.extend([rows, columns]);
         let mut scales = Dims::from_slice(lead);
         scales.extend([rows, groups]);
-        self.check_scale(name, scale, &["bfloat16", "float16", "float32"], &scales)?;
-        let zeros = self.beside(name, "_zero_point");
-        if let Some(zeros) = zeros {
-            let mut sizes = Dims::from_slice(lead);
-            sizes.extend([rows.div_ceil(8), groups]);
-            self.check_scale(name, zeros, &["int32"], &sizes)?;
-        }
-        let coded = Coded { zeros, ..self.coded(shape, Format::Int4, [1, group], [codes, scale]) };
-        self.add(name, coded);
-        shape_part.inspect(|&part| self.is_part[part as usize] = true);
-        Ok(())
+        self.check_shape(weight, weight.scale, &scales)?;
+        Ok((shape, [1, group]))
     }
 
     /// Returns the columns of a group. Without a configuration, all groups of a row have the same
@@ -359,72 +462,113 @@ impl Detector<'_> {
         self.bad(name, format!("{scale}, and {has} groups of {sizes} for {columns} columns"))
     }
 
-    /// Returns the number of columns in a stored shape.
-    fn columns(&mut self, name: &str, part: u32, rows: u64, words: u64) -> Result<u64> {
-        let told = (self.read_shape)(part)?;
-        match told.as_slice() {
-            [.., height, width] if u64::try_from(*height) == Ok(rows) => {
-                match u64::try_from(*width) {
-                    Ok(columns) if columns.div_ceil(8) == words => Ok(columns),
-                    _ => self.bad(
-                        name,
-                        format!(
-                            "{name}_shape says {told:?}, and {words} words a row hold no such rows"
-                        ),
-                    ),
-                }
+    /// Returns the number of columns in a stored shape, which has to be that of the codes but for
+    /// the columns of the last word.
+    fn columns(&self, name: &str, part: u32, packed: &[u64]) -> Result<u64> {
+        let bytes = self.small.get(&part).map_or(&[][..], Vec::as_slice);
+        let told: Vec<i64> = match self.dtype(part) {
+            "int64" => bytes.as_chunks().0.iter().map(|&n| i64::from_le_bytes(n)).collect(),
+            "int32" => {
+                bytes.as_chunks().0.iter().map(|&n| i64::from(i32::from_le_bytes(n))).collect()
             }
-            _ => self.bad(name, format!("{name}_shape says {told:?}, and there are {rows} rows")),
+            _ => return self.bad(name, format!("{}, and no shape", self.describe(part))),
+        };
+        let sizes: Option<Vec<u64>> = told.iter().map(|&size| u64::try_from(size).ok()).collect();
+        if let Some([lead @ .., rows, columns]) = sizes.as_deref()
+            && let [packed_lead @ .., packed_rows, words] = packed
+            && (lead.is_empty() || lead == packed_lead)
+            && rows == packed_rows
+            && columns.div_ceil(8) == *words
+        {
+            return Ok(*columns);
         }
+        let part = self.index.name(part);
+        self.bad(name, format!("{part} says {told:?}, and the codes are {packed:?} words of eight"))
     }
 
-    fn nvfp4(&mut self, codes: u32, scale: u32, global: (u32, bool), name: &str) -> Result<()> {
-        let packed = self.index.tensor(codes).shape;
-        let (lead, rows, bytes) = self.matrix(name, &packed)?;
-        let Some(columns) = bytes.checked_mul(2) else {
-            return self.bad(name, format!("{bytes} bytes a row are too many"));
-        };
-        let mut shape = Dims::from_slice(lead);
-        shape.extend([rows, columns]);
-        let mut scales = Dims::from_slice(lead);
-        scales.extend([rows, columns.div_ceil(16)]);
-        self.check_scale(name, scale, &["float8_e4m3fn"], &scales)?;
-        let whole = self.index.tensor(global.0).shape;
-        if whole.iter().any(|&size| size != 1) || self.dtype(global.0) != "float32" {
-            return self.bad(name, format!("{}, and not one float32", self.describe(global.0)));
+    /// Marks the scales of the activations of modules. A parameter may have such an end: Gemma 3n
+    /// has a `correct_output_scale`.
+    fn hide_activations(&mut self) {
+        if self.found.coded.is_empty() {
+            return;
         }
-        let coded = Coded {
-            global: Some(global),
-            ..self.coded(shape, Format::Nvfp4, [1, 16], [codes, scale])
-        };
-        self.add(name, coded);
-        Ok(())
+        let coded: HashSet<&str> = self.found.coded.iter().map(|(name, _)| &**name).collect();
+        let is_of_weight =
+            |weight: &str| coded.contains(weight) || coded.contains(&*format!("{weight}_weight"));
+        for tensor in 0..self.index.tensor_count() {
+            let name = self.index.name(tensor);
+            let mut modules = ACTIVATIONS.iter().filter_map(|end| name.strip_suffix(end));
+            self.is_part[tensor as usize] |= modules.any(|module| {
+                module.is_empty()
+                    || module.ends_with('.')
+                    || module.strip_suffix('_').is_some_and(is_of_weight)
+            });
+        }
     }
 
     /// Returns an error for a tensor that looks like a part of a quantized weight, but belongs to
     /// none.
-    fn check_rest(&mut self, is_configured: bool) -> Result<()> {
-        for tensor in 0..self.index.tensor_count() {
-            let view = self.index.tensor(tensor);
-            if self.is_part[tensor as usize] || view.kind != Kind::Tensor {
-                continue;
+    fn check_rest(&self) -> Result<()> {
+        let rest = || {
+            (0..self.index.tensor_count()).filter(|&tensor| {
+                !self.is_part(tensor) && self.index.tensor(tensor).kind == Kind::Tensor
+            })
+        };
+        // The message about codes tells more than that about their scale.
+        let scales = Scales::new(self.index);
+        for tensor in rest() {
+            self.check_no_codes(tensor, &scales)?;
+        }
+        let coded: HashSet<&str> = self.found.coded.iter().map(|(name, _)| &**name).collect();
+        for tensor in rest() {
+            let name = self.index.name(tensor);
+            if let Some((_, library)) = UNKNOWN.iter().find(|(end, _)| *end == leaf(name)) {
+                return self.bad(
+                    name,
+                    format!(
+                        "it is a part of a weight that {library} quantized, which is not known"
+                    ),
+                );
             }
-            let of_weight = |end: &str| {
-                view.name.strip_suffix(end).is_some_and(|stem| stem.ends_with("weight"))
-            };
-            if view.name.ends_with("_scale_inv") || BESIDE.iter().any(|end| of_weight(end)) {
-                return self.bad(view.name, "there is no quantized weight that it belongs to");
+            let is_of = |stem: &str| stem.ends_with("weight") || coded.contains(stem);
+            let is_left = known::parts().any(|end| name.strip_suffix(end).is_some_and(is_of));
+            if is_left || name.ends_with("_scale_inv") {
+                return self.bad(name, "there is no quantized weight that it belongs to");
             }
-            if view.name.ends_with("_scales") && view.dtype == Some(Dtype::UINT8) {
-                return self.bad(view.name, "there is no _blocks that it belongs to");
-            }
-            if is_configured
-                && (self.dtype(tensor).starts_with("float8") || view.name.ends_with("_packed"))
-            {
-                return self
-                    .bad(view.name, format!("it is {} and has no scale", self.dtype(tensor)));
+            if name.ends_with("_scales") && self.dtype(tensor) == "uint8" {
+                return self.bad(name, "there is no _blocks that it belongs to");
             }
         }
         Ok(())
     }
+
+    /// Returns an error if a tensor that belongs to no weight has codes.
+    fn check_no_codes(&self, tensor: u32, scales: &Scales<'_>) -> Result<()> {
+        let Some(scale) = scales.of_codes(tensor) else { return Ok(()) };
+        let dtype = self.dtype(tensor);
+        let is = format!("it is {dtype} {:?}", self.index.tensor(tensor).shape.as_slice());
+        let reason = match scale {
+            Some(scale) => {
+                format!("{is}, and {}: no known format has both", self.describe(scale))
+            }
+            None if dtype.starts_with("float8") => format!(
+                "{is} and has no scale; if its numbers are the weights, load it without \
+                 dequantize= and cast it (dtype=)"
+            ),
+            None => format!("{is} and has no scale"),
+        };
+        self.bad(self.index.name(tensor), reason)
+    }
+}
+
+/// The parts of a weight.
+struct Weight<'a> {
+    known: &'static Known,
+    /// Beginning of the names of all parts.
+    stem: &'a str,
+    /// Name of the weight.
+    name: String,
+    codes: u32,
+    scale: u32,
+    global: Option<(u32, bool)>,
 }

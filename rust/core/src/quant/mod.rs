@@ -10,6 +10,7 @@ mod detect;
 mod kernel;
 #[cfg(test)]
 mod kernel_tests;
+mod known;
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use crate::geometry::{Dims, Region};
 use crate::{Dtype, Error, Result};
 
 pub use config::Config;
-pub use detect::{Found, detect};
+pub use detect::{About, Found, codes_beside_scales, detect, small_parts};
 
 /// The dtype of decoded weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +76,8 @@ impl Target {
 pub enum Format {
     /// A `float8_e4m3fn` for each number.
     Fp8,
-    /// Groups of 32 numbers in 16 bytes, which are a dimension of their own. Scales are exponents.
+    /// Two numbers in a byte, in groups of 32. Scales are exponents. The 16 bytes of a group may be a
+    /// dimension of their own.
     Mxfp4,
     /// Eight integers of 4 bits in an `int32`.
     Int4,
@@ -92,16 +94,6 @@ impl Format {
             Self::Mxfp4 => "mxfp4",
             Self::Int4 => "int4",
             Self::Nvfp4 => "nvfp4",
-        }
-    }
-
-    /// Returns the columns and the bytes of an indivisible unit.
-    const fn unit(self) -> (u64, u64) {
-        match self {
-            Self::Fp8 => (1, 1),
-            Self::Mxfp4 => (32, 16),
-            Self::Int4 => (8, 4),
-            Self::Nvfp4 => (2, 1),
         }
     }
 
@@ -168,6 +160,21 @@ fn steps(begin: u64, count: u64, step: u64) -> (u64, u64) {
 }
 
 impl Coded {
+    /// Returns whether the bytes of a group are a dimension of their own.
+    fn has_groups(&self) -> bool {
+        self.format == Format::Mxfp4 && self.index.tensor(self.codes).shape.len() > self.shape.len()
+    }
+
+    /// Returns the columns and the bytes of an indivisible unit.
+    fn unit(&self) -> (u64, u64) {
+        match self.format {
+            Format::Fp8 => (1, 1),
+            Format::Mxfp4 if self.has_groups() => (32, 16),
+            Format::Mxfp4 | Format::Nvfp4 => (2, 1),
+            Format::Int4 => (8, 4),
+        }
+    }
+
     /// Returns the stored parts of a rectangle: codes, scales and, if there are any, zero points
     /// and the global scale.
     #[must_use]
@@ -188,13 +195,15 @@ impl Coded {
             let region = if is_one {
                 Region::new(&Dims::from_elem(0, view.shape.len()), &view.shape)
             } else {
-                region
+                // A scale for each row may have no dimension for columns.
+                let ndim = region.sizes.len().min(view.shape.len());
+                Region::new(&region.offsets[..ndim], &region.sizes[..ndim])
             };
             let itemsize = view.dtype.map_or(1, Dtype::size);
             StoredRegion { tensor, region, itemsize }
         };
-        let mut codes = rectangle(1, self.format.unit().0);
-        if self.format == Format::Mxfp4 {
+        let mut codes = rectangle(1, self.unit().0);
+        if self.has_groups() {
             codes.offsets.push(0);
             codes.sizes.push(16);
         }
@@ -228,7 +237,7 @@ impl Coded {
             return Ok(());
         }
         let of_column = |step: u64| usize_of(offsets[lead + 1] % step);
-        let (unit, unit_bytes) = self.format.unit();
+        let (unit, unit_bytes) = self.unit();
         let bytes = usize_of(steps(offsets[lead + 1], sizes[lead + 1], unit).1 * unit_bytes);
         let groups = usize_of(steps(offsets[lead + 1], sizes[lead + 1], self.block[1]).1);
         let (first_scale, scale_rows) = steps(offsets[lead], sizes[lead], self.block[0]);
