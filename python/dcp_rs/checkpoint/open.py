@@ -71,7 +71,8 @@ def open(
     Args:
         path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of
             ``torch.save``, or the URL of one on a store. From a store each tensor is read when you
-            ask for it.
+            ask for it. Files that each rank saved with ``torch.save`` are one checkpoint: give
+            their folder, or a pattern (``"run/optim_world_size_8_rank_*.pt"``).
         framework: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays. With ``"np"`` torch is
             imported for non-tensor values only; see :class:`dcp_rs.NumpyCheckpoint`.
         device: the device of the tensors. ``"meta"`` gives shapes, dtypes and ``requires_grad``

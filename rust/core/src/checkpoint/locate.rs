@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::foreign::distcp::{METADATA_NAME, rank_metadata_name};
 use crate::foreign::models::{self, Model};
-use crate::foreign::{Foreign, torch_file};
+use crate::foreign::{Foreign, rank_files, torch_file};
 use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_name};
 use crate::store::{self, Files, LOCK_NAME};
 use crate::{Error, Result};
@@ -66,6 +66,16 @@ fn no<T>(path: &Path, reason: impl Into<String>) -> Result<T> {
 /// the kind.
 fn file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
     let is_local = !files.is_remote();
+    let dir = path.parent().unwrap_or(Path::new("")).to_owned();
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    if rank_files::is_pattern(&name) && !files.has(path)? {
+        let listed = if dir.as_os_str().is_empty() { Path::new(".") } else { &dir };
+        let names = names(files, listed)?.unwrap_or_default();
+        return match rank_files::choose(&dir, &names, Some(&name))? {
+            Some(names) => Ok(Some(Foreign::TorchRanks { dir, names })),
+            None => no(path, "no files of ranks (..._rank_0.pt) are named like that"),
+        };
+    }
     if is_local {
         match std::fs::metadata(path) {
             Ok(what) if what.is_file() => {}
@@ -78,8 +88,6 @@ fn file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
             return Err(Error::Unsupported(reason));
         }
     }
-    let dir = path.parent().unwrap_or(Path::new("")).to_owned();
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
     let start = if is_local { start(path)? } else { Vec::new() };
     // On a store, a folder may have such a name too.
     if torch_file::is_torch_file(&name, &start) && files.has(path)? {
@@ -125,8 +133,11 @@ fn models(files: Files<'_>, path: &Path) -> Result<Foreign> {
     if let Some(model) = models::choose(files, path, &names, &models::SAFETENSORS)? {
         return Ok(Foreign::Safetensors { dir, model });
     }
-    match models::choose(files, path, &names, &models::TORCH)? {
-        Some(model) => Ok(Foreign::Torch { dir, model }),
+    if let Some(model) = models::choose(files, path, &names, &models::TORCH)? {
+        return Ok(Foreign::Torch { dir, model });
+    }
+    match rank_files::choose(path, &names, None)? {
+        Some(names) => Ok(Foreign::TorchRanks { dir, names }),
         None if !can_list => no(
             path,
             "no index.dcprs, no .metadata and no model.safetensors is there, and this server lists no files",

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::index_file::open_index;
 use super::locate::{Found, find, find_data};
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};
-use crate::format::{INDEX_NAME, Index};
+use crate::format::{INDEX_NAME, Index, derive};
 use crate::store::{Files, Remote, Storage};
 use crate::{Control, Error, Result};
 
@@ -30,7 +30,15 @@ pub fn open(
 pub fn open_data(path: &Path, remote: Option<Arc<dyn Remote>>, control: &Control) -> Result<Index> {
     let storage = Storage::new(remote.as_ref(), 0, control)?;
     let files = storage.files();
-    Ok(index_of(files, path, &find_data(files, path)?, None, 0)?.on(remote))
+    let index = index_of(files, path, &find_data(files, path)?, None, 0)?;
+    if index.is_view() {
+        return Err(Error::Unsupported(format!(
+            "{}: no index file can describe the files of several ranks; dcp_rs.convert writes a \
+             checkpoint of its own",
+            path.display()
+        )));
+    }
+    Ok(index.on(remote))
 }
 
 fn look(files: Files<'_>, path: &Path, rank: Option<u32>, threads: usize) -> Result<Index> {
@@ -67,6 +75,13 @@ fn index_of(
         }
         Foreign::Torch { dir, model } => {
             (dir.as_path(), torch_file::index_model(files, dir, model, threads)?)
+        }
+        Foreign::TorchRanks { dir, names } => {
+            let mut ranks = torch_file::index_ranks(files, dir, names, threads)?;
+            let bytes = std::mem::take(&mut ranks.index);
+            let base = Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.made_of(path);
+            let (hidden, logical) = ranks.views(&base);
+            return derive(&Arc::new(base), &hidden, &logical, Vec::new());
         }
     };
     Ok(Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.made_of(path))

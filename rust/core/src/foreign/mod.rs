@@ -4,12 +4,14 @@
 //! executed: `pickle` is an interpreter that knows no Python and only builds plain data.
 
 pub mod distcp;
+mod dtensor;
 mod fault;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 pub mod metadata_pickle;
 pub(crate) mod models;
 mod pickle;
+pub(crate) mod rank_files;
 pub mod safetensors;
 mod sharding;
 mod template;
@@ -52,5 +54,12 @@ pub enum Foreign {
         dir: PathBuf,
         /// The files of the model.
         model: Model,
+    },
+    /// Files of `torch.save` of each rank.
+    TorchRanks {
+        /// The folder they are in.
+        dir: PathBuf,
+        /// Their names, in the order of the ranks.
+        names: Vec<String>,
     },
 }

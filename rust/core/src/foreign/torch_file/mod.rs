@@ -9,6 +9,7 @@ mod archive;
 mod check;
 mod checksums;
 mod legacy;
+mod ranks;
 mod tree;
 mod value;
 
@@ -19,6 +20,7 @@ use self::archive::{Parts, TorchFile};
 pub(crate) use self::archive::{START, is_torch_file};
 pub use self::check::{Refusal, check_value};
 pub(crate) use self::checksums::check_records;
+pub(crate) use self::ranks::index_ranks;
 use self::tree::{Content, Leaf};
 pub use self::value::ValueReader;
 use super::fault::{Fault, FaultResult};
@@ -110,12 +112,6 @@ fn add(
     leaf: Leaf,
     position: u32,
 ) -> Result<()> {
-    let (kind, dtype, shape, flags) = match &leaf.content {
-        Content::Tensor(tensor) => {
-            (Kind::Tensor, Some(tensor.dtype), tensor.sizes.clone(), u8::from(tensor.requires_grad))
-        }
-        Content::Value => (Kind::Bytes, None, Dims::new(), 0),
-    };
     let place = match &leaf.content {
         Content::Tensor(tensor) => {
             place_of(&file.parts, tensor).map_err(|fault| file.name_fault(fault, &leaf.name))?
@@ -126,6 +122,23 @@ fn add(
             strides: None,
             signs: Signs::default(),
         },
+    };
+    add_entry(builder, number, leaf, place, position)
+}
+
+/// Adds an entry whose place in the file is known.
+fn add_entry(
+    builder: &mut IndexBuilder,
+    number: u32,
+    leaf: Leaf,
+    place: StoredPlace,
+    position: u32,
+) -> Result<()> {
+    let (kind, dtype, shape, flags) = match &leaf.content {
+        Content::Tensor(tensor) => {
+            (Kind::Tensor, Some(tensor.dtype), tensor.sizes.clone(), u8::from(tensor.requires_grad))
+        }
+        Content::Value => (Kind::Bytes, None, Dims::new(), 0),
     };
     let tensor = builder.add_tensor(TensorEntry {
         name: leaf.name,

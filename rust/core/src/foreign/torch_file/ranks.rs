@@ -1,0 +1,201 @@
+//! Files that each rank saved with `torch.save`, as one checkpoint. A `DTensor` is made of the
+//! shards in all files. Other entries have to be the same in all of them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use super::archive::TorchFile;
+use super::tree::{Content, Leaf};
+use super::{add, add_entry, place_of};
+use crate::foreign::dtensor::{self, Shard, Spec};
+use crate::format::{
+    FileEntry, Index, IndexBuilder, Logical, Origin, SourceKind, Value, ViewSource,
+};
+use crate::geometry::{Dims, Region, tiling};
+use crate::store::Files;
+use crate::{Dtype, Error, Result};
+
+/// An index of the files, in which each shard is a tensor, and the tensors that they make.
+pub(crate) struct Ranks {
+    pub index: Vec<u8>,
+    sharded: BTreeMap<String, Sharded>,
+}
+
+/// A global tensor.
+struct Sharded {
+    spec: Spec,
+    dtype: Dtype,
+    requires_grad: bool,
+    /// Names of the shards in the index, and their places. Replicas are left out.
+    shards: Vec<(String, Region)>,
+}
+
+impl Ranks {
+    /// Returns the shards by their numbers in the index, and the tensors that they make.
+    pub(crate) fn views(self, index: &Index) -> (Vec<u32>, Vec<Logical>) {
+        let mut hidden = Vec::new();
+        let mut logical = Vec::new();
+        for (name, sharded) in self.sharded {
+            let ndim = sharded.spec.shape.len();
+            let sources = sharded.shards.into_iter().filter_map(|(shard, place)| {
+                let tensor = index.find(&shard)?;
+                hidden.push(tensor);
+                Some(ViewSource {
+                    tensor,
+                    region: Region::new(&Dims::from_elem(0, ndim), &place.sizes),
+                    dims: (0..ndim).map(Some).collect(),
+                    at: place.offsets,
+                })
+            });
+            let sources = sources.collect();
+            logical.push(Logical {
+                name,
+                origin: Origin::Sources { shape: sharded.spec.shape, sources },
+            });
+        }
+        (hidden, logical)
+    }
+}
+
+/// Indexes the files of all ranks in the folder `dir`, in the order of the ranks. If `threads` is
+/// 0, it uses all cores.
+pub(crate) fn index_ranks(
+    files: Files<'_>,
+    dir: &Path,
+    names: &[String],
+    threads: usize,
+) -> Result<Ranks> {
+    let mut builder = IndexBuilder::new(SourceKind::Torch);
+    builder.root = Value::Dict(Vec::new());
+    let mut sharded: BTreeMap<String, Sharded> = BTreeMap::new();
+    let mut same: HashMap<String, Contents> = HashMap::new();
+    for (rank, name) in (0_u64..).zip(names) {
+        let path = dir.join(name);
+        let file = TorchFile::open(files, &path, threads)?;
+        let number = builder.add_file(FileEntry {
+            name: name.clone(),
+            size: file.stat.size,
+            data_start: 0,
+            external: true,
+            mtime_ns: file.stat.mtime_ns,
+            ..FileEntry::default()
+        })?;
+        let (leaves, nesting) = file.leaves()?;
+        if rank == 0 {
+            builder.merge_nesting(nesting);
+        } else if leaves.len() != sharded.len() + same.len() {
+            let count = sharded.len() + same.len();
+            let reason = format!("it has {} entries, and {:?} has {count}", leaves.len(), names[0]);
+            return Err(Error::corrupt_file(&path, reason));
+        }
+        for (position, leaf) in (0..).zip(leaves) {
+            let bad = |reason: String| Err(Error::corrupt_data(&path, &leaf.name, 0, reason));
+            let shard = match &leaf.content {
+                Content::Tensor(_) => None,
+                Content::Value => dtensor::read(&file.parts.pickle, leaf.item)
+                    .map_err(|fault| file.name_fault(fault, &leaf.name))?,
+            };
+            let Some(shard) = shard else {
+                let contents = Contents::of(&file, &leaf)?;
+                match same.get(&leaf.name) {
+                    None if rank == 0 => {
+                        same.insert(leaf.name.clone(), contents);
+                        add(&mut builder, &file, number, leaf, position)?;
+                    }
+                    Some(first) if *first == contents => {}
+                    Some(_) => return bad(format!("it differs from that in {:?}", names[0])),
+                    None => return bad(format!("{:?} has no such entry", names[0])),
+                }
+                continue;
+            };
+            if shard.rank.is_some_and(|own| own != rank) {
+                let own = shard.rank.unwrap_or_default();
+                return bad(format!("rank {own} saved it, and the file is of rank {rank}"));
+            }
+            let ranks: u64 = shard.spec.mesh.iter().product();
+            if ranks > names.len() as u64 {
+                return bad(format!("its mesh has {ranks} ranks, and {} have files", names.len()));
+            }
+            let region = shard.region().map_err(|fault| file.name_fault(fault, &leaf.name))?;
+            let Shard { local, spec, requires_grad, .. } = shard;
+            let known = match sharded.get_mut(&leaf.name) {
+                None if rank == 0 => sharded.entry(leaf.name.clone()).or_insert(Sharded {
+                    spec,
+                    dtype: local.dtype,
+                    requires_grad,
+                    shards: Vec::new(),
+                }),
+                Some(known) if known.spec == spec && known.dtype == local.dtype => known,
+                Some(_) => {
+                    let reason = "its dtype, shape, mesh or placements differ from those";
+                    return bad(format!("{reason} in {:?}", names[0]));
+                }
+                None => return bad(format!("{:?} has no such DTensor", names[0])),
+            };
+            if known.shards.iter().any(|(_, place)| *place == region) {
+                continue;
+            }
+            let place = place_of(&file.parts, &local)
+                .map_err(|fault| file.name_fault(fault, &leaf.name))?;
+            // The first shard has the tensor's own name, with its place in the state dict.
+            let stored =
+                if rank == 0 { leaf.name.clone() } else { format!("{} of rank {rank}", leaf.name) };
+            known.shards.push((stored.clone(), region));
+            let requires_grad = known.requires_grad;
+            let tensor = super::StoredTensor { requires_grad, ..local };
+            let leaf = Leaf { name: stored, content: Content::Tensor(Box::new(tensor)), ..leaf };
+            add_entry(&mut builder, number, leaf, place, position)?;
+        }
+    }
+    let first = dir.join(&names[0]);
+    if sharded.is_empty() {
+        return Err(Error::Unsupported(format!(
+            "{}: no entry is a DTensor, whose place in a tensor the file would have: open the file \
+             of one rank",
+            first.display()
+        )));
+    }
+    for (name, sharded) in &sharded {
+        let rectangles: Vec<(&[u64], &[u64])> = (sharded.shards.iter())
+            .map(|(_, place)| (&place.offsets[..], &place.sizes[..]))
+            .collect();
+        if tiling::check_tiling(&sharded.spec.shape, &rectangles).is_err() {
+            let shape = sharded.spec.shape.as_slice();
+            let reason = format!("its shards in {} files do not make up {shape:?}", names.len());
+            return Err(Error::corrupt_data(&first, name, 0, reason));
+        }
+    }
+    Ok(Ranks { index: builder.build()?, sharded })
+}
+
+/// The contents of an entry that all ranks have, as far as they can be compared without a read of
+/// tensors: the layout of a tensor and the checksum of its storage, or the pickle of a value.
+#[derive(PartialEq)]
+enum Contents {
+    Tensor { dtype: Dtype, sizes: Dims, offset: u64, strides: Dims, crc: Option<u32> },
+    Value { pickle: Vec<u8>, crcs: Vec<Option<u32>> },
+}
+
+impl Contents {
+    fn of(file: &TorchFile, leaf: &Leaf) -> Result<Self> {
+        let crc = |key: &str| file.parts.storages.get(key).and_then(|storage| storage.crc);
+        match &leaf.content {
+            Content::Tensor(tensor) => Ok(Self::Tensor {
+                dtype: tensor.dtype,
+                sizes: tensor.sizes.clone(),
+                offset: tensor.offset,
+                strides: tensor.steps(),
+                crc: crc(&tensor.key),
+            }),
+            Content::Value => {
+                let pickle = &file.parts.pickle;
+                let (pickled, storages) =
+                    pickle.write(leaf.item).map_err(|fault| file.name_fault(fault, &leaf.name))?;
+                let keys = storages
+                    .iter()
+                    .filter_map(|id| crate::foreign::tensor_pickle::storage_key(pickle, *id));
+                Ok(Self::Value { pickle: pickled, crcs: keys.map(crc).collect() })
+            }
+        }
+    }
+}
