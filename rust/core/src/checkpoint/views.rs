@@ -60,7 +60,7 @@ fn config(index: &Index, files: Files<'_>) -> Result<Option<Config>> {
     Ok(None)
 }
 
-/// Reads ComfyUI's descriptions of layers in the headers of safetensors files.
+/// Reads `ComfyUI`'s descriptions of layers in the headers of safetensors files.
 fn layers(index: &Index, files: Files<'_>) -> Result<BTreeMap<String, Value>> {
     let mut layers = BTreeMap::new();
     if index.source() != SourceKind::Safetensors {

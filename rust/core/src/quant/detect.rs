@@ -31,13 +31,13 @@ pub struct About {
     pub config: Option<Config>,
     /// The contents of the [small parts](small_parts).
     pub small: HashMap<u32, Vec<u8>>,
-    /// ComfyUI's description of each layer, from the metadata of the files.
+    /// `ComfyUI`'s description of each layer, from the metadata of the files.
     pub layers: BTreeMap<String, Value>,
 }
 
-/// End of the name of a tensor with ComfyUI's description of a layer, as JSON.
+/// End of the name of a tensor with `ComfyUI`'s description of a layer, as JSON.
 const COMFY: &str = ".comfy_quant";
-/// Name of a tensor in older files of ComfyUI. Its dtype is that of the quantized weights.
+/// Name of a tensor in older files of `ComfyUI`. Its dtype is that of the quantized weights.
 const COMFY_SCALED: &str = "scaled_fp8";
 
 /// Returns the stored tensors whose contents [`detect`] needs: shapes of INT4 weights, and
@@ -212,7 +212,7 @@ impl Detector<'_> {
         self.is_part[tensor as usize]
     }
 
-    /// Checks ComfyUI's description of each layer.
+    /// Checks `ComfyUI`'s description of each layer.
     fn read_layers(&mut self, mut layers: BTreeMap<String, Value>) -> Result<()> {
         for tensor in 0..self.index.tensor_count() {
             let name = self.index.name(tensor);
