@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader, RsWriter
+from dcp_rs import CheckpointManager, HostStager, RsLoadPlanner, RsReader, RsWriter
 from dcp_rs.errors import PlanError
 from support import run_ranks
 
@@ -155,17 +156,26 @@ def save_on_rank(folder):
         state = {"w": make(True)}
         dcp_rs.save(state, f"{folder}/save-{kind}")
         dcp_rs.async_save(state, f"{folder}/async-{kind}").result()
+        dcp_rs.async_save(state, f"{folder}/planner-{kind}", planner=DefaultSavePlanner()).result()
+        dcp_rs.save(HostStager().stage(state), f"{folder}/staged-{kind}")
         dcp.save(state, storage_writer=RsWriter(f"{folder}/writer-{kind}"))
         dcp.save(state, checkpoint_id=f"{folder}/stock-{kind}")
+        with CheckpointManager(f"{folder}/steps-{kind}") as manager:
+            manager.async_save(1, state).result()
+    # A writer stages as that of torch does, which cannot copy a wrapper.
+    state = {"nested": [{"w": uneven(True)}]}
+    dcp.async_save(state, storage_writer=RsWriter(f"{folder}/async-writer")).result()
 
 
 def test_saves_hold_the_whole_tensor(tmp_path):
     run_ranks(2, save_on_rank, str(tmp_path))
     folders = sorted(tmp_path.iterdir())
-    assert len(folders) == 8
+    assert len(folders) == 15
     for folder in folders:
-        with dcp_rs.open(folder) as checkpoint:
-            assert torch.equal(checkpoint["w"], WHOLE), folder
+        path = folder / "step-1" if "steps" in folder.name else folder
+        with dcp_rs.open(path) as checkpoint:
+            (saved,) = checkpoint.values()
+            assert torch.equal(saved, WHOLE), folder
 
 
 def test_plain_tensor_that_describes_its_rows(saved):
