@@ -26,11 +26,11 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"checkpoint"},
             {"transfer"},
             {"tensors"},
-            {"options", "_torch", "_arguments", "_warnings"},
+            {"options", "_torch", "_warnings"},
             {"_progress"},
             {"_log", "_reports"},
             {"_url"},
-            {"errors"},
+            {"errors", "_arguments"},
             {"_core"},
         ),
     )

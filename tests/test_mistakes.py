@@ -1,5 +1,6 @@
 """Mistakes that people make, each answered by a sentence that names the mend."""
 
+import inspect
 import shutil
 import signal
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import torch
 
 import dcp_rs
 from dcp_rs import HostStager, RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
+from dcp_rs._arguments import _FOREIGN
+from dcp_rs._url import _OPTIONS
 from dcp_rs.checkpoint.names import explain_missing, natural, nearest
 from dcp_rs.cli import main
 from dcp_rs.errors import (
@@ -89,6 +92,8 @@ MISTAKES: list[Mistake] = [
     ("a letter beside a number", lambda w: dcp_rs.open(w / "deep")["layers.777.wieght"], EntryNotFoundError, "did you mean 'layers.777.weight'?"),
     ("a container", lambda w: dcp_rs.open(w / "model")["model.layers"], EntryNotFoundError, "it is a container of 6 entries, such as 'model.layers.0.bias'"),
     ("a container of one entry", lambda w: dcp_rs.open(w / "named")["embedding"], EntryNotFoundError, "it is a container of one entry, 'embedding.weight'"),
+    ("a layer too many", lambda w: load({"layers.3.weight": torch.zeros(2)}, w / "bare"), PlanError, "the checkpoint has no 'layers.3.weight'; there are 'layers.0' to 'layers.2'"),
+    ("a layer too many, in a part", lambda w: dcp_rs.open(w / "model")["model.layers.7.attn.weight"], EntryNotFoundError, "; there are 'model.layers.0' to 'model.layers.2'"),
     # the wrong object
     ("a module to save", lambda w: save(torch.nn.Linear(2, 2), w / "new"), TypeError, "Linear is not a state dict: pass {'model': model}, or model.state_dict()"),
     ("a module to load", lambda w: load(torch.nn.Linear(2, 2), w / "bare"), TypeError, "or model.state_dict()"),
@@ -136,6 +141,12 @@ MISTAKES: list[Mistake] = [
     ("a file for a run", lambda w: dcp_rs.CheckpointManager(w / "model.pt", no_dist=True).save(1, MODEL), CheckpointExistsError, "model.pt is a file"),
     ("a web server, to save to", lambda w: save({}, "https://host/step-10"), UnsupportedError, "a web server is read only"),
     ("another store", lambda w: dcp_rs.open("hdfs://name/step-10"), UnsupportedError, "s3://, gs://, az://, http:// or https://"),
+    ("Google's other scheme", lambda w: dcp_rs.open("gcs://bucket/step-10"), UnsupportedError, "gcs:// is not supported: use gs://"),
+    ("Azure's scheme", lambda w: dcp_rs.open("abfss://c@account.dfs.core.windows.net/x"), UnsupportedError, "abfss:// is not supported: use az://CONTAINER/"),
+    ("the Hub's scheme", lambda w: dcp_rs.open("hf://org/model"), UnsupportedError, "hf:// is not supported: the Hub is not read: pass the path that huggingface_hub.snapshot_download() returns"),
+    ("fsspec's anon", lambda w: dcp_rs.open("s3://bucket/x", anon=True), TypeError, "dcp_rs.open() has no option 'anon': storage_options={'skip_signature': True} sends no credentials"),
+    ("fsspec's anon, as an option of a store", lambda w: load({}, "s3://bucket/x", storage_options={"anon": True}), UnsupportedError, "storage_options has no 'anon': use skip_signature="),
+    ("fsspec's secret", lambda w: RsReader("s3://bucket/x", storage_options={"secret": "x"}), UnsupportedError, "storage_options has no 'secret': use aws_secret_access_key="),
     # the wrong option
     ("an option of load", lambda w: load({}, w / "bare", verfy=True), TypeError, "dcp_rs.load() has no option 'verfy': did you mean 'verify'?"),
     ("an option of save", lambda w: save({}, w / "new", fsnyc=False), TypeError, "dcp_rs.save() has no option 'fsnyc': did you mean 'fsync'?"),
@@ -148,8 +159,45 @@ MISTAKES: list[Mistake] = [
     ("a value of an option", lambda w: dcp_rs.open(w / "bare", io="mmapped"), ValueError, "one of 'auto', 'mmap'"),
     ("a function", lambda w: dcp_rs.opne, AttributeError, "did you mean 'open'?"),  # type: ignore[attr-defined]
     ("torch's map_location", lambda w: load({}, w / "bare", map_location="cpu"), TypeError, "has no option 'map_location': use device="),
-    ("torch's checkpoint_id", lambda w: dcp_rs.load({}, checkpoint_id=w / "bare"), TypeError, "missing 1 required positional argument: 'path'"),
-    ("torch's storage_writer", lambda w: dcp_rs.save({}, w / "new", storage_writer=RsWriter(w / "new")), TypeError, "pass the path as path="),
+    ("a load without a state dict", lambda w: dcp_rs.load(w / "bare"), TypeError, "dcp_rs.load(state_dict, path) fills a state dict; dcp_rs.open(path) reads tensors by name"),
+    ("torch's load_state_dict, with a path", lambda w: dcp_rs.load_state_dict(w / "bare"), TypeError, "dcp_rs.open(path) reads tensors by name"),
+    ("torch's storage_reader", lambda w: dcp_rs.load({}, storage_reader=RsReader(w / "bare")), TypeError, "dcp_rs.load() has no option 'storage_reader': path= takes its path; dcp_rs.load_state_dict() takes a reader"),
+    ("torch's storage_writer", lambda w: dcp_rs.save({}, storage_writer=RsWriter(w / "new")), TypeError, "path= takes its path; torch's dcp.save() takes a writer"),
+    ("torch's storage_writer, and a path", lambda w: dcp_rs.async_save({}, w / "new", storage_writer=RsWriter(w / "new")), TypeError, "path= takes its path"),
+    ("an option of a reader", lambda w: RsReader(w / "bare", thread=2), TypeError, "RsReader has no option 'thread': did you mean 'threads'?"),
+    ("an option of a writer", lambda w: RsWriter(w / "new", threds=2), TypeError, "RsWriter has no option 'threds': did you mean 'threads'?"),
+    ("a dtype for a writer", lambda w: RsWriter(w / "new", dtype="bf16"), TypeError, "dcp_rs.load(), dcp_rs.save() and the planners take it"),
+    ("strict= of a planner", lambda w: RsLoadPlanner(strict=False), TypeError, "allow_partial_load=True does what strict=False does elsewhere"),
+    ("a prefix of an option", lambda w: RsSavePlanner(excl="*"), TypeError, "RsSavePlanner has no option 'excl'"),
+    ("an option of a stager", lambda w: HostStager(cached=True), TypeError, "did you mean 'cache'?"),
+    ("an option like another one", lambda w: dcp_rs.CheckpointManager(w / "new", max_kept=3), TypeError, "has no option 'max_kept'"),
+    ("strict= of a manager's load", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).load({}, strict=False), TypeError, "CheckpointManager.load() has no option 'strict': allow_partial_load=True does"),
+    ("strict= of a manager's training load", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).load_training_state(torch.nn.Linear(2, 2), strict=False), TypeError, "partial=True does what strict=False does elsewhere"),
+    ("the step of a manager's load first", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).load(1, {}), TypeError, "the state dict comes first, then the step"),
+    ("text for a step", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).load({}, "1"), ValueError, "step='1': must be an integer from 0 on"),
+    ("Orbax's restore", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).restore(1), AttributeError, "CheckpointManager has no attribute 'restore': use load"),
+    ("a misspelt method", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).lastest_step(), AttributeError, "did you mean 'latest_step'?"),
+    ("a scheduler for a training save", lambda w: dcp_rs.optim.save_training_state(w / "new", torch.nn.Linear(2, 2), scheduler=None, no_dist=True), TypeError, "dcp_rs.optim.save_training_state() has no option 'scheduler': extra={'scheduler': scheduler, 'step': step} takes"),
+    ("a class of torch", lambda w: dcp_rs.FileSystemReader, AttributeError, "use RsReader"),  # type: ignore[attr-defined]
+    ("a function of dcp_rs.optim", lambda w: dcp_rs.save_training_state, AttributeError, "it is dcp_rs.optim.save_training_state"),  # type: ignore[attr-defined]
+    ("an exception", lambda w: dcp_rs.PlanError, AttributeError, "it is dcp_rs.errors.PlanError"),  # type: ignore[attr-defined]
+    # the wrong type
+    ("a dtype that is none", lambda w: load(prefixed(""), w / "bare", dtype="bf17"), ValueError, "dtype='bf17': must be one of float64, float32, float16, bfloat16"),
+    ("an integer dtype", lambda w: save(MODEL, w / "new", dtype=torch.int8), ValueError, "dtype=torch.int8: must be one of float64"),
+    ("a list for rename", lambda w: load(prefixed(""), w / "bare", rename=["model"]), TypeError, "rename=['model']: pass a mapping such as {'module': ''}, or a function of a name"),
+    ("a prefix for rename", lambda w: load(prefixed(""), w / "bare", rename="model."), TypeError, "rename='model.': pass a mapping"),
+    ("rename to nothing", lambda w: load(prefixed(""), w / "bare", rename={"model": None}), TypeError, "rename={'model': None}: pass a mapping"),
+    ("rename of a conversion", lambda w: dcp_rs.convert(w / "bare", w / "new", rename=["a"]), TypeError, "rename=['a']: pass a mapping"),
+    ("rename of a training load", lambda w: dcp_rs.optim.load_training_state(w / "bare", torch.nn.Linear(2, 2), rename=["a"], no_dist=True), TypeError, "rename=['a']: pass a mapping"),
+    ("a function for globs", lambda w: load(prefixed(""), w / "bare", include=len), TypeError, "include= and exclude= take globs over names, such as 'model.*', not <built-in function len>"),
+    ("a number among globs", lambda w: save(MODEL, w / "new", exclude=[3]), TypeError, "include= and exclude= take globs over names, such as 'model.*', not 3"),
+    ("text for progress", lambda w: load(prefixed(""), w / "bare", progress="yes"), TypeError, "progress='yes': pass True, or a function of two numbers"),
+    ("text for a switch", lambda w: save(MODEL, w / "new", overwrite="no"), TypeError, "overwrite='no': must be one of True, False"),
+    ("a lock for a guard", lambda w: save(MODEL, w / "new", guard=3), TypeError, "guard=3: pass a function that returns a context manager"),
+    ("a number for metrics", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).save(1, {}, metrics=0.5), TypeError, "metrics=0.5: pass a dict of numbers by name"),
+    ("text for a time", lambda w: dcp_rs.CheckpointManager(w / "new", keep_within="1h"), ValueError, "keep_within='1h': must be a positive time, as a timedelta or in seconds"),
+    ("the name of a signal", lambda w: dcp_rs.CheckpointManager(w / "new", preemption="SIGTERM"), ValueError, "preemption='SIGTERM': pass a signal such as signal.SIGTERM, or a function"),
+    ("a number for the name of a step", lambda w: dcp_rs.latest(w / "run", step_name=3), ValueError, "step_name=3: the name of a folder"),
     ("an option of convert", lambda w: dcp_rs.convert(w / "bare", w / "new", formt="dcp"), TypeError, "dcp_rs.convert() has no option 'formt'"),
     ("an option of verify", lambda w: dcp_rs.verify(w / "bare", thread=2), TypeError, "dcp_rs.verify() has no option 'thread': did you mean 'threads'?"),
     ("an option of a manager's save", lambda w: dcp_rs.CheckpointManager(w / "run").save(1, {}, forced=True), TypeError, "CheckpointManager.save() has no option 'forced': did you mean 'force'?"),
@@ -202,6 +250,72 @@ def test_the_message_says_what_to_do(what, make, error, words, world, heard, mon
 
 def test_there_are_enough():
     assert len(MISTAKES) >= 60
+
+
+PATHS = ("checkpoint_id", "f", "directory", "pretrained_model_name_or_path")
+#: Options of other libraries, the functions that people pass them to, and the equivalents.
+FOREIGN = [
+    *((name, function, "path=") for name in PATHS for function in (dcp_rs.load, dcp_rs.save, dcp_rs.async_save, RsReader, RsWriter, dcp_rs.open, dcp_rs.verify, dcp_rs.exists, dcp_rs.convert, dcp_rs.clean, dcp_rs.index, dcp_rs.optim.load_training_state, dcp_rs.optim.save_training_state, dcp_rs.optim.load_optim_state_dict)),
+    *((name, function, "root=") for name in ("path", "checkpoint_id", "directory", "dirpath", "output_dir", "folder") for function in (dcp_rs.CheckpointManager, dcp_rs.latest)),
+    *((name, function, "filename=") for name in ("path", "f", "checkpoint_id") for function in (dcp_rs.load_file, dcp_rs.save_file)),
+    *((name, dcp_rs.load_state_dict, "storage_reader=") for name in ("path", "checkpoint_id")),
+    *(("map_location", function, "device=") for function in (dcp_rs.load, dcp_rs.open, dcp_rs.load_file, RsLoadPlanner)),
+    *(("thread_count", function, "threads=") for function in (dcp_rs.load, dcp_rs.save, dcp_rs.async_save, dcp_rs.open)),
+    ("sync_files", dcp_rs.save, "fsync="),
+    ("async_stager", dcp_rs.async_save, "stager="),
+    ("torch_dtype", dcp_rs.load, "dtype="),
+    ("tensors", dcp_rs.save, "state_dict="),
+    ("state_dict", dcp_rs.save_file, "tensors="),
+    ("optimizer", dcp_rs.optim.save_training_state, "optimizers="),
+    ("optimizer", dcp_rs.optim.training_state, "optimizers="),
+    ("format", dcp_rs.convert, "to="),
+    ("dst", dcp_rs.convert, "out="),
+    ("save_directory", dcp_rs.convert, "out="),
+    ("force", dcp_rs.index, "overwrite="),
+    *((name, dcp_rs.CheckpointManager, "keep_last=") for name in ("max_to_keep", "save_total_limit", "total_limit", "keep_latest_k")),
+    *((name, dcp_rs.CheckpointManager, "save_every=") for name in ("save_interval_steps", "save_steps", "every_n_train_steps", "interval")),
+    *((name, dcp_rs.CheckpointManager, "metric=") for name in ("monitor", "metric_for_best_model", "best_fn")),
+    ("keep_period", dcp_rs.CheckpointManager, "keep_every="),
+    ("keep_time_interval", dcp_rs.CheckpointManager, "keep_within="),
+    ("save_top_k", dcp_rs.CheckpointManager, "keep_best="),
+    ("best_mode", dcp_rs.CheckpointManager, "mode="),
+    ("step_prefix", dcp_rs.CheckpointManager, "step_name="),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "own"), FOREIGN, ids=[f"{one[1].__name__}-{one[0]}" for one in FOREIGN]
+)
+def test_foreign_option_is_translated(name, function, own):
+    """Max_to_keep= was answered by max_bytes=, and checkpoint_id= by a missing path."""
+    with pytest.raises(TypeError) as raised:
+        function(**{name: "x"})
+    assert f"has no option {name!r}: " in str(raised.value)
+    assert own in str(raised.value).partition(": ")[2]
+
+
+def test_equivalents_are_options_that_there_are():
+    """Each translation names an option of a public function, or is a sentence."""
+    functions = [getattr(dcp_rs, name) for name in dcp_rs.__all__]
+    functions += [getattr(dcp_rs.optim, name) for name in dcp_rs.optim.__all__]
+    functions += [dcp_rs.open, dcp_rs.CheckpointManager.save]
+    known = {*dcp_rs.__all__, *dir(dcp_rs.CheckpointManager), *_OPTIONS, "open", "preempted"}
+    for function in filter(callable, functions):
+        known |= inspect.signature(function).parameters.keys()
+    texts = {text for texts in _FOREIGN.values() for text in texts}
+    heads = {head for text in texts if (head := text.partition("=")[0]).isidentifier()}
+    assert heads - {"storage_options"} <= known
+
+
+def test_dtype_may_be_a_name(tmp_path):
+    """It was an AttributeError in a load."""
+    save(MODEL, tmp_path / "half", dtype="bf16")
+    assert dcp_rs.open(tmp_path / "half")["layers.0.weight"].dtype == torch.bfloat16
+    state = {name: torch.zeros(2, device="meta") for name in MODEL}
+    load(state, tmp_path / "half", dtype="float32")
+    assert all(torch.equal(value, torch.ones(2)) for value in state.values())
+    for planner in (RsLoadPlanner(dtype="torch.float16"), RsSavePlanner(dtype="fp16")):
+        assert planner.dtype == torch.float16
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,13 @@ if not TYPE_CHECKING:  # where types are checked, a name that is not above is an
         if name in _SUBMODULES:
             return import_module(f"{__name__}.{name}")
         if name not in _HOMES:
-            from dcp_rs.checkpoint.names import nearest
+            from dcp_rs._arguments import suggest
 
-            near = nearest(name, __dir__())
-            msg = f"module {__name__!r} has no attribute {name!r}" + (
-                f"; did you mean {near!r}?" if near else ""
-            )
+            hint = suggest(name, __dir__())
+            for module in () if name.startswith("_") else _SUBMODULES:
+                if name in import_module(f"{__name__}.{module}").__all__:
+                    hint = f"it is dcp_rs.{module}.{name}"
+            msg = f"module {__name__!r} has no attribute {name!r}" + (f": {hint}" if hint else "")
             raise AttributeError(msg)
         value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value

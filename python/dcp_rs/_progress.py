@@ -34,6 +34,8 @@ def watching(progress: Progress, what: str) -> Iterator[Watch | None]:
         what: a word for the work.
     """
     if not isinstance(progress, bool):
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress={progress!r}: pass True, or a function of two numbers")
         yield progress
         return
     bar = _make_bar(what) if progress else None

@@ -9,6 +9,7 @@ from pathlib import Path, PosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from dcp_rs._arguments import equivalent
 from dcp_rs.errors import UnsupportedError
 
 __all__ = ["StorageOptions", "Url", "absolute", "location", "options_for", "use_storage_options"]
@@ -35,6 +36,9 @@ _PLAIN = (
     "ca_bundle",
     "account_name",
 )
+
+#: Options that have another name in other libraries.
+_OPTIONS = ("aws_access_key_id", "aws_secret_access_key", "aws_region", "skip_signature")
 
 
 class Url(PosixPath):
@@ -106,6 +110,11 @@ def absolute(path: Path) -> Path:
 def _parse_url(text: str, scheme: re.Match[str]) -> Path:
     """Return the path or the URL after a scheme."""
     name = scheme[1].lower()
+    if name not in ("file", *_STORES):  # this message shows no credentials, either
+        hint = equivalent(name) or (
+            "use a path of the file system, file://, s3://, gs://, az://, http:// or https://"
+        )
+        raise UnsupportedError(f"{name}:// is not supported: {hint}")
     _check_credentials(name, text[scheme.end() :])
     host, _, rest = text[scheme.end() :].partition("/")
     if name == "file":
@@ -114,12 +123,7 @@ def _parse_url(text: str, scheme: re.Match[str]) -> Path:
             why = "a file:// URL has three slashes before the path, and no host"
             raise UnsupportedError(f"{text}: {why}", path=text)
         return Path(unquote(parts.path))
-    if name not in _STORES:
-        why = (
-            f"{scheme[0]} is not supported: use a path of the file system, file://, "
-            "s3://, gs://, az://, http:// or https://"
-        )
-    elif not host:
+    if not host:
         why = f"a {name}:// URL without a bucket or a host"
     elif "//" in f"/{rest}":
         why = "two slashes with nothing between them: such a name cannot be read"
@@ -153,6 +157,9 @@ class StorageOptions(Mapping[str, str]):
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        for name in options:
+            if hint := equivalent(name, _OPTIONS):
+                raise UnsupportedError(f"storage_options has no {name!r}: {hint}")
         self._options = {
             str(key): str(value).lower() if isinstance(value, bool) else str(value)
             for key, value in options.items()
@@ -174,8 +181,8 @@ class StorageOptions(Mapping[str, str]):
         if isinstance(config, Mapping):
             if getattr(options, "credential_provider", None) is not None:
                 raise TypeError(
-                    "storage_options: a store of obstore with a credential provider cannot be "
-                    "taken: give its credentials as options"
+                    "storage_options: credential providers of obstore are not supported: "
+                    "pass their credentials as options"
                 )
             return cls({**(getattr(options, "client_options", None) or {}), **config})
         msg = (

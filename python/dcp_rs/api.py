@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
-from dcp_rs._arguments import check_arguments
+from dcp_rs._arguments import check_arguments, suggest_option
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
@@ -40,6 +40,7 @@ from dcp_rs.engine.reuse import Frozen
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import like
@@ -49,6 +50,7 @@ from dcp_rs.transfer.stage import HostStager, Staging
 __all__ = ["async_save", "load", "load_state_dict", "save"]
 
 
+@suggest_option
 def load_state_dict(
     state_dict: dict[str, Any],
     storage_reader: StorageReader,
@@ -113,6 +115,7 @@ def load_state_dict(
     return protocol.load(ranks, make_arguments)
 
 
+@suggest_option
 def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -121,7 +124,7 @@ def load(
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
     allow_partial_load: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     assign: bool = False,
     dtype_policy: Literal["warn", "error", "cast"] = "warn",
@@ -159,8 +162,8 @@ def load(
             excluded, stay as they are.
         allow_partial_load: leave entries alone that the checkpoint lacks or has in another shape,
             and fill the parts that it has of the others.
-        dtype: the dtype of new floating-point tensors. Tensors on ``meta`` are replaced by new
-            ones in the state dict, once every rank has read.
+        dtype: the dtype of new floating-point tensors, or its name (``"bf16"``). Tensors on
+            ``meta`` are replaced by new ones in the state dict, once every rank has read.
         device: the device of new tensors. Default: that of the process group, or the CPU.
         assign: replace every tensor of another ``dtype`` or ``device``, and give the new tensors
             to modules, as ``Module.load_state_dict(assign=True)`` does. By default tensors that
@@ -209,7 +212,7 @@ def load(
             include=include,
             exclude=exclude,
             allow_partial_load=allow_partial_load,
-            dtype=dtype,
+            dtype=parse_dtype(dtype),
             device=device,
             assign=assign,
             dtype_policy=dtype_policy,
@@ -257,13 +260,14 @@ def load(
     return protocol.load(ranks, make_arguments, stateful=True) or LoadReport()
 
 
+@suggest_option
 def save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
     *,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -394,13 +398,14 @@ def _check_save_planner(planner: Any, options: SaveOptions) -> None:
         raise TypeError(msg)
 
 
+@suggest_option
 def async_save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
     *,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,

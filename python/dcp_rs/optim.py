@@ -20,6 +20,7 @@ from dcp_rs.engine import load as engine
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import UnsupportedError
+from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.training.extra import (
     EXTRA,
     PerRank,
@@ -123,6 +124,7 @@ def _training_state(
     return ranks.run(make)
 
 
+@suggest_option
 def save_training_state(
     path: str | os.PathLike[str],
     model: Models,
@@ -175,12 +177,14 @@ def save_training_state(
     """
     strict = write_options.get("strict_values", True)
     ranks = RankGroup(process_group, no_dist=no_dist)
+    ranks.run(lambda: check_arguments(save_training_state, write_options, save))
     state = _training_state(model, optimizers, extra, ranks, strict=strict)
     return save(
         state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options
     )
 
 
+@suggest_option
 def load_training_state(
     path: str | os.PathLike[str],
     model: Models,
@@ -191,7 +195,7 @@ def load_training_state(
     rename: Rename = None,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     partial: bool | Collection[str] = False,
     keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
@@ -260,7 +264,7 @@ def load_training_state(
             rename=rename,
             include=repeatable(include),
             exclude=repeatable(exclude),
-            dtype=dtype,
+            dtype=parse_dtype(dtype),
             partial=parts_of(partial),
             keep_settings=keep_settings,
         )
@@ -270,6 +274,7 @@ def load_training_state(
     return _load(path, model, optimizers, extra, ranks, make_options, read_options)
 
 
+@suggest_option
 def load_optim_state_dict(
     path: str | os.PathLike[str],
     model: Models,
@@ -278,7 +283,7 @@ def load_optim_state_dict(
     key: str = OPTIM,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     partial: bool = False,
     keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
@@ -325,7 +330,7 @@ def load_optim_state_dict(
         return TrainingOptions(
             include=repeatable(include),
             exclude=repeatable(exclude),
-            dtype=dtype,
+            dtype=parse_dtype(dtype),
             partial=parts_of(bool(partial)),
             keep_settings=keep_settings,
             key=key,

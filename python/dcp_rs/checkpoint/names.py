@@ -39,6 +39,8 @@ _PREFIX_PARTS = 3
 #: The number of missing names that tell prefixes apart. All names would take minutes.
 _SAMPLED = 50
 _NUMBER = re.compile(r"\d+")
+#: A part of a name that is a number, after another part.
+_LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 
 
 def repeatable(values: T | Iterator[Any]) -> T | tuple[Any, ...]:
@@ -50,8 +52,13 @@ def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
     """Return one pattern for several globs, or None for None."""
     if patterns is None:
         return None
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or r"(?!)")
+    is_several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    several: list[Any] = list(patterns) if is_several else [patterns]
+    for one in several:
+        if not isinstance(one, str):
+            msg = f"include= and exclude= take globs over names, such as 'model.*', not {one!r}"
+            raise TypeError(msg)
+    return re.compile("|".join(fnmatch.translate(pattern) for pattern in several) or r"(?!)")
 
 
 def selector(
@@ -118,10 +125,24 @@ def hint(name: str, names: Collection[str]) -> str:
         return f"; it is a container of {number} {min(inner, key=natural)!r}"
     known = nearest(name, names)
     if known is None:
-        return ""
+        return _other_layers(name, names)
     if known.endswith(f".{name}") or name.endswith(f".{known}"):
         return f"; it is stored as {known!r}"
     return f"; did you mean {known!r}?"
+
+
+def _other_layers(name: str, names: Collection[str]) -> str:
+    """Return the end of a message about a layer that is not there: the numbers that are."""
+    for found in _LAYER.finditer(name):
+        before, number = name[: found.start(1)], found[1]
+        there = {
+            known[len(before) :].partition(".")[0] for known in names if known.startswith(before)
+        }
+        layers = sorted(filter(str.isdecimal, there), key=natural)
+        if layers and number not in layers:
+            last = f" to {before + layers[-1]!r}" if len(layers) > 1 else ""
+            return f"; there are {before + layers[0]!r}{last}"
+    return ""
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -196,8 +217,12 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     """Return the function from stored names to names of the state dict."""
     if rename is None:
         return lambda name: name
-    if not isinstance(rename, Mapping):
+    if callable(rename):
         return rename
+    names: list[Any] = [*rename, *rename.values()] if isinstance(rename, Mapping) else [None]
+    if not all(isinstance(name, str) for name in names):
+        msg = f"rename={rename!r}: pass a mapping such as {{'module': ''}}, or a function of a name"
+        raise TypeError(msg)
     olds = sorted((old.removesuffix(".") for old in rename), key=len, reverse=True)
     news = {old.removesuffix("."): new.removesuffix(".") for old, new in rename.items()}
     pattern = re.compile("|".join(rf"{re.escape(old)}(?=\.|\Z)" if old else "" for old in olds))

@@ -21,8 +21,9 @@ from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import ConvertReport, Job, select
 from dcp_rs.conversion.output import check_not_source, check_output, new_output, uploaded_output
-from dcp_rs.conversion.request import Format, WriteRequest, parse_dtype, stores_of
+from dcp_rs.conversion.request import Format, WriteRequest, stores_of
 from dcp_rs.tensors import pickles
+from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.nesting import nest
 
 __all__ = ["ConvertReport", "convert", "write_result"]

@@ -21,7 +21,8 @@ from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import ConvertReport, write_result
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
-from dcp_rs.conversion.request import Format, WriteRequest, parse_dtype, stores_of
+from dcp_rs.conversion.request import Format, WriteRequest, stores_of
+from dcp_rs.tensors.dtypes import parse_dtype
 
 __all__ = ["MergeReport", "merge"]
 

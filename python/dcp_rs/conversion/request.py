@@ -13,9 +13,8 @@ from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs.checkpoint.names import Rename
 from dcp_rs.options import ReadOptions, WriteOptions
-from dcp_rs.tensors.dtypes import BY_NAME, NAMES
 
-__all__ = ["Format", "WriteRequest", "parse_dtype", "stores_of"]
+__all__ = ["Format", "WriteRequest", "stores_of"]
 
 Format = Literal["dcp-rs", "dcp", "safetensors", "torch"]
 
@@ -25,15 +24,6 @@ _ENDINGS: dict[str, Format] = {
     ".pth": "torch",
     ".bin": "torch",
     ".safetensors": "safetensors",
-}
-_ALIASES = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "fp16": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-    "f64": "float64",
-    "fp64": "float64",
 }
 
 
@@ -133,30 +123,3 @@ def stores_of(
     if not any(isinstance(path, Url) for path in inputs):
         options_for(inputs[0], of_inputs)
     return of_inputs, of_out
-
-
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype by torch's name, or by a short one such as ``bf16``.
-
-    Raises:
-        ValueError: it is not a floating-point dtype.
-    """
-    if dtype is None:
-        return None
-    found: torch.dtype | None
-    if isinstance(dtype, str):
-        name = dtype.removeprefix("torch.").lower()
-        found = BY_NAME.get(_ALIASES.get(name, name))
-    else:
-        found = dtype
-    is_known = isinstance(found, torch.dtype) and found in NAMES
-    if found is None or not is_known or not found.is_floating_point:
-        msg = (
-            f"dtype={dtype!r}: must be one of float64, float32, float16, bfloat16, "
-            "or of the float8 types"
-        )
-        raise ValueError(msg)
-    if str(found) == "torch.float4_e2m1fn_x2":
-        msg = f"dtype={dtype!r}: torch has no conversion to it"
-        raise ValueError(msg)
-    return found

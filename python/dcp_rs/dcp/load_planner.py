@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_rs import _core, _torch
+from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
 from dcp_rs._url import location
 from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed, repeatable
@@ -29,6 +30,7 @@ from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import EntryNotFoundError, PlanError
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
 from dcp_rs.tensors.shards import Piece, ShardCache, local_pieces
 from dcp_rs.transfer.load import fill_tensor
@@ -75,11 +77,12 @@ class RsLoadPlanner(DefaultLoadPlanner):
         ```
     """
 
+    @suggest_option
     def __init__(
         self,
         *,
         checkpoint: str | os.PathLike[str] | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         assign: bool = False,
         dtype_policy: Literal["warn", "error", "cast"] = "warn",
@@ -91,7 +94,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         flatten_sharded_tensors: bool = True,
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        self.dtype, self.dtype_policy = dtype, dtype_policy
+        self.dtype, self.dtype_policy = parse_dtype(dtype), dtype_policy
         self.device = None if device is None else torch.device(device)
         self.rename, self.assign = rename, assign
         self.include, self.exclude = repeatable(include), repeatable(exclude)

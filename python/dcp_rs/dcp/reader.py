@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_rs import _core, _torch
+from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Counts, Progress, watching
 from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
@@ -106,6 +107,7 @@ class RsReader(StorageReader):
         ```
     """
 
+    @suggest_option
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
 from dcp_rs.checkpoint.names import nothing_passes, repeatable, selector
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors import pickles
-from dcp_rs.tensors.dtypes import cast_to, check_floating_point, is_counter
+from dcp_rs.tensors.dtypes import cast_to, is_counter, parse_dtype
 
 __all__ = ["RsSavePlanner"]
 
@@ -53,6 +54,7 @@ class RsSavePlanner(DefaultSavePlanner):
     #: A message, if ``include`` and ``exclude`` leave nothing of this rank.
     _nothing_to_save: str | None = None
 
+    @suggest_option
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -61,7 +63,7 @@ class RsSavePlanner(DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
     ) -> None:
@@ -71,7 +73,7 @@ class RsSavePlanner(DefaultSavePlanner):
             dedup_replicated_tensors,
             dedup_save_to_lowest_rank,
         )
-        self.dtype = dtype if dtype is None else check_floating_point(dtype)
+        self.dtype = parse_dtype(dtype)
         self.include, self.exclude = repeatable(include), repeatable(exclude)
 
     def __repr__(self) -> str:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_rs import _core, _torch
+from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress
 from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
@@ -125,6 +126,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     _written: WrittenFiles | None = None  # until it is committed
 
+    @suggest_option
     def __init__(
         self,
         path: str | os.PathLike[str],

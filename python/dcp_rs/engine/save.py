@@ -28,7 +28,7 @@ from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
 from dcp_rs.errors import PlanError
 from dcp_rs.options import WriteOptions, uuid_of
-from dcp_rs.tensors.dtypes import NAMES, check_floating_point
+from dcp_rs.tensors.dtypes import NAMES, parse_dtype
 from dcp_rs.transfer.save import turns, write_entries
 
 __all__ = [
@@ -196,7 +196,7 @@ class SaveOptions:
         overwrite: bool = True,
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         strict_values: bool = False,
         progress: Progress = None,
         parent: str | os.PathLike[str] | None = None,
@@ -209,9 +209,13 @@ class SaveOptions:
         self.write = WriteOptions(
             threads=threads, fsync=fsync, io=io, max_inflight_bytes=max_inflight_bytes
         )
+        if not isinstance(overwrite, bool):
+            raise TypeError(f"overwrite={overwrite!r}: must be one of True, False")
+        if guard is not None and not callable(guard):
+            raise TypeError(f"guard={guard!r}: pass a function that returns a context manager")
         self.overwrite = overwrite
         self.include, self.exclude = include, exclude
-        self.dtype = dtype if dtype is None else check_floating_point(dtype)
+        self.dtype = parse_dtype(dtype)
         self.strict_values = strict_values
         self.progress = progress
         self.parent: Parent | None = None

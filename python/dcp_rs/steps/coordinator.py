@@ -118,10 +118,8 @@ class Coordinator:
         """
         if isinstance(step, Mapping):
             raise TypeError("the step comes first, then the state dict")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            msg = f"step {step!r}: an integer from 0 on"
-            raise ValueError(msg)
-        numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+        check_step(step)
+        numbers = _numbers(metrics)
         contents = _read_extra_files(files)
         if self._store.run is None:
             self._store.take_over()
@@ -332,12 +330,14 @@ class Coordinator:
             CheckpointNotFoundError: there is no such step; or all steps are damaged.
             UnsupportedError: a newer step may be whole; or the newest checkpoint does not have the
                 name of a step.
+            ValueError: ``step`` is not a number from 0 on.
             OSError: a step cannot be read, and may be whole.
         """
         # A parameter that was frozen in an earlier save may have other values after the load.
         self._begun.clear()
         self._superseded_from = None
         if step is not None:
+            check_step(step)
             found = self._store.look_at(step)
             if not isinstance(found, Step):
                 raise self._not_found(step, found)
@@ -420,7 +420,7 @@ class Coordinator:
             CheckpointNotFoundError: there is no such step, or torch saved it.
             ValueError: an invalid metric.
         """
-        numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+        numbers = _numbers(metrics)
         found = self._store.look_at(step)
         if not isinstance(found, Step) or found.is_stock:
             raise self._not_found(step, None if isinstance(found, Step) else found)
@@ -468,9 +468,23 @@ def _read_extra_files(files: ExtraFiles) -> dict[str, bytes]:
     }
 
 
+def check_step(step: Any) -> None:
+    """Raise a ``ValueError`` unless this is the number of a step."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        msg = f"step={step!r}: must be an integer from 0 on"
+        raise ValueError(msg)
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        msg = f"metrics={metrics!r}: pass a dict of numbers by name, such as {{'loss': 0.5}}"
+        raise TypeError(msg)
+    return {str(name): _number(name, value) for name, value in metrics.items()}
+
+
 def _number(name: str, value: Any) -> float:
     if not isinstance(value, str):
         with suppress(TypeError, ValueError, OverflowError):
             return float(value)
-    msg = f"metrics[{name!r}] is {value!r}: a number"
+    msg = f"metrics[{name!r}]={value!r}: must be a number"
     raise ValueError(msg)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
-from dcp_rs._arguments import suggest_option
+from dcp_rs._arguments import check_arguments, suggest, suggest_option
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import repeatable
+from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.engine.reuse import Frozen
@@ -210,6 +211,13 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"CheckpointManager({os.fspath(self.root)!r})"
+
+    if not TYPE_CHECKING:  # where types are checked, an unknown name is an error
+
+        def __getattr__(self, name: str) -> Any:
+            hint = suggest(name, [known for known in dir(self) if known[0] != "_"])
+            msg = f"CheckpointManager has no attribute {name!r}" + (f": {hint}" if hint else "")
+            raise AttributeError(msg)
 
     # --- what there is
 
@@ -556,8 +564,14 @@ class CheckpointManager:
             first = manager.load(state)  # None in a new run
             ```
         """
+
+        def check() -> None:
+            check_arguments(CheckpointManager.load, read_options, api.load)
+            if isinstance(step, Mapping):
+                raise TypeError("the state dict comes first, then the step")
+
         load = partial(api.load, state_dict)
-        return self._load(step, load, take_over=take_over, planner=planner, **read_options)
+        return self._load(step, load, check, take_over=take_over, planner=planner, **read_options)
 
     @suggest_option
     def load_training_state(
@@ -591,21 +605,27 @@ class CheckpointManager:
         """
         model, optimizers = repeatable(model), repeatable(optimizers)
 
+        def check() -> None:
+            others = optim.load_training_state, RsReader.__init__
+            check_arguments(CheckpointManager.load_training_state, options, *others)
+
         def load(path: Path, **options: Any) -> LoadReport | None:
             return optim.load_training_state(path, model, optimizers, extra, **options)
 
-        return self._load(step, load, take_over=take_over, **options)
+        return self._load(step, load, check, take_over=take_over, **options)
 
     def _load(
         self,
         step: int | None,
         load: Callable[..., LoadReport | None],
+        check: Callable[[], None],
         *,
         take_over: bool,
         **options: Any,
     ) -> int | None:
         """Load ``step``; or the newest whole step that the load does not find damaged."""
         self._settle()
+        self._ranks.run(check)
         if take_over:
             self._ranks.broadcast(self._coordinator.take_over)
         self.report = None

@@ -37,7 +37,11 @@ class Preemption:
         if callable(source):
             self._ask = source
         elif source is not None:
-            self._signal = signal.Signals(source)
+            try:
+                self._signal = signal.Signals(source)
+            except ValueError:
+                msg = f"preemption={source!r}: pass a signal such as signal.SIGTERM, or a function"
+                raise ValueError(msg) from None
             self._before = signal.getsignal(source)  # the signal may come at once
             try:
                 signal.signal(source, self._handle)

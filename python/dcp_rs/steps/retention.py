@@ -136,8 +136,12 @@ class Policies:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best", "max_bytes"):
             check_positive(name, getattr(self, name))
-        if self.keep_within is not None and not 0 < self._seconds < math.inf:
-            msg = f"keep_within={self.keep_within!r}: a positive time, as a timedelta or in seconds"
+        is_time = isinstance(self.keep_within, timedelta | float | int)
+        if self.keep_within is not None and not (is_time and 0 < self._seconds < math.inf):
+            msg = (
+                f"keep_within={self.keep_within!r}: must be a positive time, as a timedelta or in "
+                "seconds"
+            )
             raise ValueError(msg)
         if self.mode not in ("min", "max"):
             msg = f"mode={self.mode!r}: must be one of 'min', 'max'"

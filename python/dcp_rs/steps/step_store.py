@@ -243,7 +243,8 @@ class StepStore(ABC):
 
     def __init__(self, step_name: str) -> None:
         # Hidden names are those of folders under removal.
-        if not re.fullmatch(r"([^/{}.\0][^/{}\0]*)?\{(:0?\d{0,2}d)?\}[^/{}\0]*", step_name):
+        pattern = r"([^/{}.\0][^/{}\0]*)?\{(:0?\d{0,2}d)?\}[^/{}\0]*"
+        if not (isinstance(step_name, str) and re.fullmatch(pattern, step_name)):
             msg = (
                 f"step_name={step_name!r}: the name of a folder, with {{}} for the number, or "
                 "{:07d} for a number of seven digits"

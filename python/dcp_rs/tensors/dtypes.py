@@ -17,13 +17,24 @@ __all__ = [
     "as_integers",
     "can_require_grad",
     "cast_to",
-    "check_floating_point",
     "is_counter",
+    "parse_dtype",
 ]
 
 #: Every dtype of the format that this torch has.
 BY_NAME: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEMSIZES if hasattr(torch, name)
+}
+
+#: Short names of dtypes.
+_ALIASES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+    "f64": "float64",
+    "fp64": "float64",
 }
 
 #: The reverse of ``BY_NAME``.
@@ -67,16 +78,31 @@ def is_counter(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 0 and _OPTIMIZER_STATE.search(name) is not None
 
 
-def check_floating_point(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype to save floating-point tensors in.
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype by torch's name, or by a short one such as ``bf16``.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is not a floating-point dtype.
     """
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in NAMES):
-        msg = f"dtype={dtype!r}: a floating-point dtype"
+    if dtype is None:
+        return None
+    found: torch.dtype | None
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.").lower()
+        found = BY_NAME.get(_ALIASES.get(name, name))
+    else:
+        found = dtype
+    is_known = isinstance(found, torch.dtype) and found in NAMES
+    if found is None or not is_known or not found.is_floating_point:
+        msg = (
+            f"dtype={dtype!r}: must be one of float64, float32, float16, bfloat16, "
+            "or of the float8 types"
+        )
         raise ValueError(msg)
-    return dtype
+    if str(found) == "torch.float4_e2m1fn_x2":
+        msg = f"dtype={dtype!r}: torch has no conversion to it"
+        raise ValueError(msg)
+    return found
 
 
 def cast_to(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

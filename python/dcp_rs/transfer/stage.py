@@ -13,6 +13,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_rs import _torch
+from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
 from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.dtypes import as_integers
@@ -46,6 +47,7 @@ class HostStager:
         ```
     """
 
+    @suggest_option
     def __init__(self, *, cache: bool = False) -> None:
         self.cache = cache
 

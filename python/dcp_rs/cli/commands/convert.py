@@ -96,7 +96,7 @@ def _arguments(
     """Return the arguments of ``dcp_rs.convert`` and ``dcp_rs.merge`` for these options."""
     import torch
 
-    from dcp_rs.conversion.request import parse_dtype
+    from dcp_rs.tensors.dtypes import parse_dtype
 
     # Weights are decoded to the dtype that was asked for, so that they are rounded once. For other
     # dtypes they are cast from float32, in which they are computed.
