@@ -68,6 +68,7 @@ def run(context: Context) -> list[Row]:
         versus(case, times, OURS, LIMIT, reach=0.9, stretch=0.97),
         versus(case, times, OURS, DRAIN),
         versus(case, times, OURS, SAFETENSORS),
+        versus(case, times, OURS_STOCK_PLANNER, STOCK),
         versus(case, times, OURS_STOCK_PLANNER, LIMIT),
         versus(case, times, VERIFY, DRAIN, reach=0.9, stretch=1.0),
     ]

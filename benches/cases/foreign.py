@@ -15,6 +15,7 @@ from harness.states import Pattern, model_shapes, size_of, small_shapes
 import dcp_rs
 
 ON_STOCK = "dcp_rs.load of the stock folder"
+ON_STOCK_PLUGGED = "dcp.load, RsReader of the stock folder"
 ON_HUGGING_FACE = "dcp_rs.load of the Hugging Face folder"
 CONVERT = "dcp_rs.convert, stock to "
 COPY = "cp -r and sync"
@@ -37,6 +38,7 @@ def _large(context: Context) -> list[Row]:
         [
             loaders.loads(ON_STOCK, loaders.ours, stock, state, pattern),
             loaders.loads(STOCK, loaders.stock, stock, state, pattern),
+            loaders.loads(ON_STOCK_PLUGGED, loaders.ours_stock_planner, stock, state, pattern),
             loaders.loads(ON_HUGGING_FACE, loaders.ours, hugging_face, state, pattern),
             loaders.loads(HUGGING_FACE, loaders.hugging_face, hugging_face, state, pattern),
         ],
@@ -45,6 +47,7 @@ def _large(context: Context) -> list[Row]:
     case = f"foreign, warm, {len(pattern.shapes)} bf16 tensors, {size_of(pattern.nbytes)}"
     return [
         versus(case, times, ON_STOCK, STOCK, reach=6),
+        versus(case, times, ON_STOCK_PLUGGED, STOCK),
         versus(case, times, ON_HUGGING_FACE, HUGGING_FACE, reach=1.3),
     ]
 

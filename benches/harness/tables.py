@@ -4,14 +4,17 @@ A page holds a table between two comments, which name the table and the run:
 
     <!-- table: headline 2026-11-23-amd-epyc-2cores -->
     <!-- end of table -->
+
+The table `runs` is of all whole runs in benches/results, whatever run its comment names.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -23,6 +26,8 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 CHART = ROOT / "docs" / "figures" / "performance.svg"
 #: The table that the chart draws.
 CHARTED = "headline"
+#: Bars of stock DCP, of torch's functions with our classes, and of our functions.
+_COLORS = ("#c9d1d6", "#f4a07f", "#e64a19")
 
 _TABLE = re.compile(r"<!-- table: (\w+) (\S+) -->\n(.*?)<!-- end of table -->", re.DOTALL)
 
@@ -41,6 +46,10 @@ class Line:
     against: str
     #: What `against` is called in the table, where another name is clearer.
     called: str = ""
+    #: The state of the page cache, for the tables that have both doors.
+    cache: str = ""
+    #: The row's `ours` for `RsReader` and `RsWriter` under torch's functions.
+    plugged: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,19 +70,13 @@ _RETURNS = "until the call returns, 0.81 GB of parameters and moments"
 _BEGINS = "a step in which a save begins, 0.81 GB of parameters and moments"
 
 _HEADLINE = [
-    Line("Load 2.28 GB, page cache warm", f"warm, {_BIG}", "dcp_rs.load", "FileSystemReader"),
-    Line("Load 2.28 GB, cold disk", f"cold, {_BIG}", "dcp_rs.load", "FileSystemReader"),
-    Line("Load 20,000 small tensors, `dcp_rs.load`", _SMALL, "dcp_rs.load", "FileSystemReader"),
-    Line("Load 20,000 small tensors, `RsReader`", _SMALL, "dcp.load, RsReader", "FileSystemReader"),
-    Line(
-        "Plan a load of a 512-rank checkpoint",
-        _CHUNKS,
-        "dcp_rs",
-        "FileSystemReader, stock planner",
-    ),
-    Line("Load 2.28 GB of a stock folder, in place", f"foreign, warm, {_BIG}", "dcp_rs.load of the stock folder", "FileSystemReader"),
-    Line("Save 2.28 GB, with fsync", f"save with fsync, {_BIG}", "dcp_rs.save", "FileSystemWriter"),
-    Line("Save 20,000 small tensors, with fsync", f"save {_SMALL}, with fsync", "dcp_rs.save", "FileSystemWriter"),
+    Line("Load 2.28 GB", f"warm, {_BIG}", "dcp_rs.load", "FileSystemReader", cache="warm", plugged="dcp.load, RsReader"),
+    Line("Load 2.28 GB", f"cold, {_BIG}", "dcp_rs.load", "FileSystemReader", cache="cold", plugged="dcp.load, RsReader"),
+    Line("Load 2.28 GB from a stock folder", f"foreign, warm, {_BIG}", "dcp_rs.load of the stock folder", "FileSystemReader", cache="warm", plugged="dcp.load, RsReader of the stock folder"),
+    Line("Load 20,000 tensors of 4 KiB", _SMALL, "dcp_rs.load", "FileSystemReader", cache="warm", plugged="dcp.load, RsReader"),
+    Line("Plan a load of a 512-rank checkpoint", _CHUNKS, "dcp_rs", "FileSystemReader, stock planner", cache="warm", plugged="RsReader, stock planner"),
+    Line("Save 2.28 GB", f"save with fsync, {_BIG}", "dcp_rs.save", "FileSystemWriter", cache="fsync", plugged="dcp.save, RsWriter"),
+    Line("Save 20,000 tensors of 4 KiB", f"save {_SMALL}, with fsync", "dcp_rs.save", "FileSystemWriter", cache="fsync", plugged="dcp.save, RsWriter"),
 ]  # fmt: skip
 
 _JOB = [
@@ -84,10 +87,10 @@ _JOB = [
     Line("Save 1.02 GB of which 10 MB changed, `parent=`", _STEP, "parent=", "FileSystemWriter"),
     Line("`async_save(async_staging=True)` of 0.81 GB, until it returns", _RETURNS, "async_save(async_staging=True)", "dcp.async_save, DefaultStager"),
     Line("A training step in which such a save begins", _BEGINS, "async_save(async_staging=True)", "dcp.async_save, DefaultStager"),
-    Line("Convert 2.28 GB from stock DCP", "convert 2.28 GB", "dcp_rs.convert, stock to dcp-rs", "cp -r and sync"),
-    Line("Load a `torch.save` file, 20,000 tensors", f"torch.save, {_SMALL}", "dcp_rs.load", "torch.load and copy_"),
+    Line("Convert 2.28 GB from stock DCP, warm", "convert 2.28 GB", "dcp_rs.convert, stock to dcp-rs", "cp -r and sync"),
+    Line("Load a `torch.save` file, 20,000 tensors, warm", f"torch.save, {_SMALL}", "dcp_rs.load", "torch.load and copy_"),
     Line("Load FP8 blocks as bfloat16, 0.13 GB, warm", "FP8 blocks, 4 matrices, 0.13 GB of bf16", "dcp_rs.load, dequantize=True", "QuantizedHuggingFaceStorageReader"),
-    Line("Average four checkpoints of 2.28 GB, `dcp_rs.merge`", "merge 4 times 2.28 GB", "dcp_rs.merge", "dcp.load, add_ in float32, dcp.save"),
+    Line("Average four checkpoints of 2.28 GB, `dcp_rs.merge`, warm", "merge 4 times 2.28 GB", "dcp_rs.merge", "dcp.load, add_ in float32, dcp.save"),
 ]  # fmt: skip
 
 _SLOWER = [
@@ -98,8 +101,8 @@ _SLOWER = [
     Line("Load column shards on 4 ranks by `RsReader`, cold", "cold, 2.01 GB, 4 ranks of a machine load columns", "dcp.load, RsReader", "FileSystemReader"),
     Line("`load_file` and touch 2.28 GB, cold", "one file, 2.28 GB: load and touch, cold", "dcp_rs.load_file", "safetensors load_file"),
     Line("Load one rank's rows of a `torch.save` file, warm", "torch.save, warm, 2.28 GB, one rank of 4 takes its rows", "dcp_rs.load", "torch.load(mmap=True) and copy_ of the rows"),
-    Line("Load 2.28 GB, cold disk", f"cold, {_BIG}", "dcp_rs.load", "HuggingFaceStorageReader"),
-    Line("Load 2.28 GB, page cache warm", f"warm, {_BIG}", "dcp_rs.load", "HuggingFaceStorageReader"),
+    Line("Load 2.28 GB, cold", f"cold, {_BIG}", "dcp_rs.load", "HuggingFaceStorageReader"),
+    Line("Load 2.28 GB, warm", f"warm, {_BIG}", "dcp_rs.load", "HuggingFaceStorageReader"),
 ]  # fmt: skip
 
 _LOADERS = [
@@ -116,12 +119,21 @@ _LOADERS = [
 ]
 
 
-def _against_stock() -> list[str]:
-    return ["| | stock DCP | dcp-rs | times as fast |", "|---|---:|---:|---:|"]
+def _two_doors() -> list[str]:
+    return [
+        "| | page cache | stock DCP | `RsReader`, `RsWriter` | `dcp_rs.load`, `save` |",
+        "|---|---|---:|---:|---:|",
+    ]
 
 
-def _stock_row(line: Line, row: dict[str, Any]) -> str:
-    return f"| {line.what} | {seconds(row['theirs_s'])} | {seconds(row['ours_s'])} | **{times(row['value'])}** |"
+def _two_doors_row(line: Line, row: dict[str, Any]) -> str:
+    own = _faster(row)
+    plugged = _faster(row["plugged"]) if row["plugged"] else "not measured"
+    return f"| {line.what} | {line.cache} | {seconds(row['theirs_s'])} | {plugged} | {own} |"
+
+
+def _faster(row: dict[str, Any]) -> str:
+    return f"{seconds(row['ours_s'])}, **{times(row['value'])}** x"
 
 
 def _against_others() -> list[str]:
@@ -134,7 +146,7 @@ def _others_row(line: Line, row: dict[str, Any]) -> str:
 
 
 TABLES = {
-    "headline": Table(_HEADLINE, _against_stock, _stock_row),
+    "headline": Table(_HEADLINE, _two_doors, _two_doors_row),
     "job": Table(_JOB, _against_others, _others_row),
     "slower": Table(_SLOWER, _against_others, _others_row),
     "loaders": Table(_LOADERS, _against_others, _others_row),
@@ -163,18 +175,31 @@ def circumstances(results: dict[str, Any]) -> str:
     machine = results["machine"]
     file_system = machine["file_system"].partition(" ")[0]
     torch = ".".join(machine["torch"].split(".")[:2])
-    cpu = machine.get("processor", machine["cpu"]).replace("(R)", "")
+    cpu = processor(results)
     accelerator = "CPU tensors" if machine["accelerator"] == "none" else machine["accelerator"]
     busy = [
         family["noise"][when]["busy"]
         for family in results["families"]
         for when in ("before", "after")
     ]
-    return (
-        f"{cpu}, {machine['cores']} cores, {file_system}, torch {torch}, {accelerator}, {results['date']}.\n"
-        "Medians of interleaved rounds; every loaded or saved bit was compared. Between the cases, other work\n"
-        f"kept the processors {min(busy):.0%} to {max(busy):.0%} busy."
+    about = (
+        f"{cpu}, {machine['cores']} cores, {file_system}, torch {torch}, {accelerator}, commit "
+        f"`{commit(results)}`, {results['date']}. Medians of interleaved rounds; every loaded or "
+        "saved bit was compared. Between the cases, other work kept the processors "
+        f"{min(busy):.0%} to {max(busy):.0%} busy."
     )
+    return textwrap.fill(about, 100)
+
+
+def commit(results: dict[str, Any]) -> str:
+    """Return the commit that was measured, short."""
+    return str(results["machine"]["commit"])[:8]
+
+
+def processor(results: dict[str, Any]) -> str:
+    """Return the name of the processor."""
+    machine = results["machine"]
+    return re.sub(r"\(R\)| Processor", "", machine.get("processor") or machine["cpu"])
 
 
 def load(stem: str) -> dict[str, Any]:
@@ -190,11 +215,51 @@ def find(results: dict[str, Any], line: Line) -> dict[str, Any]:
             if (row["case"], row["ours"], row["against"]) == (line.case, line.ours, line.against):
                 if row["value"] is None:
                     raise MissingRowError(f"{line.case}: {row['error']}")
-                found: dict[str, Any] = row
-                return found
+                return {**row, "plugged": _plugged(results, line)}
     raise MissingRowError(
         f"the run has no row of {line.case!r}, {line.ours!r} against {line.against!r}"
     )
+
+
+def _plugged(results: dict[str, Any], line: Line) -> dict[str, Any] | None:
+    """Return the row of the other door; None if the run did not measure it."""
+    if not line.plugged:
+        return None
+    try:
+        return find(results, replace(line, ours=line.plugged, plugged=""))
+    except MissingRowError:
+        return None
+
+
+def whole_runs() -> list[dict[str, Any]]:
+    """Return the runs in benches/results that have every line of the headline, oldest first."""
+    found = []
+    for path in sorted(RESULTS.glob("*.json")):
+        results = load(path.stem)
+        try:
+            for line in _HEADLINE:
+                find(results, line)
+        except MissingRowError:
+            continue
+        found.append(results)
+    return found
+
+
+def runs() -> str:
+    """Return how many times as fast dcp-rs was in each whole run, by both doors, as Markdown."""
+    measured = whole_runs()
+    columns = [
+        f"{results['date']}, {processor(results)}, `{commit(results)}`" for results in measured
+    ]
+    lines = [f"| | page cache | {' | '.join(columns)} |", "|---|---|" + "---:|" * len(columns)]
+    for line in _HEADLINE:
+        cells = []
+        for results in measured:
+            row = find(results, line)
+            plugged = times(row["plugged"]["value"]) if row["plugged"] else "-"
+            cells.append(f"{plugged} / {times(row['value'])}")
+        lines.append(f"| {line.what} | {line.cache} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def table(name: str, results: dict[str, Any]) -> str:
@@ -209,6 +274,8 @@ def render(text: str, run: str | None = None) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name, stem = match[1], match[2]
+        if name == "runs":
+            return f"<!-- table: runs {stem} -->\n{runs()}<!-- end of table -->"
         if run is not None and _has(run, name):
             stem = run
         return f"<!-- table: {name} {stem} -->\n{table(name, load(stem))}<!-- end of table -->"
@@ -234,12 +301,8 @@ def charted_run() -> str:
 def chart(results: dict[str, Any]) -> str:
     """Return the chart as SVG: for each line the time of dcp-rs beside that of stock DCP, which is the whole width."""
     lines = TABLES[CHARTED].lines
-    left, width, pitch, top = (
-        16,
-        430,
-        60,
-        44,
-    )  # narrow, with labels above their bars: for telephones, too
+    # Narrow, with labels above their bars: for telephones, too.
+    left, width, pitch, top = 16, 400, 76, 44
     height = top + pitch * len(lines) + 26
     parts = [
         (
@@ -248,26 +311,34 @@ def chart(results: dict[str, Any]) -> str:
         ),
         "<title>Time of dcp-rs beside that of stock DCP</title>",
         f'<rect width="520" height="{height}" rx="8" fill="#ffffff"/>',
-        f'<rect x="{left}" y="15" width="12" height="12" fill="#c9d1d6"/>',
-        f'<text x="{left + 18}" y="26" fill="#37474f">stock DCP</text>',
-        f'<rect x="{left + 100}" y="15" width="12" height="12" fill="#e64a19"/>',
-        f'<text x="{left + 118}" y="26" fill="#37474f">dcp-rs</text>',
     ]
+    legend = ("stock DCP", "RsReader, RsWriter", "dcp_rs.load, save")
+    for name, color, x in zip(legend, _COLORS, (0, 100, 260), strict=True):
+        parts += [
+            f'<rect x="{left + x}" y="15" width="12" height="12" fill="{color}"/>',
+            f'<text x="{left + x + 18}" y="26" fill="#37474f">{name}</text>',
+        ]
     for at, line in enumerate(lines):
         row = find(results, line)
         y = top + pitch * at
-        part = max(width / row["value"], 2.0)
-        parts += [
-            f'<text x="{left}" y="{y + 12}" fill="#263238">{escape(line.what.replace("`", ""))}</text>',
-            f'<rect x="{left}" y="{y + 18}" width="{width}" height="14" rx="2" fill="#c9d1d6"/>',
-            f'<text x="{left + width + 8}" y="{y + 30}" fill="#546e7a">{seconds(row["theirs_s"])}</text>',
-            f'<rect x="{left}" y="{y + 34}" width="{part:.1f}" height="14" rx="2" fill="#e64a19"/>',
-            (
-                f'<text x="{left + part + 8:.1f}" y="{y + 46}" fill="#bf360c">{seconds(row["ours_s"])}, '
-                f'<tspan font-weight="600">{times(row["value"])} times as fast</tspan></text>'
-            ),
+        what = f"{line.what}, {line.cache}"
+        parts.append(f'<text x="{left}" y="{y + 12}" fill="#263238">{escape(what)}</text>')
+        bars = [(1.0, seconds(row["theirs_s"]))]
+        bars += [
+            (1 / found["value"], f"{seconds(found['ours_s'])}, {times(found['value'])} x")
+            if found
+            else (0.0, "not measured")
+            for found in (row["plugged"], row)
         ]
-    about = escape(circumstances(results).partition("\n")[0])
+        for below, (share, label) in enumerate(bars):
+            part = max(width * share, 2.0)
+            parts += [
+                f'<rect x="{left}" y="{y + 18 + 16 * below}" width="{part:.1f}" height="14" rx="2" fill="{_COLORS[below]}"/>',
+                f'<text x="{left + part + 8:.1f}" y="{y + 30 + 16 * below}" fill="#455a64">{label}</text>',
+            ]
+    about = escape(
+        circumstances(results).partition(". Medians")[0].replace("\n", " ").replace("`", "")
+    )
     parts += [
         f'<text x="{left}" y="{height - 12}" font-size="11.5" fill="#607d8b">{about}</text>',
         "</svg>",

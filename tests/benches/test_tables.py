@@ -36,6 +36,27 @@ def test_both_pages_and_the_chart_are_of_one_run():
     assert tables.CHART.read_text() == tables.chart(tables.load(tables.charted_run()))
 
 
+def test_a_run_without_a_row_of_the_other_door_says_so():
+    results = tables.load(RUN)
+    line = tables.TABLES["headline"].lines[0]
+    for family in results["families"]:
+        family["rows"] = [
+            row for row in family["rows"] if (row["case"], row["ours"]) != (line.case, line.plugged)
+        ]
+    assert "| 1.25 s | not measured | 0.091 s" in tables.table("headline", results)
+    assert "not measured" in tables.chart(results)
+
+
+def test_whole_runs_stand_beside_each_other():
+    """One run said 23.8 and two others 13.5, and the README named the first alone."""
+    lines = tables.runs().splitlines()
+    commits = [tables.commit(results) for results in tables.whole_runs()]
+    assert len(commits) >= 3
+    assert all(f"`{commit}`" in lines[0] for commit in commits)
+    assert lines[2].startswith("| Load 2.28 GB | warm | ")
+    assert lines[2].count(" / ") == len(commits)
+
+
 def test_another_figure_makes_another_table(tmp_path, monkeypatch):
     results = tables.load(RUN)
     (warm,) = [
@@ -45,7 +66,9 @@ def test_another_figure_makes_another_table(tmp_path, monkeypatch):
     ][:1]
     before = tables.table("headline", results), tables.chart(results)
     warm |= {"value": 9.94, "ours_s": 0.1234}
-    assert "| 1.25 s | 0.12 s | **9.9** |" in tables.table("headline", results)
+    assert "| warm | 1.25 s | 0.096 s, **12.9** x | 0.12 s, **9.9** x |" in tables.table(
+        "headline", results
+    )
     assert (tables.table("headline", results), tables.chart(results)) != before
     # A run that lacks a row does not take over a table.
     del results["families"][0]["rows"]

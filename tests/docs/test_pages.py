@@ -1,10 +1,11 @@
-"""The pages of docs/: each runs by itself, in an empty folder, in its order, and prints what it shows.
+"""README.md and the pages of docs/ run by themselves, in an empty folder, and print what they show.
 
 `DCP_RS_WRITE_PAGES=1 pytest tests/docs/test_pages.py -n0` puts what is printed now into the pages.
 
 Blocks of a page: `python` is run, and what it prints stands in the `text` block after it. With a
 `title` it is a file, which a later line `$ torchrun --nproc-per-node N FILE` runs on N ranks.
-`console` has commands, each after `$`, and what they print. Blocks of any other kind are not run.
+`console` has commands, each after `$`, and what they print. In `sh` blocks the lines of dcp-rs run,
+and what they print is not shown. Blocks of any other kind are not run.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ DOCS = ROOT / "docs"
 WRITE = "DCP_RS_WRITE_PAGES" in os.environ
 #: Their code belongs to a program of the reader's: it has to be Python, and its names of dcp_rs
 #: have to exist.
-FRAGMENTS = ("index.md", "frameworks.md", "serving.md", "../README.md")
+FRAGMENTS = ("frameworks.md", "serving.md")
 #: What is printed is that of this torch. Another one pickles values to another length.
 RELEASE = "2.15"
 #: Commands of a shell that a page may run.
@@ -98,6 +99,14 @@ def run_command(line: str, capfd: pytest.CaptureFixture[str]) -> str:
     return "".join(capfd.readouterr())
 
 
+def run_shell(block: str) -> None:
+    """Run the lines of dcp-rs, as somebody copies them."""
+    for line in re.findall(r"^dcp-rs (.*)$", block, re.MULTILINE):
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(line, comments=True))
+        assert not ended.value.code, line
+
+
 def run_console(block: str, capfd: pytest.CaptureFixture[str]) -> str:
     steps = []
     for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -126,6 +135,8 @@ def made_anew(page: str, text: str, capfd: pytest.CaptureFixture[str]) -> str:
             printed = run_python(page, block, names)
         elif kind == "console":
             new = run_console(block, capfd)
+        elif kind == "sh":
+            run_shell(block)
         if stable(new) == stable(block):
             new = block
         parts += [text[at : match.start(3)], new]
@@ -140,7 +151,7 @@ def pages() -> list[str]:
         for path in DOCS.glob("*.md")
         if re.search("^```(python|console)", path.read_text(), re.MULTILINE)
     ]
-    return sorted(set(with_code) - set(FRAGMENTS))
+    return ["../README.md", *sorted(set(with_code) - set(FRAGMENTS))]
 
 
 @pytest.fixture
@@ -218,6 +229,20 @@ def test_links_lead_somewhere(page):
         assert path.exists(), link
         if anchor:
             assert anchor in anchors(path.read_text()), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_headings_stand_alone(page):
+    """One was glued to the paragraph before it, and the site showed both as text."""
+    text = re.sub(r"^```.*?^```$", "```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"[^\n>]\n(#+ .*)", text) == []  # after HTML there need be no empty line
+
+
+def test_every_guide_leads_to_the_other_doors():
+    section = (ROOT / "mkdocs.yml").read_text().partition("  - Guides:\n")[2]
+    guides = re.findall(r" ([\w/-]+\.md)$", section.partition("\n  - ")[0], re.MULTILINE)
+    assert len(guides) > 10
+    assert [name for name in guides if "](doors.md)" not in (DOCS / name).read_text()] == []
 
 
 def test_links_of_the_readme_work_on_the_package_index():
