@@ -1,4 +1,4 @@
-"""More pages of the site: files of the source tree, and the help of the commands.
+"""More pages of the site: files of the source tree, and what the commands print and draw.
 
 Links are those of the source tree, so that they work there, too. On the site they lead to the page
 of a file, or, if it has none, to the file in the repository.
@@ -12,6 +12,7 @@ import posixpath
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -34,7 +35,50 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, uri in BESIDE.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text()))
     files.append(File.generated(config, COMMANDS, content=_command_line()))
+    for uri, content in _drawn().items():
+        files.append(File.generated(config, uri, content=content))
     return files
+
+
+def _drawn() -> dict[str, str]:
+    """Return the pages that `inspect --html` and `diff --html` write of two small checkpoints."""
+    import torch
+
+    import dcp_rs
+
+    shapes = {
+        "self_attn.q_proj": (64, 64),
+        "self_attn.k_proj": (16, 64),
+        "self_attn.v_proj": (16, 64),
+        "self_attn.o_proj": (64, 64),
+        "mlp.gate_proj": (176, 64),
+        "mlp.up_proj": (176, 64),
+        "mlp.down_proj": (64, 176),
+    }
+
+    def state(step: int) -> dict[str, object]:
+        """Return a state whose attention changes with the step."""
+        model = {
+            f"layers.{layer}.{name}.weight": torch.full(shape, float(step * ("attn" in name)))
+            for layer in range(6)
+            for name, shape in shapes.items()
+        }
+        model["embed_tokens.weight"] = torch.ones(512, 64)
+        return {"model": model, "step": step}
+
+    pages = {}
+    with tempfile.TemporaryDirectory(prefix="dcp-rs-docs-") as folder:
+        head = {"lm_head.weight": torch.ones(512, 64, dtype=torch.bfloat16)}
+        dcp_rs.save(state(100) | head, f"{folder}/run/step-100", no_dist=True)
+        dcp_rs.save(state(200), f"{folder}/run/step-200", no_dist=True)
+        for arguments in (["inspect", "run/step-100"], ["diff", "run/step-100", "run/step-200"]):
+            page = f"{arguments[0]}.html"
+            command = [sys.executable, "-m", "dcp_rs", *arguments, "--html", page]
+            done = subprocess.run(command, check=False, cwd=folder, capture_output=True)
+            if done.returncode not in (0, 1):  # 1: they differ
+                raise RuntimeError(done.stderr.decode())
+            pages[f"figures/{page}"] = Path(folder, page).read_text()
+    return pages
 
 
 def _command_line() -> str:
