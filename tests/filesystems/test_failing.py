@@ -50,6 +50,14 @@ def test_file_system_that_cannot_set_a_length(tmp_path):
         assert numbers(manager) == [2]
 
 
+def test_file_system_that_takes_writes_in_order_only(tmp_path):
+    """It does not work there, and the save says so: the header comes last."""
+    with mounted(tmp_path / "a", tmp_path / "b", sequential=True) as mount:
+        with pytest.raises(OSError, match="not supported"):
+            dcp_rs.save(state_of(1), mount.path / "ckpt", no_dist=True)
+        assert not dcp_rs.exists(mount.path / "ckpt")
+
+
 def test_file_system_that_maps_nothing(tmp_path):
     with mounted(tmp_path / "a", tmp_path / "b", direct_io=True) as mount:
         dcp_rs.save({"w": torch.arange(100_000)}, mount.path / "ckpt", no_dist=True)
