@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import re
 import shutil
 import tempfile
 
@@ -40,6 +41,11 @@ def test_it_restores_bit_for_bit_and_cleans_up(demo, folder):
     assert "DIFFERENT" not in text
     assert text.count("the same") == 4
     assert list(folder.glob(DEMOS)) == []
+    # Beside what the README says, and why that may differ.
+    said = demo._ratios_of_readme()
+    assert said.keys() == demo._IN_README.keys()
+    assert all(re.search(rf"{re.escape(how)} .*{said[action, how]}", text) for action, how in said)
+    assert "with 2.28 GB" in text
 
 
 @pytest.mark.slow
