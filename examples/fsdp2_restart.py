@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 examples/fsdp2_restart.py /tmp/run 20  # resumes on 
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def main(folder: str, steps: int = 10) -> list[float]:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
-    extra = {"scheduler": scheduler, "rng": RngState(), "step": 0}
+    extra: dict[str, Any] = {"scheduler": scheduler, "rng": RngState(), "step": 0}
     path = Path(folder) / "latest"
     with suppress(CheckpointNotFoundError):  # a new run has none
         load_training_state(path, model, optimizer, extra)

@@ -82,7 +82,8 @@ def build() -> nn.Module:
     """Return a small model with dropout, sharded over all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1))
-    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
 
 
 def main(folder: str, steps: int) -> tuple[list[float], list[int]]:
@@ -91,7 +92,7 @@ def main(folder: str, steps: int) -> tuple[list[float], list[int]]:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = Loader(rank, ranks)
-    extra = {
+    extra: dict[str, Any] = {
         "loader": PerRank(loader, key=rank, reshard=divide),
         "rng": RngState(),
         "step": 0,

@@ -71,7 +71,7 @@ def main(folder: str, steps: int = 6) -> list[float]:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
     dp_rank = mesh["dp"].get_local_rank()
     loader = Loader(dp_rank)
-    extra = {
+    extra: dict[str, Any] = {
         "scheduler": scheduler,
         "loader": PerRank(loader, key=dp_rank),
         "rng": RngState(),
@@ -82,9 +82,8 @@ def main(folder: str, steps: int = 6) -> list[float]:
     with CheckpointManager(
         folder, save_every=INTERVAL, keep_last=KEEP, preemption=signal.SIGTERM
     ) as manager:
-        manager.load_training_state(
-            model, optimizer, extra
-        )  # the newest whole step, if there is one
+        # The newest whole step, if there is one.
+        manager.load_training_state(model, optimizer, extra)
         for step in range(extra["step"] + 1, steps + 1):
             x = loader.next()
             loss = (model(x) - x.mean(1, keepdim=True)).square().mean()

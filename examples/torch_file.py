@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 examples/torch_file.py /tmp/torch_file
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,9 @@ def by_name(path: Path) -> dict[str, torch.Tensor]:
 class Doubled(RsLoadPlanner):
     """A custom planner: it chooses the memory of tensors, and changes them after the load."""
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+    def resolve_tensor(self, read_item: ReadItem | str, **options: Any) -> torch.Tensor:
         """Return the memory for a tensor."""
-        return torch.empty_like(super().resolve_tensor(read_item))
+        return torch.empty_like(super().resolve_tensor(read_item, **options))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Change a tensor that was loaded."""

@@ -1,0 +1,37 @@
+"""README.md, the pages and the examples pass `mypy --strict`, if functions need no annotations."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from docs.test_pages import BLOCK, DOCS, pages
+from support.places import ROOT
+
+pytestmark = pytest.mark.slow  # mypy reads torch, too
+
+
+def blocks(page):
+    """Return the Python of a page: a text for each of its programs."""
+    page_itself = []
+    for kind, about, block in BLOCK.findall((DOCS / page).read_text()):
+        if kind == "python" and "title=" in about:
+            yield block
+        elif kind == "python":
+            page_itself.append(block)
+    yield "\n".join(page_itself)
+
+
+def test_what_the_reader_copies_is_typed(tmp_path):
+    pytest.importorskip("mypy")
+    files = [*(ROOT / "examples").glob("*.py")]
+    for page in pages():
+        for number, text in enumerate(blocks(page)):
+            name = re.sub(r"\W", "_", page.removeprefix("../").removesuffix(".md"))
+            files.append(tmp_path / f"page_{name}_{number}.py")
+            files[-1].write_text(text)
+    command = [sys.executable, "-m", "mypy", "--strict", "--allow-untyped-defs"]
+    command += ["--allow-untyped-calls", "--allow-incomplete-defs", *map(str, files)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
