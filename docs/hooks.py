@@ -85,7 +85,10 @@ def _command_line() -> str:
     """Return the help of every command."""
     from dcp_rs.cli.app import COMMANDS
 
-    codes = "0 success, 1 damage or a difference found, 2 error, 130 Ctrl-C, 143 SIGTERM"
+    codes = (
+        "0 success, 1 damage or a difference found, 2 error, 3 no digests to verify, 130 Ctrl-C, "
+        "143 SIGTERM"
+    )
     parts = ["# Command line", f"Exit codes: {codes}."]
     for name in ["", *COMMANDS]:
         # As a process of its own: what is printed is what a terminal of this width shows.

@@ -212,13 +212,13 @@ MISTAKES: list[Mistake] = [
     ("a function in a state dict", lambda w: save({"f": lambda: 1}, w / "made"), UnsupportedError, "value 'f' (function) cannot be pickled"),
     ("a tensor without data", lambda w: save({"t": torch.empty(1, device="meta")}, w / "made"), UnsupportedError, "'t'"),
     ("a nested dict in a .safetensors file", lambda w: dcp_rs.save_file({"a": {"b": torch.ones(1)}}, w / "empty" / "x.safetensors"), UnsupportedError, "safetensors cannot hold 'a': it is a dict"),
-    ("values in a .safetensors file", lambda w: dcp_rs.convert(w / "named", w / "new", to="safetensors"), UnsupportedError, "safetensors cannot hold 1 of 2 entries (skip_unsupported=True leaves them out): 'epoch' is not a tensor"),
+    ("values in a .safetensors file", lambda w: dcp_rs.convert(w / "named", w / "new", to="safetensors"), UnsupportedError, "safetensors cannot hold 1 of 2 entries: 'epoch' is not a tensor. skip_unsupported=True leaves them out"),
     ("a conversion onto itself", lambda w: dcp_rs.convert(w / "bare", w / "bare", overwrite=True), ValueError, "is the source, contains it, or lies in it"),
     ("a format's other name", lambda w: dcp_rs.convert(w / "bare", w / "new", to="pt"), ValueError, "to='pt': must be one of 'dcp-rs', 'dcp', 'safetensors', 'torch'"),
     ("a step that is not there", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).load({}, 7), CheckpointNotFoundError, "there is no step 7 in"),
     # the command line
     ("a name to inspect", lambda w: command("inspect", w / "named", "epohc"), SystemExit, "did you mean 'epoch'?"),
-    ("a command", lambda w: command("verfy", w / "bare"), SystemExit, "Did you mean 'verify'?"),
+    ("a command", lambda w: command("verfy", w / "bare"), SystemExit, "there is no command 'verfy': did you mean 'verify'?"),
     ("a folder above, to draw", lambda w: command("tree", w / "run"), SystemExit, "it contains checkpoints: 'step-10'"),
 ]  # fmt: skip
 

@@ -126,6 +126,15 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "force": ("overwrite=",),
     **dict.fromkeys(("remove", "delete", "dry_run"), ("yes=True removes what it lists",)),
     "diff": ("on the command line: dcp-rs diff A B",),
+    # commands
+    **dict.fromkeys(("cat", "print", "dump", "head", "get"), ("show",)),
+    **dict.fromkeys(("info", "describe", "meta", "metadata"), ("inspect",)),
+    **dict.fromkeys(("list", "keys", "dir"), ("ls",)),
+    **dict.fromkeys(("check", "validate", "fsck"), ("verify",)),
+    **dict.fromkeys(("compare", "cmp"), ("diff",)),
+    **dict.fromkeys(("rm", "gc"), ("prune",)),
+    **dict.fromkeys(("average", "avg"), ("merge",)),
+    **dict.fromkeys(("export", "consolidate", "reshard"), ("convert",)),
     # options of stores, in fsspec, boto3 and Hugging Face
     "anon": ("skip_signature=", "storage_options={'skip_signature': True} sends no credentials"),
     "key": ("aws_access_key_id=", "storage_options={'aws_access_key_id': ...}"),

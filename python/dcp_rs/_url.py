@@ -110,11 +110,12 @@ def absolute(path: Path) -> Path:
 def _parse_url(text: str, scheme: re.Match[str]) -> Path:
     """Return the path or the URL after a scheme."""
     name = scheme[1].lower()
-    if name not in ("file", *_STORES):  # this message shows no credentials, either
+    if name not in ("file", *_STORES):
         hint = equivalent(name) or (
             "use a path of the file system, file://, s3://, gs://, az://, http:// or https://"
         )
-        raise UnsupportedError(f"{name}:// is not supported: {hint}")
+        shown = "" if _has_credentials(text[scheme.end() :]) else f"{text}: "
+        raise UnsupportedError(f"{shown}{name}:// is not supported: {hint}")
     _check_credentials(name, text[scheme.end() :])
     host, _, rest = text[scheme.end() :].partition("/")
     if name == "file":
@@ -132,9 +133,13 @@ def _parse_url(text: str, scheme: re.Match[str]) -> Path:
     raise UnsupportedError(f"{text}: {why}", path=text)
 
 
+def _has_credentials(rest: str) -> bool:
+    return _USER.match(rest) is not None or "?" in rest or "#" in rest
+
+
 def _check_credentials(scheme: str, rest: str) -> None:
     """Raise if a URL has credentials. This message does not show it; the others do."""
-    if _USER.match(rest) or "?" in rest or "#" in rest:
+    if _has_credentials(rest):
         msg = (
             f"a {scheme}:// URL with a user, a query or a fragment: "
             "pass credentials in storage_options= or the environment"

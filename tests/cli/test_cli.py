@@ -100,14 +100,14 @@ def test_index_makes_others_verifiable(dcp_rs_cli, world: Path, tmp_path: Path) 
     shutil.copytree(world / "hf", tmp_path / "hf")
     # The status was 0, and a gate in CI passed with nothing verified.
     status, out, _ = dcp_rs_cli("verify", tmp_path / "hf")
-    assert status == 1
+    assert status == 3
     assert dcp_rs_cli("verify", tmp_path / "hf", "--allow-unverified")[0] == 0
-    for options, want in ((), 1), (("--allow-unverified",), 0):
+    for options, want in ((), 3), (("--allow-unverified",), 0):
         status, said, _ = dcp_rs_cli("verify", tmp_path / "hf", "--json", *options)
         assert (status, json.loads(said)["ok"]) == (want, None)
     assert not dcp_rs.verify(tmp_path / "hf")
     assert "without digests" in out
-    assert "the files are there and of the right size; nothing was verified" in out
+    assert "no damage found: the files are there and of the right size; nothing was verified" in out
     assert "all is well" not in out
     status, out, _ = dcp_rs_cli("index", tmp_path / "hf", "--digests")
     assert status == 0

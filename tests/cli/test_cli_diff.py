@@ -89,3 +89,33 @@ def test_each_difference_is_one_line_and_long_lists_end(dcp_rs_cli, tmp_path: Pa
     )
     assert len(lines) == 16
     assert len(dcp_rs_cli("diff", tmp_path / "a", tmp_path / "b", "--all")[1].splitlines()) == 35
+
+
+def test_names_with_another_prefix_are_renamed(dcp_rs_cli, tmp_path: Path) -> None:
+    """Of 79 entries "79 differ", though all agreed below the prefix."""
+    model = {f"layers.{i}.weight": torch.full((2,), float(i)) for i in range(3)}
+    dcp_rs.save({"model": model, "step": 3}, tmp_path / "train", no_dist=True)
+    torch.save(model, tmp_path / "model.bin")
+    status, out, _ = dcp_rs_cli("diff", tmp_path / "train", tmp_path / "model.bin")
+    assert status == 1
+    assert out.splitlines()[-1].endswith("its names begin with 'model.': pass --rename model=")
+    renamed = "diff", tmp_path / "train", tmp_path / "model.bin", "--rename", "model="
+    assert dcp_rs_cli(*renamed)[1].splitlines() == [
+        "only in a  step  value",
+        "1 of 4 entries differ (only in a: 1; 24 B compared)",
+    ]
+    status, out, _ = dcp_rs_cli(*renamed, "--include", "layers.*")
+    assert (status, out) == (0, "the same: 3 entries, 24 B\n")
+    other = "diff", tmp_path / "model.bin", tmp_path / "train"
+    assert "pass --rename =model, which finds 3 of 4 names" in dcp_rs_cli(*other)[1]
+    assert dcp_rs_cli(*other, "--rename", "=model", "--exclude", "step")[0] == 0
+    model["layers.1.weight"] += 0.5
+    torch.save(model, tmp_path / "model.bin")
+    page = tmp_path / "page.html"
+    assert dcp_rs_cli(*renamed, "--html", page)[0] == 1
+    text = page.read_text()
+    assert '"more":{' in text
+    assert '["elements","","",2,0.5]' in text
+    status, _, err = dcp_rs_cli(*renamed, "--rename", "step=layers.0.weight")
+    assert status == 2
+    assert "--rename gives two entries" in err

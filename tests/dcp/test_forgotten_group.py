@@ -5,9 +5,11 @@ Nothing was said: each commit replaced the one before, and removed the files of 
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import dcp_rs
-from dcp_rs import RsReader
+from dcp_rs import RsReader, RsWriter
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import (
     load_optim_state_dict,
@@ -64,6 +66,39 @@ def test_training_state_is_made_and_its_save_says_so(saved, of_two):
         load_training_state(saved, model)
     with pytest.raises(PlanError, match=FORGOTTEN):
         load_optim_state_dict(saved, model, optimizer_of(model))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: dcp.save(STATE, storage_writer=RsWriter(path)),
+        lambda path: dcp.async_save(STATE, storage_writer=RsWriter(path)).result(),
+        lambda path: dcp.load({"w": torch.zeros(2)}, storage_reader=RsReader(path)),
+    ],
+    ids=["save", "async_save", "load"],
+)
+def test_torch_s_functions_say_so_too(call, saved, of_two, monkeypatch):
+    """Torch only warned, and each rank's save replaced those of the others."""
+    before = sorted(saved.iterdir())
+    with pytest.raises(BaseException, match=FORGOTTEN):  # torch wraps the error
+        call(saved)
+    assert sorted(saved.iterdir()) == before
+    monkeypatch.delenv("WORLD_SIZE")
+    call(saved)
+
+
+@pytest.mark.parametrize("planner", [True, False])
+def test_planners_of_users_may_be_alone(planner, saved, of_two):
+    class Planner(DefaultSavePlanner):
+        pass
+
+    class OtherPlanner(DefaultLoadPlanner):
+        pass
+
+    how = {"planner": Planner()} if planner else {}
+    dcp_rs.save(STATE, saved, no_dist=True, **how)
+    how = {"planner": OtherPlanner()} if planner else {}
+    dcp_rs.load({"w": torch.zeros(2)}, saved, no_dist=True, **how)
 
 
 @pytest.mark.parametrize("size", ["1", "", "many"])

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from dcp_rs._reports import Report
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
-from dcp_rs.checkpoint.names import selector, some
+from dcp_rs.checkpoint.names import Rename, explain_prefix, renamer, selector, some
 from dcp_rs.checkpoint.source import CheckpointReader, Item, open_source
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import PlanError
@@ -69,6 +69,7 @@ class Comparison(Report):
         entries: the number of tensors and values in either checkpoint.
         bytes: the bytes that were read of one checkpoint.
         seconds: the time it took.
+        hint: the ``rename=`` that would let more names agree; empty if there is none.
     """
 
     _timed = "bytes"
@@ -77,6 +78,7 @@ class Comparison(Report):
     entries: int
     bytes: int
     seconds: float = 0.0
+    hint: str = ""
 
 
 def compare(
@@ -85,6 +87,7 @@ def compare(
     *,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
+    rename: Rename = None,
     tolerance: float = 0.0,
     threads: int | None = None,
     allow_external: bool = False,
@@ -100,6 +103,8 @@ def compare(
     Args:
         a, b: paths or URLs.
         include, exclude: globs over names.
+        rename: maps the names of ``a`` to those of ``b``, as for :func:`dcp_rs.load`. ``include``
+            and ``exclude`` come after it. Where names are in the state dicts is not compared then.
         tolerance: the absolute difference up to which elements count as equal.
         threads: the number of threads that read; default: the cores of this process.
         allow_external: read data files outside of the checkpoints' folders.
@@ -109,7 +114,8 @@ def compare(
         progress: called with the bytes of ``a`` compared so far, and all of them.
 
     Raises:
-        PlanError: ``include`` and ``exclude`` leave nothing to compare.
+        PlanError: ``include`` and ``exclude`` leave nothing to compare, or ``rename`` gives two
+            entries one name.
     """
     begin = time.perf_counter()
     # Damaged elements are differences.
@@ -127,9 +133,8 @@ def compare(
         for path, given in ((a, stores), (b, stores if of_b is None else of_b))
     )
     passes = selector(include, exclude) or (lambda _: True)
-    in_a, in_b = (
-        {item.name: item for item in source.items if passes(item.name)} for source in (left, right)
-    )
+    in_a = {item.name: item for item in _renamed(left.items, rename) if passes(item.name)}
+    in_b = {item.name: item for item in right.items if passes(item.name)}
     there = [item.name for item in (*left.items, *right.items)]
     if there and not in_a and not in_b:
         msg = (
@@ -152,20 +157,34 @@ def compare(
     right.check([item for _, item in pairs])
     differences += entry_differences(left, right, pairs, tolerance, progress)
     kinds_a, kinds_b = _container_kinds(left, in_a, passes), _container_kinds(right, in_b, passes)
-    if kinds_a is not None and kinds_b is not None:
+    if rename is None and kinds_a is not None and kinds_b is not None:
         differences += [
             Difference(one.name, "path", shown(one.path or ()), shown(other.path or ()))
             for one, other in pairs
             if not same(one.path, other.path)
         ]
         differences += _container_differences(kinds_a, kinds_b)
-    seconds = time.perf_counter() - begin
+    missing = [name for name in in_b if name not in in_a]
     return Comparison(
         sorted(differences, key=lambda d: d.name),
         len({**in_a, **in_b}),
         sum(item.nbytes for item, _ in pairs),
-        seconds,
+        time.perf_counter() - begin,
+        (explain_prefix(missing, in_b, in_a) if missing and in_a else None) or "",
     )
+
+
+def _renamed(items: Sequence[Item], rename: Rename) -> list[Item]:
+    """Return items with their new names.
+
+    Raises:
+        PlanError: two have the same one.
+    """
+    new_name = renamer(rename)
+    found = {new_name(item.name): item for item in items}
+    if len(found) < len(items):
+        raise PlanError("rename= gives two entries of one checkpoint the same name")
+    return [replace(item, name=name) for name, item in found.items()]
 
 
 def _container_kinds(

@@ -192,10 +192,8 @@ def _suggestion(path: Path) -> str:
     if path.is_file():
         inside = _is_checkpoint(path.parent)
         return f"; it is a file of the checkpoint {path.parent}: open that" if inside else ""
-    inner = [child for child in _folders(path) if _is_checkpoint(child)]
-    if inner:
-        inner.sort(key=lambda child: natural(child.name), reverse=True)
-        names = [child.name for child in inner]
+    if inner := checkpoints_in(path):
+        names = [child.name for child in reversed(inner)]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         which = "it contains a checkpoint" if len(names) == 1 else "it contains checkpoints"
         return f"; {which}: {', '.join(map(repr, names[:_NAMED]))}{more}; open {path / names[0]}"
@@ -239,6 +237,12 @@ def _is_checkpoint(folder: Path) -> bool:
         return any((folder / mark).is_file() for mark in MARKS)
     except OSError:
         return False
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """Return the folders in a folder that are checkpoints, as a person counts."""
+    found = [child for child in _folders(path) if _is_checkpoint(child)]
+    return sorted(found, key=lambda child: natural(child.name))
 
 
 def _folders(path: Path) -> list[Path]:

@@ -17,6 +17,7 @@ __all__ = [
     "Rename",
     "Renamed",
     "explain_missing",
+    "explain_prefix",
     "globs",
     "hint",
     "natural",
@@ -162,6 +163,18 @@ def explain_missing(
 ) -> str:
     """Return the end of a message about missing names: the ``rename=`` to pass, or a suggestion.
 
+    The arguments are those of :func:`explain_prefix`.
+    """
+    stored = stored if isinstance(stored, set | frozenset | dict) else set(stored)
+    prefix = explain_prefix(missing, wanted, stored)
+    return f"; {prefix}" if prefix else hint(missing[0], stored)
+
+
+def explain_prefix(
+    missing: Sequence[str], wanted: Collection[str], stored: Collection[str]
+) -> str | None:
+    """Return the ``rename=`` that finds missing names by another prefix, and why; or None.
+
     Args:
         missing: the names of the state dict that the checkpoint lacks.
         wanted: all names of the state dict to load.
@@ -170,16 +183,17 @@ def explain_missing(
     stored = stored if isinstance(stored, set | frozenset | dict) else set(stored)
     old, new, number = _changed_prefix(missing, stored)
     # The mapping must not rename names that are right.
-    is_safe = number == len(wanted) or (new and not any(name.startswith(new) for name in wanted))
+    is_right = str.startswith if new else lambda name, _: name in stored
+    is_safe = number == len(wanted) or not any(is_right(name, new) for name in wanted)
     if number == 0 or not is_safe:
-        return hint(missing[0], stored)
+        return None
     if not new:
         said = f"its names lack the prefix {old!r}"
     else:
         said = f"its names begin with {new!r}" + (f", not with {old!r}" if old else "")
     rename = {new.removesuffix("."): old.removesuffix(".")}
     which = "" if number == len(missing) else f", which finds {number:,} of {len(missing):,} names"
-    return f"; {said}: pass rename={rename}{which}"
+    return f"{said}: pass rename={rename}{which}"
 
 
 def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[str, str, int]:
@@ -191,10 +205,14 @@ def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[st
             name.startswith(old) and new + name.removeprefix(old) in stored for name in names
         )
 
-    # All prefixes that would find the first name.
+    # All prefixes that would find one of three names: another may be no name of the model.
     candidates: list[tuple[str, str]] = []
-    parts = missing[0].split(".")
-    for cut in range(min(len(parts), _PREFIX_PARTS + 1)):
+    cuts = [
+        (name.split("."), cut)
+        for name in dict.fromkeys((missing[0], missing[len(missing) // 2], missing[-1]))
+        for cut in range(min(name.count("."), _PREFIX_PARTS) + 1)
+    ]
+    for parts, cut in cuts:
         old, rest = "".join(f"{part}." for part in parts[:cut]), ".".join(parts[cut:])
         news = {
             known.removesuffix(rest)

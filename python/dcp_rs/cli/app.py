@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from dcp_rs._arguments import suggest
 from dcp_rs._core import __version__
 
 __all__ = ["COMMANDS", "all_commands", "app", "command"]
@@ -15,7 +16,9 @@ __all__ = ["COMMANDS", "all_commands", "app", "command"]
 
 #: The commands, in the order of the help, and their modules.
 COMMANDS = {
-    **{name: name for name in ("ls", "tree", "inspect", "stats", "verify", "diff", "clean")},
+    **{
+        name: name for name in ("ls", "tree", "inspect", "show", "stats", "verify", "diff", "clean")
+    },
     "steps": "runs",
     "prune": "runs",
     "convert": "convert",
@@ -37,6 +40,19 @@ class _Program(click.Group):
             import_module(f"dcp_rs.cli.commands.{COMMANDS[cmd_name]}")
         return self.commands.get(cmd_name)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the name of a command, the command and its arguments.
+
+        Raises:
+            click.UsageError: there is no such command. The message suggests another.
+        """
+        if args[0] not in COMMANDS and args[0].isidentifier():
+            hint = suggest(args[0], COMMANDS)
+            ctx.fail(f"there is no command {args[0]!r}" + (f": {hint}" if hint else ""))
+        return super().resolve_command(ctx, args)
+
 
 @click.group(
     name="dcp-rs",
@@ -52,7 +68,7 @@ def app() -> None:
 
     Formats: dcp-rs, stock DCP, safetensors, torch.save.
 
-    Exit codes: 0 success, 1 damage or a difference found, 2 error.
+    Exit codes: 0 success, 1 damage or a difference found, 2 error, 3 no digests to verify.
     """
 
 

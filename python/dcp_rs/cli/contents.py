@@ -11,13 +11,22 @@ from typing import Any
 from dcp_rs import _core
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.names import natural
+from dcp_rs.checkpoint.names import hint, natural
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.output import count, for_command_line, json_text, size
-from dcp_rs.errors import DcpRsError, UnsupportedError
+from dcp_rs.errors import DcpRsError, EntryNotFoundError, UnsupportedError
 from dcp_rs.tensors.elements import ITEMSIZES
+from dcp_rs.tensors.nesting import TreePath
 
-__all__ = ["SORTS", "Contents", "Entry"]
+__all__ = ["FORMATS", "SORTS", "Contents", "Entry"]
+
+#: The formats, for people.
+FORMATS = {
+    "dcp-rs": "dcp-rs",
+    "dcp": "stock DCP (.distcp)",
+    "safetensors": "safetensors",
+    "torch": "a file of torch.save",
+}
 
 #: The keys that lists are sorted by. They take anything with a name and a number of bytes.
 SORTS: dict[str, Callable[[Any], Any]] = {
@@ -106,6 +115,30 @@ class Contents:
         else:
             nbytes = math.prod(tensor.shape) * ITEMSIZES.get(tensor.dtype, 1)
         return Entry(tensor.name, number, tensor.dtype, tensor.shape, tensor.chunk_count, nbytes)
+
+    def entry(self, name: str) -> Entry:
+        """Return an entry by name, if all are wanted.
+
+        Raises:
+            EntryNotFoundError: there is none.
+        """
+        number = self.index.find(name)
+        if number is None:
+            msg = f"there is no entry {name!r} in {self.path}{hint(name, self.index.names())}"
+            raise EntryNotFoundError(msg, path=self.path, tensor=name)
+        return self.entries[number]
+
+    def state_path(self, entry: Entry) -> TreePath | None:
+        """Return the keys of an entry in the state dict, if they are known."""
+        path = self.index.planner_path(entry.number)
+        if path is None or self.index.nesting() is not None:
+            return path
+        # Stock DCP stores the numbers of parameters in an optimizer's state as text, and a load
+        # turns them into numbers again.
+        return tuple(
+            int(part) if before == "state" and isinstance(part, str) and part.isdecimal() else part
+            for before, part in zip((None, *path), path, strict=False)
+        )
 
     @property
     def values(self) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "layout",
     "location_argument",
     "rank",
+    "rename",
     "selection",
     "show_all",
     "sort",
@@ -128,6 +129,30 @@ exclude = click.option(
     multiple=True,
     callback=_globs,
     help="Leave out names that match. Repeatable.",
+)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise click.BadParameter("it takes OLD=NEW")
+    return old, new
+
+
+def _mapping(
+    _context: click.Context, _parameter: click.Parameter, pairs: Sequence[tuple[str, str]]
+) -> dict[str, str] | None:
+    return dict(pairs) or None
+
+
+rename = click.option(
+    "--rename",
+    metavar="OLD=NEW",
+    multiple=True,
+    type=_pair,
+    callback=_mapping,
+    help="Rename an entry, or the prefix of names up to a dot. OLD= removes a prefix, =NEW adds "
+    "one to all names. Repeatable.",
 )
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,7 @@ def plain(value: Any) -> Any:
 #: Arguments of functions whose options have different names.
 _OPTIONS = {"weights_only=False": "--trust-pickles", "(exclude=)": "(--exclude)"}
 _CALL = re.compile(r"\bdcp_rs\.([a-z]+)(?:\(path((?:, [a-z_]+=True)*)\))?(?![\w(.])")
+_RENAME = re.compile(r"\brename=\{'([^']*)': '([^']*)'\}")
 #: An argument, but no part of a path, such as ``runs/rank=3/ckpt``.
 _ARGUMENT = re.compile(r"(?<![\w/,=.-])([a-z_]+)=(?![^\s'\"]*/)(True\b)?(?=(['\"\d(\[])?)")
 
@@ -146,6 +148,9 @@ def for_command_line(text: str) -> str:
     for name, here in _OPTIONS.items():
         text = text.replace(name, here)
 
+    def rename(found: re.Match[str]) -> str:
+        return f"--rename {shlex.quote(f'{found[1]}={found[2]}')}"
+
     def call(found: re.Match[str]) -> str:
         arguments = (found[2] or "").replace(",", "")
         return f"dcp-rs {found[1]}{arguments}" if found[1] in COMMANDS else found[0]
@@ -156,7 +161,9 @@ def for_command_line(text: str) -> str:
             return found[0]
         return option + (" " if found[3] else "")
 
-    return _printable(_ARGUMENT.sub(argument, _CALL.sub(call, text)).replace("\n", " "))
+    return _printable(
+        _ARGUMENT.sub(argument, _RENAME.sub(rename, _CALL.sub(call, text))).replace("\n", " ")
+    )
 
 
 def _printable(text: str) -> str:

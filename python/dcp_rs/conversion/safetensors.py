@@ -28,6 +28,8 @@ _HEADER_LIMIT = 100_000_000
 _ALIGNMENT = 4096
 #: Metadata about pieces of tensors in a file. The result has whole tensors.
 _OF_PIECES = frozenset({"DCP_SHARDING_INFO", "DCP_VERSION", "DCPRS"})
+#: Keys of a model in a training state.
+_MODELS = ("model", "model_state_dict", "state_dict", "module")
 #: Keys of the metadata with a meaning of their own, so that no tied tensor is noted under them.
 _RESERVED = _OF_PIECES | {"format", MERGED_FROM}
 
@@ -50,9 +52,13 @@ def leave_out(job: Job) -> None:
     if refused and not job.request.skip_unsupported:
         named = "; ".join(f"{name!r} {why}" for name, why in list(refused.items())[:_SHOWN])
         more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+        advice = "skip_unsupported=True leaves them out"
+        if model := _model_of(job, refused):
+            only = f"include='{model}.*' and rename={{'{model}': ''}} take the model alone"
+            advice = f"{only}; {advice}"
         msg = (
-            f"safetensors cannot hold {len(refused)} of {len(job.tasks)} entries "
-            f"(skip_unsupported=True leaves them out): {named}{more}"
+            f"safetensors cannot hold {len(refused)} of {len(job.tasks)} entries: {named}{more}. "
+            f"{advice}"
         )
         raise UnsupportedError(msg, tensor=next(iter(refused)))
     job.report.skipped = refused
@@ -62,6 +68,17 @@ def leave_out(job: Job) -> None:
         if names[name] not in _RESERVED:
             job.report.tied[names.pop(name)] = names[kept]
     job.tasks = [task for task in job.tasks if task.item.name in names]
+
+
+def _model_of(job: Job, refused: Mapping[str, str]) -> str | None:
+    """Return the key of the model in a training state that is converted whole; None for others."""
+    if job.request.include is not None or job.request.rename is not None:
+        return None
+    for key in _MODELS:
+        inside = [task.item.name for task in job.tasks if task.item.name.startswith(f"{key}.")]
+        if inside and refused.keys().isdisjoint(inside):
+            return key
+    return None
 
 
 def _why_not(task: Task) -> str | None:

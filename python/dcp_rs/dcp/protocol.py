@@ -70,6 +70,8 @@ def load(
         )
         planner.set_up_planner(state_dict, found, ranks.is_coordinator)
         more = {"rank": ranks.rank, "use_collectives": is_of_all}
+        if isinstance(reader, RsReader) and is_of_all:
+            more = {}  # it takes them for a call of torch's, and asks for the process group
         set_up = reader.set_up_storage_reader
         set_up(found, ranks.is_coordinator, **(more if _takes_kwargs(set_up) else {}))
         return reader.prepare_local_plan(planner.create_local_plan())

@@ -42,7 +42,7 @@ from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.load import call_state_dicts
 from dcp_rs.engine.local_plan import Writes, check_complete
 from dcp_rs.engine.metadata import make_metadata, tensor_flags
-from dcp_rs.engine.ranks import RankGroup, job_size
+from dcp_rs.engine.ranks import RankGroup, has_group, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.engine.save import (
@@ -250,7 +250,13 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save. Newer torch passes the rank, and ``use_collectives``."""
+        """Begin a save. Torch passes the rank, and ``use_collectives``.
+
+        Raises:
+            PlanError: torch calls it for all ranks, and there is no process group of these.
+        """
+        if kwargs.get("use_collectives"):
+            has_group()
         if self._is_used:  # a save with the same writer, without reset()
             self._renew_id()
         use_collectives = kwargs.get("use_collectives", True)

@@ -45,7 +45,8 @@ def has_group() -> bool:
         msg = (
             f"the environment says WORLD_SIZE={size}, and this process has no process group, "
             "so no rank knows of the others: call torch.distributed.init_process_group() before "
-            "you save or load, or pass no_dist=True if this process does so alone"
+            "you save or load, or dcp_rs.save and dcp_rs.load with no_dist=True if this process "
+            "does so alone"
         )
         raise PlanError(msg)
     return False

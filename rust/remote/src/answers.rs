@@ -98,6 +98,10 @@ impl Failure {
     fn judged(error: &object_store::Error, text: &str, status: Option<u16>) -> Self {
         use object_store::Error as E;
         let told = told(error, text, status);
+        if text.contains("URL scheme is not allowed") {
+            let reason = "the endpoint is http://, which is not encrypted: set allow_http (AWS_ALLOW_HTTP=true) if that is meant";
+            return Self::lasting(StorageFault::Failed, reason);
+        }
         match (error, status) {
             (E::NotFound { .. }, _) => Self::lasting(StorageFault::NotFound, told),
             // S3 answers 404 if an object to replace does not exist.
@@ -271,7 +275,7 @@ fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String 
             (None, 412) => {
                 "the store answered 412: the object is not the one that was asked for".into()
             }
-            (None, _) => format!("the store answered {status}"),
+            (None, _) => format!("the store answered {status}{}", other_region(text)),
         };
     }
     if let Some(Refused(reason)) = found(error) {

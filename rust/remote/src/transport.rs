@@ -142,9 +142,12 @@ impl Transport {
             _ => Err(format!("{} is neither true nor false", key.as_ref())),
         };
         let duration = |key: Key| {
-            let parse = |value: String| humantime::parse_duration(&value);
-            let parsed = text(key).map(parse).transpose();
-            parsed.map_err(|_| format!("{} is not a duration such as 5s", key.as_ref()))
+            let parse = |value: String| match value.parse() {
+                Ok(seconds) => Duration::try_from_secs_f64(seconds).ok(),
+                Err(_) => humantime::parse_duration(&value).ok(),
+            };
+            let fault = || format!("{} is not a number of seconds", key.as_ref());
+            text(key).map(|value| parse(value).ok_or_else(fault)).transpose()
         };
         let mut builder =
             reqwest::Client::builder().referer(false).redirect(redirects(self.kind)).user_agent(
@@ -291,7 +294,13 @@ impl HttpService for Bounded {
         let (mut bytes, is_whole) = beginning(body, most).await?;
         if !status.is_success() {
             // The limit may split a character, which must not be an error of its own.
-            let text = String::from_utf8_lossy(&bytes).into_owned();
+            let mut text = String::from_utf8_lossy(&bytes).into_owned();
+            // The answer to a HEAD request has no body that names the region.
+            if status == StatusCode::BAD_REQUEST
+                && let Some(region) = region(&parts.headers)
+            {
+                text += &format!("<Region>{region}</Region>");
+            }
             if answers::blames_credentials(status.as_u16(), &text) {
                 credentials::forget(self.fingerprint);
             }
@@ -330,10 +339,15 @@ fn redirected(status: StatusCode, headers: &HeaderMap, asked: &str) -> String {
         Some(host) if host != asked => format!("to another host, {}", plain(host)),
         _ => "elsewhere".into(),
     };
-    let region = text("x-amz-bucket-region").map_or_else(String::new, |region| {
-        format!("; the bucket is in the region {}: set aws_region", plain(region))
+    let region = region(headers).map_or_else(String::new, |region| {
+        format!("; the bucket is in the region {region}: set aws_region")
     });
     format!("the store answered {} and points {to}, which is not followed{region}", status.as_u16())
+}
+
+/// Returns the region of the bucket, if S3 names it.
+fn region(headers: &HeaderMap) -> Option<String> {
+    headers.get("x-amz-bucket-region")?.to_str().ok().map(plain)
 }
 
 /// Returns a name from a server, without characters that no such name has.

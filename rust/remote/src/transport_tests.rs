@@ -209,6 +209,39 @@ fn what_passes_and_what_blames_credentials_is_known_by_its_code() {
     });
     let error = start(&store("s3", &url, &[])).unwrap_err();
     assert!(fault(&error).1.contains("in the region eu-west-1: set aws_region"), "{error}");
+    // A HEAD request gets no body.
+    let (url, _) = serve(|_, _| Reply {
+        length: Some(0),
+        body: String::new(),
+        ..Reply::of(400, "").with("x-amz-bucket-region", "eu-west-1")
+    });
+    let error = start(&store("s3", &url, &[])).unwrap_err();
+    let told = "the store answered 400: the bucket is in the region eu-west-1: set aws_region";
+    assert_eq!(fault(&error), (StorageFault::Failed, told, 1));
+}
+
+/// Once, it was retried for two minutes.
+#[test]
+fn plain_http_without_permission_fails_at_once() {
+    // The client for gs:// allows it if the endpoint is http://.
+    for scheme in ["s3", "az"] {
+        let error = start(&store(scheme, "http://127.0.0.1:1", &[("allow_http", "false")]));
+        let error = error.unwrap_err();
+        let (kind, reason, attempts) = fault(&error);
+        assert_eq!((kind, attempts), (StorageFault::Failed, 1), "{scheme}: {error}");
+        assert!(reason.contains("set allow_http"), "{reason}");
+    }
+}
+
+#[test]
+fn times_are_seconds_or_have_a_unit() {
+    let (url, _) = serve(|_, _| Reply::ok("x").ranged(1));
+    for value in ["2", "0.5", "2s", "1m"] {
+        let options = [("connect_timeout", value), ("pool_idle_timeout", value)];
+        assert!(start(&store("s3", &url, &options)).unwrap().is_some(), "{value}");
+    }
+    let error = store("s3", &url, &[("connect_timeout", "soon")]).connect(1).err().unwrap();
+    assert!(error.to_string().contains("connect_timeout is not a number of seconds"), "{error}");
 }
 
 #[test]

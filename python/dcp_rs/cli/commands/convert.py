@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from dcp_rs.conversion import ConvertReport  # it imports torch
 
 
-def _rename(pair: str) -> tuple[str, str]:
-    old, equals, new = pair.partition("=")
-    if not equals:
-        raise click.BadParameter("it takes OLD=NEW")
-    return old, new
-
-
 def _weights(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
@@ -51,14 +44,7 @@ _WRITING = [
     click.option("--shards", metavar="N", type=click.IntRange(min=1), help="Write N data files."),
     options.include,
     options.exclude,
-    click.option(
-        "--rename",
-        metavar="OLD=NEW",
-        multiple=True,
-        type=_rename,
-        help="Rename an entry, or the prefix of names up to a dot. OLD= removes a prefix, =NEW "
-        "adds one to all names. Repeatable.",
-    ),
+    options.rename,
     click.option(
         "--skip-unsupported", is_flag=True, help="Leave out entries that the format cannot store."
     ),
@@ -88,7 +74,7 @@ def _writing(function: Command) -> Command:
 def _arguments(
     *,
     dtype: str | None,
-    rename: Sequence[tuple[str, str]],
+    rename: dict[str, str] | None,
     trust_pickles: bool,
     layout: Layout,
     **options: Any,
@@ -106,7 +92,7 @@ def _arguments(
         dequantize = target if target in (torch.bfloat16, torch.float16) else torch.float32
     return options | {
         "dtype": dtype,
-        "rename": dict(rename) or None,
+        "rename": rename,
         "weights_only": not trust_pickles,
         "dequantize": dequantize,
         "views": layout.views,

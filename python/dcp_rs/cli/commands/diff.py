@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dcp_rs._progress import watching
-from dcp_rs.checkpoint.names import natural, selector
+from dcp_rs.checkpoint.names import natural, renamer, selector
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import Contents
-from dcp_rs.cli.output import count, line, print_json, size
+from dcp_rs.cli.output import count, for_command_line, line, print_json, size
 
 if TYPE_CHECKING:
     from dcp_rs.checkpoint.compare import Comparison, Difference  # they import torch
@@ -30,12 +30,14 @@ _SOME, _WIDTH = 10, 60
     "diff",
     "dcp-rs diff before/ after/",
     "dcp-rs diff ckpt/ hf_model/ --include 'model.*' --tolerance 1e-3",
+    "dcp-rs diff ckpt/ pytorch_model.bin --include 'encoder.*' --rename model=",
     "dcp-rs diff before/ after/ --html page.html",
 )
 @options.location_argument("a")
 @options.location_argument("b")
 @options.include
 @options.exclude
+@options.rename
 @options.show_all
 @click.option(
     "--tolerance",
@@ -54,6 +56,7 @@ def _diff(
     b: Path,
     include: list[str] | None,
     exclude: list[str] | None,
+    rename: dict[str, str] | None,
     show_all: bool,
     tolerance: float,
     html: Path | None,
@@ -65,7 +68,7 @@ def _diff(
     """Compare two checkpoints: names, shapes, dtypes and every element. Exit code 1: they differ.
 
     A and B are two checkpoints of any kinds, torch.save files and URLs included. How they are
-    sharded makes no difference.
+    sharded makes no difference. --rename changes the names of A.
     """
     from dcp_rs.checkpoint.compare import compare
 
@@ -75,6 +78,7 @@ def _diff(
             b,
             include=include,
             exclude=exclude,
+            rename=rename,
             tolerance=tolerance,
             threads=threads,
             allow_external=allow_external,
@@ -86,10 +90,12 @@ def _diff(
     if html is not None:
         from dcp_rs.cli import page
 
-        chosen = selector(include, exclude)
+        new_name, chosen = renamer(rename), selector(include, exclude) or (lambda _: True)
         left, right = (
-            Contents(path, chosen, allow_external=allow_external, layout=layout) for path in (a, b)
+            Contents(path, passes, allow_external=allow_external, layout=layout)
+            for path, passes in ((a, lambda name: chosen(new_name(name))), (b, chosen))
         )
+        left.entries = [replace(entry, name=new_name(entry.name)) for entry in left.entries]
         page.write(page.render_both(left, right, differences), html, as_json=as_json)
     if as_json:
         print_json({"a": str(a), "b": str(b), "same": not differences, **asdict(found)})
@@ -99,6 +105,8 @@ def _diff(
             _list(groups, show_all=show_all)
         counts = ", ".join(f"{kind}: {len(group):,}" for kind, group in groups.items())
         line((_verdict(found), "red"), f" ({counts}; {size(found.bytes)} compared)")
+        if found.hint:
+            line((f"{a}: {for_command_line(found.hint)}", "yellow"))
     else:
         line(("the same", "green"), f": {count(found.entries, 'entry')}, {size(found.bytes)}")
     return status

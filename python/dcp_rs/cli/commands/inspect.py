@@ -11,25 +11,17 @@ import click
 
 from dcp_rs.checkpoint.clean import seen_beside
 from dcp_rs.checkpoint.metadata import merged_from
-from dcp_rs.checkpoint.names import hint
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import cutmap, options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.commands.clean import mention
 from dcp_rs.cli.commands.runs import list_if_run
-from dcp_rs.cli.contents import SORTS, Contents, Entry
+from dcp_rs.cli.contents import FORMATS, SORTS, Contents, Entry
 from dcp_rs.cli.output import bar, count, line, print_json, show_shape, size, table
-from dcp_rs.errors import EntryNotFoundError
 from dcp_rs.tensors.nesting import shown
 
 #: Lines of a long list that are printed without ``--all``.
 _SOME = 10
-_FORMATS = {
-    "dcp-rs": "dcp-rs",
-    "dcp": "stock DCP (.distcp)",
-    "safetensors": "safetensors",
-    "torch": "a file of torch.save",
-}
 
 
 @command(
@@ -139,7 +131,7 @@ def _facts(contents: Contents) -> list[tuple[str, str]]:
     """Return the lines of an overview that come before its tables."""
     facts, is_native = contents.facts, contents.format == "dcp-rs"
     version = f", version {facts['version']}" if is_native else ""
-    rows = [("format", f"{_FORMATS[contents.format]}{version}")]
+    rows = [("format", f"{FORMATS[contents.format]}{version}")]
     if facts and not is_native:
         rows.append(("index", f"beside the data, version {facts['version']}"))
     holds = f"{contents.counted()}, {size(contents.nbytes)}{contents.decoded_text()}"
@@ -165,14 +157,9 @@ def _table(
 
 
 def _show_entry(contents: Contents, name: str, *, show_all: bool, as_json: bool) -> None:
-    number = contents.index.find(name)
-    if number is None:
-        similar = hint(name, contents.index.names())
-        msg = f"there is no entry {name!r} in {contents.path}{similar}"
-        raise EntryNotFoundError(msg, path=contents.path, tensor=name)
-    entry = contents.entries[number]
+    entry = contents.entry(name)
     chunks = contents.stored_chunks(entry)
-    state_path = contents.index.planner_path(entry.number)
+    state_path = contents.state_path(entry)
     shared = contents.sharing(entry)
     decoded = contents.index.coded_from(entry.number)
     if as_json:

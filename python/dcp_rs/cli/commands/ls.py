@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
+from dcp_rs._url import Url
+from dcp_rs.checkpoint.locate import checkpoints_in
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.commands.runs import list_if_run
-from dcp_rs.cli.contents import SORTS, Contents
-from dcp_rs.cli.output import line, print_json, show_shape, size, table
+from dcp_rs.cli.contents import FORMATS, SORTS, Contents
+from dcp_rs.cli.output import count, for_command_line, line, print_json, show_shape, size, table
+from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 
 
 @command(
@@ -40,11 +44,17 @@ def _ls(
 ) -> None:
     """List the entries of a checkpoint with dtype, shape, chunks and size.
 
-    For the folder of a run, list its steps.
+    For the folder of a run, list its steps, and for a folder of checkpoints list these.
     """
     if list_if_run(path, as_json=as_json):
         return
-    contents = Contents(path, chosen, rank=rank, layout=layout)
+    try:
+        contents = Contents(path, chosen, rank=rank, layout=layout)
+    except CheckpointNotFoundError:
+        if isinstance(path, Url) or not (inner := checkpoints_in(path)):
+            raise
+        _list_checkpoints(path, inner, as_json=as_json)
+        return
     entries = sorted(contents.entries, key=SORTS[sort])
     if as_json:
         print_json(
@@ -79,3 +89,30 @@ def _ls(
     if total and not entries:
         line("no name matches: a pattern covers a whole name, as '*norm*' does")
     line((f"{contents.counted()}{of}, {size(contents.nbytes)}", "bold"), contents.decoded_text())
+
+
+def _list_checkpoints(path: Path, folders: list[Path], *, as_json: bool) -> None:
+    """Print a line for each checkpoint in a folder: what it is, or why it does not open."""
+    found: list[dict[str, Any]] = []
+    for folder in folders:
+        try:
+            opened = Contents(folder)
+        except (DcpRsError, OSError) as error:
+            found.append({"path": str(folder), "error": for_command_line(str(error))})
+        else:
+            entries, nbytes = len(opened.entries), opened.nbytes
+            kind = {"format": opened.format, "entries": entries, "bytes": nbytes}
+            found.append({"path": str(folder), **kind})
+    if as_json:
+        print_json({"path": str(path), "checkpoints": found})
+        return
+    whole = [one for one in found if "error" not in one]
+    rows = [
+        [FORMATS[one["format"]], f"{one['entries']:,}", size(one["bytes"]), Path(one["path"]).name]
+        for one in whole
+    ]
+    table(["<format", ">entries", ">size", "<name"], rows)
+    for one in found:
+        if "error" in one:
+            line(("does not open  ", "red"), one["error"])
+    line((count(len(found), "checkpoint"), "bold"))
