@@ -13,6 +13,10 @@ from support.places import ROOT
 
 #: Each line with a comment is a mistake that a checker should find.
 TYPOS = """
+from typing import assert_type
+
+import torch
+
 import dcp_rs
 from dcp_rs import RsReader
 
@@ -27,6 +31,18 @@ RsReader("x", theads=2)  # call-arg
 dcp_rs.verify("x", thread=2)  # call-arg
 dcp_rs.convert("x", "y", too="dcp")  # call-arg
 dcp_rs.CheckpointManager("x", keep_lst=2)  # call-arg
+dcp_rs.CheckpointManager("x").load({}, verfy=True)  # call-arg
+dcp_rs.CheckpointManager("x").load_training_state(torch.nn.Linear(1, 1), partal=True)  # call-arg
+dcp_rs.CheckpointManager("x").restore(1)  # attr-defined
+dcp_rs.optim.save_training_state("x", torch.nn.Linear(1, 1), thread=3)  # call-arg
+dcp_rs.optim.load_training_state("x", torch.nn.Linear(1, 1), verfy=True)  # call-arg
+dcp_rs.optim.load_training_state("x", torch.nn.Linear(1, 1), verify=True, threads=2, dtype="bf16")
+dcp_rs.CheckpointManager("x").load({}, rename={"model": ""}, io="mmap")
+assert_type(dcp_rs.open("x").get_tensor("w"), torch.Tensor)
+assert_type(dcp_rs.open("x").get_slice("w")[:2], torch.Tensor)
+dcp_rs.open("x", framework="np").get_tensor("w").tobytes()
+dcp_rs.open("x", framework="np").get_slice("w")[:2].clone()  # attr-defined
+assert_type(dcp_rs.async_save({}, "x").result(), dcp_rs.SavedMetadata)
 dcp_rs.CheckpointManager("x", keep_last=2, fsync=False)
 dcp_rs.open("x", framework="np", io="mmap").get_slice("w")[1:]
 report: dcp_rs.LoadReport = dcp_rs.load({}, "x", io="mmap", verify=True, replicas="node")

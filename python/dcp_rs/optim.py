@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.optim import Optimizer
 
@@ -18,8 +17,9 @@ from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine
 from dcp_rs.engine.ranks import RankGroup
-from dcp_rs.engine.reports import LoadReport
+from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.errors import UnsupportedError
+from dcp_rs.options import ReaderArguments, WriterArguments
 from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.training.extra import (
     EXTRA,
@@ -134,8 +134,8 @@ def save_training_state(
     process_group: dist.ProcessGroup | None = None,
     planner: SavePlanner | None = None,
     no_dist: bool = False,
-    **write_options: Any,
-) -> Metadata:
+    **write_options: Unpack[WriterArguments],
+) -> SavedMetadata:
     """Save a training job to the folder ``path``. Every rank of ``process_group`` calls it.
 
     The model may be plain, or wrapped by DDP, FSDP1 or ``fully_shard``, with or without tensor
@@ -200,7 +200,7 @@ def load_training_state(
     keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **read_options: Any,
+    **read_options: Unpack[ReaderArguments],
 ) -> LoadReport:
     """Resume a training job from ``path``, on any number of ranks and with any sharding.
 
@@ -288,7 +288,7 @@ def load_optim_state_dict(
     keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **read_options: Any,
+    **read_options: Unpack[ReaderArguments],
 ) -> LoadReport:
     """Load the state of an optimizer alone.
 
@@ -347,7 +347,7 @@ def _load(
     extra: dict[str, Any] | None,
     ranks: RankGroup,
     make_options: Callable[[], TrainingOptions],
-    read_options: dict[str, Any],
+    read_options: ReaderArguments,
 ) -> LoadReport:
     """Load training state; without ``extra``, the optimizers alone.
 

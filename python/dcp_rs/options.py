@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     import uuid
 
     import torch
+    from torch.distributed import ProcessGroup
 
 __all__ = [
+    "LoadArguments",
     "ReadArguments",
     "ReadOptions",
+    "ReaderArguments",
+    "TrainingArguments",
     "WriteOptions",
     "WriterArguments",
 ]
@@ -111,8 +115,53 @@ class ReadArguments(TypedDict, total=False):
     max_inflight_bytes: int | None
 
 
+class ReaderArguments(ReadArguments, total=False):
+    """Keyword arguments of :class:`dcp_rs.RsReader`, for functions that pass them on."""
+
+    weights_only: bool | None
+    allow_external: bool
+    replicas: Literal["each", "node", "all"]
+    storage_options: Mapping[str, Any] | Any | None
+    dequantize: bool | torch.dtype
+    views: Any  # a view or several, whose classes are in a module above this one
+    progress: Progress
+    thread_count: int | None
+
+
+class _Selection(ReaderArguments, total=False):
+    """Keyword arguments of loads that choose entries."""
+
+    rename: Mapping[str, str] | Callable[[str], str] | None
+    include: str | Iterable[str] | None
+    exclude: str | Iterable[str] | None
+    dtype: torch.dtype | str | None
+    process_group: ProcessGroup | None
+    no_dist: bool
+
+
+class LoadArguments(_Selection, total=False):
+    """Keyword arguments of :func:`dcp_rs.load`, for functions that pass them on."""
+
+    allow_partial_load: bool
+    device: torch.device | str | None
+    assign: bool
+    dtype_policy: Literal["warn", "error", "cast"]
+
+
+class TrainingArguments(_Selection, total=False):
+    """Keyword arguments of ``load_training_state``, for functions that pass them on."""
+
+    names: Mapping[str, str] | None
+    partial: bool | Collection[str]
+    keep_settings: bool | Collection[str]
+
+
 class WriterArguments(TypedDict, total=False):
-    """Keyword arguments of ``dcp_rs.save`` that integrations pass on."""
+    """Keyword arguments of :func:`dcp_rs.save`, for functions that pass them on."""
+
+    include: str | Iterable[str] | None
+    exclude: str | Iterable[str] | None
+    dtype: torch.dtype | str | None
 
     io: Literal["auto", "direct", "buffered"]
     threads: int | None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts
@@ -30,6 +30,9 @@ from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
 from dcp_rs.tensors.regions import selection
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "TensorInfo", "TensorSlice", "check_held"]
+
+#: A tensor of torch, or an array of NumPy.
+Array = TypeVar("Array")
 
 #: Number of entries that a notebook shows.
 _SHOWN_ROWS = 50
@@ -102,7 +105,7 @@ class ChunkInfo:
     nbytes: int
 
 
-class OpenCheckpoint(Mapping[str, Any]):
+class OpenCheckpoint(Mapping[str, Any], Generic[Array]):
     """A checkpoint that is open for reading, as :func:`dcp_rs.open` returns it.
 
     A copy by pickle, as in a worker of a ``DataLoader``, opens the checkpoint again. It raises
@@ -116,7 +119,7 @@ class OpenCheckpoint(Mapping[str, Any]):
         self,
         index: _core.Index,
         options: ReadOptions,
-        open_again: Callable[[], OpenCheckpoint] | None,
+        open_again: Callable[[], OpenCheckpoint[Array]] | None,
     ) -> None:
         self._index = index
         self._options = options
@@ -223,7 +226,7 @@ class OpenCheckpoint(Mapping[str, Any]):
     def _value(self, name: str, data: bytes) -> Any:
         """Unpickle ``torch.save`` bytes."""
 
-    def get_slice(self, fqn: str) -> TensorSlice:
+    def get_slice(self, fqn: str) -> TensorSlice[Array]:
         """Open the tensor ``fqn`` to read parts of it.
 
         Args:
@@ -323,14 +326,14 @@ class OpenCheckpoint(Mapping[str, Any]):
             return default
         return self[fqn]
 
-    def get_tensor(self, fqn: str) -> Any:
+    def get_tensor(self, fqn: str) -> Array:
         """Return ``checkpoint[fqn]``, under the name of ``safetensors.safe_open``.
 
         Args:
-            fqn: the name of a tensor or a value.
+            fqn: the name of a tensor.
 
         Returns:
-            The tensor or value.
+            The tensor; under the name of a value, the value.
 
         Raises:
             EntryNotFoundError: there is no such entry.
@@ -340,7 +343,8 @@ class OpenCheckpoint(Mapping[str, Any]):
             weight = dcp_rs.open("ckpt").get_tensor("model.weight")
             ```
         """
-        return self[fqn]
+        tensor: Array = self[fqn]
+        return tensor
 
     def get_tensors(self) -> dict[str, Any]:
         """Return all entries by name, as ``safetensors.safe_open`` does.
@@ -500,7 +504,7 @@ def check_held(
         raise PlanError(msg, path=index.path, tensor=name)
 
 
-def _reopen(open_again: Callable[[], OpenCheckpoint], identity: str) -> OpenCheckpoint:
+def _reopen(open_again: Callable[[], OpenCheckpoint[Any]], identity: str) -> OpenCheckpoint[Any]:
     checkpoint = open_again()
     if checkpoint._identity() != identity:
         msg = (
@@ -510,7 +514,7 @@ def _reopen(open_again: Callable[[], OpenCheckpoint], identity: str) -> OpenChec
     return checkpoint
 
 
-class TensorSlice:
+class TensorSlice(Generic[Array]):
     """A stored tensor, to be indexed by integers, slices and ``...`` as in torch and NumPy.
 
     Each indexing reads no more than its bounding rectangle.
@@ -520,7 +524,9 @@ class TensorSlice:
         shape: the shape of the whole tensor.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, number: int, entry: _core.TensorEntry) -> None:
+    def __init__(
+        self, checkpoint: OpenCheckpoint[Array], number: int, entry: _core.TensorEntry
+    ) -> None:
         self._checkpoint = checkpoint
         self._number = number
         self._entry = entry
@@ -535,7 +541,7 @@ class TensorSlice:
         """Return the dtype as safetensors gives it, or torch's name if it has none."""
         return safetensors_name(self._entry.dtype or "")
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Any) -> Array:
         """Return the elements that ``key`` selects.
 
         Raises:
@@ -551,7 +557,8 @@ class TensorSlice:
             part = checkpoint._read(self._number, self._entry, offsets, sizes)
         else:
             part = part[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-        return part[local]
+        selected: Array = part[local]
+        return selected
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._checkpoint.get_slice, (self._entry.name,)

@@ -17,7 +17,7 @@ from dcp_rs.tensors.elements import bits_dtype, numpy_dtype
 __all__ = ["NumpyCheckpoint"]
 
 
-class NumpyCheckpoint(OpenCheckpoint):
+class NumpyCheckpoint(OpenCheckpoint["np.ndarray[Any, Any]"]):
     """A checkpoint that is open for reading, as NumPy arrays.
 
     :func:`dcp_rs.open` makes it with ``framework="np"``. An array that is stored in one piece is a
@@ -43,7 +43,7 @@ class NumpyCheckpoint(OpenCheckpoint):
         index: _core.Index,
         *,
         options: ReadOptions,
-        open_again: Callable[[], OpenCheckpoint] | None = None,
+        open_again: Callable[[], OpenCheckpoint[np.ndarray[Any, Any]]] | None = None,
     ) -> None:
         super().__init__(index, options, open_again)
         self._warned: set[str] = set()

@@ -119,7 +119,7 @@ def open(
         storage_options=stores,
         layout=layout,
     )
-    again = partial(
+    again: partial[Any] = partial(
         open,
         os.fspath(absolute(where)),
         framework,

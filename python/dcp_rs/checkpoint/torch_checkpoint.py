@@ -52,7 +52,7 @@ def read_whole(
     return {target.name: target.tensor for target in targets}
 
 
-class Checkpoint(OpenCheckpoint):
+class Checkpoint(OpenCheckpoint[torch.Tensor]):
     """A checkpoint that is open for reading: a mapping from names to tensors and values.
 
     :func:`dcp_rs.open` makes it. On the CPU, a tensor that is stored in one piece is a view of a
@@ -77,7 +77,7 @@ class Checkpoint(OpenCheckpoint):
         device: torch.device | str | int = "cpu",
         weights_only: bool = True,
         options: ReadOptions,
-        open_again: Callable[[], OpenCheckpoint] | None = None,
+        open_again: Callable[[], OpenCheckpoint[torch.Tensor]] | None = None,
     ) -> None:
         super().__init__(index, options, open_again)
         self._device = torch.device(device)

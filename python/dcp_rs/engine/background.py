@@ -9,8 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from dcp_rs._log import log as _log
 from dcp_rs._url import location
 from dcp_rs.engine.reports import SavedMetadata, SaveReport
@@ -23,7 +21,7 @@ __all__ = ["MAX_COPIES", "SaveFuture", "SaveQueue", "saves"]
 MAX_COPIES = 2
 
 
-class SaveFuture(Future[Metadata]):
+class SaveFuture(Future[SavedMetadata]):
     """Future of a save in the background, as :func:`async_save` returns it.
 
     It cannot be cancelled, as the other ranks take part in the save.

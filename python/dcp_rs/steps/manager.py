@@ -10,11 +10,10 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
@@ -23,7 +22,7 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import repeatable
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine.background import SaveFuture
-from dcp_rs.engine.reports import LoadReport
+from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.errors import (
     CheckpointExistsError,
@@ -32,7 +31,7 @@ from dcp_rs.errors import (
     CorruptIndexError,
     DcpRsError,
 )
-from dcp_rs.options import WriteOptions, check_positive
+from dcp_rs.options import LoadArguments, TrainingArguments, WriteOptions, check_positive
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
@@ -346,7 +345,7 @@ class CheckpointManager:
         force: bool = False,
         planner: SavePlanner | None = None,
         extra_files: ExtraFiles | None = None,
-    ) -> Metadata | None:
+    ) -> SavedMetadata | None:
         """Save a step. Then remove the steps that the policies do not keep.
 
         Args:
@@ -380,7 +379,7 @@ class CheckpointManager:
             ```
         """
         self._settle()
-        metadata: Metadata | None = None
+        metadata: SavedMetadata | None = None
         with self._may_fail(step):
             options = self._begin(step, metrics, extra_files, force=force)
             with self._coordinator.explaining():
@@ -526,7 +525,7 @@ class CheckpointManager:
         *,
         planner: LoadPlanner | None = None,
         take_over: bool = True,
-        **read_options: Any,
+        **read_options: Unpack[LoadArguments],
     ) -> int | None:
         """Load a step into ``state_dict``.
 
@@ -582,7 +581,7 @@ class CheckpointManager:
         step: int | None = None,
         *,
         take_over: bool = True,
-        **options: Any,
+        **options: Unpack[TrainingArguments],
     ) -> int | None:
         """Load a step that was saved with :func:`dcp_rs.optim.training_state`.
 
