@@ -417,15 +417,15 @@ class Sample:
         """Add the targets of a batch of the same index that are filled in place."""
     def add(self, regions: Sequence[tuple[int, bool, _Extent, _Extent]]) -> None:
         """Add regions (source, true for a chunk, offsets, sizes). Skip parts without a chunk."""
-    def told(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """Return the sample for the coordinator: 1 KiB."""
-    def judged(self, answer: bytes) -> SharedSections | None:
+    def with_reply(self, reply: bytes) -> SharedSections | None:
         """Combine the sample with the coordinator's reply. Return None if the reply is invalid."""
 
-def compare_wanted(told: Sequence[tuple[bytes, bytes]]) -> list[tuple[int, bytes]]:
+def compare_samples(samples: Sequence[tuple[bytes, bytes]]) -> list[tuple[int, bytes]]:
     """Compare the samples of all ranks, on the coordinator.
 
-    Each has the machine and ``Sample.told``. Return for each the number of samples of its machine,
+    Each has the machine and ``Sample.to_bytes``. Return for each the number of samples of its machine,
     and the reply.
     """
 
@@ -721,7 +721,7 @@ class Save:
 
         ``nesting`` has containers as in ``Index.nesting``.
         """
-    def let_go(self) -> None:
+    def unlock(self) -> None:
         """Release the claim on the files."""
     def abort(self) -> list[str]:
         """Remove the files. Return the reasons why something is still on the store."""
@@ -778,7 +778,7 @@ def recover(
     store: Store | None = None,
 ) -> bytes: ...
 def assign_saves(
-    requests: Sequence[bytes], *, lowest_rank: bool
+    requests: Sequence[bytes]
 ) -> tuple[list[bytes], int, list[int]]:
     """Assign items to ranks.
 

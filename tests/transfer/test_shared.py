@@ -294,15 +294,15 @@ def test_machines_are_compared_apart(tmp_path):
     for each in wanted:
         each.add([(0, False, (0, 0), SHAPE)])
     here, there = b"here", b"there"
-    (first, bits), (second, alone), (third, same) = _core.compare_wanted(
-        [(here, wanted[0].told()), (there, wanted[1].told()), (here, wanted[2].told())]
+    (first, bits), (second, alone), (third, same) = _core.compare_samples(
+        [(here, wanted[0].to_bytes()), (there, wanted[1].to_bytes()), (here, wanted[2].to_bytes())]
     )
     assert (first, second, third) == (2, 1, 2)
     assert bits == same
     assert bits[:4] == b"\xff" * 4  # 32 sections of 1 MiB
     assert alone == bytes(32)
     with pytest.raises(dcp_rs.errors.PlanError, match="invalid message"):
-        _core.compare_wanted([(here, b"abc")])
+        _core.compare_samples([(here, b"abc")])
 
 
 def test_who_does_not_share_reads_alone(saved):

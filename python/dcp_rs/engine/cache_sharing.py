@@ -82,13 +82,13 @@ def sample_of(
 
 def share(sample: _core.Sample) -> ReadSample:
     """Prepare the sample for the coordinator."""
-    return ReadSample(_machine(), sample.told())
+    return ReadSample(_machine(), sample.to_bytes())
 
 
 def compare_samples(samples: Sequence[ReadSample | None]) -> list[CommonReads | None]:
     """Compare the samples of all ranks, on the coordinator. Return the reply for each rank."""
-    told = [(each.machine, each.sample) for each in samples if each is not None]
-    replies = iter(_core.compare_wanted(told))
+    sent = [(each.machine, each.sample) for each in samples if each is not None]
+    replies = iter(_core.compare_samples(sent))
     size = len(samples)
     return [None if each is None else CommonReads(size, *next(replies)) for each in samples]
 
@@ -106,7 +106,7 @@ def common_reads(
         return None
     here = local_ranks()
     is_known = reply.size >= dist.get_world_size() if here is None else reply.ranks >= here
-    return sample.judged(reply.bits) if is_known else None
+    return sample.with_reply(reply.bits) if is_known else None
 
 
 @functools.cache

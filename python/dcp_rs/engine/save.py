@@ -94,7 +94,7 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
         nonlocal items
         if not all(isinstance(each, bytes) for each in requests):
             raise PlanError(MIXED_PLANNERS, path=to.path)
-        keeps, items, _ = _core.assign_saves(requests, lowest_rank=False)
+        keeps, items, _ = _core.assign_saves(requests)
         if items == 0 and request.entries.nothing_to_save is not None:
             raise PlanError(request.entries.nothing_to_save, path=to.path)
         save_id = request.options.save_id.bytes
@@ -290,13 +290,13 @@ class WrittenFiles:
     def release(self) -> None:
         """Unlock the files: an index names them, or nobody needs them."""
         if self.process == os.getpid():
-            self.save.let_go()
+            self.save.unlock()
 
     def discard(self) -> None:
         """Remove the files, unless the index of this save is there. Unlock them."""
         if self.process == os.getpid():
             self.to.remove(self.ticket.own_rank, [self.index])
-            self.save.let_go()
+            self.save.unlock()
 
 
 def write_files(

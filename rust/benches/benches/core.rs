@@ -17,7 +17,7 @@ use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{
     Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, read,
 };
-use dcp_rs_core::save_plan::{Rules, assign, encode};
+use dcp_rs_core::save_plan::{assign, encode};
 use dcp_rs_core::write::SaveItem;
 use dcp_rs_core::{Control, Dtype};
 
@@ -118,10 +118,7 @@ fn assigning(c: &mut Criterion) {
             let requests = requests(tensors, ranks, holders);
             group.throughput(Throughput::Elements(tensors * ranks));
             group.bench_function(BenchmarkId::new(who, ranks), |b| {
-                b.iter(|| {
-                    assign(black_box(&requests), Rules::default())
-                        .expect("all of each tensor is there")
-                });
+                b.iter(|| assign(black_box(&requests)).expect("all of each tensor is there"));
             });
         }
     }

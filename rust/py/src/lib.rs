@@ -56,7 +56,7 @@ mod _core {
         TensorEntry,
     };
     #[pymodule_export]
-    use crate::sample::{Sample, SharedSections, compare_wanted};
+    use crate::sample::{Sample, SharedSections, compare_samples};
     #[pymodule_export]
     use crate::save_item::SaveItem;
     #[pymodule_export]

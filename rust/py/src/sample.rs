@@ -65,32 +65,32 @@ impl Sample {
     }
 
     /// Returns the message for the coordinator: 1 KiB.
-    fn told<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.inner.to_bytes())
     }
 
     /// Combines the sample with the coordinator's reply; returns `None` if the reply is invalid.
-    fn judged(&self, answer: &[u8]) -> Option<SharedSections> {
-        let common = self.inner.judged(answer);
+    fn with_reply(&self, reply: &[u8]) -> Option<SharedSections> {
+        let common = self.inner.with_reply(reply);
         common.map(|common| SharedSections { inner: Arc::new(common) })
     }
 }
 
 /// Compares the samples of all ranks, on the coordinator. Each has the rank's machine and
-/// `Sample.told`. Returns for each the number of ranks on its machine, and the reply.
+/// `Sample.to_bytes`. Returns for each the number of ranks on its machine, and the reply.
 #[guarded]
 #[pyfunction]
-pub fn compare_wanted<'py>(
+pub fn compare_samples<'py>(
     py: Python<'py>,
-    told: Vec<(PyBackedBytes, PyBackedBytes)>,
+    samples: Vec<(PyBackedBytes, PyBackedBytes)>,
 ) -> PyResult<Vec<(usize, Bound<'py, PyBytes>)>> {
     let mut machines: HashMap<&[u8], Vec<usize>> = HashMap::new();
-    for (rank, (machine, _)) in told.iter().enumerate() {
+    for (rank, (machine, _)) in samples.iter().enumerate() {
         machines.entry(machine).or_default().push(rank);
     }
-    let mut answers = vec![(0, Vec::new()); told.len()];
+    let mut answers = vec![(0, Vec::new()); samples.len()];
     for ranks in machines.values() {
-        let messages: Vec<&[u8]> = ranks.iter().map(|&rank| &*told[rank].1).collect();
+        let messages: Vec<&[u8]> = ranks.iter().map(|&rank| &*samples[rank].1).collect();
         for (&rank, answer) in ranks.iter().zip(gather::compare(&messages).into_py(py)?) {
             answers[rank] = (ranks.len(), answer);
         }

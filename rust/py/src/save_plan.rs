@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use dcp_rs_core::Dtype;
 use dcp_rs_core::format::{Kind, Value};
 use dcp_rs_core::geometry::{Dims, element_count};
-use dcp_rs_core::save_plan::{self, Rules};
+use dcp_rs_core::save_plan;
 use dcp_rs_core::write::{Part, SaveItem};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -361,14 +361,11 @@ fn contiguous_length(host: &HostTensor) -> Option<u64> {
 /// it saves, then the number of items in all, and the bytes of each rank.
 #[guarded]
 #[pyfunction]
-#[pyo3(signature = (requests, *, lowest_rank))]
 pub fn assign_saves(
     py: Python<'_>,
     requests: Vec<PyBackedBytes>,
-    lowest_rank: bool,
 ) -> PyResult<(Vec<Bound<'_, PyBytes>>, u64, Vec<u64>)> {
-    let assignment =
-        py.detach(|| save_plan::assign(&requests, Rules { lowest_rank })).into_py(py)?;
+    let assignment = py.detach(|| save_plan::assign(&requests)).into_py(py)?;
     let keep = assignment.keep.iter().map(|bits| PyBytes::new(py, bits)).collect();
     Ok((keep, assignment.items, assignment.bytes))
 }

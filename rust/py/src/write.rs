@@ -185,7 +185,7 @@ impl Save {
     }
 
     /// Releases the claim on the files, once the save is committed or abandoned.
-    fn let_go(&self, py: Python<'_>) -> PyResult<()> {
+    fn unlock(&self, py: Python<'_>) -> PyResult<()> {
         let claim = self.lock(py)?.claim.take();
         py.detach(|| drop(claim));
         Ok(())

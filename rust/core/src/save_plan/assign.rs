@@ -13,14 +13,6 @@ use crate::{Dtype, Error, Result};
 /// writes for a number.
 const VALUE_BYTES: u64 = 1024;
 
-/// Options of [`assign`].
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Rules {
-    /// Assign a replicated chunk to the lowest rank that has it, instead of balancing the bytes of
-    /// ranks.
-    pub lowest_rank: bool,
-}
-
 /// Assignment of chunks to ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Assignment {
@@ -43,7 +35,7 @@ pub struct Assignment {
 ///   chunk lies outside of it, chunks overlap, or no chunk holds some element. The last check needs
 ///   more than one rank, as a single rank may save a part.
 /// - [`Error::Plan`] if a request is damaged.
-pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment> {
+pub fn assign(requests: &[impl AsRef<[u8]>]) -> Result<Assignment> {
     let mut gathered = Gathered::default();
     let mut keep = Vec::with_capacity(requests.len());
     for (rank, request) in (0..).zip(requests) {
@@ -68,7 +60,7 @@ pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment>
         gathered.check(tensor, &chunks, requests.len() > 1)?;
         for holders in chunks {
             let bytes = gathered.length(tensor, &holders[0]);
-            if holders.len() == 1 || rules.lowest_rank {
+            if holders.len() == 1 {
                 assignment.give(&holders[0], bytes);
             } else {
                 shared.push((bytes, holders.to_vec()));

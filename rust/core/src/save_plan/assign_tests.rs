@@ -38,13 +38,13 @@ fn rows(name: &str, shape: &[u64], at: u64, count: u64) -> SaveItem {
     item(name, Some("float32"), shape, &[at, 0], &[count, shape[1]])
 }
 
-fn run(ranks: &[Vec<SaveItem>], rules: Rules) -> Result<Assignment> {
+fn run(ranks: &[Vec<SaveItem>]) -> Result<Assignment> {
     let requests: Vec<_> = ranks.iter().map(|items| encode(items)).collect();
-    assign(&requests, rules)
+    assign(&requests)
 }
 
 fn message(ranks: &[Vec<SaveItem>]) -> (String, String) {
-    match run(ranks, Rules::default()) {
+    match run(ranks) {
         Err(Error::TensorPlan { tensor, reason, .. }) => (tensor, reason),
         other => panic!("{other:?}"),
     }
@@ -59,7 +59,7 @@ fn replicas_are_spread_by_bytes() {
     // One tensor of 8 rows and eight of one row: one rank saves the large one, the other the rest.
     let mut items = vec![whole("large", &[8, 16])];
     items.extend((0..8).map(|i| whole(&format!("small.{i}"), &[1, 16])));
-    let assignment = run(&[items.clone(), items], Rules::default()).unwrap();
+    let assignment = run(&[items.clone(), items]).unwrap();
     assert_eq!(assignment.bytes, [512, 512]);
     assert_eq!(assignment.items, 9);
 }
@@ -72,10 +72,8 @@ fn shards_count_before_replicas_are_spread() {
             rows("shard", &[8, 4], 6 * rank, if rank == 0 { 6 } else { 2 }),
         ]
     };
-    let assignment = run(&[of(0), of(1)], Rules::default()).unwrap();
+    let assignment = run(&[of(0), of(1)]).unwrap();
     assert_eq!(assignment.bytes, [96, 96]);
-    let assignment = run(&[of(0), of(1)], Rules { lowest_rank: true }).unwrap();
-    assert_eq!(assignment.bytes, [160, 32]);
 }
 
 #[test]
@@ -105,26 +103,19 @@ fn a_bad_plan_names_tensor_and_chunk() {
 
 #[test]
 fn one_rank_may_hold_a_part() {
-    run(&[vec![rows("w", &[8, 4], 2, 2), rows("w", &[8, 4], 6, 2)]], Rules::default()).unwrap();
-    assert!(
-        run(&[vec![rows("w", &[8, 4], 2, 3), rows("w", &[8, 4], 4, 2)]], Rules::default()).is_err()
-    );
+    run(&[vec![rows("w", &[8, 4], 2, 2), rows("w", &[8, 4], 6, 2)]]).unwrap();
+    assert!(run(&[vec![rows("w", &[8, 4], 2, 3), rows("w", &[8, 4], 4, 2)]]).is_err());
 }
 
 #[test]
 fn empty_tensors_scalars_and_values_are_saved_once() {
     let items =
         vec![whole("empty", &[0, 3]), whole("scalar", &[]), item("value", None, &[], &[], &[])];
-    let assignment = run(&[items.clone(), items.clone(), items], Rules::default()).unwrap();
+    let assignment = run(&[items.clone(), items.clone(), items]).unwrap();
     assert_eq!(assignment.items, 3);
     let end = || item("w", Some("int8"), &[4], &[4], &[0]);
     let part = |at: u64| item("w", Some("int8"), &[4], &[at], &[2]);
-    assert_eq!(
-        run(&[vec![part(0)], vec![part(2)], vec![end()], vec![end()]], Rules::default())
-            .unwrap()
-            .items,
-        3
-    );
+    assert_eq!(run(&[vec![part(0)], vec![part(2)], vec![end()], vec![end()]]).unwrap().items, 3);
 }
 
 /// A model of a few tensors. Each is cut into rows, and some ranks hold each part.
@@ -155,8 +146,8 @@ fn job() -> impl Strategy<Value = Vec<Vec<SaveItem>>> {
 proptest! {
     /// Exactly one of its holders saves each chunk.
     #[test]
-    fn each_chunk_is_saved_once(job in job(), lowest_rank: bool) {
-        let assignment = run(&job, Rules { lowest_rank }).unwrap();
+    fn each_chunk_is_saved_once(job in job()) {
+        let assignment = run(&job).unwrap();
         let mut holders: BTreeMap<(&str, &[u64]), BTreeSet<usize>> = BTreeMap::new();
         let mut savers: BTreeMap<(&str, &[u64]), Vec<usize>> = BTreeMap::new();
         let mut loads = vec![0; job.len()];
@@ -176,9 +167,6 @@ proptest! {
         for (key, by) in &savers {
             prop_assert_eq!(by.len(), 1);
             prop_assert!(holders[key].contains(&by[0]));
-            if lowest_rank {
-                prop_assert_eq!(by.first(), holders[key].first());
-            }
         }
     }
 
@@ -186,7 +174,7 @@ proptest! {
     #[test]
     fn replicas_balance(lengths in prop::collection::vec(1..100_u64, 0..30), ranks in 1..6_usize) {
         let items: Vec<_> = lengths.iter().enumerate().map(|(i, &n)| whole(&format!("t{i}"), &[n])).collect();
-        let assignment = run(&vec![items; ranks], Rules::default()).unwrap();
+        let assignment = run(&vec![items; ranks]).unwrap();
         let bytes = || assignment.bytes.iter();
         let (most, least) = (bytes().max().unwrap(), bytes().min().unwrap());
         prop_assert!(most - least <= 4 * lengths.iter().max().unwrap_or(&0));

@@ -8,5 +8,5 @@
 mod assign;
 mod request;
 
-pub use assign::{Assignment, Rules, assign};
+pub use assign::{Assignment, assign};
 pub use request::{decode, encode};

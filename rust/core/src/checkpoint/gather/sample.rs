@@ -180,9 +180,9 @@ impl Sample {
     /// Combines the sample with this rank's answer from [`compare`]. Returns `None` if it is not an
     /// answer.
     #[must_use]
-    pub fn judged(&self, answer: &[u8]) -> Option<SharedSections> {
-        (answer.len() == self.read.len() / 8)
-            .then(|| SharedSections { sections: self.sections.clone(), shared: answer.into() })
+    pub fn with_reply(&self, reply: &[u8]) -> Option<SharedSections> {
+        (reply.len() == self.read.len() / 8)
+            .then(|| SharedSections { sections: self.sections.clone(), shared: reply.into() })
     }
 }
 
@@ -373,11 +373,11 @@ mod tests {
         gather
     }
 
-    fn judged(wanted: &[Sample]) -> Vec<SharedSections> {
-        let told: Vec<_> = wanted.iter().map(Sample::to_bytes).collect();
-        let answers = compare(&told.iter().map(Vec::as_slice).collect::<Vec<_>>()).unwrap();
-        let judged = |(wanted, answer): (&Sample, Vec<u8>)| wanted.judged(&answer).unwrap();
-        wanted.iter().zip(answers).map(judged).collect()
+    fn compared(wanted: &[Sample]) -> Vec<SharedSections> {
+        let sent: Vec<_> = wanted.iter().map(Sample::to_bytes).collect();
+        let answers = compare(&sent.iter().map(Vec::as_slice).collect::<Vec<_>>()).unwrap();
+        let reply = |(wanted, answer): (&Sample, Vec<u8>)| wanted.with_reply(&answer).unwrap();
+        wanted.iter().zip(answers).map(reply).collect()
     }
 
     /// Returns the sample of a rank that reads these ranges of file 1.
@@ -391,7 +391,7 @@ mod tests {
 
     /// Returns whether each rank's first range is shared.
     fn shared(ranks: &[&[(u64, u64)]]) -> Vec<bool> {
-        let common = judged(&ranks.iter().map(|rank| reads(rank)).collect::<Vec<_>>());
+        let common = compared(&ranks.iter().map(|rank| reads(rank)).collect::<Vec<_>>());
         let first =
             |(common, rank): (SharedSections, &&[(u64, u64)])| common.has(1, rank[0].0, rank[0].1);
         common.into_iter().zip(ranks).map(first).collect()
@@ -426,7 +426,7 @@ mod tests {
                 wanted.add_rectangle(1, rank * row, 2, &[60, row / 2], &[pitch, 2]);
                 wanted
             };
-            for (rank, common) in (0..).zip(judged(&[0, 1, 2, 3].map(columns))) {
+            for (rank, common) in (0..).zip(compared(&[0, 1, 2, 3].map(columns))) {
                 assert_eq!(common.has(1, rank * row, 59 * pitch), is_shared, "{row} of {pitch}");
             }
         }
@@ -436,7 +436,7 @@ mod tests {
     fn what_is_no_message_is_refused() {
         let message = reads(&[(0, 9)]).to_bytes();
         assert!(matches!(compare(&[&message, &message[1..]]), Err(Error::Plan(_))));
-        assert!(reads(&[]).judged(&message).is_none());
+        assert!(reads(&[]).with_reply(&message).is_none());
     }
 
     #[test]
@@ -450,7 +450,7 @@ mod tests {
             (batch, wanted)
         };
         let (batches, wanted): (Vec<_>, Vec<_>) = names.iter().map(|name| wants(name)).unzip();
-        for (mut batch, common) in batches.into_iter().zip(judged(&wanted)) {
+        for (mut batch, common) in batches.into_iter().zip(compared(&wanted)) {
             for _ in 0..2 {
                 batch.divide(&common);
                 let options = ReadOptions::default();
