@@ -224,6 +224,7 @@ class ReadOptions(_Options):
             "threads": threads,
             "verify": None if self.verify == "auto" else self.verify,
             "shared": has_local_peers() if self.shared is None else self.shared,
+            "local_ranks": local_ranks() or 1,
             "max_inflight_bytes": self.max_inflight_bytes or 64 * MIB,
         }
 

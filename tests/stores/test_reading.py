@@ -114,6 +114,22 @@ def test_a_column_shard_is_fetched_in_few_requests(tmp_path, server, options):
     assert len(server.requests) - before <= 64 + 2  # 128 MiB by 64 at a time
 
 
+def test_ranks_of_a_machine_fetch_column_shards_in_larger_requests(
+    tmp_path, server, options, monkeypatch
+):
+    """Each of four ranks fetched 32 MiB in 32 requests, as if it had the store for itself."""
+    whole = torch.zeros(2048, 4096)
+    whole[:, ::1024] = torch.arange(2048.0)[:, None]
+    dcp_rs.save({"w": whole}, tmp_path / "x")
+    server.put_folder(tmp_path / "x", "x")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with dcp_rs.open(server.url("x"), storage_options=options) as ckpt:
+        before = len(server.requests)
+        got = ckpt.get_slice("w")[:, 1024:2048]
+    assert torch.equal(got, whole[:, 1024:2048])
+    assert len(server.requests) - before <= 16 + 2
+
+
 def test_overlapping_and_strided_destinations(saved, url, options):
     state, _ = saved
     into = {"model": {"big": torch.zeros(1024, 1500).t()}}

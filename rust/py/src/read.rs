@@ -37,6 +37,8 @@ pub struct Options {
     shared: bool,
     #[pyo3(default)]
     max_inflight_bytes: u64,
+    #[pyo3(default = 1)]
+    local_ranks: usize,
 }
 
 /// Converts options, with defaults for those that were not given.
@@ -65,6 +67,7 @@ pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
         },
         shared: if options.shared { Sharing::Guess } else { Sharing::Nothing },
         max_inflight_bytes: options.max_inflight_bytes,
+        local_ranks: options.local_ranks,
     })
 }
 

@@ -142,9 +142,14 @@ unsafe fn carry_out(
     let policies: Vec<Policy> = access
         .iter()
         .map(|access| {
-            let workers = if access.waits() { threads.max(access.depth()) } else { threads };
             // The slowest request determines the time of a small load from a store, so each worker
-            // gets one. Gaps between rows are fetched as well.
+            // gets one. Gaps between rows are fetched as well. The ranks of a machine share its
+            // connections.
+            let workers = match access {
+                Access::Remote => threads.max(access.depth() / options.local_ranks.max(1)),
+                _ if access.waits() => threads.max(access.depth()),
+                _ => threads,
+            };
             let share = match access {
                 Access::Remote => wanted.iter().fold(0_u64, |sum, w| sum.saturating_add(w.reach)),
                 _ => total / 4,

@@ -88,6 +88,9 @@ pub struct ReadOptions {
     pub verify: Verify,
     /// Reads of other processes of this machine. Default: [`Sharing::Nothing`].
     pub shared: Sharing,
+    /// Ranks of this machine that load at the same time. They share its connections to a store.
+    /// Default: 1.
+    pub local_ranks: usize,
     /// Limit on the bytes of buffers in one call, apart from page cache and mappings. Default: 64
     /// MiB. There is always at least one buffer for each thread.
     pub max_inflight_bytes: u64,
@@ -100,6 +103,7 @@ impl Default for ReadOptions {
             threads: 0,
             verify: Verify::Nothing,
             shared: Sharing::Nothing,
+            local_ranks: 1,
             max_inflight_bytes: 64 << 20,
         }
     }
