@@ -94,9 +94,7 @@ def ours(kind: str, ranks: int, repeat: int) -> tuple[float, int, int, float]:
     times = []
     for _ in range(repeat):
         begin = time.process_time()
-        keep, items, _ = _core.assign_saves(
-            [pickle.loads(plan) for plan in plans]
-        )
+        keep, items, _ = _core.assign_saves([pickle.loads(plan) for plan in plans])
         answers = [pickle.dumps(bits) for bits in keep]
         times.append(time.process_time() - begin)
     shape, _, sizes = place(kind, 0, ranks)

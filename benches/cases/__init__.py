@@ -10,6 +10,7 @@ FAMILIES = {
     "serial": "what of a load more cores do not make shorter",
     "ranks": "several ranks of a machine at once, from a cold disk",
     "save": "saving, with fsync",
+    "restart": "a save, and restores in new processes after it",
     "steps": "steps of a run that trains adapters of a frozen backbone",
     "stall": "what a save in the background costs the training step that it begins in",
     "memory": "anonymous memory while loading",

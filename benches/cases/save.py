@@ -64,6 +64,10 @@ def ours(state: State, path: Path) -> None:
     dcp_rs.save(state, path, no_dist=True)
 
 
+def ours_buffered(state: State, path: Path) -> None:
+    dcp_rs.save(state, path, no_dist=True, io="buffered")
+
+
 def ours_stock_planner(state: State, path: Path) -> None:
     dcp.save(state, storage_writer=dcp_rs.RsWriter(path), no_dist=True)
 

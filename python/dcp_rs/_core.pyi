@@ -777,9 +777,7 @@ def recover(
     progress: Callable[[int], object] | None = None,
     store: Store | None = None,
 ) -> bytes: ...
-def assign_saves(
-    requests: Sequence[bytes]
-) -> tuple[list[bytes], int, list[int]]:
+def assign_saves(requests: Sequence[bytes]) -> tuple[list[bytes], int, list[int]]:
     """Assign items to ranks.
 
     Return for each rank a bit for each item of its request, the number of items in all, and the
