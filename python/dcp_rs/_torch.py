@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -128,6 +129,14 @@ def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
 def caches_plans(planner: SavePlanner) -> bool:
     """Return true if a planner keeps plans for the next save (2.8, 2.11, 2.15)."""
     return bool(getattr(planner, "_enable_plan_caching", False))
+
+
+def forget_plans(planner: SavePlanner) -> None:
+    """Remove the plans that a planner cached for the next save (2.8, 2.11, 2.15)."""
+    if getattr(planner, "_enable_plan_caching", False):
+        kinds = ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
+        for kind in kinds:
+            getattr(SavePlanner, f"_cached_{kind}", {}).pop(planner._cached_plans_key, None)  # type: ignore[attr-defined]
 
 
 #: The attributes of torch's CheckpointableTensor, 2.15.
@@ -345,7 +354,13 @@ def module_version(module: torch.nn.Module) -> int | None:
     return module._version
 
 
-def set_module_versions(state: OrderedDict[str, Any], versions: dict[str, Any]) -> None:
+def module_versions(state: Any) -> Mapping[str, Any] | None:
+    """Return what ``Module.state_dict()`` notes of its modules, by name (2.8, 2.11, 2.15)."""
+    found = getattr(state, "_metadata", None)
+    return found if isinstance(found, Mapping) else None
+
+
+def set_module_versions(state: OrderedDict[str, Any], versions: Mapping[str, Any]) -> None:
     """Tell ``Module.load_state_dict`` the versions of modules, by name (2.8, 2.11, 2.15)."""
     state._metadata = versions  # type: ignore[attr-defined]  # as Module.state_dict() does
 

@@ -34,7 +34,7 @@ from dcp_rs.training.load import TrainingLoad, TrainingOptions
 from dcp_rs.training.optimizers import is_fsdp1, joined, model_state, optimizer_state
 from dcp_rs.training.partial_load import parts_of
 from dcp_rs.training.sources import MODEL, OPTIM
-from dcp_rs.training.versions import VERSIONS, gather_versions
+from dcp_rs.training.versions import VERSIONS, gather_versions, noted
 
 __all__ = [
     "PerRank",
@@ -115,6 +115,7 @@ def _training_state(
         if strict and OPTIM in state:
             check_values(OPTIM, without_tensors(state[OPTIM]))
         state[VERSIONS] = gather_versions(models, ranks)
+        state[MODEL] = noted(state[MODEL], models, state[VERSIONS])
         if extra:
             state[EXTRA] = {name: state_of(value) for name, value in extra.items()}
             if strict:
@@ -206,6 +207,9 @@ def load_training_state(
 
     Every rank of ``process_group`` calls it. Before anything of the job changes, the names, shapes,
     kinds of state and settings of all parts are compared with the checkpoint.
+
+    An error that comes later is raised on all ranks, and leaves the job partly loaded: a read that
+    fails, or an object that refuses its state. Load again, or begin anew.
 
     Args:
         path: a checkpoint of :func:`save_training_state`; one of stock DCP or one file of

@@ -16,8 +16,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.metadata import safetensors_metadata
-from dcp_rs.checkpoint.torch_checkpoint import containers_of
+from dcp_rs.checkpoint.metadata import planner_data, safetensors_metadata
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import CorruptDataError
 from dcp_rs.options import ReadOptions
@@ -116,7 +115,7 @@ def open_source(
     allow_external: bool,
     storage_options: StorageOptions | None = None,
     layout: Layout | None = None,
-) -> CheckpointReader:
+) -> IndexSource:
     """Open a checkpoint of any kind.
 
     Args:
@@ -152,8 +151,7 @@ class IndexSource:
         passes: Callable[[str], bool] | None = None,
     ) -> None:
         self.kind = index.source
-        self.root = index.planner_root()
-        self.containers = containers_of(index)
+        self.root, self.containers = planner_data(index)
         self._positions = index.positions()
         self.index = index
         self.path, self.files = index.path, index.file_paths()

@@ -11,16 +11,17 @@ from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs._reports import short_repr
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, check_held
+from dcp_rs.checkpoint.metadata import planner_data
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import REQUIRES_GRAD, can_require_grad
 from dcp_rs.tensors.flatten import number_parameters
-from dcp_rs.tensors.nesting import Container, TreePath, nest
+from dcp_rs.tensors.nesting import TreePath, nest
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 
-__all__ = ["Checkpoint", "containers_of", "read_whole"]
+__all__ = ["Checkpoint", "read_whole"]
 
 
 def read_whole(
@@ -121,7 +122,7 @@ class Checkpoint(OpenCheckpoint[torch.Tensor]):
             numbers = [n for n in range(index.tensor_count) if not index.tensor(n).is_bytes]
             tensors = read_whole(index, numbers, self._device, self._options, self._counts)
             flat = {name: tensors[name] if name in tensors else self[name] for name in self}
-        root, containers, positions = index.planner_root(), containers_of(index), index.positions()
+        (root, containers), positions = planner_data(index), index.positions()
         rest = root if isinstance(root, dict) else {}
         paths = [
             index.planner_path(i) or _path_in(rest, name) or (name,) for i, name in enumerate(flat)
@@ -186,12 +187,6 @@ class Checkpoint(OpenCheckpoint[torch.Tensor]):
         target = Target(number, offsets, tensor, entry.name, dtype)
         fill(self._index, [target], self._options, self._counts)
         return tensor
-
-
-def containers_of(index: _core.Index) -> list[Container] | None:
-    """Return the containers that an index lists, or None if its format does not list them."""
-    nesting = index.nesting()
-    return None if nesting is None else [Container(*container) for container in nesting]
 
 
 def _path_in(root: Mapping[str, Any], name: str) -> TreePath | None:

@@ -19,7 +19,7 @@ from dcp_rs.checkpoint.source import CheckpointReader, Item
 from dcp_rs.conversion.request import WriteRequest
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import cast_to, is_counter
-from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining
+from dcp_rs.tensors.nesting import Container, TreePath, moved_versions, name_of, remaining
 
 __all__ = ["ConvertReport", "Job", "Task", "aborting", "new_dtype", "select", "split"]
 
@@ -222,9 +222,15 @@ def select(
         depth = len(front)
         tasks = [replace(t, path=path[depth:]) for t, path in zip(tasks, leaves, strict=True)]
         inside = [c for c in containers if c.path[:depth] == front]
-        containers = [Container(c.position, c.path[depth:], c.kind) for c in inside]
+        containers = [replace(c, path=c.path[depth:]) for c in inside]
     else:
-        containers = _rename_containers(containers, leaves, new_name)
+        versions = _rename_versions(containers, tasks)
+        containers = _rename_containers(containers, leaves, tasks, new_name)
+        if versions:
+            containers = [
+                Container(0, (), "OrderedDict", versions),
+                *(c for c in containers if c.path),
+            ]
     return tasks, None if source.containers is None else containers
 
 
@@ -242,22 +248,48 @@ def _front(tasks: Sequence[Task]) -> TreePath:
     return fronts.pop() if len(fronts) == 1 else ()
 
 
+def _rename_versions(
+    containers: Sequence[Container], tasks: Sequence[Task]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the versions of modules whose entries get new names, all of which are at the top."""
+    moved: dict[str, Mapping[str, Any]] = {}
+    for container in containers:
+        if container.versions is None:
+            continue
+        depth = len(container.path)
+        names = [
+            (name_of(path[depth:]), task.name)
+            for task in tasks
+            if (path := task.item.path) is not None
+            and path[:depth] == container.path
+            and (not depth or task.path != path)
+        ]
+        if any(old != new for old, new in names):
+            moved |= moved_versions(container.versions, names)
+    return moved
+
+
 def _rename_containers(
-    containers: Sequence[Container], leaves: Sequence[TreePath], new_name: Callable[[str], str]
+    containers: Sequence[Container],
+    leaves: Sequence[TreePath],
+    tasks: Sequence[Task],
+    new_name: Callable[[str], str],
 ) -> list[Container]:
     """Return the containers that are left after a renaming.
 
     An empty container has a name, as entries have. A container of renamed entries goes.
     """
     holding = {path[:depth] for path in leaves for depth in range(len(path))}
+    still = {task.path[:depth] for task in tasks for depth in range(len(task.path))}
     kept = []
     for container in containers:
         name = name_of(container.path)
         new = new_name(name) if container.path else name
         if new == name:
-            kept.append(container)
+            if container.path not in holding or container.path in still:
+                kept.append(container)
         elif container.path not in holding:
-            kept.append(Container(container.position, (new,), container.kind))
+            kept.append(replace(container, path=(new,)))
     return kept
 
 

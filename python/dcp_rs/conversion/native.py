@@ -10,7 +10,7 @@ from typing import Any
 from dcp_rs import _core
 from dcp_rs.checkpoint.blocks import Region
 from dcp_rs.checkpoint.folders import is_foreign
-from dcp_rs.checkpoint.metadata import MERGED_FROM
+from dcp_rs.checkpoint.metadata import MERGED_FROM, with_versions
 from dcp_rs.conversion.job import Job, Task, aborting, split
 from dcp_rs.engine.destination import Destination
 from dcp_rs.errors import CheckpointExistsError
@@ -78,7 +78,7 @@ def _planner_data(job: Job) -> Any:
         root = {}
     if job.merged_from:
         root = {**(root or {}), MERGED_FROM: list(job.merged_from)}
-    return root
+    return with_versions(root, job.containers or ())
 
 
 def _write_rank(job: Job, tasks: list[Task], to: Destination, **how: Any) -> bytes:

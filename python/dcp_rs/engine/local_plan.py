@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -341,6 +341,4 @@ def _store_keys(selected: Selected) -> None:
         return path
 
     selected.paths = {fqn: stored(path) for fqn, path in selected.paths.items()}
-    selected.containers = [
-        Container(each.position, stored(each.path), each.kind) for each in selected.containers
-    ]
+    selected.containers = [replace(each, path=stored(each.path)) for each in selected.containers]

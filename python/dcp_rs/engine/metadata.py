@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, location, options_for
+from dcp_rs.checkpoint.metadata import planner_data
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME, REQUIRES_GRAD
@@ -61,15 +62,15 @@ def make_metadata(
         storage_options, layout: for another process, which opens the index again.
     """
     is_flat = index.source == "safetensors"  # its names are paths of one key
-    planner_data = index.planner_root()
-    if planner_data is None and is_flat:
-        planner_data = {}
+    data, _ = planner_data(index)
+    if data is None and is_flat:
+        data = {}
     handle = _Handle(index, rank, storage_options, layout or Layout())
-    if isinstance(planner_data, dict):
-        planner_data = PlannerPaths(handle, planner_data, is_flat=is_flat)
+    if isinstance(data, dict):
+        data = PlannerPaths(handle, data, is_flat=is_flat)
     metadata = Metadata(
         state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # planners need a mapping
-        planner_data=planner_data,
+        planner_data=data,
         storage_data=StorageInfos(handle),
         storage_meta=StorageMeta(
             checkpoint_id=checkpoint_id, save_id=index.save_id, load_id=load_id

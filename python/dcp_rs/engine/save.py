@@ -20,6 +20,7 @@ from dcp_rs._progress import Progress, watching
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.metadata import with_versions
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.local_plan import LocalPlan, Selected, Writes, plan_locally
 from dcp_rs.engine.metadata import make_metadata
@@ -137,7 +138,7 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
                 indexes if ranks.is_alone else list(map(zlib.decompress, indexes)),
                 save_id=ticket.save_id,
                 generation=ticket.generation,
-                planner_data={},
+                planner_data=with_versions({}, request.entries.containers),
                 items=items,
                 names={},
                 fsync=options.write.fsync,

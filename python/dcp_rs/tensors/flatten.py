@@ -10,6 +10,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.nesting import Container, TreePath, kind_of, name_of, shown, text_path
 
@@ -69,7 +70,7 @@ def flatten(state_dict: Mapping[Any, Any], state_of: Callable[[Any], Any] | None
     if set(map(type, state_dict)) <= {str} and all(issubclass(k, torch.Tensor) for k in kinds):
         flat.values, flat.paths = dict(state_dict), {key: (key,) for key in state_dict}
         if (kind := kind_of(state_dict)) != "dict":
-            flat.containers.append(Container(0, (), kind))
+            flat.containers.append(_container(0, (), kind, state_dict))
     else:
         _enter(state_dict, "", (), flat, state_of)
     return flat
@@ -86,7 +87,7 @@ def _enter(
     if is_mapping:
         kind = "dict" if type(node) is dict else kind_of(node)
         if kind != "dict" or (path and not node):
-            flat.containers.append(Container(len(flat.values), path, kind))
+            flat.containers.append(_container(len(flat.values), path, kind, node))
     for key, entry in node.items() if is_mapping else enumerate(node):
         name = str(key)
         fqn = f"{prefix}.{name}" if path else name
@@ -105,6 +106,10 @@ def _enter(
             raise PlanError(msg, tensor=fqn)
         flat.values[fqn] = value
         flat.paths[fqn] = here
+
+
+def _container(position: int, path: TreePath, kind: str, mapping: Any) -> Container:
+    return Container(position, path, kind, _torch.module_versions(mapping))
 
 
 def _is_inner(value: Any) -> bool:

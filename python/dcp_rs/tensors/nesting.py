@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "kind_of",
     "like",
     "map_leaves",
+    "moved_versions",
     "name_of",
     "nest",
     "remaining",
@@ -58,11 +59,14 @@ class Container:
         position: the number of entries before it in the state dict.
         path: its path; empty for the state dict itself.
         kind: its kind (section 5 of the format).
+        versions: the versions of modules that ``Module.state_dict`` noted in it: a dict such as
+            ``{"version": 2}`` by the name of the module.
     """
 
     position: int
     path: TreePath
     kind: str
+    versions: Mapping[str, Any] | None = field(default=None, compare=False)
 
 
 def kind_of(mapping: Mapping[Any, Any]) -> str:
@@ -152,6 +156,28 @@ def remaining(
     return [c for c in containers if not c.path or c.path in holding or passes(name_of(c.path))]
 
 
+def moved_versions(
+    versions: Mapping[str, Any], names: Iterable[tuple[str, str]]
+) -> OrderedDict[str, Any]:
+    """Return the versions of modules by their new names.
+
+    Args:
+        versions: the versions by the old names.
+        names: the old and the new name of each parameter and buffer.
+    """
+    moved: OrderedDict[str, Any] = OrderedDict()
+    for old_name, new_name in names:
+        old, new = old_name.split("."), new_name.split(".")
+        while old and new:
+            own, now = old.pop(), new.pop()
+            above = ".".join(old)
+            if above in versions:
+                moved.setdefault(".".join(new), versions[above])
+            if own != now:  # what is above has another name
+                break
+    return moved
+
+
 def nest(
     leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container] = ()
 ) -> dict[Any, Any]:
@@ -165,7 +191,7 @@ def nest(
     Raises:
         PlanError: two paths contradict each other.
     """
-    tree = _Tree({container.path: container.kind for container in containers})
+    tree = _Tree({container.path: container for container in containers})
     entries: list[tuple[float, int, TreePath, Any]] = [
         (c.position, 0, c.path, None) for c in containers
     ]
@@ -189,10 +215,10 @@ class _List(dict[int, Any]):
 class _Tree:
     """A state dict under construction."""
 
-    def __init__(self, kinds: Mapping[TreePath, str]) -> None:
-        self._kinds = kinds
+    def __init__(self, containers: Mapping[TreePath, Container]) -> None:
+        self._containers = containers
         # Hashing every prefix of a path would be quadratic in its length.
-        self._depths = {len(path) for path in kinds}
+        self._depths = {len(path) for path in containers}
         self._root = self._mapping(())
         #: Ids of the containers. Other dicts and lists are values.
         self._own = {id(self._root)}
@@ -237,7 +263,15 @@ class _Tree:
         return self._root
 
     def _mapping(self, path: TreePath) -> dict[Any, Any]:
-        return _KINDS.get(self._kinds.get(path, "dict"), dict)()
+        container = self._containers.get(path)
+        if container is None:
+            return {}
+        made = _KINDS.get(container.kind, dict)()
+        if container.versions is not None and isinstance(made, OrderedDict):
+            from dcp_rs import _torch  # a command that imports this module may not need torch
+
+            _torch.set_module_versions(made, container.versions)
+        return made
 
     def _key(self, at: dict[Any, Any], path: TreePath, number: int) -> Any:
         """Return the key in a container for a part of a path."""

@@ -27,7 +27,7 @@ from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_tree import join
 from dcp_rs.training.settings import KeepSettings
 from dcp_rs.training.sources import MODEL, OPTIM, Part, Parts
-from dcp_rs.training.versions import VERSIONS, with_versions
+from dcp_rs.training.versions import VERSIONS, Versions, saved_versions, with_versions
 
 __all__ = ["TrainingLoad", "TrainingOptions"]
 
@@ -183,9 +183,7 @@ class TrainingLoad:
             else:
                 self._left.excluded.append(join(MODEL, fqn))
         self._add(part, template)
-        versions = None
-        if VERSIONS in part.entries:
-            versions = dict(part.reader._read_value(VERSIONS))
+        versions = saved_versions(part, ((name[start:], fqn) for fqn, name in name_of.items()))
 
         def put(loaded: Mapping[str, Any]) -> None:
             for model, state, extra in zip(self._models, states, values, strict=True):
@@ -253,7 +251,7 @@ def _add_report(whole: LoadReport, report: LoadReport) -> None:
 def _load_model(
     model: torch.nn.Module,
     own: Mapping[str, Any],
-    versions: Mapping[str, int] | None,
+    versions: Versions | None,
     *,
     partial: bool,
 ) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcp_rs import _core
-from dcp_rs.checkpoint.torch_checkpoint import containers_of
+from dcp_rs.checkpoint.metadata import planner_data
 from dcp_rs.engine.matching import EntryInfo, find_entries
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, text_path
 
@@ -44,7 +44,7 @@ class SavedTree:
                 below(path).paths[name] = path[1:]
         for c in self.containers:
             if c.path:
-                below(c.path).containers.append(Container(c.position, c.path[1:], c.kind))
+                below(c.path).containers.append(replace(c, path=c.path[1:]))
         return trees
 
 
@@ -63,8 +63,7 @@ class SavedEntries:
         self.index = index
         self.names = index.names()
         self._positions = index.positions()
-        self._containers = containers_of(index)
-        root = index.planner_root()
+        root, self._containers = planner_data(index)
         self._paths: dict[str, Any] = root if isinstance(root, dict) else {}
         #: The numbers of the entries by the first part of their names.
         self._numbers: dict[str, list[int]] = {}
@@ -86,6 +85,11 @@ class SavedEntries:
         names = (self.names[number] for number in self._numbers.get(prefix.partition(".")[0], ()))
         start = f"{prefix}."
         return [name for name in names if name.startswith(start) or name == prefix]
+
+    def versions(self, path: tuple[str, ...]) -> Mapping[str, Any]:
+        """Return the versions of modules that are noted in the mapping at a path."""
+        found = (c.versions for c in self._containers or () if _text(c.path) == path)
+        return next((versions for versions in found if versions is not None), {})
 
     def tree(
         self,
@@ -122,7 +126,7 @@ class SavedEntries:
                 tree.is_exact = False
             tree.paths[name], tree.positions[name] = tuple(path[depth:]), self._positions[number]
         tree.containers += [
-            Container(c.position, c.path[depth:], c.kind)
+            replace(c, path=c.path[depth:])
             for c in self._containers or ()
             if _is_below(c.path, prefix)
         ]
@@ -165,4 +169,8 @@ def _split(name: str, parameters: Collection[str]) -> list[str]:
 
 
 def _is_below(path: TreePath, prefix: tuple[str, ...]) -> bool:
-    return tuple(map(str, text_path(path[: len(prefix)]))) == prefix
+    return _text(path[: len(prefix)]) == prefix
+
+
+def _text(path: TreePath) -> tuple[str, ...]:
+    return tuple(map(str, text_path(path)))

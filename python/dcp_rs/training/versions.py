@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from dcp_rs import _torch
 from dcp_rs.engine.ranks import RankGroup
+from dcp_rs.tensors.nesting import moved_versions
 from dcp_rs.training.names import without_wrappers
+from dcp_rs.training.sources import Part
 
-__all__ = ["VERSIONS", "gather_versions", "with_versions"]
+__all__ = ["VERSIONS", "gather_versions", "noted", "saved_versions", "with_versions"]
 
 #: The key of the versions in the checkpoint. It is not below the model, whose entries are tensors.
 VERSIONS = "model_versions"
 #: The version of a module that does not say its own.
 _FIRST = 1
+
+#: The saved version of a module, by its name.
+Versions = Callable[[str], int | None]
+
+
+def saved_versions(part: Part, names: Iterable[tuple[str, str]]) -> Versions | None:
+    """Return the saved versions of modules; None for a checkpoint that has none.
+
+    Args:
+        part: the checkpoint, and the place of the model in it.
+        names: the stored name of each entry of the model, and the name that it has now.
+    """
+    if VERSIONS in part.entries:
+        saved = dict(part.reader._read_value(VERSIONS))
+        return lambda name: saved.get(name, _FIRST)
+    if part.reader.source != "torch":
+        return None
+    # torch takes state without versions for that of old modules.
+    moved = moved_versions(part.entries.versions(part.path), names)
+    return lambda name: moved.get(name, {}).get("version")
 
 
 def gather_versions(
@@ -36,23 +58,42 @@ def gather_versions(
     return tuple(dict(pair for of_rank in ranks.all_gather(versions) for pair in of_rank).items())
 
 
+def noted(
+    state: Mapping[str, Any],
+    models: Iterable[torch.nn.Module],
+    gathered: Iterable[tuple[str, int]],
+) -> OrderedDict[str, Any]:
+    """Return a state dict of models that notes the versions of modules as torch's does.
+
+    Args:
+        state: the values, by names without wrappers.
+        models: the modules of this rank.
+        gathered: the versions of all ranks' modules.
+    """
+    whole = OrderedDict(state)
+    names = [without_wrappers(model, name) for model in models for name, _ in model.named_modules()]
+    versions = dict.fromkeys(names, _FIRST) | dict(gathered)
+    _torch.set_module_versions(whole, {name: {"version": v} for name, v in versions.items()})
+    return whole
+
+
 def with_versions(
-    state: Mapping[str, Any], model: torch.nn.Module, saved: Mapping[str, int] | None
+    state: Mapping[str, Any], model: torch.nn.Module, saved: Versions | None
 ) -> OrderedDict[str, Any]:
     """Return a state dict of a model with the versions that its values are of.
 
     Args:
         state: the values, by names that the model takes.
         model: the model.
-        saved: the saved versions by name; None if they are not known. Then values are taken for
-            those of the modules as they are, as DCP does.
+        saved: returns the saved version of the module with a name, None if it is not known.
+            Without it, values are taken for those of the modules as they are, as DCP does.
     """
     whole = OrderedDict(state)
     versions: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
         version = _torch.module_version(module)
         if saved is not None and version is not None:
-            version = saved.get(without_wrappers(model, name), _FIRST)
+            version = saved(without_wrappers(model, name))
         versions[name] = {"version": version}
     _torch.set_module_versions(whole, versions)
     return whole

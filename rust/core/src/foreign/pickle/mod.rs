@@ -231,6 +231,14 @@ impl Pickle<'_> {
         }
     }
 
+    /// Returns the attributes of an `OrderedDict`.
+    pub(super) fn attributes(&self, item: Item) -> Option<Item> {
+        match self.node_of(item)? {
+            Node::Dict { state, .. } => *state,
+            _ => None,
+        }
+    }
+
     /// Returns the kind of mapping, as section 5 of `docs/format.md` names it.
     pub(super) fn mapping_kind(&self, item: Item) -> &'static str {
         match (self.as_object(item), self.dict_of(item)) {

@@ -5,14 +5,13 @@ use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::legacy;
-use super::tree::{self, Leaf};
+use super::tree::{self, Tree};
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Pickle, Rules};
 use crate::foreign::tensor_pickle;
 use crate::foreign::window::{Fetched, SourceFile, Window};
 use crate::foreign::zip::{Archive, LOCAL_MAGIC, Record};
 use crate::foreign::{LFS_POINTER, is_lfs_pointer};
-use crate::format::Value;
 use crate::store::{Files, Stat};
 use crate::{Error, Result, parallel};
 
@@ -104,9 +103,9 @@ impl TorchFile {
         Ok(Self { path, stat, parts })
     }
 
-    /// Returns the entries of the saved state dict.
-    pub(super) fn leaves(&self) -> Result<(Vec<Leaf>, Value)> {
-        tree::leaves(&self.parts.pickle)
+    /// Returns the saved state dict.
+    pub(super) fn tree(&self) -> Result<Tree> {
+        tree::read(&self.parts.pickle)
             .map_err(|fault| self.name_fault(shift(fault, self.parts.pickle_at), ""))
     }
 

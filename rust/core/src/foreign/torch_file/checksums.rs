@@ -93,7 +93,8 @@ fn name_values(
         return Ok(());
     }
     let pickle = &torch.parts.pickle;
-    for leaf in torch.leaves()?.0.into_iter().filter(|leaf| matches!(leaf.content, Content::Value))
+    for leaf in
+        torch.tree()?.leaves.into_iter().filter(|leaf| matches!(leaf.content, Content::Value))
     {
         // A value that cannot be written is never loaded.
         let Ok((_, storages)) = pickle.write(leaf.item) else {

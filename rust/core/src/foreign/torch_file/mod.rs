@@ -41,10 +41,10 @@ pub(super) fn take_apart(source: &SourceFile<'_>, fetched: &[Fetched]) -> bool {
     let Ok(parts) = archive::look_at(source, fetched, 1) else {
         return false;
     };
-    let Ok((leaves, _)) = tree::leaves(&parts.pickle) else {
+    let Ok(tree) = tree::read(&parts.pickle) else {
         return false;
     };
-    for leaf in &leaves {
+    for leaf in &tree.leaves {
         assert!(u64::from(leaf.place.at) + u64::from(leaf.place.len) <= parts.pickle.len() as u64);
         match &leaf.content {
             Content::Tensor(tensor) => {
@@ -83,9 +83,10 @@ pub(crate) fn index_model(
             mtime_ns: file.stat.mtime_ns,
             ..FileEntry::default()
         })?;
-        let (leaves, nesting) = file.leaves()?;
-        builder.merge_nesting(nesting);
-        for (position, leaf) in (0..).zip(leaves) {
+        let mut tree = file.tree()?;
+        tree.add_versions(&mut builder.root);
+        builder.merge_nesting(tree.nesting);
+        for (position, leaf) in (0..).zip(tree.leaves) {
             if model.weight_map.get(&leaf.name).is_some_and(|of| of != name) {
                 continue; // a copy: the index names another file for it
             }

@@ -80,15 +80,17 @@ pub(crate) fn index_ranks(
             mtime_ns: file.stat.mtime_ns,
             ..FileEntry::default()
         })?;
-        let (leaves, nesting) = file.leaves()?;
+        let mut tree = file.tree()?;
         if rank == 0 {
-            builder.merge_nesting(nesting);
-        } else if leaves.len() != sharded.len() + same.len() {
+            tree.add_versions(&mut builder.root);
+            builder.merge_nesting(tree.nesting);
+        } else if tree.leaves.len() != sharded.len() + same.len() {
             let count = sharded.len() + same.len();
-            let reason = format!("it has {} entries, and {:?} has {count}", leaves.len(), names[0]);
+            let reason =
+                format!("it has {} entries, and {:?} has {count}", tree.leaves.len(), names[0]);
             return Err(Error::corrupt_file(&path, reason));
         }
-        for (position, leaf) in (0..).zip(leaves) {
+        for (position, leaf) in (0..).zip(tree.leaves) {
             let bad = |reason: String| Err(Error::corrupt_data(&path, &leaf.name, 0, reason));
             let shard = match &leaf.content {
                 Content::Tensor(_) => None,

@@ -32,13 +32,41 @@ pub(super) enum Content {
     Value,
 }
 
-/// Returns all entries in the order of the state dict, and the containers that no path shows:
-/// section 5 of `docs/format.md`.
+/// The key of [`Tree::versions`] in the planner data of an index.
+const VERSIONS: &str = "dcp_rs.module_versions";
+/// The attribute with the versions of modules, which `Module.state_dict` gives its result.
+const METADATA: &str = "_metadata";
+
+/// A state dict.
+pub(super) struct Tree {
+    /// All entries, in order.
+    pub leaves: Vec<Leaf>,
+    /// The containers that no path shows: section 5 of `docs/format.md`.
+    pub nesting: Value,
+    /// For each state dict of a module (path, versions): the version of each module by name, or a
+    /// dict if there is more.
+    versions: Vec<Value>,
+}
+
+impl Tree {
+    /// Adds the versions of modules to the planner data of an index.
+    pub(super) fn add_versions(&mut self, root: &mut Value) {
+        let new = std::mem::take(&mut self.versions);
+        let Value::Dict(pairs) = root else { return };
+        match pairs.first_mut() {
+            Some((_, Value::List(known))) => known.extend(new),
+            _ if new.is_empty() => {}
+            _ => pairs.push((Value::Str(VERSIONS.into()), Value::List(new))),
+        }
+    }
+}
+
+/// Takes a pickle apart.
 ///
 /// # Errors
 /// An object other than a state dict, two entries of one name, tensors that contradict themselves,
 /// and results that are too large for the pickle.
-pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
+pub(super) fn read(pickle: &Pickle<'_>) -> FaultResult<Tree> {
     let mut walk = Walk {
         pickle,
         budget: most_bytes(pickle.len()),
@@ -46,6 +74,7 @@ pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
         mappings: HashMap::new(),
         leaves: Vec::new(),
         containers: Vec::new(),
+        versions: Vec::new(),
     };
     let top = pickle.top();
     if !walk.is_mapping(top) {
@@ -60,7 +89,8 @@ pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
         });
     }
     walk.enter(top, "", &[], 0)?;
-    Ok((walk.leaves, Value::List(walk.containers)))
+    let nesting = Value::List(walk.containers);
+    Ok(Tree { leaves: walk.leaves, nesting, versions: walk.versions })
 }
 
 struct Walk<'a> {
@@ -73,6 +103,7 @@ struct Walk<'a> {
     mappings: HashMap<u32, bool>,
     leaves: Vec<Leaf>,
     containers: Vec<Value>,
+    versions: Vec<Value>,
 }
 
 impl Walk<'_> {
@@ -116,6 +147,7 @@ impl Walk<'_> {
                 vec![Value::Int(position), Value::Tuple(path.to_vec()), Value::Str(kind.into())];
             self.containers.push(Value::Tuple(fields));
         }
+        self.take_versions(node, path)?;
         // A key may occur twice: the first key and the last value count. `True` is the key 1.
         let keys: Vec<_> =
             pairs.iter().map(|(key, _)| (*key, self.key(*key).unwrap_or_default())).collect();
@@ -141,6 +173,49 @@ impl Walk<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Notes the versions of modules that a state dict has as an attribute. Other attributes have no
+    /// meaning for `Module.load_state_dict`.
+    fn take_versions(&mut self, node: Item, path: &[Value]) -> FaultResult<()> {
+        let pickle = self.pickle;
+        let found = pickle.attributes(node).and_then(|state| pickle.get(state, METADATA));
+        let Some(modules) = found.and_then(|found| pickle.as_dict(found)) else { return Ok(()) };
+        let mut versions = Vec::new();
+        for (name, facts) in modules {
+            let (Item::Str(name), Some(facts)) = (name, pickle.as_dict(*facts)) else { continue };
+            let cost = |pair: &(Item, Item)| match pair {
+                (Item::Str(key), Item::Str(text)) => key.len as usize + text.len as usize,
+                (Item::Str(key), _) => key.len as usize,
+                _ => 0,
+            };
+            let bytes = facts.iter().map(cost).sum::<usize>() + name.len as usize;
+            self.spend(bytes + 2 * size_of::<Value>() * (1 + facts.len()))?;
+            let fact = |(key, value): &(Item, Item)| {
+                Some((Value::Str(pickle.as_str(*key)?.into()), self.scalar(*value)?))
+            };
+            let facts: Vec<(Value, Value)> = facts.iter().filter_map(fact).collect();
+            let version = match facts.as_slice() {
+                [(Value::Str(key), version @ Value::Int(_))] if key == "version" => version.clone(),
+                _ => Value::Dict(facts),
+            };
+            versions.push((Value::Str(pickle.str(*name).into()), version));
+        }
+        let fields = vec![Value::Tuple(path.to_vec()), Value::Dict(versions)];
+        self.versions.push(Value::Tuple(fields));
+        Ok(())
+    }
+
+    /// Returns a value without parts; `None` for others.
+    fn scalar(&self, item: Item) -> Option<Value> {
+        match item {
+            Item::None => Some(Value::None),
+            Item::Bool(truth) => Some(Value::Bool(truth)),
+            Item::Int(n) => Some(Value::Int(n)),
+            Item::Float(x) => Some(Value::Float(x)),
+            Item::Str(span) => Some(Value::Str(self.pickle.str(span).into())),
+            _ => None,
+        }
     }
 
     fn visit(

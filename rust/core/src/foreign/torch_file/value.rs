@@ -60,8 +60,8 @@ impl ValueReader {
         }
         let file = TorchFile::open(there.storage()?.files(), &there.file.path, 0)?;
         let items = file
-            .leaves()?
-            .0
+            .tree()?
+            .leaves
             .iter()
             .map(|leaf| (file.parts.pickle_at + u64::from(leaf.place.at), leaf.item))
             .collect();
