@@ -340,8 +340,9 @@ def test_deep_nesting_does_not_end_the_process() -> None:
     deep = b")" + b"\x85" * 100_000
     refused(PROTO + deep + b".", CorruptIndexError, "not an instance of Metadata")
     refused(PROTO + b"}" + deep + b"Ns.", CorruptIndexError, "not an instance of Metadata")
-    assert opened(metadata_with(deep)).planner_root() is None
-    assert opened(metadata_with(b"}" + deep + b"Ns")).planner_root() == {}
+    assert opened(metadata_with(deep)).planner_root() == {"dcp_rs.left_out": ["all of it"]}
+    keys = {"dcp_rs.left_out": ["a key of another type"]}
+    assert opened(metadata_with(b"}" + deep + b"Ns")).planner_root() == keys
     # What nobody asks for is read, too, and let be.
     assert opened(metadata_with(b"N", short("storage_meta") + deep)).tensor_count == 0
 
@@ -359,10 +360,12 @@ def test_deep_nesting_does_not_end_the_process() -> None:
     ],
 )
 def test_planner_data_other_than_plain_values_is_skipped(planner_data: bytes) -> None:
-    assert opened(metadata_with(planner_data)).planner_root() is None
+    left_out = {"dcp_rs.left_out": ["all of it"]}
+    assert opened(metadata_with(planner_data)).planner_root() == left_out
     beside = b"}(" + short("odd") + planner_data + short("plain") + b"K\x01u"
     if b"\x94" not in planner_data:
-        assert opened(metadata_with(beside)).planner_root() == {"plain": 1}
+        left_out = {"dcp_rs.left_out": ["odd"]}
+        assert opened(metadata_with(beside)).planner_root() == {"plain": 1, **left_out}
 
 
 def test_one_value_too_many_is_refused() -> None:

@@ -15,6 +15,7 @@ from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
 from dcp_rs._url import Url, absolute, location
+from dcp_rs.checkpoint.metadata import warn_of_left_out
 from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.source import CheckpointReader, open_source
 from dcp_rs.checkpoint.views import Layout, LayoutView
@@ -174,6 +175,8 @@ def convert(
         storage_options=of_source if isinstance(source_path, Url) else None,
         layout=Layout.of(dequantize, views),
     )
+    if request.target in ("dcp-rs", "dcp"):
+        warn_of_left_out(source.index)
     report = ConvertReport()
     paths = [source_path, source.path, *source.files]
     write_result(source, request, report, paths=paths)

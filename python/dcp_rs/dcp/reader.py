@@ -21,12 +21,14 @@ from torch.futures import Future
 
 from dcp_rs import _core, _torch
 from dcp_rs._arguments import suggest_option
+from dcp_rs._log import current_rank
 from dcp_rs._progress import Counts, Progress, watching
 from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import is_of_all_ranks
+from dcp_rs.checkpoint.metadata import warn_of_left_out
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp.load_planner import RsLoadPlanner
@@ -191,6 +193,8 @@ class RsReader(StorageReader):
         self._clock = Phases()
         rank = kwargs.get("rank")
         self._index = self._source.open() if rank is None else self._open_rank_local(rank)
+        if not current_rank():
+            warn_of_left_out(self._index)
         metadata = make_metadata(
             self._index,
             rank=rank,

@@ -43,6 +43,10 @@ pub struct StockItem {
     pub length: u64,
 }
 
+/// The key, in the planner data of an index, of what the format cannot hold of a planner's: a list of
+/// keys, or of nothing if all of it is an object.
+const LEFT_OUT: &str = "dcp_rs.left_out";
+
 /// Allows every global: none is imported or called. The fields that are read say what an object is,
 /// since some trainers have classes of their own with torch's fields. All other content is skipped.
 const RULES: Rules = Rules { allow: |_, _| true, persistent: false, keep: true, places: false };
@@ -70,6 +74,8 @@ fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
         files: Vec::new(),
         file_ids: HashMap::new(),
         items: Vec::new(),
+        left_out: Vec::new(),
+        dropped: 0,
     };
     let top = reader.state(pickle.top(), "it is not an instance of Metadata")?;
     let part = |name| pickle.get(top, name).ok_or_else(|| odd(format!("it has no {name}")));
@@ -78,6 +84,7 @@ fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
     reader.check_stored()?;
     let save_id = reader.save_id(pickle.get(top, "storage_meta"));
     let root = reader.planner_data(pickle.get(top, "planner_data").unwrap_or(Item::None))?;
+    let root = reader.note_left_out(root);
     Ok(StockMetadata {
         files: reader.files,
         entries: reader.entries,
@@ -105,6 +112,10 @@ struct Reader<'a> {
     files: Vec<String>,
     file_ids: HashMap<&'a str, u32>,
     items: Vec<StockItem>,
+    /// Keys of planner data that is no plain data.
+    left_out: Vec<String>,
+    /// Number of pairs that dicts within planner data lack.
+    dropped: usize,
 }
 
 impl<'a> Reader<'a> {
@@ -383,7 +394,28 @@ impl<'a> Reader<'a> {
         let only_paths = pickle.as_dict(item).is_some()
             && pairs.iter().all(|(name, path)| matches!(name, Item::Str(_)) && is_path(path));
         if !only_paths {
-            return Ok(self.value(item, 0)?.unwrap_or(Value::None));
+            let mut plain = Vec::new();
+            for (name, value) in pairs {
+                let key = self.value(*name, 1)?;
+                let text = match &key {
+                    Some(Value::Str(text)) => text.clone(),
+                    _ => "a key of another type".into(),
+                };
+                let before = self.dropped;
+                let value = self.value(*value, 1)?;
+                if key.is_none() || value.is_none() || self.dropped > before {
+                    self.left_out.push(text);
+                }
+                plain.extend(key.zip(value));
+            }
+            if pickle.as_dict(item).is_some() {
+                return Ok(Value::Dict(plain));
+            }
+            let value = self.value(item, 0)?;
+            if value.is_none() {
+                self.left_out.push("all of it".into());
+            }
+            return Ok(value.unwrap_or(Value::None));
         }
         let mut rest = Vec::new();
         for (name, path) in pairs {
@@ -400,6 +432,17 @@ impl<'a> Reader<'a> {
             }
         }
         Ok(Value::Dict(rest))
+    }
+
+    /// Adds the keys of what is left out to the planner data.
+    fn note_left_out(&mut self, root: Value) -> Value {
+        if self.left_out.is_empty() {
+            return root;
+        }
+        let keys = std::mem::take(&mut self.left_out).into_iter().map(Value::Str).collect();
+        let mut pairs = if let Value::Dict(pairs) = root { pairs } else { Vec::new() };
+        pairs.push((Value::Str(LEFT_OUT.into()), Value::List(keys)));
+        Value::Dict(pairs)
     }
 
     /// Returns an item as plain data; `None` if it is something else: a set, an object, a large
@@ -432,6 +475,8 @@ impl<'a> Reader<'a> {
                         let pair = (self.value(*key, depth + 1)?, self.value(*value, depth + 1)?);
                         if let (Some(key), Some(value)) = pair {
                             plain.push((key, value));
+                        } else {
+                            self.dropped += 1;
                         }
                     }
                     Value::Dict(plain)
