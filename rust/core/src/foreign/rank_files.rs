@@ -36,7 +36,7 @@ pub(crate) fn choose(
             return Err(Error::Unsupported(format!("{}: {reason}", dir.display())));
         }
     }
-    if all.len() > 1 && all.keys().any(|(stem, ..)| MODELS.contains(stem)) {
+    if pattern.is_none() && all.len() > 1 && all.keys().any(|(stem, ..)| MODELS.contains(stem)) {
         all.retain(|(stem, ..), _| MODELS.contains(stem));
     }
     if all.len() > 1 {
@@ -134,6 +134,10 @@ mod tests {
         ];
         assert_eq!(chosen(&verl, None).unwrap(), [verl[1], verl[0]]);
         assert_eq!(chosen(&verl, Some("optim*.pt")).unwrap(), [verl[2], verl[3]]);
+        let error = chosen(&verl, Some("*_rank_*.pt")).unwrap_err();
+        for series in ["model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt"] {
+            assert!(error.contains(series), "{error}");
+        }
         assert_eq!(chosen(&["rank1.pt", "rank0.pt"], None).unwrap(), ["rank0.pt", "rank1.pt"]);
         assert_eq!(chosen(&["w_rank_0.bin"], Some("*_rank_*.bin")).unwrap(), ["w_rank_0.bin"]);
         for none in [&["model.pt", "frank1.pt", "rank.pt", ".rank0.pt", "rank0.txt"][..], &[]] {
