@@ -354,6 +354,15 @@ def test_a_note_that_is_too_long_is_not_fetched(root, server):
     assert note not in {request.key for request in server.requests[begin:] if request.kind == "get"}
 
 
+@pytest.mark.parametrize("name", [".dcprs-run.json", ".dcprs-older.json"])
+def test_a_note_of_the_run_that_is_too_long_is_none(root, server, name):
+    """All of it was fetched, up to 4 GiB."""
+    save(root, 10, {"loss": 1.0})
+    server.put(f"run/{name}", b" " * (12 << 20) + b"{}")
+    assert root._read([root.path / name]) == [b""]
+    assert root.latest().number == 10
+
+
 def test_notes_of_another_save_are_not_believed(root, server):
     save(root, 10, {"loss": 1.0})
     # Begun, and killed before its commit: the old one is there.

@@ -12,7 +12,7 @@ from typing import Any
 from dcp_rs.checkpoint.views import Concat, LayoutView, Split, Stack, Unstack
 from dcp_rs.errors import UnsupportedError
 
-__all__ = ["views_for"]
+__all__ = ["read_config", "views_for"]
 
 #: The limit on a ``config.json``, that of the headers of safetensors.
 _MOST_BYTES = 100_000_000
@@ -61,7 +61,7 @@ def views_for(
         ```
     """
     if isinstance(config, str | os.PathLike):
-        config = _read(Path(config) / "config.json")
+        config = read_config(Path(config) / "config.json")
     known = config if isinstance(config, Mapping) else config.to_dict()
     kind = known.get("model_type")
     kind = kind if isinstance(kind, str) else None
@@ -99,8 +99,12 @@ def views_for(
     ]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the configuration in a file, which anyone may have written."""
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the configuration in a file, which anyone may have written.
+
+    Raises:
+        UnsupportedError: it is no JSON object, or too long or too deep for one.
+    """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping
@@ -18,6 +17,7 @@ from dcp_rs import _core
 from dcp_rs._url import absolute, location
 from dcp_rs.checkpoint.compare import entry_differences
 from dcp_rs.checkpoint.folders import local_path
+from dcp_rs.checkpoint.fused_experts import read_config
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, repeatable, selector
 from dcp_rs.checkpoint.source import IndexSource
@@ -398,9 +398,10 @@ def _tied_head(
         Their stored name, and that of the embeddings. transformers stores one of the two, and ties
         them again as it loads.
     """
-    said = json.loads(config.read_bytes())
-    text = said.get("text_config") or {}
-    if True not in (said.get("tie_word_embeddings"), text.get("tie_word_embeddings")):
+    said = read_config(config)
+    text = said.get("text_config")
+    parts = [said, text] if isinstance(text, dict) else [said]
+    if not any(part.get("tie_word_embeddings") is True for part in parts):
         return {}
     new_name, source = renamer(rename), IndexSource(index, ReadOptions())
     items = [item for item in source.items if item.name in stored]
@@ -434,9 +435,7 @@ def _stem(config: Path) -> str:
     """Return the stem of the names of files of weights."""
     if config.name == "adapter_config.json":
         return "adapter_model"
-    return (
-        "diffusion_pytorch_model" if "_class_name" in json.loads(config.read_bytes()) else "model"
-    )
+    return "diffusion_pytorch_model" if "_class_name" in read_config(config) else "model"
 
 
 def _check_holds_model(folder: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dcp_rs import _core
 from dcp_rs._url import absolute
 from dcp_rs.checkpoint.clean import leftovers
-from dcp_rs.checkpoint.folders import local_path, make_folder
+from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder
 from dcp_rs.errors import SaveInProgressError
 from dcp_rs.steps import notes
 from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, Step, StepStore
@@ -319,9 +319,11 @@ def _file_at(path: Path | os.DirEntry[str]) -> File | None:
 
 
 def _read_file(path: Path) -> bytes | None:
-    """Return the bytes of a file; nothing of a pipe, which would block."""
+    """Return the bytes of a file; nothing of a pipe, which would block, or of what is no note."""
     try:
-        return path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else b""
+        about = path.stat()
+        is_short = path.name == INDEX_NAME or about.st_size <= notes.MAX_BYTES
+        return path.read_bytes() if is_short and stat.S_ISREG(about.st_mode) else b""
     except (FileNotFoundError, NotADirectoryError):
         return None
 
