@@ -126,11 +126,6 @@ def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def caches_plans(planner: SavePlanner) -> bool:
-    """Return true if a planner keeps plans for the next save (2.8, 2.11, 2.15)."""
-    return bool(getattr(planner, "_enable_plan_caching", False))
-
-
 def forget_plans(planner: SavePlanner) -> None:
     """Remove the plans that a planner cached for the next save (2.8, 2.11, 2.15)."""
     if getattr(planner, "_enable_plan_caching", False):

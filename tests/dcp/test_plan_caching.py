@@ -23,25 +23,47 @@ def _no_plans():
             value.clear()
 
 
+def save_with_caching(path):
+    """Saves by torch's planner, which would send no plan from the second on."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for save in ("dcp", "own"):
+        for number in range(3):
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            state = {"w": torch.full((3,), float(number)), "deep": {"step": number}}
+            state[f"of {rank}"] = torch.tensor([rank, number])
+            if number == 2:
+                state["new"] = torch.ones(2)
+            if save == "dcp":
+                dcp.save(state, storage_writer=RsWriter(path, fsync=False), planner=planner)
+            else:
+                dcp_rs.save(state, path, planner=planner, fsync=False)
+            with dcp_rs.open(path, verify=True) as saved:
+                assert saved["w"].eq(number).all()
+                assert saved["deep.step"] == number
+                assert saved[f"of {rank}"].tolist() == [rank, number]
+                assert ("new" in saved) == (number == 2)
+
+
 @pytest.mark.usefixtures("_no_plans")
-@pytest.mark.parametrize("before", [0, 1])
-def test_a_planner_that_keeps_its_plan_is_refused(tmp_path, before):
-    """The kept plan has the id and the generation of another save."""
+def test_a_planner_that_keeps_its_plans(tmp_path):
+    save_with_caching(tmp_path)
+
+
+def test_planners_of_ranks_that_keep_their_plans(tmp_path):
+    run_ranks(2, save_with_caching, tmp_path)
+
+
+@pytest.mark.usefixtures("_no_plans")
+def test_a_plan_of_another_writer_is_refused_once(tmp_path):
     planner = DefaultSavePlanner(enable_plan_caching=True)
     state = {"w": torch.ones(3), "deep": {"step": 1}}
-    for number in range(before):
-        writer = dcp.FileSystemWriter(tmp_path / str(number))
-        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-    for _ in range(2):
-        with pytest.raises(CheckpointException, match="enable_plan_caching"):
-            dcp.save(state, storage_writer=RsWriter(tmp_path), planner=planner, no_dist=True)
-        with pytest.raises(PlanError, match="enable_plan_caching"):
-            dcp_rs.save(state, tmp_path, planner=planner)
-    assert not list(tmp_path.glob("*.dcprs"))
-    planner = RsSavePlanner(enable_plan_caching=True)
-    for _ in range(2):
-        dcp.save(state, storage_writer=RsWriter(tmp_path), planner=planner, no_dist=True)
-        assert dcp_rs.open(tmp_path, verify=True)["w"].eq(1).all()
+    dcp.save(state, checkpoint_id=tmp_path / "stock", planner=planner, no_dist=True)
+    path = tmp_path / "native"
+    with pytest.raises(CheckpointException, match="enable_plan_caching"):
+        dcp.save(state, storage_writer=RsWriter(path), planner=planner, no_dist=True)
+    assert not list(path.glob("*.dcprs"))
+    dcp.save(state, storage_writer=RsWriter(path), planner=planner, no_dist=True)
+    assert dcp_rs.open(path, verify=True)["w"].eq(1).all()
 
 
 class Own(RsSavePlanner):

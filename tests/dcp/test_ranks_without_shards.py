@@ -41,6 +41,8 @@ def save_tables(path, way):
         dcp_rs.save(state, path)
     elif way == "async_save":
         dcp_rs.async_save(state, path).result(60)
+    elif way == "dcp.async_save":
+        dcp.async_save(state, storage_writer=RsWriter(path)).result(60)
     else:
         dcp.save(state, storage_writer=RsWriter(path), planner=DefaultSavePlanner())
     for load in (
@@ -55,7 +57,7 @@ def save_tables(path, way):
         assert got["rows"].full_tensor().tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("way", ["save", "async_save", "dcp.save"])
+@pytest.mark.parametrize("way", ["save", "async_save", "dcp.save", "dcp.async_save"])
 def test_tables_that_one_rank_holds(ckpt, way):
     """The rank without the table was said to have sent a damaged plan: its offsets have no or other dimensions."""
     run_ranks(2, save_tables, ckpt, way)

@@ -58,6 +58,7 @@ from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.memory import clone, memory_of, why_not_raw
 from dcp_rs.transfer.save import Entry, as_object, refuse_meta
+from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["RsWriter", "resolve_items", "save_by_planner"]
 
@@ -234,7 +235,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._options.parent = self._options.parent.at_absolute_path()
         if self._staged_ranks == 0 or dist.get_rank() == 0:
             warn_of_foreign_model(self.path)  # here, as a thread or a process saves
-        staged = BlockingAsyncStager.stage(self, state_dict)
+        try:
+            staged = BlockingAsyncStager.stage(self, state_dict)
+        except NotImplementedError:  # a class of tensors without zeros_like: LocalShardsWrapper
+            return HostStager().stage(state_dict)
         _keep_places(state_dict, staged)
         return staged
 
@@ -298,16 +302,13 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data files. The result carries this rank's index."""
         ticket = plan.storage_data
-        if _torch.caches_plans(planner):
-            msg = (
-                "torch caches plans with the ids of an earlier save (enable_plan_caching=True): "
-                "leave that out, as a plan takes a few bytes an entry"
-            )
-            raise PlanError(msg, path=self.path)
+        # A cached plan would carry the ids of this save into the next one.
+        _torch.forget_plans(planner)
         if not isinstance(ticket, SaveTicket):
             raise PlanError(
-                "this rank was not told which part of the save it is: "
-                "a writer's prepare_global_plan was passed over"
+                "this rank was not told which part of the save it is: a writer's "
+                "prepare_global_plan was passed over, or torch's planner had cached the plan of a "
+                "save by another writer (enable_plan_caching=True). Save again"
             )
         to = self._to
         self.save_id, self._is_used = str(uuid.UUID(bytes=ticket.save_id)), True
