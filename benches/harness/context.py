@@ -92,6 +92,6 @@ class Context:
 def ask_limit(limit: Driven | None, *words: str | os.PathLike[str] | int) -> float:
     """Seconds, from the limit program, if there is one."""
     if limit is None:
-        msg = "the limit program was not built"
+        msg = "left out (--no-limit)"
         raise RuntimeError(msg)
     return limit.seconds(*words)

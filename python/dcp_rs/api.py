@@ -554,7 +554,7 @@ def async_save(
 
 
 def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
-    """Return an error with advice for an argument that is no state dict.
+    """Return an error with advice for an argument that is not a state dict.
 
     Args:
         state_dict: the argument.
@@ -564,7 +564,7 @@ def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
     if isinstance(state_dict, str | os.PathLike):
         msg = "the state dict comes first, then the path"
         if not isinstance(path, Mapping):
-            msg += f"; {state_dict!r} is no state dict"
+            msg += f"; {state_dict!r} is not a state dict"
     elif is_stateful(state_dict):
         name = "optim" if isinstance(state_dict, Optimizer) else "model"
         msg = f"{kind} is not a state dict: pass {{{name!r}: {name}}}, or {name}.state_dict()"

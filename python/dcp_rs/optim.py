@@ -417,8 +417,8 @@ def _several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
     other = next((one for one in several if not isinstance(one, Optimizer)), None)
     if other is not None:
         msg = (
-            f"an optimizer is of type {type(other).__name__}, which is no torch.optim.Optimizer: "
-            "pass the optimizer that it wraps, and its own state in extra="
+            f"an optimizer is of type {type(other).__name__}, which is not a "
+            "torch.optim.Optimizer: pass the optimizer that it wraps, and its own state in extra="
         )
         raise TypeError(msg)
     return several

@@ -196,7 +196,7 @@ def test_views_of_quantized_weights(tmp_path):
         ),
         (
             Stack("layers.{layer}.{name}.{expert}.gate", into="layers.{layer}.{expert}.g"),
-            "is no number",
+            "is not a number",
         ),
         (
             Stack("layers.{layer}.experts.{expert}.gate", into="norm"),
@@ -210,16 +210,16 @@ def test_views_of_quantized_weights(tmp_path):
             ),
             "cannot be joined",
         ),
-        (Split("norm", into=["a", "b"], sizes=[1, 2]), "are no sizes"),
-        (Split("norm", into=["a", "b", "c"]), "are no sizes"),
+        (Split("norm", into=["a", "b"], sizes=[1, 2]), "are not sizes"),
+        (Split("norm", into=["a", "b", "c"]), "are not sizes"),
         (Split("norm", into=["{a}", "b"]), "in no name"),
-        (Split("norm", into="ab"), "no list of names"),
-        (Split("norm", into=[]), "no list of names"),
+        (Split("norm", into="ab"), "not a list of names"),
+        (Split("norm", into=[]), "not a list of names"),
         (Concat([], into="norm"), "no names to join"),
         (Unstack("norm", into="norm.x"), "one field more"),
         (Unstack("norm", into="norm.{i}", dim=1), "no dim 1"),
         (Transpose("norm", (1, 0)), "no dim 1"),
-        (Transpose("layers.{layer}.experts.0.gate", (0, 0)), "no permutation"),
+        (Transpose("layers.{layer}.experts.0.gate", (0, 0)), "not a permutation"),
     ],
 )
 def test_views_that_do_not_fit_are_refused(tmp_path, views, message):

@@ -440,9 +440,9 @@ def test_mistakes_are_answered_by_what_to_do(tmp_path: Path) -> None:
             dcp_rs.merge(*arguments)
     for options, message in (
         ({"weights": [1.0]}, "2 inputs need 2 weights"),
-        ({"weights": [1.0, float("nan")]}, "nan is no finite"),
+        ({"weights": [1.0, float("nan")]}, "nan is not a finite"),
         ({"weights": [1.0, 1e300]}, "within the range of float32"),
-        ({"weights": [True, 1.0]}, "True is no finite Python or NumPy number"),
+        ({"weights": [True, 1.0]}, "True is not a finite Python or NumPy number"),
         ({"conflicts": "ignore"}, "conflicts='ignore': one of 'error', 'first', 'last', 'drop'"),
         ({"dtype": "int8"}, "dtype='int8'"),
     ):

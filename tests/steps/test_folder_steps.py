@@ -387,7 +387,7 @@ def noted(**content):
 def test_notes_need_not_be_right(root, notes):
     folder = save(root, 10, {"loss": 1.0})
     (folder / f"saved-{10:032x}.json").write_text(notes)
-    with pytest.warns(UserWarning, match=f"saved-{10:032x}.json is no note of a save"):
+    with pytest.warns(UserWarning, match=f"saved-{10:032x}.json is not a note of a save"):
         step = root.latest()
     assert step.metrics == {}
     assert step.saved == (folder / "index.dcprs").stat().st_mtime
@@ -400,7 +400,7 @@ def test_a_note_that_is_no_regular_file_is_none(root, make):
     note = folder / f"saved-{10:032x}.json"
     note.unlink()
     make(note)
-    with pytest.warns(UserWarning, match="no note of a save"):
+    with pytest.warns(UserWarning, match="not a note of a save"):
         assert root.latest().metrics == {}
     make(folder / f"saving-{11:032x}.json")
     root.begin(10, f"{12:032x}", {})

@@ -337,7 +337,7 @@ def test_a_store_that_does_not_answer_says_nothing_of_a_step(root, server):
 def test_notes_need_not_be_right(root, server, notes):
     save(root, 10, {"loss": 1.0})
     server.put(f"run/step-10/saved-{10:032x}.json", notes)
-    with pytest.warns(UserWarning, match=f"saved-{10:032x}.json is no note of a save"):
+    with pytest.warns(UserWarning, match=f"saved-{10:032x}.json is not a note of a save"):
         step = root.latest()
     assert step.metrics == {}
     assert abs(step.saved - time.time()) < 60
@@ -349,7 +349,7 @@ def test_a_note_that_is_too_long_is_not_fetched(root, server):
     note = f"run/step-10/saved-{10:032x}.json"
     server.put(note, b" " * (1 << 20) + b"{}")
     begin = len(server.requests)
-    with pytest.warns(UserWarning, match="no note of a save"):
+    with pytest.warns(UserWarning, match="not a note of a save"):
         assert step_store_at(server.url("run"), server.options()).latest().metrics == {}
     assert note not in {request.key for request in server.requests[begin:] if request.kind == "get"}
 

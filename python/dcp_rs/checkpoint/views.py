@@ -147,7 +147,7 @@ class _Names:
                 number = stored.fields[next(iter(joined))] if joined else "0"
                 if not number.isdecimal() or len(number) > _MAX_DIGITS:
                     raise self.fail(
-                        f"tensor {stored.name!r}: {number!r} is no number to join over",
+                        f"tensor {stored.name!r}: {number!r} is not a number to join over",
                         stored.name,
                     )
                 group = groups.setdefault(_filled(into, stored.fields), [])
@@ -310,7 +310,9 @@ class Split(LayoutView):
 
     def _tensors(self, names: _Names) -> Iterator[Tensor]:
         if isinstance(self.into, str) or not self.into:
-            raise names.fail(f"Split of {self.pattern!r}: into={self.into!r} is no list of names")
+            raise names.fail(
+                f"Split of {self.pattern!r}: into={self.into!r} is not a list of names"
+            )
         count = len(self.into)
         for stored in names.match(self.pattern):
             dim, at = names.dim(self.dim, len(stored.shape), stored.name), 0
@@ -318,7 +320,7 @@ class Split(LayoutView):
             sizes = [whole // count] * count if self.sizes is None else list(self.sizes)
             if len(sizes) != count or sum(sizes) != whole or min(sizes) < 0:
                 msg = (
-                    f"tensor {stored.name!r} is {stored.shape}: {sizes} are no sizes of {count} "
+                    f"tensor {stored.name!r} is {stored.shape}: {sizes} are not sizes of {count} "
                     f"parts along dim {dim}"
                 )
                 raise names.fail(msg, stored.name)
@@ -357,8 +359,8 @@ class Transpose(LayoutView):
             dims = [names.dim(dim, len(shape), stored.name) for dim in self.dims]
             if sorted(dims) != [*range(len(shape))]:
                 raise names.fail(
-                    f"tensor {stored.name!r} is {shape}: {tuple(self.dims)} is no permutation of "
-                    "its dimensions",
+                    f"tensor {stored.name!r} is {shape}: {tuple(self.dims)} is not a permutation "
+                    "of its dimensions",
                     stored.name,
                 )
             yield stored.name, [shape[d] for d in dims], [stored.part(dims=[*dims])]

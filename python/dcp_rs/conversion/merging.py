@@ -210,8 +210,8 @@ def _check_weights(weights: Iterable[float] | None, count: int) -> list[float]:
         is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
         if not is_number or not abs(factor) <= torch.finfo(torch.float32).max:  # or it is NaN
             msg = (
-                f"weights={factors!r}: {factor!r} is no finite Python or NumPy number within the "
-                "range of float32"
+                f"weights={factors!r}: {factor!r} is not a finite Python or NumPy number within "
+                "the range of float32"
             )
             raise ValueError(msg)
     return [float(factor) for factor in factors]

@@ -178,7 +178,7 @@ def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
         ]
     if others:
         msg = (
-            f"{folder} also holds {others[0]!r}, which is no part of a checkpoint, or not of the "
+            f"{folder} also holds {others[0]!r}, which is not part of a checkpoint, or not of the "
             "one there: it is not replaced; move what is to stay, or choose another place"
         )
         raise CheckpointExistsError(msg, path=folder)

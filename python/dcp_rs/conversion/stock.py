@@ -95,7 +95,7 @@ def check_nesting(job: Job) -> None:
     for task in tasks:
         for at, part in enumerate(task.path):
             if type(part) is tuple and not is_parameter(task.path, at):
-                lost[task.name] = f"the key {part[0]!r}, which is no text"
+                lost[task.name] = f"the key {part[0]!r}, which is not text"
     holding = {task.path[:depth] for task in tasks for depth in range(len(task.path))}
     for container in job.containers or ():
         if container.path and container.path not in holding:

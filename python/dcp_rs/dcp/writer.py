@@ -307,7 +307,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if not isinstance(ticket, SaveTicket):
             raise PlanError(
                 "this rank was not told which part of the save it is: a writer's "
-                "prepare_global_plan was passed over, or torch's planner had cached the plan of a "
+                "prepare_global_plan was skipped, or torch's planner had cached the plan of a "
                 "save by another writer (enable_plan_caching=True). Save again"
             )
         to = self._to

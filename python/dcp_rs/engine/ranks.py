@@ -410,5 +410,5 @@ def _dumps(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
-        msg = f"what the ranks tell each other does not pickle: {error}"
+        msg = f"a message between ranks cannot be pickled: {error}"
         raise UnsupportedError(msg) from error

@@ -187,7 +187,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
                     "set checkpoint.load_step, or remove that folder"
                 )
                 raise UnsupportedError(msg, path=found.path)
-            _log.warning("passed over %s", found)
+            _log.warning("skipped %s", found)
         return -1
 
     def _purge_stale_checkpoints(self, *, saving_step: int | None = None, **_: Any) -> None:

@@ -355,7 +355,7 @@ def save_pretrained(
     target = absolute(local_path(out))  # a link at the end is replaced
     index = open_index(path, rank=None, allow_external=False)
     if os.path.lexists(target) and not target.is_dir():
-        msg = f"{target} is no folder, and is not replaced"
+        msg = f"{target} is not a folder, and is not replaced"
         raise CheckpointExistsError(msg, path=target)
     paths = [location(path), index.path, *index.file_paths(), source, *beside.values()]
     before = check_output(paths, target, overwrite=overwrite, is_part=_is_of_a_model)

@@ -186,5 +186,5 @@ def _names_in_transformers(config: Any) -> list[str]:
 
 
 def _no_value(name: str) -> Any:
-    msg = f"{name!r} is no tensor"
+    msg = f"{name!r} is not a tensor"
     raise PlanError(msg, tensor=name)

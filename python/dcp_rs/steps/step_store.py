@@ -587,7 +587,7 @@ class StepStore(ABC):
             step = replace(step, saved=note.saved, metrics=note.metrics, run=note.run)
         elif noted is not None:
             warn_caller(
-                f"{path / names[0]} is no note of a save, so the step has no metrics, and is as "
+                f"{path / names[0]} is not a note of a save, so the step has no metrics, and is as "
                 "old as its index"
             )
         later = notes.read(data.get(annotated_name(save_id)))

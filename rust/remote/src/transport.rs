@@ -299,7 +299,7 @@ impl HttpService for Bounded {
             if status == StatusCode::BAD_REQUEST
                 && let Some(region) = region(&parts.headers)
             {
-                text += &format!("<Region>{region}</Region>");
+                text.extend(["<Region>", &region, "</Region>"]);
             }
             if answers::blames_credentials(status.as_u16(), &text) {
                 credentials::forget(self.fingerprint);
