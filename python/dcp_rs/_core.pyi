@@ -204,8 +204,16 @@ class Index:
         rank: int | None,
         allow_external: bool,
         storage_options: Mapping[str, str] | None = None,
+        tiers: Sequence[str] = (),
     ) -> Index:
-        """Open the index at `path`, which is a URL if `storage_options` are given."""
+        """Open the index at `path`, which is a URL if `storage_options` are given.
+
+        Data files are read from `tiers`, folders, where these have them.
+        """
+    def pass_over(self, path: str, reason: str) -> bool:
+        """Read a data file from elsewhere from now on, if it is in a tier. Return whether it is."""
+    def take_delivered(self) -> list[tuple[Path, int]]:
+        """Return the bytes that reads delivered from each tier since the last call."""
     @staticmethod
     def from_bytes(data: bytes, path: str, allow_external: bool) -> Index: ...
     @staticmethod

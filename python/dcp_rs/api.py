@@ -22,6 +22,7 @@ from dcp_rs._arguments import check_arguments, suggest_option
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
+from dcp_rs.checkpoint.locate import tier_folders
 from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp import protocol
@@ -140,6 +141,7 @@ def load(
     max_inflight_bytes: int | None = None,
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
+    tiers: Iterable[str | os.PathLike[str]] | None = None,
     dequantize: bool | torch.dtype = False,
     views: LayoutView | Iterable[LayoutView] | None = None,
     progress: Progress = None,
@@ -176,7 +178,7 @@ def load(
         weights_only: unpickle values as ``torch.load(weights_only=True)`` does. Pass ``False``
             only for checkpoints that you wrote yourself.
         verify, io, threads, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
-        replicas, allow_external, storage_options, dequantize, views, progress: see
+        replicas, allow_external, storage_options, tiers, dequantize, views, progress: see
             :class:`RsReader`. ``rename`` comes after them.
 
     Returns:
@@ -201,12 +203,13 @@ def load(
     source: engine.LoadSource
 
     def make_request() -> LoadRequest:
-        nonlocal source, include, exclude, views  # a load that begins again iterates again
+        nonlocal source, include, exclude, views, tiers  # a load that begins again iterates again
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         if unknown:
             check_arguments(load, unknown)
         include, exclude, views = repeatable(include), repeatable(exclude), repeatable(views)
+        tiers = tier_folders(tiers)
         options = LoadOptions(
             rename=rename,
             include=include,
@@ -243,6 +246,7 @@ def load(
             storage_options=StorageOptions.of(storage_options),
             layout=Layout.of(dequantize, views),
             progress=progress,
+            tiers=tiers,
         )
         return LoadRequest(state_dict, source, options)
 

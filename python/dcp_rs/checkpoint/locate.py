@@ -5,19 +5,20 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
-from dcp_rs._url import StorageOptions, Url, location, options_for
+from dcp_rs._url import StorageOptions, Url, absolute, location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import (
     INDEX_NAME,
     STOCK_NAME,
     is_of_all_ranks,
     is_rank_local,
+    local_path,
     remember,
 )
 from dcp_rs.checkpoint.names import natural
@@ -30,7 +31,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 
-__all__ = ["MARKS", "exists", "open_index", "payload"]
+__all__ = ["MARKS", "exists", "open_index", "payload", "tier_folders"]
 
 #: The name of a model on the Hugging Face hub: owner and model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -55,6 +56,7 @@ def open_index(
     verify: bool = False,
     storage_options: StorageOptions | None = None,
     layout: Layout | None = None,
+    tiers: tuple[str, ...] = (),
 ) -> _core.Index:
     """Open the index of the checkpoint at a path or URL.
 
@@ -68,6 +70,7 @@ def open_index(
         verify: whether the caller will verify digests.
         storage_options: for a URL.
         layout: the views to apply.
+        tiers: folders that are asked for each data file first, as :func:`tier_folders` returns.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at ``path``.
@@ -79,7 +82,7 @@ def open_index(
     try:
         # Secrets get no variable here, as tools show the variables of a traceback.
         index = _core.Index.open(
-            os.fspath(where), rank, allow_external, options_for(where, storage_options)
+            os.fspath(where), rank, allow_external, options_for(where, storage_options), tiers
         )
     except (CheckpointNotFoundError, CorruptDataError, UnsupportedError) as error:
         if is_remote:
@@ -111,6 +114,19 @@ def open_index(
             "are the stored codes, not weights; dequantize=True decodes the formats that are known"
         )
     return layout.apply(index)
+
+
+def tier_folders(tiers: Iterable[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+    """Return the folders of the option ``tiers``.
+
+    Raises:
+        TypeError: one path in place of several.
+        UnsupportedError: a URL.
+    """
+    if isinstance(tiers, str | os.PathLike):
+        msg = f"tiers={tiers!r}: a list of folders"
+        raise TypeError(msg)
+    return tuple(os.fspath(absolute(local_path(tier))) for tier in tiers or ())
 
 
 @suggest_option

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StorageOptions, absolute, location
-from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.locate import open_index, tier_folders
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.options import ReadArguments, ReadOptions
 
@@ -31,6 +31,7 @@ def open(
     weights_only: bool | None = True,
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
+    tiers: Iterable[str | os.PathLike[str]] | None = None,
     dequantize: bool | torch.dtype = False,
     views: LayoutView | Iterable[LayoutView] | None = None,
     **options: Unpack[ReadArguments],
@@ -42,6 +43,7 @@ def open(
     *,
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
+    tiers: Iterable[str | os.PathLike[str]] | None = None,
     dequantize: bool | torch.dtype = False,
     views: LayoutView | Iterable[LayoutView] | None = None,
     **options: Unpack[ReadArguments],
@@ -60,6 +62,7 @@ def open(
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
+    tiers: Iterable[str | os.PathLike[str]] | None = None,
     dequantize: bool | torch.dtype = False,
     views: LayoutView | Iterable[LayoutView] | None = None,
 ) -> Checkpoint | NumpyCheckpoint:
@@ -80,7 +83,7 @@ def open(
         weights_only: refuse values that ``torch.load(weights_only=True)`` would refuse.
         allow_external: open data files outside of the folder, if the index names any.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
-        storage_options, dequantize, views: see :class:`dcp_rs.RsReader`.
+        storage_options, tiers, dequantize, views: see :class:`dcp_rs.RsReader`.
 
     Returns:
         A :class:`Checkpoint`, or with ``framework="np"`` a :class:`NumpyCheckpoint`.
@@ -110,7 +113,7 @@ def open(
             "device= and weights_only= out"
         )
         raise ValueError(msg)
-    where = location(path)
+    where, folders = location(path), tier_folders(tiers)
     index = open_index(
         where,
         rank=None,
@@ -118,6 +121,7 @@ def open(
         verify=options.verify is True,
         storage_options=stores,
         layout=layout,
+        tiers=folders,
     )
     again: partial[Any] = partial(
         open,
@@ -127,6 +131,7 @@ def open(
         weights_only=weights_only,
         allow_external=allow_external,
         storage_options=stores,
+        tiers=folders,
         dequantize=layout.dequantize or False,
         views=layout.views,
         **options.given(),

@@ -28,6 +28,7 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import is_of_all_ranks
+from dcp_rs.checkpoint.locate import tier_folders
 from dcp_rs.checkpoint.metadata import warn_of_left_out
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.checkpoint.views import Layout, LayoutView
@@ -78,6 +79,11 @@ class RsReader(StorageReader):
             and ``max_retries``, ``retry_timeout`` and ``read_timeout`` (in seconds). Or pass a
             store of ``obstore``, whose options are taken. The rest comes from the environment.
             Secrets are not pickled with the reader.
+        tiers: folders that may have some of the checkpoint's files, such as the copy of it on a
+            local disk. Each data file is read from the first of them that has it, in its full
+            length, and otherwise from ``path``. A file of another length, or one that a read finds
+            damaged (``verify=True`` finds all damage), is passed over with a warning. If ``path``
+            has no index, or cannot be reached, that of a tier counts.
         dequantize: the dtype that quantized weights become; ``True`` means ``torch.bfloat16``. The
             format is detected by ``config.json`` and by names. Other tensors keep their dtype.
         views: how stored tensors are joined, cut or transposed after that: :class:`dcp_rs.Stack`
@@ -124,6 +130,7 @@ class RsReader(StorageReader):
         allow_external: bool = False,
         replicas: Literal["each", "node", "all"] = "each",
         storage_options: Mapping[str, Any] | Any | None = None,
+        tiers: Iterable[str | os.PathLike[str]] | None = None,
         dequantize: bool | torch.dtype = False,
         views: LayoutView | Iterable[LayoutView] | None = None,
         progress: Progress = None,
@@ -148,6 +155,7 @@ class RsReader(StorageReader):
             storage_options=StorageOptions.of(storage_options),
             layout=Layout.of(dequantize, views),
             progress=progress,
+            tiers=tier_folders(tiers),
         )
         self.report: LoadReport | None = None
         self.load_id = str(uuid.uuid4())
@@ -298,7 +306,7 @@ class RsReader(StorageReader):
                 watch(counts.expected, counts.expected)  # hidden destinations were not read
         clock.end("read")
         self.report = planner.report if isinstance(planner, RsLoadPlanner) else LoadReport()
-        self.report._finish(os.fspath(self.path), source.read.io, counts, clock)
+        self.report._finish(os.fspath(self.path), source.read.io, counts, clock, index)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -143,6 +143,7 @@ class LoadSource:
     storage_options: StorageOptions | None = None
     layout: Layout | None = None
     progress: Progress = None
+    tiers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.replicas not in ("each", "node", "all"):
@@ -169,6 +170,7 @@ class LoadSource:
             verify=self.read.verify is True,
             storage_options=self.storage_options,
             layout=self.layout,
+            tiers=self.tiers,
         )
 
 
@@ -564,7 +566,7 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
         if watch is not None and counts.expected:
             watch(counts.expected, counts.expected)  # hidden tensors were not read
     plan.clock.end("read")
-    reads.report._finish(os.fspath(source.path), source.read.io, counts, plan.clock)
+    reads.report._finish(os.fspath(source.path), source.read.io, counts, plan.clock, plan.index)
 
 
 def _prepare(plan: Plan, job: Load, counts: Counts) -> int:

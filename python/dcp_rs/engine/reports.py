@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_rs import _core
 from dcp_rs._log import log as _log
 from dcp_rs._progress import Counts
 from dcp_rs._reports import Report, size
@@ -76,6 +77,8 @@ class LoadReport(_Timed):
         bytes_verified: bytes of tensors that were hashed and compared with digests.
         requests: contiguous reads of files; for a store, requests.
         fallbacks: reasons why copies to a device were slow, if they were.
+        bytes_from_tiers: of ``bytes_wanted``, bytes that came from each folder of ``tiers``. The
+            others came from the place of the checkpoint, or from other ranks.
         seconds: from the opening of the index to the last byte.
         phases: seconds by phase: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
@@ -99,14 +102,18 @@ class LoadReport(_Timed):
     bytes_verified: int = 0
     requests: int = 0
     fallbacks: list[str] = field(default_factory=list)
+    bytes_from_tiers: dict[str, int] = field(default_factory=dict)
 
-    def _finish(self, path: str, io: str, counts: Counts, clock: Phases) -> None:
+    def _finish(
+        self, path: str, io: str, counts: Counts, clock: Phases, index: _core.Index
+    ) -> None:
         """Take the counts and times of a load that is over, and log them."""
         self.path = path
         self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
         self.bytes_direct, self.bytes_mapped = counts.direct, counts.mapped
         self.bytes_verified, self.requests = counts.verified, counts.requests
         self.fallbacks = counts.fallbacks
+        self.bytes_from_tiers = {str(tier): n for tier, n in index.take_delivered() if n}
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug(
                 "io=%r: of %s, %s from mappings, %s past the page cache, in %d requests",

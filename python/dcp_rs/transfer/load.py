@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import CorruptDataError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import (
     check_fillable,
@@ -102,9 +102,16 @@ class Load:
         wants = self._batch.wants(number)
         if wants:
             slow = self._counts.fallbacks
-            self._counts.add(
-                upload(self._batch, wants, self._device_targets, self._options, tell, slow)
-            )
+            while True:
+                try:
+                    self._counts.add(
+                        upload(self._batch, wants, self._device_targets, self._options, tell, slow)
+                    )
+                    break
+                except CorruptDataError as error:
+                    # A damaged file of a tier is read from elsewhere.
+                    if error.path is None or not self._index.pass_over(error.path, str(error)):
+                        raise
         if opaque := self._batch.opaque(number):
             _fill_opaque(
                 self._index, [self._device_targets[i] for i in opaque], self._options, self._counts

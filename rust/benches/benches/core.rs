@@ -237,6 +237,7 @@ fn reading(c: &mut Criterion) {
         mend: "",
         links: Links::Any,
         remote: None,
+        delivered: None,
     }];
     let mut to = vec![1_u8; total];
     let mut group = c.benchmark_group("read 64 MiB from the page cache");

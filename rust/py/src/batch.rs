@@ -227,6 +227,7 @@ impl Batch {
         let stats = unsafe {
             read::run_pass(py, &self.gather, &self.passes, number, &options, progress.as_ref())?
         };
+        self.index.get().warn(py)?;
         Ok(stats.into())
     }
 }

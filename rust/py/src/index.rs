@@ -45,20 +45,43 @@ type Description<'py> = (u32, Option<&'static str>, Bound<'py, PyTuple>);
 #[pymethods]
 impl Index {
     /// Opens the checkpoint at `path`, of any format; with `rank`, the one that the rank wrote for
-    /// itself. With `storage_options`, `path` is a URL.
+    /// itself. With `storage_options`, `path` is a URL. Data files are read from `tiers`, folders,
+    /// where these have them.
     #[staticmethod]
-    #[pyo3(signature = (path, rank, allow_external, storage_options = None))]
+    #[pyo3(signature = (path, rank, allow_external, storage_options = None, tiers = Vec::new()))]
     fn open(
         py: Python<'_>,
         path: PathBuf,
         rank: Option<u32>,
         allow_external: bool,
         storage_options: Option<HashMap<String, String>>,
+        tiers: Vec<PathBuf>,
     ) -> PyResult<Self> {
         let remote = remote(py, &path, storage_options)?;
-        let look = |control: &Control| checkpoint::open(&path, rank, remote.clone(), 0, control);
-        let inner = looking(py, remote.is_some(), look)?;
-        Ok(Self::new(Arc::new(inner), allow_external))
+        let look = |control: &Control| {
+            if tiers.is_empty() || rank.is_some() {
+                checkpoint::open(&path, rank, remote.clone(), 0, control)
+            } else {
+                checkpoint::open_in_tiers(&path, tiers, remote.clone(), control)
+            }
+        };
+        let opened = Self::new(Arc::new(looking(py, remote.is_some(), look)?), allow_external);
+        opened.warn(py)?;
+        Ok(opened)
+    }
+
+    /// Reads the data file at a path from elsewhere from now on, if that is in a tier. Returns
+    /// whether it is.
+    fn pass_over(&self, py: Python<'_>, path: PathBuf, reason: &str) -> PyResult<bool> {
+        let is_passed_over = self.inner.pass_over(&path, reason);
+        self.warn(py)?;
+        Ok(is_passed_over)
+    }
+
+    /// Returns the bytes that reads delivered from each tier since the last call.
+    fn take_delivered(&self) -> Vec<(FsPath, u64)> {
+        let delivered = self.inner.tiers().map(|tiers| tiers.take_delivered());
+        delivered.into_iter().flatten().map(|(path, bytes)| (FsPath(path), bytes)).collect()
     }
 
     /// Makes an index of the foreign checkpoint at `path`, and ignores an index that is there. With
@@ -421,6 +444,7 @@ impl Index {
         let allow_external = self.allow_external;
         let mapping =
             py.detach(|| checkpoint::map_data_file(&inner, file, allow_external)).into_py(py)?;
+        self.warn(py)?;
         Ok(FileMapping { mapping })
     }
 }
@@ -460,7 +484,17 @@ impl Index {
         py: Python<'_>,
         look: impl FnOnce(&Control) -> Result<T> + Send,
     ) -> PyResult<T> {
-        looking(py, self.inner.remote().is_some(), look)
+        let found = looking(py, self.inner.remote().is_some(), look)?;
+        self.warn(py)?;
+        Ok(found)
+    }
+
+    /// Warns of the files of tiers that were passed over.
+    pub fn warn(&self, py: Python<'_>) -> PyResult<()> {
+        for problem in self.inner.tiers().map(|tiers| tiers.take_problems()).unwrap_or_default() {
+            py.import("dcp_rs._warnings")?.call_method1("warn_caller", (problem,))?;
+        }
+        Ok(())
     }
 
     /// Wraps another index over the same files.

@@ -195,6 +195,7 @@ impl Index {
         // SAFETY: each chunk goes to a buffer of its length, which nothing else accesses until this
         // ends.
         unsafe { run(py, &gather, &options)? };
+        self.warn(py)?;
         Ok(buffers.iter().map(|buffer| PyBytes::new(py, buffer)).collect())
     }
 
@@ -226,7 +227,8 @@ impl Index {
         let allow_external = self.allow_external;
         interrupt::run(py, |control| {
             verify_chunks(&index, &chunks, allow_external, threads, control)
-        })
+        })?;
+        self.warn(py)
     }
 
     /// Returns the overlaps of chunks and a region. They need not cover the region.
@@ -299,7 +301,9 @@ impl Index {
         }
         // SAFETY: the contract of this method: the caller keeps the tensors at the addresses.
         // Shapes and strides are those of the tensors.
-        Ok(unsafe { run(py, &gather, &options)? }.into())
+        let stats = unsafe { run(py, &gather, &options)? };
+        self.warn(py)?;
+        Ok(stats.into())
     }
 
     fn region(&self, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Region> {

@@ -51,7 +51,7 @@ pub(super) fn push_blocks(
 
 /// Opens a data file, after a check of its length.
 pub(super) fn open<'a>(there: Files<'a>, file: &FileRef) -> Result<Opened<'a>> {
-    if there.is_remote() {
+    if there.is_remote() && file.remote.is_some() {
         check_remote(there, file)?;
         there.open(&file.path)
     } else {

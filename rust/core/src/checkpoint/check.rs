@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 
-use super::data_files::{check_each, file_ref};
+use super::data_files::{check_each, file_ref, passing_over};
 use crate::format::Index;
 use crate::geometry::element_count;
 use crate::geometry::overlap::{self, Region};
@@ -32,8 +32,11 @@ fn check_numbers(
     allow_external: bool,
     control: &Control,
 ) -> Result<()> {
-    let files = files.into_iter().map(|file| file_ref(index, file, allow_external));
-    check_each(index, &files.collect::<Result<Vec<_>>>()?, control)
+    let numbers: Vec<u32> = files.into_iter().collect();
+    passing_over(index, || {
+        let files = numbers.iter().map(|&file| file_ref(index, file, allow_external));
+        check_each(index, &files.collect::<Result<Vec<_>>>()?, control)
+    })
 }
 
 /// Checks that tensors are not much larger than the data files when they are written out. A file of

@@ -13,7 +13,7 @@ use crate::read::FileRef;
 use crate::store::{Files, LOOK_AGAIN, PrivateMapping, Remote, patience_at};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
-/// Describes a data file for the engine. With `allow_external`, names and symbolic links may lead
+/// Describes a data file for the engine: the one place that says where it is read from. With `allow_external`, names and symbolic links may lead
 /// out of the folder.
 ///
 /// # Errors
@@ -21,6 +21,17 @@ use crate::{Control, Error, Result, StorageFault, parallel};
 /// is opened.
 pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRef> {
     let view = index.file(file);
+    if let Some(placed) = index.tiers().and_then(|tiers| tiers.place(file, view.name)) {
+        return Ok(FileRef {
+            path: placed.path,
+            size: view.size,
+            mtime_ns: 0, // a copy has another time
+            mend: "",
+            links: placed.links,
+            remote: None,
+            delivered: Some(placed.delivered),
+        });
+    }
     let path = index.file_path(file);
     if index.remote().is_some() && reach(view.name) == Reach::Outside {
         return Err(Error::Unsupported(format!(
@@ -49,6 +60,7 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
             links(index, view.external)
         },
         remote: index.remote().cloned(),
+        delivered: None,
     })
 }
 
@@ -68,23 +80,33 @@ fn links(index: &Index, external: bool) -> Links {
     Links::Within { folder: index.folder(), last: external }
 }
 
+/// Does some work on data files. Does it again after a file of a tier turns out to be damaged, which
+/// is then read from elsewhere.
+pub(super) fn passing_over<T>(index: &Index, mut work: impl FnMut() -> Result<T>) -> Result<T> {
+    loop {
+        match work() {
+            Err(Error::CorruptData { path, reason, .. }) if index.pass_over(&path, &reason) => {}
+            done => return done,
+        }
+    }
+}
+
 /// Checks that data files exist and have the expected length.
 pub(super) fn check_each<'a>(
     index: &Index,
     files: impl IntoIterator<Item = &'a FileRef>,
     control: &Control,
 ) -> Result<()> {
-    let files: Vec<&FileRef> = files.into_iter().collect();
-    let Some(remote) = index.remote() else {
-        let check = |i: usize, _| {
-            control.check()?;
-            files[i].open(false).map(drop).map_err(|error| explain(index, error, control))
-        };
-        return parallel::map_waiting(files.len(), check).map(drop);
+    let (files, local): (Vec<&FileRef>, Vec<&FileRef>) =
+        files.into_iter().partition(|file| file.remote.is_some());
+    let check = |i: usize, _| {
+        control.check()?;
+        local[i].open(false).map(drop).map_err(|error| explain(index, error, control))
     };
-    if files.is_empty() {
+    parallel::map_waiting(local.len(), check)?;
+    let Some(remote) = index.remote().filter(|_| !files.is_empty()) else {
         return Ok(());
-    }
+    };
     let connection = remote.connect(1)?;
     let there = Files::Remote(&*connection, control);
     let check =
@@ -116,6 +138,11 @@ pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
 pub fn explain(index: &Index, error: Error, control: &Control) -> Error {
     let path = index.path().to_owned();
     match error {
+        Error::CorruptData { path: ref file, .. }
+            if index.tiers().is_some_and(|tiers| tiers.has(file)) =>
+        {
+            error
+        }
         Error::CorruptData { .. } | Error::Storage { kind: StorageFault::Precondition, .. }
             if was_replaced_lately(index, control) =>
         {
@@ -183,13 +210,16 @@ fn remote_identity(remote: &dyn Remote, path: &Path, control: &Control) -> Optio
 
 /// Maps a data file privately, after a check of its length.
 pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<PrivateMapping> {
-    let file_ref = file_ref(index, file, allow_external)?;
-    if file_ref.remote.is_some() {
-        return Err(Error::Unsupported(format!(
-            "{}: a file on a store cannot be mapped",
-            file_ref.path.display()
-        )));
-    }
-    let opened = file_ref.open(false).map_err(|error| explain(index, error, &Control::new()))?;
-    PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
+    passing_over(index, || {
+        let file_ref = file_ref(index, file, allow_external)?;
+        if file_ref.remote.is_some() {
+            return Err(Error::Unsupported(format!(
+                "{}: a file on a store cannot be mapped",
+                file_ref.path.display()
+            )));
+        }
+        let opened =
+            file_ref.open(false).map_err(|error| explain(index, error, &Control::new()))?;
+        PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
+    })
 }

@@ -14,7 +14,7 @@ use smallvec::{SmallVec, smallvec};
 use self::arrange::DeviceDestination;
 pub use self::arrange::{DeviceTensor, Passes, SlabRegion};
 pub use self::sample::{Sample, SharedSections, compare};
-use super::data_files::{check_each, explain, file_ref};
+use super::data_files::{check_each, explain, file_ref, passing_over};
 use crate::copy::SignBits;
 use crate::format::{ChunkView, CodedChunk, Index};
 use crate::geometry::memory::Footprint;
@@ -309,6 +309,31 @@ impl Gather {
         Ok(place)
     }
 
+    /// Returns the files where they are read from now. Files of tiers may be passed over.
+    fn files_now(&self) -> Result<Cow<'_, [FileRef]>> {
+        if self.index.tiers().is_none() {
+            return Ok(Cow::Borrowed(&self.files));
+        }
+        let mut files = self.files.clone();
+        for (file, place) in (0..).zip(&self.places) {
+            let Some(place) = *place else { continue };
+            let then = &self.files[place as usize].path;
+            let now = file_ref(&self.index, file, self.allow_external)?;
+            if now.path != *then {
+                // A file may be there twice, as other ranks read a part of it.
+                for same in files.iter_mut().filter(|same| same.path == *then) {
+                    *same = now.clone();
+                }
+            }
+        }
+        Ok(Cow::Owned(files))
+    }
+
+    /// Returns the index.
+    pub fn index(&self) -> &Arc<Index> {
+        &self.index
+    }
+
     /// Returns the number of rectangles that were added, without empty ones.
     pub fn len(&self) -> usize {
         self.requests.len()
@@ -327,7 +352,7 @@ impl Gather {
 
     /// Checks the files of everything that was added, as [`check_files`](super::check_files) does.
     pub fn check_files(&self, control: &Control) -> Result<()> {
-        check_each(&self.index, &self.files, control)
+        passing_over(&self.index, || check_each(&self.index, &*self.files_now()?, control))
     }
 
     /// Returns the files, and the requests in the order in which they were added.
@@ -381,10 +406,13 @@ impl Gather {
     ) -> Result<ReadStats> {
         let requests = passes.requests(pass, &self.requests);
         let options = &self.options(options);
-        // SAFETY: the caller guarantees it, and no two requests of a pass share a byte. Files are
-        // never truncated (section 9 of the format).
-        let read = unsafe { read::read(&self.files, &requests, &*self.index, options, control) };
-        read.map_err(|error| explain(&self.index, error, control))
+        passing_over(&self.index, || {
+            let files = self.files_now()?;
+            // SAFETY: the caller guarantees it, and no two requests of a pass share a byte. Files
+            // are never truncated (section 9 of the format).
+            let read = unsafe { read::read(&files, &requests, &*self.index, options, control) };
+            read.map_err(|error| explain(&self.index, error, control))
+        })
     }
 }
 

@@ -33,6 +33,6 @@ pub use data_files::{file_ref, find_link_outside, map_data_file};
 pub(crate) use data_header::part_of;
 pub use gather::{Gather, Memory};
 pub use locate::{check_no_rank_indexes, has_native_data};
-pub use open::{open, open_data};
+pub use open::{open, open_data, open_in_tiers};
 pub use recover::{RecoverOptions, recover};
 pub use views::dequantize;

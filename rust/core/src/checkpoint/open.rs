@@ -1,13 +1,13 @@
 //! Opening a checkpoint of any kind.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::index_file::open_index;
 use super::locate::{Found, find, find_data};
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};
 use crate::format::{INDEX_NAME, Index, derive};
-use crate::store::{Files, Remote, Storage};
+use crate::store::{Files, Remote, Storage, read_all};
 use crate::{Control, Error, Result};
 
 /// Opens the checkpoint at `path`, of any kind: its index file, or otherwise an index made in
@@ -24,6 +24,31 @@ pub fn open(
     let files = storage.files();
     let index = look(files, path, rank, threads).map_err(|error| missing(files, path, error))?;
     Ok(index.on(remote))
+}
+
+/// Opens the checkpoint at `path` as [`open`] does, and reads its data files from `tiers` where these
+/// have them. If the checkpoint is not there, or cannot be reached, the index of a tier counts.
+///
+/// # Errors
+/// That of [`open`], if no tier has an index.
+pub fn open_in_tiers(
+    path: &Path,
+    tiers: Vec<PathBuf>,
+    remote: Option<Arc<dyn Remote>>,
+    control: &Control,
+) -> Result<Index> {
+    match open(path, None, remote.clone(), 0, control) {
+        Err(error @ (Error::NotFound { .. } | Error::Storage { .. } | Error::Io { .. })) => {
+            let copies = tiers.iter().map(|tier| tier.join(INDEX_NAME));
+            let Some(copy) = copies.into_iter().find(|copy| copy.is_file()) else {
+                return Err(error);
+            };
+            let bytes = read_all(&copy).map_err(|error| Error::io("read", &copy, error))?;
+            // Data files that no tier has are read from the folder of the checkpoint.
+            Ok(Index::from_bytes(bytes, &path.join(INDEX_NAME))?.on(remote).in_tiers(tiers))
+        }
+        found => Ok(found?.in_tiers(tiers)),
+    }
 }
 
 /// Indexes the foreign checkpoint at `path` as [`open`] does, but ignores an index that is there.

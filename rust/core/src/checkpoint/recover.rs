@@ -255,6 +255,7 @@ fn hash(
         mend: "",
         links: Links::Any,
         remote: remote.cloned(),
+        delivered: None,
     };
     let files = (0..).zip(headers.iter().map(file)).collect();
     each_block(&files, &blocks, threads, control, |block, bytes| {

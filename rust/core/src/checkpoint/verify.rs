@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use super::blocks::{Block, blocks, each_block, open, push_blocks};
-use super::data_files::{explain, file_ref};
+use super::data_files::{explain, file_ref, passing_over};
 use crate::foreign::torch_file;
 use crate::format::{Index, Kind, SourceKind, block_digest};
 use crate::geometry::Dims;
@@ -181,20 +181,22 @@ pub fn verify_chunks(
     threads: usize,
     control: &Control,
 ) -> Result<()> {
-    let (mut files, mut blocks) = (BTreeMap::new(), Vec::new());
-    for &number in chunks {
-        let chunk = index.chunk(number);
-        if chunk.digests.is_some() {
-            files.insert(chunk.file, file_ref(index, chunk.file, allow_external)?);
-            push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
+    passing_over(index, || {
+        let (mut files, mut blocks) = (BTreeMap::new(), Vec::new());
+        for &number in chunks {
+            let chunk = index.chunk(number);
+            if chunk.digests.is_some() {
+                files.insert(chunk.file, file_ref(index, chunk.file, allow_external)?);
+                push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
+            }
         }
-    }
-    let check = |block: &Block, bytes: &[u8]| {
-        compare(index, &files, block, block_digest(bytes))
-            .map_or(Ok(()), |problem| Err(problem.into()))
-    };
-    each_block(&files, &blocks, threads, control, check)
-        .map_err(|error| explain(index, error, control))
+        let check = |block: &Block, bytes: &[u8]| {
+            compare(index, &files, block, block_digest(bytes))
+                .map_or(Ok(()), |problem| Err(problem.into()))
+        };
+        each_block(&files, &blocks, threads, control, check)
+            .map_err(|error| explain(index, error, control))
+    })
 }
 
 impl From<Problem> for Error {

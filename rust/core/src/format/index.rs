@@ -17,7 +17,7 @@ use super::{Value, block_count, validate};
 use crate::copy::Signs;
 use crate::geometry::{Dims, row_major, strided_length};
 use crate::quant::StoredRegion;
-use crate::store::Remote;
+use crate::store::{Remote, Tiers};
 use crate::{Dtype, Result};
 
 /// The bytes of an index: a mapping of its file, or a buffer.
@@ -33,6 +33,7 @@ pub struct Index {
     contents: Option<Range<usize>>,
     is_in_memory: bool,
     remote: Option<Arc<dyn Remote>>,
+    tiers: Option<Arc<Tiers>>,
     pub(super) view: View,
 }
 
@@ -135,6 +136,7 @@ impl Index {
             contents,
             is_in_memory: false,
             remote: None,
+            tiers: None,
             view: View::default(),
         };
         validate::check(&index)?;
@@ -156,6 +158,7 @@ impl Index {
             contents,
             is_in_memory: base.is_in_memory,
             remote: base.remote.clone(),
+            tiers: base.tiers.clone(),
             view: View::default(),
         };
         index.view = view(&index);
@@ -183,6 +186,33 @@ impl Index {
     /// Returns the store of the data files, if they are on one. Then paths are URLs.
     pub fn remote(&self) -> Option<&Arc<dyn Remote>> {
         self.remote.as_ref()
+    }
+
+    /// Reads data files from these folders if they have them, the first of them first.
+    #[must_use]
+    pub fn in_tiers(self, folders: Vec<PathBuf>) -> Self {
+        let files = (0..self.file_count()).map(|file| self.file(file));
+        let tiers = Tiers::new(folders, files.map(|file| (file.name, file.size)));
+        Self { tiers: Some(Arc::new(tiers)), ..self }
+    }
+
+    /// Returns the folders that data files are looked for in first, if there are any.
+    pub fn tiers(&self) -> Option<&Arc<Tiers>> {
+        self.tiers.as_ref()
+    }
+
+    /// Reads the data file at `path` from elsewhere from now on, if that is in a tier. Returns
+    /// whether it is, and no file is read from there any more.
+    pub fn pass_over(&self, path: &Path, reason: &str) -> bool {
+        let Some(tiers) = self.tiers.as_ref().filter(|tiers| tiers.has(path)) else {
+            return false;
+        };
+        (0..self.file_count()).all(|number| {
+            let file = self.file(number);
+            tiers.pass_over(number, file.name, file.size, path, reason);
+            let now = tiers.folder_of(number).map(|folder| folder.join(file.name));
+            now.unwrap_or_else(|| self.file_path(number)) != path
+        })
     }
 
     /// Returns whether the index has no file: it was made from a foreign checkpoint.

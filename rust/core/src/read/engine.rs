@@ -185,7 +185,11 @@ unsafe fn carry_out(
     };
     call.sort();
     let workers = call.workers(threads, options.max_inflight_bytes);
-    call.run(workers)
+    let stats = call.run(workers)?;
+    for (file, wanted) in files.iter().zip(&wanted) {
+        file.count(wanted.bytes);
+    }
+    Ok(stats)
 }
 
 /// Jobs in the order of files and offsets, and the number of jobs taken.

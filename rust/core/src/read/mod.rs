@@ -25,7 +25,7 @@ pub use coded::CodedReq;
 pub use engine::read;
 pub(crate) use engine::{FileRange, visit};
 pub use probe::connect;
-pub(crate) use probe::span;
+pub(crate) use probe::{bytes_of, span};
 pub use sequential::{FileProbe, Sequential};
 pub(crate) use verify::compare;
 

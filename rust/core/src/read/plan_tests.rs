@@ -45,6 +45,7 @@ fn file(size: u64) -> FileRef {
         mend: "",
         links: Links::Any,
         remote: None,
+        delivered: None,
     }
 }
 

@@ -309,6 +309,7 @@ mod tests {
             mend: "",
             links: Links::Any,
             remote: None,
+            delivered: None,
         };
         let options = ReadOptions { shared, ..ReadOptions::default() };
         spans(&[file], reqs, &options, &Sizes).unwrap()[0].common

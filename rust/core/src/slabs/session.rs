@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::pack::ALIGN;
 use super::plan::Plan;
 use crate::checkpoint::explain;
-use crate::read::{Destination, ReadReq, ReadStats, Sequential, connect};
+use crate::read::{Destination, ReadReq, ReadStats, Sequential, bytes_of, connect};
 use crate::{Control, Error, Result, parallel};
 
 /// Memory for one batch: [`Plan::slab_bytes`] at an address that is a multiple of [`ALIGN`].
@@ -296,6 +296,17 @@ fn fill(
     // SAFETY: the pieces of a batch are disjoint and inside its slab. Only this thread uses the
     // slab until it is handed out. The caller of `start` guarantees its memory.
     unsafe {
-        reader.read(&plan.files, requests, &plan.probe, plan.verify, &*plan.index, &shared.control)
+        reader.read(
+            &plan.files,
+            requests,
+            &plan.probe,
+            plan.verify,
+            &*plan.index,
+            &shared.control,
+        )?;
     }
+    for request in &*requests {
+        plan.files[request.file as usize].count(bytes_of(request));
+    }
+    Ok(())
 }

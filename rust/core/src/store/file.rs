@@ -6,6 +6,7 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::platform;
 use super::remote::Remote;
@@ -31,9 +32,18 @@ pub struct FileRef {
     pub mend: &'static str,
     /// The store of the URL `path`, if the file is on one.
     pub remote: Option<Arc<dyn Remote>>,
+    /// In a tier, counts the bytes that reads deliver from it.
+    pub delivered: Option<Arc<AtomicU64>>,
 }
 
 impl FileRef {
+    /// Counts bytes that a read has delivered.
+    pub(crate) fn count(&self, bytes: u64) {
+        if let Some(delivered) = &self.delivered {
+            delivered.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
     /// Opens the file and checks its kind, length and time. `direct` asks for `O_DIRECT`.
     ///
     /// # Errors

@@ -19,6 +19,7 @@ mod publish;
 mod random;
 mod remote;
 mod residency;
+mod tiers;
 
 /// Time for which a network client may serve what it remembers of a path, before an answer counts.
 pub(crate) const STALE: Duration = Duration::from_secs(5);
@@ -55,3 +56,4 @@ pub use remote::{
 };
 pub(crate) use remote::{Mismatch, Run, fetch};
 pub use residency::resident_bytes;
+pub use tiers::Tiers;

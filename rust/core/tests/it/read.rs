@@ -54,6 +54,7 @@ fn written(dir: &Path, name: &str, bytes: &[u8]) -> FileRef {
         mend: "",
         links: Links::Within { folder: dir.into(), last: false },
         remote: None,
+        delivered: None,
     }
 }
 
@@ -243,6 +244,7 @@ fn nothing_wanted_is_nothing_done() {
         mend: "",
         links: Links::Any,
         remote: None,
+        delivered: None,
     };
     assert_eq!(go(&[], &[], &options(IoMode::Auto)).unwrap(), ReadStats::default());
     let empty = run(0, 0, 0, 0, &mut []);
