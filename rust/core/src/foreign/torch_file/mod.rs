@@ -84,8 +84,7 @@ pub(crate) fn index_model(
             ..FileEntry::default()
         })?;
         let mut tree = file.tree()?;
-        tree.add_versions(&mut builder.root);
-        builder.merge_nesting(tree.nesting);
+        tree.describe_in(&mut builder);
         for (position, leaf) in (0..).zip(tree.leaves) {
             if model.weight_map.get(&leaf.name).is_some_and(|of| of != name) {
                 continue; // a copy: the index names another file for it

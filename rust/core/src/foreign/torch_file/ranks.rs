@@ -81,13 +81,11 @@ pub(crate) fn index_ranks(
             ..FileEntry::default()
         })?;
         let mut tree = file.tree()?;
+        let (own, count) = (tree.leaves.len(), sharded.len() + same.len());
         if rank == 0 {
-            tree.add_versions(&mut builder.root);
-            builder.merge_nesting(tree.nesting);
-        } else if tree.leaves.len() != sharded.len() + same.len() {
-            let count = sharded.len() + same.len();
-            let reason =
-                format!("it has {} entries, and {:?} has {count}", tree.leaves.len(), names[0]);
+            tree.describe_in(&mut builder);
+        } else if own != count {
+            let reason = format!("it has {own} entries, and {:?} has {count}", names[0]);
             return Err(Error::corrupt_file(&path, reason));
         }
         for (position, leaf) in (0..).zip(tree.leaves) {

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Described, Item, MAX_DEPTH, Pickle, Span, most_bytes};
 use crate::foreign::tensor_pickle::{self, StoredTensor};
-use crate::format::Value;
+use crate::format::{IndexBuilder, Value};
 
 /// An entry.
 #[derive(Debug)]
@@ -42,17 +42,18 @@ pub(super) struct Tree {
     /// All entries, in order.
     pub leaves: Vec<Leaf>,
     /// The containers that no path shows: section 5 of `docs/format.md`.
-    pub nesting: Value,
+    nesting: Value,
     /// For each state dict of a module (path, versions): the version of each module by name, or a
     /// dict if there is more.
     versions: Vec<Value>,
 }
 
 impl Tree {
-    /// Adds the versions of modules to the planner data of an index.
-    pub(super) fn add_versions(&mut self, root: &mut Value) {
+    /// Adds the containers, and the versions of modules, to the planner data of an index.
+    pub(super) fn describe_in(&mut self, builder: &mut IndexBuilder) {
+        builder.merge_nesting(std::mem::replace(&mut self.nesting, Value::None));
         let new = std::mem::take(&mut self.versions);
-        let Value::Dict(pairs) = root else { return };
+        let Value::Dict(pairs) = &mut builder.root else { return };
         match pairs.first_mut() {
             Some((_, Value::List(known))) => known.extend(new),
             _ if new.is_empty() => {}
