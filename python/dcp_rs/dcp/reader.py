@@ -38,7 +38,6 @@ from dcp_rs.engine import cache_sharing
 from dcp_rs.engine.load import LoadSource
 from dcp_rs.engine.matching import warn_of_left_out_state
 from dcp_rs.engine.metadata import index_of, make_metadata
-from dcp_rs.engine.ranks import has_group
 from dcp_rs.engine.reports import LoadReport, Phases
 from dcp_rs.errors import (
     CheckpointNotFoundError,
@@ -217,15 +216,9 @@ class RsReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take the index from the metadata, which may come from another process.
-
-        Raises:
-            PlanError: torch calls it for all ranks, and there is no process group of these.
-        """
+        """Take the index from the metadata, which may come from another process."""
         self._index = index_of(metadata) or self._index
         self._is_of_all = kwargs.get("use_collectives", True)
-        if kwargs.get("use_collectives"):
-            has_group()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add the id of the save, and what this rank reads, for the other ranks."""
