@@ -79,7 +79,7 @@ def test_only_a_folder_of_one_model_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError, match="does not open as one checkpoint"):
         save_pretrained(base, out, overwrite=True)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointExistsError, match="no folder"):
+    with pytest.raises(CheckpointExistsError, match="is not a folder"):
         save_pretrained(base, tmp_path / "file", overwrite=True)
 
 
