@@ -344,6 +344,12 @@ def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True
     return sorted(state_dict._get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
 
 
+def without_compiler(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` wraps (2.8, 2.11, 2.15), or the module itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, torch.nn.Module) else model
+
+
 def module_version(module: torch.nn.Module) -> int | None:
     """Return the version of a module's state, which its class says."""
     return module._version

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from dcp_rs import _torch
 from dcp_rs.checkpoint.names import Rename, renamer
 from dcp_rs.errors import PlanError
 
@@ -31,9 +32,11 @@ def without_prefixes(name: str) -> str:
 def without_wrappers(model: torch.nn.Module, name: str) -> str:
     """Return the name of a module or parameter of a model as without wrappers."""
     name = without_prefixes(name)
-    while isinstance(model, DataParallel | DistributedDataParallel):
+    while True:
+        model = _torch.without_compiler(model)
+        if not isinstance(model, DataParallel | DistributedDataParallel):
+            return name
         model, name = model.module, name.removeprefix("module").removeprefix(".")
-    return name
 
 
 class StoredNames:
