@@ -188,14 +188,17 @@ def suggest_option(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except TypeError as error:
+        except BaseException as error:
+            passed = tuple(kwargs)
+            del args, kwargs  # tools show them with a traceback, and options of a store are secret
             # Without a second frame, the call itself failed: its arguments do not fit.
-            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            is_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
+            if is_call and isinstance(error, TypeError):
                 takes_more = any(
                     one.kind is Parameter.VAR_KEYWORD
                     for one in signature(function).parameters.values()
                 )
-                check_arguments(function, filter(_FOREIGN.get, kwargs) if takes_more else kwargs)
+                check_arguments(function, filter(_FOREIGN.get, passed) if takes_more else passed)
                 for advice in _FOREIGN.get(f"{function.__qualname__}()", ()):
                     raise TypeError(f"{error}: {advice}") from None
             raise

@@ -110,10 +110,8 @@ def absolute(path: Path) -> Path:
 def _parse_url(text: str, scheme: re.Match[str]) -> Path:
     """Return the path or the URL after a scheme."""
     name = scheme[1].lower()
-    if name not in ("file", *_STORES):
-        hint = equivalent(name) or (
-            "use a path of the file system, file://, s3://, gs://, az://, http:// or https://"
-        )
+    hint = equivalent(name)
+    if hint is not None:  # in some of these schemes, the container stands where others have a user
         shown = "" if _has_credentials(text[scheme.end() :]) else f"{text}: "
         raise UnsupportedError(f"{shown}{name}:// is not supported: {hint}")
     _check_credentials(name, text[scheme.end() :])
@@ -124,7 +122,12 @@ def _parse_url(text: str, scheme: re.Match[str]) -> Path:
             why = "a file:// URL has three slashes before the path, and no host"
             raise UnsupportedError(f"{text}: {why}", path=text)
         return Path(unquote(parts.path))
-    if not host:
+    if name not in _STORES:
+        why = (
+            f"{name}:// is not supported: use a path of the file system, file://, "
+            "s3://, gs://, az://, http:// or https://"
+        )
+    elif not host:
         why = f"a {name}:// URL without a bucket or a host"
     elif "//" in f"/{rest}":
         why = "two slashes with nothing between them: such a name cannot be read"

@@ -246,7 +246,7 @@ def test_a_field_that_is_repeated_has_one_value(tmp_path):
 
 def test_a_number_of_thousands_of_digits_joins_nothing(tmp_path):
     torch.save({f"w.{'1' * 5000}": torch.ones(1)}, tmp_path / "x.pt")
-    with pytest.raises(dcp_rs.errors.PlanError, match="no number to join over"):
+    with pytest.raises(dcp_rs.errors.PlanError, match="is not a number to join over"):
         dcp_rs.open(tmp_path / "x.pt", views=Stack("w.{i}", into="w"))
 
 

@@ -244,4 +244,4 @@ def test_damage_on_one_rank_alone_stops_no_other(tmp_path):
     for file in data_files(tier)[1:]:
         flip(file, file.stat().st_size - 100)
     reports = run_ranks(2, load_sharded, tmp_path / "ckpt", [tier], True)
-    assert reports[0].bytes_from_tiers
+    assert any(report.bytes_from_tiers for report in reports)  # the file of either rank is first

@@ -259,8 +259,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         Raises:
             PlanError: torch calls it for all ranks, and there is no process group of these.
         """
-        if kwargs.get("use_collectives"):
-            has_group()
         if self._is_used:  # a save with the same writer, without reset()
             self._renew_id()
         use_collectives = kwargs.get("use_collectives", True)
@@ -278,6 +276,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 "staged under it began: wait for its future first"
             )
             raise PlanError(msg, path=self.path)
+        if kwargs.get("use_collectives"):
+            has_group()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder, and check that it may be saved to. The coordinator begins the save."""

@@ -359,8 +359,8 @@ class Matching:
         unlike = [fqn for fqn, one in kept if asked and self._new.is_unlike(fqn, one)]
         if unlike:
             warn_caller(
-                f"{' and '.join(asked)} does not change tensors that have memory: {some(unlike)} "
-                "are filled as they are. Pass assign=True to replace them in the state dict"
+                f"{' and '.join(asked)} does not change tensors that have memory ({some(unlike)}): "
+                "they are filled as they are. Pass assign=True to replace them in the state dict"
             )
 
     def explain_nothing(self) -> str | None:
