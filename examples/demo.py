@@ -49,8 +49,8 @@ _IN_README = {
 }
 
 _WHY = """\
-README: how many times as fast as stock DCP, on the machine of README.md, with 2.28 GB. Yours may
-differ: warm restores are bound by the memory, saves by the disk. The size (--size-mb), the number
+README: how many times as fast as stock DCP, on the machine of README.md, with 2.28 GB. Yours may \
+differ: warm restores are bound by the memory, saves by the disk. The size (--size-mb), the number \
 of cores and other work on the machine count, too. `make bench` measures as README.md does."""
 
 
@@ -319,7 +319,7 @@ def _table(rows: list[_Row], readme: dict[tuple[str, str], str]) -> Table:
     )
     for heading in ("", "with"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("seconds", "MB", "GB/s", "ratio", "README", "bits"):
+    for heading in ("seconds", "MB", "ratio", "README", "bits"):
         table.add_column(heading, justify="right", no_wrap=True)
     base: dict[str, float] = {}
     for row in rows:
@@ -330,7 +330,6 @@ def _table(rows: list[_Row], readme: dict[tuple[str, str], str]) -> Table:
             row.how,
             f"{row.seconds:.4f}",
             f"{row.nbytes / 1e6:.1f}",
-            f"{row.nbytes / row.seconds / 1e9:.2f}" if compared else "",
             f"{ratio:.1f}x" if compared else "",
             readme.get((row.action, row.how), ""),
             {None: "", True: "the same", False: "[red]DIFFERENT[/]"}[row.same],
