@@ -433,8 +433,8 @@ class Sample:
 def compare_samples(samples: Sequence[tuple[bytes, bytes]]) -> list[tuple[int, bytes]]:
     """Compare the samples of all ranks, on the coordinator.
 
-    Each has the machine and ``Sample.to_bytes``. Return for each the number of samples of its machine,
-    and the reply.
+    Each has the machine and ``Sample.to_bytes``. Return for each the number of samples of its
+    machine, and the reply.
     """
 
 @final

@@ -131,7 +131,8 @@ def forget_plans(planner: SavePlanner) -> None:
     if getattr(planner, "_enable_plan_caching", False):
         kinds = ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
         for kind in kinds:
-            getattr(SavePlanner, f"_cached_{kind}", {}).pop(planner._cached_plans_key, None)  # type: ignore[attr-defined]
+            cache: dict[str, Any] = getattr(SavePlanner, f"_cached_{kind}", {})
+            cache.pop(planner._cached_plans_key, None)  # type: ignore[attr-defined]
 
 
 #: The attributes of torch's CheckpointableTensor, 2.15.

@@ -10,7 +10,7 @@ from docs.test_pages import BLOCK, DOCS, pages
 from support.places import ROOT
 
 pytestmark = pytest.mark.slow  # mypy reads torch, too
-#: What strict mypy says of functions without annotations, and of torch and torchdata.
+#: Messages of strict mypy about functions without annotations, and of torch and torchdata.
 NOT_OURS = (
     "--allow-untyped-defs",
     "--allow-incomplete-defs",

@@ -244,4 +244,6 @@ def test_damage_on_one_rank_alone_stops_no_other(tmp_path):
     for file in data_files(tier)[1:]:
         flip(file, file.stat().st_size - 100)
     reports = run_ranks(2, load_sharded, tmp_path / "ckpt", [tier], True)
-    assert any(report.bytes_from_tiers for report in reports)  # the file of either rank is first
+    # One rank has all its rows from the tier: either, as the names of files are random.
+    from_tier = sorted(report.bytes_from_tiers.get(str(tier), 0) for report in reports)
+    assert from_tier[0] < 500 * 12 * 4 <= from_tier[1]

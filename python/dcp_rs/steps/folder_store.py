@@ -75,8 +75,8 @@ class FolderStepStore(StepStore):
             make_folder(path.parent)
             _core.publish(os.fspath(path.parent), path.name, data, self.fsync)
         except FileNotFoundError:
-            # Where another program or machine serves the files, a killed process may have asked to
-            # set this folder aside, and its request comes only now.
+            # A killed process may have asked another program or machine, which serves the files, to
+            # set this folder aside. That request comes only now.
             make_folder(path.parent)
             _core.publish(os.fspath(path.parent), path.name, data, self.fsync)
 

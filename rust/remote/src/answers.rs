@@ -99,7 +99,8 @@ impl Failure {
         use object_store::Error as E;
         let told = told(error, text, status);
         if text.contains("URL scheme is not allowed") {
-            let reason = "the endpoint is http://, which is not encrypted: set allow_http (AWS_ALLOW_HTTP=true) if that is meant";
+            let reason = "the endpoint is http://, which is not encrypted: set allow_http \
+                          (AWS_ALLOW_HTTP=true) if that is meant";
             return Self::lasting(StorageFault::Failed, reason);
         }
         match (error, status) {

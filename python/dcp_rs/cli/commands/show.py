@@ -14,7 +14,7 @@ from dcp_rs.cli.contents import Contents
 from dcp_rs.cli.output import line, print_json, show_shape
 from dcp_rs.errors import PlanError
 
-#: What torch prints around the elements of a tensor.
+#: The text that torch prints around the elements of a tensor.
 _FRAME = re.compile(r"\Atensor\(|(,\s+(size=\([\d, ]*\)|dtype=[\w.]+))*\)\Z")
 _SLICE = re.compile(r"(-?\d+)|(-?\d*):(-?\d*)")
 

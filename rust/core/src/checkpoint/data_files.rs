@@ -13,8 +13,8 @@ use crate::read::FileRef;
 use crate::store::{Files, LOOK_AGAIN, PrivateMapping, Remote, patience_at};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
-/// Describes a data file for the engine: the one place that says where it is read from. With `allow_external`, names and symbolic links may lead
-/// out of the folder.
+/// Describes a data file for the engine: the one place that says where it is read from. With
+/// `allow_external`, names and symbolic links may lead out of the folder.
 ///
 /// # Errors
 /// [`Error::Unsupported`] if the name leads out without permission. Links are checked when the file
@@ -80,8 +80,8 @@ fn links(index: &Index, external: bool) -> Links {
     Links::Within { folder: index.folder(), last: external }
 }
 
-/// Does some work on data files. Does it again after a file of a tier turns out to be damaged, which
-/// is then read from elsewhere.
+/// Does some work on data files. Does it again after a file of a tier turns out to be damaged, and
+/// reads that file from elsewhere.
 pub(super) fn passing_over<T>(index: &Index, mut work: impl FnMut() -> Result<T>) -> Result<T> {
     loop {
         match work() {

@@ -26,7 +26,7 @@ pub fn open(
     Ok(index.on(remote))
 }
 
-/// Opens the checkpoint at `path` as [`open`] does, and reads its data files from `tiers` where these
+/// Opens the checkpoint at `path` as [`open`] does, and reads its data files from those `tiers` that
 /// have them. If the checkpoint is not there, or cannot be reached, the index of a tier counts.
 ///
 /// # Errors

@@ -43,8 +43,8 @@ pub struct StockItem {
     pub length: u64,
 }
 
-/// The key, in the planner data of an index, of what the format cannot hold of a planner's: a list of
-/// keys, or of nothing if all of it is an object.
+/// Key in the planner data of an index. It leads to the keys of a planner's data that the format
+/// cannot hold; to an empty list if all of the data is an object.
 const LEFT_OUT: &str = "dcp_rs.left_out";
 
 /// Allows every global: none is imported or called. The fields that are read say what an object is,

@@ -137,12 +137,8 @@ fn build(dir: &Path, parts: &[ModelFile], weight_map: &HashMap<String, String>) 
     builder.root = Value::None;
     for part in parts {
         builder.add_file(FileEntry {
-            name: part.name.clone(),
-            size: part.stat.size,
             data_start: part.header.data_start,
-            external: true,
-            mtime_ns: part.stat.mtime_ns,
-            ..FileEntry::default()
+            ..FileEntry::foreign(&part.name, part.stat)
         })?;
     }
     for (name, known) in tensors {

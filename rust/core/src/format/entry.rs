@@ -4,6 +4,7 @@ use super::{FileView, Kind, Value};
 use crate::Dtype;
 use crate::copy::Signs;
 use crate::geometry::Dims;
+use crate::store::Stat;
 
 /// A data file of an index.
 #[derive(Clone, Debug, Default)]
@@ -22,6 +23,19 @@ pub struct FileEntry {
     pub head_digest: Option<u64>,
     /// Modification time in nanoseconds since 1970; 0 if it is not recorded.
     pub mtime_ns: i64,
+}
+
+impl FileEntry {
+    /// Describes a file of another program, whose payload begins at its first byte.
+    pub(crate) fn foreign(name: &str, stat: Stat) -> Self {
+        Self {
+            name: name.to_owned(),
+            size: stat.size,
+            external: true,
+            mtime_ns: stat.mtime_ns,
+            ..Self::default()
+        }
+    }
 }
 
 impl From<FileView<'_>> for FileEntry {

@@ -24,7 +24,7 @@ pub struct Found {
     pub aliases: Vec<(String, String)>,
 }
 
-/// What is known of the weights of a checkpoint beside its index.
+/// Facts about the weights of a checkpoint that its index does not hold.
 #[derive(Debug, Default)]
 pub struct About {
     /// The parsed configuration, if there is one.

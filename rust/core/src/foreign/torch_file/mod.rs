@@ -75,14 +75,7 @@ pub(crate) fn index_model(
     for name in &model.files {
         let path = dir.join(name);
         let file = TorchFile::open(files, &path, threads)?;
-        let number = builder.add_file(FileEntry {
-            name: name.clone(),
-            size: file.stat.size,
-            data_start: 0,
-            external: true,
-            mtime_ns: file.stat.mtime_ns,
-            ..FileEntry::default()
-        })?;
+        let number = builder.add_file(FileEntry::foreign(name, file.stat))?;
         let mut tree = file.tree()?;
         tree.describe_in(&mut builder);
         for (position, leaf) in (0..).zip(tree.leaves) {

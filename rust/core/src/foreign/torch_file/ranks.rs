@@ -72,14 +72,7 @@ pub(crate) fn index_ranks(
     for (rank, name) in (0_u64..).zip(names) {
         let path = dir.join(name);
         let file = TorchFile::open(files, &path, threads)?;
-        let number = builder.add_file(FileEntry {
-            name: name.clone(),
-            size: file.stat.size,
-            data_start: 0,
-            external: true,
-            mtime_ns: file.stat.mtime_ns,
-            ..FileEntry::default()
-        })?;
+        let number = builder.add_file(FileEntry::foreign(name, file.stat))?;
         let mut tree = file.tree()?;
         let (own, count) = (tree.leaves.len(), sharded.len() + same.len());
         if rank == 0 {
