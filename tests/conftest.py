@@ -19,6 +19,7 @@ from programs import start_server, stop_server
 if TYPE_CHECKING:
     import torch
 
+    from support.object_server import ObjectServer
     from support.simulated import Simulated
 
 # No deadline: the machine may be busy. Derandomized: a red run is red again; `thorough` explores.
@@ -176,3 +177,20 @@ def accelerator(request: pytest.FixtureRequest) -> torch.device:
 def ckpt(tmp_path: Path) -> Path:
     """A folder for a checkpoint, not there yet."""
     return tmp_path / "ckpt"
+
+
+@pytest.fixture
+def no_store_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the environment says of stores, and of proxies."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def server() -> Iterator[ObjectServer]:
+    """An object server, for one test."""
+    from support.object_server import object_server
+
+    with object_server() as store:
+        yield store

@@ -16,7 +16,7 @@ import torch
 
 import dcp_rs
 import programs
-from dcp_rs import CheckpointManager, RsSavePlanner
+from dcp_rs import CheckpointManager
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -26,27 +26,18 @@ from dcp_rs.errors import (
     SaveInProgressError,
     UnsupportedError,
 )
-from dcp_rs.optim import training_state
 from dcp_rs.steps import folder_store
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.retention import Policies, prune
 from dcp_rs.transfer.buffers import shared_blocks
-from support.numbered import loaded, names_in, numbers
+from support.numbered import bad_state, killed, loaded, names_in, numbers, state_of
 from support.threads import saves_held_up
 
 
 @pytest.fixture
 def run(tmp_path):
     return tmp_path / "run"
-
-
-def state_of(step):
-    return {"w": torch.full((1000,), float(step)), "at": {"step": step}}
-
-
-def bad_state(step):
-    return state_of(step) | {"bad": torch.empty(1, device="meta")}
 
 
 def data_file(manager, step):
@@ -65,86 +56,8 @@ def flip(manager, step):
 # -----------------------------------------------------------------------------------
 
 
-def test_a_run_begins_and_goes_on(run):
-    with CheckpointManager(run, save_every=10, keep_last=2) as manager:
-        assert loaded(manager) is None
-        assert manager.resumed is None
-        for step in range(1, 36):
-            if manager.should_save(step):
-                manager.save(step, state_of(step))
-    assert names_in(run) == ["step-20", "step-30"]
-    with CheckpointManager(run, save_every=10, keep_last=2) as manager:
-        assert loaded(manager) == 30
-        assert manager.resumed == 30
-        assert manager.passed_over == []
-        assert not manager.should_save(30)  # it is there
-        assert loaded(manager, 20) == 20
-        with pytest.raises(
-            CheckpointNotFoundError, match=r"there is no step 10 in .*: it has 20, 30"
-        ):
-            manager.load({}, 10)
-
-
-def test_saves_in_the_background_follow_each_other(run):
-    with CheckpointManager(run, keep_last=3, fsync=False) as manager:
-        state = state_of(0)
-        for step in range(1, 8):
-            state["w"].fill_(step)
-            state["at"]["step"] = step
-            future = manager.async_save(step, state, metrics={"loss": 10.0 - step})
-            assert len(numbers(manager)) <= 4
-        metadata = future.result(60)
-        assert numbers(manager) == [5, 6, 7]  # what goes is gone when the future is done
-        assert metadata.state_dict_metadata.keys() == {"w", "at.step"}
-        assert loaded(manager) == 7
-        assert [step.metrics for step in manager.steps()] == [
-            {"loss": 5.0},
-            {"loss": 4.0},
-            {"loss": 3.0},
-        ]
-        assert all(dcp_rs.verify(step.path).leftovers == [] for step in manager.steps())
-
-
-def test_a_step_that_is_there_is_not_replaced_unless_that_is_asked_for(run):
-    with CheckpointManager(run) as manager:
-        manager.save(5, state_of(5), metrics={"loss": 1})
-        for save in (manager.save, manager.async_save):
-            with pytest.raises(
-                CheckpointExistsError, match=r"a step 5 in .* already: force=True replaces it"
-            ):
-                save(5, state_of(6))
-        assert loaded(manager) == 5
-        with pytest.raises(UnsupportedError):
-            manager.save(5, bad_state(6), metrics={"loss": 2}, force=True)
-        assert loaded(manager) == 5
-        assert manager.steps()[0].metrics == {"loss": 1}
-        manager.save(5, {"w": torch.ones(3)}, metrics={"loss": 3}, force=True)
-        assert manager.steps()[0].metrics == {"loss": 3}
-        assert dcp_rs.open(manager.path(5))["w"].tolist() == [1, 1, 1]
-
-
-def test_training_state_is_saved_and_resumed(run):
-    def job(seed):
-        torch.manual_seed(seed)
-        model = torch.nn.Linear(4, 2)
-        return model, torch.optim.AdamW(model.parameters()), {"step": 0}
-
-    model, optimizer, extra = job(0)
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
-    with CheckpointManager(run) as manager:
-        assert manager.load_training_state(*job(1)) is None
-        manager.async_save(7, training_state(model, optimizer, extra | {"step": 7}))
-        other, other_optimizer, extra = job(1)
-        assert manager.load_training_state(other, other_optimizer, extra) == 7
-    assert extra == {"step": 7}
-    assert torch.equal(other.weight, model.weight)
-    moments = other_optimizer.state_dict()["state"][0]["exp_avg"]
-    assert torch.equal(moments, optimizer.state_dict()["state"][0]["exp_avg"])
-
-
 @pytest.mark.parametrize("step", [-1, 1.0, "3", True])
-def test_what_is_no_step_is_refused(run, step):
+def test_wrong_step_number_is_refused(run, step):
     with CheckpointManager(run) as manager, pytest.raises(ValueError, match="an integer from 0 on"):
         manager.save(step, state_of(0))
     assert not run.exists()
@@ -153,7 +66,7 @@ def test_what_is_no_step_is_refused(run, step):
 @pytest.mark.parametrize(
     "loss", ["1.0", None, [1], 10**400], ids=["text", "none", "list", "too large"]
 )
-def test_what_is_no_metric_is_refused(run, loss):
+def test_wrong_metric_is_refused(run, loss):
     with CheckpointManager(run) as manager, pytest.raises(ValueError, match=r"metrics\['loss'\]"):
         manager.save(1, state_of(1), metrics={"loss": loss})
     assert not run.exists()
@@ -190,13 +103,6 @@ def test_arguments_that_make_no_sense_are_refused_at_once(run, wrong):
 # --------------------------------------------------------------------------------
 
 
-def killed(manager, step):
-    """What a save leaves that is killed before its commit."""
-    manager._store.begin(step, f"{step:032x}", {})
-    dcp_rs.save(state_of(step), manager.path(step), save_id=f"{step:032x}", no_dist=True)
-    (manager.path(step) / "index.dcprs").unlink()
-
-
 def test_a_run_that_never_saved_begins_anew_beside_what_a_kill_left(run):
     with CheckpointManager(run) as manager:
         killed(manager, 5)
@@ -208,48 +114,6 @@ def test_a_run_that_never_saved_begins_anew_beside_what_a_kill_left(run):
         manager.save(5, state_of(5))  # in its place
         assert loaded(manager) == 5
         assert len(list(manager.path(5).glob("g*"))) == 1
-
-
-def test_what_cannot_be_resumed_from_is_passed_over_and_named(run):
-    with CheckpointManager(run, keep_last=1) as manager:
-        for step in (1, 2):
-            manager.save(step, state_of(step))
-    with CheckpointManager(run, keep_last=10) as manager:
-        for step in (3, 4):
-            manager.save(step, state_of(step))
-        os.truncate(data_file(manager, 3), 10)
-        os.truncate(manager.path(4) / "index.dcprs", 10)
-        killed(manager, 5)
-        with pytest.warns(UserWarning, match="not resumed from") as said:
-            assert loaded(manager) == 2
-        kinds = [(passed.number, passed.kind) for passed in manager.passed_over]
-        assert kinds == [(5, "unfinished"), (4, "damaged"), (3, "damaged")]
-        assert len(said) == 3
-        assert manager.latest_step() == 2
-        # The run goes on over what was damaged or not finished.
-        for step in (3, 4, 5):
-            manager.save(step, state_of(step))
-        assert numbers(manager) == [2, 3, 4, 5]
-        assert loaded(manager) == 5
-
-
-def test_damage_that_only_reading_finds_is_passed_over_too(run):
-    with CheckpointManager(run) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state_of(step))
-        flip(manager, 3)
-        flip(manager, 2)
-        with pytest.warns(UserWarning, match="not resumed from step-[23]: corrupt data"):
-            assert loaded(manager, verify=True) == 1
-        assert [passed.number for passed in manager.passed_over] == [3, 2]
-        with pytest.raises(dcp_rs.errors.CorruptDataError):
-            loaded(manager, 3, verify=True)
-        flip(manager, 1)
-        with pytest.raises(
-            CheckpointNotFoundError,
-            match=r"none can be resumed from: step-3: corrupt.*step-1: corrupt",
-        ):
-            loaded(manager, verify=True)
 
 
 def test_a_run_does_not_begin_anew_beside_checkpoints_that_it_cannot_take(run):
@@ -319,7 +183,7 @@ def test_names_of_files_that_cannot_be_are_refused(run, name):
         assert not manager.path(1).exists()
 
 
-def test_what_a_killed_save_leaves_with_files_of_the_user_is_replaced(run):
+def test_killed_save_with_extra_files_is_replaced(run):
     """They are no checkpoint of others."""
     with CheckpointManager(run, fsync=False) as manager:
         manager.save(1, state_of(1), extra_files={"config.json": b"[1]"})
@@ -352,7 +216,7 @@ def test_steps_have_the_name_that_is_asked_for(run):
 # -------------------------------------------------------------------------------------------
 
 
-def test_what_the_run_resumed_from_and_the_best_stay(run):
+def test_resumed_and_best_steps_stay(run):
     with CheckpointManager(run) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step), metrics={"loss": step})
@@ -363,28 +227,6 @@ def test_what_the_run_resumed_from_and_the_best_stay(run):
         assert numbers(manager) == [1, 2, 5]
 
 
-def test_max_bytes_makes_room_before_a_save(run):
-    seen = []
-
-    class Looking(RsSavePlanner):
-        def finish_plan(self, new_plan):
-            seen.append(numbers(manager))
-            return super().finish_plan(new_plan)
-
-    with CheckpointManager(run) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state_of(step))
-        one = manager.steps()[0].nbytes
-    with CheckpointManager(run, max_bytes=3 * one + one // 2) as manager:
-        manager.save(4, state_of(4), planner=Looking())
-        assert seen == [[2, 3]]
-        assert numbers(manager) == [2, 3, 4]
-    with CheckpointManager(run, max_bytes=1) as manager:
-        manager.save(5, state_of(5), planner=Looking())
-        assert seen == [[2, 3], [4]]  # never the latest, before the new one is there
-        assert numbers(manager) == [5]
-
-
 def test_nothing_goes_before_what_stays_is_verified(run):
     with CheckpointManager(run, keep_last=1, verify_before_prune=True) as manager:
         manager.save(1, state_of(1))
@@ -392,7 +234,7 @@ def test_nothing_goes_before_what_stays_is_verified(run):
         assert [(step.number, step.verified) for step in manager.steps()] == [(2, True)]
 
 
-def test_what_cannot_be_removed_is_warned_of_and_no_error(run):
+def test_undeletable_step_is_a_warning(run):
     with CheckpointManager(run, keep_last=1) as manager:
         manager.save(1, state_of(1))
         (run / ".removing-step-1").write_text("in the way")
@@ -402,16 +244,6 @@ def test_what_cannot_be_removed_is_warned_of_and_no_error(run):
         (run / ".removing-step-1").unlink()
         manager.save(4, state_of(4))
         assert names_in(run) == ["step-4"]
-
-
-def test_steps_are_deleted_on_request(run):
-    with CheckpointManager(run) as manager:
-        for step in (1, 2):
-            manager.save(step, state_of(step))
-        manager.delete(2)
-        assert numbers(manager) == [1]
-        with pytest.raises(CheckpointNotFoundError, match=r"there is no step 2 in .*: it has 1"):
-            manager.delete(2)
 
 
 def save_and_wait(manager, step, state, *, background):
@@ -684,51 +516,6 @@ def test_max_bytes_spares_the_newest_good_step_below_a_damaged_one(run):
 # ----------------------------------------------------------------------------------------
 
 
-class Meanwhile(RsSavePlanner):
-    """Does something after this save began, and before it writes."""
-
-    def __init__(self, does):
-        super().__init__()
-        self._does = does
-
-    def finish_plan(self, plan):
-        self._does()
-        return super().finish_plan(plan)
-
-
-def test_a_save_of_a_job_that_was_taken_over_is_not_committed(run):
-    """A job that was stopped, and woke up, committed its step into the run of the next one."""
-    with CheckpointManager(run) as old, CheckpointManager(run) as new:
-        old.save(1, state_of(1))
-        with pytest.raises(
-            RunTakenOverError, match=rf"was taken over by process {os.getpid()} on '.*' since 20"
-        ) as raised:
-            old.save(2, state_of(-1), planner=Meanwhile(lambda: loaded(new)))
-        assert raised.value.path == str(run)
-        assert new.resumed == 1
-        assert numbers(new) == [1]
-        assert list(new.path(2).glob("g*")) == []
-        for save in (old.save, old.async_save):
-            with pytest.raises(RunTakenOverError):
-                save(2, state_of(-1))
-        new.save(2, state_of(2))
-        assert loaded(new, take_over=False) == 2
-
-
-def test_a_job_that_was_taken_over_removes_nothing(run):
-    with CheckpointManager(run, keep_last=1) as old, CheckpointManager(run) as new:
-        old.save(1, state_of(1))
-        old.save(2, state_of(2))
-        assert loaded(new) == 2
-        new.save(3, state_of(3))
-        with pytest.raises(RunTakenOverError):
-            old.delete(2)
-        old._coordinator._prune(3)  # as after a save that committed right before
-        (problem,) = old._coordinator.problems
-        assert "was taken over" in problem
-        assert numbers(new) == [2, 3]
-
-
 def test_an_evaluation_beside_a_run_takes_nothing_over(run):
     with CheckpointManager(run) as training, CheckpointManager(run) as evaluation:
         training.save(1, state_of(1))
@@ -754,7 +541,7 @@ def test_a_root_that_cannot_be_written_to_can_be_loaded_from(run, monkeypatch, n
         assert numbers(manager) == [1, 2]
 
 
-def test_who_saves_without_a_load_takes_over_too(run):
+def test_first_save_takes_over_run(run):
     with CheckpointManager(run) as old, CheckpointManager(run) as new:
         assert loaded(old) is None
         assert not run.exists()
@@ -1038,30 +825,6 @@ def test_a_save_that_failed_is_over(run, in_background):
         assert numbers(manager) == [1]
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_forced_save_that_fails_leaves_the_files_of_the_step(run, in_background):
-    """They were replaced when the save began, and the old step was then whole with new files."""
-    with CheckpointManager(run) as manager:
-        manager.save(1, state_of(1), extra_files={"a.txt": b"old"})
-        save = manager.async_save if in_background else manager.save
-        new = {"force": True, "extra_files": {"a.txt": b"new", "b.txt": b"new"}}
-        with pytest.raises(UnsupportedError):
-            save(1, bad_state(1), **new).result(60)
-        if in_background:
-            with pytest.raises(UnsupportedError):
-                manager.wait()
-        assert loaded(manager) == 1
-        assert (manager.path(1) / "a.txt").read_bytes() == b"old"
-        assert not (manager.path(1) / "b.txt").exists()
-        save(1, state_of(1), **new)
-        manager.wait()
-        assert (manager.path(1) / "a.txt").read_bytes() == b"new"
-        assert (manager.path(1) / "b.txt").read_bytes() == b"new"
-        save(2, state_of(2))
-        manager.wait()
-        assert not (manager.path(2) / "b.txt").exists()
-
-
 def test_a_step_is_settled_where_files_of_the_user_cannot_be_put_into_it(run):
     """Its note said that the save goes on. Had it lost its index later, a sweep removed it."""
     with CheckpointManager(run) as manager:
@@ -1071,17 +834,6 @@ def test_a_step_is_settled_where_files_of_the_user_cannot_be_put_into_it(run):
             manager.save(1, state_of(2), force=True, extra_files={"a.txt": b"new"})
         assert len(list(manager.path(1).glob("saved-*"))) == 1
         assert list(manager.path(1).glob("saving-*")) == []
-
-
-def test_files_of_the_user_go_with_the_step_that_is_replaced(run):
-    """Those that the new save does not have stayed beside it: files of two steps, mixed."""
-    with CheckpointManager(run) as manager:
-        manager.save(1, state_of(1), extra_files={"a.txt": b"old", "b.txt": b"old"})
-        (manager.path(1) / "c.txt").write_bytes(b"of somebody else")
-        manager.save(1, state_of(1), force=True, extra_files={"a.txt": b"new"})
-        assert (manager.path(1) / "a.txt").read_bytes() == b"new"
-        assert not (manager.path(1) / "b.txt").exists()
-        assert (manager.path(1) / "c.txt").exists()
 
 
 def test_a_note_that_was_tampered_with_gets_nothing_else_removed(run):
@@ -1096,7 +848,7 @@ def test_a_note_that_was_tampered_with_gets_nothing_else_removed(run):
 
 @pytest.mark.filterwarnings("ignore:.*lost its index")
 @pytest.mark.parametrize("kind", ["stock", "no index"])
-def test_what_may_be_whole_is_replaced_by_no_save(run, kind):
+def test_step_that_may_be_whole_is_not_replaced(run, kind):
     """It was removed before a forced save began, and lost where that save failed."""
     with CheckpointManager(run) as manager:
         if kind == "stock":

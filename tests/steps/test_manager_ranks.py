@@ -45,9 +45,9 @@ def numbers(manager):
     return told[0]
 
 
-def save_and_resume(root):
-    got = []
-    with CheckpointManager(root, save_every=2, keep_last=2, keep_every=6) as manager:
+def save_and_resume(root, options=None):
+    got, how = [], {"storage_options": options}
+    with CheckpointManager(root, save_every=2, keep_last=2, keep_every=6, **how) as manager:
         got.append(loaded(manager))
         for step in range(1, 10):
             if manager.should_save(step):
@@ -56,31 +56,30 @@ def save_and_resume(root):
                 )
         manager.wait()
         got.append(numbers(manager))
-    with CheckpointManager(root, keep_last=1) as manager:
+        with pytest.raises(CheckpointExistsError):
+            manager.save(8, state_of(8))
+    with CheckpointManager(root, keep_last=1, **how) as manager:
         got += [loaded(manager, 6), manager.resumed]
         manager.save(9, state_of(9))
         got.append(numbers(manager))
         manager.delete(6)
-        got += [numbers(manager), loaded(manager)]
+        got += [numbers(manager), loaded(manager), manager.latest_step()]
     return got
 
 
-def test_ranks_save_prune_and_resume_together(tmp_path):
-    for got in run_ranks(2, save_and_resume, tmp_path / "run"):
-        assert got == [None, [6, 8], 6, 6, [6, 9], [9], 9]
-
-
-def resume_on_fewer(root):
+def resume_on_more(root, options):
     state = {"rows": state_of(0)["rows"], "step": 0}
-    with CheckpointManager(root) as manager:
+    with CheckpointManager(root, storage_options=options) as manager:
         found = manager.load(state)
     assert torch.equal(state["rows"].full_tensor(), torch.arange(21.0).reshape(7, 3) + found)
     return found
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
-    run_ranks(2, save_and_resume, tmp_path / "run")
-    assert run_ranks(3, resume_on_fewer, tmp_path / "run") == [9, 9, 9]
+def test_ranks_save_prune_and_resume_together(root):
+    for got in run_ranks(2, save_and_resume, root.url, root.options):
+        assert got == [None, [6, 8], 6, 6, [6, 9], [9], 9, 9]
+    assert root.names() == ["step-9"]
+    assert run_ranks(3, resume_on_more, root.url, root.options) == [9, 9, 9]
 
 
 def give_different_steps(root, call):
@@ -122,7 +121,7 @@ def save_over(root):
         return loaded(manager)
 
 
-def test_what_the_first_rank_refuses_all_refuse(tmp_path):
+def test_refusal_of_the_first_rank_is_raised_on_all(tmp_path):
     assert run_ranks(2, save_over, tmp_path / "run") == [1, 1]
 
 
@@ -252,7 +251,7 @@ def pass_over_damage_of_one_rank(root):
         return found, [(passed.number, passed.kind) for passed in manager.passed_over]
 
 
-def test_what_one_rank_finds_damaged_all_pass_over(tmp_path):
+def test_damage_seen_by_one_rank_is_skipped_by_all(tmp_path):
     assert (
         run_ranks(2, pass_over_damage_of_one_rank, tmp_path / "run") == [(1, [(2, "damaged")])] * 2
     )

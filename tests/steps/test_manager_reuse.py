@@ -64,7 +64,7 @@ def test_without_reuse_nothing_is_shared(run):
 
 
 @pytest.mark.parametrize("globs", [list, iter])
-def test_what_is_frozen_is_compared_once_in_each_run(run, monkeypatch, globs):
+def test_frozen_tensors_are_compared_once_in_each_run(run, monkeypatch, globs):
     """What another run froze may be something else: a new base model, say."""
     wanted = []
     find = Parent.find_reuse
@@ -84,7 +84,7 @@ def test_what_is_frozen_is_compared_once_in_each_run(run, monkeypatch, globs):
     assert wanted == [0, rest, rest, rest + 1, rest, rest]
 
 
-def test_what_a_rollback_loads_over_frozen_values_is_written(run):
+def test_rollback_over_frozen_values_is_written(run):
     """Frozen at 2 and 3; then the run goes back to 1, of before it was frozen."""
     before = state_of(1) | {"frozen": torch.ones(FROZEN, dtype=torch.int64)}
     with CheckpointManager(run, reuse="frozen") as manager:
@@ -99,7 +99,7 @@ def test_what_a_rollback_loads_over_frozen_values_is_written(run):
 
 
 @pytest.mark.parametrize("kept_as", ["it is", "transposed", "half"])
-def test_what_is_frozen_only_while_it_is_saved_is_written(run, kept_as):
+def test_tensors_frozen_only_during_saves_are_written(run, kept_as):
     """A discriminator in a loop that switches its gradients off, an average of weights: trained between saves all the same."""
     module = torch.nn.Linear(1000, 1000, bias=False)  # more than the block that is compared
     module.requires_grad_(False)
@@ -148,7 +148,7 @@ def test_a_damaged_parent_is_passed_over_and_a_flipped_byte_found(run):
         assert loaded(manager, verify=True) == 2
 
 
-def test_what_was_found_damaged_is_no_parent(run):
+def test_damaged_step_is_no_parent(run):
     with CheckpointManager(run) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step))

@@ -76,7 +76,7 @@ def test_whole_loads_go_on_with_the_step_before(tmp_path):
         assert state["w"].unique().tolist() == [1]
 
 
-def test_what_is_excluded_stays_where_the_step_before_is_loaded(tmp_path):
+def test_excluded_entries_stay_if_the_step_before_is_loaded(tmp_path):
     """The damaged step took the globs of an iterator, and the step before loaded everything."""
     both = ("w", "head")
     with steps(tmp_path, filled(1, *both), filled(2, *both), "w") as manager:

@@ -153,7 +153,7 @@ def unneeded(policies, *arguments, **options):
     return [step.number for step in policies.unneeded(*arguments, **options)]
 
 
-def test_what_is_protected_stays():
+def test_protected_steps_stay():
     policies = Policies(keep_last=1, max_bytes=10, metric="loss")
     assert unneeded(policies, steps(1, 2, 3), {1}) == [2]
     assert unneeded(policies, steps(1, 2, 3), room=10) == [1, 2]
@@ -174,7 +174,7 @@ def test_what_is_protected_stays():
         ({"mode": "best"}, "one of 'min', 'max'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong, match):
+def test_senseless_policies_are_refused(wrong, match):
     with pytest.raises(ValueError, match=match):
         Policies(**wrong)
 
@@ -192,7 +192,7 @@ counts = st.none() | st.integers(1, 20)
 
 
 @given(found, counts, counts, counts, counts)
-def test_what_goes_now_or_later_is_the_same(found, last, every, within, best_ones):
+def test_pruning_early_or_late_removes_the_same(found, last, every, within, best_ones):
     """A step at a time, with removal after each, or all at once: nothing that is promised is lost on the way, and nothing else stays."""
     policies = Policies(
         keep_last=last, keep_every=every, keep_within=within, keep_best=best_ones, metric="loss"
@@ -225,6 +225,6 @@ def sharing(*files):
         ([{"a": 100}, {"b": 100}, {"b": 100}], 150, [0], 203),
     ],
 )
-def test_what_steps_share_counts_once(files, max_bytes, gone, total):
+def test_shared_bytes_count_once(files, max_bytes, gone, total):
     assert used(sharing(*files)) == total
     assert beyond(sharing(*files), max_bytes, {2}) == set(gone)

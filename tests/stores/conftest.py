@@ -1,26 +1,14 @@
-"""A server of objects for each test, and checkpoints on it."""
+"""Checkpoints on a server of objects."""
 
 import pytest
 import torch
 
 import dcp_rs
-from support.object_server import object_server
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_the_machine(monkeypatch):
-    """What a developer's environment says of stores, and of proxies, is not what is tested."""
-    import os
-
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def server():
-    with object_server() as store:
-        yield store
+def _no_settings_of_the_machine(no_store_settings):
+    """What a developer's environment says is not what is tested."""
 
 
 def model_state():

@@ -10,15 +10,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 import programs
 from dcp_rs import CheckpointManager
 from dcp_rs.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     RunTakenOverError,
     StorageError,
     StoragePermissionError,
@@ -26,18 +23,12 @@ from dcp_rs.errors import (
     StorageUnclearError,
     UnsupportedError,
 )
-from dcp_rs.optim import training_state
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.retention import Policies, prune
 from support import run_ranks
-from support.numbered import loaded, numbers
+from support.numbered import loaded, numbers, state_of
 from support.object_server import Fault
-
-DAY = 24 * 60 * 60
-
-
-def state_of(step):
-    return {"w": torch.full((1000,), float(step)), "at": {"step": step}}
+from support.roots import DAY
 
 
 @pytest.fixture
@@ -65,153 +56,9 @@ def is_index(request):
 # -----------------------------------------------------------------------------------------
 
 
-def test_a_run_begins_and_goes_on(make, server):
-    with make(save_every=10, keep_last=2) as manager:
-        assert str(manager.root) == server.url("run")
-        assert repr(manager) == f"CheckpointManager({server.url('run')!r})"
-        assert loaded(manager) is None
-        assert manager.latest_step() is None
-        for step in range(1, 36):
-            if manager.should_save(step):
-                manager.save(step, state_of(step))
-    assert steps_on(server) == [20, 30]
-    with make(save_every=10, keep_last=2) as manager:
-        assert loaded(manager) == 30
-        assert manager.resumed == manager.latest_step() == 30
-        assert manager.passed_over == []
-        assert not manager.should_save(30)
-        assert loaded(manager, 20) == 20
-        with pytest.raises(
-            CheckpointNotFoundError, match=r"there is no step 10 in s3://.*: it has 20, 30"
-        ):
-            manager.load({}, 10)
-        manager.delete(20)
-        assert numbers(manager) == [30]
-        with pytest.raises(CheckpointNotFoundError):
-            manager.delete(20)
-
-
-def test_saves_in_the_background_follow_each_other(make, server):
-    with make(keep_last=3, metric="loss") as manager:
-        state = state_of(0)
-        for step in range(1, 7):
-            state["w"].fill_(step)
-            state["at"]["step"] = step
-            future = manager.async_save(step, state, metrics={"loss": abs(step - 2)})
-        future.result(60)
-        assert numbers(manager) == [2, 4, 5, 6]
-        assert manager.best_step() == 2
-        assert loaded(manager) == 6
-        assert [step.metrics for step in manager.steps()] == [
-            {"loss": float(abs(step - 2))} for step in (2, 4, 5, 6)
-        ]
-        manager.wait()
-    assert server.open_uploads() == []
-    assert not any("saving-" in key for key in server.keys("run/"))
-
-
-def test_a_step_that_is_there_is_not_replaced_unless_that_is_asked_for(make):
-    with make() as manager:
-        manager.save(5, state_of(5), metrics={"loss": 1})
-        for save in (manager.save, manager.async_save):
-            with pytest.raises(
-                CheckpointExistsError, match=r"a step 5 in s3://.* already: force=True replaces it"
-            ):
-                save(5, state_of(6))
-        assert loaded(manager) == 5
-        manager.save(5, {"w": torch.ones(3)}, metrics={"loss": 3}, force=True)
-        assert manager.steps()[0].metrics == {"loss": 3}
-        with dcp_rs.open(
-            manager.path(5), storage_options=manager._store.access["storage_options"]
-        ) as ckpt:
-            assert ckpt["w"].tolist() == [1, 1, 1]
-
-
-def test_a_forced_save_removes_the_files_of_what_it_replaced_and_not_before(make, server):
-    with make() as manager:
-        mine, theirs = "run/step-1/deeper/thing", "run/step-1/model.pt"
-        server.put(mine, b"mine")
-        server.put(theirs, b"theirs")
-        with pytest.raises(CheckpointExistsError, match=r"delete\(1\) removes it"):
-            manager.save(1, state_of(1), force=True)
-        assert {mine, theirs} == set(server.keys("run/step-1/"))
-        server.objects.pop(theirs)  # only what may be a checkpoint is in the way
-        manager.save(1, state_of(1), extra_files={"a.txt": b"old", "b.txt": b"old"})
-        assert mine in server.objects
-        bad = {"bad": torch.empty(1, device="meta")}
-        with pytest.raises(UnsupportedError, match="meta device"):
-            manager.save(1, bad, force=True, extra_files={"a.txt": b"new"})
-        assert server.objects["run/step-1/a.txt"].data == b"old"
-        assert "run/step-1/b.txt" in server.objects
-        manager.save(1, state_of(1), force=True, extra_files={"a.txt": b"new"})
-        assert server.objects["run/step-1/a.txt"].data == b"new"
-        assert "run/step-1/b.txt" not in server.objects
-        assert mine in server.objects
-        assert loaded(manager) == 1
-        manager.delete(1)
-        assert server.keys("run/step-1/") == []
-
-
-def test_there_is_room_for_a_save_before_it_begins(make, server):
-    with make() as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state_of(step))
-        each = manager.steps()[0].nbytes
-    with make(max_bytes=3 * each) as manager:
-        manager.save(4, state_of(4))
-        assert numbers(manager) == [2, 3, 4]
-        begin = len(server.requests)
-        manager.save(5, state_of(5))
-        asked = [
-            request.key
-            for request in server.requests[begin:]
-            if request.method in ("PUT", "DELETE")
-        ]
-        assert asked.index("run/step-2/index.dcprs") < asked.index("run/step-5/index.dcprs")
-        assert numbers(manager) == [3, 4, 5]
-
-
-def test_training_state_is_saved_and_resumed(make):
-    def job(seed):
-        torch.manual_seed(seed)
-        model = torch.nn.Linear(3, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.randn(4, 3)).sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = job(0)
-    extra = {"step": 7}
-    with make() as manager:
-        manager.save(7, training_state(model, optimizer, extra))
-        other, its_optimizer = job(1)
-        assert manager.load_training_state(other, its_optimizer, found := {"step": 0}) == 7
-    assert found == extra
-    assert torch.equal(other.weight, model.weight)
-    assert torch.equal(
-        its_optimizer.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
-    )
-
-
-def test_a_damaged_step_is_passed_over(make, server):
-    with make() as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state_of(step))
-    del server.objects[next(iter(server.keys("run/step-3/g")))]
-    key = next(iter(server.keys("run/step-2/g")))
-    server.put(key, server.objects[key].data[:-1] + b"\xff")
-    with make() as manager:
-        with pytest.warns(UserWarning, match=r"not resumed from step-[32]"):
-            assert loaded(manager, verify=True) == 1
-        assert [(found.number, found.kind) for found in manager.passed_over] == [
-            (3, "damaged"),
-            (2, "damaged"),
-        ]
-
-
 @pytest.mark.parametrize("reuse", [True, "frozen"])
 @pytest.mark.parametrize("background", [False, True])
-def test_what_stays_the_same_is_not_sent_again(make, server, reuse, background):
+def test_unchanged_tensors_are_not_sent_again(make, server, reuse, background):
     frozen = torch.randn(500_000)
     with make(keep_last=2, reuse=reuse) as manager:
         for step in (1, 2, 3, 4):
@@ -237,7 +84,7 @@ def test_what_stays_the_same_is_not_sent_again(make, server, reuse, background):
     assert state["w"].eq(4).all()
 
 
-def test_what_makes_no_sense_is_refused_at_once(server, tmp_path):
+def test_senseless_arguments_are_refused_at_once(server, tmp_path):
     with pytest.raises(UnsupportedError, match="no storage_options"):
         CheckpointManager(tmp_path, storage_options=server.options())
     with (
@@ -334,7 +181,7 @@ def test_a_save_that_failed_is_no_step_and_can_be_made_again(make, server):
         ]
 
 
-def test_what_cannot_be_removed_is_warned_of_and_removed_later(make, server):
+def test_undeletable_step_is_warned_of_and_removed_later(make, server):
     with make(keep_last=1) as manager:
         manager.save(1, state_of(1))
         key = next(iter(server.keys("run/step-1/g")))
@@ -373,7 +220,7 @@ def commits_meanwhile(server, make):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_of_two_that_save_a_step_one_wins(make, server, force):
+def test_two_saves_of_a_step_leave_one(make, server, force):
     fault, theirs = commits_meanwhile(server, make)
     server.faults.append(fault)
     with make() as manager:
@@ -423,22 +270,6 @@ def test_another_manager_prunes_nothing_that_is_being_saved(make, server):
         saving.result(60)
         assert numbers(manager) == [4, 5]
         assert loaded(manager, 5, verify=True) == 5
-
-
-def test_a_job_that_was_taken_over_commits_and_removes_nothing(make, server):
-    """A job that was stopped, and woke up, committed its step into the run of the next one, and removed what that had resumed from."""
-    with make(keep_last=1) as old, make() as new:
-        old.save(1, state_of(1))
-        old.save(2, state_of(2))
-        assert loaded(new) == 2
-        with pytest.raises(RunTakenOverError, match=r"was taken over by process \d+ on "):
-            old.save(3, state_of(3))
-        old._coordinator._prune(2)
-        with pytest.raises(RunTakenOverError):
-            old.delete(2)
-        assert steps_on(server) == [2]
-        new.save(3, state_of(3))
-        assert loaded(new, take_over=False) == 3
 
 
 def test_a_job_that_was_taken_over_removes_no_save_that_has_no_index_yet(make, server):
@@ -568,69 +399,15 @@ def test_killed_at_any_moment_a_run_goes_on_from_the_newest(make, server):
 # ---------------------------------------------------------------------------------------------------
 
 
-def sharded(step):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.arange(21.0).reshape(7, 3) + step
-    return {
-        "rows": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None),
-        f"own.{dist.get_rank()}": torch.full((1000,), float(step)),
-        "step": step,
-    }
-
-
-def save_and_resume(url, options):
-    def resumed(manager, step=None):
-        state = sharded(-1)
-        found = manager.load(state, step)
-        want = sharded(-1 if found is None else found)
-        assert torch.equal(state["rows"].to_local(), want["rows"].to_local())
-        assert state["step"] == want["step"]
-        return found
-
-    def numbers_together(manager):
-        dist.barrier()
-        told = [numbers(manager)]
-        dist.broadcast_object_list(told)
-        return told[0]
-
-    got = []
-    with CheckpointManager(
-        url, save_every=2, keep_last=2, keep_every=6, storage_options=options
-    ) as manager:
-        got.append(resumed(manager))
-        for step in range(1, 10):
-            if manager.should_save(step):
-                (manager.save if step % 4 else manager.async_save)(
-                    step, sharded(step), metrics={"loss": 1.0}
-                )
-        manager.wait()
-        got.append(numbers_together(manager))
-        with pytest.raises(CheckpointExistsError):
-            manager.save(8, sharded(8))
-    with CheckpointManager(url, keep_last=1, storage_options=options) as manager:
-        got += [resumed(manager, 6), manager.resumed]
-        manager.save(9, sharded(9))
-        got.append(numbers_together(manager))
-        manager.delete(6)
-        got += [numbers_together(manager), resumed(manager), manager.latest_step()]
-    return got
-
-
-def test_ranks_save_prune_and_resume_together(server):
-    for got in run_ranks(2, save_and_resume, server.url("run"), server.options()):
-        assert got == [None, [6, 8], 6, 6, [6, 9], [9], 9, 9]
-    assert steps_on(server) == [9]
-
-
 def fail_together(url, options):
     with CheckpointManager(url, storage_options=options) as manager:
         with pytest.raises(StorageError) as caught:
-            manager.save(1, sharded(1))
+            manager.save(1, {f"own.{dist.get_rank()}": torch.ones(1000)})
         assert "raised on rank 0" in "\n".join(caught.value.__notes__)
         return [type(caught.value).__name__, numbers(manager)]
 
 
-def test_what_the_store_refuses_is_raised_on_every_rank(server):
+def test_refusal_of_the_store_is_raised_on_every_rank(server):
     server.faults.append(Fault(status=403, code="AccessDenied", times=None, matches=is_index))
     for got in run_ranks(2, fail_together, server.url("run"), server.options()):
         assert got == ["StoragePermissionError", []]

@@ -1,14 +1,9 @@
-"""What steps a root on a store has, found out by looking; and what a removal that is cut short leaves."""
-
-import threading
-import time
+"""Steps on a store: what only objects and requests can do. The rest is in test_step_stores.py."""
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import dcp_rs
-from dcp_rs import RsWriter
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     StorageError,
@@ -17,46 +12,19 @@ from dcp_rs.errors import (
 )
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.retention import Policies, prune
-from dcp_rs.steps.step_store import SkippedStep, Step
+from dcp_rs.steps.step_store import Step
 from support.object_server import Fault
-
-DAY = 24 * 60 * 60
+from support.roots import StoreRoot, only_skipped, save_step, step_numbers
 
 
 @pytest.fixture
-def root(server):
-    return step_store_at(server.url("run"), server.options(max_retries=2))
+def run(server):
+    return StoreRoot(server)
 
 
-def save(root, number, metrics=None, *, settle=True, save_id=None):
-    save_id = save_id or f"{number:032x}"
-    root.begin(number, save_id, metrics or {})
-    state = {"w": torch.full((1000,), float(number)), "v": torch.full((10,), float(number))}
-    dcp_rs.save(state, root.folder(number), save_id=save_id, no_dist=True, **root.access)
-    if settle:
-        root.settle(number, save_id)
-
-
-def numbers(root):
-    return [step.number for step in root.look().steps]
-
-
-def data_of(server, number):
-    return next(key for key in server.keys(f"run/step-{number}/g") if key.endswith(".safetensors"))
-
-
-def age(server, prefix="run/"):
-    """All that is there was stored two days ago."""
-    for key in server.keys(prefix):
-        server.objects[key].modified = time.time() - 2 * DAY
-
-
-def only_passed_over(root):
-    listing = root.look()
-    assert listing.steps == []
-    assert root.latest() is None
-    (passed,) = listing.passed_over
-    return passed
+@pytest.fixture
+def root(run):
+    return run.store()
 
 
 def steps_on(server):
@@ -67,41 +35,9 @@ def steps_on(server):
 # ---------------------------------------------------------------------------------------------
 
 
-def test_a_root_that_is_not_there_has_no_steps(root):
-    assert root.look().steps == root.look().passed_over == []
-    assert root.latest() is None
-    assert root.sweep().left == []
-    assert root.look_at(3) is None
-    root.remove(3)
-
-
-def test_steps_are_prefixes_with_an_index(root, server):
-    for number in (20, 3, 100):
-        save(root, number, {"loss": number / 2})
-    server.put("run/step-5", b"an object")
-    server.put("run/logs/events", b"x")
-    server.put("run/step-20/", b"")  # what consoles make of a folder
-    assert numbers(root) == [3, 20, 100]
-    assert root.latest().number == 100
-    step = root.look().steps[1]
-    keys = [key for key in server.keys("run/step-20/") if key.endswith((".safetensors", ".dcprs"))]
-    assert step == Step(
-        number=20,
-        path=root.folder(20),
-        save_id=f"{20:032x}",
-        saved=step.saved,
-        nbytes=sum(len(server.objects[key].data) for key in keys),
-        metrics={"loss": 10.0},
-    )
-    assert str(step.path) == server.url("run/step-20")
-    assert step.written == step.nbytes
-    # Another who looks knows nothing from before, and finds the same.
-    assert step_store_at(server.url("run/"), server.options()).look() == root.look()
-
-
 def test_the_latest_is_found_without_a_look_at_all_others(root, server):
     for number in range(1, 8):
-        save(root, number)
+        save_step(root, number)
     fresh = step_store_at(server.url("run"), server.options())
     begin = len(server.requests)
     assert fresh.latest().number == 7
@@ -112,48 +48,6 @@ def test_the_latest_is_found_without_a_look_at_all_others(root, server):
     begin = len(server.requests)
     assert fresh.latest().number == 7  # what did not change is not read again
     assert {request.kind for request in server.requests[begin:]} == {"list"}
-
-
-def remove_index(server):
-    del server.objects["run/step-10/index.dcprs"]
-
-
-def cut_data(server):
-    server.put(data_of(server, 10), server.objects[data_of(server, 10)].data[:100])
-
-
-def remove_data(server):
-    del server.objects[data_of(server, 10)]
-
-
-def flip_index(server):
-    data = bytearray(server.objects["run/step-10/index.dcprs"].data)
-    data[200] ^= 1
-    server.put("run/step-10/index.dcprs", bytes(data))
-
-
-@pytest.mark.parametrize(
-    ("harm", "kind", "why"),
-    [
-        (cut_data, "damaged", "has 100 bytes, and should have"),
-        (remove_data, "damaged", "is gone"),
-        (flip_index, "damaged", "corrupt index"),
-    ],
-)
-def test_what_was_whole_and_is_not_is_passed_over_and_never_removed(root, server, harm, kind, why):
-    save(root, 10)
-    assert numbers(root) == [10]
-    harm(server)
-    age(server)
-    passed = only_passed_over(root)
-    assert passed.number == 10
-    assert passed.kind == kind
-    assert why in str(passed)
-    before = server.keys("run/step-10/")
-    save(root, 20)
-    assert root.sweep().left == []
-    assert prune(root, Policies(keep_last=1)).removed == []
-    assert server.keys("run/step-10/") == before
 
 
 def replacement(server):
@@ -172,7 +66,7 @@ def replacement(server):
 
 
 def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_damaged(root, server):
-    save(root, 10)
+    save_step(root, 10)
     replace = replacement(server)
 
     def replaces(request):
@@ -190,7 +84,7 @@ def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_damaged(root, serv
 def test_a_file_that_is_only_in_the_listing_concerns_its_step_alone(root, server, gone):
     """On a file system over a network a listing may be old. All looks failed."""
     for number in (10, 20):
-        save(root, number, {"loss": 1.0})
+        save_step(root, number, {"loss": 1.0})
     read = []
 
     def is_gone(request):
@@ -211,89 +105,31 @@ def test_a_file_that_is_only_in_the_listing_concerns_its_step_alone(root, server
     assert fresh.look().steps[0].metrics == {"loss": 1.0}
 
 
-@pytest.mark.parametrize("left", ["all its data", "some of its data", "no data"])
-def test_what_a_killed_save_leaves_goes_a_day_later_once_a_newer_step_is_there(root, server, left):
-    save(root, 10, settle=False)
-    remove_index(server)
-    if left == "some of its data":
-        cut_data(server)
-    elif left == "no data":
-        remove_data(server)
-    assert only_passed_over(root).kind == "unknown"  # nothing tells
-    save(root, 20)
-    assert root.sweep().left == []
-    age(server)
-    assert [(found.number, found.kind) for found in root.look().passed_over] == [(10, "unfinished")]
-    assert [found.number for found in root.sweep().left] == [10]
-    assert steps_on(server) == [20]
-    save(root, 30, settle=False)
-    del server.objects["run/step-30/index.dcprs"]
-    age(server)
-    assert root.sweep().left == []  # of the newest it may just begin
-    assert steps_on(server) == [20, 30]
-
-
-class Paused(RsWriter):
-    """Waits with what it wrote, before the commit."""
-
-    def __init__(self, path, **options):
-        super().__init__(path, **options)
-        self.written, self.go = threading.Event(), threading.Event()
-
-    def finish(self, metadata, results):
-        self.written.set()
-        assert self.go.wait(60)
-        super().finish(metadata, results)
-
-
-def test_a_save_that_goes_on_is_left_alone(root):
-    root.begin(10, f"{10:032x}", {})
-    writer = Paused(root.folder(10), **root.access)
-    thread = threading.Thread(
-        target=dcp.save,
-        args=({"w": torch.ones(2)},),
-        kwargs={"storage_writer": writer, "no_dist": True},
-    )
-    thread.start()
-    try:
-        assert writer.written.wait(60)
-        save(root, 20)
-        passed = root.look_at(10)
-        swept = prune(root, Policies(keep_last=1)).swept
-    finally:
-        writer.go.set()
-        thread.join()
-    assert isinstance(passed, SkippedStep)
-    assert passed.kind == "unknown"
-    assert swept == []
-    assert numbers(root) == [10, 20]
-
-
-def test_a_save_that_ends_after_the_look_of_a_sweep_is_left_alone(root, server, monkeypatch):
+def test_a_save_that_ends_after_the_look_of_a_sweep_is_left_alone(run, root, server, monkeypatch):
     """The sweep removed the new index as well, and with it the step."""
-    save(root, 10, settle=False)
-    remove_index(server)
-    save(root, 20)
-    age(server)
+    save_step(root, 10, settle=False)
+    run.remove_index(10)
+    save_step(root, 20)
+    run.age()
     other, look = step_store_at(server.url("run"), server.options()), root.look
 
     def look_and_save(**how):
         listing = look(**how)
-        save(other, 10, save_id=f"{11:032x}")
+        save_step(other, 10, save_id=f"{11:032x}")
         return listing
 
     monkeypatch.setattr(root, "look", look_and_save)
     assert [found.number for found in root.sweep().left] == [10]
     monkeypatch.undo()
-    assert numbers(root) == [10, 20]
+    assert step_numbers(root) == [10, 20]
 
 
-def test_what_others_stored_is_named_and_left_alone(root, server):
+def test_foreign_objects_are_named_and_left_alone(run, root, server):
     server.put("run/step-10/model.txt", b"mine")
     server.put("run/step-11/deeper/thing", b"mine")
     server.put("run/step-007/index.dcprs", b"")
-    save(root, 20)
-    age(server)
+    save_step(root, 20)
+    run.age()
     assert [(found.number, found.kind) for found in root.look().passed_over] == [
         (7, "foreign"),
         (10, "unfinished"),
@@ -303,20 +139,20 @@ def test_what_others_stored_is_named_and_left_alone(root, server):
     assert {"run/step-10/model.txt", "run/step-11/deeper/thing"} < set(server.keys())
 
 
-def test_files_of_the_user_beside_a_killed_save_are_no_checkpoint_of_others(root, server):
+def test_files_of_the_user_beside_a_killed_save_are_no_checkpoint_of_others(run, root, server):
     root.begin(10, f"{10:032x}", {}, ["config.json"])
     root.put_files(10, {"config.json": b"{}"})
     assert "run/step-10/config.json" in server.objects
-    assert only_passed_over(root).kind == "unknown"
-    save(root, 20)
-    age(server)
+    assert only_skipped(root).kind == "unknown"
+    save_step(root, 20)
+    run.age()
     assert [found.number for found in root.sweep().left] == [10]
     assert steps_on(server) == [20]
 
 
 def test_a_store_that_does_not_answer_says_nothing_of_a_step(root, server):
-    save(root, 10)
-    save(root, 20)
+    save_step(root, 10)
+    save_step(root, 20)
     for kind in ("list", "get"):
         server.faults[:] = [
             Fault(status=503, times=None, matches=lambda request, kind=kind: request.kind == kind)
@@ -326,26 +162,16 @@ def test_a_store_that_does_not_answer_says_nothing_of_a_step(root, server):
             with pytest.raises(StorageError, match="503"):
                 look()
     server.faults.clear()
-    assert numbers(root) == [10, 20]
+    assert step_numbers(root) == [10, 20]
 
 
 # --- what is noted of a save
 # -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("notes", [b"", b"{", b"[]", b"\xff", b'{"saved": "x", "metrics": {}}'])
-def test_notes_need_not_be_right(root, server, notes):
-    save(root, 10, {"loss": 1.0})
-    server.put(f"run/step-10/saved-{10:032x}.json", notes)
-    with pytest.warns(UserWarning, match=f"saved-{10:032x}.json is not a note of a save"):
-        step = root.latest()
-    assert step.metrics == {}
-    assert abs(step.saved - time.time()) < 60
-
-
 def test_a_note_that_is_too_long_is_not_fetched(root, server):
     """It was fetched whole, whatever its length."""
-    save(root, 10, {"loss": 1.0})
+    save_step(root, 10, {"loss": 1.0})
     note = f"run/step-10/saved-{10:032x}.json"
     server.put(note, b" " * (1 << 20) + b"{}")
     begin = len(server.requests)
@@ -357,47 +183,28 @@ def test_a_note_that_is_too_long_is_not_fetched(root, server):
 @pytest.mark.parametrize("name", [".dcprs-run.json", ".dcprs-older.json"])
 def test_a_note_of_the_run_that_is_too_long_is_none(root, server, name):
     """All of it was fetched, up to 4 GiB."""
-    save(root, 10, {"loss": 1.0})
+    save_step(root, 10, {"loss": 1.0})
     server.put(f"run/{name}", b" " * (12 << 20) + b"{}")
     assert root._read([root.path / name]) == [b""]
     assert root.latest().number == 10
 
 
-def test_notes_of_another_save_are_not_believed(root, server):
-    save(root, 10, {"loss": 1.0})
-    # Begun, and killed before its commit: the old one is there.
-    root.begin(10, f"{11:032x}", {"loss": 0.0})
-    assert root.latest().metrics == {"loss": 1.0}
-    assert root.verify(root.latest()).ok
-    assert root.latest().verified
-    dcp_rs.save(
-        {"w": torch.ones(3)}, root.folder(10), save_id=f"{11:032x}", no_dist=True, **root.access
-    )
-    # Committed, and killed before that was noted.
-    assert root.latest().metrics == {"loss": 0.0}
-    assert not root.latest().verified
-    root.settle(10, f"{11:032x}")
-    assert root.latest().metrics == {"loss": 0.0}
-    names = [key.rpartition("/")[2] for key in server.keys("run/step-10/")]
-    assert [name for name in names if name.startswith(("sav", "ver"))] == [f"saved-{11:032x}.json"]
-
-
-def test_what_is_noted_of_a_save_that_failed_beside_stays_a_day(root, server):
-    save(root, 10)
+def test_note_of_a_failed_save_stays_a_day(run, root, server):
+    save_step(root, 10)
     root.begin(10, f"{12:032x}", {})
     root.sweep()
     assert f"run/step-10/saving-{12:032x}.json" in server.objects
-    age(server)
+    run.age()
     root.sweep()
     assert f"run/step-10/saving-{12:032x}.json" not in server.objects
-    assert numbers(root) == [10]
+    assert step_numbers(root) == [10]
 
 
 def test_a_note_stays_as_long_as_a_file_that_it_names(root, server):
     """Once it is gone, nothing tells that the file was put there by a killed save."""
     root.begin(10, f"{11:032x}", {}, ["config.json"])
     root.put_files(10, {"config.json": b"{}"})
-    save(root, 10, settle=False)
+    save_step(root, 10, settle=False)
     server.undeletable.add("run/step-10/config.json")
     with pytest.raises(StoragePermissionError):
         root.settle(10, f"{10:032x}")
@@ -407,21 +214,10 @@ def test_a_note_stays_as_long_as_a_file_that_it_names(root, server):
 
 
 def test_a_note_that_is_gone_after_the_commit_is_an_error(root, server):
-    save(root, 10, settle=False)
+    save_step(root, 10, settle=False)
     del server.objects[f"run/step-10/saving-{10:032x}.json"]
     with pytest.raises(FileNotFoundError, match="saving-"):
         root.settle(10, f"{10:032x}")
-
-
-def test_only_what_was_read_and_is_right_is_verified(root, server):
-    save(root, 10)
-    assert root.verify(root.latest()).ok
-    assert root.latest().verified
-    save(root, 20)
-    key = data_of(server, 20)
-    server.put(key, server.objects[key].data[:-1] + b"\xff")
-    assert not root.verify(root.latest()).ok
-    assert not root.latest().verified
 
 
 # --- removal
@@ -429,8 +225,8 @@ def test_only_what_was_read_and_is_right_is_verified(root, server):
 
 
 def test_a_removal_takes_all_of_a_step_and_the_index_first(root, server):
-    save(root, 10)
-    save(root, 20)
+    save_step(root, 10)
+    save_step(root, 20)
     server.put("run/step-10/config.json", b"{}")
     server.put("run/step-10/a/b/c", b"deep")
     begin = len(server.requests)
@@ -453,11 +249,13 @@ class CutAfter(Fault):
         return self.left < 0 and request.kind in ("put", "delete")
 
 
-def test_a_removal_that_is_cut_short_anywhere_leaves_a_step_or_none_and_is_finished(root, server):
-    save(root, 20)
+def test_a_removal_that_is_cut_short_anywhere_leaves_a_step_or_none_and_is_finished(
+    run, root, server
+):
+    save_step(root, 20)
     was_step = []
     for count in range(20):
-        save(root, 10, {"loss": 1.0})
+        save_step(root, 10, {"loss": 1.0})
         server.faults[:] = [CutAfter(count)]
         try:
             root.remove(10)
@@ -474,16 +272,16 @@ def test_a_removal_that_is_cut_short_anywhere_leaves_a_step_or_none_and_is_finis
             assert found.metrics == {"loss": 1.0}
         else:
             assert found.kind == "unknown"  # for a day
-            assert numbers(fresh) == [20]
+            assert step_numbers(fresh) == [20]
             fresh.sweep()
             assert 10 in steps_on(server)
             if count % 2:  # another save goes there before
-                save(fresh, 10, {"loss": 2.0}, save_id=f"{99:032x}")
+                save_step(fresh, 10, {"loss": 2.0}, save_id=f"{99:032x}")
                 assert fresh.look_at(10).metrics == {"loss": 2.0}
-        age(server)
+        run.age()
         fresh.sweep()
         fresh.sweep()  # the first still went by a listing of its own
-        if 10 in numbers(fresh):
+        if 10 in step_numbers(fresh):
             assert dcp_rs.verify(fresh.folder(10), **fresh.access).ok
             assert len(server.keys("run/step-10/g")) == len(server.keys("run/step-20/g"))
             fresh.remove(10)
@@ -496,22 +294,22 @@ def test_a_removal_that_is_cut_short_anywhere_leaves_a_step_or_none_and_is_finis
 
 
 def test_a_removal_that_could_not_begin_leaves_the_step(root, server):
-    save(root, 10)
-    save(root, 20)
+    save_step(root, 10)
+    save_step(root, 20)
     server.undeletable.add("run/step-10/index.dcprs")
     with pytest.raises(StoragePermissionError):
         root.remove(10)
     done = prune(root, Policies(keep_last=1))
     assert done.removed == []
     assert "step 10 could not be removed" in done.problems[0]
-    assert numbers(root) == [10, 20]
+    assert step_numbers(root) == [10, 20]
     server.undeletable.clear()
     assert [step.number for step in prune(root, Policies(keep_last=1)).removed] == [10]
     assert steps_on(server) == [20]
 
 
 def test_a_step_that_is_saved_anew_meanwhile_is_not_removed(root, server):
-    save(root, 10)
+    save_step(root, 10)
     replace = replacement(server)
 
     index_read = []
@@ -539,7 +337,7 @@ def test_a_removal_whose_answer_is_lost_spares_a_save_that_follows(
 ):
     """It was tried again blindly, and removed the index of the save that had come since."""
     server.ignores_conditions = ignores_conditions
-    save(root, 10)
+    save_step(root, 10)
     replace = replacement(server)
     asked = []
 
@@ -562,49 +360,18 @@ def test_a_removal_whose_answer_is_lost_spares_a_save_that_follows(
         root.sweep()
 
 
-def test_what_a_save_beside_has_stored_survives_the_removal_of_a_step(root, server):
-    save(root, 10)
-    stray = data_of(server, 10).replace("g00000001", "g00000002")
+def test_removal_spares_the_files_of_another_save(run, root, server):
+    save_step(root, 10)
+    stray = f"run/{run.data_of(10)}".replace("g00000001", "g00000002")
     server.put(stray, b"of a save that goes on")
     root.begin(10, f"{12:032x}", {})
     root.remove(10)
     assert server.keys("run/step-10/") == [stray, f"run/step-10/saving-{12:032x}.json"]
     assert root.look_at(10).kind == "unknown"
-    save(root, 20)
-    age(server)
+    save_step(root, 20)
+    run.age()
     root.sweep()
     assert steps_on(server) == [20]
-
-
-def test_pruning_keeps_the_latest_the_best_and_what_is_protected(root):
-    for number, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 5.0), (5, 4.0)):
-        save(root, number, {"loss": loss})
-    done = prune(root, Policies(keep_last=1, metric="loss"), protected={3})
-    assert [step.number for step in done.removed] == [1, 4]
-    assert done.problems == []
-    assert numbers(root) == [2, 3, 5]
-
-
-def test_objects_are_counted_as_large_as_they_are(root, server):
-    for number in range(1, 6):
-        save(root, number)
-    each = root.latest().nbytes
-    assert [step.number for step in prune(root, Policies(max_bytes=3 * each)).removed] == [1, 2]
-    assert numbers(root) == [3, 4, 5]
-
-
-def test_nothing_goes_before_what_stays_is_verified(root, server):
-    for number in (1, 2, 3):
-        save(root, number)
-    key = data_of(server, 3)
-    server.put(key, server.objects[key].data[:-1] + b"\xff")
-    done = prune(root, Policies(keep_last=1), verify=True)
-    assert done.removed == []
-    assert "step 3 is damaged" in done.problems[0]
-    save(root, 4)
-    done = prune(root, Policies(keep_last=1), verify=True)
-    assert [step.number for step in done.removed] == [1, 2, 3]
-    assert [(step.number, step.verified) for step in root.look().steps] == [(4, True)]
 
 
 def test_a_bucket_that_is_not_there(server):

@@ -28,6 +28,25 @@ def check_loaded(got):
     return number
 
 
+def state_of(step):
+    """The state of a run at a step, for managers."""
+    return {"w": torch.full((1000,), float(step)), "at": {"step": step}}
+
+
+def bad_state(step):
+    """One whose save fails."""
+    return state_of(step) | {"bad": torch.empty(1, device="meta")}
+
+
+def killed(manager, step):
+    """Leave what a save leaves that is killed before its commit."""
+    store, save_id = manager._store, f"{step:032x}"
+    store.begin(step, save_id, {})
+    path = store.folder(step)
+    dcp_rs.save(state_of(step), path, save_id=save_id, no_dist=True, **store.access)
+    store._remove_files([path / "index.dcprs"])
+
+
 def names_in(run):
     """The names in the folder of a run, but for the note of whose run it is, and the lock."""
     return sorted(path.name for path in run.iterdir() if not path.name.startswith(".dcprs"))
