@@ -1,6 +1,6 @@
 """Links on the site for names in docstrings, which are written as Sphinx does (``:class:`X` ``).
 
-Signatures leave out what is not for callers: ``_names``, and the ``**unknown`` that only raises.
+Signatures leave out ``_names``, which are not for callers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ class Roles(griffe.Extension):
     def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
         """Leave out arguments that are not for callers."""
         func.parameters = griffe.Parameters(
-            *(
-                parameter
-                for parameter in func.parameters
-                if not parameter.name.startswith("_") and str(parameter.annotation) != "Never"
-            )
+            *(parameter for parameter in func.parameters if not parameter.name.startswith("_"))
         )
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["check_arguments", "equivalent", "suggest", "suggest_option"]
@@ -181,8 +181,37 @@ def suggest(name: str, known: Collection[str], owner: str = "") -> str | None:
     return equivalent(name, known, owner) or (f"did you mean {near[0]!r}?" if near else None)
 
 
+class _Omitted:
+    """Default of an option that the docstring tells."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def _named_options(function: Callable[..., Any]) -> Signature:
+    """Return a signature with the keys of ``**options: Unpack[Arguments]`` as arguments.
+
+    ``help`` and completion of a shell then show them, as editors do.
+    """
+    shown = signature(function)
+    *known, last = shown.parameters.values() or [Parameter("_", Parameter.KEYWORD_ONLY)]
+    if last.kind is not Parameter.VAR_KEYWORD:
+        return shown
+    arguments = function.__globals__[str(last.annotation)[len("Unpack[") : -1]]
+    for name, kind in arguments.__annotations__.items():
+        annotation = kind.__forward_arg__
+        known.append(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=_Omitted(), annotation=annotation)
+        )
+    return shown.replace(parameters=known)
+
+
 def suggest_option(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function, so that a call with an unknown option names the right one."""
+    """Decorate a public function, so that a call with an unknown option names the right one.
+
+    A function with ``**options: Unpack[Arguments]`` passes them to :func:`check_arguments`, on all
+    ranks if several take part.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -194,27 +223,21 @@ def suggest_option(function: Callable[P, R]) -> Callable[P, R]:
             # Without a second frame, the call itself failed: its arguments do not fit.
             is_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
             if is_call and isinstance(error, TypeError):
-                takes_more = any(
-                    one.kind is Parameter.VAR_KEYWORD
-                    for one in signature(function).parameters.values()
-                )
-                check_arguments(function, filter(_FOREIGN.get, passed) if takes_more else passed)
+                check_arguments(call, passed)
                 for advice in _FOREIGN.get(f"{function.__qualname__}()", ()):
                     raise TypeError(f"{error}: {advice}") from None
             raise
 
+    call.__signature__ = _named_options(function)  # type: ignore[attr-defined]
     return call
 
 
-def check_arguments(
-    function: Callable[..., Any], passed: Iterable[str], *others: Callable[..., Any]
-) -> None:
-    """Check that a function takes all of the keyword arguments.
+def check_arguments(function: Callable[..., Any], passed: Iterable[str]) -> None:
+    """Check that a public function takes all of the keyword arguments.
 
     Args:
-        function: the function that the caller called.
+        function: the function that the caller called, with :func:`suggest_option`.
         passed: the names of the arguments.
-        others: functions that get what it does not take itself.
 
     Raises:
         TypeError: the function does not take one. The message suggests another.
@@ -222,8 +245,7 @@ def check_arguments(
     kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     known = [
         name
-        for one in (function, *others)
-        for name, parameter in signature(one).parameters.items()
+        for name, parameter in signature(function).parameters.items()
         if parameter.kind in kinds and not name.startswith("_") and name != "self"
     ]
     unknown = next((name for name in passed if name not in known), None)

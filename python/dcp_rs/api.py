@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
-from dcp_rs._arguments import check_arguments, suggest_option
-from dcp_rs._progress import Progress
-from dcp_rs._url import StorageOptions, absolute, location
+from dcp_rs._arguments import suggest_option
+from dcp_rs._url import absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
-from dcp_rs.checkpoint.locate import tier_folders
-from dcp_rs.checkpoint.names import Rename, repeatable
-from dcp_rs.checkpoint.views import Layout, LayoutView
+from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.load_planner import is_plain as is_plain_load_planner
@@ -37,10 +33,9 @@ from dcp_rs.engine.local_plan import Selected, select
 from dcp_rs.engine.matching import LoadOptions
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
-from dcp_rs.engine.reuse import Frozen
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
-from dcp_rs.options import ReadOptions
+from dcp_rs.options import LoadArguments, WriterArguments, take_options
 from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.tensors.memory import clone
@@ -49,6 +44,8 @@ from dcp_rs.transfer.buffers import shared_blocks
 from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
+
+_LOAD_OPTIONS = {each.name for each in fields(LoadOptions)}
 
 
 @suggest_option
@@ -121,31 +118,10 @@ def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
     *,
-    rename: Rename = None,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
-    allow_partial_load: bool = False,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    assign: bool = False,
-    dtype_policy: Literal["warn", "error", "cast"] = "warn",
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    weights_only: bool | None = True,
-    verify: Literal["auto"] | bool = "auto",
-    replicas: Literal["each", "node", "all"] = "each",
-    io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
-    threads: int | None = None,
-    shared: bool | None = None,
-    max_inflight_bytes: int | None = None,
-    allow_external: bool = False,
-    storage_options: Mapping[str, Any] | Any | None = None,
-    tiers: Iterable[str | os.PathLike[str]] | None = None,
-    dequantize: bool | torch.dtype = False,
-    views: LayoutView | Iterable[LayoutView] | None = None,
-    progress: Progress = None,
-    **unknown: Never,
+    **options: Unpack[LoadArguments],
 ) -> LoadReport:
     """Load the checkpoint at ``path`` into ``state_dict``.
 
@@ -200,58 +176,31 @@ def load(
     """
     ranks = RankGroup(process_group, no_dist=no_dist)
     own = planner if planner is not None and is_plain_load_planner(planner) else None
-    source: engine.LoadSource
+    source: LoadSource
 
     def make_request() -> LoadRequest:
-        nonlocal source, include, exclude, views, tiers  # a load that begins again iterates again
+        nonlocal source
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
-        if unknown:
-            check_arguments(load, unknown)
-        include, exclude, views = repeatable(include), repeatable(exclude), repeatable(views)
-        tiers = tier_folders(tiers)
-        options = LoadOptions(
-            rename=rename,
-            include=include,
-            exclude=exclude,
-            allow_partial_load=allow_partial_load,
-            dtype=parse_dtype(dtype),
-            device=device,
-            assign=assign,
-            dtype_policy=dtype_policy,
-        )
+        given = take_options(load, options)
+        of_load = {name: given[name] for name in _LOAD_OPTIONS & given.keys()}
+        of_reader = {name: given[name] for name in given.keys() - _LOAD_OPTIONS}
+        chosen = LoadOptions(**of_load | {"dtype": parse_dtype(given.get("dtype"))})
         if planner is not None:
             protocol.check_planner("load", planner)
-            if options != LoadOptions():
+            if chosen != LoadOptions():
                 msg = (
                     "give the planner the options of the load, or no planner: "
                     "RsLoadPlanner takes the same ones"
                 )
                 raise TypeError(msg)
             if own is not None:
-                options = own._options()
-        read = ReadOptions(
-            io=io,
-            threads=threads,
-            verify=verify,
-            shared=shared,
-            max_inflight_bytes=max_inflight_bytes,
-        )
-        source = engine.LoadSource(
-            path=location(path),
-            read=read,
-            weights_only=weights_only is None or bool(weights_only),
-            allow_external=allow_external,
-            replicas=replicas,
-            storage_options=StorageOptions.of(storage_options),
-            layout=Layout.of(dequantize, views),
-            progress=progress,
-            tiers=tiers,
-        )
-        return LoadRequest(state_dict, source, options)
+                chosen = own._options()
+        source = LoadSource.of(path, of_reader)
+        return LoadRequest(state_dict, source, chosen)
 
     if planner is None or own is not None:
-        is_partial = allow_partial_load if own is None else own.allow_partial_load
+        is_partial = options.get("allow_partial_load") if own is None else own.allow_partial_load
         load_once = partial(engine.load, ranks, make_request, stateful=True)
         report = engine.retry(ranks, load_once, lambda: not is_partial)
         if own is not None:
@@ -269,26 +218,10 @@ def save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
     *,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
-    dtype: torch.dtype | str | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    overwrite: bool = True,
-    strict_values: bool = False,
-    parent: str | os.PathLike[str] | None = None,
-    reuse: str | Iterable[str] | torch.nn.Module | Frozen | None = None,
-    verify_reuse: bool = False,
-    storage_options: Mapping[str, Any] | Any | None = None,
-    progress: Progress = None,
-    io: Literal["auto", "direct", "buffered"] = "auto",
-    threads: int | None = None,
-    fsync: bool = True,
-    max_inflight_bytes: int | None = None,
-    save_id: str | None = None,
-    guard: Callable[[], AbstractContextManager[object]] | None = None,
-    **unknown: Never,
+    **options: Unpack[WriterArguments],
 ) -> SavedMetadata:
     """Save ``state_dict`` to the folder ``path``. Every rank of ``process_group`` calls it.
 
@@ -343,37 +276,17 @@ def save(
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         saves.check_path(path)
-        if unknown:
-            check_arguments(save, unknown)
-        options = SaveOptions(
-            include=include,
-            exclude=exclude,
-            dtype=dtype,
-            overwrite=overwrite,
-            strict_values=strict_values,
-            parent=parent,
-            reuse=reuse,
-            verify_reuse=verify_reuse,
-            storage_options=storage_options,
-            progress=progress,
-            io=io,
-            threads=threads,
-            fsync=fsync,
-            max_inflight_bytes=max_inflight_bytes,
-            save_id=save_id,
-            guard=guard,
-        )
-        if planner is not None:
-            _check_save_planner(planner, options)
+        take_options(save, options)
+        checked = _save_options(options, planner)
         where = location(path)
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
-        return where, options
+        return where, checked
 
     def make_request() -> SaveRequest:
-        where, options = make_options()
-        entries = select(state_dict, options.include, options.exclude, state_of=_state_of)
-        return SaveRequest(entries=entries, path=where, options=options)
+        where, checked = make_options()
+        entries = select(state_dict, checked.include, checked.exclude, state_of=_state_of)
+        return SaveRequest(entries=entries, path=where, options=checked)
 
     if planner is None:
         return engine_save(ranks, make_request)
@@ -394,12 +307,14 @@ def _state_of_copied_buffers(holder: Any) -> Any:
     return like(state, copied)
 
 
-def _check_save_planner(planner: Any, options: SaveOptions) -> None:
-    protocol.check_planner("save", planner)
-    given = (options.include, options.exclude, options.dtype)
-    if given != (None, None, None):
-        msg = "give the planner include, exclude and dtype, or no planner"
-        raise TypeError(msg)
+def _save_options(options: WriterArguments, planner: Any) -> SaveOptions:
+    checked = SaveOptions(**options)
+    if planner is not None:
+        protocol.check_planner("save", planner)
+        if (checked.include, checked.exclude, checked.dtype) != (None, None, None):
+            msg = "give the planner include, exclude and dtype, or no planner"
+            raise TypeError(msg)
+    return checked
 
 
 @suggest_option
@@ -407,28 +322,12 @@ def async_save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
     *,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
-    dtype: torch.dtype | str | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     stager: HostStager | None = None,
     async_staging: bool = False,
-    overwrite: bool = True,
-    strict_values: bool = False,
-    parent: str | os.PathLike[str] | None = None,
-    reuse: str | Iterable[str] | torch.nn.Module | Frozen | None = None,
-    verify_reuse: bool = False,
-    storage_options: Mapping[str, Any] | Any | None = None,
-    progress: Progress = None,
-    io: Literal["auto", "direct", "buffered"] = "auto",
-    threads: int | None = None,
-    fsync: bool = True,
-    max_inflight_bytes: int | None = None,
-    save_id: str | None = None,
-    guard: Callable[[], AbstractContextManager[object]] | None = None,
-    **unknown: Never,
+    **options: Unpack[WriterArguments],
 ) -> SaveFuture:
     """Save in the background. Training may change ``state_dict`` once this returns.
 
@@ -491,42 +390,23 @@ def async_save(
             ranks = RankGroup(process_group)
         _torch.require_cpu_backend(process_group)
     where: Path
-    options: SaveOptions
+    checked: SaveOptions
     entries: Selected
 
     def stage() -> Staging:
-        nonlocal where, options, entries
+        nonlocal where, checked, entries
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
-        check_arguments(async_save, unknown)
+        take_options(async_save, options)
         _check_stager(stager)
-        options = SaveOptions(
-            include=include,
-            exclude=exclude,
-            dtype=dtype,
-            overwrite=overwrite,
-            strict_values=strict_values,
-            parent=parent,
-            reuse=reuse,
-            verify_reuse=verify_reuse,
-            storage_options=storage_options,
-            progress=progress,
-            io=io,
-            threads=threads,
-            fsync=fsync,
-            max_inflight_bytes=max_inflight_bytes,
-            save_id=save_id,
-            guard=guard,
-        )
-        if planner is not None:
-            _check_save_planner(planner, options)
+        checked = _save_options(options, planner)
         where = absolute(location(path))  # until the save begins, the current folder may change
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
         state_of = _state_of_copied_buffers if async_staging else _state_of
-        selected = select(state_dict, options.include, options.exclude, state_of=state_of)
-        if options.parent is not None:
-            options.parent = options.parent.resolve(selected.values)
+        selected = select(state_dict, checked.include, checked.exclude, state_of=state_of)
+        if checked.parent is not None:
+            checked.parent = checked.parent.resolve(selected.values)
         entries = replace(selected, values={})  # the save keeps no tensor of the caller
         return Staging(selected.values, shared_blocks, watched=async_staging)
 
@@ -535,7 +415,7 @@ def async_save(
             staging = take()
             copied = replace(entries, values=staging.values)
             return SaveRequest(
-                entries=copied, path=where, options=options, fallbacks=staging.fallbacks
+                entries=copied, path=where, options=checked, fallbacks=staging.fallbacks
             )
 
         if planner is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -11,15 +13,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.optim import Optimizer
 
-from dcp_rs._arguments import check_arguments, suggest_option
+from dcp_rs._arguments import suggest_option
 from dcp_rs.api import save
-from dcp_rs.checkpoint.names import Rename, repeatable
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.errors import UnsupportedError
-from dcp_rs.options import ReaderArguments, WriterArguments
+from dcp_rs.options import OptimizerArguments, TrainingArguments, WriterArguments, take_options
 from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.training.extra import (
     EXTRA,
@@ -45,6 +46,7 @@ __all__ = [
     "training_state",
 ]
 
+_OPTIONS = {each.name for each in fields(TrainingOptions)}
 Models = torch.nn.Module | Iterable[torch.nn.Module]
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -154,9 +156,12 @@ def save_training_state(
             :class:`RngState` for random numbers. NumPy numbers are saved as Python numbers, which
             load under ``weights_only=True``.
         process_group, no_dist: as in ``dcp.save``.
-        planner: as for :func:`dcp_rs.save`.
-        write_options: arguments of :class:`dcp_rs.RsWriter`. For values in ``extra`` and of
-            optimizers, ``strict_values`` is true by default.
+        planner, include, exclude, dtype: as for :func:`dcp_rs.save`.
+        strict_values: as for :func:`dcp_rs.save`. For values in ``extra`` and of optimizers it is
+            true by default.
+        io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
+        overwrite, progress, save_id, parent, reuse, verify_reuse, storage_options, guard: as for
+            :func:`dcp_rs.save`.
 
     Returns:
         The metadata, as :func:`dcp_rs.save`.
@@ -178,7 +183,7 @@ def save_training_state(
     """
     strict = write_options.get("strict_values", True)
     ranks = RankGroup(process_group, no_dist=no_dist)
-    ranks.run(lambda: check_arguments(save_training_state, write_options, save))
+    ranks.run(lambda: take_options(save_training_state, write_options))
     state = _training_state(model, optimizers, extra, ranks, strict=strict)
     return save(
         state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options
@@ -192,16 +197,9 @@ def load_training_state(
     optimizers: Optimizers | None = (),
     extra: dict[str, Any] | None = None,
     *,
-    names: Mapping[str, str] | None = None,
-    rename: Rename = None,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
-    dtype: torch.dtype | str | None = None,
-    partial: bool | Collection[str] = False,
-    keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **read_options: Unpack[ReaderArguments],
+    **options: Unpack[TrainingArguments],
 ) -> LoadReport:
     """Resume a training job from ``path``, on any number of ranks and with any sharding.
 
@@ -239,7 +237,10 @@ def load_training_state(
             True for all. By default the saved ones replace them, and a warning names those that
             differ, except for what schedulers change.
         process_group, no_dist: as in ``dcp.load``.
-        read_options: arguments of :class:`dcp_rs.RsReader`.
+        io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
+        weights_only, allow_external, storage_options, tiers, dequantize, views: see
+            :class:`dcp_rs.RsReader`.
+        replicas, progress: see :class:`dcp_rs.RsReader`.
 
     Returns:
         A report of the load on this rank. ``missing`` also names parameters that no saved optimizer
@@ -260,22 +261,10 @@ def load_training_state(
         assert extra["step"] == 7
         ```
     """
-
-    def make_options() -> TrainingOptions:
-        check_arguments(load_training_state, read_options, RsReader.__init__)
-        return TrainingOptions(
-            names=names or {},
-            rename=rename,
-            include=repeatable(include),
-            exclude=repeatable(exclude),
-            dtype=parse_dtype(dtype),
-            partial=parts_of(partial),
-            keep_settings=keep_settings,
-        )
-
     extra = {} if extra is None else extra
     ranks = RankGroup(process_group, no_dist=no_dist)
-    return _load(path, model, optimizers, extra, ranks, make_options, read_options)
+    check = partial(take_options, load_training_state, options)
+    return _load(path, model, optimizers, extra, ranks, check)
 
 
 @suggest_option
@@ -285,14 +274,9 @@ def load_optim_state_dict(
     optimizer: Optimizer,
     *,
     key: str = OPTIM,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
-    dtype: torch.dtype | str | None = None,
-    partial: bool = False,
-    keep_settings: bool | Collection[str] = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **read_options: Unpack[ReaderArguments],
+    **options: Unpack[OptimizerArguments],
 ) -> LoadReport:
     """Load the state of an optimizer alone.
 
@@ -312,7 +296,10 @@ def load_optim_state_dict(
         partial: leave the state of a parameter alone if it is not saved, has another shape, is not
             complete, or is of another kind. By default that is an error.
         process_group, no_dist: as in ``dcp.load``.
-        read_options: arguments of :class:`dcp_rs.RsReader`.
+        io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
+        weights_only, allow_external, storage_options, tiers, dequantize, views: see
+            :class:`dcp_rs.RsReader`.
+        replicas, progress: see :class:`dcp_rs.RsReader`.
 
     Returns:
         A report of the load on this rank.
@@ -328,20 +315,9 @@ def load_optim_state_dict(
         dcp_rs.optim.load_optim_state_dict("optimizer", model, optimizer)
         ```
     """
-
-    def make_options() -> TrainingOptions:
-        check_arguments(load_optim_state_dict, read_options, RsReader.__init__)
-        return TrainingOptions(
-            include=repeatable(include),
-            exclude=repeatable(exclude),
-            dtype=parse_dtype(dtype),
-            partial=parts_of(bool(partial)),
-            keep_settings=keep_settings,
-            key=key,
-        )
-
     ranks = RankGroup(process_group, no_dist=no_dist)
-    return _load(path, model, optimizer, None, ranks, make_options, read_options)
+    check = partial(take_options, load_optim_state_dict, options)
+    return _load(path, model, optimizer, None, ranks, check, key)
 
 
 def _load(
@@ -350,17 +326,24 @@ def _load(
     optimizer: Optimizers | None,
     extra: dict[str, Any] | None,
     ranks: RankGroup,
-    make_options: Callable[[], TrainingOptions],
-    read_options: ReaderArguments,
+    take: Callable[[], dict[str, Any]],
+    key: str | None = None,
 ) -> LoadReport:
     """Load training state; without ``extra``, the optimizers alone.
 
     A whole load that a save overtakes begins again with the new checkpoint.
     """
     models, optimizers = ranks.run(lambda: _checked(model, optimizer, extra))
-    options = ranks.run(make_options)
-    if "views" in read_options:  # a load that begins again iterates again
-        read_options["views"] = repeatable(read_options["views"])
+
+    def make_options() -> tuple[TrainingOptions, dict[str, Any]]:
+        given = take()
+        own = {name: given.pop(name) for name in _OPTIONS & given.keys()}
+        own["dtype"] = parse_dtype(own.get("dtype"))
+        own["partial"] = parts_of(own.get("partial", False))
+        own["names"] = own.get("names") or {}
+        return TrainingOptions(**own, key=key), given
+
+    options, read_options = ranks.run(make_options)
 
     def begin() -> TrainingLoad:
         def open_reader(where: Any) -> RsReader:

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from dcp_rs import _core
+from dcp_rs._arguments import check_arguments
 from dcp_rs._progress import Progress
+from dcp_rs._url import StorageOptions
 
 if TYPE_CHECKING:
     import uuid
 
     import torch
-    from torch.distributed import ProcessGroup
 
 __all__ = [
     "LoadArguments",
+    "OpenArguments",
+    "OptimizerArguments",
     "ReadArguments",
     "ReadOptions",
     "ReaderArguments",
     "TrainingArguments",
     "WriteOptions",
     "WriterArguments",
+    "repeatable",
+    "take_options",
 ]
+
+T = TypeVar("T")
 
 MIB = 1 << 20
 
@@ -75,6 +82,32 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(msg)
 
 
+def repeatable(values: T | Iterator[Any]) -> T | tuple[Any, ...]:
+    """Return values that can be iterated over more than once: those of an iterator as a tuple."""
+    return tuple(values) if isinstance(values, Iterator) else values
+
+
+def take_options(function: Callable[..., Any], options: Any) -> dict[str, Any]:
+    """Check the names of options, and return them for a work that may begin again.
+
+    They are changed in place. Globs and views can be iterated over again. Options of stores are
+    hidden, as tools show the variables of a traceback.
+
+    Args:
+        function: the public function that was called.
+        options: its ``**options``.
+
+    Raises:
+        TypeError: the function does not take one. The message suggests another.
+        TypeError, UnsupportedError: the options of a store are invalid.
+    """
+    check_arguments(function, options)
+    for name, value in options.items():
+        is_of_store = name.endswith("storage_options")
+        options[name] = StorageOptions.of(value) if is_of_store else repeatable(value)
+    return options  # type: ignore[no-any-return]
+
+
 class _Options:
     """Base of the options of reads and writes, which are dataclasses."""
 
@@ -115,45 +148,52 @@ class ReadArguments(TypedDict, total=False):
     max_inflight_bytes: int | None
 
 
-class ReaderArguments(ReadArguments, total=False):
-    """Keyword arguments of :class:`dcp_rs.RsReader`, for functions that pass them on."""
+class OpenArguments(ReadArguments, total=False):
+    """Keyword arguments of :func:`dcp_rs.open`, for functions that pass them on."""
 
     weights_only: bool | None
     allow_external: bool
-    replicas: Literal["each", "node", "all"]
     storage_options: Mapping[str, Any] | Any | None
+    tiers: Iterable[str | os.PathLike[str]] | None
     dequantize: bool | torch.dtype
     views: Any  # a view or several, whose classes are in a module above this one
+
+
+class ReaderArguments(OpenArguments, total=False):
+    """Keyword arguments of :class:`dcp_rs.RsReader`, for functions that pass them on."""
+
+    replicas: Literal["each", "node", "all"]
     progress: Progress
-    thread_count: int | None
 
 
-class _Selection(ReaderArguments, total=False):
-    """Keyword arguments of loads that choose entries."""
+class LoadArguments(ReaderArguments, total=False):
+    """Keyword arguments of :func:`dcp_rs.load`, for functions that pass them on."""
 
     rename: Mapping[str, str] | Callable[[str], str] | None
     include: str | Iterable[str] | None
     exclude: str | Iterable[str] | None
     dtype: torch.dtype | str | None
-    process_group: ProcessGroup | None
-    no_dist: bool
-
-
-class LoadArguments(_Selection, total=False):
-    """Keyword arguments of :func:`dcp_rs.load`, for functions that pass them on."""
-
     allow_partial_load: bool
     device: torch.device | str | None
     assign: bool
     dtype_policy: Literal["warn", "error", "cast"]
 
 
-class TrainingArguments(_Selection, total=False):
+class OptimizerArguments(ReaderArguments, total=False):
+    """Keyword arguments of ``load_optim_state_dict``, for functions that pass them on."""
+
+    include: str | Iterable[str] | None
+    exclude: str | Iterable[str] | None
+    dtype: torch.dtype | str | None
+    partial: bool | Collection[str]
+    keep_settings: bool | Collection[str]
+
+
+class TrainingArguments(OptimizerArguments, total=False):
     """Keyword arguments of ``load_training_state``, for functions that pass them on."""
 
     names: Mapping[str, str] | None
-    partial: bool | Collection[str]
-    keep_settings: bool | Collection[str]
+    rename: Mapping[str, str] | Callable[[str], str] | None
 
 
 class WriterArguments(TypedDict, total=False):

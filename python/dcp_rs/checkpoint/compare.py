@@ -16,7 +16,7 @@ from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
 from dcp_rs.checkpoint.names import Rename, explain_prefix, renamer, selector, some
 from dcp_rs.checkpoint.source import CheckpointReader, Item, open_source
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
@@ -93,7 +93,7 @@ def compare(
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
     b_storage_options: Mapping[str, Any] | Any | None = None,
-    layout: Layout | None = None,
+    views: Views | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Comparison:
     """Compare two checkpoints of any kind, to the bit. Chunks and files make no difference.
@@ -110,7 +110,7 @@ def compare(
         allow_external: read data files outside of the checkpoints' folders.
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
         b_storage_options: those for ``b``; default: those for ``a``.
-        layout: the views to apply to both.
+        views: the views to apply to both.
         progress: called with the bytes of ``a`` compared so far, and all of them.
 
     Raises:
@@ -128,7 +128,7 @@ def compare(
             options=options,
             allow_external=allow_external,
             storage_options=given if isinstance(location(path), Url) else None,
-            layout=layout,
+            views=views,
         )
         for path, given in ((a, stores), (b, stores if of_b is None else of_b))
     )

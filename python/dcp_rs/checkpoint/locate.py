@@ -6,11 +6,13 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
+from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, Url, absolute, location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import (
@@ -22,7 +24,7 @@ from dcp_rs.checkpoint.folders import (
     remember,
 )
 from dcp_rs.checkpoint.names import natural
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -30,8 +32,9 @@ from dcp_rs.errors import (
     StorageError,
     UnsupportedError,
 )
+from dcp_rs.options import ReadArguments, ReadOptions
 
-__all__ = ["MARKS", "exists", "open_index", "payload", "tier_folders"]
+__all__ = ["MARKS", "LoadSource", "exists", "open_index", "payload"]
 
 #: The name of a model on the Hugging Face hub: owner and model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -48,6 +51,78 @@ MARKS = frozenset(
 _LOOKED_AT, _NAMED = 1_000, 6
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadSource:
+    """A checkpoint to open, and how to read it. :class:`dcp_rs.RsReader` describes the attributes.
+
+    Raises:
+        ValueError: ``replicas`` has an invalid value.
+    """
+
+    path: os.PathLike[str]
+    read: ReadOptions = field(default_factory=ReadOptions)
+    weights_only: bool = True
+    allow_external: bool = False
+    replicas: Literal["each", "node", "all"] = "each"
+    storage_options: StorageOptions | None = None
+    views: Views | None = None
+    progress: Progress = None
+    tiers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.replicas not in ("each", "node", "all"):
+            msg = f"replicas={self.replicas!r}: must be one of 'each', 'node', 'all'"
+            raise ValueError(msg)
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], options: Mapping[str, Any]) -> LoadSource:
+        """Return the source for arguments of :class:`dcp_rs.RsReader`.
+
+        Raises:
+            ValueError, TypeError, UnsupportedError: an option has an invalid value.
+        """
+        given: dict[str, Any] = {**options}
+        read = ReadOptions(
+            **{
+                name: given.pop(name)
+                for name in ReadArguments.__annotations__.keys() & given.keys()
+            }
+        )
+        weights_only = given.pop("weights_only", None)
+        return cls(
+            path=location(path),
+            read=read,
+            weights_only=weights_only is None or bool(weights_only),
+            storage_options=StorageOptions.of(given.pop("storage_options", None)),
+            views=Views.of(given.pop("dequantize", None), given.pop("views", None)),
+            tiers=_tier_folders(given.pop("tiers", None)),
+            **given,
+        )
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults."""
+        own = {
+            each.name: value
+            for each in fields(self)
+            if each.name not in ("path", "read", "views")
+            and (value := getattr(self, each.name)) != each.default
+        }
+        views = {} if self.views is None else self.views.given()
+        return self.read.given() | own | views
+
+    def open(self, rank: int | None = None) -> _core.Index:
+        """Open the index of all ranks; with ``rank``, the index of that rank's rank-local save."""
+        return open_index(
+            self.path,
+            rank=rank,
+            allow_external=self.allow_external,
+            verify=self.read.verify is True,
+            storage_options=self.storage_options,
+            views=self.views,
+            tiers=self.tiers,
+        )
+
+
 def open_index(
     path: str | os.PathLike[str],
     *,
@@ -55,13 +130,13 @@ def open_index(
     allow_external: bool,
     verify: bool = False,
     storage_options: StorageOptions | None = None,
-    layout: Layout | None = None,
+    views: Views | None = None,
     tiers: tuple[str, ...] = (),
 ) -> _core.Index:
     """Open the index of the checkpoint at a path or URL.
 
     It warns if ``verify`` is set and the checkpoint has no digests, if the folder holds a
-    checkpoint of torch as well, and if the layout keeps quantized weights as stored.
+    checkpoint of torch as well, and if quantized weights are kept as stored.
 
     Args:
         path: the path or URL.
@@ -69,8 +144,8 @@ def open_index(
         allow_external: open data files outside of the folder.
         verify: whether the caller will verify digests.
         storage_options: for a URL.
-        layout: the views to apply.
-        tiers: folders that are asked for each data file first, as :func:`tier_folders` returns.
+        views: the views to apply.
+        tiers: folders that are asked for each data file first, as in :class:`LoadSource`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at ``path``.
@@ -104,19 +179,19 @@ def open_index(
         stock = index.path.parent / STOCK_NAME
         if stock.is_file():
             _warn_of_two(index.path, stock)
-    if layout is None:
+    if views is None:
         return index
-    if layout.dequantize is None and (pairs := index.codes_beside_scales()):
+    if views.dequantize is None and (pairs := index.codes_beside_scales()):
         codes, scale = pairs[0]
         more = f", and {len(pairs) - 1} more are stored so" if len(pairs) > 1 else ""
         warn_caller(
             f"{codes!r} in {path} looks quantized, with its scale in {scale!r}{more}: what is read "
             "are the stored codes, not weights; dequantize=True decodes the formats that are known"
         )
-    return layout.apply(index)
+    return views.apply(index)
 
 
-def tier_folders(tiers: Iterable[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+def _tier_folders(tiers: Iterable[str | os.PathLike[str]] | None) -> tuple[str, ...]:
     """Return the folders of the option ``tiers``.
 
     Raises:

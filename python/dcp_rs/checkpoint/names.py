@@ -6,8 +6,8 @@ import difflib
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from dcp_rs import _core
 from dcp_rs.errors import PlanError
@@ -24,12 +24,9 @@ __all__ = [
     "nearest",
     "nothing_passes",
     "renamer",
-    "repeatable",
     "selector",
     "some",
 ]
-
-T = TypeVar("T")
 
 #: The most names to compare letter by letter. More would take seconds.
 _COMPARED = 5_000
@@ -42,11 +39,6 @@ _SAMPLED = 50
 _NUMBER = re.compile(r"\d+")
 #: A part of a name that is a number, after another part.
 _LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
-
-
-def repeatable(values: T | Iterator[Any]) -> T | tuple[Any, ...]:
-    """Return values that can be iterated over more than once: those of an iterator as a tuple."""
-    return tuple(values) if isinstance(values, Iterator) else values
 
 
 def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:

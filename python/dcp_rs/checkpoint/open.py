@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from dcp_rs._arguments import suggest_option
-from dcp_rs._url import StorageOptions, absolute, location
-from dcp_rs.checkpoint.locate import open_index, tier_folders
-from dcp_rs.checkpoint.views import Layout, LayoutView
-from dcp_rs.options import ReadArguments, ReadOptions
+from dcp_rs._url import absolute, location
+from dcp_rs.checkpoint.locate import LoadSource
+from dcp_rs.options import OpenArguments, take_options
 
 if TYPE_CHECKING:
     import torch
@@ -27,44 +25,20 @@ def open(
     path: str | os.PathLike[str],
     framework: Literal["pt"] = "pt",
     device: torch.device | str | int = "cpu",
-    *,
-    weights_only: bool | None = True,
-    allow_external: bool = False,
-    storage_options: Mapping[str, Any] | Any | None = None,
-    tiers: Iterable[str | os.PathLike[str]] | None = None,
-    dequantize: bool | torch.dtype = False,
-    views: LayoutView | Iterable[LayoutView] | None = None,
-    **options: Unpack[ReadArguments],
+    **options: Unpack[OpenArguments],
 ) -> Checkpoint: ...
 @overload
 def open(
     path: str | os.PathLike[str],
     framework: Literal["np"],
-    *,
-    allow_external: bool = False,
-    storage_options: Mapping[str, Any] | Any | None = None,
-    tiers: Iterable[str | os.PathLike[str]] | None = None,
-    dequantize: bool | torch.dtype = False,
-    views: LayoutView | Iterable[LayoutView] | None = None,
-    **options: Unpack[ReadArguments],
+    **options: Unpack[OpenArguments],
 ) -> NumpyCheckpoint: ...
 @suggest_option
 def open(
     path: str | os.PathLike[str],
     framework: Literal["pt", "np"] = "pt",
     device: torch.device | str | int = "cpu",
-    *,
-    weights_only: bool | None = True,
-    allow_external: bool = False,
-    io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
-    threads: int | None = None,
-    verify: Literal["auto"] | bool = "auto",
-    shared: bool | None = None,
-    max_inflight_bytes: int | None = None,
-    storage_options: Mapping[str, Any] | Any | None = None,
-    tiers: Iterable[str | os.PathLike[str]] | None = None,
-    dequantize: bool | torch.dtype = False,
-    views: LayoutView | Iterable[LayoutView] | None = None,
+    **options: Unpack[OpenArguments],
 ) -> Checkpoint | NumpyCheckpoint:
     """Open a checkpoint for reading by name. It is a mapping from names to tensors and values.
 
@@ -98,50 +72,29 @@ def open(
             first_rows = checkpoint.get_slice("model.weight")[:2]
         ```
     """
-    weights_only = weights_only is None or bool(weights_only)
-    stores = StorageOptions.of(storage_options)
-    options = ReadOptions(
-        io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
-    )
-    layout = Layout.of(dequantize, views)
+    source = LoadSource.of(path, take_options(open, options))
     if framework not in ("pt", "np"):
         msg = f"framework={framework!r}: must be one of 'pt', 'np'"
         raise ValueError(msg)
-    if framework == "np" and (str(device) != "cpu" or not weights_only):
+    if framework == "np" and (str(device) != "cpu" or not source.weights_only):
         msg = (
             "framework='np' has neither devices nor other pickles than those of plain types: leave "
             "device= and weights_only= out"
         )
         raise ValueError(msg)
-    where, folders = location(path), tier_folders(tiers)
-    index = open_index(
-        where,
-        rank=None,
-        allow_external=allow_external,
-        verify=options.verify is True,
-        storage_options=stores,
-        layout=layout,
-        tiers=folders,
-    )
-    again: partial[Any] = partial(
-        open,
-        os.fspath(absolute(where)),
-        framework,
-        device,
-        weights_only=weights_only,
-        allow_external=allow_external,
-        storage_options=stores,
-        tiers=folders,
-        dequantize=layout.dequantize or False,
-        views=layout.views,
-        **options.given(),
-    )
+    index = source.open()
+    where = os.fspath(absolute(location(path)))
+    again: partial[Any] = partial(open, where, framework, device, **source.given())
     if framework == "np":
         from dcp_rs.checkpoint.numpy_checkpoint import NumpyCheckpoint
 
-        return NumpyCheckpoint(index, options=options, open_again=again)
+        return NumpyCheckpoint(index, options=source.read, open_again=again)
     from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 
     return Checkpoint(
-        index, device=device, weights_only=weights_only, options=options, open_again=again
+        index,
+        device=device,
+        weights_only=source.weights_only,
+        options=source.read,
+        open_again=again,
     )

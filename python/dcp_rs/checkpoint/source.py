@@ -17,7 +17,7 @@ from dcp_rs import _core
 from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.metadata import planner_data, safetensors_metadata
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import CorruptDataError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import Container, TreePath
@@ -114,7 +114,7 @@ def open_source(
     options: ReadOptions,
     allow_external: bool,
     storage_options: StorageOptions | None = None,
-    layout: Layout | None = None,
+    views: Views | None = None,
 ) -> IndexSource:
     """Open a checkpoint of any kind.
 
@@ -123,14 +123,14 @@ def open_source(
         options: how to read.
         allow_external: open data files outside of the folder.
         storage_options: for a URL.
-        layout: the views to apply.
+        views: the views to apply.
     """
     index = open_index(
         path,
         rank=None,
         allow_external=allow_external,
         storage_options=storage_options,
-        layout=layout,
+        views=views,
     )
     return IndexSource(index, options)
 

@@ -17,7 +17,7 @@ from dcp_rs.errors import PlanError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Concat", "Layout", "LayoutView", "Split", "Stack", "Transpose", "Unstack"]
+__all__ = ["Concat", "Split", "Stack", "Transpose", "Unstack", "View", "Views"]
 
 _FIELD = re.compile(r"\{(\w+)\}")
 #: The most digits of a number to join over. Python does not convert thousands of them.
@@ -52,7 +52,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(parts))
 
 
-class LayoutView(ABC):
+class View(ABC):
     """A view that joins, cuts or transposes stored tensors."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class _Names:
 
 
 @dataclass(frozen=True)
-class Stack(LayoutView):
+class Stack(View):
     """Join tensors of one shape along a new dimension, as ``torch.stack`` does.
 
     Attributes:
@@ -216,7 +216,7 @@ class Stack(LayoutView):
 
 
 @dataclass(frozen=True)
-class Concat(LayoutView):
+class Concat(View):
     """Join tensors along an existing dimension, as ``torch.cat`` does.
 
     Attributes:
@@ -251,7 +251,7 @@ class Concat(LayoutView):
 
 
 @dataclass(frozen=True)
-class Unstack(LayoutView):
+class Unstack(View):
     """Cut a tensor along a dimension and remove the dimension, as ``torch.unbind`` does.
 
     Attributes:
@@ -287,7 +287,7 @@ class Unstack(LayoutView):
 
 
 @dataclass(frozen=True)
-class Split(LayoutView):
+class Split(View):
     """Cut a tensor into several along a dimension, as ``torch.split`` does.
 
     Attributes:
@@ -336,7 +336,7 @@ class Split(LayoutView):
 
 
 @dataclass(frozen=True)
-class Transpose(LayoutView):
+class Transpose(View):
     """Change the order of dimensions, as ``torch.permute`` does. Names stay.
 
     Attributes:
@@ -367,7 +367,7 @@ class Transpose(LayoutView):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Views:
     """The views of a checkpoint.
 
     Attributes:
@@ -376,15 +376,15 @@ class Layout:
     """
 
     dequantize: str | None = None
-    views: tuple[LayoutView, ...] = ()
+    views: tuple[View, ...] = ()
 
     @classmethod
     def of(
         cls,
         dequantize: bool | torch.dtype | str | None,
-        views: LayoutView | Iterable[LayoutView] | None,
-    ) -> Layout:
-        """Return the layout for a user's arguments.
+        views: View | Iterable[View] | None,
+    ) -> Views:
+        """Return the views for a user's arguments.
 
         Raises:
             ValueError: weights cannot be dequantized to the dtype.
@@ -397,9 +397,9 @@ class Layout:
                 known = ", ".join(f"torch.{name}" for name in _TARGETS)
                 msg = f"dequantize={dequantize!r}: True, or one of {known}"
                 raise ValueError(msg)
-        given: tuple[Any, ...] = (views,) if isinstance(views, LayoutView) else tuple(views or ())
+        given: tuple[Any, ...] = (views,) if isinstance(views, View) else tuple(views or ())
         for view in given:
-            if not isinstance(view, LayoutView):
+            if not isinstance(view, View):
                 msg = f"views={view!r}: Stack, Concat, Unstack, Split or Transpose"
                 raise TypeError(msg)
         return cls(target, given)

@@ -12,7 +12,7 @@ from dcp_rs import _core
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import hint, natural
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli.output import count, for_command_line, json_text, size
 from dcp_rs.errors import DcpRsError, EntryNotFoundError, UnsupportedError
 from dcp_rs.tensors.elements import ITEMSIZES
@@ -64,7 +64,7 @@ class Contents:
     Args:
         path: a path, or a URL of a store.
         chosen: a test of names, if not all entries are wanted.
-        rank, allow_external, layout: see :func:`dcp_rs.checkpoint.locate.open_index`.
+        rank, allow_external, views: see :func:`dcp_rs.checkpoint.locate.open_index`.
 
     Attributes:
         path: as it was given.
@@ -83,12 +83,10 @@ class Contents:
         *,
         rank: int | None = None,
         allow_external: bool = False,
-        layout: Layout | None = None,
+        views: Views | None = None,
     ) -> None:
         self.path = location(path)
-        self.index = index = open_index(
-            path, rank=rank, allow_external=allow_external, layout=layout
-        )
+        self.index = index = open_index(path, rank=rank, allow_external=allow_external, views=views)
         self.format = index.source
         self.files = [(file.name, file.size) for file in index.files()]
         self.facts: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import click
 from dcp_rs._url import StorageOptions, location, use_storage_options
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.names import selector
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli.contents import SORTS
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "html",
     "include",
     "json",
-    "layout",
     "location_argument",
     "rank",
     "rename",
@@ -32,6 +31,7 @@ __all__ = [
     "sort",
     "storage",
     "threads",
+    "views",
 ]
 
 
@@ -84,15 +84,15 @@ def checkpoint(function: Command) -> Command:
     return location_argument("path")(function)
 
 
-def _layout(_context: click.Context, _parameter: click.Parameter, dequantize: bool) -> Layout:
-    return Layout.of(dequantize, None)
+def _views(_context: click.Context, _parameter: click.Parameter, dequantize: bool) -> Views:
+    return Views.of(dequantize, None)
 
 
-layout = click.option(
+views = click.option(
     "--dequantize",
-    "layout",
+    "views",
     is_flag=True,
-    callback=_layout,
+    callback=_views,
     help="Take quantized weights as bfloat16 tensors. The format is detected.",
 )
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")

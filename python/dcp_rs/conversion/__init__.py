@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Unpack
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
-from dcp_rs._progress import Progress, watching
-from dcp_rs._url import Url, absolute, location
+from dcp_rs._progress import watching
+from dcp_rs._url import Url, location
 from dcp_rs.checkpoint.metadata import warn_of_left_out
-from dcp_rs.checkpoint.names import Rename, repeatable
-from dcp_rs.checkpoint.source import CheckpointReader, open_source
-from dcp_rs.checkpoint.views import Layout, LayoutView
+from dcp_rs.checkpoint.source import CheckpointReader
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import ConvertReport, Job, select
 from dcp_rs.conversion.output import check_not_source, check_output, new_output, uploaded_output
-from dcp_rs.conversion.request import Format, WriteRequest, stores_of
+from dcp_rs.conversion.request import ConvertArguments, Format, WriteRequest
+from dcp_rs.options import take_options
 from dcp_rs.tensors import pickles
-from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.nesting import nest
 
 __all__ = ["ConvertReport", "convert", "write_result"]
@@ -41,27 +37,7 @@ _WRITERS: dict[Format, Callable[[Job, Path], None]] = {
 def convert(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    *,
-    to: Format | None = None,
-    dtype: torch.dtype | str | None = None,
-    shards: int | None = None,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
-    rename: Rename = None,
-    name: str = "model",
-    skip_unsupported: bool = False,
-    overwrite: bool = False,
-    progress: Progress = None,
-    threads: int | None = None,
-    verify: bool = True,
-    fsync: bool = True,
-    max_inflight_bytes: int | None = None,
-    weights_only: bool | None = True,
-    allow_external: bool = False,
-    storage_options: Mapping[str, Any] | Any | None = None,
-    out_storage_options: Mapping[str, Any] | Any | None = None,
-    dequantize: bool | torch.dtype = False,
-    views: LayoutView | Iterable[LayoutView] | None = None,
+    **options: Unpack[ConvertArguments],
 ) -> ConvertReport:
     """Write a checkpoint in another format, in bounded memory.
 
@@ -146,35 +122,10 @@ def convert(
         ```
     """
     begin = time.perf_counter()
-    source_path, target = location(path), location(out)
-    of_source, of_out = stores_of([source_path], target, storage_options, out_storage_options)
-    request = WriteRequest(
-        out=absolute(target),
-        suffix=target.suffix,
-        to=to,
-        dtype=parse_dtype(dtype),
-        shards=shards,
-        include=repeatable(include),
-        exclude=repeatable(exclude),
-        rename=rename,
-        name=name,
-        skip_unsupported=skip_unsupported,
-        overwrite=overwrite,
-        progress=progress,
-        threads=threads,
-        verify=verify,
-        fsync=fsync,
-        max_inflight_bytes=max_inflight_bytes,
-        weights_only=weights_only is None or bool(weights_only),
-        storage_options=of_out,
-    )
-    source = open_source(
-        source_path,
-        options=request.read_options,
-        allow_external=allow_external,
-        storage_options=of_source if isinstance(source_path, Url) else None,
-        layout=Layout.of(dequantize, views),
-    )
+    given = take_options(convert, options)
+    source_path = location(path)
+    request = WriteRequest.of([source_path], out, given)
+    source = request.open(source_path)
     if request.target in ("dcp-rs", "dcp"):
         warn_of_left_out(source.index)
     report = ConvertReport()

@@ -5,24 +5,19 @@ from __future__ import annotations
 import numbers
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 
 from dcp_rs._arguments import suggest_option
-from dcp_rs._progress import Progress
-from dcp_rs._url import Url, absolute, location
-from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.names import Rename, repeatable
-from dcp_rs.checkpoint.source import IndexSource
-from dcp_rs.checkpoint.views import Layout, LayoutView
+from dcp_rs._url import location
 from dcp_rs.conversion import ConvertReport, write_result
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
-from dcp_rs.conversion.request import Format, WriteRequest, stores_of
-from dcp_rs.tensors.dtypes import parse_dtype
+from dcp_rs.conversion.request import ConvertArguments, WriteRequest
+from dcp_rs.options import take_options
 
 __all__ = ["MergeReport", "merge"]
 
@@ -51,27 +46,8 @@ def merge(
     out: str | os.PathLike[str],
     *,
     weights: Iterable[float] | None = None,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
     conflicts: Conflicts = "error",
-    dtype: torch.dtype | str | None = None,
-    to: Format | None = None,
-    shards: int | None = None,
-    rename: Rename = None,
-    name: str = "model",
-    skip_unsupported: bool = False,
-    overwrite: bool = False,
-    progress: Progress = None,
-    threads: int | None = None,
-    verify: bool = True,
-    fsync: bool = True,
-    max_inflight_bytes: int | None = None,
-    weights_only: bool | None = True,
-    allow_external: bool = False,
-    storage_options: Mapping[str, Any] | Any | None = None,
-    out_storage_options: Mapping[str, Any] | Any | None = None,
-    dequantize: bool | torch.dtype = False,
-    views: LayoutView | Iterable[LayoutView] | None = None,
+    **options: Unpack[ConvertArguments],
 ) -> MergeReport:
     """Write the weighted sum of checkpoints, by default their mean, in bounded memory.
 
@@ -132,44 +108,16 @@ def merge(
         ```
     """
     begin = time.perf_counter()
+    given = take_options(merge, options)
     paths = _check_inputs(inputs)
     factors = _check_weights(weights, len(paths))
     if conflicts not in get_args(Conflicts):
         msg = f"conflicts={conflicts!r}: one of {', '.join(map(repr, get_args(Conflicts)))}"
         raise ValueError(msg)
-    target = location(out)
-    of_inputs, of_out = stores_of(paths, target, storage_options, out_storage_options)
-    request = WriteRequest(
-        out=absolute(target),
-        suffix=target.suffix,
-        to=to,
-        dtype=parse_dtype(dtype),
-        shards=shards,
-        include=repeatable(include),
-        exclude=repeatable(exclude),
-        rename=rename,
-        name=name,
-        skip_unsupported=skip_unsupported,
-        overwrite=overwrite,
-        progress=progress,
-        threads=threads,
-        verify=verify,
-        fsync=fsync,
-        max_inflight_bytes=max_inflight_bytes,
-        weights_only=weights_only is None or bool(weights_only),
-        storage_options=of_out,
-    )
-    layout = Layout.of(dequantize, views)
-    opened = []
-    for path, factor in zip(paths, factors, strict=True):
-        index = open_index(
-            path,
-            rank=None,
-            allow_external=allow_external,
-            storage_options=of_inputs if isinstance(path, Url) else None,
-            layout=layout,
-        )
-        opened.append(Input(path, IndexSource(index, request.read_options), factor))
+    request = WriteRequest.of(paths, out, given)
+    opened = [
+        Input(path, request.open(path), factor) for path, factor in zip(paths, factors, strict=True)
+    ]
     source = MergedSource(opened, request, conflicts)
     report = MergeReport(
         summed=source.summed,

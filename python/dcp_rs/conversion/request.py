@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
 from dcp_rs._progress import Progress
-from dcp_rs._url import StorageOptions, Url, options_for
+from dcp_rs._url import StorageOptions, Url, absolute, location, options_for
 from dcp_rs.checkpoint.names import Rename
+from dcp_rs.checkpoint.source import IndexSource, open_source
+from dcp_rs.checkpoint.views import View, Views
 from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.tensors.dtypes import parse_dtype
 
-__all__ = ["Format", "WriteRequest", "stores_of"]
+__all__ = ["ConvertArguments", "Format", "WriteRequest"]
 
 Format = Literal["dcp-rs", "dcp", "safetensors", "torch"]
 
@@ -27,20 +31,11 @@ _ENDINGS: dict[str, Format] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteRequest:
-    """The result to write. The fields are arguments of :func:`dcp_rs.convert`.
+class ConvertArguments(TypedDict, total=False):
+    """Keyword arguments of :func:`dcp_rs.convert` and :func:`dcp_rs.merge`."""
 
-    Attributes:
-        out: the path or URL, which does not depend on the current folder.
-        suffix: the ending of the path as it was given. ``"."`` has none, whatever folder it is.
-        storage_options: the options of the store of ``out``, if it is on one.
-    """
-
-    out: Path
-    suffix: str
     to: Format | None
-    dtype: torch.dtype | None
+    dtype: torch.dtype | str | None
     shards: int | None
     include: str | Iterable[str] | None
     exclude: str | Iterable[str] | None
@@ -53,8 +48,80 @@ class WriteRequest:
     verify: bool
     fsync: bool
     max_inflight_bytes: int | None
-    weights_only: bool
+    weights_only: bool | None
+    allow_external: bool
+    storage_options: Mapping[str, Any] | Any | None
+    out_storage_options: Mapping[str, Any] | Any | None
+    dequantize: bool | torch.dtype
+    views: View | Iterable[View] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRequest:
+    """The result to write. The fields are arguments of :func:`dcp_rs.convert`.
+
+    Attributes:
+        out: the path or URL, which does not depend on the current folder.
+        suffix: the ending of the path as it was given. ``"."`` has none, whatever folder it is.
+        storage_options: the options of the store of ``out``, if it is on one.
+        input_storage_options: those of inputs that are URLs.
+        views: the views to apply to the inputs.
+    """
+
+    out: Path
+    suffix: str
     storage_options: StorageOptions | None
+    input_storage_options: StorageOptions | None
+    views: Views
+    to: Format | None = None
+    dtype: torch.dtype | None = None
+    shards: int | None = None
+    include: str | Iterable[str] | None = None
+    exclude: str | Iterable[str] | None = None
+    rename: Rename = None
+    name: str = "model"
+    skip_unsupported: bool = False
+    overwrite: bool = False
+    progress: Progress = None
+    threads: int | None = None
+    verify: bool = True
+    fsync: bool = True
+    max_inflight_bytes: int | None = None
+    weights_only: bool = True
+    allow_external: bool = False
+
+    @classmethod
+    def of(
+        cls, inputs: Sequence[Path], out: str | os.PathLike[str], given: dict[str, Any]
+    ) -> WriteRequest:
+        """Return the request for a caller's arguments, which this takes out of ``given``.
+
+        Raises:
+            UnsupportedError: storage options were given, but no path is a URL.
+            ValueError, TypeError: an option has an invalid value.
+        """
+        target = location(out)
+        of_inputs, of_out = (
+            given.pop("storage_options", None),
+            given.pop("out_storage_options", None),
+        )
+        if isinstance(target, Url) and of_out is None:
+            of_out = of_inputs
+        else:
+            options_for(target, of_out)
+            if not any(isinstance(path, Url) for path in inputs):
+                options_for(inputs[0], of_inputs)
+        weights_only = given.pop("weights_only", None)
+        return cls(
+            out=absolute(target),
+            suffix=target.suffix,
+            storage_options=of_out,
+            input_storage_options=of_inputs,
+            views=Views.of(given.pop("dequantize", None), given.pop("views", None)),
+            dtype=parse_dtype(given.pop("dtype", None)),
+            weights_only=weights_only is None or bool(weights_only),
+            **given,
+        )
 
     def __post_init__(self) -> None:
         if self.target not in get_args(Format):
@@ -70,6 +137,16 @@ class WriteRequest:
         if self.as_file and (shards or 1) > 1:
             msg = f"shards={shards}: {self.out} is one file"
             raise ValueError(msg)
+
+    def open(self, path: Path) -> IndexSource:
+        """Open an input."""
+        return open_source(
+            path,
+            options=self.read_options,
+            allow_external=self.allow_external,
+            storage_options=self.input_storage_options if isinstance(path, Url) else None,
+            views=self.views,
+        )
 
     @property
     def target(self) -> Format:
@@ -103,23 +180,3 @@ class WriteRequest:
     def buffer_bytes(self) -> int:
         """The bytes of a buffer. Reads, writes and the blocks on their way share the bound."""
         return max(1, self.write_options.inflight_bytes(accelerator=False) // 4 >> 20) << 20
-
-
-def stores_of(
-    inputs: Sequence[Path],
-    out: Path,
-    given: Mapping[str, Any] | Any | None,
-    given_for_out: Mapping[str, Any] | Any | None,
-) -> tuple[StorageOptions | None, StorageOptions | None]:
-    """Return the storage options of inputs that are URLs, and of the result.
-
-    Raises:
-        UnsupportedError: options were given, but no path is a URL.
-    """
-    of_inputs, of_out = StorageOptions.of(given), StorageOptions.of(given_for_out)
-    if isinstance(out, Url) and of_out is None:
-        return of_inputs, of_inputs
-    options_for(out, of_out)
-    if not any(isinstance(path, Url) for path in inputs):
-        options_for(inputs[0], of_inputs)
-    return of_inputs, of_out

@@ -7,10 +7,10 @@ import io
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -22,20 +22,18 @@ from torch.futures import Future
 from dcp_rs import _core, _torch
 from dcp_rs._arguments import suggest_option
 from dcp_rs._log import current_rank
-from dcp_rs._progress import Counts, Progress, watching
+from dcp_rs._progress import Counts, watching
 from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs._url import StorageOptions, location
+from dcp_rs._url import location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import is_of_all_ranks
-from dcp_rs.checkpoint.locate import tier_folders
+from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.metadata import warn_of_left_out
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
-from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine import cache_sharing
-from dcp_rs.engine.load import LoadSource
 from dcp_rs.engine.matching import warn_of_left_out_state
 from dcp_rs.engine.metadata import index_of, make_metadata
 from dcp_rs.engine.reports import LoadReport, Phases
@@ -45,7 +43,7 @@ from dcp_rs.errors import (
     PlanError,
     UnsupportedError,
 )
-from dcp_rs.options import ReadOptions
+from dcp_rs.options import ReaderArguments, ReadOptions, take_options
 from dcp_rs.tensors import pickles
 from dcp_rs.transfer.load import fill, fill_tensor
 from dcp_rs.transfer.target import Target, stored_dtype
@@ -120,42 +118,16 @@ class RsReader(StorageReader):
         self,
         path: str | os.PathLike[str],
         *,
-        io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
-        threads: int | None = None,
-        verify: Literal["auto"] | bool = "auto",
-        shared: bool | None = None,
-        max_inflight_bytes: int | None = None,
-        weights_only: bool | None = True,
-        allow_external: bool = False,
-        replicas: Literal["each", "node", "all"] = "each",
-        storage_options: Mapping[str, Any] | Any | None = None,
-        tiers: Iterable[str | os.PathLike[str]] | None = None,
-        dequantize: bool | torch.dtype = False,
-        views: LayoutView | Iterable[LayoutView] | None = None,
-        progress: Progress = None,
         thread_count: int | None = None,
         token: str | None = None,
         _extension_registry: Any = None,
+        **options: Unpack[ReaderArguments],
     ) -> None:
         super().__init__()
-        threads = choose_argument("threads", threads, "thread_count", thread_count)
-        self._source = LoadSource(
-            path=location(path),
-            read=ReadOptions(
-                io=io,
-                threads=threads,
-                verify=verify,
-                shared=shared,
-                max_inflight_bytes=max_inflight_bytes,
-            ),
-            weights_only=weights_only is None or bool(weights_only),
-            allow_external=allow_external,
-            replicas=replicas,
-            storage_options=StorageOptions.of(storage_options),
-            layout=Layout.of(dequantize, views),
-            progress=progress,
-            tiers=tier_folders(tiers),
-        )
+        given = take_options(RsReader.__init__, options)
+        threads = given.get("threads")
+        given["threads"] = choose_argument("threads", threads, "thread_count", thread_count)
+        self._source = LoadSource.of(path, given)
         self.report: LoadReport | None = None
         self.load_id = str(uuid.uuid4())
         self._index: _core.Index | None = None
@@ -208,7 +180,7 @@ class RsReader(StorageReader):
             checkpoint_id=os.fspath(self.path),
             load_id=self.load_id,
             storage_options=self._source.storage_options,
-            layout=self._source.layout,
+            views=self._source.views,
         )
         self._clock.end("metadata")
         return metadata

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
-from dcp_rs.checkpoint.names import nothing_passes, repeatable, selector
+from dcp_rs.checkpoint.names import nothing_passes, selector
 from dcp_rs.errors import PlanError
+from dcp_rs.options import repeatable
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import cast_to, is_counter, parse_dtype
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from dcp_rs import _core, _torch
-from dcp_rs._progress import Counts, Progress, watching
+from dcp_rs._progress import Counts, watching
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import is_of_all_ranks, is_rank_local
-from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.names import LoadNames
-from dcp_rs.checkpoint.views import Layout
 from dcp_rs.engine import cache_sharing, matching
 from dcp_rs.engine.broadcast_read import (
     Offer,
@@ -33,7 +31,6 @@ from dcp_rs.engine.matching import EntryInfo, LoadOptions, Matching
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, Mismatch, Phases
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError
-from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at, stateful_values
@@ -47,7 +44,6 @@ from dcp_rs.transfer.target import Target, stored_dtype
 __all__ = [
     "MIXED_PLANNERS",
     "LoadRequest",
-    "LoadSource",
     "Plan",
     "Reads",
     "call_state_dicts",
@@ -129,49 +125,6 @@ def load(
     ranks.run(partial(_read, plan, ranks, reply))
     ranks.run(hand_over)
     return plan.reads.report
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadSource:
-    """Source of a load, and how to read it. :class:`dcp_rs.RsReader` describes the attributes."""
-
-    path: os.PathLike[str]
-    read: ReadOptions = field(default_factory=ReadOptions)
-    weights_only: bool = True
-    allow_external: bool = False
-    replicas: Literal["each", "node", "all"] = "each"
-    storage_options: StorageOptions | None = None
-    layout: Layout | None = None
-    progress: Progress = None
-    tiers: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.replicas not in ("each", "node", "all"):
-            msg = f"replicas={self.replicas!r}: must be one of 'each', 'node', 'all'"
-            raise ValueError(msg)
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
-        own = {
-            each.name: value
-            for each in fields(self)
-            if each.name not in ("path", "read", "layout")
-            and (value := getattr(self, each.name)) != each.default
-        }
-        layout = {} if self.layout is None else self.layout.given()
-        return self.read.given() | own | layout
-
-    def open(self, rank: int | None = None) -> _core.Index:
-        """Open the index of all ranks; with ``rank``, the index of that rank's rank-local save."""
-        return open_index(
-            self.path,
-            rank=rank,
-            allow_external=self.allow_external,
-            verify=self.read.verify is True,
-            storage_options=self.storage_options,
-            layout=self.layout,
-            tiers=self.tiers,
-        )
 
 
 @dataclass(frozen=True)
@@ -677,9 +630,9 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
             if target.place in at_once and not target.of_chunk and not is_opaque(target.tensor)
         ]
         shapes = [index.tensor(target.index).shape for target in targets]
-        # Entries have numbers of their own in each save, and under each layout.
+        # Entries have numbers of their own in each save, and under other views.
         limit = source.read.max_inflight_bytes
-        same = index.save_id or os.fspath(source.path), source.layout, limit
+        same = index.save_id or os.fspath(source.path), source.views, limit
         scope: Literal["node", "all"] = "node" if source.replicas == "node" else "all"
         own = offer(targets, shapes, repr(same).encode(), scope, ranks.process_group)
         return own.offered

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, location, options_for
 from dcp_rs.checkpoint.metadata import planner_data
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME, REQUIRES_GRAD
 from dcp_rs.tensors.nesting import text_path
@@ -51,7 +51,7 @@ def make_metadata(
     checkpoint_id: str | os.PathLike[str],
     load_id: str | None = None,
     storage_options: StorageOptions | None = None,
-    layout: Layout | None = None,
+    views: Views | None = None,
 ) -> Metadata:
     """Return DCP's ``Metadata`` of an index. It costs the same for any number of entries.
 
@@ -59,13 +59,13 @@ def make_metadata(
         index: the index.
         rank: the rank that the index belongs to, in a rank-local save.
         checkpoint_id, load_id: for ``storage_meta``.
-        storage_options, layout: for another process, which opens the index again.
+        storage_options, views: for another process, which opens the index again.
     """
     is_flat = index.source == "safetensors"  # its names are paths of one key
     data, _ = planner_data(index)
     if data is None and is_flat:
         data = {}
-    handle = _Handle(index, rank, storage_options, layout or Layout())
+    handle = _Handle(index, rank, storage_options, views or Views())
     if isinstance(data, dict):
         data = PlannerPaths(handle, data, is_flat=is_flat)
     metadata = Metadata(
@@ -118,7 +118,7 @@ class _Handle:
         index: _core.Index,
         rank: int | None,
         storage_options: StorageOptions | None,
-        layout: Layout,
+        views: Views,
     ) -> None:
         self._index: _core.Index | None = index
         path = os.fspath(index.path)
@@ -126,7 +126,7 @@ class _Handle:
         self._rank = rank
         self._save_id = index.save_id
         self._storage_options = storage_options
-        self._layout = layout
+        self._views = views
 
     @property
     def index(self) -> _core.Index:
@@ -140,7 +140,7 @@ class _Handle:
                     f"the checkpoint at {self._path} that this metadata describes has been replaced"
                 )
                 raise CheckpointNotFoundError(msg, path=self._path)
-            self._index = self._layout.apply(index)
+            self._index = self._views.apply(index)
         return self._index
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dcp_rs.checkpoint.fused_experts import views_for
-from dcp_rs.checkpoint.views import LayoutView
+from dcp_rs.checkpoint.views import View
 from dcp_rs.errors import UnsupportedError
 
 __all__ = ["names_of_rank", "single_experts"]
@@ -53,7 +53,7 @@ def names_of_rank(
     return every
 
 
-def single_experts(names: Mapping[str, str], config: Any) -> list[LayoutView]:
+def single_experts(names: Mapping[str, str], config: Any) -> list[View]:
     """Return the views that split the fused experts of transformers 5 into one tensor each.
 
     Args:

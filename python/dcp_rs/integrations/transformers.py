@@ -19,7 +19,7 @@ from dcp_rs.checkpoint.compare import entry_differences
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.fused_experts import read_config
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, repeatable, selector
+from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, selector
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.conversion import ConvertReport, convert
@@ -27,7 +27,7 @@ from dcp_rs.conversion.output import check_output, new_output
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations._experts import single_experts
 from dcp_rs.integrations._needs import framework
-from dcp_rs.options import ReadArguments, ReadOptions
+from dcp_rs.options import ReadArguments, ReadOptions, repeatable
 
 __all__ = ["from_pretrained", "save_pretrained"]
 

@@ -18,7 +18,7 @@ from dcp_rs._progress import Counts
 from dcp_rs._reports import size
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.stream import stream
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import PlanError
 from dcp_rs.integrations._experts import names_of_rank, single_experts
 from dcp_rs.integrations._needs import framework
@@ -108,7 +108,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
             {index.name(number): name for number, name in names.items()}, model_config.hf_config
         )
         if views:
-            index = Layout.of(False, views).apply(index)
+            index = Views.of(False, views).apply(index)
             names = self._names(index, model_config.hf_config)
         wanted = _names_to_read(names.values(), model_config)
         skipped = (index.tensor(number) for number, name in names.items() if name not in wanted)

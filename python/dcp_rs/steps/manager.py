@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from dcp_rs import api, optim
 from dcp_rs._arguments import check_arguments, suggest, suggest_option
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.names import repeatable
-from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.reuse import Frozen
@@ -31,7 +29,13 @@ from dcp_rs.errors import (
     CorruptIndexError,
     DcpRsError,
 )
-from dcp_rs.options import LoadArguments, TrainingArguments, WriteOptions, check_positive
+from dcp_rs.options import (
+    LoadArguments,
+    TrainingArguments,
+    WriteOptions,
+    check_positive,
+    repeatable,
+)
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
@@ -535,7 +539,12 @@ class CheckpointManager:
                 the step before is loaded (``verify=True`` reads every byte). Steps that were not
                 loaded are in ``passed_over``, and a warning names them. A step that only lost its
                 index gets it back, with a warning.
-            planner, read_options: as for :func:`dcp_rs.load`.
+            planner, rename, include, exclude, dtype, device: as for :func:`dcp_rs.load`.
+            allow_partial_load, assign, dtype_policy: as for :func:`dcp_rs.load`.
+            io, threads, verify, shared, max_inflight_bytes, weights_only: as for
+                :func:`dcp_rs.load`.
+            allow_external, storage_options, tiers, dequantize, views, replicas, progress: as for
+                :func:`dcp_rs.load`.
             take_over: this process continues the run. A job that ran before then gets a
                 ``RunTakenOverError`` from its next save, and removes no steps any more. Pass
                 ``False`` to evaluate beside training.
@@ -565,7 +574,7 @@ class CheckpointManager:
         """
 
         def check() -> None:
-            check_arguments(CheckpointManager.load, read_options, api.load)
+            check_arguments(CheckpointManager.load, read_options)
             if isinstance(step, Mapping):
                 raise TypeError("the state dict comes first, then the step")
 
@@ -586,7 +595,13 @@ class CheckpointManager:
         """Load a step that was saved with :func:`dcp_rs.optim.training_state`.
 
         Args:
-            model, optimizers, extra, options: as for :func:`dcp_rs.optim.load_training_state`.
+            model, optimizers, extra: as for :func:`dcp_rs.optim.load_training_state`.
+            names, partial, keep_settings, rename, include, exclude, dtype: as for
+                :func:`dcp_rs.optim.load_training_state`.
+            io, threads, verify, shared, max_inflight_bytes, weights_only: as for
+                :func:`dcp_rs.load`.
+            allow_external, storage_options, tiers, dequantize, views, replicas, progress: as for
+                :func:`dcp_rs.load`.
             step, take_over: as for :meth:`load`.
 
         Returns:
@@ -605,8 +620,7 @@ class CheckpointManager:
         model, optimizers = repeatable(model), repeatable(optimizers)
 
         def check() -> None:
-            others = optim.load_training_state, RsReader.__init__
-            check_arguments(CheckpointManager.load_training_state, options, *others)
+            check_arguments(CheckpointManager.load_training_state, options)
 
         def load(path: Path, **options: Any) -> LoadReport | None:
             return optim.load_training_state(path, model, optimizers, extra, **options)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from dcp_rs._url import location
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.options import Command
@@ -57,7 +57,7 @@ _WRITING = [
         is_flag=True,
         help="Unpickle anything in a torch.save file. Such a file can run code.",
     ),
-    options.layout,
+    options.views,
     options.external,
     options.threads,
     options.storage,
@@ -76,7 +76,7 @@ def _arguments(
     dtype: str | None,
     rename: dict[str, str] | None,
     trust_pickles: bool,
-    layout: Layout,
+    views: Views,
     **options: Any,
 ) -> dict[str, Any]:
     """Return the arguments of ``dcp_rs.convert`` and ``dcp_rs.merge`` for these options."""
@@ -87,7 +87,7 @@ def _arguments(
     # Weights are decoded to the dtype that was asked for, so that they are rounded once. For other
     # dtypes they are cast from float32, in which they are computed.
     target = parse_dtype(dtype)
-    dequantize: bool | torch.dtype = layout.dequantize is not None
+    dequantize: bool | torch.dtype = views.dequantize is not None
     if dequantize and target is not None:
         dequantize = target if target in (torch.bfloat16, torch.float16) else torch.float32
     return options | {
@@ -95,7 +95,7 @@ def _arguments(
         "rename": rename,
         "weights_only": not trust_pickles,
         "dequantize": dequantize,
-        "views": layout.views,
+        "views": views.views,
         "progress": True,
     }
 

@@ -11,7 +11,7 @@ import click
 
 from dcp_rs._progress import watching
 from dcp_rs.checkpoint.names import natural, renamer, selector
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import Contents
@@ -46,7 +46,7 @@ _SOME, _WIDTH = 10, 60
     help="Ignore absolute differences up to this.",
 )
 @options.html
-@options.layout
+@options.views
 @options.external
 @options.threads
 @options.storage
@@ -60,7 +60,7 @@ def _diff(
     show_all: bool,
     tolerance: float,
     html: Path | None,
-    layout: Layout,
+    views: Views,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
@@ -82,7 +82,7 @@ def _diff(
             tolerance=tolerance,
             threads=threads,
             allow_external=allow_external,
-            layout=layout,
+            views=views,
             progress=progress,
         )
     differences = found.differences
@@ -92,7 +92,7 @@ def _diff(
 
         new_name, chosen = renamer(rename), selector(include, exclude) or (lambda _: True)
         left, right = (
-            Contents(path, passes, allow_external=allow_external, layout=layout)
+            Contents(path, passes, allow_external=allow_external, views=views)
             for path, passes in ((a, lambda name: chosen(new_name(name))), (b, chosen))
         )
         left.entries = [replace(entry, name=new_name(entry.name)) for entry in left.entries]

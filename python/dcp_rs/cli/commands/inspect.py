@@ -11,7 +11,7 @@ import click
 
 from dcp_rs.checkpoint.clean import seen_beside
 from dcp_rs.checkpoint.metadata import merged_from
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import cutmap, options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.commands.clean import mention
@@ -34,7 +34,7 @@ _SOME = 10
 @click.argument("name", required=False)
 @options.html
 @options.show_all
-@options.layout
+@options.views
 @options.rank
 @options.external
 @options.storage
@@ -44,7 +44,7 @@ def _inspect(
     name: str | None,
     html: Path | None,
     show_all: bool,
-    layout: Layout,
+    views: Views,
     rank: int | None,
     allow_external: bool,
     as_json: bool,
@@ -59,7 +59,7 @@ def _inspect(
         if list_if_run(path, as_json=as_json):
             return
         allow_external = False  # an overview opens no data file
-    contents = Contents(path, rank=rank, allow_external=allow_external, layout=layout)
+    contents = Contents(path, rank=rank, allow_external=allow_external, views=views)
     if html is not None:
         from dcp_rs.cli import page
 

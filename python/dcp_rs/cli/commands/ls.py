@@ -10,7 +10,7 @@ import click
 
 from dcp_rs._url import Url
 from dcp_rs.checkpoint.locate import checkpoints_in
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.commands.runs import list_if_run
@@ -29,7 +29,7 @@ from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 @options.selection
 @options.sort
 @click.option("--values", is_flag=True, help="Show the values of entries that are not tensors.")
-@options.layout
+@options.views
 @options.rank
 @options.storage
 @options.json
@@ -38,7 +38,7 @@ def _ls(
     chosen: Callable[[str], bool] | None,
     sort: str,
     values: bool,
-    layout: Layout,
+    views: Views,
     rank: int | None,
     as_json: bool,
 ) -> None:
@@ -49,7 +49,7 @@ def _ls(
     if list_if_run(path, as_json=as_json):
         return
     try:
-        contents = Contents(path, chosen, rank=rank, layout=layout)
+        contents = Contents(path, chosen, rank=rank, views=views)
     except CheckpointNotFoundError:
         if isinstance(path, Url) or not (inner := checkpoints_in(path)):
             raise

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import Contents
@@ -43,7 +43,7 @@ def _index(text: str) -> tuple[int | slice, ...]:
 @options.checkpoint
 @click.argument("name")
 @click.option("--slice", "part", metavar="INDEX", type=_index, help="Show a part: '0', '2:5,:8'.")
-@options.layout
+@options.views
 @options.rank
 @options.external
 @options.storage
@@ -52,7 +52,7 @@ def _show(
     path: Path,
     name: str,
     part: tuple[int | slice, ...] | None,
-    layout: Layout,
+    views: Views,
     rank: int | None,
     allow_external: bool,
     as_json: bool,
@@ -61,7 +61,7 @@ def _show(
 
     Of a large tensor, the elements at its edges are printed. --json prints all of them.
     """
-    contents = Contents(path, rank=rank, allow_external=allow_external, layout=layout)
+    contents = Contents(path, rank=rank, allow_external=allow_external, views=views)
     entry = contents.entry(name)
     if entry.dtype is None:
         if part is not None:

@@ -13,7 +13,7 @@ import click
 
 from dcp_rs._progress import watching
 from dcp_rs.checkpoint.names import natural
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import Contents
@@ -43,7 +43,7 @@ _COLUMNS = ["<dtype", "<shape", *(f">{name}" for name in _SORTS[1:-1]), "<name"]
     help="Sort by this, the largest number first.",
 )
 @click.option("--fail-on-nan", is_flag=True, help="Exit with 1 if a tensor has a NaN.")
-@options.layout
+@options.views
 @options.rank
 @options.external
 @options.threads
@@ -54,7 +54,7 @@ def _stats(
     chosen: Callable[[str], bool] | None,
     sort: str,
     fail_on_nan: bool,
-    layout: Layout,
+    views: Views,
     rank: int | None,
     allow_external: bool,
     threads: int | None,
@@ -67,7 +67,7 @@ def _stats(
     from dcp_rs.checkpoint.source import IndexSource
     from dcp_rs.checkpoint.stats import stats
 
-    contents = Contents(path, chosen, rank=rank, allow_external=allow_external, layout=layout)
+    contents = Contents(path, chosen, rank=rank, allow_external=allow_external, views=views)
     source = IndexSource(contents.index, ReadOptions(threads=threads), chosen)
     items = [item for item in source.items if item.dtype is not None]
     if chosen is not None and not items:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from dcp_rs.checkpoint.views import Layout
+from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import SORTS, Contents, Entry
@@ -74,7 +74,7 @@ class Module:
     help="Show N levels of modules; 0 for all.",
 )
 @options.sort
-@options.layout
+@options.views
 @options.rank
 @options.storage
 @options.json
@@ -83,12 +83,12 @@ def _tree(
     chosen: Callable[[str], bool] | None,
     depth: int,
     sort: str,
-    layout: Layout,
+    views: Views,
     rank: int | None,
     as_json: bool,
 ) -> None:
     """Show the size of each module."""
-    contents = Contents(path, chosen, rank=rank, layout=layout)
+    contents = Contents(path, chosen, rank=rank, views=views)
     root = Module("")
     for entry in contents.entries:
         root.add(entry.name.split("."), entry)
