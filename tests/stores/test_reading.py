@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import dcp_rs
 import programs
 from dcp_rs import RsReader
-from dcp_rs._url import location
+from dcp_rs._url import StorageOptions, location
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
@@ -205,21 +205,22 @@ def test_file_urls_are_paths(saved):
         dcp_rs.open(folder, storage_options={"aws_region": "x"})
 
 
-def test_verify_and_compare(saved, server, url, options):
+def test_verify_and_compare(saved, server, url, options, monkeypatch):
     _, folder = saved
     report = dcp_rs.verify(url, storage_options=options)
     assert report.ok
     assert report.bytes_verified > 6 * MIB
     from dcp_rs.checkpoint.compare import compare
 
-    assert compare(folder, url, storage_options=options).differences == []
+    monkeypatch.setattr("dcp_rs._url._of_command_line", {"": StorageOptions(options)})
+    assert compare(folder, url).differences == []
     (key,) = [key for key, stored in server.objects.items() if len(stored.data) > MIB]
     damaged = bytearray(server.objects[key].data)
     damaged[len(damaged) // 2] ^= 1
     server.put(key, bytes(damaged))
     report = dcp_rs.verify(url, storage_options=options)
     assert [problem.tensor for problem in report.problems] == ["model.big"]
-    (found,) = compare(folder, url, storage_options=options).differences
+    (found,) = compare(folder, url).differences
     assert (found.name, found.kind, found.elements) == ("model.big", "elements", 1)
     for verify in ({"verify": True}, {}):
         with pytest.raises(CorruptDataError, match=r"model\.big"):

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import programs
+from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.compare import compare
 from dcp_rs.errors import StoragePermissionError
 from support.object_server import object_server
@@ -21,17 +22,25 @@ def other(tmp_path, saved):
         yield store
 
 
-def test_a_comparison_has_options_for_each(saved, server, other):
+def test_a_comparison_has_options_for_each(saved, server, other, monkeypatch):
     left, right = server.url("runs/ckpt"), other.url("ckpt")
     mine, theirs = server.options(), other.options(aws_access_key_id="other-access-key")
-    found = compare(left, right, storage_options=mine, b_storage_options=theirs)
+
+    def use(of_right):
+        options = {"": StorageOptions(mine), right: StorageOptions(of_right)}
+        monkeypatch.setattr("dcp_rs._url._of_command_line", options)
+
+    use(theirs)
+    found = compare(left, right)
     assert found.differences == []
     assert found.bytes > 0
     same_store = {**theirs, "aws_access_key_id": "test-access-key"}
+    use(same_store)
     with pytest.raises(StoragePermissionError):
-        compare(left, right, storage_options=mine, b_storage_options=same_store)
+        compare(left, right)
+    use(theirs)
     _, folder = saved
-    assert compare(folder, right, b_storage_options=theirs).differences == []
+    assert compare(folder, right).differences == []
 
 
 @pytest.mark.slow

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from dcp_rs._reports import Report
-from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
 from dcp_rs.checkpoint.names import Rename, explain_prefix, renamer, selector, some
 from dcp_rs.checkpoint.source import CheckpointReader, Item, open_source
@@ -91,8 +90,6 @@ def compare(
     tolerance: float = 0.0,
     threads: int | None = None,
     allow_external: bool = False,
-    storage_options: Mapping[str, Any] | Any | None = None,
-    b_storage_options: Mapping[str, Any] | Any | None = None,
     views: Views | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Comparison:
@@ -108,8 +105,6 @@ def compare(
         tolerance: the absolute difference up to which elements count as equal.
         threads: the number of threads that read; default: the cores of this process.
         allow_external: read data files outside of the checkpoints' folders.
-        storage_options: for URLs, see :class:`dcp_rs.RsReader`.
-        b_storage_options: those for ``b``; default: those for ``a``.
         views: the views to apply to both.
         progress: called with the bytes of ``a`` compared so far, and all of them.
 
@@ -120,17 +115,9 @@ def compare(
     begin = time.perf_counter()
     # Damaged elements are differences.
     options = ReadOptions(threads=threads, verify=False, max_inflight_bytes=_SLAB_BYTES)
-    stores = StorageOptions.of(storage_options)
-    of_b = StorageOptions.of(b_storage_options)
     left, right = (
-        open_source(
-            path,
-            options=options,
-            allow_external=allow_external,
-            storage_options=given if isinstance(location(path), Url) else None,
-            views=views,
-        )
-        for path, given in ((a, stores), (b, stores if of_b is None else of_b))
+        open_source(path, options=options, allow_external=allow_external, views=views)
+        for path in (a, b)
     )
     passes = selector(include, exclude) or (lambda _: True)
     in_a = {item.name: item for item in _renamed(left.items, rename) if passes(item.name)}
