@@ -9,13 +9,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from dcp_rs import _core
 from dcp_rs.errors import PlanError
 
 __all__ = [
     "LoadNames",
     "Rename",
-    "Renamed",
     "explain_missing",
     "explain_prefix",
     "globs",
@@ -247,48 +245,13 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     return renamed
 
 
-class Renamed:
-    """The names of a checkpoint after ``rename``.
-
-    Args:
-        rename: a mapping or function, as for :func:`renamer`.
-        stored: all names of the checkpoint.
-    """
-
-    def __init__(self, rename: Rename, stored: Iterable[str]) -> None:
-        new_name = renamer(rename)
-        self._stored: dict[str, str] = {}
-        self._twice: dict[str, str] = {}
-        for name in stored:
-            if self._stored.setdefault(new_name(name), name) != name:
-                self._twice[new_name(name)] = name
-
-    def stored_name(self, name: str) -> str | None:
-        """Return the stored name of the entry with the new name ``name``, or None.
-
-        Raises:
-            PlanError: two entries have that new name.
-        """
-        if name in self._twice:
-            msg = (
-                f"{self._stored[name]!r} and {self._twice[name]!r} of the checkpoint would both be "
-                f"named {name!r}, by rename="
-            )
-            raise PlanError(msg, tensor=name)
-        return self._stored.get(name)
-
-    def explain(self, name: str) -> str:
-        """Return the end of a message about a missing name."""
-        return f" (rename= gives this name to no entry{hint(name, self._stored)})"
-
-
 class LoadNames:
     """The names of a load: those of the state dict, and their stored names.
 
     Args:
         rename: the renaming from stored names to those of the state dict.
         include, exclude: globs over names of the state dict.
-        index: the checkpoint. Without one, nothing is renamed.
+        stored: returns the names of the checkpoint. Without it, nothing is renamed.
 
     Attributes:
         unnamed: names to load that no stored name is renamed to, after :meth:`choose`.
@@ -299,11 +262,17 @@ class LoadNames:
         rename: Rename,
         include: str | Iterable[str] | None,
         exclude: str | Iterable[str] | None,
-        index: _core.Index | None = None,
+        stored: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self._passes = selector(include, exclude)
-        self._renamed = None if rename is None or index is None else Renamed(rename, index.names())
         self.unnamed: list[str] = []
+        self._stored: dict[str, str] | None = None  # by their new names, with rename=
+        self._twice: dict[str, str] = {}
+        if rename is not None and stored is not None:
+            self._stored, new_name = {}, renamer(rename)
+            for name in stored():
+                if self._stored.setdefault(new_name(name), name) != name:
+                    self._twice[new_name(name)] = name
 
     @property
     def is_selective(self) -> bool:
@@ -330,17 +299,29 @@ class LoadNames:
         return named, excluded
 
     def stored_name(self, fqn: str) -> str | None:
-        """Return the stored name of an entry, or None if no stored name is renamed to it."""
-        return fqn if self._renamed is None else self._renamed.stored_name(fqn)
+        """Return the stored name of an entry, or None if no stored name is renamed to it.
+
+        Raises:
+            PlanError: two entries have that new name.
+        """
+        if self._stored is None:
+            return fqn
+        if fqn in self._twice:
+            msg = (
+                f"{self._stored[fqn]!r} and {self._twice[fqn]!r} of the checkpoint would both be "
+                f"named {fqn!r}, by rename="
+            )
+            raise PlanError(msg, tensor=fqn)
+        return self._stored.get(fqn)
 
     def named(self, names: Iterable[str]) -> dict[str, str]:
         """Return the stored names of those entries that have one."""
-        if self._renamed is None:
+        if self._stored is None:
             return {fqn: fqn for fqn in names}
         return {fqn: name for fqn in names if (name := self.stored_name(fqn)) is not None}
 
     def explain(self, missing: list[str], wanted: Collection[str], stored: Collection[str]) -> str:
         """Return the end of a message about missing names."""
-        if self._renamed is None:
+        if self._stored is None:
             return explain_missing(missing, wanted, stored)
-        return self._renamed.explain(missing[0])
+        return f" (rename= gives this name to no entry{hint(missing[0], self._stored)})"

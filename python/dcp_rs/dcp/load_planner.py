@@ -23,7 +23,7 @@ from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import LoadSource
-from dcp_rs.checkpoint.names import LoadNames, Rename, Renamed
+from dcp_rs.checkpoint.names import LoadNames, Rename
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.engine.load import Reads, plan_reads
 from dcp_rs.engine.matching import LoadOptions, check_cast
@@ -233,15 +233,11 @@ class RsLoadPlanner(DefaultLoadPlanner):
             return tensor
         device = torch.device(self.device or "cpu" if device is None else device)
         with self._open(device) as checkpoint:
-            name = read_item
-            if (rename := self.rename) is not None:
-                renamed = Renamed(rename, checkpoint)
-                stored = renamed.stored_name(read_item)
-                if stored is None:
-                    msg = f"there is no entry {read_item!r} in {checkpoint.path}"
-                    msg += renamed.explain(read_item)
-                    raise EntryNotFoundError(msg, path=checkpoint.path, tensor=read_item)
-                name = stored
+            names = LoadNames(self.rename, None, None, checkpoint.keys)
+            if (name := names.stored_name(read_item)) is None:
+                msg = f"there is no entry {read_item!r} in {checkpoint.path}"
+                msg += names.explain([read_item], (), ())
+                raise EntryNotFoundError(msg, path=checkpoint.path, tensor=read_item)
             value = checkpoint[name]
             if not isinstance(value, torch.Tensor):
                 msg = f"{read_item!r} is not a tensor"

@@ -328,7 +328,7 @@ def plan_reads(
             checkpoint lacks some of its elements.
         UnsupportedError: this torch lacks the dtype of a tensor.
     """
-    names = LoadNames(options.rename, options.include, options.exclude, index)
+    names = LoadNames(options.rename, options.include, options.exclude, index.names)
     new = NewTensors(options.dtype, options.device, assign=options.assign)
     if flat is None:
         flat = flatten(state_dict)
