@@ -1,11 +1,13 @@
 """Links on the site for names in docstrings, which are written as Sphinx does (``:class:`X` ``).
 
-Signatures leave out ``_names``, which are not for callers.
+Signatures leave out ``_names``, which are not for callers, and name the keys of a ``TypedDict`` in
+place of ``**options: Unpack[...]``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
@@ -25,11 +27,38 @@ class Roles(griffe.Extension):
             *(parameter for parameter in func.parameters if not parameter.name.startswith("_"))
         )
 
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Name the options of each function."""
+        for func in _functions(pkg):
+            *known, last = func.parameters or [None]
+            name = str(last and last.annotation)
+            if name.startswith("Unpack["):
+                arguments = pkg.modules_collection[func.module.resolve(name[len("Unpack[") : -1])]
+                options = (
+                    griffe.Parameter(
+                        key.name,
+                        annotation=key.annotation,
+                        kind=griffe.ParameterKind.keyword_only,
+                        default="...",
+                    )
+                    for key in arguments.attributes.values()  # with those of its bases
+                )
+                func.parameters = griffe.Parameters(*known, *options)
+
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite one docstring."""
         if obj.docstring is not None:
             text = ROLE.sub(lambda match: _reference(obj, match[1]), obj.docstring.value)
             obj.docstring.value = BLOCK.sub("", text)
+
+
+def _functions(of: griffe.Object) -> Iterator[griffe.Function]:
+    """Yield the functions, methods and overloads of a module or class."""
+    for member in of.members.values():
+        if isinstance(member, griffe.Function):
+            yield from [member, *(member.overloads or ())]
+        elif isinstance(member, griffe.Module | griffe.Class):
+            yield from _functions(member)
 
 
 def _reference(obj: griffe.Object, name: str) -> str:

@@ -147,12 +147,13 @@ def load(
             to modules, as ``Module.load_state_dict(assign=True)`` does. By default tensors that
             have memory are filled, and cast to their own dtype.
         dtype_policy: what to do if a tensor's dtype differs from the stored one and ``dtype`` is
-            not given: ``"warn"`` casts and warns, ``"error"`` raises, ``"cast"`` casts.
+            not given: ``"warn"`` (the default) casts and warns, ``"error"`` raises, ``"cast"``
+            casts.
         planner: an :class:`RsLoadPlanner` in place of these options; or your own planner, which is
             called as torch calls it.
         process_group, no_dist: as in ``dcp.load``.
-        weights_only: unpickle values as ``torch.load(weights_only=True)`` does. Pass ``False``
-            only for checkpoints that you wrote yourself.
+        weights_only: unpickle values as ``torch.load(weights_only=True)`` does. That is the
+            default. Pass ``False`` only for checkpoints that you wrote yourself.
         verify, io, threads, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
         replicas, allow_external, storage_options, tiers, dequantize, views, progress: see
             :class:`RsReader`. ``rename`` comes after them.
@@ -239,8 +240,8 @@ def save(
             their scales are elsewhere. So does the ``step`` of an optimizer's state.
         planner: your own planner, in place of these three. It is called as torch calls it.
         process_group, no_dist: as in ``dcp.save``.
-        overwrite: ``False`` raises if there is a checkpoint already. ``True`` warns if this
-            process has neither opened nor saved it.
+        overwrite: ``False`` raises if there is a checkpoint already. ``True`` (the default) warns
+            if this process has neither opened nor saved it.
         strict_values: raise for values that do not load under ``weights_only=True``, and for keys
             that would come back as text. By default they are saved with a warning.
         parent, reuse, verify_reuse: take unchanged tensors from another checkpoint; see

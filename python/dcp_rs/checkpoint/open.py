@@ -54,7 +54,8 @@ def open(
             imported for non-tensor values only; see :class:`dcp_rs.NumpyCheckpoint`.
         device: the device of the tensors. ``"meta"`` gives shapes, dtypes and ``requires_grad``
             without reading a tensor.
-        weights_only: refuse values that ``torch.load(weights_only=True)`` would refuse.
+        weights_only: refuse values that ``torch.load(weights_only=True)`` would refuse. That is the
+            default.
         allow_external: open data files outside of the folder, if the index names any.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
         storage_options, tiers, dequantize, views: see :class:`dcp_rs.RsReader`.

@@ -73,8 +73,8 @@ def convert(
             ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``.
             Renamed entries are not nested any more, unless all of them come from one container and
             keep their names in it.
-        name: the name of files in a folder of ``to="safetensors"``: ``"model"`` for transformers,
-            ``"diffusion_pytorch_model"``, ``"adapter_model"``.
+        name: the name of files in a folder of ``to="safetensors"``: ``"model"`` (the default) for
+            transformers, ``"diffusion_pytorch_model"``, ``"adapter_model"``.
         skip_unsupported: leave out what the format cannot hold. By default that is an error. For
             ``"dcp"``, entries below a key that is no text are written with its text, and a Counter
             as a dict.
@@ -84,11 +84,11 @@ def convert(
             the bytes written so far and the bytes to write.
         threads: see :class:`dcp_rs.options.ReadOptions`.
         verify: check the digests of the source, if it has any. The result gets digests of its own,
-            which would hide damage.
+            which would hide damage. ``True`` by default.
         fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
         weights_only: refuse values of a file of ``torch.save``, or on their way into one, that
             ``torch.load(weights_only=True)`` would refuse. Other values are copied without
-            unpickling them.
+            unpickling them. ``True`` by default.
         allow_external: read data files outside of the source's folder, if its index names any.
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
         out_storage_options: those of ``out``. Default: ``storage_options``.

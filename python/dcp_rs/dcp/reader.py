@@ -63,14 +63,15 @@ class RsReader(StorageReader):
             ``http://``, ``https://``.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
         weights_only: check that each value loads under ``torch.load(weights_only=True)`` before a
-            planner gets it, as stock planners unpickle anything. ``None`` means ``True``. Pass
+            planner gets it, as stock planners unpickle anything. That is the default. Pass
             ``False`` only for checkpoints that you wrote yourself.
         allow_external: open data files outside of the checkpoint's folder, if its index names any.
-        replicas: who reads what several ranks need, such as the model under DDP. ``"each"``: every
-            rank reads for itself. ``"node"``: the ranks of a node (``LOCAL_WORLD_SIZE`` of them)
-            read a part each and send it to the others. ``"all"``: all ranks do so. Pieces that are
-            sent are bounded by ``max_inflight_bytes``. It takes effect in :func:`dcp_rs.load` and
-            :func:`dcp_rs.load_state_dict`, and not with a planner of your own.
+        replicas: who reads what several ranks need, such as the model under DDP. ``"each"``, the
+            default: every rank reads for itself. ``"node"``: the ranks of a node
+            (``LOCAL_WORLD_SIZE`` of them) read a part each and send it to the others. ``"all"``:
+            all ranks do so. Pieces that are sent are bounded by ``max_inflight_bytes``. It takes
+            effect in :func:`dcp_rs.load` and :func:`dcp_rs.load_state_dict`, and not with a planner
+            of your own.
         storage_options: for a URL, how to reach the store. Names and values are those of the Rust
             crate ``object_store`` (``aws_endpoint``, ``aws_region``, ``aws_access_key_id``, ...),
             and ``max_retries``, ``retry_timeout`` and ``read_timeout`` (in seconds). Or pass a
