@@ -12,7 +12,7 @@ import torch
 
 import dcp_rs
 from dcp_rs import HostStager, RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
-from dcp_rs._arguments import _FOREIGN
+from dcp_rs._arguments import foreign
 from dcp_rs._url import _OPTIONS
 from dcp_rs.checkpoint.names import explain_missing, natural, nearest
 from dcp_rs.cli import main
@@ -304,7 +304,7 @@ def test_equivalents_are_options_that_there_are():
     known |= COMMANDS.keys()
     for function in filter(callable, functions):
         known |= inspect.signature(function).parameters.keys()
-    texts = {text for texts in _FOREIGN.values() for text in texts}
+    texts = {text for texts in foreign().values() for text in texts}
     heads = {head for text in texts if (head := text.partition("=")[0]).isidentifier()}
     assert heads - {"storage_options"} <= known
 
