@@ -12,7 +12,16 @@ from urllib.parse import unquote, urlsplit
 from dcp_rs._arguments import equivalent
 from dcp_rs.errors import UnsupportedError
 
-__all__ = ["StorageOptions", "Url", "absolute", "location", "options_for", "use_storage_options"]
+__all__ = [
+    "StorageOptions",
+    "StoreArguments",
+    "StrPath",
+    "Url",
+    "absolute",
+    "location",
+    "options_for",
+    "use_storage_options",
+]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 #: A URL that went through :class:`~pathlib.Path`, which removes a slash.
@@ -39,6 +48,12 @@ _PLAIN = (
 
 #: Options that have another name in other libraries.
 _OPTIONS = ("aws_access_key_id", "aws_secret_access_key", "aws_region", "skip_signature")
+
+
+#: A path or a URL.
+StrPath = str | os.PathLike[str]
+#: The argument ``storage_options``: a mapping, or a store of ``obstore``.
+StoreArguments = Mapping[str, Any] | Any | None
 
 
 class Url(PosixPath):
@@ -175,7 +190,7 @@ class StorageOptions(Mapping[str, str]):
         }
 
     @classmethod
-    def of(cls, options: Mapping[str, Any] | Any | None) -> StorageOptions | None:
+    def of(cls, options: StoreArguments) -> StorageOptions | None:
         """Convert the argument of a caller: a mapping, or a store of ``obstore``.
 
         Raises:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dcp_rs import _torch
 from dcp_rs._arguments import suggest_option
-from dcp_rs._url import absolute, location
+from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.dcp import protocol
@@ -116,7 +116,7 @@ def load_state_dict(
 @suggest_option
 def load(
     state_dict: dict[str, Any],
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -217,7 +217,7 @@ def load(
 @suggest_option
 def save(
     state_dict: dict[str, Any],
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -321,7 +321,7 @@ def _save_options(options: WriterArguments, planner: Any) -> SaveOptions:
 @suggest_option
 def async_save(
     state_dict: dict[str, Any],
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,

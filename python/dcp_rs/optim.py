@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.optim import Optimizer
 
 from dcp_rs._arguments import suggest_option
+from dcp_rs._url import StrPath
 from dcp_rs.api import save
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine
@@ -129,7 +129,7 @@ def _training_state(
 
 @suggest_option
 def save_training_state(
-    path: str | os.PathLike[str],
+    path: StrPath,
     model: Models,
     optimizers: Optimizers | None = (),
     extra: Mapping[str, Any] | None = None,
@@ -192,7 +192,7 @@ def save_training_state(
 
 @suggest_option
 def load_training_state(
-    path: str | os.PathLike[str],
+    path: StrPath,
     model: Models,
     optimizers: Optimizers | None = (),
     extra: dict[str, Any] | None = None,
@@ -269,7 +269,7 @@ def load_training_state(
 
 @suggest_option
 def load_optim_state_dict(
-    path: str | os.PathLike[str],
+    path: StrPath,
     model: Models,
     optimizer: Optimizer,
     *,
@@ -321,7 +321,7 @@ def load_optim_state_dict(
 
 
 def _load(
-    path: str | os.PathLike[str],
+    path: StrPath,
     model: Models,
     optimizer: Optimizers | None,
     extra: dict[str, Any] | None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 from dcp_rs import _core
 from dcp_rs._arguments import check_arguments
 from dcp_rs._progress import Progress
-from dcp_rs._url import StorageOptions
+from dcp_rs._url import StorageOptions, StoreArguments, StrPath
 
 if TYPE_CHECKING:
     import uuid
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Globs",
     "LoadArguments",
     "OpenArguments",
     "OptimizerArguments",
     "ReadArguments",
     "ReadOptions",
     "ReaderArguments",
+    "Rename",
     "TrainingArguments",
     "WriteOptions",
     "WriterArguments",
@@ -34,6 +36,11 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+#: One glob over names, or several; None for all names.
+Globs = str | Iterable[str] | None
+#: A mapping of names, or of prefixes up to a dot; or a function of a name.
+Rename = Mapping[str, str] | Callable[[str], str] | None
 
 MIB = 1 << 20
 
@@ -153,8 +160,8 @@ class OpenArguments(ReadArguments, total=False):
 
     weights_only: bool | None
     allow_external: bool
-    storage_options: Mapping[str, Any] | Any | None
-    tiers: Iterable[str | os.PathLike[str]] | None
+    storage_options: StoreArguments
+    tiers: Iterable[StrPath] | None
     dequantize: bool | torch.dtype
     views: Any  # a view or several, whose classes are in a module above this one
 
@@ -169,9 +176,9 @@ class ReaderArguments(OpenArguments, total=False):
 class LoadArguments(ReaderArguments, total=False):
     """Keyword arguments of :func:`dcp_rs.load`, for functions that pass them on."""
 
-    rename: Mapping[str, str] | Callable[[str], str] | None
-    include: str | Iterable[str] | None
-    exclude: str | Iterable[str] | None
+    rename: Rename
+    include: Globs
+    exclude: Globs
     dtype: torch.dtype | str | None
     allow_partial_load: bool
     device: torch.device | str | None
@@ -182,8 +189,8 @@ class LoadArguments(ReaderArguments, total=False):
 class OptimizerArguments(ReaderArguments, total=False):
     """Keyword arguments of ``load_optim_state_dict``, for functions that pass them on."""
 
-    include: str | Iterable[str] | None
-    exclude: str | Iterable[str] | None
+    include: Globs
+    exclude: Globs
     dtype: torch.dtype | str | None
     partial: bool | Collection[str]
     keep_settings: bool | Collection[str]
@@ -193,14 +200,14 @@ class TrainingArguments(OptimizerArguments, total=False):
     """Keyword arguments of ``load_training_state``, for functions that pass them on."""
 
     names: Mapping[str, str] | None
-    rename: Mapping[str, str] | Callable[[str], str] | None
+    rename: Rename
 
 
 class WriterArguments(TypedDict, total=False):
     """Keyword arguments of :func:`dcp_rs.save`, for functions that pass them on."""
 
-    include: str | Iterable[str] | None
-    exclude: str | Iterable[str] | None
+    include: Globs
+    exclude: Globs
     dtype: torch.dtype | str | None
 
     io: Literal["auto", "direct", "buffered"]
@@ -211,10 +218,10 @@ class WriterArguments(TypedDict, total=False):
     strict_values: bool
     progress: Progress
     save_id: str | None
-    parent: str | os.PathLike[str] | None
+    parent: StrPath | None
     reuse: str | Iterable[str] | torch.nn.Module | Any | None
     verify_reuse: bool
-    storage_options: Mapping[str, Any] | Any | None
+    storage_options: StoreArguments
     guard: Callable[[], AbstractContextManager[object]] | None
 
 

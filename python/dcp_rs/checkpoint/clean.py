@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import Report
-from dcp_rs._url import StorageOptions, Url, absolute, location, options_for
+from dcp_rs._url import (
+    StorageOptions,
+    StoreArguments,
+    StrPath,
+    Url,
+    absolute,
+    location,
+    options_for,
+)
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 
@@ -87,10 +94,10 @@ class CleanReport(Report):
 
 
 def leftovers(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     older_than: float | None = None,
-    storage_options: Mapping[str, Any] | Any | None = None,
+    storage_options: StoreArguments = None,
 ) -> list[Leftover]:
     """List the files of killed saves in a folder, and of killed conversions beside it.
 
@@ -109,11 +116,11 @@ def leftovers(
 
 @suggest_option
 def clean(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     yes: bool = False,
     older_than: float | None = None,
-    storage_options: Mapping[str, Any] | Any | None = None,
+    storage_options: StoreArguments = None,
 ) -> CleanReport:
     """List the files that killed saves and conversions left at ``path``. With ``yes``, remove them.
 
@@ -171,7 +178,7 @@ def clean(
     )
 
 
-def seen_beside(path: str | os.PathLike[str]) -> list[Leftover]:
+def seen_beside(path: StrPath) -> list[Leftover]:
     """Return :func:`leftovers` for other reports: none on a store, and none after an error."""
     if isinstance(location(path), Url):
         return []
@@ -181,9 +188,7 @@ def seen_beside(path: str | os.PathLike[str]) -> list[Leftover]:
         return []
 
 
-def _where(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | Any | None
-) -> tuple[str, _core.Store | None]:
+def _where(path: StrPath, storage_options: StoreArguments) -> tuple[str, _core.Store | None]:
     where = location(path)
     # Secrets get no variable here, as tools show the variables of a traceback.
     reach = options_for(where, StorageOptions.of(storage_options))

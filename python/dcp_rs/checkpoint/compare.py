@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from dcp_rs._reports import Report
+from dcp_rs._url import StrPath
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
-from dcp_rs.checkpoint.names import Rename, explain_prefix, renamer, selector, some
+from dcp_rs.checkpoint.names import explain_prefix, renamer, selector, some
 from dcp_rs.checkpoint.source import CheckpointReader, Item, open_source
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import PlanError
-from dcp_rs.options import ReadOptions
+from dcp_rs.options import Globs, ReadOptions, Rename
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.equality import same
 from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
@@ -81,11 +81,11 @@ class Comparison(Report):
 
 
 def compare(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: StrPath,
+    b: StrPath,
     *,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
+    include: Globs = None,
+    exclude: Globs = None,
     rename: Rename = None,
     tolerance: float = 0.0,
     threads: int | None = None,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dcp_rs import _core
 from dcp_rs._reports import size
-from dcp_rs._url import Url, location
+from dcp_rs._url import StrPath, Url, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CheckpointExistsError, UnsupportedError
 
@@ -65,7 +65,7 @@ def is_data_file(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
+def local_path(path: StrPath) -> Path:
     """Return a path of the file system, which may be given as ``file://``.
 
     Raises:
@@ -81,7 +81,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def make_folder(path: str | os.PathLike[str]) -> None:
+def make_folder(path: StrPath) -> None:
     """Create a folder and its parents durably, unless it exists.
 
     Raises:
@@ -129,7 +129,7 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def is_of_all_ranks(path: str | os.PathLike[str]) -> bool:
+def is_of_all_ranks(path: StrPath) -> bool:
     """Return whether a path is a folder with an index of all ranks. It is False for a store.
 
     Raises:
@@ -139,7 +139,7 @@ def is_of_all_ranks(path: str | os.PathLike[str]) -> bool:
     return not isinstance(folder, Url) and holds_index(folder)
 
 
-def is_rank_local(path: str | os.PathLike[str]) -> bool:
+def is_rank_local(path: StrPath) -> bool:
     """Return whether a folder holds a rank-local save, and no index of all ranks."""
     folder = location(path)
     if isinstance(folder, Url) or holds_index(folder):

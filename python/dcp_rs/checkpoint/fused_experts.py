@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dcp_rs._url import StrPath
 from dcp_rs.checkpoint.views import Concat, Split, Stack, Unstack, View
 from dcp_rs.errors import UnsupportedError
 
@@ -37,7 +38,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def views_for(
-    config: Mapping[str, Any] | str | os.PathLike[str] | Any, *, fuse: bool = True, prefix: str = ""
+    config: Mapping[str, Any] | StrPath | Any, *, fuse: bool = True, prefix: str = ""
 ) -> list[View]:
     """Return the views that fuse single experts in Hugging Face's files, as transformers 5 does.
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
-from dcp_rs._url import StorageOptions, Url, location, options_for
+from dcp_rs._url import StorageOptions, StoreArguments, StrPath, Url, location, options_for
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file, local_path, make_folder
 from dcp_rs.checkpoint.locate import payload
 from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedError
@@ -23,15 +21,15 @@ __all__ = ["index"]
 
 @suggest_option
 def index(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
-    out: str | os.PathLike[str] | None = None,
+    out: StrPath | None = None,
     digests: bool = False,
     generation: int | None = None,
     save_id: str | None = None,
     overwrite: bool = False,
     threads: int | None = None,
-    storage_options: Mapping[str, Any] | Any | None = None,
+    storage_options: StoreArguments = None,
     progress: Progress = None,
 ) -> Path:
     """Write an index for existing data. The data is not changed.

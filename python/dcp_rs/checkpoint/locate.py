@@ -13,7 +13,15 @@ from typing import Any, Literal
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress
-from dcp_rs._url import StorageOptions, Url, absolute, location, options_for
+from dcp_rs._url import (
+    StorageOptions,
+    StoreArguments,
+    StrPath,
+    Url,
+    absolute,
+    location,
+    options_for,
+)
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import (
     INDEX_NAME,
@@ -75,7 +83,7 @@ class LoadSource:
             raise ValueError(msg)
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], options: Mapping[str, Any]) -> LoadSource:
+    def of(cls, path: StrPath, options: Mapping[str, Any]) -> LoadSource:
         """Return the source for arguments of :class:`dcp_rs.RsReader`.
 
         Raises:
@@ -124,7 +132,7 @@ class LoadSource:
 
 
 def open_index(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     rank: int | None,
     allow_external: bool,
@@ -191,7 +199,7 @@ def open_index(
     return views.apply(index)
 
 
-def _tier_folders(tiers: Iterable[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+def _tier_folders(tiers: Iterable[StrPath] | None) -> tuple[str, ...]:
     """Return the folders of the option ``tiers``.
 
     Raises:
@@ -205,9 +213,7 @@ def _tier_folders(tiers: Iterable[str | os.PathLike[str]] | None) -> tuple[str, 
 
 
 @suggest_option
-def exists(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | Any | None = None
-) -> bool:
+def exists(path: StrPath, *, storage_options: StoreArguments = None) -> bool:
     """Return whether there is a checkpoint at a path or URL, of any format that dcp-rs reads.
 
     Ask this before you resume, in place of ``os.path.exists(f"{path}/.metadata")``: only

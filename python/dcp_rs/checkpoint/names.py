@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dcp_rs.errors import PlanError
+from dcp_rs.options import Globs, Rename
 
 __all__ = [
     "LoadNames",
-    "Rename",
     "explain_missing",
     "explain_prefix",
     "globs",
@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"\d+")
 _LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 
 
-def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
+def globs(patterns: Globs) -> re.Pattern[str] | None:
     """Return one pattern for several globs, or None for None."""
     if patterns is None:
         return None
@@ -52,9 +52,7 @@ def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
     return re.compile("|".join(fnmatch.translate(pattern) for pattern in several) or r"(?!)")
 
 
-def selector(
-    include: str | Iterable[str] | None, exclude: str | Iterable[str] | None
-) -> Callable[[str], bool] | None:
+def selector(include: Globs, exclude: Globs) -> Callable[[str], bool] | None:
     """Return a test of names against globs, or None if all names pass.
 
     A name passes if it matches a glob of ``include`` (or that is None), and none of ``exclude``.
@@ -72,8 +70,8 @@ def selector(
 
 
 def nothing_passes(
-    include: str | Iterable[str] | None,
-    exclude: str | Iterable[str] | None,
+    include: Globs,
+    exclude: Globs,
     names: Collection[str],
 ) -> str:
     """Return the message for a save whose globs leave nothing."""
@@ -217,10 +215,6 @@ def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[st
     return (*best, number) if is_prefix else ("", "", 0)
 
 
-#: A mapping of names, or of prefixes up to a dot; or a function of a name.
-Rename = Mapping[str, str] | Callable[[str], str] | None
-
-
 def renamer(rename: Rename) -> Callable[[str], str]:
     """Return the function from stored names to names of the state dict."""
     if rename is None:
@@ -260,8 +254,8 @@ class LoadNames:
     def __init__(
         self,
         rename: Rename,
-        include: str | Iterable[str] | None,
-        exclude: str | Iterable[str] | None,
+        include: Globs,
+        exclude: Globs,
         stored: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self._passes = selector(include, exclude)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from dcp_rs._arguments import suggest_option
-from dcp_rs._url import absolute, location
+from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.options import OpenArguments, take_options
 
@@ -22,20 +22,20 @@ __all__ = ["open"]
 
 @overload
 def open(
-    path: str | os.PathLike[str],
+    path: StrPath,
     framework: Literal["pt"] = "pt",
     device: torch.device | str | int = "cpu",
     **options: Unpack[OpenArguments],
 ) -> Checkpoint: ...
 @overload
 def open(
-    path: str | os.PathLike[str],
+    path: StrPath,
     framework: Literal["np"],
     **options: Unpack[OpenArguments],
 ) -> NumpyCheckpoint: ...
 @suggest_option
 def open(
-    path: str | os.PathLike[str],
+    path: StrPath,
     framework: Literal["pt", "np"] = "pt",
     device: torch.device | str | int = "cpu",
     **options: Unpack[OpenArguments],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions
+from dcp_rs._url import StorageOptions, StrPath
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.metadata import planner_data, safetensors_metadata
 from dcp_rs.checkpoint.views import Views
@@ -109,7 +108,7 @@ class CheckpointReader(Protocol):
 
 
 def open_source(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     options: ReadOptions,
     allow_external: bool,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
 from dcp_rs._reports import Report
-from dcp_rs._url import StorageOptions
+from dcp_rs._url import StorageOptions, StoreArguments, StrPath
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.locate import open_index, payload
 from dcp_rs.errors import CorruptDataError, CorruptIndexError, escaped
@@ -87,11 +86,11 @@ class VerifyReport(Report):
 
 @suggest_option
 def verify(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     threads: int | None = None,
     allow_external: bool = False,
-    storage_options: Mapping[str, Any] | Any | None = None,
+    storage_options: StoreArguments = None,
     progress: Progress = None,
 ) -> VerifyReport:
     """Hash a whole checkpoint, and compare it with the digests in its index.
@@ -144,9 +143,7 @@ def verify(
     return VerifyReport(problems, hashed, without, beside, lost, opened.tensor_count, seconds)
 
 
-def _why_unopened(
-    path: str | os.PathLike[str], error: CorruptDataError | CorruptIndexError
-) -> Problem:
+def _why_unopened(path: StrPath, error: CorruptDataError | CorruptIndexError) -> Problem:
     file = os.fspath(path) if error.path is None else error.path
     return Problem(
         file, error.tensor or "", 0, error.offset or 0, "a checkpoint that opens", str(error)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_rs import _core
-from dcp_rs._url import location
+from dcp_rs._url import StrPath, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import hint, natural
 from dcp_rs.checkpoint.views import Views
@@ -78,7 +77,7 @@ class Contents:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         chosen: Callable[[str], bool] | None = None,
         *,
         rank: int | None = None,

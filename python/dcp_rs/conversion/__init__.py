@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any, Unpack
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import watching
-from dcp_rs._url import Url, location
+from dcp_rs._url import StrPath, Url, location
 from dcp_rs.checkpoint.metadata import warn_of_left_out
 from dcp_rs.checkpoint.source import CheckpointReader
 from dcp_rs.conversion import native, safetensors, stock, torch_file
@@ -35,8 +34,8 @@ _WRITERS: dict[Format, Callable[[Job, Path], None]] = {
 
 @suggest_option
 def convert(
-    path: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    path: StrPath,
+    out: StrPath,
     **options: Unpack[ConvertArguments],
 ) -> ConvertReport:
     """Write a checkpoint in another format, in bounded memory.

@@ -13,7 +13,7 @@ from typing import Any, Unpack, get_args
 import torch
 
 from dcp_rs._arguments import suggest_option
-from dcp_rs._url import location
+from dcp_rs._url import StrPath, location
 from dcp_rs.conversion import ConvertReport, write_result
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
 from dcp_rs.conversion.request import ConvertArguments, WriteRequest
@@ -42,8 +42,8 @@ class MergeReport(ConvertReport):
 
 @suggest_option
 def merge(
-    inputs: Iterable[str | os.PathLike[str]],
-    out: str | os.PathLike[str],
+    inputs: Iterable[StrPath],
+    out: StrPath,
     *,
     weights: Iterable[float] | None = None,
     conflicts: Conflicts = "error",
@@ -136,7 +136,7 @@ def merge(
     return report
 
 
-def _check_inputs(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
+def _check_inputs(inputs: Iterable[StrPath]) -> list[Path]:
     if isinstance(inputs, (str, os.PathLike)):
         msg = f"inputs={os.fspath(inputs)!r}: a list of checkpoints, as in merge(['a', 'b'], 'out')"
         raise ValueError(msg)  # noqa: TRY004  # as for all arguments

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
@@ -11,11 +10,18 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 
 from dcp_rs._progress import Progress
-from dcp_rs._url import StorageOptions, Url, absolute, location, options_for
-from dcp_rs.checkpoint.names import Rename
+from dcp_rs._url import (
+    StorageOptions,
+    StoreArguments,
+    StrPath,
+    Url,
+    absolute,
+    location,
+    options_for,
+)
 from dcp_rs.checkpoint.source import IndexSource, open_source
 from dcp_rs.checkpoint.views import View, Views
-from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.options import Globs, ReadOptions, Rename, WriteOptions
 from dcp_rs.tensors.dtypes import parse_dtype
 
 __all__ = ["ConvertArguments", "Format", "WriteRequest"]
@@ -37,8 +43,8 @@ class ConvertArguments(TypedDict, total=False):
     to: Format | None
     dtype: torch.dtype | str | None
     shards: int | None
-    include: str | Iterable[str] | None
-    exclude: str | Iterable[str] | None
+    include: Globs
+    exclude: Globs
     rename: Rename
     name: str
     skip_unsupported: bool
@@ -50,8 +56,8 @@ class ConvertArguments(TypedDict, total=False):
     max_inflight_bytes: int | None
     weights_only: bool | None
     allow_external: bool
-    storage_options: Mapping[str, Any] | Any | None
-    out_storage_options: Mapping[str, Any] | Any | None
+    storage_options: StoreArguments
+    out_storage_options: StoreArguments
     dequantize: bool | torch.dtype
     views: View | Iterable[View] | None
 
@@ -76,8 +82,8 @@ class WriteRequest:
     to: Format | None = None
     dtype: torch.dtype | None = None
     shards: int | None = None
-    include: str | Iterable[str] | None = None
-    exclude: str | Iterable[str] | None = None
+    include: Globs = None
+    exclude: Globs = None
     rename: Rename = None
     name: str = "model"
     skip_unsupported: bool = False
@@ -91,9 +97,7 @@ class WriteRequest:
     allow_external: bool = False
 
     @classmethod
-    def of(
-        cls, inputs: Sequence[Path], out: str | os.PathLike[str], given: dict[str, Any]
-    ) -> WriteRequest:
+    def of(cls, inputs: Sequence[Path], out: StrPath, given: dict[str, Any]) -> WriteRequest:
         """Return the request for a caller's arguments, which this takes out of ``given``.
 
         Raises:

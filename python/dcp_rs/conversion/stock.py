@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_rs import _torch
+from dcp_rs._url import StrPath
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.placeholders import Placeholders
 from dcp_rs.engine.metadata import tensor_properties
@@ -140,7 +141,7 @@ class _Files(FileSystem):
         self._placeholders = placeholders
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: StrPath, mode: str) -> Iterator[io.IOBase]:
         """Open a new file."""
         if Path(path).suffix == ".distcp":
             yield cast(io.IOBase, self._placeholders.stream(Path(path).name))

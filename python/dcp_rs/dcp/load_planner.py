@@ -23,14 +23,14 @@ from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import LoadSource
-from dcp_rs.checkpoint.names import LoadNames, Rename
+from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.engine.load import Reads, plan_reads
 from dcp_rs.engine.matching import LoadOptions, check_cast
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import EntryNotFoundError, PlanError
-from dcp_rs.options import ReadOptions, repeatable
+from dcp_rs.options import ReadOptions, Rename, repeatable
 from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
 from dcp_rs.tensors.shards import Piece, ShardCache, local_pieces

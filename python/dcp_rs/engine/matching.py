@@ -12,10 +12,10 @@ import torch
 
 from dcp_rs import _core, _torch
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.names import LoadNames, Rename, some
+from dcp_rs.checkpoint.names import LoadNames, some
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
-from dcp_rs.options import ReadOptions
+from dcp_rs.options import ReadOptions, Rename
 from dcp_rs.tensors.dtypes import BY_NAME
 from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.materialize import NewTensors

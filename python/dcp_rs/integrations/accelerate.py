@@ -5,10 +5,10 @@ Use :func:`dcp_rs.installed` for its saves and loads.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
+from dcp_rs._url import StrPath
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.conversion import convert
@@ -22,8 +22,8 @@ _PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 
 
 def merge_fsdp_weights(
-    checkpoint_dir: str | os.PathLike[str],
-    output_path: str | os.PathLike[str],
+    checkpoint_dir: StrPath,
+    output_path: StrPath,
     safe_serialization: bool = True,  # as accelerate has it
     remove_checkpoint_dir: bool = False,
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._arguments import check_arguments
+from dcp_rs._url import StrPath
 from dcp_rs.api import async_save, save
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.open import open as open_checkpoint
@@ -70,7 +71,7 @@ class DcpRsCheckpointIO(_bases(0, "plugins", "CheckpointIO")):  # type: ignore[m
         self._saving: Future[Any] | None = None
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+        self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any = None
     ) -> None:
         """Save to the folder ``path``.
 
@@ -99,7 +100,7 @@ class DcpRsCheckpointIO(_bases(0, "plugins", "CheckpointIO")):  # type: ignore[m
 
     def load_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
@@ -122,7 +123,7 @@ class DcpRsCheckpointIO(_bases(0, "plugins", "CheckpointIO")):  # type: ignore[m
         ) as checkpoint:
             return checkpoint.state_dict(copy=True)
 
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def remove_checkpoint(self, path: StrPath) -> None:
         """Remove the checkpoint at ``path``, after a save in flight is done."""
         self.wait()
         target = local_path(path)

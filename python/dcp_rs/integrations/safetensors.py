@@ -12,7 +12,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
-from dcp_rs._url import absolute
+from dcp_rs._url import StrPath, absolute
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint, read_whole
@@ -31,7 +31,7 @@ _BACKENDS: dict[str, Literal["mmap", "buffered"]] = {"mmap": "mmap", "pread": "b
 
 @suggest_option
 def load_file(
-    filename: str | os.PathLike[str],
+    filename: StrPath,
     device: torch.device | str | int = "cpu",
     *,
     backend: Literal["mmap", "pread"] | None = None,
@@ -97,7 +97,7 @@ def load_file(
 @suggest_option
 def save_file(
     tensors: Mapping[str, torch.Tensor],
-    filename: str | os.PathLike[str],
+    filename: StrPath,
     metadata: Mapping[str, str] | None = None,
     *,
     io: Literal["auto", "direct", "buffered"] = "auto",

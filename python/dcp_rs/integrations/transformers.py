@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
-from dcp_rs._url import absolute, location
+from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.compare import entry_differences
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.fused_experts import read_config
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, selector
+from dcp_rs.checkpoint.names import explain_missing, renamer, selector
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.conversion import ConvertReport, convert
@@ -27,7 +27,7 @@ from dcp_rs.conversion.output import check_output, new_output
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations._experts import single_experts
 from dcp_rs.integrations._needs import framework
-from dcp_rs.options import ReadArguments, ReadOptions, repeatable
+from dcp_rs.options import Globs, ReadArguments, ReadOptions, Rename, repeatable
 
 __all__ = ["from_pretrained", "save_pretrained"]
 
@@ -77,12 +77,12 @@ class _Slices(Checkpoint):
 
 def from_pretrained(
     cls: Any,
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     config: Any = None,
     rename: Rename = None,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
+    include: Globs = None,
+    exclude: Globs = None,
     allow_partial_load: bool = False,
     read_options: ReadArguments | None = None,
     **kwargs: Any,
@@ -238,8 +238,8 @@ def skeleton_of(cls: Any, config: Any, *, trust_remote_code: bool | None = None)
 
 def stored_tensors(
     index: _core.Index,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
+    include: Globs = None,
+    exclude: Globs = None,
 ) -> dict[str, int]:
     """Return the numbers of the stored tensors that are chosen, by name."""
     chosen = selector(include, exclude)
@@ -300,13 +300,13 @@ def _prefix(stored: Iterable[str], names: Iterable[str]) -> str:
 
 
 def save_pretrained(
-    path: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    path: StrPath,
+    out: StrPath,
     *,
-    config: str | os.PathLike[str] | None = None,
+    config: StrPath | None = None,
     rename: Rename = None,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
+    include: Globs = None,
+    exclude: Globs = None,
     dtype: torch.dtype | str | None = None,
     shards: int | None = None,
     overwrite: bool = False,

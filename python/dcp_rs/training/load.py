@@ -12,13 +12,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.optim import Optimizer
 
 from dcp_rs import _core
-from dcp_rs.checkpoint.names import LoadNames, Rename
+from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine
 from dcp_rs.engine.matching import LoadOptions
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError
+from dcp_rs.options import Rename
 from dcp_rs.training.extra import EXTRA, PerRank, SavedExtra, split_extra_state
 from dcp_rs.training.load_optimizer import SavedOptimizers, saved_optimizers
 from dcp_rs.training.names import StoredNames, without_wrappers

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
-from dcp_rs.checkpoint.names import Rename
 from dcp_rs.errors import PlanError
+from dcp_rs.options import Rename
 from dcp_rs.tensors.flatten import get_at
 from dcp_rs.tensors.nesting import Container, TreePath, kind_of, like, nest
 from dcp_rs.tensors.shards import global_shape

@@ -10,8 +10,9 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dcp_rs import _torch
-from dcp_rs.checkpoint.names import Rename, renamer
+from dcp_rs.checkpoint.names import renamer
 from dcp_rs.errors import PlanError
+from dcp_rs.options import Rename
 
 __all__ = ["StoredNames", "without_prefixes", "without_wrappers"]
 
