@@ -89,7 +89,7 @@ def _statistics(context: Context) -> list[Row]:
     found: list[TensorStats] = []
 
     def ours() -> None:
-        index = open_index(path, rank=None, allow_external=False)
+        index = open_index(path)
         source = IndexSource(index, ReadOptions())
         found[:] = stats(source, source.items)
 

@@ -88,7 +88,7 @@ def _times(context: Context, pattern: Pattern, native: Path, stock: Path) -> lis
 def _amounts(pattern: Pattern, native: Path) -> list[Row]:
     """Bytes read for each byte wanted, as the engine counts them, in every mode."""
     rows = []
-    index = open_index(native, rank=None, allow_external=False)
+    index = open_index(native)
     # Past the page cache what lies between thin rows is read where that is quicker: there time is
     # the measure.
     bounds = {"row": (1.05, 1.0), "column": (2.0, 1.5)}

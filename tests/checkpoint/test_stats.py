@@ -22,7 +22,7 @@ from support.both import save_rs, save_stock
 
 
 def of(path, **options):
-    source = IndexSource(open_index(path, rank=None, allow_external=False), ReadOptions())
+    source = IndexSource(open_index(path), ReadOptions())
     return {one.name: one for one in stats(source, source.items, **options)}
 
 

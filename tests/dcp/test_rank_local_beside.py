@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
-from dcp_rs.engine import load as loading
+from dcp_rs.checkpoint import locate
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -76,14 +76,14 @@ def test_the_index_of_all_ranks_comes_first(beside, how):
 
 
 def load_where_one_fails(how, path, error):
-    real, left = loading.open_index, [error]
+    real, left = locate.open_index, [error]
 
     def fails_once(where, *, rank, **options):
         if dist.get_rank() == 1 and rank is None and left:
             raise left.pop()
         return real(where, rank=rank, **options)
 
-    with mock.patch.object(loading, "open_index", fails_once):
+    with mock.patch.object(locate, "open_index", fails_once):
         return load(how, path)
 
 

@@ -82,7 +82,7 @@ def test_kernels_that_follow_see_the_data_and_those_before_do_not_undo_it(ckpt, 
 def test_every_dtype_and_cast(ckpt, device):
     want = {str(dtype): random_tensor((37, 5), dtype) for dtype in ALL_DTYPES}
     dcp_rs.save(want, ckpt)
-    index = open_index(ckpt, rank=None, allow_external=False)
+    index = open_index(ckpt)
     targets, got = [], {}
     for name, tensor in want.items():
         got[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -99,7 +99,7 @@ def test_every_dtype_and_cast(ckpt, device):
 def test_strided_and_narrowed_destinations(ckpt, device):
     want = torch.randn(3000, 1000)
     dcp_rs.save({"w": want}, ckpt)
-    index = open_index(ckpt, rank=None, allow_external=False)
+    index = open_index(ckpt)
     wide = torch.zeros(3000, 1500, device=device)
     across = torch.zeros(1000, 3000, device=device).t()
     column = torch.zeros(3000, 64, device=device)

@@ -21,7 +21,7 @@ def state(tensors=30, rows=50, seed=0):
 
 def saved(path, state_dict):
     dcp_rs.save(state_dict, path)
-    return open_index(path, rank=None, allow_external=False)
+    return open_index(path)
 
 
 def whole(index, name, tensor):

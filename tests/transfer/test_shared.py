@@ -281,7 +281,7 @@ def test_what_is_said_of_what_is_wanted_does_not_grow(tmp_path, monkeypatch):
 
 def planned(path, state):
     """What a rank tells the coordinator."""
-    index = open_index(path, rank=None, allow_external=False)
+    index = open_index(path)
     reads = plan_reads(state, index, LoadOptions())
     sample = sample_of(index, ReadOptions(), reads.regions, reads.batch)
     return pickle.dumps(None if sample is None else prepare(sample))

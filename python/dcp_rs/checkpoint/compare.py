@@ -13,8 +13,9 @@ import torch
 from dcp_rs._reports import Report
 from dcp_rs._url import StrPath
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
+from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import explain_prefix, renamer, selector, some
-from dcp_rs.checkpoint.source import CheckpointReader, Item, open_source
+from dcp_rs.checkpoint.source import CheckpointReader, IndexSource, Item
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Globs, ReadOptions, Rename
@@ -116,7 +117,7 @@ def compare(
     # Damaged elements are differences.
     options = ReadOptions(threads=threads, verify=False, max_inflight_bytes=_SLAB_BYTES)
     left, right = (
-        open_source(path, options=options, allow_external=allow_external, views=views)
+        IndexSource(open_index(path, allow_external=allow_external, views=views), options)
         for path in (a, b)
     )
     passes = selector(include, exclude) or (lambda _: True)

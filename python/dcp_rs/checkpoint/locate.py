@@ -134,8 +134,8 @@ class LoadSource:
 def open_index(
     path: StrPath,
     *,
-    rank: int | None,
-    allow_external: bool,
+    rank: int | None = None,
+    allow_external: bool = False,
     verify: bool = False,
     storage_options: StorageOptions | None = None,
     views: Views | None = None,

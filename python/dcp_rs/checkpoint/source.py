@@ -13,16 +13,13 @@ from typing import Any, Protocol
 import torch
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions, StrPath
-from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.metadata import planner_data, safetensors_metadata
-from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import CorruptDataError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import Container, TreePath
 from dcp_rs.transfer.target import stored_dtype
 
-__all__ = ["CheckpointReader", "IndexSource", "Item", "Request", "open_source"]
+__all__ = ["CheckpointReader", "IndexSource", "Item", "Request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,33 +102,6 @@ class CheckpointReader(Protocol):
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Return the names of tied tensors, each with the name that keeps the data."""
-
-
-def open_source(
-    path: StrPath,
-    *,
-    options: ReadOptions,
-    allow_external: bool,
-    storage_options: StorageOptions | None = None,
-    views: Views | None = None,
-) -> IndexSource:
-    """Open a checkpoint of any kind.
-
-    Args:
-        path: a path or URL.
-        options: how to read.
-        allow_external: open data files outside of the folder.
-        storage_options: for a URL.
-        views: the views to apply.
-    """
-    index = open_index(
-        path,
-        rank=None,
-        allow_external=allow_external,
-        storage_options=storage_options,
-        views=views,
-    )
-    return IndexSource(index, options)
 
 
 class IndexSource:

@@ -129,7 +129,7 @@ def verify(
     ReadOptions(threads=threads)
     begin = time.perf_counter()
     try:
-        opened = open_index(path, rank=None, allow_external=allow_external, storage_options=options)
+        opened = open_index(path, allow_external=allow_external, storage_options=options)
     except (CorruptDataError, CorruptIndexError) as error:
         return VerifyReport([_why_unopened(path, error)], leftovers=seen_beside(path))
     with watching(progress, "verifying") as watch:

@@ -19,7 +19,8 @@ from dcp_rs._url import (
     location,
     options_for,
 )
-from dcp_rs.checkpoint.source import IndexSource, open_source
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.views import View, Views
 from dcp_rs.options import Globs, ReadOptions, Rename, WriteOptions
 from dcp_rs.tensors.dtypes import parse_dtype
@@ -144,13 +145,13 @@ class WriteRequest:
 
     def open(self, path: Path) -> IndexSource:
         """Open an input."""
-        return open_source(
+        index = open_index(
             path,
-            options=self.read_options,
             allow_external=self.allow_external,
             storage_options=self.input_storage_options if isinstance(path, Url) else None,
             views=self.views,
         )
+        return IndexSource(index, self.read_options)
 
     @property
     def target(self) -> Format:

@@ -69,7 +69,7 @@ def _merge(folder: Path, output: Path, safe: bool, remove: bool) -> None:
             "write it elsewhere"
         )
         raise ValueError(msg)
-    index = open_index(folder, rank=None, allow_external=False)
+    index = open_index(folder)
     paths = [index.planner_path(number) for number in range(index.tensor_count)]
     # accelerate saves {"model": ...} or {"optimizer": ...}. The inner dict is written.
     tops = {path[0] if path is not None and len(path) > 1 else None for path in paths}

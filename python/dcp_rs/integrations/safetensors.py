@@ -82,7 +82,7 @@ def load_file(
         shared=shared,
         max_inflight_bytes=max_inflight_bytes,
     )
-    index = open_index(filename, rank=None, allow_external=False, verify=options.verify is True)
+    index = open_index(filename, verify=options.verify is True)
     in_place = backend == "mmap" and torch.device(device).type == "cpu"
     for number in range(index.tensor_count):
         entry = index.tensor(number)

@@ -118,7 +118,7 @@ def from_pretrained(
     """
     framework("transformers", "transformers")
     options = ReadOptions(**(read_options or {}))
-    index = open_index(path, rank=None, allow_external=False, verify=options.verify is True)
+    index = open_index(path, verify=options.verify is True)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
     where = _where_configured(config, Path(path))
     config, kwargs = _config(cls, config, where, hub, kwargs)
@@ -353,7 +353,7 @@ def save_pretrained(
             raise ValueError(msg)
         shards = 1
     target = absolute(local_path(out))  # a link at the end is replaced
-    index = open_index(path, rank=None, allow_external=False)
+    index = open_index(path)
     if os.path.lexists(target) and not target.is_dir():
         msg = f"{target} is not a folder, and is not replaced"
         raise CheckpointExistsError(msg, path=target)

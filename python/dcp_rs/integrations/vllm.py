@@ -142,9 +142,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
 
     def _index(self, model_config: Any) -> _core.Index:
         path = self._own.get("checkpoint", model_config.model)
-        return open_index(
-            path, rank=None, allow_external=False, verify=self._options.verify is True
-        )
+        return open_index(path, verify=self._options.verify is True)
 
     def _names(self, index: _core.Index, config: Any) -> dict[int, str]:
         """Return the names in transformers of the model's tensors, by number."""

@@ -53,7 +53,7 @@ def _index(path: Path, as_json: bool, **given: Any) -> None:
     begin = time.perf_counter()
     made = index(path, progress=True, **given)
     seconds = time.perf_counter() - begin
-    opened = open_index(made.parent, rank=None, allow_external=True)
+    opened = open_index(made.parent, allow_external=True)
     nbytes = len(opened.to_bytes())
     if as_json:
         print_json(
