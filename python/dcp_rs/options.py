@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from dcp_rs import _core
@@ -31,6 +31,7 @@ __all__ = [
     "TrainingArguments",
     "WriteOptions",
     "WriterArguments",
+    "given",
     "repeatable",
     "take_options",
 ]
@@ -115,6 +116,15 @@ def take_options(function: Callable[..., Any], options: Any) -> dict[str, Any]:
     return options  # type: ignore[no-any-return]
 
 
+def given(options: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass of options that differ from their defaults."""
+    return {
+        each.name: value
+        for each in fields(options)
+        if (value := getattr(options, each.name)) != each.default
+    }
+
+
 class _Options:
     """Base of the options of reads and writes, which are dataclasses."""
 
@@ -133,12 +143,6 @@ class _Options:
                 raise ValueError(msg)
         for name in ("threads", "max_inflight_bytes"):
             check_positive(name, getattr(self, name))
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
-        return {
-            name: value for name, value in vars(self).items() if value != getattr(type(self), name)
-        }
 
     def inflight_bytes(self, *, accelerator: bool) -> int:
         """Return the bound for tensors on the CPU or on an accelerator."""

@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from dcp_rs.errors import (
     StorageError,
     UnsupportedError,
 )
-from dcp_rs.options import ReadArguments, ReadOptions
+from dcp_rs.options import ReadArguments, ReadOptions, given
 
 __all__ = ["MARKS", "LoadSource", "exists", "open_index", "payload"]
 
@@ -89,34 +89,27 @@ class LoadSource:
         Raises:
             ValueError, TypeError, UnsupportedError: an option has an invalid value.
         """
-        given: dict[str, Any] = {**options}
-        read = ReadOptions(
-            **{
-                name: given.pop(name)
-                for name in ReadArguments.__annotations__.keys() & given.keys()
-            }
-        )
-        weights_only = given.pop("weights_only", None)
+        rest = dict(options)
+        of_read = ReadArguments.__annotations__.keys() & rest.keys()
+        read = ReadOptions(**{name: rest.pop(name) for name in of_read})
+        weights_only = rest.pop("weights_only", None)
         return cls(
             path=location(path),
             read=read,
             weights_only=weights_only is None or bool(weights_only),
-            storage_options=StorageOptions.of(given.pop("storage_options", None)),
-            views=Views.of(given.pop("dequantize", None), given.pop("views", None)),
-            tiers=_tier_folders(given.pop("tiers", None)),
-            **given,
+            storage_options=StorageOptions.of(rest.pop("storage_options", None)),
+            views=Views.of(rest.pop("dequantize", None), rest.pop("views", None)),
+            tiers=_tier_folders(rest.pop("tiers", None)),
+            **rest,
         )
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
-        own = {
-            each.name: value
-            for each in fields(self)
-            if each.name not in ("path", "read", "views")
-            and (value := getattr(self, each.name)) != each.default
-        }
-        views = {} if self.views is None else self.views.given()
-        return self.read.given() | own | views
+        own = given(self)
+        views = {} if self.views is None else given(self.views)
+        for name in ("path", "read", "views"):
+            own.pop(name, None)
+        return given(self.read) | own | views
 
     def open(self, rank: int | None = None) -> _core.Index:
         """Open the index of all ranks; with ``rank``, the index of that rank's rank-local save."""

@@ -404,10 +404,6 @@ class Views:
                 raise TypeError(msg)
         return cls(target, given)
 
-    def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
-        return {name: value for name, value in vars(self).items() if value}
-
     def apply(self, index: _core.Index) -> _core.Index:
         """Return the index of the logical tensors, or the same index if it needs no views.
 

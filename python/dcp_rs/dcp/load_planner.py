@@ -30,7 +30,7 @@ from dcp_rs.engine.matching import LoadOptions, check_cast
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import EntryNotFoundError, PlanError
-from dcp_rs.options import ReadOptions, Rename, repeatable
+from dcp_rs.options import ReadOptions, Rename, given, repeatable
 from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
 from dcp_rs.tensors.shards import Piece, ShardCache, local_pieces
@@ -124,7 +124,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         )
 
     def __repr__(self) -> str:
-        return short_repr(self, **self._options().given())
+        return short_repr(self, **given(self._options()))
 
     # --- DCP's protocol ---------------------------------------------------------------------------
 

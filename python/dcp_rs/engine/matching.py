@@ -64,10 +64,6 @@ class LoadOptions:
             msg = f"dtype_policy={self.dtype_policy!r}: must be one of 'warn', 'error', 'cast'"
             raise ValueError(msg)
 
-    def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
-        return {n: value for n, value in vars(self).items() if value != getattr(type(self), n)}
-
 
 @dataclass(slots=True)
 class EntryInfo:

@@ -34,6 +34,7 @@ from dcp_rs.options import (
     TrainingArguments,
     WriteOptions,
     check_positive,
+    given,
     repeatable,
 )
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
@@ -771,7 +772,7 @@ class CheckpointManager:
             prepared = self._ranks.decide(step, prepare)
         self._store.run = prepared.run  # on all ranks, which then know why a save fails
         return {
-            **self._write.given(),
+            **given(self._write),
             **self._store.access,
             **self._ranks.options,
             "save_id": prepared.save_id,
