@@ -467,9 +467,12 @@ def test_parameters_whose_names_end_like_scales_of_activations_stay(tmp_path):
     name = "layers.0.altup.correct_output_scale"
     learned = torch.randn(8).bfloat16()
     scales = {"m.input_scale": torch.tensor(1.0), "m.output_scale": torch.tensor(1.0)}
-    quantized.write(tmp_path / "q", {**tensors, name: learned, **scales})
-    opened = dcp_rs.open(tmp_path / "q", dequantize=True)
-    assert sorted(opened) == sorted(["m.weight", name])
+    # Of modules that are not quantized.
+    others = {"vision.attn.q_scale": torch.ones(8, 1), "vision.output_scale": torch.ones(())}
+    quantized.write(tmp_path / "q", {**tensors, name: learned, **scales, **others})
+    dcp_rs.convert(tmp_path / "q", tmp_path / "out", to="safetensors", dequantize=True)
+    opened = dcp_rs.open(tmp_path / "out")
+    assert sorted(opened) == sorted(["m.weight", name, *others])
     assert same(opened[name], learned)
     assert same(opened["m.weight"], whole.to(BF16))
 
@@ -527,6 +530,9 @@ FP8 = torch.ones(4, 32).to(torch.float8_e4m3fn)
           "m.pre_quant_scale": torch.ones(32)}, "m.pre_quant_scale"),
         ({**quantized.nvfp4("m", 4, 32, seed=1, modelopt=True)[0],
           "m.weight_zero_point": torch.ones(4)}, "m.weight_zero_point"),
+        # The last scale of the module is not that of the codes.
+        ({"m.w1": CODES, "m.w1_scale": torch.ones(4, 1), "m.zero_scale": torch.ones(1)}, "m.w1"),
+        ({"m.weight_q": CODES, "m.scale": torch.ones(4, 1)}, "m.weight_q"),
         # Of ComfyUI.
         ({"m.weight": FP8, "m.scale_weight": torch.ones(4, 1)}, "m.weight"),
         ({"m.weight": FP8.bfloat16(), "m.scale_weight": torch.ones(1)}, "m.scale_weight"),
@@ -626,6 +632,11 @@ def test_other_formats_of_comfyui_are_refused(tmp_path, about):
     for name in ("new", "old"):
         with pytest.raises(dcp_rs.QuantizationError, match="ComfyUI"):
             dcp_rs.open(tmp_path / f"{name}.safetensors", dequantize=True)
+    # A configuration of another model beside it hid what the file says.
+    modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": modelopt}))
+    with pytest.raises(dcp_rs.QuantizationError, match="ComfyUI"):
+        dcp_rs.open(tmp_path / "old.safetensors", dequantize=True)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,12 @@ pub fn dequantize(
 ) -> Result<Option<Index>> {
     let storage = Storage::new(index.remote(), 1, control)?;
     let config = config(index, storage.files())?;
-    // The files of a model with a configuration can be many.
-    let layers = if config.is_none() { layers(index, storage.files())? } else { BTreeMap::new() };
+    // ComfyUI writes single files. The files of a model with a configuration can be many.
+    let layers = if config.is_none() || index.file_count() == 1 {
+        layers(index, storage.files())?
+    } else {
+        BTreeMap::new()
+    };
     let small = read_small(index, small_parts(index), allow_external, options, control)?;
     let found = detect(index, About { config, small, layers }, target)?;
     if found.coded.is_empty() {

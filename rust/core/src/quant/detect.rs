@@ -100,20 +100,23 @@ fn is_byte(dtype: &str) -> bool {
     dtype.starts_with("float8") || dtype.starts_with("float4") || matches!(dtype, "int8" | "uint8")
 }
 
-/// The tensors of an index with names like scales, by their modules.
+/// The tensors of an index with names like scales.
 struct Scales<'a> {
     index: &'a Index,
+    /// All of them, in the order of their names.
+    sorted: Vec<u32>,
+    /// One of each module.
     modules: HashMap<&'a str, u32>,
 }
 
 impl<'a> Scales<'a> {
     fn new(index: &'a Index) -> Self {
-        let names = (0..index.tensor_count()).map(|tensor| (index.name(tensor), tensor));
-        let modules = names
-            .filter(|(name, _)| Self::is_named_so(name))
-            .map(|(name, tensor)| (module(name), tensor))
+        // The tensors of an index are sorted by name.
+        let sorted: Vec<u32> = (0..index.tensor_count())
+            .filter(|&tensor| Self::is_named_so(index.name(tensor)))
             .collect();
-        Self { index, modules }
+        let modules = sorted.iter().map(|&scale| (module(index.name(scale)), scale)).collect();
+        Self { index, sorted, modules }
     }
 
     fn is_named_so(name: &str) -> bool {
@@ -122,32 +125,45 @@ impl<'a> Scales<'a> {
             && !ACTIVATIONS.contains(&leaf)
     }
 
-    /// Returns a scale in the module of a tensor, or below the tensor's own name.
-    fn of(&self, name: &str) -> Option<u32> {
-        let found = self.modules.get(name).or_else(|| self.modules.get(module(name)));
-        found.copied().filter(|_| !Self::is_named_so(name))
+    /// Returns the scale whose name begins with that of a tensor: `X_scale` or `X.scale` of `X`.
+    fn own(&self, name: &str) -> Option<u32> {
+        let begin = format!("{name}_");
+        let first = self.sorted.partition_point(|&scale| self.index.name(scale) < &*begin);
+        let beside = self.sorted[first..]
+            .iter()
+            .take_while(|&&scale| self.index.name(scale).starts_with(&begin))
+            .find(|&&scale| module(self.index.name(scale)) == module(name));
+        self.modules.get(name).or(beside).copied()
     }
 
     /// Returns the scale of a tensor of codes, if it has one; `None` for a tensor without codes.
     #[expect(clippy::option_option, reason = "codes may lack a scale")]
     fn of_codes(&self, tensor: u32) -> Option<Option<u32>> {
         let view = self.index.tensor(tensor);
-        let (name, leaf) = (view.name, leaf(view.name));
-        let scale = self.of(name);
-        let is_own = scale.is_some_and(|scale| self.index.name(scale).starts_with(name));
         let dtype = view.dtype.map_or("", Dtype::name);
+        let is_integer = matches!(dtype, "int8" | "uint8" | "int16" | "int32" | "uint32");
+        if !is_byte(dtype) && !is_integer || is_integer && view.shape.len() < 2 {
+            return None;
+        }
+        let (name, leaf) = (view.name, leaf(view.name));
+        let own = self.own(name);
+        let scale = own
+            .or_else(|| self.modules.get(module(name)).copied())
+            .filter(|_| !Self::is_named_so(name));
         let is_weight = leaf.ends_with("weight")
             || leaf.ends_with("_packed")
             || leaf.ends_with("_blocks") && view.shape.last() == Some(&16);
-        // Of HQQ, AQLM, quanto and torchao.
-        let is_of_library = matches!(leaf, "W_q" | "codes" | "_data") || leaf.ends_with("qdata");
+        // Names of HQQ, AQLM, quanto and torchao, among others.
+        let may_be_weight = matches!(leaf, "W_q" | "codes" | "_data")
+            || leaf.ends_with("qdata")
+            || leaf.ends_with("_blocks")
+            || leaf.contains("weight");
         let has_codes = match dtype {
-            "int8" | "uint8" | "int16" | "int32" | "uint32" if view.shape.len() < 2 => false,
             "int8" => is_weight || scale.is_some(),
-            "uint8" | "int16" | "int32" | "uint32" => {
-                is_weight || scale.is_some() && (is_own || is_of_library)
+            _ if is_integer => {
+                is_weight || scale.is_some() && (own.is_some() || may_be_weight)
             }
-            _ => is_byte(dtype),
+            _ => true,
         };
         has_codes.then_some(scale)
     }
@@ -377,6 +393,7 @@ impl Detector<'_> {
             _ if is_one => [rows, columns],
             (_, Some([1, 1]), _) if scaling != Scaling::Blocks => [rows, columns],
             (Scaling::Rows, Some(sizes), _) if is_row(sizes) => [1, columns],
+            (Scaling::Rows, ..) => configured.unwrap_or([1, columns]),
             _ => configured.unwrap_or([128, 128]),
         };
         let expected = grid(block);
@@ -486,23 +503,27 @@ impl Detector<'_> {
         self.bad(name, format!("{part} says {told:?}, and the codes are {packed:?} words of eight"))
     }
 
-    /// Marks the scales of the activations of modules. A parameter may have such an end: Gemma 3n
-    /// has a `correct_output_scale`.
+    /// Marks the scales of the activations of modules with quantized weights, and those of caches of
+    /// keys and values. A parameter may have such a name: others stay.
     fn hide_activations(&mut self) {
         if self.found.coded.is_empty() {
             return;
         }
         let coded: HashSet<&str> = self.found.coded.iter().map(|(name, _)| &**name).collect();
+        let modules: HashSet<&str> = coded.iter().map(|name| module(name)).collect();
         let is_of_weight =
             |weight: &str| coded.contains(weight) || coded.contains(&*format!("{weight}_weight"));
         for tensor in 0..self.index.tensor_count() {
-            let name = self.index.name(tensor);
-            let mut modules = ACTIVATIONS.iter().filter_map(|end| name.strip_suffix(end));
-            self.is_part[tensor as usize] |= modules.any(|module| {
-                module.is_empty()
-                    || module.ends_with('.')
-                    || module.strip_suffix('_').is_some_and(is_of_weight)
-            });
+            let view = self.index.tensor(tensor);
+            let (name, leaf) = (view.name, leaf(view.name));
+            // One number. Learned scales of heads have one for each.
+            let is_of_cache = matches!(leaf, "q_scale" | "k_scale" | "v_scale")
+                && view.shape.iter().all(|&size| size == 1);
+            let is_of_module =
+                ACTIVATIONS.contains(&leaf) && (is_of_cache || modules.contains(module(name)));
+            let mut weights = ACTIVATIONS.iter().filter_map(|end| name.strip_suffix(end));
+            self.is_part[tensor as usize] |= is_of_module
+                || weights.any(|weight| weight.strip_suffix('_').is_some_and(is_of_weight));
         }
     }
 
@@ -572,3 +593,7 @@ struct Weight<'a> {
     scale: u32,
     global: Option<(u32, bool)>,
 }
+
+#[cfg(test)]
+#[path = "detect_tests.rs"]
+mod tests;
