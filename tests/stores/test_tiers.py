@@ -81,7 +81,7 @@ def test_a_missing_file_comes_from_the_checkpoint(place, tmp_path, server):
     assert report.bytes_from_tiers == {str(second): report.bytes_wanted}
 
 
-@pytest.mark.parametrize("tear", ["torn", "foreign", "folder", "link"])
+@pytest.mark.parametrize("tear", ["torn", "foreign", "folder", "link", "loop"])
 def test_a_file_that_differs_is_passed_over_by_name(place, tear):
     (file,) = data_files(place[2])
     data = file.read_bytes()
@@ -92,6 +92,8 @@ def test_a_file_that_differs_is_passed_over_by_name(place, tear):
         file.write_bytes(data + b"more")
     elif tear == "folder":
         file.mkdir()
+    elif tear == "loop":
+        file.symlink_to(file)  # the system cannot tell what is there
     else:
         other = file.parent.parent / "outside"
         other.write_bytes(data)
@@ -158,6 +160,33 @@ def test_damage_under_open_and_dcp_load(place):
     with pytest.warns(UserWarning, match="passed over"):
         got = {name: checkpoint[f"model.{name}"] for name in state["model"]}
     assert_state_equal(got, state["model"])
+
+
+@pytest.mark.parametrize("loss", ["gone", "unreadable"])
+def test_a_tier_that_is_lost_after_it_was_found(place, loss):
+    """An error of the system, unlike damage, failed the read, though the checkpoint has the file."""
+    state, own, tier = place
+    checkpoint = dcp_rs.open(**own, tiers=[tier])
+    shutil.rmtree(tier)
+    if loss == "unreadable":
+        tier.symlink_to(tier)
+    with pytest.warns(UserWarning, match="passed over"):
+        got = {name: checkpoint[f"model.{name}"] for name in state["model"]}
+    assert_state_equal(got, state["model"])
+
+
+def test_a_damaged_index_of_a_tier_is_passed_over(place, tmp_path):
+    """The second tier was not asked, and the error named the index of the checkpoint."""
+    state, _, tier = place
+    second = tmp_path / "second"
+    shutil.copytree(tier, second)
+    flip(tier / "index.dcprs", 300)
+    missing = {"path": tmp_path / "missing"}
+    with pytest.warns(UserWarning, match=f"{tier}/index.dcprs is passed over: .*digest"):
+        load((state, missing, tier), tiers=[tier, second])
+    flip(second / "index.dcprs", 300)
+    with pytest.raises(CheckpointNotFoundError):
+        load((state, missing, tier), tiers=[tier, second])
 
 
 def test_damage_below_a_device_load(place, sim, device):

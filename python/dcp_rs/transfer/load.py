@@ -108,9 +108,10 @@ class Load:
                         upload(self._batch, wants, self._device_targets, self._options, tell, slow)
                     )
                     break
-                except CorruptDataError as error:
-                    # A damaged file of a tier is read from elsewhere.
-                    if error.path is None or not self._index.pass_over(error.path, str(error)):
+                except (CorruptDataError, OSError) as error:
+                    # A file of a tier that is damaged or cannot be read is read from elsewhere.
+                    path = error.filename if isinstance(error, OSError) else error.path
+                    if path is None or not self._index.pass_over(path, str(error)):
                         raise
         if opaque := self._batch.opaque(number):
             _fill_opaque(

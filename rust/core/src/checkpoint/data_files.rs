@@ -80,12 +80,14 @@ fn links(index: &Index, external: bool) -> Links {
     Links::Within { folder: index.folder(), last: external }
 }
 
-/// Does some work on data files. Does it again after a file of a tier turns out to be damaged, and
-/// reads that file from elsewhere.
+/// Does some work on data files. Does it again after a file of a tier turns out to be damaged or
+/// cannot be read, and reads that file from elsewhere.
 pub(super) fn passing_over<T>(index: &Index, mut work: impl FnMut() -> Result<T>) -> Result<T> {
     loop {
         match work() {
             Err(Error::CorruptData { path, reason, .. }) if index.pass_over(&path, &reason) => {}
+            Err(Error::Io { path, source, .. })
+                if index.pass_over(&path, &source.to_string()) => {}
             done => return done,
         }
     }

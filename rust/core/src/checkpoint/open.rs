@@ -7,7 +7,7 @@ use super::index_file::open_index;
 use super::locate::{Found, find, find_data};
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};
 use crate::format::{INDEX_NAME, Index, derive};
-use crate::store::{Files, Remote, Storage, read_all};
+use crate::store::{Files, Remote, Storage};
 use crate::{Control, Error, Result};
 
 /// Opens the checkpoint at `path`, of any kind: its index file, or otherwise an index made in
@@ -37,18 +37,30 @@ pub fn open_in_tiers(
     remote: Option<Arc<dyn Remote>>,
     control: &Control,
 ) -> Result<Index> {
-    match open(path, None, remote.clone(), 0, control) {
-        Err(error @ (Error::NotFound { .. } | Error::Storage { .. } | Error::Io { .. })) => {
-            let copies = tiers.iter().map(|tier| tier.join(INDEX_NAME));
-            let Some(copy) = copies.into_iter().find(|copy| copy.is_file()) else {
-                return Err(error);
-            };
-            let bytes = read_all(&copy).map_err(|error| Error::io("read", &copy, error))?;
-            // Data files that no tier has are read from the folder of the checkpoint.
-            Ok(Index::from_bytes(bytes, &path.join(INDEX_NAME))?.on(remote).in_tiers(tiers))
+    let error = match open(path, None, remote.clone(), 0, control) {
+        Err(error @ (Error::NotFound { .. } | Error::Storage { .. } | Error::Io { .. })) => error,
+        found => return Ok(found?.in_tiers(tiers)),
+    };
+    let mut problems: Vec<(PathBuf, String)> = Vec::new();
+    for copy in tiers.iter().map(|tier| tier.join(INDEX_NAME)) {
+        let index = match Files::Local.read_index(&copy) {
+            Ok(None) => continue,
+            Ok(Some(bytes)) => Index::from_bytes(bytes, &copy),
+            Err(error) => Err(error),
+        };
+        match index {
+            Ok(index) => {
+                // Data files that no tier has are read from the folder of the checkpoint.
+                let index = index.copied_from(&path.join(INDEX_NAME)).on(remote).in_tiers(tiers);
+                for (copy, problem) in problems {
+                    index.tiers().into_iter().for_each(|tiers| tiers.note(&copy, &problem));
+                }
+                return Ok(index);
+            }
+            Err(error) => problems.push((copy, error.to_string())),
         }
-        found => Ok(found?.in_tiers(tiers)),
     }
+    Err(error)
 }
 
 /// Indexes the foreign checkpoint at `path` as [`open`] does, but ignores an index that is there.

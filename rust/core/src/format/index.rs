@@ -177,6 +177,13 @@ impl Index {
         Self { path: path.to_owned(), is_in_memory: true, ..self }
     }
 
+    /// Makes this copy of an index the one at `path`, with the data files beside that.
+    #[must_use]
+    pub(crate) fn copied_from(self, path: &Path) -> Self {
+        let folder = path.parent().unwrap_or(Path::new("")).into();
+        Self { path: path.to_owned(), folder, ..self }
+    }
+
     /// Sets the store of the data, if it is on one.
     #[must_use]
     pub(crate) fn on(self, remote: Option<Arc<dyn Remote>>) -> Self {
@@ -202,16 +209,15 @@ impl Index {
     }
 
     /// Reads the data file at `path` from elsewhere from now on, if that is in a tier. Returns
-    /// whether it is, and no file is read from there any more.
+    /// whether it is, and the file is no longer read from there.
     pub fn pass_over(&self, path: &Path, reason: &str) -> bool {
-        let Some(tiers) = self.tiers.as_ref().filter(|tiers| tiers.has(path)) else {
-            return false;
-        };
-        (0..self.file_count()).all(|number| {
+        let Some(tiers) = &self.tiers else { return false };
+        (0..self.file_count()).any(|number| {
             let file = self.file(number);
-            tiers.pass_over(number, file.name, file.size, path, reason);
-            let now = tiers.folder_of(number).map(|folder| folder.join(file.name));
-            now.unwrap_or_else(|| self.file_path(number)) != path
+            tiers.pass_over(number, file.name, file.size, path, reason) && {
+                let now = tiers.folder_of(number).map(|folder| folder.join(file.name));
+                now.unwrap_or_else(|| self.file_path(number)) != path
+            }
         })
     }
 

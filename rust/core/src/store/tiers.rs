@@ -1,5 +1,6 @@
 //! Tiers: folders that may have some of the data files of a checkpoint, nearer than its own place.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -58,7 +59,8 @@ impl Tiers {
                     "it is a symbolic link".to_owned()
                 }
                 Ok(_) => return true,
-                Err(_) => return false,
+                Err(error) if error.kind() == ErrorKind::NotFound => return false,
+                Err(error) => error.to_string(),
             };
             self.note(&path, &reason);
             false
@@ -69,7 +71,8 @@ impl Tiers {
         Links::Within { folder: Arc::clone(&self.folders[tier]), last: false }
     }
 
-    fn note(&self, path: &Path, reason: &str) {
+    /// Notes that a file is passed over.
+    pub(crate) fn note(&self, path: &Path, reason: &str) {
         let text = format!("{} is passed over: {reason}", path.display());
         self.problems.lock().unwrap_or_else(PoisonError::into_inner).push(text);
     }
@@ -99,15 +102,29 @@ impl Tiers {
         self.folders.iter().any(|folder| path.starts_with(folder))
     }
 
-    /// Takes a file from the next tier, or from its own place, if `path` is where it is read from.
-    pub(crate) fn pass_over(&self, file: u32, name: &str, size: u64, path: &Path, reason: &str) {
+    /// Reads a file from the next tier, or from its own place, if a tier has it at `path`. Returns
+    /// whether one has.
+    pub(crate) fn pass_over(
+        &self,
+        file: u32,
+        name: &str,
+        size: u64,
+        path: &Path,
+        reason: &str,
+    ) -> bool {
+        let is_at = |tier: usize| self.folders[tier].join(name) == path;
+        let has = (0..self.folders.len()).any(is_at);
         let mut found = self.found.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Some(tier)) = found.get(file as usize).copied()
-            && self.folders[tier].join(name) == path
+        if let Some(now) = found.get_mut(file as usize)
+            && now.is_some_and(is_at)
         {
-            found[file as usize] = self.find(name, size, tier + 1);
             self.note(path, reason);
+            // A folder may be there twice.
+            while let Some(tier) = now.filter(|&tier| is_at(tier)) {
+                *now = self.find(name, size, tier + 1);
+            }
         }
+        has
     }
 
     /// Returns what was passed over since the last call, and why.
@@ -119,5 +136,39 @@ impl Tiers {
     pub fn take_delivered(&self) -> Vec<(PathBuf, u64)> {
         let bytes = self.delivered.iter().map(|bytes| bytes.swap(0, Ordering::Relaxed));
         self.folders.iter().map(|folder| folder.to_path_buf()).zip(bytes).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_passed_over_in_each_folder_that_has_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let [first, second] = ["first", "second"].map(|name| dir.path().join(name));
+        for folder in [&first, &second] {
+            std::fs::create_dir(folder).unwrap();
+            std::fs::write(folder.join("data"), "abc").unwrap();
+        }
+        let folders = vec![first.clone(), first.clone(), second.clone()];
+        let tiers = Tiers::new(folders, [("data", 3), ("other", 3)]);
+        let (at_first, at_second) = (first.join("data"), second.join("data"));
+        let pass_over = |path: &Path| tiers.pass_over(0, "data", 3, path, "torn");
+        assert_eq!((tiers.folder_of(0), tiers.folder_of(1)), (Some(&*first), None));
+        // Errors of other files, such as the index, are no reason.
+        assert!(!pass_over(&first.join("index.dcprs")));
+        assert!(!pass_over(&first));
+        assert!(pass_over(&at_first));
+        assert_eq!(tiers.folder_of(0), Some(&*second));
+        // Another thread met the same damage, and reads again as well.
+        assert!(pass_over(&at_first));
+        assert_eq!(tiers.folder_of(0), Some(&*second));
+        assert!(pass_over(&at_second));
+        assert_eq!(tiers.folder_of(0), None);
+        let problems: Vec<String> = [&at_first, &at_second]
+            .map(|path| format!("{} is passed over: torn", path.display()))
+            .into();
+        assert_eq!(tiers.take_problems(), problems);
     }
 }
