@@ -392,7 +392,7 @@ class Batch:
         """
     def divide(self, common: SharedSections) -> None:
         """Set the sections that other ranks read too, after :meth:`arrange`."""
-    def wants(self, number: int) -> list[int]:
+    def slab_regions(self, number: int) -> list[int]:
         """Return the parts of a pass that go through slabs: numbers for ``SlabReader.create``."""
     def opaque(self, number: int) -> list[int]:
         """Return the numbers of the targets that their own class fills in a pass."""
@@ -524,9 +524,6 @@ class Copy:
     @property
     def target(self) -> int: ...
     @property
-    def want(self) -> int:
-        """Its position in the parts that the reader got."""
-    @property
     def at(self) -> int:
         """The first byte in the slab."""
     @property
@@ -544,7 +541,7 @@ class SlabReader:
     @staticmethod
     def create(
         batch: Batch,
-        wants: Sequence[int],
+        regions: Sequence[int],
         slab_bytes: int,
         *,
         sort: bool,

@@ -271,7 +271,7 @@ def test_a_child_does_not_wait_for_the_threads_of_a_load(ckpt):
     index = _core.Index.open(str(ckpt), None, False)
     batch = batch_of(index)
     reader = _core.SlabReader.create(
-        batch, batch.wants(0), 1 << 16, sort=False, io="buffered", threads=1
+        batch, batch.slab_regions(0), 1 << 16, sort=False, io="buffered", threads=1
     )
     assert reader.batch_count > 2
     with mmap.mmap(-1, 1 << 16) as memory:

@@ -222,7 +222,9 @@ def test_slabs_are_filled_while_copies_run(ckpt, sim, device):
     sim.delay = 20_000
     stream = copy_stream.copy_stream_for(device)
     options = ReadOptions(max_inflight_bytes=1 << 20)
-    running = upload.SlabLoad(batch, batch.wants(0), sort=True, accelerator=True, options=options)
+    running = upload.SlabLoad(
+        batch, batch.slab_regions(0), sort=True, accelerator=True, options=options
+    )
     unfinished = 0
     with running:
         for _, copies, slab in running:
@@ -380,7 +382,9 @@ def test_a_consumer_that_raises_stops_the_load(ckpt, sim, device):
     index = saved(ckpt, {f"w{i}": torch.randn(64 << 10) for i in range(20)})
     batch = batch_of(index)
     options = ReadOptions(max_inflight_bytes=256 << 10)
-    running = upload.SlabLoad(batch, batch.wants(0), sort=True, accelerator=True, options=options)
+    running = upload.SlabLoad(
+        batch, batch.slab_regions(0), sort=True, accelerator=True, options=options
+    )
 
     def consume() -> None:
         with running:

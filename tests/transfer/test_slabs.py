@@ -26,7 +26,7 @@ def test_what_is_not_in_the_page_cache_is_read_past_it(ckpt):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     batch = batch_of(index)
     running = upload.SlabLoad(
-        batch, batch.wants(0), sort=True, accelerator=False, options=ReadOptions(io="direct")
+        batch, batch.slab_regions(0), sort=True, accelerator=False, options=ReadOptions(io="direct")
     )
     with running:
         for _ in running:
@@ -41,7 +41,9 @@ def test_what_is_not_in_the_page_cache_is_read_past_it(ckpt):
 def reader(index, slab_bytes=1 << 16, threads=2, **options):
     batch = batch_of(index)
     options = {"sort": True, "io": "auto", "verify": False} | options
-    return _core.SlabReader.create(batch, batch.wants(0), slab_bytes, threads=threads, **options)
+    return _core.SlabReader.create(
+        batch, batch.slab_regions(0), slab_bytes, threads=threads, **options
+    )
 
 
 def test_batches_come_in_order_and_slabs_wait_for_their_release(ckpt):

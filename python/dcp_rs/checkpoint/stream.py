@@ -115,7 +115,7 @@ def _through_slabs(
     with ExitStack() as stack:
         stack.callback(stream.order_before_caller)
         load = stack.enter_context(
-            SlabLoad(batch, batch.wants(0), sort=False, accelerator=True, options=options)
+            SlabLoad(batch, batch.slab_regions(0), sort=False, accelerator=True, options=options)
         )
         first = 0
         for _, copies, slab in load:

@@ -99,13 +99,15 @@ class Load:
         """Fill the targets of one pass."""
         tell = None if self._counts.watch is None else self._counts.tell
         self._counts.add(self._batch.read(number, progress=tell, **self._options.engine()))
-        wants = self._batch.wants(number)
-        if wants:
+        regions = self._batch.slab_regions(number)
+        if regions:
             slow = self._counts.fallbacks
             while True:
                 try:
                     self._counts.add(
-                        upload(self._batch, wants, self._device_targets, self._options, tell, slow)
+                        upload(
+                            self._batch, regions, self._device_targets, self._options, tell, slow
+                        )
                     )
                     break
                 except (CorruptDataError, OSError) as error:

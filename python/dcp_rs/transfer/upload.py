@@ -91,8 +91,8 @@ class SlabLoad:
 
     Args:
         batch: the planned batch.
-        wants: the parts of the batch to load. Parts for different devices never share a slab.
-        sort: load in the order of the files, not in that of ``wants``.
+        regions: the parts of the batch to load. Parts for different devices never share a slab.
+        sort: load in the order of the files, not in that of ``regions``.
         accelerator: pin the slabs, and use the bound on memory for accelerators.
         options: how to read.
         fallbacks: takes the reason if the slabs cannot be pinned.
@@ -101,7 +101,7 @@ class SlabLoad:
     def __init__(
         self,
         batch: _core.Batch,
-        wants: Sequence[int],
+        regions: Sequence[int],
         *,
         sort: bool,
         accelerator: bool,
@@ -111,7 +111,7 @@ class SlabLoad:
         max_bytes = options.inflight_bytes(accelerator=accelerator)
         nbytes = slab_bytes(max_bytes)
         self._reader = reader = _core.SlabReader.create(
-            batch, wants, nbytes, sort=sort, **options.slabs()
+            batch, regions, nbytes, sort=sort, **options.slabs()
         )
         room = max(1, max_bytes // nbytes)
         count = min(room, reader.workers + SPARE_SLABS, reader.batch_count)
@@ -172,7 +172,7 @@ class SlabLoad:
 
 def upload(
     batch: _core.Batch,
-    wants: Sequence[int],
+    regions: Sequence[int],
     targets: Sequence[Target],
     options: ReadOptions,
     tell: Callable[[int], None] | None = None,
@@ -185,7 +185,7 @@ def upload(
 
     Args:
         batch: the planned batch.
-        wants: the parts of the batch to load.
+        regions: the parts of the batch to load.
         targets: the targets by their numbers in the batch.
         options: how to read.
         tell: called with the bytes on their way so far.
@@ -194,7 +194,7 @@ def upload(
     devices = {space_of(device): device for device in {t.tensor.device for t in targets}}
     accelerator = any(map(is_accelerator, devices.values()))
     load = SlabLoad(
-        batch, wants, sort=True, accelerator=accelerator, options=options, fallbacks=fallbacks
+        batch, regions, sort=True, accelerator=accelerator, options=options, fallbacks=fallbacks
     )
     with ExitStack() as stack:
         streams = {number: copy_stream_for(device, fallbacks) for number, device in devices.items()}

@@ -67,13 +67,13 @@ impl Batch {
         Ok((Source::Tensor(tensor), tensor))
     }
 
-    pub fn checked_wants(&self, numbers: &[usize]) -> PyResult<Vec<SlabRegion>> {
-        let want = |&number: &usize| {
-            let found = self.gather.want(number).cloned();
+    pub fn checked_regions(&self, numbers: &[usize]) -> PyResult<Vec<SlabRegion>> {
+        let region = |&number: &usize| {
+            let found = self.gather.slab_region(number).cloned();
             found
                 .ok_or_else(|| PyIndexError::new_err(format!("{number} does not go through slabs")))
         };
-        numbers.iter().map(want).collect()
+        numbers.iter().map(region).collect()
     }
 
     pub fn index(&self) -> &Index {
@@ -188,9 +188,9 @@ impl Batch {
     }
 
     /// Returns the parts of a pass that go through slabs: numbers for `SlabReader.create`.
-    fn wants(&self, number: usize) -> PyResult<Vec<usize>> {
+    fn slab_regions(&self, number: usize) -> PyResult<Vec<usize>> {
         self.check_pass(number)?;
-        Ok(self.gather.wants(&self.passes, number))
+        Ok(self.gather.slab_regions(&self.passes, number))
     }
 
     /// Returns the numbers of the targets that their own class fills in a pass.

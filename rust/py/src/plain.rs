@@ -66,11 +66,11 @@ impl Layout {
         };
         let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let layout = Self { shape, strides, address };
-        layout.if_there(tensor)
+        layout.zero_if_freed(tensor)
     }
 
     /// Sets the address to 0 if the memory was freed.
-    fn if_there(mut self, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn zero_if_freed(mut self, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         if (1..LOWEST).contains(&self.address) && is_freed(tensor)? {
             self.address = 0;
         }
@@ -126,7 +126,7 @@ impl<'py> Plain<'py> {
         let Some((dtype, layout)) = self.layout(tensor)? else {
             return Ok(None);
         };
-        let Layout { shape, strides, address } = layout.if_there(tensor)?;
+        let Layout { shape, strides, address } = layout.zero_if_freed(tensor)?;
         let is = |name| tensor.call_method0(name)?.is_truthy();
         if is(intern!(py, "is_neg"))? || (dtype.is_complex() && is(intern!(py, "is_conj"))?) {
             return Ok(None);

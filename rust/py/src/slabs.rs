@@ -25,8 +25,6 @@ const PERIOD: Duration = Duration::from_millis(20);
 pub struct Copy {
     /// Number of the target.
     target: usize,
-    /// Position of the reader's region that contains it.
-    want: usize,
     /// First byte in the slab.
     at: u64,
     /// Bytes.
@@ -46,14 +44,7 @@ impl Copy {
                 (None, Some(PyTuple::new(py, ends)?.unbind()))
             }
         };
-        Ok(Self {
-            target: copy.target,
-            want: copy.want,
-            at: copy.at,
-            nbytes: copy.length,
-            begin,
-            r#box,
-        })
+        Ok(Self { target: copy.target, at: copy.at, nbytes: copy.length, begin, r#box })
     }
 }
 
@@ -68,20 +59,20 @@ pub struct SlabReader {
 #[guarded]
 #[pymethods]
 impl SlabReader {
-    /// Packs parts of a batch into slabs of up to `slab_bytes`, in the order of `wants` or, with
+    /// Packs parts of a batch into slabs of up to `slab_bytes`, in the order of `regions` or, with
     /// `sort`, of the files. Checks the files.
     #[staticmethod]
-    #[pyo3(signature = (batch, wants, slab_bytes, *, sort, **options))]
+    #[pyo3(signature = (batch, regions, slab_bytes, *, sort, **options))]
     fn create(
         py: Python<'_>,
         batch: &Batch,
-        wants: Vec<usize>,
+        regions: Vec<usize>,
         slab_bytes: u64,
         sort: bool,
         options: Option<Options>,
     ) -> PyResult<Self> {
         let options = ReadOptions { max_inflight_bytes: slab_bytes, ..read_options(options)? };
-        let found = batch.checked_wants(&wants)?;
+        let found = batch.checked_regions(&regions)?;
         let inner = Arc::clone(&batch.index().inner);
         let allow_external = batch.index().allow_external;
         let plan = py

@@ -122,7 +122,7 @@ async fn list(
 }
 
 /// Converts the error for a missing object to `None`.
-fn if_there<T>(result: Result<T>) -> Result<Option<T>> {
+fn none_if_missing<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),
         Err(Error::Storage { kind: StorageFault::NotFound, ref reason, .. })
@@ -152,7 +152,7 @@ impl Connection for Connected {
             let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
             shared.persist("look at", &at, 0, || shared.client.objects.head(&name)).await
         });
-        let Some(meta) = if_there(meta)? else {
+        let Some(meta) = none_if_missing(meta)? else {
             return Ok(None);
         };
         let size = meta.size;
@@ -201,7 +201,7 @@ impl Connection for Connected {
             let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
             fetch::start(&shared, &at, &name, most).await
         });
-        let Some((now, bytes)) = if_there(started)? else {
+        let Some((now, bytes)) = none_if_missing(started)? else {
             return Ok(None);
         };
         let size = now.size;

@@ -86,8 +86,7 @@ pub(super) fn passing_over<T>(index: &Index, mut work: impl FnMut() -> Result<T>
     loop {
         match work() {
             Err(Error::CorruptData { path, reason, .. }) if index.pass_over(&path, &reason) => {}
-            Err(Error::Io { path, source, .. })
-                if index.pass_over(&path, &source.to_string()) => {}
+            Err(Error::Io { path, source, .. }) if index.pass_over(&path, &source.to_string()) => {}
             done => return done,
         }
     }

@@ -54,7 +54,7 @@ pub struct Gather {
     /// Place in the plan of each request, and then of what is added next.
     at: Vec<u64>,
     next_at: u64,
-    elsewhere: Vec<DeviceDestination>,
+    device_targets: Vec<DeviceDestination>,
     /// For each of `files`, true if other ranks read it too; set once that is known.
     common: Option<Arc<[bool]>>,
 }
@@ -70,7 +70,7 @@ impl Gather {
             requests: Vec::new(),
             at: Vec::new(),
             next_at: 0,
-            elsewhere: Vec::new(),
+            device_targets: Vec::new(),
             common: None,
         }
     }

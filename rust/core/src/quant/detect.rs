@@ -160,9 +160,7 @@ impl<'a> Scales<'a> {
             || leaf.contains("weight");
         let has_codes = match dtype {
             "int8" => is_weight || scale.is_some(),
-            _ if is_integer => {
-                is_weight || scale.is_some() && (own.is_some() || may_be_weight)
-            }
+            _ if is_integer => is_weight || scale.is_some() && (own.is_some() || may_be_weight),
             _ => true,
         };
         has_codes.then_some(scale)

@@ -111,9 +111,8 @@ fn scales_have_the_shape_of_their_format() {
 
 #[test]
 fn blocks_beside_a_scale_of_rows_are_those_of_the_configuration() {
-    let rows = |scale: &str| {
-        format!("m.weight float8_e4m3fn 130x200; m.weight_scale bfloat16 {scale}")
-    };
+    let rows =
+        |scale: &str| format!("m.weight float8_e4m3fn 130x200; m.weight_scale bfloat16 {scale}");
     for (scale, block, expected) in [
         ("130x1", None, "m.weight fp8 130x200 / 1x200"),
         ("130", None, "m.weight fp8 130x200 / 1x200"),

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::batch::stores;
 use super::plan::stored_strides;
 use super::sequential::{FileProbe, Sequential};
-use super::worker::there;
+use super::worker::in_destination_bytes;
 use super::{FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, connect};
 use crate::checkpoint::gather::{bytes_of, cover};
 use crate::copy::{Strided, copy_strided};
@@ -38,7 +38,7 @@ pub struct CodedReq {
 }
 
 /// Separates plain requests from coded ones.
-pub fn apart(reqs: &[ReadReq]) -> (Cow<'_, [ReadReq]>, Vec<&ReadReq>) {
+pub fn split_off_coded(reqs: &[ReadReq]) -> (Cow<'_, [ReadReq]>, Vec<&ReadReq>) {
     if reqs.iter().all(|req| req.coded.is_none()) {
         return (Cow::Borrowed(reqs), Vec::new());
     }
@@ -246,7 +246,7 @@ unsafe fn fill_window(
         match req.operation {
             Operation::Copy => copy_strided(to, out.as_ptr(), &copy.loops, copy.run, stores(total)),
             Operation::Accumulate(sink) => {
-                sink.run(to, out.as_ptr(), &there(req, &copy.loops), copy.run);
+                sink.run(to, out.as_ptr(), &in_destination_bytes(req, &copy.loops), copy.run);
             }
         }
     }

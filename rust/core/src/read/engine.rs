@@ -43,7 +43,7 @@ pub unsafe fn read(
     options: &ReadOptions,
     control: &Control,
 ) -> Result<ReadStats> {
-    let (reqs, coded) = coded::apart(reqs);
+    let (reqs, coded) = coded::split_off_coded(reqs);
     // SAFETY: the caller guarantees it.
     let mut stats = unsafe { carry_out(files, &reqs, catalog, options, None, control)? };
     // SAFETY: the caller guarantees it, and all elements were just written.

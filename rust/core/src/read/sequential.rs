@@ -35,7 +35,7 @@ impl FileProbe {
         options: &ReadOptions,
         catalog: &dyn Catalog,
     ) -> Result<Self> {
-        let (reqs, coded) = coded::apart(reqs);
+        let (reqs, coded) = coded::split_off_coded(reqs);
         let mut reqs = reqs.into_owned();
         for req in coded {
             reqs.extend(
@@ -101,7 +101,7 @@ impl Sequential {
         control: &Control,
     ) -> Result<()> {
         control.check()?;
-        let (plain, coded) = coded::apart(reqs);
+        let (plain, coded) = coded::split_off_coded(reqs);
         for req in coded {
             // SAFETY: the caller guarantees it.
             unsafe { coded::fill(self, files, req, probe, verify, control)? };

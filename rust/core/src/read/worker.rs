@@ -332,7 +332,7 @@ impl Worker {
                         copy_strided_unfenced(dst, src, loops, piece.run, batch.stores);
                     }
                     Operation::Accumulate(sink) => {
-                        sink.run(dst, src, &there(req, loops), piece.run);
+                        sink.run(dst, src, &in_destination_bytes(req, loops), piece.run);
                     }
                 }
             }
@@ -342,9 +342,9 @@ impl Worker {
 }
 
 /// Converts the destination steps of loops to bytes of the destination's elements.
-pub(super) fn there(req: &ReadReq, loops: &[Loop]) -> SmallVec<[Loop; 4]> {
-    let there = |l: &Loop| Loop { dst: at_destination(req, l.dst), ..*l };
-    loops.iter().map(there).collect()
+pub(super) fn in_destination_bytes(req: &ReadReq, loops: &[Loop]) -> SmallVec<[Loop; 4]> {
+    let converted = |l: &Loop| Loop { dst: at_destination(req, l.dst), ..*l };
+    loops.iter().map(converted).collect()
 }
 
 /// Converts bytes of stored elements to bytes of the destination.

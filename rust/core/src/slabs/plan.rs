@@ -15,7 +15,7 @@ use crate::{Control, Error, Result};
 /// All batches of a load, and the requests that fill them.
 pub struct Plan {
     pub(super) index: Arc<Index>,
-    wants: Vec<SlabRegion>,
+    regions: Vec<SlabRegion>,
     pub(super) files: Vec<FileRef>,
     /// One request for every piece of every batch. Destinations are offsets in the slab.
     pub(super) requests: Vec<ReadReq>,
@@ -39,7 +39,7 @@ impl Plan {
     pub fn new(
         index: Arc<Index>,
         allow_external: bool,
-        wants: Vec<SlabRegion>,
+        regions: Vec<SlabRegion>,
         slab_bytes: u64,
         sort: bool,
         options: &ReadOptions,
@@ -48,7 +48,8 @@ impl Plan {
         if slab_bytes == 0 || !slab_bytes.is_multiple_of(ALIGN) {
             return Err(Error::Plan(format!("slabs of {slab_bytes} bytes")));
         }
-        let items = wants.iter().map(|want| item(&index, want)).collect::<Result<Vec<_>>>()?;
+        let items =
+            regions.iter().map(|region| item(&index, region)).collect::<Result<Vec<_>>>()?;
         let batches = if sort {
             pack_sorted(&items, slab_bytes, options.verify != Verify::Nothing)
         } else {
@@ -59,12 +60,12 @@ impl Plan {
         let mut count = 0;
         for batch in &batches {
             for piece in &batch.pieces {
-                let want = &wants[piece.item];
+                let of = &regions[piece.item];
                 let place = place(piece.at)?;
                 match &piece.part {
                     ItemPart::Bytes(from) => {
                         gather.add_bytes(
-                            want.chunk,
+                            of.chunk,
                             items[piece.item].chunk_begin + from,
                             piece.length,
                             place,
@@ -72,7 +73,7 @@ impl Plan {
                     }
                     ItemPart::Rectangle(offsets, sizes) => {
                         let region = Region {
-                            offsets: sum(offsets, &want.chunk_offsets),
+                            offsets: sum(offsets, &of.chunk_offsets),
                             sizes: sizes.clone(),
                         };
                         let itemsize = items[piece.item].itemsize;
@@ -83,7 +84,7 @@ impl Plan {
                                 .map(|stride| stride * itemsize)
                                 .collect(),
                         };
-                        gather.add(Source::Chunk(want.chunk), &region, &to)?;
+                        gather.add(Source::Chunk(of.chunk), &region, &to)?;
                     }
                 }
             }
@@ -103,7 +104,7 @@ impl Plan {
         };
         Ok(Self {
             index,
-            wants,
+            regions,
             files,
             requests,
             batches,
@@ -124,18 +125,16 @@ impl Plan {
     /// Returns the copies that empty a batch, in the order of their offsets in the slab.
     pub fn copies(&self, batch: &SlabBatch) -> impl Iterator<Item = SlabCopy> {
         batch.pieces.iter().map(|piece| {
-            let want = &self.wants[piece.item];
+            let of = &self.regions[piece.item];
             SlabCopy {
-                target: want.target,
-                want: piece.item,
+                target: of.target,
                 at: piece.at,
                 length: piece.length,
                 to: match &piece.part {
-                    ItemPart::Bytes(from) => To::Bytes(want.begin.unwrap_or_default() + from),
-                    ItemPart::Rectangle(offsets, sizes) => To::Box(Region {
-                        offsets: sum(offsets, &want.offsets),
-                        sizes: sizes.clone(),
-                    }),
+                    ItemPart::Bytes(from) => To::Bytes(of.begin.unwrap_or_default() + from),
+                    ItemPart::Rectangle(offsets, sizes) => {
+                        To::Box(Region { offsets: sum(offsets, &of.offsets), sizes: sizes.clone() })
+                    }
                 },
             }
         })
@@ -144,7 +143,7 @@ impl Plan {
     /// Returns the number of a batch's device.
     #[must_use]
     pub fn device(&self, batch: &SlabBatch) -> u32 {
-        self.wants[batch.pieces[0].item].device
+        self.regions[batch.pieces[0].item].device
     }
 
     /// Returns the bytes of a slab.
@@ -165,8 +164,6 @@ impl Plan {
 pub struct SlabCopy {
     /// Number of the target.
     pub target: usize,
-    /// Number of the plan's region that contains it.
-    pub want: usize,
     /// First byte in the slab.
     pub at: u64,
     /// Length in bytes.
@@ -205,24 +202,24 @@ fn place(at: u64) -> Result<Destination> {
     Ok(Destination(std::ptr::without_provenance_mut(at)))
 }
 
-fn item(index: &Index, want: &SlabRegion) -> Result<SlabItem> {
-    let view = index.chunk(want.chunk);
+fn item(index: &Index, of: &SlabRegion) -> Result<SlabItem> {
+    let view = index.chunk(of.chunk);
     let tensor = index.tensor(view.tensor);
     let refuse = |reason: String| Error::tensor_plan(Some(index.path()), tensor.name, reason);
     let (Kind::Tensor, Some(dtype)) = (tensor.kind, tensor.dtype) else {
         return Err(refuse("it is a value, not a tensor".into()));
     };
-    if !Region::new(&want.chunk_offsets, &want.sizes).fits(&view.sizes) {
+    if !Region::new(&of.chunk_offsets, &of.sizes).fits(&view.sizes) {
         return Err(refuse(format!(
             "{:?} elements at {:?} of a chunk of {:?}",
-            want.sizes.as_slice(),
-            want.chunk_offsets.as_slice(),
+            of.sizes.as_slice(),
+            of.chunk_offsets.as_slice(),
             view.sizes.as_slice()
         )));
     }
     let itemsize = dtype.size();
-    let empty = want.sizes.contains(&0);
-    let (first, _) = bytes_of(&view, itemsize, &want.chunk_offsets);
+    let empty = of.sizes.contains(&0);
+    let (first, _) = bytes_of(&view, itemsize, &of.chunk_offsets);
     let first = if empty { 0 } else { first };
     let stands_for_itself = view.signs == Signs::default() && view.coded.is_none();
     let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
@@ -231,9 +228,9 @@ fn item(index: &Index, want: &SlabRegion) -> Result<SlabItem> {
         offset: view.offset + first,
         chunk_begin: first,
         itemsize,
-        sizes: want.sizes.clone(),
+        sizes: of.sizes.clone(),
         // Coded or sign-flipped bytes cannot be delivered unchanged.
-        flat: want.begin.is_some() && stands_for_itself && (empty || is_run(&want.sizes, &strides)),
-        group: want.device,
+        flat: of.begin.is_some() && stands_for_itself && (empty || is_run(&of.sizes, &strides)),
+        group: of.device,
     })
 }

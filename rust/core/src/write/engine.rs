@@ -168,11 +168,11 @@ impl Save {
         parallel::for_each(
             jobs.len(),
             grain.threads,
-            || self.sink.hand(&self.digests, control),
-            |hand, number| {
+            || self.sink.writer(&self.digests, control),
+            |writer, number| {
                 control.check()?;
                 let job = &jobs[number];
-                hand.write(job, &spans[job.spans.clone()])?;
+                writer.write(job, &spans[job.spans.clone()])?;
                 control.add(job.bytes.end - job.bytes.start);
                 Ok(())
             },

@@ -48,7 +48,7 @@ pub struct SaveLayout {
 /// Constraints on the layout of a save: linked files of another save, and the turns in which items
 /// are written.
 #[derive(Debug, Default)]
-pub(super) struct Beside {
+pub(super) struct LayoutConstraints {
     /// For each item, whether a linked file has it; empty if there are no links.
     pub reused: Vec<bool>,
     /// For each item, whether it is unlikely to change: such items share no file with others. Empty
@@ -65,7 +65,7 @@ pub(super) struct Beside {
     pub most_bytes: Option<u64>,
 }
 
-impl Beside {
+impl LayoutConstraints {
     fn has(flags: &[bool], id: u32) -> bool {
         flags.get(id as usize).copied().unwrap_or(false)
     }
@@ -80,23 +80,23 @@ impl Beside {
 pub(super) fn plan_files_within(
     items: &[SaveItem],
     info: &SaveInfo,
-    beside: &Beside,
+    constraints: &LayoutConstraints,
     header_limit: u64,
 ) -> Result<SaveLayout> {
-    let drafts = assign(items, beside, header_limit)?;
+    let drafts = assign(items, constraints, header_limit)?;
     let written = u32::try_from(drafts.len()).ok();
-    let files = written.and_then(|written| written.checked_add(beside.links));
+    let files = written.and_then(|written| written.checked_add(constraints.links));
     let files = files.ok_or_else(|| Error::Plan("more than 4 billion files".into()))?;
     let mut layout = SaveLayout {
         files: Vec::with_capacity(drafts.len()),
         places: vec![Place::default(); items.len()],
     };
     for (file, draft) in (0..files).zip(drafts) {
-        let number = if file == 0 { 0 } else { file + beside.links };
-        let note: &[u8] = if file == 0 { &beside.note } else { &[] };
+        let number = if file == 0 { 0 } else { file + constraints.links };
+        let note: &[u8] = if file == 0 { &constraints.note } else { &[] };
         let mut order: Vec<usize> = (0..draft.items.len()).collect();
         let length = |position: usize| items[draft.items[position] as usize].length;
-        let turn = |position: usize| beside.turns.get(draft.items[position] as usize);
+        let turn = |position: usize| constraints.turns.get(draft.items[position] as usize);
         order.sort_by_cached_key(|&position| {
             (std::cmp::Reverse(alignment(length(position))), turn(position))
         });
@@ -154,12 +154,16 @@ struct Seen<'a> {
     next_file: usize,
 }
 
-fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<Draft>> {
+fn assign(
+    items: &[SaveItem],
+    constraints: &LayoutConstraints,
+    header_limit: u64,
+) -> Result<Vec<Draft>> {
     let room = (header_limit - header_limit % PAYLOAD_ALIGNMENT).saturating_sub(FIXED_BOUND);
     let count =
         u32::try_from(items.len()).map_err(|_| Error::Plan("more than 4 billion items".into()))?;
     let mut drafts =
-        vec![Draft { text_bound: escaped_len(&beside.note) as u64, ..Draft::default() }];
+        vec![Draft { text_bound: escaped_len(&constraints.note) as u64, ..Draft::default() }];
     let mut first_open = 0;
     let mut seen: HashMap<&str, Seen> = HashMap::with_capacity(items.len());
     let mut text = ItemText::default();
@@ -179,10 +183,10 @@ fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<
             }
             Entry::Vacant(entry) => entry.insert(Seen { item, next_file: 0 }),
         };
-        if Beside::has(&beside.reused, id) {
+        if LayoutConstraints::has(&constraints.reused, id) {
             continue;
         }
-        let item_stays = Beside::has(&beside.stays, id);
+        let item_stays = LayoutConstraints::has(&constraints.stays, id);
         let mut file = seen.next_file.max(first_open);
         loop {
             if file == drafts.len() {
@@ -195,7 +199,7 @@ fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<
             }
             let bytes = draft.bytes.saturating_add(item.length);
             let has_room =
-                draft.items.is_empty() || beside.most_bytes.is_none_or(|most| bytes <= most);
+                draft.items.is_empty() || constraints.most_bytes.is_none_or(|most| bytes <= most);
             if !draft.full && has_room && draft.text_bound + bound <= room {
                 draft.stays = Some(item_stays);
                 draft.items.push(id);

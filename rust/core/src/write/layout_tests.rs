@@ -113,7 +113,7 @@ proptest! {
 
     #[test]
     fn every_file_is_a_safetensors_file(items in saves(12), limit in prop::sample::select(vec![40 << 10, 70_000, HEADER_LIMIT])) {
-        let layout = plan_files_within(&items, &INFO, &Beside::default(), limit).unwrap();
+        let layout = plan_files_within(&items, &INFO, &LayoutConstraints::default(), limit).unwrap();
         assert_well_formed(&items, &layout, limit);
     }
 }
@@ -165,8 +165,8 @@ fn a_file_may_have_a_bound() {
         .map(|(number, size)| whole(&format!("t{number}"), "uint8", &[size]))
         .collect();
     let bound = |most_bytes| {
-        let beside = Beside { most_bytes, ..Beside::default() };
-        plan_files_within(&items, &INFO, &beside, HEADER_LIMIT).unwrap()
+        let constraints = LayoutConstraints { most_bytes, ..LayoutConstraints::default() };
+        plan_files_within(&items, &INFO, &constraints, HEADER_LIMIT).unwrap()
     };
     assert_eq!(bound(None).files.len(), 1);
     let layout = bound(Some(1000));
@@ -181,14 +181,14 @@ fn a_file_may_have_a_bound() {
 fn a_full_header_starts_the_next_file() {
     let items: Vec<_> =
         (0..200).map(|i| whole(&format!("layers.{i}.weight"), "bfloat16", &[i + 1])).collect();
-    let layout = plan_files_within(&items, &INFO, &Beside::default(), 8192).unwrap();
+    let layout = plan_files_within(&items, &INFO, &LayoutConstraints::default(), 8192).unwrap();
     assert!((4..12).contains(&layout.files.len()), "{} files", layout.files.len());
     assert!(layout.files.iter().rev().skip(1).all(|file| file.header.len() == 8192));
     assert_well_formed(&items, &layout, 8192);
     let error = plan_files_within(
         &[whole(&"n".repeat(3000), "int8", &[1])],
         &INFO,
-        &Beside::default(),
+        &LayoutConstraints::default(),
         4096,
     )
     .unwrap_err()

@@ -31,7 +31,7 @@ pub(super) trait Sink: Send + Sync {
     fn grain(&self, total: u64) -> Grain;
 
     /// Returns the writer of one thread in one call.
-    fn hand<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn Hand + 'a>;
+    fn writer<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn JobWriter + 'a>;
 
     /// Makes the files valid and durable, after everything was written.
     fn finish(&self, control: &Control) -> Result<()>;
@@ -61,7 +61,7 @@ pub(super) trait Sink: Send + Sync {
 }
 
 /// Writer of one thread.
-pub(super) trait Hand {
+pub(super) trait JobWriter {
     /// Writes a job, whose bytes are in `spans`, and computes their digests.
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()>;
 }

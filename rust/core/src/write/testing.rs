@@ -7,7 +7,7 @@ use std::{fs, io};
 use proptest::prelude::*;
 use smallvec::smallvec;
 
-use super::layout::{Beside, plan_files_within};
+use super::layout::{LayoutConstraints, plan_files_within};
 use super::sink::to_usize;
 use super::{HEADER_LIMIT, Part, Save, SaveInfo, SaveItem, SaveLayout, WriteOptions};
 use crate::format::{BLOCK_SIZE, INDEX_NAME, Index, Kind, Value, block_digest};
@@ -186,7 +186,7 @@ pub(crate) fn create_on(
 
 /// Returns a layout without links.
 pub(crate) fn plan_files(items: &[SaveItem], info: &SaveInfo) -> Result<SaveLayout> {
-    plan_files_within(items, info, &Beside::default(), HEADER_LIMIT)
+    plan_files_within(items, info, &LayoutConstraints::default(), HEADER_LIMIT)
 }
 
 /// Commits the index of a save by one rank.

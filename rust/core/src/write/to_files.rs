@@ -8,7 +8,7 @@ use super::files::{DataFiles, Handles};
 use super::jobs::{Job, Span};
 use super::layout::SaveLayout;
 use super::options::Resolved;
-use super::sink::{Digests, Grain, Hand, Sink, to_usize};
+use super::sink::{Digests, Grain, JobWriter, Sink, to_usize};
 use crate::store::disk::Disk;
 use crate::store::{Buffer, FileLock};
 use crate::{Control, Error, Result, parallel};
@@ -42,7 +42,7 @@ impl Sink for ToFiles {
         }
     }
 
-    fn hand<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn Hand + 'a> {
+    fn writer<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn JobWriter + 'a> {
         Box::new(OpenFile { to: self, digests, control, open: None })
     }
 
@@ -138,7 +138,7 @@ impl ToFiles {
     }
 }
 
-impl Hand for OpenFile<'_> {
+impl JobWriter for OpenFile<'_> {
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
         let Self { to, digests, control, .. } = *self;
         let kept = self.open.take().filter(|(number, _)| *number == job.file);

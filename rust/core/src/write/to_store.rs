@@ -12,7 +12,7 @@ use super::jobs::{Job, Span};
 use super::layout::SaveLayout;
 use super::object::{Object, give_up, with_leftovers};
 use super::options::WriteOptions;
-use super::sink::{Digests, Grain, Hand, Sink, to_usize};
+use super::sink::{Digests, Grain, JobWriter, Sink, to_usize};
 use crate::store::{Body, Condition, FileLock, Remote, StoringConnection, Upload};
 use crate::{Control, Error, Result, parallel};
 
@@ -239,7 +239,7 @@ impl Sink for ToStore {
         Grain { job_bytes: self.part_bytes, alignment: self.part_bytes, threads: self.threads }
     }
 
-    fn hand<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn Hand + 'a> {
+    fn writer<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn JobWriter + 'a> {
         Box::new(Sender { to: self, digests, control })
     }
 
@@ -313,7 +313,7 @@ struct Sender<'a> {
     control: &'a Control,
 }
 
-impl Hand for Sender<'_> {
+impl JobWriter for Sender<'_> {
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
         self.to.noted(self.to.write_job(job, spans, self.digests, self.control))
     }

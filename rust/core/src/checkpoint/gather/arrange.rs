@@ -121,7 +121,7 @@ impl Gather {
             let footprint = start.and_then(|start| lies(start, &part.sizes));
             let flat = is_flat && is_run(&part.sizes, &row_major);
             let file = self.place(index.chunk_file(part.chunk))?;
-            self.elsewhere.push(DeviceDestination {
+            self.device_targets.push(DeviceDestination {
                 at: self.next_at,
                 file,
                 write: Write {
@@ -160,7 +160,7 @@ impl Gather {
             return Ok(());
         };
         let file = self.place(index.chunk_file(first.chunk))?;
-        self.elsewhere.push(DeviceDestination {
+        self.device_targets.push(DeviceDestination {
             at: self.next_at,
             file,
             write: Write {
@@ -179,8 +179,8 @@ impl Gather {
     pub fn arrange(&self) -> Passes {
         let count = self.requests.len();
         let mut reaches: Vec<_> = (0..count).map(|i| self.footprint(i).reach(number(i))).collect();
-        for (i, elsewhere) in self.elsewhere.iter().enumerate() {
-            let footprints = &elsewhere.write.footprints;
+        for (i, target) in self.device_targets.iter().enumerate() {
+            let footprints = &target.write.footprints;
             reaches.extend(footprints.iter().map(|footprint| footprint.reach(number(count + i))));
         }
         let runs = contested(&mut reaches);
@@ -204,33 +204,33 @@ impl Gather {
     }
 
     /// Returns the numbers of the slab regions that the caller fills in a pass, for
-    /// [`want`](Self::want).
-    pub fn wants(&self, passes: &Passes, pass: usize) -> Vec<usize> {
-        let mut all = self.elsewhere(passes, pass);
-        all.retain(|&i| self.want(i).is_some());
+    /// [`slab_region`](Self::slab_region).
+    pub fn slab_regions(&self, passes: &Passes, pass: usize) -> Vec<usize> {
+        let mut all = self.of_pass(passes, pass);
+        all.retain(|&i| self.slab_region(i).is_some());
         all
     }
 
     /// Returns the slab region of this number, if it is filled from slabs.
-    pub fn want(&self, number: usize) -> Option<&SlabRegion> {
-        match &self.elsewhere.get(number)?.how {
-            How::Slab(want) => Some(want),
+    pub fn slab_region(&self, number: usize) -> Option<&SlabRegion> {
+        match &self.device_targets.get(number)?.how {
+            How::Slab(region) => Some(region),
             How::Opaque { .. } => None,
         }
     }
 
     /// Returns the targets that their own class fills in a pass.
     pub fn opaque(&self, passes: &Passes, pass: usize) -> Vec<usize> {
-        let target = |i: usize| match &self.elsewhere[i].how {
+        let target = |i: usize| match &self.device_targets[i].how {
             How::Slab(_) => None,
             How::Opaque { target } => Some(*target),
         };
-        self.elsewhere(passes, pass).into_iter().filter_map(target).collect()
+        self.of_pass(passes, pass).into_iter().filter_map(target).collect()
     }
 
-    fn elsewhere(&self, passes: &Passes, pass: usize) -> Vec<usize> {
+    fn of_pass(&self, passes: &Passes, pass: usize) -> Vec<usize> {
         let first = self.requests.len();
-        (0..self.elsewhere.len()).filter(|i| passes.has(pass, first + i)).collect()
+        (0..self.device_targets.len()).filter(|i| passes.has(pass, first + i)).collect()
     }
 
     /// Returns the places in the plan that are filled in a pass.
@@ -261,7 +261,7 @@ impl Gather {
     }
 
     fn count(&self) -> usize {
-        self.requests.len() + self.elsewhere.len()
+        self.requests.len() + self.device_targets.len()
     }
 
     /// Returns for each file its position in the order in which the plan first reaches the files.
@@ -278,13 +278,13 @@ impl Gather {
 
     /// Returns the place of a destination. Requests come first, then device destinations.
     fn at(&self, i: usize) -> u64 {
-        self.at.get(i).copied().unwrap_or_else(|| self.elsewhere[i - self.at.len()].at)
+        self.at.get(i).copied().unwrap_or_else(|| self.device_targets[i - self.at.len()].at)
     }
 
     fn file(&self, i: usize) -> u32 {
         match self.requests.get(i) {
             Some(request) => request.file,
-            None => self.elsewhere[i - self.requests.len()].file,
+            None => self.device_targets[i - self.requests.len()].file,
         }
     }
 
@@ -299,7 +299,7 @@ impl Gather {
     fn write(&self, i: usize) -> Write {
         match i.checked_sub(self.requests.len()) {
             None => Write { footprints: [self.footprint(i)].into_iter().collect(), covers: true },
-            Some(i) => self.elsewhere[i].write.clone(),
+            Some(i) => self.device_targets[i].write.clone(),
         }
     }
 }

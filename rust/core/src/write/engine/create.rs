@@ -12,7 +12,9 @@ use crate::store::{FolderLock, Mode, Remote};
 use crate::write::copies::Copies;
 use crate::write::files::DataFiles;
 use crate::write::item::{SaveInfo, SaveItem};
-use crate::write::layout::{Beside, FilePlan, HEADER_LIMIT, Place, SaveLayout, plan_files_within};
+use crate::write::layout::{
+    FilePlan, HEADER_LIMIT, LayoutConstraints, Place, SaveLayout, plan_files_within,
+};
 use crate::write::links::{Link, Links};
 use crate::write::options::WriteOptions;
 use crate::write::reuse::Reuse;
@@ -65,11 +67,11 @@ impl Save {
             _lock = Some(FolderLock::take_on(disk, dir, Mode::Shared, control)?);
             links = Links::make(&mut files, dir, &info, reuse, control)?;
         }
-        let beside = beside(&links.files, links.note, reuse.as_deref(), items.len())?;
-        let layout = Arc::new(plan_files_within(&items, &info, &beside, HEADER_LIMIT)?);
+        let constraints = constraints(&links.files, links.note, reuse.as_deref(), items.len())?;
+        let layout = Arc::new(plan_files_within(&items, &info, &constraints, HEADER_LIMIT)?);
         let sink = to_files(disk, dir, folders, files, &layout, options, true, control)?;
         let save = Self::to(Box::new(sink), items, layout, info, reuse, links.files);
-        save.skip(&beside.reused);
+        save.skip(&constraints.reused);
         Ok((save, links.problems))
     }
 
@@ -102,23 +104,23 @@ impl Save {
             }
             None => Links::default(),
         };
-        let beside = Beside {
+        let constraints = LayoutConstraints {
             turns,
             most_bytes: Some(MOST_COPIED),
-            ..beside(&links, note, reuse.as_deref(), items.len())?
+            ..constraints(&links, note, reuse.as_deref(), items.len())?
         };
-        let layout = Arc::new(plan_files_within(&items, &info, &beside, HEADER_LIMIT)?);
+        let layout = Arc::new(plan_files_within(&items, &info, &constraints, HEADER_LIMIT)?);
         let sink = ToStore::begin(
             copies,
             dir,
             Arc::clone(&layout),
             &items,
-            &beside.reused,
+            &constraints.reused,
             options,
             control,
         )?;
         let save = Self::to(Box::new(sink), items, layout, info, reuse, links);
-        save.skip(&beside.reused);
+        save.skip(&constraints.reused);
         Ok((save, problems))
     }
 
@@ -208,14 +210,19 @@ fn to_files(
 }
 
 /// Returns the constraints on the layout of a save of this many items.
-fn beside(links: &[Link], note: Vec<u8>, reuse: Option<&Reuse>, items: usize) -> Result<Beside> {
-    Ok(Beside {
+fn constraints(
+    links: &[Link],
+    note: Vec<u8>,
+    reuse: Option<&Reuse>,
+    items: usize,
+) -> Result<LayoutConstraints> {
+    Ok(LayoutConstraints {
         reused: reused(links, items),
         stays: reuse.map(Reuse::stays).unwrap_or_default(),
         links: u32::try_from(links.len())
             .map_err(|_| Error::Plan("too many files to link".into()))?,
         note,
-        ..Beside::default()
+        ..LayoutConstraints::default()
     })
 }
 
