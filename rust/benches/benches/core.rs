@@ -9,10 +9,9 @@ use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, 
 use dcp_rs_core::copy::{Loop, SignBits, Signs, Stores, copy_strided};
 use dcp_rs_core::format::{
     BLOCK_SIZE, ChunkEntry, FileEntry, Index, IndexBuilder, Kind, SourceKind, TensorEntry,
-    block_digest,
+    block_digest, cover,
 };
-use dcp_rs_core::geometry::Dims;
-use dcp_rs_core::geometry::overlap::{Region, cover};
+use dcp_rs_core::geometry::{Dims, Region};
 use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{
     Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, read,

@@ -14,7 +14,7 @@ use crate::checkpoint;
 use crate::checkpoint::gather::{Gather, Memory, Source};
 use crate::checkpoint::verify::{Verified, verify};
 use crate::format::{Index, Kind};
-use crate::geometry::overlap::Region;
+use crate::geometry::Region;
 use crate::geometry::{Dims, element_count, row_major};
 use crate::read::{Destination, ReadOptions, Verify};
 use crate::{Control, Dtype, Error, Result};

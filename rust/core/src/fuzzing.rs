@@ -4,9 +4,8 @@
 
 use std::path::Path;
 
-use crate::format::{Index, Kind, SourceKind, Value};
-use crate::geometry::element_count;
-use crate::geometry::overlap::{self, Region};
+use crate::format::{Index, Kind, SourceKind, Value, cover};
+use crate::geometry::{Region, element_count};
 
 pub use crate::foreign::fuzzing::{archive, metadata, recovery, tensor_pickle, torch_file};
 
@@ -79,7 +78,7 @@ fn look_everywhere(index: &Index) {
 /// Checks that the parts of a tensor cover every element once, or that there is a hole.
 fn cover_all(index: &Index, tensor: u32, shape: &[u64]) {
     let whole = Region::new(&vec![0; shape.len()], shape);
-    if let Ok(parts) = overlap::cover(index, tensor, &whole) {
+    if let Ok(parts) = cover(index, tensor, &whole) {
         let covered: u128 =
             parts.iter().map(|part| u128::from(element_count(&part.sizes).unwrap())).sum();
         assert_eq!(covered, u128::from(element_count(shape).unwrap()));

@@ -7,9 +7,8 @@ use std::sync::Arc;
 use dcp_rs_core::checkpoint;
 use dcp_rs_core::checkpoint::gather::{Gather, Memory, Passes, Source};
 use dcp_rs_core::checkpoint::verify::verify_chunks;
-use dcp_rs_core::format::{Kind, SourceKind};
-use dcp_rs_core::geometry::Dims;
-use dcp_rs_core::geometry::overlap::{self, Region};
+use dcp_rs_core::format::{self, Kind, SourceKind};
+use dcp_rs_core::geometry::{Dims, Region};
 use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats, Sharing, Verify};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -240,7 +239,7 @@ impl Index {
         sizes: Extent,
     ) -> PyResult<Vec<Overlap>> {
         let region = self.region(tensor, offsets, sizes)?;
-        let found = overlap::touching(&self.inner, tensor, &region);
+        let found = format::touching(&self.inner, tensor, &region);
         found.iter().map(|overlap| Overlap::new(py, overlap)).collect()
     }
 

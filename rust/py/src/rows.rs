@@ -4,8 +4,7 @@ use std::path::PathBuf;
 
 use dcp_rs_core::Dtype;
 use dcp_rs_core::checkpoint::{self, LeftoverKind, Verdict, verify};
-use dcp_rs_core::format::{FileView, Index, Kind, TensorView};
-use dcp_rs_core::geometry::overlap;
+use dcp_rs_core::format::{self, FileView, Index, Kind, TensorView};
 use dcp_rs_core::read;
 use dcp_rs_core::write::Place;
 use pyo3::IntoPyObjectExt as _;
@@ -94,7 +93,7 @@ pub struct Overlap {
 }
 
 impl Overlap {
-    pub fn new(py: Python<'_>, overlap: &overlap::Overlap) -> PyResult<Self> {
+    pub fn new(py: Python<'_>, overlap: &format::Overlap) -> PyResult<Self> {
         Ok(Self {
             chunk: overlap.chunk,
             chunk_offsets: extent_to_py(py, &overlap.chunk_offsets)?.unbind(),

@@ -4,9 +4,9 @@
 use std::collections::HashSet;
 
 use super::data_files::{check_each, file_ref, passing_over};
-use crate::format::Index;
+use crate::format::{Index, cover};
+use crate::geometry::Region;
 use crate::geometry::element_count;
-use crate::geometry::overlap::{self, Region};
 use crate::{Control, Dtype, Error, Result};
 
 /// Largest honest ratio of tensors to their data files: 4-bit codes that are decoded to float32,
@@ -81,7 +81,7 @@ pub fn check_regions(
     let mut holes = Vec::new();
     let mut files = HashSet::new();
     for (i, (tensor, region)) in regions.iter().enumerate() {
-        match overlap::cover(index, *tensor, region) {
+        match cover(index, *tensor, region) {
             Ok(parts) => files.extend(parts.iter().map(|part| index.chunk_file(part.chunk))),
             Err(hole) => holes.push((i, hole)),
         }

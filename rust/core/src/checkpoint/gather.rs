@@ -16,10 +16,9 @@ pub use self::arrange::{DeviceTensor, Passes, SlabRegion};
 pub use self::sample::{Sample, SharedSections, compare};
 use super::data_files::{check_each, explain, file_ref, passing_over};
 use crate::copy::SignBits;
-use crate::format::{ChunkView, CodedChunk, Index};
+use crate::format::{ChunkView, CodedChunk, Index, Overlap};
 use crate::geometry::memory::Footprint;
-use crate::geometry::overlap::{self, Overlap, Region};
-use crate::geometry::{Dims, row_major};
+use crate::geometry::{Dims, Region};
 use crate::read::{
     self, CodedReq, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Sharing,
 };
@@ -172,7 +171,7 @@ impl Gather {
             operation => (signs, operation),
         };
         let itemsize = dtype.size();
-        let (src_offset, src_strides) = bytes_of(view, itemsize, offsets);
+        let (src_offset, src_strides) = view.bytes_of(itemsize, offsets);
         let file = self.place(view.file)?;
         self.push(ReadReq {
             file,
@@ -207,7 +206,7 @@ impl Gather {
         let base = Arc::clone(&chunk.of.index);
         let mut files = SmallVec::new();
         for part in chunk.of.parts(&region.offsets, &region.sizes) {
-            for held in cover(&base, part.tensor, &part.region)? {
+            for held in base.parts_of(part.tensor, &part.region)? {
                 // The view has the same files as its base, with the same numbers.
                 let file = base.chunk_file(held.chunk);
                 let place = self.place(file)?;
@@ -216,7 +215,7 @@ impl Gather {
                 }
             }
         }
-        let (src_offset, src_strides) = bytes_of(view, 1, offsets);
+        let (src_offset, src_strides) = view.bytes_of(1, offsets);
         let file = self.place(view.file)?;
         self.push(ReadReq {
             file,
@@ -423,38 +422,10 @@ fn step_by(address: Destination, offsets: &[u64], strides: &[u64]) -> Result<Des
     Ok(Destination(address.0.wrapping_add(bytes)))
 }
 
-/// Returns the first byte of a rectangle within its chunk, and the strides in bytes. For a coded
-/// chunk, both are estimates.
-pub(crate) fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64, Dims) {
-    if let Some(chunk) = &view.coded {
-        return coded_bytes(view, chunk, offsets);
-    }
-    let strides = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
-    let strides: Dims = strides.iter().map(|stride| stride * itemsize).collect();
-    let first = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride);
-    (view.lead + first.sum::<u64>(), strides)
-}
-
-/// Estimates the bytes of a rectangle of codes, to compare the reads of ranks. Each row of the last
-/// dimension counts as one byte.
-fn coded_bytes(view: &ChunkView, chunk: &CodedChunk, offsets: &[u64]) -> (u64, Dims) {
-    let numbers: u64 = chunk.of.shape.iter().product();
-    let own = row_major(&chunk.of.shape);
-    let stride = |dim: usize| -> u64 {
-        let at = chunk.dims.iter().position(|&of| of == Some(dim));
-        let bytes = at.map_or(0, |at| {
-            u128::from(own[at]) * u128::from(view.length) / u128::from(numbers.max(1))
-        });
-        u64::try_from(bytes).unwrap_or(0)
-    };
-    let strides: Dims = (0..offsets.len()).map(stride).collect();
-    (offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum(), strides)
-}
-
 /// Returns the parts of a checked region, and the chunks that hold them.
 fn parts(index: &Index, source: Source, region: &Region) -> Result<SmallVec<[Overlap; 1]>> {
     match source {
-        Source::Tensor(tensor) => Ok(cover(index, tensor, region)?.into()),
+        Source::Tensor(tensor) => Ok(index.parts_of(tensor, region)?.into()),
         Source::Chunk(chunk) => Ok(smallvec![Overlap {
             chunk,
             chunk_offsets: region.offsets.clone(),
@@ -462,17 +433,4 @@ fn parts(index: &Index, source: Source, region: &Region) -> Result<SmallVec<[Ove
             sizes: region.sizes.clone(),
         }]),
     }
-}
-
-/// Returns the parts of a region, and the chunks that hold them. The error names a part that no
-/// chunk holds.
-pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>> {
-    overlap::cover(index, tensor, region).map_err(|hole| {
-        let reason = format!(
-            "the checkpoint does not hold {:?} elements at {:?}",
-            hole.sizes.as_slice(),
-            hole.offsets.as_slice()
-        );
-        Error::tensor_plan(Some(index.path()), index.name(tensor), reason)
-    })
 }

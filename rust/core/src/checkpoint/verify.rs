@@ -9,9 +9,8 @@ use std::sync::{Mutex, PoisonError};
 use super::blocks::{Block, blocks, each_block, open, push_blocks};
 use super::data_files::{explain, file_ref, passing_over};
 use crate::foreign::torch_file;
-use crate::format::{Index, Kind, SourceKind, block_digest};
-use crate::geometry::Dims;
-use crate::geometry::overlap::{self, Region};
+use crate::format::{Index, Kind, SourceKind, block_digest, cover};
+use crate::geometry::{Dims, Region};
 use crate::store::{FileRef, Files, Opened, Storage};
 use crate::{Control, Error, Result, parallel};
 
@@ -123,7 +122,7 @@ fn hole(index: &Index, tensor: u32) -> Option<Problem> {
     entry.dtype?;
     let origin = Dims::from_elem(0, entry.shape.len());
     let whole = Region::new(&origin, &entry.shape);
-    let Region { offsets, sizes } = overlap::cover(index, tensor, &whole).err()?;
+    let Region { offsets, sizes } = cover(index, tensor, &whole).err()?;
     Some(Problem {
         path: index.path().to_owned(),
         tensor: index.name(tensor).to_owned(),

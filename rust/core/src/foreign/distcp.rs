@@ -61,7 +61,7 @@ pub(crate) fn index_items(
     let looked_at =
         parallel::map(names.len(), threads, |i| DataFile::look_at(files, dir, &names[i]))?;
     for (name, file) in names.into_iter().zip(&looked_at) {
-        builder.add_file(FileEntry::foreign(&name, file.stat))?;
+        builder.add_file(FileEntry::foreign(&name, file.stat.size, file.stat.mtime_ns))?;
     }
     items.sort_by_key(|item| (item.file, item.offset));
     let batches = batches(&items);

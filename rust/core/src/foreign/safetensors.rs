@@ -138,7 +138,7 @@ fn build(dir: &Path, parts: &[ModelFile], weight_map: &HashMap<String, String>) 
     for part in parts {
         builder.add_file(FileEntry {
             data_start: part.header.data_start,
-            ..FileEntry::foreign(&part.name, part.stat)
+            ..FileEntry::foreign(&part.name, part.stat.size, part.stat.mtime_ns)
         })?;
     }
     for (name, known) in tensors {

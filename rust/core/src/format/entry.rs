@@ -4,7 +4,6 @@ use super::{FileView, Kind, Value};
 use crate::Dtype;
 use crate::copy::Signs;
 use crate::geometry::Dims;
-use crate::store::Stat;
 
 /// A data file of an index.
 #[derive(Clone, Debug, Default)]
@@ -27,14 +26,8 @@ pub struct FileEntry {
 
 impl FileEntry {
     /// Describes a file of another program, whose payload begins at its first byte.
-    pub(crate) fn foreign(name: &str, stat: Stat) -> Self {
-        Self {
-            name: name.to_owned(),
-            size: stat.size,
-            external: true,
-            mtime_ns: stat.mtime_ns,
-            ..Self::default()
-        }
+    pub(crate) fn foreign(name: &str, size: u64, mtime_ns: i64) -> Self {
+        Self { name: name.to_owned(), size, external: true, mtime_ns, ..Self::default() }
     }
 }
 

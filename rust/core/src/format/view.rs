@@ -10,9 +10,11 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{ChunkEntry, ChunkView, FileEntry, Index, IndexBuilder, Kind, TensorEntry, Value};
-use crate::geometry::overlap::{self, Overlap, Region};
-use crate::geometry::{Dims, row_major, strided_length};
+use super::{
+    ChunkEntry, ChunkView, FileEntry, Index, IndexBuilder, Kind, Overlap, TensorEntry, Value,
+    touching,
+};
+use crate::geometry::{Dims, Region, row_major, strided_length};
 use crate::quant::Coded;
 use crate::{Dtype, Error, Result};
 
@@ -63,6 +65,36 @@ impl CodedChunk {
             offsets: own.map(|(&at, dim)| at + dim.map_or(0, |dim| offsets[dim])).collect(),
             sizes: self.dims.iter().map(|dim| dim.map_or(1, |dim| sizes[dim])).collect(),
         }
+    }
+}
+
+impl ChunkView {
+    /// Returns the first byte of a rectangle within the chunk, and the strides in bytes. For a coded
+    /// chunk, both are estimates.
+    pub(crate) fn bytes_of(&self, itemsize: u64, offsets: &[u64]) -> (u64, Dims) {
+        if let Some(chunk) = &self.coded {
+            return self.coded_bytes(chunk, offsets);
+        }
+        let strides = self.strides.clone().unwrap_or_else(|| row_major(&self.sizes));
+        let strides: Dims = strides.iter().map(|stride| stride * itemsize).collect();
+        let first = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride);
+        (self.lead + first.sum::<u64>(), strides)
+    }
+
+    /// Estimates the bytes of a rectangle of codes, to compare the reads of ranks. Each row of the
+    /// last dimension counts as one byte.
+    fn coded_bytes(&self, chunk: &CodedChunk, offsets: &[u64]) -> (u64, Dims) {
+        let numbers: u64 = chunk.of.shape.iter().product();
+        let own = row_major(&chunk.of.shape);
+        let stride = |dim: usize| -> u64 {
+            let at = chunk.dims.iter().position(|&of| of == Some(dim));
+            let bytes = at.map_or(0, |at| {
+                u128::from(own[at]) * u128::from(self.length) / u128::from(numbers.max(1))
+            });
+            u64::try_from(bytes).unwrap_or(0)
+        };
+        let strides: Dims = (0..offsets.len()).map(stride).collect();
+        (offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum(), strides)
     }
 }
 
@@ -285,7 +317,7 @@ impl Making<'_> {
             return self.empty(id, name, shape, first.tensor);
         }
         for source in sources {
-            for part in overlap::touching(self.base, source.tensor, &source.region) {
+            for part in touching(self.base, source.tensor, &source.region) {
                 let (view, piece) = placed(self.base, source, &part, dtype.map_or(1, Dtype::size));
                 self.add(id, name, view, part.chunk, piece)?;
             }

@@ -11,8 +11,7 @@ use super::batch::stores;
 use super::plan::stored_strides;
 use super::sequential::{FileProbe, Sequential};
 use super::worker::in_destination_bytes;
-use super::{FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, connect};
-use crate::checkpoint::gather::{bytes_of, cover};
+use super::{Catalog, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, connect};
 use crate::copy::{Strided, copy_strided};
 use crate::geometry::{Dims, row_major};
 use crate::quant::Coded;
@@ -63,9 +62,9 @@ impl CodedReq {
             let strides: Dims =
                 row_major(&part.region.sizes).iter().map(|stride| stride * part.itemsize).collect();
             let dtype = index.tensor(part.tensor).dtype;
-            for held in cover(index, part.tensor, &part.region)? {
+            for held in index.parts_of(part.tensor, &part.region)? {
                 let view = index.chunk(held.chunk);
-                let (src_offset, src_strides) = bytes_of(&view, part.itemsize, &held.chunk_offsets);
+                let (src_offset, src_strides) = view.bytes_of(part.itemsize, &held.chunk_offsets);
                 let to: u64 =
                     held.region_offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum();
                 let file = self.files.iter().find(|(file, _)| *file == view.file);
@@ -160,7 +159,7 @@ pub unsafe fn read(
 ///
 /// # Safety
 /// That of [`read`](super::read).
-pub unsafe fn fill(
+unsafe fn fill(
     reader: &mut Sequential,
     files: &[FileRef],
     req: &ReadReq,
@@ -182,9 +181,57 @@ pub unsafe fn fill(
 }
 
 impl FileProbe {
+    /// Opens and checks every file that the requests of all batches need, and decides how to read
+    /// it.
+    ///
+    /// # Errors
+    /// Those of [`read`](super::read) for files.
+    pub fn new(
+        files: &[FileRef],
+        reqs: &[ReadReq],
+        options: &ReadOptions,
+        catalog: &dyn Catalog,
+    ) -> Result<Self> {
+        let (plain, coded) = split_off_coded(reqs);
+        let mut plain = plain.into_owned();
+        for req in coded {
+            let parts = wanted(req)?.into_iter();
+            plain.extend(parts.map(|part| ReadReq { tensor: req.tensor, ..part }));
+        }
+        Self::of_plain(files, &plain, options, catalog)
+    }
+
     /// Returns the bytes of a decoded window.
     fn window(&self) -> u64 {
         if self.waits() { WAITING_WINDOW } else { WINDOW }
+    }
+}
+
+impl Sequential {
+    /// Fills every destination, on this thread.
+    ///
+    /// # Errors
+    /// Those of [`read`](super::read).
+    ///
+    /// # Safety
+    /// That of [`read`](super::read).
+    pub unsafe fn read(
+        &mut self,
+        files: &[FileRef],
+        reqs: &[ReadReq],
+        probe: &FileProbe,
+        verify: Verify,
+        catalog: &dyn Catalog,
+        control: &Control,
+    ) -> Result<()> {
+        control.check()?;
+        let (plain, coded) = split_off_coded(reqs);
+        for req in coded {
+            // SAFETY: the caller guarantees it.
+            unsafe { fill(self, files, req, probe, verify, control)? };
+        }
+        // SAFETY: as above.
+        unsafe { self.read_plain(files, &plain, probe, verify, catalog, control) }
     }
 }
 
@@ -220,7 +267,7 @@ unsafe fn fill_window(
     let delivered = reader.stats().bytes_wanted;
     // SAFETY: the parts are consecutive in `memory`, and the chunks of a part do not overlap. Only
     // this thread uses the memory.
-    unsafe { reader.read(files, &requests, probe, verify, &*coded.of.index, control)? };
+    unsafe { reader.read_plain(files, &requests, probe, verify, &*coded.of.index, control)? };
     reader.count_as(delivered, decoded as u64);
     control.add((decoded as u64).saturating_sub(stored as u64));
     let (codes, out) = memory[..stored + decoded].split_at_mut(stored);

@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch::{Batch, change_signs, stores};
-use super::coded;
 use super::plan::{Plan, plan};
 use super::policy::{Access, Policy};
 use super::probe::{CachedHandle, Found, SharedMapping, probe, spans};
@@ -24,25 +23,14 @@ pub struct FileProbe {
 }
 
 impl FileProbe {
-    /// Opens and checks every file that the requests of all batches need, and decides how to read
-    /// it.
-    ///
-    /// # Errors
-    /// Those of [`read`](super::read) for files.
-    pub fn new(
+    /// Opens and checks every file that plain requests need, and decides how to read it.
+    pub(super) fn of_plain(
         files: &[FileRef],
         reqs: &[ReadReq],
         options: &ReadOptions,
         catalog: &dyn Catalog,
     ) -> Result<Self> {
-        let (reqs, coded) = coded::split_off_coded(reqs);
-        let mut reqs = reqs.into_owned();
-        for req in coded {
-            reqs.extend(
-                coded::wanted(req)?.into_iter().map(|part| ReadReq { tensor: req.tensor, ..part }),
-            );
-        }
-        let wanted = spans(files, &reqs, options, catalog)?;
+        let wanted = spans(files, reqs, options, catalog)?;
         let Found { access, kept, mappings, .. } = probe(files, &wanted, options)?;
         let share = options.max_inflight_bytes.min(u64::from(u32::MAX));
         let policies: Vec<Policy> = access.iter().map(|access| access.policy(share)).collect();
@@ -84,14 +72,11 @@ impl Sequential {
         Self { worker: Worker::default(), connection, memory: Vec::new() }
     }
 
-    /// Fills every destination, on this thread.
-    ///
-    /// # Errors
-    /// Those of [`read`](super::read).
+    /// Fills the destinations of plain requests, on this thread.
     ///
     /// # Safety
     /// That of [`read`](super::read).
-    pub unsafe fn read(
+    pub(super) unsafe fn read_plain(
         &mut self,
         files: &[FileRef],
         reqs: &[ReadReq],
@@ -100,13 +85,7 @@ impl Sequential {
         catalog: &dyn Catalog,
         control: &Control,
     ) -> Result<()> {
-        control.check()?;
-        let (plain, coded) = coded::split_off_coded(reqs);
-        for req in coded {
-            // SAFETY: the caller guarantees it.
-            unsafe { coded::fill(self, files, req, probe, verify, control)? };
-        }
-        let (verify, reqs) = verify::chosen(&plain, verify, &probe.access);
+        let (verify, reqs) = verify::chosen(reqs, verify, &probe.access);
         let plan = plan(files, &reqs, &probe.policies, verify, catalog)?;
         let batch = Batch {
             files,

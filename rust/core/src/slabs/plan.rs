@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::pack::{ALIGN, ItemPart, SlabBatch, SlabItem, pack};
 use crate::checkpoint::explain;
-use crate::checkpoint::gather::{Gather, Memory, SharedSections, SlabRegion, Source, bytes_of};
+use crate::checkpoint::gather::{Gather, Memory, SharedSections, SlabRegion, Source};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
@@ -219,7 +219,7 @@ fn item(index: &Index, of: &SlabRegion) -> Result<SlabItem> {
     }
     let itemsize = dtype.size();
     let empty = of.sizes.contains(&0);
-    let (first, _) = bytes_of(&view, itemsize, &of.chunk_offsets);
+    let (first, _) = view.bytes_of(itemsize, &of.chunk_offsets);
     let first = if empty { 0 } else { first };
     let stands_for_itself = view.signs == Signs::default() && view.coded.is_none();
     let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));

@@ -14,7 +14,6 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use super::lock::Mode;
 use super::{LOOK_AGAIN, STALE, platform};
 use crate::{Control, Error, Result};
 
@@ -54,6 +53,19 @@ pub(crate) enum Call {
     OpenLock,
     /// Tries to lock an open file, without waiting.
     Lock(Mode),
+}
+
+/// File in a folder, whose lock is that of the folder. In the folder of a checkpoint it is empty,
+/// and stays.
+pub const LOCK_NAME: &str = ".dcprs.lock";
+
+/// Modes of a lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Can be held together with other shared locks.
+    Shared,
+    /// Can only be held alone.
+    Exclusive,
 }
 
 /// Larger syncs can be interrupted after each such part. A disk writes it in some tenths of a

@@ -4,13 +4,13 @@
 use std::fs::File;
 use std::io::{ErrorKind, Read as _};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::open_file;
 use super::remote::{Connection, Destination, FetchRange, Remote, Run, fetch};
-use crate::format::Index;
-use crate::{Control, Error, Result};
+use crate::format::{INDEX_NAME, Index};
+use crate::{Control, Error, Result, parallel};
 
 /// Bytes of the first request for a remote file. This is all of most files.
 const FIRST: u64 = 4 << 20;
@@ -22,7 +22,7 @@ const STEP: usize = 64 << 20;
 pub(crate) const MOST_JSON: u64 = 100_000_000;
 /// Limit on an index that is read into memory: tens of millions of chunks.
 pub(crate) const MOST_INDEX: u64 = 4 << 30;
-/// Concurrent checks of files on a store.
+/// Concurrent small requests to a store.
 const LOOKS: usize = 32;
 
 /// Place of files: the file system, or a store.
@@ -314,4 +314,28 @@ fn rest(
         unsafe { fetch(connection, path, size, parts, control)? };
     }
     Ok(bytes)
+}
+
+/// Limit on a file beside an index: a longer one is no note of a run.
+const MOST_NOTE: u64 = 1 << 20;
+
+/// Returns all bytes of several files of a store; `None` for a file that does not exist, and no
+/// bytes for one that is neither an index nor short enough for a note.
+///
+/// # Errors
+/// Those of [`Connection`].
+pub fn read_files(
+    paths: &[PathBuf],
+    connection: &dyn Connection,
+    control: &Control,
+) -> Result<Vec<Option<Vec<u8>>>> {
+    let files = Files::Remote(connection, control);
+    parallel::map(paths.len(), LOOKS, |number| {
+        let path = &paths[number];
+        if path.file_name().is_some_and(|name| name == INDEX_NAME) {
+            return files.read(path, MOST_INDEX);
+        }
+        let found = connection.start(path, MOST_NOTE, false, control)?;
+        Ok(found.map(|(bytes, size)| if size > MOST_NOTE { Vec::new() } else { bytes }))
+    })
 }

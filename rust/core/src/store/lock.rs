@@ -10,15 +10,11 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::disk::{Disk, Locked};
+use super::disk::{Disk, LOCK_NAME, Locked, Mode};
 use super::fork::OwnFile;
 use super::publish::publish_on;
 use super::{is_remote, platform, read_at};
 use crate::{Control, Error, Result};
-
-/// File in a folder, whose lock is that of the folder. In the folder of a checkpoint it is empty,
-/// and stays.
-pub const LOCK_NAME: &str = ".dcprs.lock";
 
 /// First and longest delay before a lock is tried again.
 const SLICES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
@@ -27,15 +23,6 @@ const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Bound on the bytes in the file of a lock.
 const MOST_HELD: usize = 64 << 10;
-
-/// Modes of a lock.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// Can be held together with other shared locks.
-    Shared,
-    /// Can only be held alone.
-    Exclusive,
-}
 
 /// Answer to the question whether a process claims a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,6 +111,16 @@ impl Drop for FileLock {
             Disk::unlock(&self.file);
         }
     }
+}
+
+/// Locks the folder at `to`, so that no process commits to it or removes anything in it. Returns
+/// `None` if there is no folder.
+///
+/// # Errors
+/// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
+pub fn lock_replaced(to: &Path, control: &Control) -> Result<Option<FolderLock>> {
+    let is_folder = to.symlink_metadata().is_ok_and(|meta| meta.is_dir());
+    is_folder.then(|| FolderLock::take(to, Mode::Exclusive, control)).transpose()
 }
 
 /// The lock of a folder. It is exclusive while an index is published or files are removed. It is

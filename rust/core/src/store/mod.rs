@@ -37,22 +37,24 @@ pub(crate) use buffer::Buffer;
 pub(crate) use conditional::{another, is_refused, put_and_look, put_over, unclear};
 pub use conditional::{has, put_new};
 pub(crate) use descriptors::most_open;
+pub use disk::{LOCK_NAME, Mode};
 pub use file::FileRef;
 pub(crate) use file::{open_file, read_all, read_at, read_direct_at};
+pub use files::read_files;
 pub(crate) use files::{Files, MOST_JSON, Opened, Stat, Storage};
 pub use fingerprint::Fingerprint;
 pub(crate) use lock::Claimed;
-pub use lock::{FileLock, FolderLock, LOCK_NAME, Mode};
+pub use lock::{FileLock, FolderLock, lock_replaced};
 pub use mapping::Mapping;
 pub(crate) use platform::spare_address_space;
 pub use platform::{direct_align, is_remote};
 pub use private::PrivateMapping;
-pub use publish::{ASIDE, create_folder, lock_replaced, publish, put_in_place};
+pub use publish::{ASIDE, create_folder, publish, put_in_place};
 pub(crate) use publish::{name_of_temporary, publish_on};
 pub use random::{random_bytes, random_token};
 pub use remote::{
     Body, Condition, Connection, Destination, FetchRange, Folder, Listed, Remote,
-    StoringConnection, Upload, list_folders, read_files,
+    StoringConnection, Upload, list_folders,
 };
 pub(crate) use remote::{Mismatch, Run, fetch};
 pub use residency::resident_bytes;

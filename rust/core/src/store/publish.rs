@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::disk::Disk;
-use super::{Fingerprint, FolderLock, Mode, random_token};
+use super::{Fingerprint, random_token};
 use crate::{Control, Error, Result};
 
 /// Suffix of a folder that was renamed to make room for its replacement, if that takes two steps. A
@@ -76,21 +76,11 @@ pub fn create_folder(folder: &Path) -> Result<()> {
     changed.iter().try_for_each(|parent| disk.sync_folder(parent))
 }
 
-/// Locks the folder at `to`, so that no process commits to it or removes anything in it. Returns
-/// `None` if there is no folder.
-///
-/// # Errors
-/// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
-pub fn lock_replaced(to: &Path, control: &Control) -> Result<Option<FolderLock>> {
-    let is_folder = to.symlink_metadata().is_ok_and(|meta| meta.is_dir());
-    is_folder.then(|| FolderLock::take(to, Mode::Exclusive, control)).transpose()
-}
-
 /// Renames a finished file or folder to its final name in one step. Replaces what has that name
 /// only if it is still what it was `before`. What was replaced is then at `from` or beside it, in a
 /// folder that the caller removes.
 ///
-/// To replace a folder, the caller must hold [its lock](lock_replaced).
+/// To replace a folder, the caller must hold [its lock](super::lock_replaced).
 ///
 /// # Errors
 /// - [`Error::Exists`] if something else has the name by now.

@@ -13,8 +13,7 @@ use std::time::Duration;
 
 use twox_hash::xxhash3_64::Hasher;
 
-use super::files::{Files, MOST_INDEX};
-use crate::format::{INDEX_NAME, block_digest};
+use crate::format::block_digest;
 use crate::{Control, Error, Result, parallel};
 
 /// Concurrent requests to a store.
@@ -380,30 +379,6 @@ pub fn list_folders(
         let folder = &folders[number];
         let found = connection.list(folder, control)?;
         found.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", folder.display())))
-    })
-}
-
-/// Limit on a file beside an index: a longer one is no note of a run.
-const MOST_NOTE: u64 = 1 << 20;
-
-/// Returns all bytes of several files of a store; `None` for a file that does not exist, and no
-/// bytes for one that is neither an index nor short enough for a note.
-///
-/// # Errors
-/// Those of [`Connection`].
-pub fn read_files(
-    paths: &[PathBuf],
-    connection: &dyn Connection,
-    control: &Control,
-) -> Result<Vec<Option<Vec<u8>>>> {
-    let files = Files::Remote(connection, control);
-    parallel::map(paths.len(), QUESTIONS, |number| {
-        let path = &paths[number];
-        if path.file_name().is_some_and(|name| name == INDEX_NAME) {
-            return files.read(path, MOST_INDEX);
-        }
-        let found = connection.start(path, MOST_NOTE, false, control)?;
-        Ok(found.map(|(bytes, size)| if size > MOST_NOTE { Vec::new() } else { bytes }))
     })
 }
 

@@ -5,7 +5,7 @@ mod create;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::index;
-use super::item::{SaveInfo, SaveItem};
+use super::item::{Part, SaveInfo, SaveItem};
 use super::jobs::{Span, cut};
 use super::layout::SaveLayout;
 use super::links::Link;
@@ -15,17 +15,6 @@ use super::sink::{Digests, Sink};
 use crate::format::{BLOCK_SIZE, Value};
 use crate::store::FileLock;
 use crate::{Control, Error, Result, parallel};
-
-/// Some bytes of an item.
-#[derive(Clone, Copy, Debug)]
-pub struct Part<'a> {
-    /// Index of the item.
-    pub item: u32,
-    /// Offset in the item.
-    pub at: u64,
-    /// The bytes.
-    pub data: &'a [u8],
-}
 
 /// The data files of one rank while they are written to a disk or a store.
 ///

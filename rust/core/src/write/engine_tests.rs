@@ -16,8 +16,8 @@ use super::*;
 use crate::format::{INDEX_NAME, Index};
 use crate::store::Buffer;
 use crate::store::disk::{Call, Disk, Hook};
+use crate::write::jobs::to_usize;
 use crate::write::options::WriteOptions;
-use crate::write::sink::to_usize;
 use crate::write::{FilePlan, Place, Sums};
 
 const MIB: u64 = 1 << 20;

@@ -6,6 +6,17 @@ use crate::{Dtype, Error, Result};
 
 const MAX_NDIM: usize = 64;
 
+/// Some bytes of an item.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
+    /// Index of the item.
+    pub item: u32,
+    /// Offset in the item.
+    pub at: u64,
+    /// The bytes.
+    pub data: &'a [u8],
+}
+
 /// A chunk of a tensor, or another value, to save.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SaveItem {

@@ -2,8 +2,6 @@
 
 use std::ops::Range;
 
-use super::sink::to_usize;
-
 /// Bytes in memory, and their destination in the files.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span<'a> {
@@ -69,6 +67,11 @@ pub(super) fn cut(spans: &[Span], job_bytes: u64, alignment: u64) -> Vec<Job> {
 
 fn limit(start: u64, job_bytes: u64, alignment: u64) -> u64 {
     (start - start % alignment).saturating_add(job_bytes)
+}
+
+/// Converts the length of something in memory.
+pub(super) fn to_usize(value: u64) -> usize {
+    usize::try_from(value).expect("the length of something in memory")
 }
 
 #[cfg(test)]

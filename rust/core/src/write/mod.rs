@@ -19,8 +19,8 @@ mod to_files;
 mod to_store;
 mod upload;
 
-pub use engine::{Finished, Part, Save};
-pub use item::{SaveInfo, SaveItem};
+pub use engine::{Finished, Save};
+pub use item::{Part, SaveInfo, SaveItem};
 pub use layout::{FilePlan, HEADER_LIMIT, Place, SaveLayout};
 pub use options::{WriteIo, WriteOptions};
 pub use reuse::Reuse;

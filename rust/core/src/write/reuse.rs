@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::engine::Part;
-use super::item::SaveItem;
+use super::item::{Part, SaveItem};
+use super::jobs::to_usize;
 use crate::format::{
     BLOCK_SIZE, BlockCell, BlockDigests, ChunkView, DataFileName, Index, Kind, SourceKind,
     block_count, content_digest,
@@ -399,10 +399,6 @@ fn find(parent: &Index, item: &SaveItem) -> Option<u64> {
         .map(|chunk| (chunk, parent.chunk(chunk)))
         .find(|(_, view)| at(view) && view.length == item.length && view.digests.is_some())
         .map(|(chunk, _)| chunk)
-}
-
-fn to_usize(value: u64) -> usize {
-    usize::try_from(value).expect("the length of something in memory")
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::item::SaveItem;
-use super::jobs::{Job, Span};
+use super::jobs::{Job, Span, to_usize};
 use crate::format::{
     BLOCK_SIZE, BlockCell, BlockDigests, BlockHasher, block_count, content_digest,
 };
@@ -276,9 +276,4 @@ impl Shared {
 /// Stores a CRC-32 in place of a digest.
 fn of_crc32(crc: u32) -> BlockDigests {
     BlockDigests { digest: crc.into(), content: 0 }
-}
-
-/// Converts the length of something in memory.
-pub(super) fn to_usize(value: u64) -> usize {
-    usize::try_from(value).expect("the length of something in memory")
 }

@@ -7,8 +7,8 @@ use std::{fs, io};
 use proptest::prelude::*;
 use smallvec::smallvec;
 
+use super::jobs::to_usize;
 use super::layout::{LayoutConstraints, plan_files_within};
-use super::sink::to_usize;
 use super::{HEADER_LIMIT, Part, Save, SaveInfo, SaveItem, SaveLayout, WriteOptions};
 use crate::format::{BLOCK_SIZE, INDEX_NAME, Index, Kind, Value, block_digest};
 use crate::geometry::Dims;

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::files::{DataFiles, Handles};
-use super::jobs::{Job, Span};
+use super::jobs::{Job, Span, to_usize};
 use super::layout::SaveLayout;
 use super::options::Resolved;
-use super::sink::{Digests, Grain, JobWriter, Sink, to_usize};
+use super::sink::{Digests, Grain, JobWriter, Sink};
 use crate::store::disk::Disk;
 use crate::store::{Buffer, FileLock};
 use crate::{Control, Error, Result, parallel};

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use super::copies::Copies;
 use super::item::SaveItem;
-use super::jobs::{Job, Span};
+use super::jobs::{Job, Span, to_usize};
 use super::layout::SaveLayout;
 use super::object::{Object, give_up, with_leftovers};
 use super::options::WriteOptions;
-use super::sink::{Digests, Grain, JobWriter, Sink, to_usize};
+use super::sink::{Digests, Grain, JobWriter, Sink};
 use crate::store::{Body, Condition, FileLock, Remote, StoringConnection, Upload};
 use crate::{Control, Error, Result, parallel};
 

@@ -12,8 +12,8 @@ use super::*;
 use crate::StorageFault;
 use crate::format::{INDEX_NAME, Index, PAYLOAD_ALIGNMENT, Value};
 use crate::store::{self, Connection};
-use crate::write::engine::{Part as Piece, Save};
 use crate::write::testing::{INFO, assert_saved, contents, parts, saves, value, whole};
+use crate::write::{Part as Piece, Save};
 
 const MIB: u64 = 1 << 20;
 const DIR: &str = "s3://bucket/ckpt";

@@ -4,9 +4,9 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::jobs::to_usize;
 use super::object::{Object, give_up, with_leftovers};
 use super::options::WriteOptions;
-use super::sink::to_usize;
 use super::to_store::{in_flight, part_bytes};
 use crate::store::{
     Body, Condition, Remote, StoringConnection, Upload, has, open_file, put_new, put_over,

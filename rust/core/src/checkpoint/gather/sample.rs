@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{Gather, Source, bytes_of};
-use crate::format::Index;
-use crate::geometry::overlap::{self, Overlap, Region};
+use super::{Gather, Source};
+use crate::format::{Index, Overlap, touching};
+use crate::geometry::Region;
 use crate::read::span;
 use crate::{Error, Result};
 
@@ -98,8 +98,7 @@ impl Sample {
             Source::Chunk(chunk) => self.add_part(chunk, &region.offsets, &region.sizes),
             Source::Tensor(tensor) if region.fits(&self.index.tensor(tensor).shape) => {
                 let index = Arc::clone(&self.index);
-                for Overlap { chunk, chunk_offsets, sizes, .. } in
-                    overlap::touching(&index, tensor, region)
+                for Overlap { chunk, chunk_offsets, sizes, .. } in touching(&index, tensor, region)
                 {
                     self.add_part(chunk, &chunk_offsets, &sizes);
                 }
@@ -117,7 +116,7 @@ impl Sample {
             return;
         }
         let itemsize = dtype.size();
-        let (first, strides) = bytes_of(&view, itemsize, offsets);
+        let (first, strides) = view.bytes_of(itemsize, offsets);
         self.add_rectangle(view.file, view.offset + first, itemsize, sizes, &strides);
     }
 

@@ -5,9 +5,10 @@ use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::legacy;
+use super::parts::{Parts, RULES, StorageRecord};
 use super::tree::{self, Tree};
 use crate::foreign::fault::{Fault, FaultResult};
-use crate::foreign::pickle::{Pickle, Rules};
+use crate::foreign::pickle::Pickle;
 use crate::foreign::tensor_pickle;
 use crate::foreign::window::{Fetched, SourceFile, Window};
 use crate::foreign::zip::{Archive, LOCAL_MAGIC, Record};
@@ -29,46 +30,11 @@ pub(crate) const START: usize = 2 + 9 + LEGACY_MAGIC.len();
 /// File names with these endings belong to files of `torch.save`, or should.
 const ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
-/// Allows every global. Nothing here is made of globals, and torch checks those of a value when the
-/// value is loaded.
-pub(super) const RULES: Rules =
-    Rules { allow: |_, _| true, persistent: true, keep: true, places: true };
-
 /// A parsed file.
 pub(super) struct TorchFile {
     pub path: PathBuf,
     pub stat: Stat,
     pub parts: Parts,
-}
-
-/// The parts of a file.
-pub(super) struct Parts {
-    pub pickle: Pickle<'static>,
-    /// Offset of the pickle in the file.
-    pub pickle_at: u64,
-    /// True if the file has a checksum of the pickle. Then it matched.
-    pub pickle_is_checked: bool,
-    /// By key.
-    pub storages: HashMap<String, StorageRecord>,
-}
-
-impl Parts {
-    /// Returns the storage with this key.
-    pub(super) fn storage(&self, key: &str) -> FaultResult<StorageRecord> {
-        let found = self.storages.get(key).copied();
-        found.ok_or_else(|| {
-            Fault::corrupt(self.pickle_at, format!("the archive has no record data/{key}"))
-        })
-    }
-}
-
-/// Location of a storage's bytes.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct StorageRecord {
-    pub at: u64,
-    pub size: u64,
-    /// Their CRC-32, if the file has it.
-    pub crc: Option<u32>,
 }
 
 /// Returns whether a file with this name and start is one of `torch.save`. A safetensors file has a

@@ -8,7 +8,8 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::archive::{Parts, look_at_value};
+use super::archive::look_at_value;
+use super::parts::Parts;
 use crate::Error;
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Extent, Item, Node, Pickle, Then, most_bytes};

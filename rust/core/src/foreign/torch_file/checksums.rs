@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::archive::{StorageRecord, TorchFile};
+use super::archive::TorchFile;
+use super::parts::StorageRecord;
 use super::tree::Content;
 use crate::foreign::pickle::Item;
 use crate::foreign::tensor_pickle;

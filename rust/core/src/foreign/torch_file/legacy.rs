@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 
-use super::archive::{Parts, RULES, StorageRecord};
+use super::parts::{Parts, RULES, StorageRecord};
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Item, Pickle};
 use crate::foreign::tensor_pickle;

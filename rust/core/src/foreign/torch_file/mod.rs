@@ -9,6 +9,7 @@ mod archive;
 mod check;
 mod checksums;
 mod legacy;
+mod parts;
 mod ranks;
 mod tree;
 mod value;
@@ -16,10 +17,11 @@ mod value;
 use std::collections::HashMap;
 use std::path::Path;
 
-use self::archive::{Parts, TorchFile};
+use self::archive::TorchFile;
 pub(crate) use self::archive::{START, is_torch_file};
 pub use self::check::{Refusal, check_value};
 pub(crate) use self::checksums::check_records;
+use self::parts::Parts;
 pub(crate) use self::ranks::index_ranks;
 use self::tree::{Content, Leaf};
 pub use self::value::ValueReader;
@@ -75,7 +77,8 @@ pub(crate) fn index_model(
     for name in &model.files {
         let path = dir.join(name);
         let file = TorchFile::open(files, &path, threads)?;
-        let number = builder.add_file(FileEntry::foreign(name, file.stat))?;
+        let number =
+            builder.add_file(FileEntry::foreign(name, file.stat.size, file.stat.mtime_ns))?;
         let mut tree = file.tree()?;
         tree.describe_in(&mut builder);
         for (position, leaf) in (0..).zip(tree.leaves) {

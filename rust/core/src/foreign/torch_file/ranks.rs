@@ -72,7 +72,8 @@ pub(crate) fn index_ranks(
     for (rank, name) in (0_u64..).zip(names) {
         let path = dir.join(name);
         let file = TorchFile::open(files, &path, threads)?;
-        let number = builder.add_file(FileEntry::foreign(name, file.stat))?;
+        let number =
+            builder.add_file(FileEntry::foreign(name, file.stat.size, file.stat.mtime_ns))?;
         let mut tree = file.tree()?;
         let (own, count) = (tree.leaves.len(), sharded.len() + same.len());
         if rank == 0 {

@@ -1,7 +1,8 @@
 //! The chunks that hold parts of a region of a tensor, and whether they cover it.
 
-use crate::format::Index;
-use crate::geometry::Dims;
+use super::Index;
+use crate::Error;
+use crate::geometry::{Dims, Region};
 
 /// A part of a region that one chunk holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,70 +15,6 @@ pub struct Overlap {
     pub region_offsets: Dims,
     /// Sizes of the part.
     pub sizes: Dims,
-}
-
-/// A rectangle of a tensor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Region {
-    /// Offsets of the region.
-    pub offsets: Dims,
-    /// Sizes of the region.
-    pub sizes: Dims,
-}
-
-impl Region {
-    /// Makes a region with these offsets and sizes.
-    pub fn new(offsets: &[u64], sizes: &[u64]) -> Self {
-        Self { offsets: Dims::from_slice(offsets), sizes: Dims::from_slice(sizes) }
-    }
-
-    /// Returns whether it is inside `shape`.
-    pub fn fits(&self, shape: &[u64]) -> bool {
-        self.offsets.len() == shape.len()
-            && self.sizes.len() == shape.len()
-            && (self.offsets.iter().zip(&self.sizes).zip(shape)).all(|((offset, size), whole)| {
-                offset.checked_add(*size).is_some_and(|end| end <= *whole)
-            })
-    }
-
-    fn end(&self, d: usize) -> u64 {
-        self.offsets[d] + self.sizes[d]
-    }
-
-    fn volume(&self) -> u128 {
-        self.sizes.iter().map(|&size| u128::from(size)).product()
-    }
-
-    fn intersection(&self, other: &Self) -> Option<Self> {
-        let mut both = Self::new(&[], &[]);
-        for d in 0..self.offsets.len() {
-            let begin = self.offsets[d].max(other.offsets[d]);
-            let end = self.end(d).min(other.end(d));
-            if begin >= end {
-                return None;
-            }
-            both.offsets.push(begin);
-            both.sizes.push(end - begin);
-        }
-        Some(both)
-    }
-
-    /// Adds `self` without `hole`, which is inside of it, as disjoint rectangles.
-    fn without(&self, hole: &Self, out: &mut Vec<Self>) {
-        let mut rest = self.clone();
-        for d in 0..self.offsets.len() {
-            for (begin, end) in [(rest.offsets[d], hole.offsets[d]), (hole.end(d), rest.end(d))] {
-                if begin < end {
-                    let mut side = rest.clone();
-                    side.offsets[d] = begin;
-                    side.sizes[d] = end - begin;
-                    out.push(side);
-                }
-            }
-            rest.offsets[d] = hole.offsets[d];
-            rest.sizes[d] = hole.sizes[d];
-        }
-    }
 }
 
 /// Returns the parts of `region` and the chunks of `tensor` that hold them. Each element occurs
@@ -128,6 +65,23 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>
         Some(hole) => Err(hole),
         None if held == region.volume() => Ok(overlaps(index, region, &parts)),
         None => Ok(overlaps(index, region, &fragments)),
+    }
+}
+
+impl Index {
+    /// Does the same as [`cover`].
+    ///
+    /// # Errors
+    /// [`Error::TensorPlan`] for a part of the region that no chunk holds.
+    pub fn parts_of(&self, tensor: u32, region: &Region) -> crate::Result<Vec<Overlap>> {
+        cover(self, tensor, region).map_err(|hole| {
+            let reason = format!(
+                "the checkpoint does not hold {:?} elements at {:?}",
+                hole.sizes.as_slice(),
+                hole.offsets.as_slice()
+            );
+            Error::tensor_plan(Some(self.path()), self.name(tensor), reason)
+        })
     }
 }
 
