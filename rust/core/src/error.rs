@@ -43,7 +43,10 @@ pub enum Error {
     },
     /// Another save has replaced the checkpoint since its index was opened, and removed the old
     /// data files.
-    #[error("the checkpoint was replaced by another save while it was being read: {}", path.display())]
+    #[error(
+        "the checkpoint was replaced by another save while it was being read: {}",
+        path.display()
+    )]
     Replaced {
         /// The index that was replaced.
         path: PathBuf,
@@ -56,7 +59,11 @@ pub enum Error {
     },
     /// A result could not be put in place, and the replaced folder could not be put back. That
     /// folder is complete, at another path.
-    #[error("could not put {} back: it is at {} now; move it back yourself: {source}", path.display(), at.display())]
+    #[error(
+        "could not put {} back: it is at {} now; move it back yourself: {source}",
+        path.display(),
+        at.display()
+    )]
     Displaced {
         /// The original path of the folder.
         path: PathBuf,
@@ -66,7 +73,8 @@ pub enum Error {
         source: Box<Error>,
     },
     /// A pickle names a global that is not allowed. Nothing was executed.
-    #[error("unsafe pickle {}: it asks for {global}; only tensors and plain values are read. If you trust the file, load it with torch and save its state_dict() again", path.display())]
+    #[error("unsafe pickle {}: it asks for {global}; only tensors and plain values are read. If \
+        you trust the file, load it with torch and save its state_dict() again", path.display())]
     UnsafePickle {
         /// The file with the pickle.
         path: PathBuf,
@@ -126,7 +134,8 @@ pub enum Error {
         reason: String,
     },
     /// Another process holds the lock of a folder.
-    #[error("another process has held the lock {} for {seconds} s: it is stuck, or the file system has lost the lock and must be mounted again", path.display())]
+    #[error("another process has held the lock {} for {seconds} s: it is stuck, or the file \
+        system has lost the lock and must be mounted again", path.display())]
     Busy {
         /// The locked file.
         path: PathBuf,

@@ -9,7 +9,8 @@
 mod api;
 #[cfg(target_endian = "big")]
 compile_error!(
-    "the format is little-endian, and tensors are copied to and from files as they lie in memory: big-endian machines would get wrong numbers"
+    "the format is little-endian, and tensors are copied to and from files as they lie in \
+    memory: big-endian machines would get wrong numbers"
 );
 
 #[doc(hidden)]

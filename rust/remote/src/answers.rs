@@ -329,7 +329,8 @@ mod tests {
     fn answers_are_told_apart() {
         let answer = |status: &str, code: &str| {
             generic(&format!(
-                "Server returned non-2xx status code: {status}: <Error><Code>{code}</Code><X>hunter22</X></Error>"
+                "Server returned non-2xx status code: {status}: \
+                <Error><Code>{code}</Code><X>hunter22</X></Error>"
             ))
         };
         let slow = answer("503 Service Unavailable", "SlowDown");
@@ -379,7 +380,8 @@ mod tests {
 
     #[test]
     fn only_of_an_object_404_says_that_it_is_not_there() {
-        let text = "Server returned non-2xx status code: 404 Not Found: <Error><Code>NoSuchKey</Code></Error>";
+        let text = "Server returned non-2xx status code: 404 Not Found: \
+            <Error><Code>NoSuchKey</Code></Error>";
         let missing =
             Failure::of(&object_store::Error::NotFound { path: "x".into(), source: text.into() });
         assert_eq!(

@@ -136,7 +136,8 @@ impl Config {
         };
         if authority.contains('@') || rest.contains('?') || rest.contains('#') {
             return Err(unsupported(format!(
-                "a {scheme}:// URL with a user, a query or a fragment: pass credentials in storage_options or the environment"
+                "a {scheme}:// URL with a user, a query or a fragment: pass credentials in \
+                storage_options or the environment"
             )));
         }
         if authority.is_empty() {

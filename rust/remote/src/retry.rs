@@ -105,7 +105,10 @@ impl RetryState {
                 self.hold.tell(|| {
                     let (seconds, attempts) = (passed.as_secs(), self.attempts());
                     let reason = &failure.reason;
-                    format!("no progress for {seconds} s, in {attempts} attempts, the last of which failed: {reason}; trying again")
+                    format!(
+                        "no progress for {seconds} s, in {attempts} attempts, the last of \
+                        which failed: {reason}; trying again"
+                    )
                 });
             }
             tokio::time::sleep(wait).await;

@@ -130,7 +130,8 @@ fn converse(
     }
     thread::sleep(reply.delay);
     let told = format!(
-        "HTTP/1.1 {} x\r\nContent-Length: {}\r\nETag: {}\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n{}\r\n{}",
+        "HTTP/1.1 {} x\r\nContent-Length: {}\r\nETag: {}\r\nLast-Modified: Thu, 01 Jan 2026 \
+        00:00:00 GMT\r\n{}\r\n{}",
         reply.status,
         reply.length.unwrap_or(reply.body.len()),
         reply.tag,

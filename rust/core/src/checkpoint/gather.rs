@@ -291,7 +291,8 @@ impl Gather {
         match footprint {
             Some(footprint) if !footprint.overlaps_itself() => Ok(footprint),
             Some(_) => {
-                let reason = "the destination has several elements in one place of memory; give it memory of its own";
+                let reason = "the destination has several elements in one place of memory; give \
+                    it memory of its own";
                 Err(self.refuse(tensor, reason.into()))
             }
             None => Err(self.refuse(tensor, "the destination ends beyond all memory".into())),

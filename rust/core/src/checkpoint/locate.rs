@@ -103,7 +103,8 @@ fn file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
     if is_local {
         return no(
             path,
-            "a single file must be a .safetensors file, a file of torch.save, or an .index.json of such files",
+            "a single file must be a .safetensors file, a file of torch.save, or an .index.json \
+            of such files",
         );
     }
     Ok(None)
@@ -140,7 +141,8 @@ fn models(files: Files<'_>, path: &Path) -> Result<Foreign> {
         Some(names) => Ok(Foreign::TorchRanks { dir, names }),
         None if !can_list => no(
             path,
-            "no index.dcprs, no .metadata and no model.safetensors is there, and this server lists no files",
+            "no index.dcprs, no .metadata and no model.safetensors is there, and this server \
+            lists no files",
         ),
         None if names.is_empty() && files.is_remote() => no(path, "nothing is there"),
         None => no(path, why_not(&names)),
@@ -178,7 +180,8 @@ pub(super) fn check_no_rank_names(dir: &Path, names: &[String]) -> Result<()> {
     match names.iter().filter(|name| parse_rank_index_name(name).is_some()).min() {
         None => Ok(()),
         Some(name) => Err(Error::Unsupported(format!(
-            "{}: an {INDEX_NAME} there would hide the indexes of a rank-local save, such as {name}; remove them if they are not needed",
+            "{}: an {INDEX_NAME} there would hide the indexes of a rank-local save, such as \
+            {name}; remove them if they are not needed",
             dir.display()
         ))),
     }
@@ -215,7 +218,8 @@ fn why_not(names: &[String]) -> &'static str {
     } else if names.iter().any(|name| name.starts_with("__") && name.ends_with(INDEX_NAME)) {
         "its index is rank-local (__<rank>.index.dcprs): it opens for one rank at a time"
     } else if names.iter().any(|name| DataFileName::parse(name).is_some()) {
-        "it has data files but no index.dcprs: the save did not finish, or the index was lost (dcp_rs.index(path) rebuilds it)"
+        "it has data files but no index.dcprs: the save did not finish, or the index was lost \
+        (dcp_rs.index(path) rebuilds it)"
     } else if names.is_empty() {
         "the folder is empty"
     } else if names.iter().any(|name| torch_file::is_torch_file(name, &[])) {

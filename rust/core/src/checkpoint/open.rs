@@ -26,8 +26,9 @@ pub fn open(
     Ok(index.on(remote))
 }
 
-/// Opens the checkpoint at `path` as [`open`] does, and reads its data files from those `tiers` that
-/// have them. If the checkpoint is not there, or cannot be reached, the index of a tier counts.
+/// Opens the checkpoint at `path` as [`open`] does, and reads its data files from those `tiers`
+/// that have them. If the checkpoint is not there, or cannot be reached, the index of a tier
+/// counts.
 ///
 /// # Errors
 /// That of [`open`], if no tier has an index.

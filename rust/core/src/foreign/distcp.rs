@@ -198,7 +198,8 @@ fn name_fault(fault: Fault, path: &Path, entry: &TensorEntry, item: &StockItem) 
     let name = &entry.name;
     let unsupported = |what: &str| {
         Error::Unsupported(format!(
-            "tensor {name:?} in {}: {what}, which cannot be read in place; load it with torch's FileSystemReader and save it again",
+            "tensor {name:?} in {}: {what}, which cannot be read in place; load it with torch's \
+            FileSystemReader and save it again",
             path.display()
         ))
     };

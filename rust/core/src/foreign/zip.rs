@@ -204,7 +204,8 @@ fn find_end(window: &Window<'_>) -> FaultResult<u64> {
         Some((at, _)) => Ok(from + at),
         None => Err(Fault::corrupt(
             last,
-            "the zip archive does not end here, with its directory: it was cut short, or more than a comment follows it",
+            "the zip archive does not end here, with its directory: it was cut short, or more \
+            than a comment follows it",
         )),
     }
 }

@@ -69,8 +69,8 @@ impl CodedChunk {
 }
 
 impl ChunkView {
-    /// Returns the first byte of a rectangle within the chunk, and the strides in bytes. For a coded
-    /// chunk, both are estimates.
+    /// Returns the first byte of a rectangle within the chunk, and the strides in bytes. For a
+    /// coded chunk, both are estimates.
     pub(crate) fn bytes_of(&self, itemsize: u64, offsets: &[u64]) -> (u64, Dims) {
         if let Some(chunk) = &self.coded {
             return self.coded_bytes(chunk, offsets);

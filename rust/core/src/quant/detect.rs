@@ -501,8 +501,8 @@ impl Detector<'_> {
         self.bad(name, format!("{part} says {told:?}, and the codes are {packed:?} words of eight"))
     }
 
-    /// Marks the scales of the activations of modules with quantized weights, and those of caches of
-    /// keys and values. A parameter may have such a name: others stay.
+    /// Marks the scales of the activations of modules with quantized weights, and those of caches
+    /// of keys and values. A parameter may have such a name: others stay.
     fn hide_activations(&mut self) {
         if self.found.coded.is_empty() {
             return;

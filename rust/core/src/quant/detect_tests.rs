@@ -12,8 +12,8 @@ use crate::geometry::{Dims, Region};
 use crate::quant::{Config, Target};
 use crate::{Dtype, Error, Result};
 
-/// Makes an index of tensors, given as `name dtype sizes` in lines: `m.weight float32 3x4`. A tensor
-/// without dimensions has `-`.
+/// Makes an index of tensors, given as `name dtype sizes` in lines: `m.weight float32 3x4`. A
+/// tensor without dimensions has `-`.
 fn index(stored: &str) -> Arc<Index> {
     let mut builder = IndexBuilder::new(SourceKind::Safetensors);
     for line in stored.split(';').filter(|line| !line.trim().is_empty()) {

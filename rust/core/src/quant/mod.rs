@@ -76,8 +76,8 @@ impl Target {
 pub enum Format {
     /// A `float8_e4m3fn` for each number.
     Fp8,
-    /// Two numbers in a byte, in groups of 32. Scales are exponents. The 16 bytes of a group may be a
-    /// dimension of their own.
+    /// Two numbers in a byte, in groups of 32. Scales are exponents. The 16 bytes of a group may be
+    /// a dimension of their own.
     Mxfp4,
     /// Eight integers of 4 bits in an `int32`.
     Int4,

@@ -149,7 +149,8 @@ impl Gathered {
                     return Err(fault(
                         requested.name,
                         format!(
-                            "chunk {sizes:?} at {offsets:?} of rank {rank} lies outside of its shape {:?}",
+                            "chunk {sizes:?} at {offsets:?} of rank {rank} lies outside of its \
+                            shape {:?}",
                             requested.shape
                         ),
                     ));
@@ -274,7 +275,8 @@ impl Gathered {
                     return Err(fault(
                         &tensor.name,
                         format!(
-                            "no rank holds element {:?} of its shape {:?} (the chunks hold {held} of {} elements)",
+                            "no rank holds element {:?} of its shape {:?} (the chunks hold \
+                            {held} of {} elements)",
                             point.as_slice(),
                             tensor.shape.as_slice(),
                             tensor.shape.iter().product::<u64>()

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! version u8 | count varint | items
-//! item: shared varint, rest varint, rest bytes (the name: `shared` bytes of the one before it, then
+//! item: shared varint, rest varint, rest bytes (the name: `shared` bytes of the one before it, and
 //!       these)
 //!       tag u8: bits 0-4 dtype (0: a value, and nothing follows), bit 5 WHOLE, bit 6 SAME_SHAPE
 //!       without SAME_SHAPE: ndim varint, shape varints

@@ -115,7 +115,8 @@ pub(crate) fn is_refused(error: &Error) -> bool {
 }
 
 pub(crate) fn another(path: &Path) -> Error {
-    let reason = "another save to this place was committed, or the checkpoint removed, since this save began; nothing was changed";
+    let reason = "another save to this place was committed, or the checkpoint removed, since \
+        this save began; nothing was changed";
     Error::storage(StorageFault::Precondition, "replace", path, reason)
 }
 

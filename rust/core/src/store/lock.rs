@@ -192,8 +192,8 @@ impl FolderLock {
         Ok(bytes)
     }
 
-    /// Stores bytes in the lock's file, durably with `fsync`. Later bytes must have the same length,
-    /// because a network client may cache the length.
+    /// Stores bytes in the lock's file, durably with `fsync`. Later bytes must have the same
+    /// length, because a network client may cache the length.
     ///
     /// # Errors
     /// [`Error::Io`].

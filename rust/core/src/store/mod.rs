@@ -26,8 +26,8 @@ pub(crate) const STALE: Duration = Duration::from_secs(5);
 /// Delay before it is asked again.
 pub(crate) const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// Returns the time for which what a folder seems to hold may be out of date: none on a disk of this
-/// machine.
+/// Returns the time for which what a folder seems to hold may be out of date: none on a disk of
+/// this machine.
 pub(crate) fn patience_at(folder: &std::path::Path) -> Duration {
     let is_local = std::fs::File::open(folder).is_ok_and(|opened| !is_remote(&opened));
     if is_local { Duration::ZERO } else { STALE }

@@ -97,7 +97,8 @@ fn folder_of(path: &Path) -> &Path {
 }
 
 fn claimed(claim: &Path) -> Error {
-    let reason = "the folder no longer belongs to this conversion: another one may be at work there, or it was removed";
+    let reason = "the folder no longer belongs to this conversion: another one may be at work \
+        there, or it was removed";
     Error::storage(StorageFault::Precondition, "write", claim, reason)
 }
 

@@ -124,7 +124,9 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
     let records = archive.records();
     if archive.find("constants.pkl").is_some() {
         return Err(Fault::Unsupported(
-            "it is a TorchScript archive, of torch.jit.save: torch.jit.load it, and torch.save its state_dict()".into(),
+            "it is a TorchScript archive, of torch.jit.save: torch.jit.load it, and torch.save \
+            its state_dict()"
+                .into(),
         ));
     }
     let headers = if source.file.is_remote() {
@@ -265,7 +267,9 @@ fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
     let ustar = window.get(257, 5);
     if ustar.is_ok_and(|magic| *magic == *b"ustar") {
         return Err(Fault::Unsupported(
-            "it is a tar archive, as torch before 0.1.10 wrote them: torch.load it, and torch.save it again".into(),
+            "it is a tar archive, as torch before 0.1.10 wrote them: torch.load it, and \
+            torch.save it again"
+                .into(),
         ));
     }
     let why = if window.len == 0 { "it is empty" } else { "it does not begin like one" };

@@ -176,8 +176,8 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Notes the versions of modules that a state dict has as an attribute. Other attributes have no
-    /// meaning for `Module.load_state_dict`.
+    /// Notes the versions of modules that a state dict has as an attribute. Other attributes have
+    /// no meaning for `Module.load_state_dict`.
     fn take_versions(&mut self, node: Item, path: &[Value]) -> FaultResult<()> {
         let pickle = self.pickle;
         let found = pickle.attributes(node).and_then(|state| pickle.get(state, METADATA));
