@@ -166,6 +166,17 @@ pub struct ReadReq {
     pub coded: Option<Arc<CodedReq>>,
 }
 
+impl ReadReq {
+    /// Reads the same bytes from another entry of the files, which stands for the same file.
+    pub(crate) fn read_from(&mut self, file: u32) {
+        let before = std::mem::replace(&mut self.file, file);
+        if let Some(coded) = &mut self.coded {
+            let places = Arc::make_mut(coded).files.iter_mut();
+            places.filter(|(_, place)| *place == before).for_each(|(_, place)| *place = file);
+        }
+    }
+}
+
 /// Facts about the chunks that the engine reads. It asks for them only if it needs them.
 pub trait Catalog: Sync {
     /// Returns the name of a tensor, for a message.

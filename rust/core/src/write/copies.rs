@@ -1,6 +1,7 @@
 //! Copies of another save's files, made by the store: the counterpart of hard links on a disk
 //! (`links.rs`). Their bytes never come to this machine.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,6 +23,8 @@ const ROUNDS: usize = 2;
 /// removed.
 pub(super) struct Copies {
     remote: Arc<dyn Remote>,
+    /// Concurrent copies.
+    threads: usize,
     /// Paths that may exist.
     paths: Mutex<Vec<PathBuf>>,
     interrupted: AtomicBool,
@@ -30,10 +33,11 @@ pub(super) struct Copies {
 }
 
 impl Copies {
-    /// Starts without copies, on the store of `remote`.
-    pub(super) fn new(remote: Arc<dyn Remote>) -> Self {
+    /// Starts without copies, on the store of `remote`. Makes up to `threads` at the same time.
+    pub(super) fn new(remote: Arc<dyn Remote>, threads: usize) -> Self {
         Self {
             remote,
+            threads,
             paths: Mutex::default(),
             interrupted: AtomicBool::new(false),
             owner: std::process::id(),
@@ -58,101 +62,130 @@ impl Copies {
     }
 
     /// Copies the files that are worth it to `dir`, and skips those that the store can never copy.
+    /// Also returns the save with the token that its names have.
     ///
     /// The store may still carry out a copy that it refused, so the name is never used again. After
     /// a refusal the rank gets another token, and copies its other files once more.
     pub(super) fn make(
         &self,
         dir: &Path,
-        info: &mut SaveInfo,
+        info: SaveInfo,
         reuse: &Reuse,
-        threads: usize,
         control: &Control,
-    ) -> Result<Links> {
-        let made = self.copy_all(dir, info, reuse, threads, control);
+    ) -> Result<(Links, SaveInfo)> {
+        let made = self.make_in_rounds(dir, info, reuse, control);
         if matches!(made, Err(Error::Interrupted)) {
             self.interrupted.store(true, Ordering::Relaxed);
         }
         made
     }
 
-    fn copy_all(
+    fn make_in_rounds(
         &self,
         dir: &Path,
-        info: &mut SaveInfo,
+        mut info: SaveInfo,
         reuse: &Reuse,
-        threads: usize,
         control: &Control,
-    ) -> Result<Links> {
-        let mut made = Links::default();
-        let found = reuse.sources();
-        let (Some(parent), false) = (reuse.parent(), found.is_empty()) else {
-            return Ok(made);
-        };
-        let Some(connection) = parent.remote().map(|remote| remote.connect_to_store(0)) else {
-            made.problems
-                .push(Error::Unsupported("a store cannot copy a file of a file system".into()));
-            return Ok(made);
-        };
-        let connection = match connection {
-            Ok(connection) => connection,
-            Err(problem) => {
-                made.problems.push(tolerable(problem)?);
-                return Ok(made);
+    ) -> Result<(Links, SaveInfo)> {
+        let mut problems = Vec::new();
+        if let Some(parent) = reuse.parent()
+            && let Some((connection, mut sources)) =
+                copiable(parent, reuse.sources(), &mut problems)?
+        {
+            for _ in 0..ROUNDS {
+                let (links, copies) = draft_all(parent, dir, &info, &sources)?;
+                let refused = self.copy_all(parent, &copies, &*connection, control)?;
+                if refused.is_empty() {
+                    return Ok((Links { problems, ..links.finished() }, info));
+                }
+                give_up(&self.remote, &self.take(), &[], false);
+                info.token = random_token()?;
+                sources.retain(|source| !refused.contains_key(&source.file));
+                problems.extend(refused.into_values());
             }
-        };
-        let (mut sources, mut problems) = (Vec::new(), Vec::new());
-        for source in found {
-            match connection
-                .check_copied(&parent.file_path(source.file), parent.file(source.file).size)
-            {
-                Ok(()) => sources.push(source),
-                Err(problem) => problems.push(tolerable(problem)?),
+            if !sources.is_empty() {
+                let reason = format!(
+                    "copies were refused {ROUNDS} times: no more of {} was copied",
+                    parent.path().display()
+                );
+                problems.push(Error::Unsupported(reason));
             }
         }
-        for _ in 0..ROUNDS {
-            let (mut files, mut kept) = (Vec::new(), Vec::new());
-            for source in sources {
-                if let Some(draft) = made.draft(parent, info, &source)? {
-                    files.push((source.file, dir.join(&draft.name)));
-                    kept.push(ParentFile { file: source.file, chunks: source.chunks.clone() });
-                    made.take(parent, draft, source);
-                }
-            }
-            self.paths().extend(files.iter().map(|(_, to)| to.clone()));
-            let copied = parallel::map(files.len(), threads, |i| {
-                let (file, to) = &files[i];
-                match copy(parent, *file, to, &*connection, control) {
-                    Ok(()) => Ok(None),
-                    Err(problem) => tolerable(problem).map(Some),
-                }
-            })?;
-            let failed = copied.iter().any(Option::is_some);
-            if !failed {
-                made.problems = problems;
-                return Ok(made.finished());
-            }
-            give_up(&self.remote, &self.take(), &[], false);
-            info.token = random_token()?;
-            made = Links::default();
-            sources = Vec::new();
-            for (source, problem) in kept.into_iter().zip(copied) {
-                match problem {
-                    None => sources.push(source),
-                    Some(problem) => problems.push(problem),
-                }
-            }
-        }
-        if !sources.is_empty() {
-            let reason = format!(
-                "copies were refused {ROUNDS} times: no more of {} was copied",
-                parent.path().display()
-            );
-            problems.push(Error::Unsupported(reason));
-        }
-        made.problems = problems;
-        Ok(made)
+        Ok((Links { problems, ..Links::default() }, info))
     }
+
+    /// Copies files of the parent, each to a path. Returns those that were refused, and why.
+    fn copy_all(
+        &self,
+        parent: &Index,
+        copies: &[(u32, PathBuf)],
+        connection: &dyn StoringConnection,
+        control: &Control,
+    ) -> Result<BTreeMap<u32, Error>> {
+        self.paths().extend(copies.iter().map(|(_, to)| to.clone()));
+        let refused = parallel::map(copies.len(), self.threads, |i| {
+            let (file, to) = &copies[i];
+            match copy(parent, *file, to, connection, control) {
+                Ok(()) => Ok(None),
+                Err(problem) => tolerable(problem).map(|problem| Some((*file, problem))),
+            }
+        })?;
+        Ok(refused.into_iter().flatten().collect())
+    }
+}
+
+/// A connection to the parent's store, and the files that it can copy.
+type Copiable = (Arc<dyn StoringConnection>, Vec<ParentFile>);
+
+/// Connects to the parent's store, and returns the files that it can copy. Returns `None` if there
+/// are none.
+fn copiable(
+    parent: &Index,
+    found: Vec<ParentFile>,
+    problems: &mut Vec<Error>,
+) -> Result<Option<Copiable>> {
+    if found.is_empty() {
+        return Ok(None);
+    }
+    let connection = match parent.remote().map(|remote| remote.connect_to_store(0)) {
+        Some(Ok(connection)) => connection,
+        Some(Err(problem)) => {
+            problems.push(tolerable(problem)?);
+            return Ok(None);
+        }
+        None => {
+            let reason = "a store cannot copy a file of a file system";
+            problems.push(Error::Unsupported(reason.into()));
+            return Ok(None);
+        }
+    };
+    let mut sources = Vec::with_capacity(found.len());
+    for source in found {
+        let (path, size) = (parent.file_path(source.file), parent.file(source.file).size);
+        match connection.check_copied(&path, size) {
+            Ok(()) => sources.push(source),
+            Err(problem) => problems.push(tolerable(problem)?),
+        }
+    }
+    Ok(Some((connection, sources)))
+}
+
+/// Names the copies of files, as far as the note about them has room. Returns each file with its
+/// copy's path.
+fn draft_all(
+    parent: &Index,
+    dir: &Path,
+    info: &SaveInfo,
+    sources: &[ParentFile],
+) -> Result<(Links, Vec<(u32, PathBuf)>)> {
+    let (mut links, mut copies) = (Links::default(), Vec::new());
+    for source in sources {
+        if let Some(draft) = links.draft(parent, info, source)? {
+            copies.push((source.file, dir.join(&draft.name)));
+            links.take(parent, draft, source.clone());
+        }
+    }
+    Ok((links, copies))
 }
 
 impl Drop for Copies {

@@ -46,6 +46,7 @@ struct Candidate {
 }
 
 /// A file of the parent of which enough is reused to link it.
+#[derive(Clone)]
 pub(super) struct ParentFile {
     /// Index of the file in the parent.
     pub file: u32,

@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 use super::{Gather, Source};
 use crate::format::{Index, Overlap, touching};
 use crate::geometry::Region;
-use crate::read::span;
+use crate::read::{ReadReq, span};
 use crate::{Error, Result};
 
 /// Most sections of a checkpoint.
@@ -252,32 +252,31 @@ impl Gather {
             return;
         }
         let numbers = self.numbers();
-        // The entry of what other ranks do not read, and the entry of what they read.
-        let mut entries: Vec<[Option<u32>; 2]> = vec![[None; 2]; self.files.len()];
-        let mut known = vec![false; self.files.len()];
-        for request in &mut self.requests {
-            let file = request.file as usize;
+        let is_common = |request: &ReadReq| {
             let (start, end) = span(request);
-            let is_common = common.has(numbers[file], start, end);
-            let is_first = entries[file] == [None; 2];
-            let before = request.file;
-            request.file = *entries[file][usize::from(is_common)].get_or_insert_with(|| {
-                if is_first {
-                    known[file] = is_common;
-                    return request.file;
-                }
-                known.push(is_common);
-                self.files.push(self.files[file].clone());
-                u32::try_from(self.files.len() - 1)
-                    .expect("fewer than 2^31 files have records in memory")
-            });
-            if let Some(coded) = request.coded.as_mut().filter(|_| request.file != before) {
-                let places = &mut Arc::make_mut(coded).files;
-                (places.iter_mut().filter(|(_, place)| *place == before))
-                    .for_each(|(_, place)| *place = request.file);
+            common.has(numbers[request.file as usize], start, end)
+        };
+        let is_common: Vec<bool> = self.requests.iter().map(is_common).collect();
+        // A file stays as it is if all of its requests agree. Otherwise it is there twice, and the
+        // second one is shared.
+        let mut met = vec![[false; 2]; self.files.len()];
+        for (request, &is_common) in self.requests.iter().zip(&is_common) {
+            met[request.file as usize][usize::from(is_common)] = true;
+        }
+        let mut shared: Vec<bool> = met.iter().map(|met| *met == [false, true]).collect();
+        let mut second: Vec<Option<u32>> = vec![None; met.len()];
+        for file in (0..met.len()).filter(|&file| met[file] == [true, true]) {
+            let number = u32::try_from(self.files.len()).expect("fewer files than memory has bytes");
+            second[file] = Some(number);
+            self.files.push(self.files[file].clone());
+            shared.push(true);
+        }
+        for (request, is_common) in self.requests.iter_mut().zip(is_common) {
+            if let Some(second) = second[request.file as usize].filter(|_| is_common) {
+                request.read_from(second);
             }
         }
-        self.common = Some(known.into());
+        self.common = Some(shared.into());
     }
 
     /// Returns the number in the index of each file of the batch.

@@ -92,17 +92,15 @@ impl Save {
         dir: &Path,
         items: Vec<SaveItem>,
         turns: Vec<u32>,
-        mut info: SaveInfo,
+        info: SaveInfo,
         options: &WriteOptions,
         reuse: Option<Arc<Reuse>>,
         control: &Control,
     ) -> Result<(Self, Vec<Error>)> {
-        let copies = Copies::new(remote);
-        let Links { files: links, note, problems } = match &reuse {
-            Some(reuse) => {
-                copies.make(dir, &mut info, reuse, in_flight(options).min(COPIES), control)?
-            }
-            None => Links::default(),
+        let copies = Copies::new(remote, in_flight(options).min(COPIES));
+        let (Links { files: links, note, problems }, info) = match &reuse {
+            Some(reuse) => copies.make(dir, info, reuse, control)?,
+            None => (Links::default(), info),
         };
         let constraints = LayoutConstraints {
             turns,
