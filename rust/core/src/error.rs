@@ -30,7 +30,9 @@ pub enum Error {
         reason: String,
     },
     /// A data file is missing, of the wrong length, or does not match its digest.
-    #[error("corrupt data in {}{}: {reason}{}", path.display(), of_tensor(tensor), at_byte(*offset))]
+    #[error(
+        "corrupt data in {}{}: {reason}{}", path.display(), of_tensor(tensor), at_byte(*offset)
+    )]
     CorruptData {
         /// The data file.
         path: PathBuf,

@@ -53,7 +53,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn names_have_the_numbers_that_they_had_first(names in prop::collection::vec("[a-c]{0,3}", 0..200), room in 0..50_usize) {
+        fn names_have_the_numbers_that_they_had_first(
+            names in prop::collection::vec("[a-c]{0,3}", 0..200),
+            room in 0..50_usize,
+        ) {
             let mut expected: HashMap<&str, u32> = HashMap::new();
             let mut found = ByName::default();
             let name_of = |number: u32| names[number as usize].as_str();

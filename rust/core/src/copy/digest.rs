@@ -143,7 +143,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 1 } else { 256 }, ..ProptestConfig::default() })]
+        #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 1 } else { 256 }))]
         #[test]
         fn any_part_of_any_block(
             size in if cfg!(miri) { 0..500usize } else { 0..300_000usize },
@@ -152,7 +152,12 @@ mod tests {
             lead in 0..64usize,
             streaming: bool,
         ) {
-            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "places in a block")]
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                clippy::cast_precision_loss,
+                reason = "places in a block"
+            )]
             let place = |share: f64| (share * size as f64) as usize;
             let (a, b) = (place(ends.0), place(ends.1));
             let (from, to) = (a.min(b), a.max(b));

@@ -292,12 +292,16 @@ mod tests {
         ) {
             let order = |seed: u64| {
                 let mut order: Vec<usize> = (0..shape.len()).collect();
-                order.sort_by_key(|&d| seed.rotate_left(17 * u32::try_from(d).unwrap()).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+                order.sort_by_key(|&d| {
+                    let seed = seed.rotate_left(17 * u32::try_from(d).unwrap());
+                    seed.wrapping_mul(0x9E37_79B9_7F4A_7C15)
+                });
                 order
             };
             let src = dense(itemsize, &shape, &order(src_order), src_pad);
             let dst = dense(itemsize, &shape, &order(dst_order), dst_pad);
-            check(itemsize, &shape, &src, &dst, if streaming { Stores::Streaming } else { Stores::Cached });
+            let stores = if streaming { Stores::Streaming } else { Stores::Cached };
+            check(itemsize, &shape, &src, &dst, stores);
         }
     }
 }

@@ -290,7 +290,8 @@ fn several(
         more => format!(" and {more} more"),
     };
     Error::Unsupported(format!(
-        "{}: several models in one folder, and no name that transformers or diffusers would choose: {}{more}; open the one you want by its file \
+        "{}: several models in one folder, and no name that transformers or diffusers would \
+         choose: {}{more}; open the one you want by its file \
          ({}, or {}.json where it has several), or make it the folder's by dcp_rs.index(file)",
         dir.display(),
         models[..models.len().min(SHOWN)].join(", "),

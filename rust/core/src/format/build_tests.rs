@@ -220,7 +220,9 @@ fn look_everywhere(index: &Index) {
 
 proptest! {
     #[test]
-    fn a_resealed_mutation_is_refused_or_safe(edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4)) {
+    fn a_resealed_mutation_is_refused_or_safe(
+        edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+    ) {
         let mut bytes = sample();
         for (at, value) in edits {
             let at = at.index(bytes.len());

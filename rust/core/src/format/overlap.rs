@@ -243,8 +243,11 @@ mod tests {
                                     chunk.offsets[0] + part.chunk_offsets[0] + r,
                                     chunk.offsets[1] + part.chunk_offsets[1] + c,
                                 );
-                                prop_assert_eq!(here.0 - region.offsets[0], part.region_offsets[0] + r);
-                                prop_assert_eq!(here.1 - region.offsets[1], part.region_offsets[1] + c);
+                                let in_region = (
+                                    region.offsets[0] + part.region_offsets[0] + r,
+                                    region.offsets[1] + part.region_offsets[1] + c,
+                                );
+                                prop_assert_eq!(here, in_region);
                                 *painted.entry(here).or_insert(0) += 1;
                             }
                         }

@@ -163,7 +163,10 @@ proptest! {
                 layouts.push(at.get(&layouts).clone());
             }
         }
-        let touched: Vec<Vec<u64>> = layouts.iter().map(|((start, itemsize, dims), _)| bytes(*start, *itemsize, dims)).collect();
+        let touched: Vec<Vec<u64>> = layouts
+            .iter()
+            .map(|((start, itemsize, dims), _)| bytes(*start, *itemsize, dims))
+            .collect();
         let writes: Vec<Write> = layouts
             .iter()
             .filter(|((_, _, dims), _)| dims.iter().all(|dim| dim.0 > 0))

@@ -1,6 +1,7 @@
 //! Decoding of codes and scales, compared with slow and plain arithmetic.
 
-#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, clippy::float_cmp)] // small numbers, to the bit
+// Small numbers, to the bit.
+#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, clippy::float_cmp)]
 
 use proptest::prelude::*;
 
@@ -103,7 +104,8 @@ proptest! {
     /// Midpoints between two `float16` are rare among random bits.
     #[test]
     fn rounds_ties_to_even(bits in 0_u16..0x7bff, negative: bool) {
-        let tie = f32::midpoint(from_f16(bits), from_f16(bits + 1)) * if negative { -1.0 } else { 1.0 };
+        let sign = if negative { -1.0 } else { 1.0 };
+        let tie = f32::midpoint(from_f16(bits), from_f16(bits + 1)) * sign;
         prop_assert_eq!(f16(tie), nearest(tie, from_f16, 0x7c00));
     }
 
@@ -136,10 +138,11 @@ proptest! {
         group in 1_usize..200,
         (before, skip, cut, has_zeros) in (0_usize..200, 0_usize..2, 0_usize..2, any::<bool>()),
     ) {
+        let halves = bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]);
         let codes: Vec<f32> = match code {
             Code::E4m3 => bytes.iter().map(|&byte| e4m3(byte)).collect(),
-            Code::E2m1 => bytes.iter().flat_map(|byte| [e2m1(byte & 15), e2m1(byte >> 4)]).collect(),
-            Code::Int4 => bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]).map(|n| f32::from(n) - 8.0).collect(),
+            Code::E2m1 => halves.map(e2m1).collect(),
+            Code::Int4 => halves.map(|half| f32::from(half) - 8.0).collect(),
         };
         let (skip, cut) = if code == Code::E4m3 { (0, 0) } else { (skip, cut) };
         prop_assume!(codes.len() > skip + cut);
@@ -147,7 +150,8 @@ proptest! {
         let before = before % group;
         let groups = (before + codes.len()).div_ceil(group);
         let scales: Vec<f32> = (0..groups).map(|i| e8m0((i * 37 % 256) as u8) * 1.3).collect();
-        let zeros: Vec<f32> = if has_zeros { (0..groups).map(|i| (i % 16) as f32 - 8.0).collect() } else { vec![] };
+        let zero_points = if has_zeros { groups } else { 0 };
+        let zeros: Vec<f32> = (0..zero_points).map(|i| (i % 16) as f32 - 8.0).collect();
         let row = Row { code, bytes: &bytes, skip, scales: &scales, zeros: &zeros, group, before };
         let expected: Vec<f32> = codes.iter().enumerate().map(|(i, x)| {
             let group = (before + i) / group;
@@ -160,9 +164,11 @@ proptest! {
             prop_assert!(got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan());
         }
         let mut out = vec![0; 2 * codes.len()];
-        for (target, round) in [(Target::BFloat16, bf16 as fn(f32) -> u16), (Target::Float16, f16)] {
+        let targets = [(Target::BFloat16, bf16 as fn(f32) -> u16), (Target::Float16, f16)];
+        for (target, round) in targets {
             decode(row, target, &mut out);
-            let got: Vec<u16> = out.chunks_exact(2).map(|x| u16::from_le_bytes(x.try_into().unwrap())).collect();
+            let words = out.chunks_exact(2);
+            let got: Vec<u16> = words.map(|x| u16::from_le_bytes(x.try_into().unwrap())).collect();
             prop_assert_eq!(&got, &expected.iter().map(|&x| round(x)).collect::<Vec<_>>());
         }
     }

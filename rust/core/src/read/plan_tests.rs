@@ -248,7 +248,8 @@ proptest! {
         direct: bool,
     ) {
         let files: Vec<FileRef> = (0..5).map(|_| file(1 << 40)).collect();
-        let reqs: Vec<ReadReq> = reqs.into_iter().zip(of).map(|(req, file)| ReadReq { file, ..req }).collect();
+        let reqs: Vec<ReadReq> =
+            reqs.into_iter().zip(of).map(|(req, file)| ReadReq { file, ..req }).collect();
         let policies = [if direct { DISK } else { MAPPED }; 5];
         let one = plan_by(1, &files, &reqs, &policies, verify, &NoNames).unwrap();
         let many = plan_by(threads, &files, &reqs, &policies, verify, &NoNames).unwrap();
@@ -368,7 +369,9 @@ proptest! {
                 prop_assert!(pair[0].end <= pair[1].start);
                 prop_assert!(pair[0].buffer_end(align) <= pair[1].at);
             }
-            prop_assert!(segments.iter().all(|s| s.start % align == 0 && s.at % align == 0 && s.start < s.end));
+            for s in &segments {
+                prop_assert!(s.start % align == 0 && s.at % align == 0 && s.start < s.end);
+            }
             prop_assert!(segments.last().is_none_or(|s| s.buffer_end(align) <= job.buffer));
             let before = got.len();
             for e in &extents {
@@ -377,7 +380,8 @@ proptest! {
                 prop_assert!(e.fetch.0 <= e.src && e.src + e.len <= e.fetch.1);
                 let piece = plan.pieces[e.piece];
                 let (_, dense) = plan.loops_of(&piece);
-                let mut part = rect(e.src, 0, 0, &dense.iter().map(|l| (l.n, l.src, l.dst)).collect::<Vec<_>>(), 1);
+                let dims: Vec<_> = dense.iter().map(|l| (l.n, l.src, l.dst)).collect();
+                let mut part = rect(e.src, 0, 0, &dims, 1);
                 part.itemsize = piece.run;
                 for (_, s, d) in pairs(&[part]) {
                     prop_assert!(s < e.src + e.len);

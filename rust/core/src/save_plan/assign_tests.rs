@@ -173,7 +173,8 @@ proptest! {
     /// Items that all ranks hold are spread as evenly as their sizes allow.
     #[test]
     fn replicas_balance(lengths in prop::collection::vec(1..100_u64, 0..30), ranks in 1..6_usize) {
-        let items: Vec<_> = lengths.iter().enumerate().map(|(i, &n)| whole(&format!("t{i}"), &[n])).collect();
+        let named = lengths.iter().enumerate();
+        let items: Vec<_> = named.map(|(i, &n)| whole(&format!("t{i}"), &[n])).collect();
         let assignment = run(&vec![items; ranks]).unwrap();
         let bytes = || assignment.bytes.iter();
         let (most, least) = (bytes().max().unwrap(), bytes().min().unwrap());

@@ -218,7 +218,8 @@ mod tests {
             let mut left = items.iter();
             let count = decode(&bytes, |got| {
                 let want = left.next().unwrap();
-                assert_eq!((got.name, got.dtype, got.shape), (want.name.as_str(), want.dtype, want.shape.as_slice()));
+                let expected = (want.name.as_str(), want.dtype, want.shape.as_slice());
+                assert_eq!((got.name, got.dtype, got.shape), expected);
                 let zeros = Dims::from_elem(0, want.shape.len());
                 let (offsets, sizes) = got.chunk.unwrap_or((&zeros, got.shape));
                 assert_eq!((offsets, sizes), (want.offsets.as_slice(), want.sizes.as_slice()));
@@ -228,7 +229,11 @@ mod tests {
         }
 
         #[test]
-        fn damage_is_an_error_or_another_plan(items in items(), at in any::<prop::sample::Index>(), bit in 0..8_u32) {
+        fn damage_is_an_error_or_another_plan(
+            items in items(),
+            at in any::<prop::sample::Index>(),
+            bit in 0..8_u32,
+        ) {
             let mut bytes = encode(&items);
             let at = at.index(bytes.len());
             bytes[at] ^= 1 << bit;

@@ -132,7 +132,8 @@ proptest! {
     #[test]
     fn what_is_saved_is_there(items in saves(10), direct: bool, seed: u64) {
         let dir = tempdir().unwrap();
-        let save = create(dir.path(), items.clone(), INFO, &options(if direct { WriteIo::Direct } else { WriteIo::Buffered })).unwrap();
+        let io = if direct { WriteIo::Direct } else { WriteIo::Buffered };
+        let save = create(dir.path(), items.clone(), INFO, &options(io)).unwrap();
         let contents = contents(&items);
         // Two calls: the first has the items that a coin toss picks.
         let (first, second): (Vec<_>, Vec<_>) =

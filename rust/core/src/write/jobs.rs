@@ -109,7 +109,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn jobs_cover_the_spans(pieces in prop::collection::vec((1_usize..30_000, 0_u64..3), 0..30), blocks in 1_u64..5) {
+        fn jobs_cover_the_spans(
+            pieces in prop::collection::vec((1_usize..30_000, 0_u64..3), 0..30),
+            blocks in 1_u64..5,
+        ) {
             let (mut offset, mut file) = (4096, 0);
             let mut spans = Vec::new();
             for (length, gap) in pieces {
@@ -123,9 +126,15 @@ mod tests {
             let jobs = cut(&spans, blocks * 4096, 4096);
             let mut covered: Vec<(u32, Range<u64>)> = Vec::new();
             for job in &jobs {
-                prop_assert!(!job.bytes.is_empty() && job.bytes.end - job.bytes.start <= blocks * 4096);
+                prop_assert!(!job.bytes.is_empty());
+                prop_assert!(job.bytes.end - job.bytes.start <= blocks * 4096);
                 let reach: Vec<_> = (0..spans.len())
-                    .filter(|&i| spans[i].file == job.file && spans[i].offset < job.bytes.end && spans[i].end() > job.bytes.start)
+                    .filter(|&i| {
+                        let span = &spans[i];
+                        span.file == job.file
+                            && span.offset < job.bytes.end
+                            && span.end() > job.bytes.start
+                    })
                     .collect();
                 prop_assert_eq!(reach, job.spans.clone().collect::<Vec<_>>());
                 match covered.last_mut() {
@@ -139,7 +148,9 @@ mod tests {
             let mut expected: Vec<(u32, Range<u64>)> = Vec::new();
             for span in &spans {
                 match expected.last_mut() {
-                    Some((file, bytes)) if *file == span.file && bytes.end == span.offset => bytes.end = span.end(),
+                    Some((file, bytes)) if *file == span.file && bytes.end == span.offset => {
+                        bytes.end = span.end();
+                    }
                     _ => expected.push((span.file, span.offset..span.end())),
                 }
             }

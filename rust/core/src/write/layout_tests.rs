@@ -112,8 +112,12 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn every_file_is_a_safetensors_file(items in saves(12), limit in prop::sample::select(vec![40 << 10, 70_000, HEADER_LIMIT])) {
-        let layout = plan_files_within(&items, &INFO, &LayoutConstraints::default(), limit).unwrap();
+    fn every_file_is_a_safetensors_file(
+        items in saves(12),
+        limit in prop::sample::select(vec![40 << 10, 70_000, HEADER_LIMIT]),
+    ) {
+        let constraints = LayoutConstraints::default();
+        let layout = plan_files_within(&items, &INFO, &constraints, limit).unwrap();
         assert_well_formed(&items, &layout, limit);
     }
 }

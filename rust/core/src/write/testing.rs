@@ -139,7 +139,8 @@ fn entry() -> impl Strategy<Value = Vec<SaveItem>> {
             });
     prop_oneof![
         5 => tensor,
-        1 => (names(), 0_u64..9000, paths()).prop_map(|(name, length, path)| vec![SaveItem { path, ..value(&name, length) }]),
+        1 => (names(), 0_u64..9000, paths())
+            .prop_map(|(name, length, path)| vec![SaveItem { path, ..value(&name, length) }]),
     ]
 }
 

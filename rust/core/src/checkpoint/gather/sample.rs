@@ -266,7 +266,8 @@ impl Gather {
         let mut shared: Vec<bool> = met.iter().map(|met| *met == [false, true]).collect();
         let mut second: Vec<Option<u32>> = vec![None; met.len()];
         for file in (0..met.len()).filter(|&file| met[file] == [true, true]) {
-            let number = u32::try_from(self.files.len()).expect("fewer files than memory has bytes");
+            let number =
+                u32::try_from(self.files.len()).expect("fewer files than memory has bytes");
             second[file] = Some(number);
             self.files.push(self.files[file].clone());
             shared.push(true);

@@ -445,17 +445,12 @@ fn tensors_of_other_kinds_are_unsupported() {
     let pickle = |tail: &[u8]| [b"\x80\x02".to_vec(), tail.to_vec(), b".".to_vec()].concat();
     let cases: [(&[u8], &str); 5] = [
         (b"ctorch._utils\n_rebuild_qtensor\n)R", "_rebuild_qtensor"),
-        (
-            b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n)R",
-            "_rebuild_meta_tensor_no_storage",
-        ),
-        (
-            b"ctorch._utils\n_rebuild_wrapper_subclass\n)R",
-            "_rebuild_wrapper_subclass",
-        ),
+        (b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n)R", "_rebuild_meta_tensor_no_storage"),
+        (b"ctorch._utils\n_rebuild_wrapper_subclass\n)R", "_rebuild_wrapper_subclass"),
         (b"N", "not a tensor"),
         (
-            b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nctorch\nOther\n)}tR",
+            b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\n\
+              ctorch\nOther\n)}tR",
             "torch.Other",
         ),
     ];
@@ -476,7 +471,9 @@ proptest! {
 
     /// With changed bytes, a `.metadata` gives an error, or an index that passes every check.
     #[test]
-    fn damaged_metadata_is_refused_or_safe(edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4)) {
+    fn damaged_metadata_is_refused_or_safe(
+        edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+    ) {
         let mut bytes = metadata("torch-2.15.0/nested");
         for (at, byte) in edits {
             let at = at.index(bytes.len());
@@ -484,14 +481,16 @@ proptest! {
         }
         let dir = fixtures().join("torch-2.15.0/nested");
         if let Ok(metadata) = metadata_pickle::parse(&bytes, &dir) {
-            let _ = crate::foreign::distcp::index_items(crate::store::Files::Local, &dir, metadata, 1);
+            let files = crate::store::Files::Local;
+            let _ = crate::foreign::distcp::index_items(files, &dir, metadata, 1);
         }
     }
 
     #[test]
     fn pickle_noise_is_safe(bytes in prop::collection::vec(prop_oneof![
-        Just(b'('), Just(b')'), Just(b't'), Just(b'}'), Just(b']'), Just(b'u'), Just(b'e'), Just(b'a'), Just(b's'), Just(b'N'),
-        Just(b'R'), Just(b'b'), Just(0x81), Just(0x94), Just(b'h'), Just(0), Just(1), Just(0x85), Just(0x86), Just(b'Q'),
+        Just(b'('), Just(b')'), Just(b't'), Just(b'}'), Just(b']'), Just(b'u'), Just(b'e'),
+        Just(b'a'), Just(b's'), Just(b'N'), Just(b'R'), Just(b'b'), Just(0x81), Just(0x94),
+        Just(b'h'), Just(0), Just(1), Just(0x85), Just(0x86), Just(b'Q'),
         any::<u8>(),
     ], 0..60)) {
         let _ = metadata_pickle::parse(&bytes, Path::new("x"));

@@ -119,7 +119,8 @@ fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
 fn names_within_classes_are_written_as_python_writes_them() {
     assert_eq!(
         written(b"\x80\x04\x8c\x01m\x94\x8c\x05A.B.C\x94\x93\x94."),
-        b"\x80\x02c__builtin__\ngetattr\nc__builtin__\ngetattr\ncm\nA\nX\x01\0\0\0B\x86RX\x01\0\0\0C\x86Rr\0\0\0\0."
+        b"\x80\x02c__builtin__\ngetattr\nc__builtin__\ngetattr\ncm\nA\n\
+          X\x01\0\0\0B\x86RX\x01\0\0\0C\x86Rr\0\0\0\0."
     );
 }
 

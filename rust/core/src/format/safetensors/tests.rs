@@ -156,15 +156,21 @@ fn four_bit_values_count_in_pairs() {
 /// Headers that are mostly right: now and then something else replaces one of a few fields.
 fn header() -> impl Strategy<Value = (String, usize)> {
     let dtype = prop_oneof![
-        12 => prop::sample::select(vec!["F32", "U8", "BF16", "F4", "F6_E3M2", "C64", "F8_E8M0", "BOOL", "I64"]),
+        12 => prop::sample::select(vec![
+            "F32", "U8", "BF16", "F4", "F6_E3M2", "C64", "F8_E8M0", "BOOL", "I64",
+        ]),
         1 => Just("F99"),
     ];
     let shape = prop::collection::vec(prop_oneof![20 => 0_u64..5, 1 => Just(u64::MAX / 3)], 0..4);
     let nudge = prop_oneof![15 => Just(0_i64), 1 => -2_i64..3];
-    let name = prop_oneof![8 => "[a-e]{1,3}", 1 => Just("__metadata__".to_owned()), 1 => Just("é\\n".to_owned())];
+    let name = prop_oneof![
+        8 => "[a-e]{1,3}",
+        1 => Just("__metadata__".to_owned()),
+        1 => Just("é\\n".to_owned()),
+    ];
     let tensor = (name, dtype, shape, nudge.clone(), nudge.clone());
-    (prop::collection::vec(tensor, 0..6), nudge, any::<bool>(), any::<prop::sample::Index>()).prop_map(
-        |(tensors, tail, padded, turn)| {
+    (prop::collection::vec(tensor, 0..6), nudge, any::<bool>(), any::<prop::sample::Index>())
+        .prop_map(|(tensors, tail, padded, turn)| {
             let mut at = 0_i64;
             let mut seen = HashSet::new();
             let mut parts = Vec::new();
@@ -185,7 +191,8 @@ fn header() -> impl Strategy<Value = (String, usize)> {
                 let (begin_said, end_said) = (at + nudge_begin, end + nudge_end);
                 at = end;
                 parts.push(format!(
-                    "\"{name}\":{{\"dtype\":\"{dtype}\",\"shape\":{shape:?},\"data_offsets\":[{begin_said},{end_said}]}}"
+                    "\"{name}\":{{\"dtype\":\"{dtype}\",\"shape\":{shape:?},\
+                     \"data_offsets\":[{begin_said},{end_said}]}}"
                 ));
             }
             if !parts.is_empty() {
@@ -194,8 +201,7 @@ fn header() -> impl Strategy<Value = (String, usize)> {
             }
             let pad = if padded { "  " } else { "" };
             (format!("{{{}}}{pad}", parts.join(",")), usize::try_from((at + tail).max(0)).unwrap())
-        },
-    )
+        })
 }
 
 proptest! {
