@@ -119,8 +119,27 @@ pub unsafe fn sum(
         return Err(Error::Plan("a sum has a tensor of each summand".into()));
     }
     // SAFETY: the caller guarantees it.
-    let left = unsafe { runs::sum_runs(summands, sums, is_double, options, control)? };
-    let units = units(sums, &left);
+    unsafe {
+        // Long runs in mapped files need no memory of their own. Everything else is gathered.
+        let left = runs::sum_runs(summands, sums, is_double, options, control)?;
+        sum_units(summands, sums, &left, is_double, options, control)
+    }
+}
+
+/// Computes the sums of these numbers, unit by unit: reads the elements of each summand into memory
+/// that adds them up.
+///
+/// # Safety
+/// That of [`sum`].
+unsafe fn sum_units(
+    summands: &[Summand],
+    sums: &[Sum],
+    numbers: &[usize],
+    is_double: bool,
+    options: &ReadOptions,
+    control: &Control,
+) -> Result<()> {
+    let units = units(sums, numbers);
     if units.is_empty() {
         return Ok(());
     }
@@ -136,38 +155,57 @@ pub unsafe fn sum(
     let workers = wanted.unwrap_or(1).min(threads.max(WAITING / of_one));
     let connections =
         inputs.iter().map(|input| connect(&input.files, threads)).collect::<Result<Vec<_>>>()?;
-    // Sizes of memory fit in a `usize`.
-    let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
-    let size = if is_double { 8 } else { 4 };
-    let state = || {
-        let readers: Vec<Sequential> = connections.iter().cloned().map(Sequential::new).collect();
-        (readers, Vec::<u64>::new(), Vec::<ReadReq>::new())
+    let worker = || Worker {
+        readers: connections.iter().cloned().map(Sequential::new).collect(),
+        memory: Vec::new(),
     };
-    parallel::for_each(units.len(), workers, state, |(readers, memory, requests), number| {
+    parallel::for_each(units.len(), workers, worker, |worker, number| {
         let unit = &units[number];
-        let bytes = unit.elements * size;
+        worker.add_up(unit, number, &inputs, is_double, control)?;
+        // SAFETY: the caller guarantees the destinations, and no other unit has these elements.
+        unsafe { worker.hand_over(unit, sums, is_double) };
+        Ok(())
+    })
+}
+
+/// A thread's readers, one for each summand, and the memory of its sums.
+struct Worker {
+    readers: Vec<Sequential>,
+    memory: Vec<u64>,
+}
+
+impl Worker {
+    /// Computes the sums of a unit in the worker's memory.
+    fn add_up(
+        &mut self,
+        unit: &Unit,
+        number: usize,
+        inputs: &[Input<'_>],
+        is_double: bool,
+        control: &Control,
+    ) -> Result<()> {
         // Whole words, so that the sums are aligned.
-        let words = usize::try_from(bytes.div_ceil(8))
+        let words = usize::try_from((unit.elements * size_of_sum(is_double)).div_ceil(8))
             .map_err(|_| Error::Plan("too much to sum up".into()))?;
-        if memory.len() < words {
-            memory.resize(words, 0);
+        if self.memory.len() < words {
+            self.memory.resize(words, 0);
         }
-        memory[..words].fill(nothing(is_double));
-        let base = memory.as_mut_ptr().cast::<u8>();
-        for (input, reader) in inputs.iter().zip(readers) {
-            requests.clear();
-            requests.extend(input.requests[input.ranges[number].clone()].iter().map(|request| {
-                ReadReq {
+        self.memory[..words].fill(nothing(is_double));
+        let base = self.memory.as_mut_ptr().cast::<u8>();
+        for (input, reader) in inputs.iter().zip(&mut self.readers) {
+            let of_unit = &input.requests[input.ranges[number].clone()];
+            let requests: Vec<ReadReq> = (of_unit.iter())
+                .map(|request| ReadReq {
                     dst: Destination(base.wrapping_add(request.dst.0.addr())),
                     ..request.clone()
-                }
-            }));
+                })
+                .collect();
             // SAFETY: the parts of a unit are disjoint and inside its memory, which only this
             // thread uses.
             let read = unsafe {
                 reader.read(
                     &input.files,
-                    requests,
+                    &requests,
                     &input.probe,
                     input.verify,
                     input.index,
@@ -176,23 +214,29 @@ pub unsafe fn sum(
             };
             read.map_err(|error| explain(input.index, error, control))?;
         }
-        for part in &unit.parts {
-            let (sum, from) = (&sums[part.sum], base.wrapping_add(fit(part.at * size)));
-            // SAFETY: the sums of the part were just computed. The caller guarantees the
-            // destination, and no other part has these elements.
-            unsafe {
-                hand_over(
-                    sum.to,
-                    fit(part.begin),
-                    from,
-                    fit(part.elements),
-                    sum.is_bfloat16,
-                    is_double,
-                );
-            };
-        }
         Ok(())
-    })
+    }
+
+    /// Rounds the sums of a unit, and copies them to their destinations.
+    ///
+    /// # Safety
+    /// The destinations are valid for writes of the elements, and nothing else uses them meanwhile.
+    unsafe fn hand_over(&self, unit: &Unit, sums: &[Sum], is_double: bool) {
+        // Sizes of memory fit in a `usize`.
+        let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
+        let base = self.memory.as_ptr().cast::<u8>();
+        for part in &unit.parts {
+            let sum = &sums[part.sum];
+            let from = base.wrapping_add(fit(part.at * size_of_sum(is_double)));
+            let (begin, count) = (fit(part.begin), fit(part.elements));
+            // SAFETY: the sums of the part are in memory, and the caller guarantees the rest.
+            unsafe { hand_over(sum.to, begin, from, count, sum.is_bfloat16, is_double) };
+        }
+    }
+}
+
+const fn size_of_sum(is_double: bool) -> u64 {
+    if is_double { 8 } else { 4 }
 }
 
 /// Returns a word of sums without a summand: -0.0, which added to any product gives the product.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 use twox_hash::xxhash3_64::Hasher;
 
-use super::{Input, Sum, Summand, add, hand_over, nothing, sink};
+use super::{Input, Sum, Summand, add, hand_over, nothing, sink, size_of_sum};
 use crate::checkpoint::explain;
 use crate::checkpoint::gather::Gather;
 use crate::copy::Accumulate;
@@ -68,7 +68,7 @@ pub(super) unsafe fn sum_runs(
     options: &ReadOptions,
     control: &Control,
 ) -> Result<Vec<usize>> {
-    let size = if is_double { 8 } else { 4 };
+    let size = size_of_sum(is_double);
     let (long, short): (Vec<_>, Vec<_>) =
         groups(sums, size).into_iter().partition(|group| elements(&sums[group.clone()]) >= FEW);
     let mut left: Vec<usize> = short.into_iter().flatten().collect();
