@@ -1,7 +1,7 @@
 //! Long work without the GIL. Ctrl-C stops it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -95,7 +95,7 @@ fn run_all<I: Send, T: Send>(
     control: &Control,
     progress: Option<&Py<PyAny>>,
     before: u64,
-    mut make: impl FnMut() -> PyResult<Option<I>>,
+    make: impl FnMut() -> PyResult<Option<I>>,
     work: impl FnOnce(Receiver<I>, &Control) -> Result<T> + Send,
 ) -> PyResult<T> {
     let told = AtomicU64::new(0);
@@ -108,93 +108,104 @@ fn run_all<I: Send, T: Send>(
             _ => Ok(()),
         }
     };
-    let (result, raised, raised_late) = std::thread::scope(|scope| {
+    let (result, fed, raised) = std::thread::scope(|scope| {
         let (give, made) = channel();
         let (done, is_done) = channel();
-        // The thread takes the work instead of owning it, so the work is still here if the system
-        // has no thread to spare.
-        let work = Mutex::new(Some((work, made)));
-        let run = move || {
-            let (work, made) = work
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take()
-                .expect("it is taken once");
+        let run = callable_once(move || {
             let result = work(made, control);
             // The receiver lives until the worker is joined.
             let _ = done.send(());
             result
-        };
-        let run = Arc::new(run);
-        let spawned = std::thread::Builder::new().spawn_scoped(scope, {
+        });
+        let worker = std::thread::Builder::new().spawn_scoped(scope, {
             let run = Arc::clone(&run);
             move || run()
         });
-        // Only the worker owns `done`, so the waiting thread notices if the worker panics.
-        let worker = match spawned {
+        let fed = feed(py, control, make, give, &is_done);
+        let (is_fed, tell) = (fed.is_ok(), &tell);
+        let (result, raised) = py.detach(move || match worker {
             Ok(worker) => {
-                drop(run);
-                Ok(worker)
+                let raised = if is_fed { watch(control, &is_done, tell) } else { None };
+                let result = worker.join();
+                (result.unwrap_or_else(|panic| std::panic::resume_unwind(panic)), raised)
             }
-            Err(_) => Err(run),
-        };
-        let (mut raised, mut raised_late) = (None, None);
-        let unwinding = CancelOnPanic(control);
-        loop {
-            match make().map(|item| item.map(|item| give.send(item))) {
-                Ok(Some(Ok(()))) => {}
-                // There are no more items, or the work has failed and no longer receives them.
-                Ok(None | Some(Err(_))) => break,
-                Err(error)
-                    if error.is_instance_of::<PyException>(py) && is_done.try_recv().is_ok() =>
-                {
-                    raised_late = Some(error);
-                    break;
-                }
-                Err(error) => {
-                    control.cancel();
-                    raised = Some(error);
-                    break;
-                }
-            }
-        }
-        drop(unwinding);
-        drop(give);
-        let tell = &tell;
-        let (result, raised) = py.detach(move || {
-            let worker = match worker {
-                Ok(worker) => worker,
-                // This thread does the work, and signals wait.
-                Err(run) => return (run(), raised),
-            };
-            while raised.is_none() && is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout)
-            {
-                // At exit the interpreter delivers no more signals, but an object that is dropped
-                // last may still have work to do.
-                let watch = Python::try_attach(|py| {
-                    py.check_signals()?;
-                    log_notices(py, control)?;
-                    tell(py)
-                });
-                if let Some(Err(error)) = watch {
-                    control.cancel();
-                    raised = Some(error);
-                }
-            }
-            match worker.join() {
-                Ok(result) => (result, raised),
-                Err(panic) => std::panic::resume_unwind(panic),
-            }
+            // The system has no thread to spare. This one does the work, and signals wait.
+            Err(_) => (run(), None),
         });
-        (result, raised, raised_late)
+        (result, fed, raised)
     });
+    let late = fed?;
     if let Some(error) = raised {
         return Err(error);
     }
     let result = result.into_py(py)?;
-    if let Some(error) = raised_late {
+    if let Some(error) = late {
         return Err(error);
     }
     tell(py)?;
     Ok(result)
+}
+
+/// Returns a function that does `work` where it is called first: on a new thread or, if there is
+/// none, here.
+fn callable_once<T>(work: impl FnOnce() -> T + Send) -> Arc<impl Fn() -> T + Send + Sync> {
+    let work = Mutex::new(Some(work));
+    Arc::new(move || {
+        let work = work.lock().unwrap_or_else(PoisonError::into_inner).take();
+        work.expect("it is called once")()
+    })
+}
+
+/// Gives the worker all items of `make`, or as many as it takes.
+///
+/// An exception of `make` cancels the work, and is the error. If the work has ended by then, it is
+/// the result instead, since an error of the work takes precedence.
+fn feed<I>(
+    py: Python<'_>,
+    control: &Control,
+    mut make: impl FnMut() -> PyResult<Option<I>>,
+    give: Sender<I>,
+    is_done: &Receiver<()>,
+) -> PyResult<Option<PyErr>> {
+    let _unwinding = CancelOnPanic(control);
+    loop {
+        match make() {
+            Ok(Some(item)) => {
+                if give.send(item).is_err() {
+                    return Ok(None); // the work has failed
+                }
+            }
+            Ok(None) => return Ok(None),
+            Err(error) if error.is_instance_of::<PyException>(py) && is_done.try_recv().is_ok() => {
+                return Ok(Some(error));
+            }
+            Err(error) => {
+                control.cancel();
+                return Err(error);
+            }
+        }
+    }
+}
+
+/// Waits until the worker ends, even by a panic, and watches for signals. A signal whose handler
+/// raises cancels the work.
+fn watch(
+    control: &Control,
+    is_done: &Receiver<()>,
+    tell: impl Fn(Python<'_>) -> PyResult<()>,
+) -> Option<PyErr> {
+    while is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
+        // At exit the interpreter delivers no more signals, but an object that is dropped last may
+        // still have work to do.
+        let seen = Python::try_attach(|py| {
+            py.check_signals()?;
+            log_notices(py, control)?;
+            tell(py)
+        });
+        if let Some(Err(error)) = seen {
+            control.cancel();
+            return Some(error);
+        }
+    }
+    None
 }
