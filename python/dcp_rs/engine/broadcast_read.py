@@ -8,8 +8,8 @@ the step that this is a part of, and so do all ranks.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +21,11 @@ import torch.distributed as dist
 from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts
 from dcp_rs.engine.ranks import RankGroup
-from dcp_rs.options import ReadOptions
+from dcp_rs.options import ReadOptions, local_ranks
 from dcp_rs.tensors.memory import flat_bytes, is_plain, require_real_memory
 from dcp_rs.tensors.regions import Cut, cut, narrow, unflatten
 from dcp_rs.transfer.buffers import new_slabs
-from dcp_rs.transfer.copy_stream import Transfer, copy_stream_for, is_accelerator
+from dcp_rs.transfer.copy_stream import is_accelerator
 from dcp_rs.transfer.target import Target, fills
 
 __all__ = [
@@ -102,13 +102,9 @@ def read_shared(
     for tensor in first:
         with ranks.talking():
             dist.all_reduce(tensor, group=ranks.process_group)
-    try:
-        for exchange in exchanges:
-            with ranks.talking():
-                exchange.run(memories[exchange.device])
-    finally:
-        for memory in memories.values():
-            memory.close()
+    for exchange in exchanges:
+        with ranks.talking():
+            exchange.run(memories[exchange.device])
     if errors:
         raise errors[0]
     counts = Counts()
@@ -178,17 +174,17 @@ class _Exchange:
         piece = self._rounds[number][self._me]
         # Two buffers take turns: the other one is being sent.
         buffer = self._buffer(piece, memory.slots[self._me if number % 2 else len(self._ranks)])
-        self._attempt(partial(self._fill, piece, buffer, memory.stages))
+        self._attempt(partial(self._fill, piece, buffer, memory.slab))
         return buffer
 
-    def _fill(self, piece: _Piece, buffer: torch.Tensor, stages: _Stages | None) -> None:
-        memory = buffer if stages is None else stages.take()[: piece.nbytes]
+    def _fill(self, piece: _Piece, buffer: torch.Tensor, slab: torch.Tensor | None) -> None:
+        memory = buffer if slab is None else slab[: piece.nbytes]
         wanted = []
         for target, part, elements in piece.elements(memory):
             wanted += fills(target.index, target.tensor.shape, part.begin, elements, target.offsets)
         self.counts.add(self._index.read_regions(wanted, **self._options.engine()))
-        if stages is not None:
-            stages.send(memory, buffer)
+        if slab is not None:
+            buffer.copy_(memory)  # it waits for the copy, so the slab is free again
 
     def _start(
         self, pieces: Sequence[_Piece], mine: torch.Tensor | None, memory: _Memory
@@ -229,7 +225,7 @@ class _Memory:
 
     Attributes:
         slots: buffers for pieces.
-        stages: pinned memory for reads from storage; None for the CPU.
+        slab: pinned memory for reads from storage; None for the CPU.
     """
 
     def __init__(self, device: torch.device, exchanges: Sequence[_Exchange]) -> None:
@@ -239,42 +235,7 @@ class _Memory:
             require_real_memory(torch.zeros(nbytes, dtype=torch.uint8, device=device))
             for _ in range(count)
         ]
-        self.stages = _Stages(device, nbytes) if is_accelerator(device) else None
-
-    def close(self) -> None:
-        """Wait for the copies out of pinned memory."""
-        if self.stages is not None:
-            self.stages.close()
-
-
-class _Stages:
-    """Two slabs of pinned memory: one is read into while the other is copied to a device."""
-
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._stream = copy_stream_for(device)
-        self._slabs = new_slabs(2, nbytes, pinned=True)
-        self._tokens: list[Any] = [None, None]
-        self._next = 0
-
-    def take(self) -> torch.Tensor:
-        """Wait for the slab that is free first. Return it."""
-        token, self._tokens[self._next] = self._tokens[self._next], None
-        if token is not None:
-            token.synchronize()
-        return self._slabs[self._next]
-
-    def send(self, memory: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copy the slab that was taken last to the device, before work of the current stream."""
-        self._stream.order_after_caller()
-        self._tokens[self._next] = self._stream.upload(memory, Transfer(direct=[(buffer, memory)]))
-        self._stream.order_before_caller()
-        self._next = 1 - self._next
-
-    def close(self) -> None:
-        """Wait for the copies."""
-        for token in self._tokens:
-            if token is not None:
-                token.synchronize()
+        self.slab = new_slabs(1, nbytes, pinned=True)[0] if is_accelerator(device) else None
 
 
 @dataclass(slots=True)
@@ -341,20 +302,18 @@ class Offer:
 
     Attributes:
         node: a number of the node. Ranks of one number share.
-        digests: digests of classes of targets. Ranks share a class if their digests are equal.
-        members: the targets of each class.
-        device_types: the types of the devices that it sends from.
+        classes: the type of device to send from and the targets of each class, by its digest.
+            Ranks share a class if their digests are equal.
     """
 
     node: int = 0
-    digests: list[bytes] = field(default_factory=list)
-    members: dict[bytes, list[Target]] = field(default_factory=dict)
-    device_types: set[str] = field(default_factory=set)
+    classes: dict[bytes, tuple[str, list[Target]]] = field(default_factory=dict)
 
     @property
     def offered(self) -> Offered:
         """Return the part that the other ranks get."""
-        return self.node, self.digests, sorted(self.device_types)
+        types = {send_type for send_type, _ in self.classes.values()}
+        return self.node, list(self.classes), sorted(types)
 
 
 def offer(
@@ -388,41 +347,33 @@ def offer(
             (-(-whole // size), at // size)
             for whole, at, size in zip(shape, target.offsets, sizes, strict=True)
         )
-        classes.setdefault((_send_type(target, sendable), cut), []).append(target)
+        own = target.tensor.device.type
+        send_type = own if own in sendable else "cpu" if "cpu" in sendable else sendable[0]
+        classes.setdefault((send_type, cut), []).append(target)
     by_size = sorted(
         classes.items(), key=lambda entry: sum(target.nbytes for target in entry[1]), reverse=True
     )
-    found = Offer(dist.get_rank() // _local_world_size() if scope == "node" else 0)
+    found = Offer(dist.get_rank() // (local_ranks() or 1) if scope == "node" else 0)
     for (send_type, _), members in by_size[:_MAX_CLASSES]:
         members.sort(key=lambda target: (target.index, tuple(target.offsets)))
-        digest = _digest(source, send_type, members)
-        found.members[digest] = members
-        found.device_types.add(send_type)
-    found.digests = list(found.members)
+        found.classes[_digest(source, send_type, members)] = send_type, members
     return found
-
-
-def _send_type(target: Target, sendable: Sequence[str]) -> str:
-    """Return the type of device to send a target from: its own, if the group can send that."""
-    own = target.tensor.device.type
-    return own if own in sendable else "cpu" if "cpu" in sendable else sendable[0]
 
 
 def match_offers(
     own: Offer, everyone: Sequence[Offered], process_group: dist.ProcessGroup | None
 ) -> list[BroadcastGroup]:
     """Return the groups of this rank, in an order in which no ranks deadlock."""
-    sendable = _torch.sendable_types(process_group)
     by_ranks: dict[tuple[tuple[int, ...], str], list[Target]] = {}
-    for digest in sorted(own.digests):  # the same order on all ranks that share
+    for digest in sorted(own.classes):  # the same order on all ranks that share
         ranks = tuple(
             rank
             for rank, (node, digests, _) in enumerate(everyone)
             if node == own.node and digest in digests
         )
         if len(ranks) > 1:
-            targets = own.members[digest]
-            by_ranks.setdefault((ranks, _send_type(targets[0], sendable)), []).extend(targets)
+            send_type, targets = own.classes[digest]
+            by_ranks.setdefault((ranks, send_type), []).extend(targets)
     groups = []
     for (ranks, send_type), targets in sorted(by_ranks.items(), key=lambda entry: entry[0]):
         device = targets[0].tensor.device
@@ -434,12 +385,8 @@ def match_offers(
 
 def any_shared(everyone: Sequence[Offered]) -> bool:
     """Return true if any ranks share reads. All ranks return the same."""
-    seen: set[tuple[int, bytes]] = set()
-    for node, digests, _ in everyone:
-        if not seen.isdisjoint((node, digest) for digest in digests):
-            return True
-        seen.update((node, digest) for digest in digests)
-    return False
+    offers = Counter((node, digest) for node, digests, _ in everyone for digest in digests)
+    return any(count > 1 for count in offers.values())
 
 
 def _digest(source: bytes, send_type: str, targets: Sequence[Target]) -> bytes:
@@ -449,10 +396,3 @@ def _digest(source: bytes, send_type: str, targets: Sequence[Target]) -> bytes:
         region = (target.index, target.tensor.dim(), *target.offsets, *target.tensor.shape)
         digest.update(struct.pack(f"<{len(region)}Q", *region))
     return digest.digest()
-
-
-def _local_world_size() -> int:
-    try:
-        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    except ValueError:
-        return 1
