@@ -31,19 +31,16 @@ def load(
     make_arguments: Callable[[], LoadArguments],
     *,
     stateful: bool = False,
-    metadata: Metadata | None = None,
 ) -> LoadReport | None:
     """Load on all ranks with a reader and a planner, which are called as torch calls them.
 
-    If another save replaces the checkpoint, the load starts again. A partial load, and one with
-    ``metadata``, raises instead.
+    If another save replaces the checkpoint, the load starts again. A partial load raises instead.
 
     Args:
         ranks: the ranks that load.
         make_arguments: returns the state dict, the reader and the planner of this rank. It is
             called in the first step, so that its error is raised on all ranks.
         stateful: call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
-        metadata: the metadata of the checkpoint, if the reader has read it.
 
     Returns:
         The report of an :class:`RsReader`; None for other readers.
@@ -65,15 +62,13 @@ def load(
         state_dict = given
         if stateful:
             state_dict, stateful_objects = call_state_dicts(given)
-        found, is_of_all = (
-            _read_metadata(reader, ranks.rank) if metadata is None else (metadata, True)
-        )
-        planner.set_up_planner(state_dict, found, ranks.is_coordinator)
+        metadata, is_of_all = _read_metadata(reader, ranks.rank)
+        planner.set_up_planner(state_dict, metadata, ranks.is_coordinator)
         more = {"rank": ranks.rank, "use_collectives": is_of_all}
         if isinstance(reader, RsReader) and is_of_all:
             more = {}  # it takes them for a call of torch's, and asks for the process group
         set_up = reader.set_up_storage_reader
-        set_up(found, ranks.is_coordinator, **(more if _takes_kwargs(set_up) else {}))
+        set_up(metadata, ranks.is_coordinator, **(more if _takes_kwargs(set_up) else {}))
         return reader.prepare_local_plan(planner.create_local_plan())
 
     def plan_all(plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -93,7 +88,7 @@ def load(
             ranks.run(hand_over)
         return reader.report if isinstance(reader, RsReader) else None
 
-    return retry(ranks, load_once, lambda: metadata is None and not is_partial)
+    return retry(ranks, load_once, lambda: not is_partial)
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

@@ -249,7 +249,7 @@ class RsReader(StorageReader):
             counts = Counts(watch=watch)
             options = source.read if self._is_of_all else source.read.alone()
             common, reply = None, plan.storage_data
-            if isinstance(reply, cache_sharing.CommonReads):
+            if isinstance(reply, tuple):
                 common = cache_sharing.common_reads(self._sample, reply)
             tensors, values = _located(index, plan)
             if watch is not None:

@@ -555,7 +555,7 @@ def resolve_items(
     others = core.add_plain(names, where, tensors, PLAIN_TYPES, NAMES, shapes=shapes)
     entries += [_entry(whole[i], tensors[i], where[i]) for i in others]
     core.add([entry.item() for entry in entries])
-    return Writes(core, None, tensors, entries)
+    return Writes(core, tensors, entries)
 
 
 def _is_whole(item: WriteItem) -> bool:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,34 +24,12 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class ReadSample:
-    """Sample of the reads of a rank. Its size does not depend on the model.
-
-    Attributes:
-        machine: identifies the page cache.
-        sample: what the rank reads of each section of the checkpoint.
-    """
-
-    machine: bytes
-    sample: bytes
-
-
-@dataclass(frozen=True)
-class CommonReads:
-    """Coordinator's reply to a rank.
-
-    Attributes:
-        size: the number of ranks of the load.
-        ranks: the number of ranks of the machine that sent a sample.
-        bits: the sections that several ranks of the machine read.
-    """
-
-    size: int
-    ranks: int
-    bits: bytes
-
-
+#: The machine, which has one page cache, and a sample of what a rank of it reads. Its size does not
+#: depend on the model.
+ReadSample = tuple[bytes, bytes]
+#: The coordinator's reply to a rank: the number of ranks of the load, the number of those on its
+#: machine that sent a sample, and the sections that several of these read.
+CommonReads = tuple[int, int, bytes]
 #: Number of a tensor or chunk, true for a chunk, offsets and sizes.
 Region = tuple[int, bool, Sequence[int], Sequence[int]]
 
@@ -82,15 +59,13 @@ def sample_of(
 
 def share(sample: _core.Sample) -> ReadSample:
     """Prepare the sample for the coordinator."""
-    return ReadSample(_machine(), sample.to_bytes())
+    return _machine(), sample.to_bytes()
 
 
 def compare_samples(samples: Sequence[ReadSample | None]) -> list[CommonReads | None]:
     """Compare the samples of all ranks, on the coordinator. Return the reply for each rank."""
-    sent = [(each.machine, each.sample) for each in samples if each is not None]
-    replies = iter(_core.compare_samples(sent))
-    size = len(samples)
-    return [None if each is None else CommonReads(size, *next(replies)) for each in samples]
+    replies = iter(_core.compare_samples([each for each in samples if each is not None]))
+    return [None if each is None else (len(samples), *next(replies)) for each in samples]
 
 
 def common_reads(
@@ -104,9 +79,10 @@ def common_reads(
     """
     if sample is None or reply is None:
         return None
+    size, of_machine, sections = reply
     here = local_ranks()
-    is_known = reply.size >= dist.get_world_size() if here is None else reply.ranks >= here
-    return sample.with_reply(reply.bits) if is_known else None
+    is_known = size >= dist.get_world_size() if here is None else of_machine >= here
+    return sample.with_reply(sections) if is_known else None
 
 
 @functools.cache

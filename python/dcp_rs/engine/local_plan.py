@@ -24,9 +24,7 @@ from dcp_rs.tensors.shards import ShardCache, global_shape, local_pieces
 from dcp_rs.transfer.save import Entry, dump, refuse_meta
 
 __all__ = [
-    "LocalPlan",
     "Selected",
-    "Value",
     "Writes",
     "check_complete",
     "plan_locally",
@@ -36,8 +34,8 @@ __all__ = [
 
 def plan_locally(
     selected: Selected, dtype: torch.dtype | None, *, is_partial: bool = True
-) -> LocalPlan:
-    """Describe the entries of this rank.
+) -> Writes:
+    """Describe the entries of this rank. Values are not pickled yet.
 
     Args:
         selected: the entries.
@@ -74,28 +72,28 @@ def plan_locally(
         cast=None if dtype is None else NAMES[dtype],
     )
     layouts: ShardCache = {}
-    others: list[Entry | Value] = []
+    entries: list[Entry] = []
     for i in (*not_plain, *range(end, len(names))):
         to = dtype if i < end else None
-        items_of_one = _items_of(names[i], values[i], paths[i], positions[i], layouts, to)
+        of_one = _entries_of(names[i], values[i], paths[i], positions[i], layouts, to)
         if not is_partial and isinstance(values[i], torch.Tensor):
-            check_complete(names[i], global_shape(values[i]), items_of_one)
-        others += items_of_one
-    items.add([other.item() for other in others])
-    return LocalPlan(selected, items, values, others)
+            check_complete(names[i], global_shape(values[i]), of_one)
+        entries += of_one
+    items.add([entry.item() for entry in entries])
+    return Writes(items, values, entries, selected.containers)
 
 
-def check_complete(fqn: str, shape: Sequence[int], items: Iterable[Entry | Value]) -> None:
+def check_complete(fqn: str, shape: Sequence[int], entries: Iterable[Entry]) -> None:
     """Raise if a rank that saves alone holds only a part of a tensor.
 
     Raises:
         PlanError: other ranks hold elements of the tensor.
     """
     held = 0
-    for item in items:
-        if isinstance(item, Value) or isinstance(item.data, bytes):
+    for entry in entries:
+        if not isinstance(entry.data, torch.Tensor):
             return
-        held += item.data.numel()
+        held += entry.data.numel()
     if held < (whole := math.prod(shape)):
         msg = (
             f"tensor {fqn!r}: this rank holds {held:,} of its {whole:,} elements, and saves alone: "
@@ -104,15 +102,15 @@ def check_complete(fqn: str, shape: Sequence[int], items: Iterable[Entry | Value
         raise PlanError(msg, tensor=fqn)
 
 
-def _items_of(
+def _entries_of(
     fqn: str,
     value: Any,
     path: tuple[Any, ...] | None,
     position: int | None,
     layouts: ShardCache,
     dtype: torch.dtype | None,
-) -> list[Entry | Value]:
-    """Return the items of an entry that is no plain tensor: one for each shard of this rank.
+) -> list[Entry]:
+    """Return what to write of an entry that is no plain tensor: each shard of this rank.
 
     Args:
         fqn: the name of the entry.
@@ -127,7 +125,7 @@ def _items_of(
             ``meta``, or of a lazy module.
     """
     if not isinstance(value, torch.Tensor):
-        return [Value(fqn, value, path, position)]
+        return [Entry(fqn, None, path=path, position=position, value=value)]
     if is_lazy(value):
         msg = f"tensor {fqn!r} has no shape yet: run a forward pass of its lazy module first"
         raise UnsupportedError(msg, tensor=fqn)
@@ -150,9 +148,9 @@ def _items_of(
         value = _torch.wait_tensor(value)
         refuse_meta(fqn, value)
         if why_not_raw(value) is not None:
-            return [Value(fqn, value, path, position)]
+            return [Entry(fqn, None, path=path, position=position, value=value)]
         shards = [((0,) * value.dim(), value)]
-    items: list[Entry | Value] = []
+    entries: list[Entry] = []
     for offsets, tensor in shards:
         requires_grad = tensor.requires_grad or (
             value.requires_grad and can_require_grad(tensor.dtype)
@@ -168,60 +166,8 @@ def _items_of(
             position,
             dtype=tensor.dtype if dtype is None else cast_to(tensor.dtype, dtype),
         )
-        items.append(entry)
-    return items
-
-
-@dataclass
-class LocalPlan:
-    """Items of one rank.
-
-    Attributes:
-        selected: the entries of the state dict.
-        items: the items: plain tensors first, then ``others``.
-        tensors: the values that the plain tensors are numbered in.
-        others: shards of tensors, tensors that are no plain memory, and values.
-    """
-
-    selected: Selected
-    items: _core.SavePlan
-    tensors: list[Any]
-    others: list[Entry | Value]
-
-    def writes(self, keep: bytes | None, *, strict: bool) -> Writes:
-        """Return what this rank writes. Pickle the values among it.
-
-        Args:
-            keep: a bit for each item that this rank writes; None for all items.
-            strict: refuse keys and values that would not load back as they are. By default, warn.
-
-        Raises:
-            UnsupportedError: a value cannot be stored; or (``strict``) a key loads as text.
-            UnsafePickleError: with ``strict``, a value would not load under
-                ``weights_only=True``.
-        """
-        kept = (self.others[i] for i in self.items.kept_others(keep))
-        entries = [
-            Entry(e.fqn, dump(e.fqn, e.value, strict=strict)) if isinstance(e, Value) else e
-            for e in kept
-        ]
-        if self.selected.text_keys:
-            self.selected.check_keys(strict=strict)
-        return Writes(self.items, keep, self.tensors, entries, self.selected.containers)
-
-
-@dataclass(slots=True)
-class Value:
-    """Value, or a tensor that raw bytes cannot hold. The rank that writes it pickles it."""
-
-    fqn: str
-    value: Any
-    path: tuple[Any, ...] | None
-    position: int | None
-
-    def item(self) -> _core.SaveItem:
-        """Return the item for the coordinator and the engine."""
-        return _core.SaveItem(self.fqn, 0, path=self.path, position=self.position)
+        entries.append(entry)
+    return entries
 
 
 @dataclass
@@ -229,19 +175,37 @@ class Writes:
     """Writes of one rank.
 
     Attributes:
-        plan: the items of the rank.
-        keep: a bit for each item that it writes; None for all items.
+        plan: the items of the rank: plain tensors first, then the entries of the rank.
         tensors: the values that the plain tensors are numbered in.
-        entries: the other items that it writes.
+        entries: shards of tensors, tensors that are no plain memory, and values.
         containers: containers of the state dict that the paths do not describe; None if they are
             not known.
+        keep: a bit for each item that the rank writes; None for all items.
     """
 
     plan: _core.SavePlan
-    keep: bytes | None
     tensors: list[Any]
     entries: list[Entry]
     containers: list[Container] | None = None
+    keep: bytes | None = None
+
+    def choose(self, keep: bytes, *, strict: bool) -> None:
+        """Leave out what other ranks write. Pickle the values among the rest.
+
+        Args:
+            keep: a bit for each item that this rank writes.
+            strict: refuse values that would not load back as they are. By default, warn.
+
+        Raises:
+            UnsupportedError: a value cannot be stored.
+            UnsafePickleError: with ``strict``, a value would not load under
+                ``weights_only=True``.
+        """
+        self.keep = keep
+        self.entries = [self.entries[i] for i in self.plan.kept_others(keep)]
+        for entry in self.entries:
+            if entry.data is None:
+                entry.data = dump(entry.fqn, entry.value, strict=strict)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.metadata import with_versions
 from dcp_rs.engine.destination import Destination
-from dcp_rs.engine.local_plan import LocalPlan, Selected, Writes, plan_locally
+from dcp_rs.engine.local_plan import Selected, Writes, plan_locally
 from dcp_rs.engine.metadata import make_metadata
 from dcp_rs.engine.ranks import RankGroup, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
@@ -76,20 +76,20 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
     clock = Phases()
     request: SaveRequest
     to: Destination
-    local: LocalPlan
+    writes: Writes
     keep: bytes
     ticket: SaveTicket
     items = 0  # of all ranks; the coordinator knows it
     written: WrittenFiles | None = None
 
     def describe() -> bytes:
-        nonlocal request, to, local
+        nonlocal request, to, writes
         request = make_request()
         to = Destination(request.path, request.options.storage_options)
         is_partial = not ranks.is_alone or job_size() <= 1
-        local = plan_locally(request.entries, request.options.dtype, is_partial=is_partial)
+        writes = plan_locally(request.entries, request.options.dtype, is_partial=is_partial)
         to.prepare(None, overwrite=request.options.overwrite)
-        return local.items.request()
+        return writes.plan.request()
 
     def assign(requests: list[bytes]) -> list[tuple[bytes, SaveTicket]]:
         nonlocal items
@@ -109,7 +109,8 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
         nonlocal written
         clock.end("plan")
         options = request.options
-        writes = local.writes(keep, strict=options.strict_values)
+        writes.choose(keep, strict=options.strict_values)
+        request.entries.check_keys(strict=options.strict_values)
         reuse = None
         if options.parent is not None:
             values = request.entries.values

@@ -32,16 +32,17 @@ class Entry:
 
     Attributes:
         fqn: its name.
-        data: a strided tensor on any device, or the bytes of a non-tensor value.
+        data: a strided tensor on any device, or the bytes of a value; None until it is pickled.
         shape: the shape of the whole tensor.
         offsets, sizes: the chunk in that tensor.
         flags: its flags (section 3.3 of the format).
         path, position: its place in the state dict, if the planner gave one.
         dtype: the dtype to cast to while it is written; None for no cast.
+        value: a value, or a tensor that raw bytes cannot hold. The rank that writes it pickles it.
     """
 
     fqn: str
-    data: torch.Tensor | bytes
+    data: torch.Tensor | bytes | None
     shape: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -49,6 +50,7 @@ class Entry:
     path: tuple[Any, ...] | None = None
     position: int | None = None
     dtype: torch.dtype | None = None
+    value: Any = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -57,16 +59,16 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the payload."""
+        """The bytes of the payload; 0 for a value that is not pickled."""
         if not isinstance(self.data, torch.Tensor):
-            return len(self.data)
+            return len(self.data or b"")
         return self.data.numel() * (self.dtype or self.data.dtype).itemsize
 
     @property
     def is_as_stored(self) -> bool:
         """True if memory, of any device, holds the payload as it is written."""
         data = self.data
-        return isinstance(data, bytes) or (
+        return not isinstance(data, torch.Tensor) or (
             self.dtype in (None, data.dtype)
             and data.is_contiguous()
             and not data.is_conj()
@@ -155,7 +157,7 @@ def turns(entries: Sequence[Entry]) -> list[int]:
     devices: dict[torch.device, int] = {}
     found = []
     for entry in entries:
-        if isinstance(entry.data, bytes):
+        if not isinstance(entry.data, torch.Tensor):
             found.append(_VALUES)
         elif entry.data.device.type == "cpu" and entry.is_as_stored:
             found.append(_IN_PLACE)
