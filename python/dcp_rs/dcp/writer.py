@@ -235,12 +235,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._options.parent = self._options.parent.at_absolute_path()
         if self._staged_ranks == 0 or dist.get_rank() == 0:
             warn_of_foreign_model(self.path)  # here, as a thread or a process saves
-        try:
-            staged = BlockingAsyncStager.stage(self, state_dict)
-        except NotImplementedError:  # a class of tensors without zeros_like: LocalShardsWrapper
-            return HostStager().stage(state_dict)
-        _keep_places(state_dict, staged)
-        return staged
+        return HostStager().stage(state_dict)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, and take another path if one is given."""
@@ -596,21 +591,6 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
         flags=tensor_flags(item.tensor_data.properties),
         path=path,
     )
-
-
-def _keep_places(value: Any, staged: Any) -> None:
-    """Make the tensors of a state dict that torch staged the same shards as those of the original.
-
-    torch's copy of a tensor lacks what describes its chunks.
-    """
-    if isinstance(value, torch.Tensor):
-        _torch.copy_place_in_whole(value, staged)
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            _keep_places(entry, staged[key])
-    elif isinstance(value, list | tuple):
-        for entry, copied in zip(value, staged, strict=True):
-            _keep_places(entry, copied)
 
 
 def _state_dicts(planner: object, above: tuple[object, ...] = ()) -> list[Mapping[str, Any]]:

@@ -65,9 +65,11 @@ def make_metadata(
     data, _ = planner_data(index)
     if data is None and is_flat:
         data = {}
-    handle = _Handle(index, rank, storage_options, views or Views())
+    path = os.fspath(index.path)
+    folder = path if index.is_in_memory else os.path.dirname(path)  # noqa: PTH120  # a URL?
+    handle = _Handle(index, rank, storage_options, views or Views(), folder, index.save_id)
     if isinstance(data, dict):
-        data = PlannerPaths(handle, data, is_flat=is_flat)
+        data = PlannerPaths(handle, data, is_flat)
     metadata = Metadata(
         state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # planners need a mapping
         planner_data=data,
@@ -107,51 +109,44 @@ def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
     )
 
 
+@dataclass
 class _Handle:
     """Index that pickles as the path to open it at, whatever its size.
 
     Options of a store are pickled too, without their secrets.
     """
 
-    def __init__(
-        self,
-        index: _core.Index,
-        rank: int | None,
-        storage_options: StorageOptions | None,
-        views: Views,
-    ) -> None:
-        self._index: _core.Index | None = index
-        path = os.fspath(index.path)
-        self._path = path if index.is_in_memory else os.path.dirname(path)  # noqa: PTH120  # a URL?
-        self._rank = rank
-        self._save_id = index.save_id
-        self._storage_options = storage_options
-        self._views = views
+    opened: _core.Index | None
+    rank: int | None
+    storage_options: StorageOptions | None
+    views: Views
+    path: str
+    save_id: str | None
 
     @property
     def index(self) -> _core.Index:
-        if self._index is None:
-            where = location(self._path)
+        if self.opened is None:
+            where = location(self.path)
             index = _core.Index.open(
-                os.fspath(where), self._rank, False, options_for(where, self._storage_options)
+                os.fspath(where), self.rank, False, options_for(where, self.storage_options)
             )
-            if index.save_id != self._save_id:
+            if index.save_id != self.save_id:
                 msg = (
-                    f"the checkpoint at {self._path} that this metadata describes has been replaced"
+                    f"the checkpoint at {self.path} that this metadata describes has been replaced"
                 )
-                raise CheckpointNotFoundError(msg, path=self._path)
-            self._index = self._views.apply(index)
-        return self._index
+                raise CheckpointNotFoundError(msg, path=self.path)
+            self.opened = self.views.apply(index)
+        return self.opened
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_index": None}
+        return {**self.__dict__, "opened": None}
 
 
+@dataclass(eq=False, repr=False)
 class Entries(Mapping[str, Any]):
     """``state_dict_metadata``: a mapping of names to tensors' and values' metadata."""
 
-    def __init__(self, handle: _Handle) -> None:
-        self._handle = handle
+    _handle: _Handle
 
     @property
     def index(self) -> _core.Index:
@@ -190,19 +185,13 @@ class Entries(Mapping[str, Any]):
         return self.index.tensor_count
 
 
+@dataclass(eq=False, repr=False)
 class PlannerPaths(Mapping[str, Any]):
-    """``planner_data`` of torch's planner: a mapping of names to paths in the saved state dict.
+    """``planner_data`` of torch's planner: a mapping of names to paths in the saved state dict."""
 
-    Args:
-        handle: the index.
-        other: paths that belong to no entry.
-        is_flat: entries without a path are at their names.
-    """
-
-    def __init__(self, handle: _Handle, other: dict[str, Any], *, is_flat: bool) -> None:
-        self._handle = handle
-        self._other = other
-        self._is_flat = is_flat
+    _handle: _Handle
+    _other: dict[str, Any]  # paths that belong to no entry
+    _is_flat: bool  # entries without a path are at their names
 
     def __getitem__(self, fqn: str) -> Any:
         path = self._path(fqn)
@@ -240,11 +229,11 @@ class StorageInfo:
     length: int
 
 
+@dataclass(eq=False, repr=False)
 class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
     """``storage_data``: a mapping of chunks to their places."""
 
-    def __init__(self, handle: _Handle) -> None:
-        self._handle = handle
+    _handle: _Handle
 
     def __getitem__(self, key: MetadataIndex) -> StorageInfo:
         index = self._handle.index
