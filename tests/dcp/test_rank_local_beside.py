@@ -78,7 +78,7 @@ def test_the_index_of_all_ranks_comes_first(beside, how):
 def load_where_one_fails(how, path, error):
     real, left = locate.open_index, [error]
 
-    def fails_once(where, *, rank, **options):
+    def fails_once(where, *, rank=None, **options):
         if dist.get_rank() == 1 and rank is None and left:
             raise left.pop()
         return real(where, rank=rank, **options)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,17 +112,30 @@ class LoadSource:
             own.pop(name, None)
         return given(self.read) | own | views
 
-    def open(self, rank: int | None = None) -> _core.Index:
-        """Open the index of all ranks; with ``rank``, the index of that rank's rank-local save."""
-        return open_index(
+    def open(self, rank: int | None = None) -> tuple[_core.Index, bool]:
+        """Open the index of all ranks. If there is none, open that of a rank's rank-local save.
+
+        Returns:
+            The index, and true if it is of all ranks.
+        """
+        open_now = partial(
+            open_index,
             self.path,
-            rank=rank,
             allow_external=self.allow_external,
             verify=self.read.verify is True,
             storage_options=self.storage_options,
             views=self.views,
             tiers=self.tiers,
         )
+        try:
+            return open_now(), True
+        except CheckpointNotFoundError as missing:
+            if rank is None or is_of_all_ranks(self.path):  # a broken link, for example
+                raise
+            try:
+                return open_now(rank=rank), False
+            except Exception as own:  # noqa: BLE001  # one of the two is raised
+                raise (own if is_rank_local(self.path) else missing) from None
 
 
 def open_index(

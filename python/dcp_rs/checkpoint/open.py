@@ -83,7 +83,7 @@ def open(
             "device= and weights_only= out"
         )
         raise ValueError(msg)
-    index = source.open()
+    index, _ = source.open()
     where = os.fspath(absolute(location(path)))
     again: partial[Any] = partial(open, where, framework, device, **source.given())
     if framework == "np":

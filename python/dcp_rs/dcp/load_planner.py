@@ -258,7 +258,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if (index := index_of(self.metadata)) is not None:
             return Checkpoint(index, device=device, options=ReadOptions())
         if self._source is not None:
-            return Checkpoint(self._source.open(), device=device, options=self._source.read)
+            return Checkpoint(self._source.open()[0], device=device, options=self._source.read)
         raise PlanError(
             "this planner has no checkpoint: "
             "pass RsLoadPlanner(checkpoint=path), or load with it first"

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from dcp_rs.checkpoint.folders import is_rank_local
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine_load
 from dcp_rs.engine.load import call_state_dicts, load_stateful, retry
@@ -107,8 +106,7 @@ def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
         try:
             return reader.read_metadata(rank=rank), False
         except Exception as own:  # noqa: BLE001  # one of the two is raised
-            is_own = isinstance(reader, RsReader) and is_rank_local(reader.path)
-            raise (own if is_own else error) from None
+            raise (own if isinstance(reader, RsReader) else error) from None
 
 
 def _takes_kwargs(method: Callable[..., Any]) -> bool:

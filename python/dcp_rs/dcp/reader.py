@@ -27,7 +27,6 @@ from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import location
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import is_of_all_ranks
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.metadata import warn_of_left_out
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
@@ -172,7 +171,10 @@ class RsReader(StorageReader):
         """
         self._clock = Phases()
         rank = kwargs.get("rank")
-        self._index = self._source.open() if rank is None else self._open_rank_local(rank)
+        self._index, is_of_all = self._source.open(rank)
+        if rank is not None and is_of_all:
+            msg = f"the checkpoint is one of all ranks, and none of rank {rank} alone: {self.path}"
+            raise CheckpointNotFoundError(msg, path=self.path)
         if not current_rank():
             warn_of_left_out(self._index)
         metadata = make_metadata(
@@ -303,19 +305,9 @@ class RsReader(StorageReader):
             return False
         return True
 
-    def _open_rank_local(self, rank: int) -> _core.Index:
-        try:
-            self._source.open()
-        except CheckpointNotFoundError:
-            if is_of_all_ranks(self.path):  # a broken link, say
-                raise
-            return self._source.open(rank)
-        msg = f"the checkpoint is one of all ranks, and none of rank {rank} alone: {self.path}"
-        raise CheckpointNotFoundError(msg, path=self.path)
-
     def _open_once(self) -> _core.Index:
         if self._index is None:
-            self._index = self._source.open()
+            self._index, _ = self._source.open()
         return self._index
 
     def __getstate__(self) -> dict[str, Any]:

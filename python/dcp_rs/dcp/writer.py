@@ -41,7 +41,7 @@ from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.load import call_state_dicts
 from dcp_rs.engine.local_plan import Writes, check_complete
-from dcp_rs.engine.metadata import make_metadata, tensor_flags
+from dcp_rs.engine.metadata import tensor_flags
 from dcp_rs.engine.ranks import RankGroup, has_group, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Frozen
@@ -50,6 +50,7 @@ from dcp_rs.engine.save import (
     SaveOptions,
     SaveTicket,
     WrittenFiles,
+    commit_files,
     write_files,
 )
 from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
@@ -305,7 +306,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 "prepare_global_plan was skipped, or torch's planner had cached the plan of a "
                 "save by another writer (enable_plan_caching=True). Save again"
             )
-        to = self._to
         self.save_id, self._is_used = str(uuid.UUID(bytes=ticket.save_id)), True
         self._clock.end("plan")
         self._discard_failed()  # all ranks have come here, so the save before is over
@@ -315,19 +315,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             strict=self._options.strict_values,
             is_partial=ticket.world_size != 1 or job_size() <= 1,
         )
-        parent = self._options.parent
-        reuse = None
-        if parent is not None:
-            values, rank = getattr(planner, "state_dict", {}), ticket.own_rank
-            reuse = parent.find_reuse(writes, to, values, rank=rank, options=self.options)
-            self._clock.end("compare")
-        written = write_files(
-            writes, to, ticket, self.options, reuse=reuse, progress=self._options.progress
-        )
-        if parent is not None:
-            parent.warn(to, written.save.problems)
+        values = getattr(planner, "state_dict", {})
+        written = write_files(writes, self._to, ticket, self._options, self._clock, values)
         self._written = written
-        self._clock.end("write")
         self.report = written.report
         if not self._is_coordinator and self._rank is None:
             self._clock.report(self.report)  # the coordinator reports in finish()
@@ -347,34 +337,23 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if written is None or written.index not in indexes:
             msg = "this writer wrote nothing for this save: give each save a writer of its own"
             raise SaveInProgressError(msg, path=self.path)
-        to, ticket = written.to, written.ticket
         try:
-            with self._options.guard():
-                index = to.commit(
-                    ticket.own_rank,
-                    indexes,
-                    save_id=ticket.save_id,
-                    generation=ticket.generation,
-                    planner_data=metadata.planner_data,
-                    items=None,
-                    names=metadata.state_dict_metadata,
-                    fsync=self.options.fsync,
-                    overwrite=self.overwrite,
-                )
+            lazy = commit_files(
+                written,
+                indexes,
+                self._options,
+                self._clock,
+                planner_data=metadata.planner_data,
+                items=None,
+                names=metadata.state_dict_metadata,
+            )
         except BaseException as error:
             self.close()
-            to.give_up(ticket.own_rank, indexes, error, handled)  # other ranks may not hear of it
+            # Other ranks may not hear of it.
+            written.to.give_up(written.ticket.own_rank, indexes, error, handled)
             raise
         self.close()
-        self._clock.end("commit")
-        written.report.entries = index.tensor_count
         self._clock.report(written.report)
-        lazy = make_metadata(
-            index,
-            rank=ticket.own_rank,
-            checkpoint_id=self.checkpoint_id,
-            storage_options=self._options.storage_options,
-        )
         vars(metadata).update(vars(lazy))
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts, watching
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import is_of_all_ranks, is_rank_local
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.engine import cache_sharing, matching
@@ -30,7 +29,7 @@ from dcp_rs.engine.broadcast_read import (
 from dcp_rs.engine.matching import EntryInfo, LoadOptions, Matching
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, Mismatch, Phases
-from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError
+from dcp_rs.errors import CheckpointReplacedError, PlanError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at, stateful_values
@@ -211,10 +210,7 @@ def plan_rank(
         state_dict, holders = call_state_dicts(state_dict)
     clock, is_of_all = Phases(), True
     if index is None:
-        try:
-            index = source.open()
-        except CheckpointNotFoundError as missing:
-            index, is_of_all = _open_rank_local(source, rank, missing), False
+        index, is_of_all = source.open(rank)
     clock.end("metadata")
     reads = plan_reads(state_dict, index, request.options)
     if reads.values:
@@ -242,18 +238,6 @@ def call_state_dicts(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[s
     stateful = stateful_values(states)
     states.update({key: holder.state_dict() for key, holder in stateful.items()})
     return states, stateful
-
-
-def _open_rank_local(
-    source: LoadSource, rank: int, missing: CheckpointNotFoundError
-) -> _core.Index:
-    """Open the rank-local save of this rank, as there is no checkpoint of all ranks."""
-    if is_of_all_ranks(source.path):  # the index is a broken link, for example
-        raise missing
-    try:
-        return source.open(rank)
-    except Exception as own:  # noqa: BLE001  # one of the two is raised
-        raise (own if is_rank_local(source.path) else missing) from None
 
 
 @dataclass

@@ -6,7 +6,7 @@ import os
 import secrets
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ __all__ = [
     "SaveRequest",
     "SaveTicket",
     "WrittenFiles",
+    "commit_files",
     "save",
     "write_files",
 ]
@@ -49,7 +50,7 @@ MIXED_PLANNERS = (
 )
 
 
-def save(  # noqa: PLR0915  # one function to read from top to bottom
+def save(  # one function to read from top to bottom
     ranks: RankGroup, make_request: Callable[[], SaveRequest]
 ) -> SavedMetadata:
     """Save a state dict. Every rank calls it.
@@ -107,49 +108,25 @@ def save(  # noqa: PLR0915  # one function to read from top to bottom
 
     def write() -> bytes:
         nonlocal written
+        entries, options = request.entries, request.options
         clock.end("plan")
-        options = request.options
         writes.choose(keep, strict=options.strict_values)
-        request.entries.check_keys(strict=options.strict_values)
-        reuse = None
-        if options.parent is not None:
-            values = request.entries.values
-            reuse = options.parent.find_reuse(writes, to, values, rank=None, options=options.write)
-            clock.end("compare")
+        entries.check_keys(strict=options.strict_values)
         written = write_files(
-            writes,
-            to,
-            ticket,
-            options.write,
-            reuse=reuse,
-            progress=options.progress,
-            fallbacks=request.fallbacks,
+            writes, to, ticket, options, clock, entries.values, fallbacks=request.fallbacks
         )
-        if options.parent is not None:
-            options.parent.warn(to, written.save.problems)
-        clock.end("write")
         # To a sixth of its size, for the coordinator.
         return written.index if ranks.is_alone else zlib.compress(written.index, 1)
 
     def commit(indexes: list[bytes]) -> Metadata:
-        options = request.options
-        with options.guard():
-            index = to.commit(
-                None,
-                indexes if ranks.is_alone else list(map(zlib.decompress, indexes)),
-                save_id=ticket.save_id,
-                generation=ticket.generation,
-                planner_data=with_versions({}, request.entries.containers),
-                items=items,
-                names={},
-                fsync=options.write.fsync,
-                overwrite=options.overwrite,
-            )
-        clock.end("commit")
         assert written is not None  # noqa: S101  # the coordinator writes, too
-        written.report.entries = index.tensor_count
-        return make_metadata(
-            index, rank=None, checkpoint_id=to.path, storage_options=options.storage_options
+        return commit_files(
+            written,
+            indexes if ranks.is_alone else list(map(zlib.decompress, indexes)),
+            request.options,
+            clock,
+            planner_data=with_versions({}, request.entries.containers),
+            items=items,
         )
 
     try:
@@ -305,10 +282,10 @@ def write_files(
     writes: Writes,
     to: Destination,
     ticket: SaveTicket,
-    options: WriteOptions,
+    options: SaveOptions,
+    clock: Phases,
+    values: Mapping[str, Any],
     *,
-    reuse: _core.Reuse | None,
-    progress: Progress,
     fallbacks: Sequence[str] = (),
 ) -> WrittenFiles:
     """Write the data files of one rank. If that fails, remove them.
@@ -317,11 +294,16 @@ def write_files(
         writes: what this rank writes.
         to: the destination.
         ticket: the save.
-        options: how to write.
-        reuse: what the parent holds of it.
-        progress: callable or bar for the bytes.
+        options: how to write, and the parent to compare with.
+        clock: measures the phases of the save.
+        values: the flattened state dict.
         fallbacks: reasons why copies were slow so far.
     """
+    parent, how = options.parent, options.write
+    reuse = None
+    if parent is not None:
+        reuse = parent.find_reuse(writes, to, values, rank=ticket.own_rank, options=how)
+        clock.end("compare")
     save = writes.plan.create(
         to.folder,
         writes.keep,
@@ -334,21 +316,19 @@ def write_files(
         turns=turns(writes.entries),
         reuse=reuse,
         store=to.store,
-        **options.engine(remote=to.store is not None),
+        **how.engine(remote=to.store is not None),
     )
     containers = None
     if writes.containers is not None:
         containers = [(c.position, c.path, c.kind) for c in writes.containers]
     slow = list(fallbacks)
     try:
-        with watching(progress, "saving") as watch:
+        with watching(options.progress, "saving") as watch:
             if watch is not None:
                 save.watch(lambda done: watch(done, save.bytes))
             save.write_plain(writes.tensors, PLAIN_TYPES, NAMES)
             is_new = [not reused for reused in save.reused()]
-            write_entries(
-                save, writes.entries, options, save.plain_count, only=is_new, fallbacks=slow
-            )
+            write_entries(save, writes.entries, how, save.plain_count, only=is_new, fallbacks=slow)
         index = save.finish(containers)
     except BaseException:
         for reason in save.abort():
@@ -361,4 +341,52 @@ def write_files(
         requests=save.requests,
         fallbacks=slow,
     )
+    if parent is not None:
+        parent.warn(to, save.problems)
+    clock.end("write")
     return WrittenFiles(to, ticket, index, save, report, os.getpid())
+
+
+def commit_files(
+    written: WrittenFiles,
+    indexes: list[bytes],
+    options: SaveOptions,
+    clock: Phases,
+    *,
+    planner_data: Any,
+    items: int | None,
+    names: Collection[str] = (),
+) -> Metadata:
+    """Merge the indexes of all ranks, and commit the checkpoint.
+
+    Args:
+        written: the files of this rank.
+        indexes: the indexes of all ranks.
+        options: the options of the save.
+        clock: measures the phases of the save.
+        planner_data, items, names: as for :meth:`Destination.commit`.
+
+    Returns:
+        The metadata of the checkpoint.
+    """
+    to, ticket = written.to, written.ticket
+    with options.guard():
+        index = to.commit(
+            ticket.own_rank,
+            indexes,
+            save_id=ticket.save_id,
+            generation=ticket.generation,
+            planner_data=planner_data,
+            items=items,
+            names=names,
+            fsync=options.write.fsync,
+            overwrite=options.overwrite,
+        )
+    clock.end("commit")
+    written.report.entries = index.tensor_count
+    return make_metadata(
+        index,
+        rank=ticket.own_rank,
+        checkpoint_id=to.path,
+        storage_options=options.storage_options,
+    )
