@@ -27,7 +27,7 @@ from dcp_rs.dcp.load_planner import is_plain as is_plain_load_planner
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import save_by_planner
 from dcp_rs.engine import load as engine
-from dcp_rs.engine.background import SaveFuture, saves
+from dcp_rs.engine.background import MAX_COPIES, SaveFuture, saves
 from dcp_rs.engine.load import LoadRequest
 from dcp_rs.engine.local_plan import Selected, select
 from dcp_rs.engine.matching import LoadOptions
@@ -353,8 +353,8 @@ def async_save(
         state_dict, path, include, exclude, dtype, planner, no_dist: as for :func:`save`.
         process_group: a group with a CPU backend that nothing else uses meanwhile. Default: a gloo
             group of all ranks, made by the first call and kept.
-        stager: a :class:`HostStager`. With ``cache=True``, the next call with it waits until the
-            save of this call is over, so that there is one copy at a time.
+        stager: a :class:`HostStager`. With ``cache=True``, the call waits until all saves before
+            it are over, so that there is one copy at a time.
         async_staging: do not wait for the copy. Accelerators copy on streams of their own, and a
             thread copies host memory. Values, and sparse or quantized tensors, are copied before
             this returns. If a tensor changed too early and torch counted the change, the save
@@ -430,9 +430,9 @@ def async_save(
 
     return saves.submit(
         path,
-        stager if isinstance(stager, HostStager) else HostStager(),
         stage,
         save_copy,
+        max_copies=1 if isinstance(stager, HostStager) and stager.cache else MAX_COPIES,
         async_staging=async_staging,
         is_alone=ranks.is_alone,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from dcp_rs.engine import background
 from dcp_rs.engine.reports import SavedMetadata
-from dcp_rs.transfer.stage import HostStager, Staging
+from dcp_rs.transfer.stage import Staging
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def saves_held_up() -> Iterator[threading.Event]:
         go.wait(60)
         return SavedMetadata({})
 
-    background.saves._put(background._Job("held up", HostStager(), wait))
+    background.saves._put(background._Job("held up", wait))
     try:
         yield go
     finally:

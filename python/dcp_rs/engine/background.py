@@ -13,7 +13,7 @@ from dcp_rs._log import log as _log
 from dcp_rs._url import location
 from dcp_rs.engine.reports import SavedMetadata, SaveReport
 from dcp_rs.errors import SaveInProgressError
-from dcp_rs.transfer.stage import HostStager, Staging
+from dcp_rs.transfer.stage import Staging
 
 __all__ = ["MAX_COPIES", "SaveFuture", "SaveQueue", "saves"]
 
@@ -57,7 +57,6 @@ class _Job:
 
     Attributes:
         path: where it goes, as a key.
-        stager: the stager of its copy.
         save: saves the copy that its argument returns or raises for.
         future: the future of the save.
         staging: the copy, once it has begun.
@@ -68,14 +67,8 @@ class _Job:
         result: what the future gets.
     """
 
-    def __init__(
-        self,
-        path: str,
-        stager: HostStager,
-        save: Callable[[Callable[[], Staging]], SavedMetadata],
-    ) -> None:
+    def __init__(self, path: str, save: Callable[[Callable[[], Staging]], SavedMetadata]) -> None:
         self.path = path
-        self.stager = stager
         self.save = save
         self.future = SaveFuture()
         self.staging: Staging | None = None
@@ -154,10 +147,10 @@ class SaveQueue:
     def submit(
         self,
         path: str | os.PathLike[str],
-        stager: HostStager,
         stage: Callable[[], Staging],
         save: Callable[[Callable[[], Staging]], SavedMetadata],
         *,
+        max_copies: int,
         async_staging: bool,
         is_alone: bool,
     ) -> SaveFuture:
@@ -168,9 +161,9 @@ class SaveQueue:
 
         Args:
             path: where the save goes.
-            stager: how many copies there may be.
             stage: begins the copy.
             save: saves the copy that its argument returns or raises for.
+            max_copies: the number of copies that there may be, this one included.
             async_staging: copy the bytes of tensors in a thread.
             is_alone: no other rank takes part. Otherwise ``save`` is called even if this raises.
                 Its argument raises the same error then, for the other ranks.
@@ -179,9 +172,9 @@ class SaveQueue:
             SaveInProgressError: another save to ``path`` is not over.
             BaseException: whatever ``stage`` and the copy raise.
         """
-        job = _Job(_key(path), stager, save)
+        job = _Job(_key(path), save)
         try:
-            self._enter(job, path)
+            self._enter(job, path, max_copies)
             job.staging = stage()
             if async_staging:
                 job.copying = threading.Thread(target=job.copy, name="dcp_rs.staging")
@@ -218,15 +211,12 @@ class SaveQueue:
             )
             raise SaveInProgressError(msg, path=path)
 
-    def _enter(self, job: _Job, path: str | os.PathLike[str]) -> None:
+    def _enter(self, job: _Job, path: str | os.PathLike[str], max_copies: int) -> None:
         """Wait until there may be the copy of one more job."""
         self.check_path(path)
         with self._changed:
             # A callback of a save cannot wait for saves after it.
-            while threading.current_thread() is not self._thread and (
-                len(self._jobs) >= MAX_COPIES
-                or (job.stager.cache and any(other.stager is job.stager for other in self._jobs))
-            ):
+            while threading.current_thread() is not self._thread and len(self._jobs) >= max_copies:
                 self._changed.wait()
                 self.check_path(path)
             self._jobs.append(job)

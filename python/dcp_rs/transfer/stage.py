@@ -36,8 +36,8 @@ class HostStager:
     :func:`dcp_rs.release_pinned_memory` frees it.
 
     Args:
-        cache: make one copy at a time: a copy then waits for the save of the previous copy with
-            this stager. Otherwise two may exist.
+        cache: make one copy at a time: it then waits for the saves before it. Otherwise two copies
+            may exist.
 
     Example:
         ```python
