@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "staged-without-a-copy",
         "python/dcp_rs/transfer/stage.py",
-        "made[key] = _as_kind(target, *_kind_of(entry.tensor))",
-        "made[key] = entry.tensor",
+        "self.values[name] = _like(value, view)",
+        "self.values[name] = value",
         ("tests/transfer/test_host_stager.py",),
         "A save in the background writes what training has changed by then.",
     ),

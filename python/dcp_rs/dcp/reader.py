@@ -44,7 +44,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.options import ReaderArguments, ReadOptions, take_options
 from dcp_rs.tensors import pickles
-from dcp_rs.transfer.load import fill, fill_tensor
+from dcp_rs.transfer.load import fill, fill_tensor, read_values
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["RsReader"]
@@ -207,13 +207,13 @@ class RsReader(StorageReader):
                 for chunk, item in zip(chunks, items, strict=True)
             ]
 
-        note = _Note(is_of_all=self._is_of_all)
-        if self._is_of_all:
-            self._sample = None
-            with suppress(PlanError):  # `finish_plan` may leave out what the checkpoint lacks
-                self._sample = cache_sharing.sample_of(index, self._source.read, regions)
-            sample = None if self._sample is None else cache_sharing.share(self._sample)
-            note = _Note(is_of_all=True, save_id=index.save_id, sample=sample)
+        if not self._is_of_all:
+            return dataclasses.replace(plan, storage_data=_Note())
+        self._sample = None
+        with suppress(PlanError):  # `finish_plan` may leave out what the checkpoint lacks
+            self._sample = cache_sharing.sample_of(index, self._source.read, regions)
+        sample = None if self._sample is None else cache_sharing.share(self._sample)
+        note = _Note(is_of_all=True, save_id=index.save_id, sample=sample)
         return dataclasses.replace(plan, storage_data=note)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -259,10 +259,7 @@ class RsReader(StorageReader):
                     item.lengths.numel() * stored_dtype("", index.dtype_of(chunk)).itemsize
                     for chunk, item in tensors
                 )
-            stored = index.read_bytes([chunk for chunk, _ in values], **options.engine())
-            nbytes = sum(map(len, stored))
-            counts.expected += nbytes
-            counts.add(Counts(nbytes, nbytes))
+            stored = read_values(index, [chunk for chunk, _ in values], options, counts)
             for (_, item), data in zip(values, stored, strict=True):
                 if _fill_from_value(planner, item, data, weights_only=source.weights_only):
                     continue
@@ -326,7 +323,7 @@ class _Note:
         sample: a sample of the rank's reads.
     """
 
-    is_of_all: bool
+    is_of_all: bool = False
     save_id: str | None = None
     sample: cache_sharing.ReadSample | None = None
 

@@ -229,7 +229,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     # --- DCP's protocol, in the order of the calls ------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state dict to host memory, for ``dcp.async_save``, as torch's writer does."""
+        """Copy the state dict to host memory, for ``dcp.async_save``."""
         self._staged_ranks = job_size()
         self.path = absolute(self.path)  # until the save begins, the current folder may change
         if self._options.parent is not None:

@@ -32,12 +32,12 @@ from dcp_rs.engine.reports import LoadReport, Mismatch, Phases
 from dcp_rs.errors import CheckpointReplacedError, PlanError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
-from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at, stateful_values
+from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, is_stateful, set_at
 from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import find_tied, is_opaque, on_meta
 from dcp_rs.tensors.regions import narrow
 from dcp_rs.tensors.shards import ShardCache, local_pieces
-from dcp_rs.transfer.load import Load, as_tensor, copy_value
+from dcp_rs.transfer.load import Load, as_tensor, copy_value, read_values
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = [
@@ -235,7 +235,8 @@ def call_state_dicts(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[s
     """Replace ``Stateful`` objects by their states, in a copy. Return it, and the objects."""
     # In the same order on all ranks: a state_dict() may contain collectives.
     states = {key: state_dict[key] for key in sorted(state_dict, key=str)}
-    stateful = stateful_values(states)
+    others = [(key, value) for key, value in states.items() if not isinstance(value, torch.Tensor)]
+    stateful = {key: value for key, value in others if is_stateful(value)}
     states.update({key: holder.state_dict() for key, holder in stateful.items()})
     return states, stateful
 
@@ -327,7 +328,8 @@ def plan_reads(
     fqns, stored = list(wanted), list(wanted.values())
     tensors = [flat.values[fqn] for fqn in fqns]
     if replaced := new.names_of(fqns, tensors):
-        new.make_all(state_dict, flat, matching.fitting(index, wanted, replaced, flat.values))
+        fitting = matching.fitting(index, {fqn: wanted[fqn] for fqn in replaced}, flat.values)
+        new.make_all(state_dict, flat, fitting)
         tensors = [new.new.get(fqn, tensor) for fqn, tensor in zip(fqns, tensors, strict=True)]
 
     # Most tensors are plain: in host memory, of the stored shape and dtype. One call plans them.
@@ -517,10 +519,7 @@ def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
         counts.expected = reads.nbytes()
     if reads.values:
         chunks = [index.first_chunk(entry.index) for entry in reads.values.values()]
-        stored = index.read_bytes(chunks, **source.read.engine())
-        nbytes = sum(map(len, stored))
-        counts.expected += nbytes
-        counts.add(Counts(nbytes, nbytes))
+        stored = read_values(index, chunks, source.read, counts)
         plan.values = {
             fqn: pickles.load(fqn, data, weights_only=source.weights_only)
             for fqn, data in zip(reads.values, stored, strict=True)

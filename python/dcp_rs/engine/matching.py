@@ -106,21 +106,17 @@ def find_entries(index: _core.Index, wanted: Mapping[str, str]) -> dict[str, Ent
     return found
 
 
-def fitting(
-    index: _core.Index, wanted: Mapping[str, str], names: Iterable[str], values: Mapping[str, Any]
-) -> list[str]:
+def fitting(index: _core.Index, wanted: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors that the checkpoint has in the same shape.
 
     Args:
         index: the checkpoint.
-        wanted: stored names by names of the state dict.
-        names: the names to look up.
+        wanted: stored names by names of tensors of the state dict.
         values: the state dict.
     """
-    found = find_entries(index, {name: wanted[name] for name in names})
     return [
         name
-        for name, entry in found.items()
+        for name, entry in find_entries(index, wanted).items()
         if entry is not None
         and entry.dtype is not None
         and entry.shape == global_shape(values[name])
@@ -402,13 +398,7 @@ class Matching:
         values, lacking = self.flat.values, set(missing)
         others = [fqn for fqn in values if fqn not in lacking and self._names.wants(fqn)]
         tied = find_tied(missing, others, values)
-        stored = {
-            other
-            for other, entry in find_entries(self._index, self._names.named(tied.values())).items()
-            if entry is not None
-            and entry.dtype is not None
-            and entry.shape == global_shape(values[other])
-        }
+        stored = set(fitting(self._index, self._names.named(tied.values()), values))
         return {fqn: other for fqn, other in tied.items() if other in stored}
 
     def _fits(self, fqn: str, value: Any, entry: EntryInfo, stored: torch.dtype) -> bool:

@@ -226,7 +226,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class SaveTicket:
-    """What the coordinator tells a rank of a save.
+    """Reply of the coordinator to a rank of a save.
 
     Attributes:
         rank: this rank.

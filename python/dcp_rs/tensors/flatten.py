@@ -22,7 +22,6 @@ __all__ = [
     "is_stateful",
     "number_parameters",
     "set_at",
-    "stateful_values",
 ]
 
 
@@ -130,12 +129,6 @@ def is_stateful(value: Any) -> bool:
     if isinstance(value, torch.Tensor) or not hasattr(value, "load_state_dict"):
         return False
     return isinstance(value, Stateful)  # this takes some 30 microseconds
-
-
-def stateful_values(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the ``Stateful`` values of a state dict."""
-    others = [(k, v) for k, v in state_dict.items() if not isinstance(v, torch.Tensor)]
-    return {key: value for key, value in others if is_stateful(value)}
 
 
 def get_at(root: Any, path: TreePath, default: Any = None) -> Any:

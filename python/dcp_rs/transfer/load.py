@@ -25,7 +25,7 @@ from dcp_rs.tensors.memory import (
 from dcp_rs.transfer.target import Target, groups
 from dcp_rs.transfer.upload import upload
 
-__all__ = ["Load", "as_tensor", "copy_value", "fill", "fill_tensor"]
+__all__ = ["Load", "as_tensor", "copy_value", "fill", "fill_tensor", "read_values"]
 
 
 class Load:
@@ -134,6 +134,17 @@ def fill(
     load.add(targets)
     for number in range(load.arrange()):
         load.run(number)
+
+
+def read_values(
+    index: _core.Index, chunks: Sequence[int], options: ReadOptions, counts: Counts
+) -> list[bytes]:
+    """Return the bytes of values, and count them."""
+    stored = index.read_bytes(chunks, **options.engine())
+    nbytes = sum(map(len, stored))
+    counts.expected += nbytes
+    counts.add(Counts(nbytes, nbytes))
+    return stored
 
 
 def _fill_opaque(
