@@ -124,8 +124,8 @@ MUTANTS = [
     Mutant(
         "last-element-dropped",
         "python/dcp_rs/tensors/regions.py",
-        "for offsets, extent in rectangles(sizes[1:], 0, rest):",
-        "for offsets, extent in rectangles(sizes[1:], 0, rest - 1):",
+        "in unflatten(sizes[1:], 0, flat[rows * inner :]):",
+        "in unflatten(sizes[1:], 0, flat[rows * inner : -1]):",
         ("tests/dcp/test_save_casts.py",),
         "The last element of a run that ends within a row is not written.",
     ),

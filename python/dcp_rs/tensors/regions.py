@@ -18,7 +18,6 @@ __all__ = [
     "cut",
     "narrow",
     "read_ahead",
-    "rectangles",
     "selection",
     "unflatten",
 ]
@@ -40,51 +39,39 @@ def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
     return tensor
 
 
-def rectangles(
-    sizes: Sequence[int], begin: int, count: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield a run of elements of a row-major array as the fewest (offsets, sizes), in order.
-
-    Args:
-        sizes: the sizes of the array.
-        begin: the first element of the run.
-        count: the number of elements.
-    """
-    if count <= 0:
-        return
-    if not sizes:
-        yield (), ()
-        return
-    inner = math.prod(sizes[1:])
-    row, at = divmod(begin, inner)
-    if at:
-        take = min(count, inner - at)
-        for offsets, extent in rectangles(sizes[1:], at, take):
-            yield (row, *offsets), (1, *extent)
-        row, count = row + 1, count - take
-    rows, rest = divmod(count, inner)
-    if rows:
-        yield (row, *[0] * (len(sizes) - 1)), (rows, *sizes[1:])
-    if rest:
-        for offsets, extent in rectangles(sizes[1:], 0, rest):
-            yield (row + rows, *offsets), (1, *extent)
-
-
 def unflatten(
     sizes: Sequence[int], begin: int, flat: torch.Tensor
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield the rectangles of a run of elements as (offsets, view of ``flat``), in order.
+    """Yield a run of elements of a row-major array as the fewest rectangles, in order.
 
     Args:
         sizes: the sizes of the array.
         begin: the first element of the run.
         flat: one-dimensional memory for the run.
+
+    Yields:
+        The offsets of each rectangle, and the view of ``flat`` in its shape.
     """
-    at = 0
-    for offsets, extent in rectangles(sizes, begin, flat.numel()):
-        count = math.prod(extent)
-        yield offsets, flat[at : at + count].view(extent)
-        at += count
+    count = flat.numel()
+    if count == 0:
+        return
+    if not sizes:
+        yield (), flat.view(())
+        return
+    inner = math.prod(sizes[1:])
+    row, at = divmod(begin, inner)
+    if at:
+        take = min(count, inner - at)
+        for offsets, part in unflatten(sizes[1:], at, flat[:take]):
+            yield (row, *offsets), part.unsqueeze(0)
+        row, flat, count = row + 1, flat[take:], count - take
+    rows, rest = divmod(count, inner)
+    if rows:
+        whole = flat[: rows * inner].view(rows, *sizes[1:])
+        yield (row, *[0] * (len(sizes) - 1)), whole
+    if rest:
+        for offsets, part in unflatten(sizes[1:], 0, flat[rows * inner :]):
+            yield (row + rows, *offsets), part.unsqueeze(0)
 
 
 @dataclass(frozen=True, slots=True)
