@@ -83,17 +83,16 @@ def new_slabs(
         pinned: pin them, if that works.
         fallbacks: takes the reason if it does not.
     """
+    slabs = []
     with torch.inference_mode(False):  # loads in any mode write to them
-        return [_new_slab(nbytes, pinned=pinned, fallbacks=fallbacks) for _ in range(count)]
-
-
-def _new_slab(nbytes: int, *, pinned: bool, fallbacks: list[str] | None) -> torch.Tensor:
-    slab = require_real_memory(host_memory(nbytes, pinned=pinned, fallbacks=fallbacks))
-    if slab.data_ptr() % _PAGE == 0:
-        return slab
-    slab = host_memory(nbytes + _PAGE, pinned=pinned, fallbacks=fallbacks)
-    skip = -slab.data_ptr() % _PAGE
-    return slab[skip : skip + nbytes]
+        for _ in range(count):
+            slab = require_real_memory(host_memory(nbytes, pinned=pinned, fallbacks=fallbacks))
+            if slab.data_ptr() % _PAGE:
+                slab = host_memory(nbytes + _PAGE, pinned=pinned, fallbacks=fallbacks)
+                skip = -slab.data_ptr() % _PAGE
+                slab = slab[skip : skip + nbytes]
+            slabs.append(slab)
+    return slabs
 
 
 #: The process in which torch pinned memory last.

@@ -7,7 +7,7 @@ into pieces.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -279,24 +279,18 @@ def _transfer(
         if scratch is None:
             scratch = stream.scratch(slab)
         transfer.add_run(part.at, end)
-        if source is None:
-            transfer.single += _gathered(entry, part.begin, scratch[part.at : end])
-        else:
+        if source is not None:
             places.append(scratch[part.at : end])
             sources.append(source)
+            continue
+        tensor, dtype = entry.tensor, entry.dtype or entry.tensor.dtype
+        if dtype == tensor.dtype and not tensor.is_conj():
+            tensor = as_integers(tensor)
+            dtype = tensor.dtype
+        run = scratch[part.at : end].view(dtype)
+        for offsets, place in unflatten(tensor.shape, part.begin // dtype.itemsize, run):
+            source = narrow(tensor, offsets, place.shape).resolve_conj().resolve_neg()
+            transfer.single.append((place, source))
     if places:
         transfer.grouped.append((places, sources))
     return transfer
-
-
-def _gathered(
-    entry: Entry, begin: int, memory: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (destination, source) for each rectangle of the bytes from ``begin`` on."""
-    tensor = entry.tensor
-    dtype = entry.dtype or tensor.dtype
-    if dtype == tensor.dtype and not tensor.is_conj():
-        tensor = as_integers(tensor)
-        dtype = tensor.dtype
-    for offsets, place in unflatten(tensor.shape, begin // dtype.itemsize, memory.view(dtype)):
-        yield place, narrow(tensor, offsets, place.shape).resolve_conj().resolve_neg()
