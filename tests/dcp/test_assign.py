@@ -9,13 +9,11 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader
 from support import assert_state_equal, run_ranks
 
 
@@ -23,22 +21,6 @@ def build():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[1].running_mean.fill_(1)
     return model
-
-
-WAYS = {
-    "load": lambda state, path, **options: dcp_rs.load(state, path, no_dist=True, **options),
-    "state dict": lambda state, path, **options: dcp_rs.load_state_dict(
-        state, RsReader(path), planner=RsLoadPlanner(**options), no_dist=True
-    ),
-    "dcp": lambda state, path, **options: dcp.load(
-        state, storage_reader=RsReader(path), planner=RsLoadPlanner(**options), no_dist=True
-    ),
-}
-
-
-@pytest.fixture(params=WAYS.values(), ids=WAYS)
-def load(request):
-    return request.param
 
 
 @pytest.fixture

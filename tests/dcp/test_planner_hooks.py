@@ -117,33 +117,25 @@ def without_filtered(state, body):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(LOADS))
 def test_loads_do_what_stock_does(folders, monkeypatch, name, body, way):
-    with monkeypatch.context() as patch:
-        planner = way(DefaultLoadPlanner, name, body, patch)
-        want = outcome(planner, partial(load_with, dcp.FileSystemReader(folders / "stock")))
-    assert want[0] is not None, want[1]
-    for reader in (dcp.FileSystemReader(folders / "stock"), RsReader(folders / "ours")):
-        if body in FILTERS and isinstance(reader, RsReader):
-            without_filtered(want[0][0], body)
+    """With torch's planner, hooks on the object, or patched in the class, were passed by."""
+
+    def load(kind, reader):
         with monkeypatch.context() as patch:
-            planner = way(RsLoadPlanner, name, body, patch)
-            got = outcome(planner, partial(load_with, reader))
+            return outcome(way(kind, name, body, patch), partial(load_with, reader))
+
+    stock, ours = dcp.FileSystemReader(folders / "stock"), RsReader(folders / "ours")
+    want = load(DefaultLoadPlanner, stock)
+    assert want[0] is not None, want[1]
+    for kind, reader in (
+        (DefaultLoadPlanner, ours),
+        (RsLoadPlanner, stock),
+        (RsLoadPlanner, ours),
+    ):
+        if body in FILTERS and kind is RsLoadPlanner and reader is ours:
+            without_filtered(want[0][0], body)
+        got = load(kind, reader)
         assert got[1] == want[1]
         assert_state_equal(got[0], want[0])
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("name", "body"), cases(LOADS))
-def test_loads_by_torchs_planner_do_what_stock_does(folders, monkeypatch, name, body, way):
-    """Hooks on the object, or patched in torch's class, were passed by: only a subclass's were seen."""
-    outcomes = []
-    for reader in (dcp.FileSystemReader(folders / "stock"), RsReader(folders / "ours")):
-        with monkeypatch.context() as patch:
-            planner = way(DefaultLoadPlanner, name, body, patch)
-            outcomes.append(outcome(planner, partial(load_with, reader)))
-    want, got = outcomes
-    assert want[0] is not None, want[1]
-    assert got[1] == want[1]
-    assert_state_equal(got[0], want[0])
 
 
 def save_with(path, writer, reader, planner):
@@ -158,34 +150,19 @@ def save_with(path, writer, reader, planner):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(SAVES))
 def test_saves_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
-    stock = partial(save_with, tmp_path / "stock", dcp.FileSystemWriter, dcp.FileSystemReader)
-    ours = partial(save_with, tmp_path / "ours", RsWriter, RsReader)
-    stock_by_ours = partial(
-        save_with, tmp_path / "mixed", dcp.FileSystemWriter, dcp.FileSystemReader
-    )
-    with monkeypatch.context() as patch:
-        want = outcome(way(DefaultSavePlanner, name, body, patch), stock)
-    for run in (ours, stock_by_ours):
+    stock, ours = (dcp.FileSystemWriter, dcp.FileSystemReader), (RsWriter, RsReader)
+
+    def save(number, kind, storage):
         with monkeypatch.context() as patch:
-            got = outcome(way(RsSavePlanner, name, body, patch), run)
+            planner = way(kind, name, body, patch)
+            return outcome(planner, partial(save_with, tmp_path / str(number), *storage))
+
+    want = save(0, DefaultSavePlanner, stock)
+    others = (DefaultSavePlanner, ours), (RsSavePlanner, ours), (RsSavePlanner, stock)
+    for number, (kind, storage) in enumerate(others, 1):
+        got = save(number, kind, storage)
         assert got[1] == want[1]
         assert_state_equal(got[0], want[0])
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("name", "body"), cases(SAVES))
-def test_saves_by_torchs_planner_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
-    outcomes = []
-    for path, writer, reader in (
-        (tmp_path / "stock", dcp.FileSystemWriter, dcp.FileSystemReader),
-        (tmp_path / "ours", RsWriter, RsReader),
-    ):
-        with monkeypatch.context() as patch:
-            planner = way(DefaultSavePlanner, name, body, patch)
-            outcomes.append(outcome(planner, partial(save_with, path, writer, reader)))
-    want, got = outcomes
-    assert got[1] == want[1]
-    assert_state_equal(got[0], want[0])
 
 
 def sharded_state():

@@ -97,37 +97,6 @@ def test_batches_of_destinations_are_bounded(tmp_path, monkeypatch):
     assert most <= 5
 
 
-class LoudPlanner(DefaultLoadPlanner):
-    """Takes values its own way."""
-
-    def load_bytes(self, read_item, value):
-        # Not through super(): its own way to read, from a stream at its start.
-        assert value.tell() == 0
-        loaded = torch.load(value, weights_only=True)
-        self.state_dict[read_item.dest_index.fqn] = loaded
-        self.original_state_dict[read_item.dest_index.fqn] = ("seen", loaded)
-
-
-def test_load_bytes_may_be_overridden(saved):
-    assert load(saved / "ours", {"step": 0}, LoudPlanner()) == {"step": ("seen", 7)}
-
-
-class RenamingPlanner(DefaultLoadPlanner):
-    """Loads under other names than were saved, as format converters do."""
-
-    def create_local_plan(self):
-        metadata = self.metadata
-        self.state_dict = {"w": self.state_dict["weight"]}
-        self.metadata = metadata
-        return super().create_local_plan()
-
-
-def test_names_may_be_mapped(saved):
-    weight = torch.zeros(6, 8)
-    load(saved / "ours", {"weight": weight}, RenamingPlanner())
-    assert torch.equal(weight, NUMBERS)
-
-
 class Failing(DefaultLoadPlanner):
     def __init__(self, where):
         super().__init__()
@@ -154,7 +123,7 @@ class Failing(DefaultLoadPlanner):
         ("shape", PlanError, r"'w'.*\(3, 3\).*\(6, 8\)"),
     ],
 )
-def test_what_a_planner_raises_arrives(saved, where, kind, message):
+def test_error_of_a_planner_arrives(saved, where, kind, message):
     with pytest.raises(CheckpointException, match=message) as raised:
         load(saved / "ours", {"w": torch.zeros(6, 8)}, Failing(where))
     assert type(raised.value.failures[0][0]) is kind

@@ -9,7 +9,6 @@ import io
 import torch
 from torch.distributed.checkpoint.default_planner import (
     create_default_global_load_plan,
-    create_default_global_save_plan,
     create_default_local_load_plan,
     create_default_local_save_plan,
 )
@@ -308,12 +307,6 @@ def global_less(own, self, plans):
     return own(
         [dataclasses.replace(p, items=[i for i in p.items if i.index.fqn != "v"]) for p in plans]
     )
-
-
-def global_by_itself(own, self, plans):
-    plans, metadata = create_default_global_save_plan([*plans])
-    note(self, sorted(metadata.state_dict_metadata))
-    return plans, metadata
 
 
 def global_after(own, self, plans):
