@@ -23,16 +23,18 @@ from support.threads import saves_held_up
 
 
 def test_training_may_go_on(ckpt):
-    state = {"w": torch.randn(300, 1000), "n": {"b": torch.ones(2)}, "step": 1}
-    want = {"w": state["w"].clone(), "n": {"b": torch.ones(2)}, "step": 1}
-    future = dcp_rs.async_save(state, ckpt)
-    state["w"].zero_()
-    state["n"]["b"].zero_()
+    def made():
+        w = torch.arange(300_000.0).view(300, 1000)
+        return {"w": w, "n": {"b": torch.ones(2), "list": [torch.ones(2)]}, "step": 1}
+
+    future = dcp_rs.async_save(state := made(), ckpt)
+    for tensor in (state["w"], state["n"]["b"], state["n"]["list"][0]):
+        tensor.zero_()
     metadata = future.result(60)
-    assert set(metadata.state_dict_metadata) == {"w", "n.b", "step"}
-    got = {"w": torch.zeros(300, 1000), "n": {"b": torch.zeros(2)}, "step": 0}
-    dcp_rs.load(got, ckpt, verify=True)
-    assert_state_equal(got, want)
+    assert set(metadata.state_dict_metadata) == {"w", "n.b", "n.list.0", "step"}
+    got = {"w": torch.zeros(300, 1000), "n": {"b": torch.zeros(2), "list": [torch.zeros(2)]}}
+    dcp_rs.load(got := got | {"step": 0}, ckpt, verify=True)
+    assert_state_equal(got, made())
 
 
 def test_a_tensor_inside_a_value_is_saved_without_its_neighbours(ckpt):

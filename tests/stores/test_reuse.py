@@ -224,7 +224,7 @@ class Adapted(torch.nn.Module):
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
-def test_what_a_module_says_is_frozen(server, how):
+def test_frozen_parameters_of_a_module_are_reused(server, how):
     module = Adapted()
 
     def save_it(number, parent):
@@ -477,7 +477,7 @@ def test_another_bucket_or_store(server, parent):
     ],
     ids=str,
 )
-def test_what_passes_is_tried_again_or_looked_at(server, fault):
+def test_passing_faults_of_a_copy_are_retried(server, fault):
     save(server, 1)
     server.faults.append(Fault(**fault, matches=copies))
     with warnings.catch_warnings():
@@ -505,7 +505,7 @@ def test_what_passes_is_tried_again_or_looked_at(server, fault):
         (503, "SlowDown", "503 SlowDown"),
     ],
 )
-def test_what_stays_is_said_and_written(server, status, code, said):
+def test_lasting_fault_of_a_copy_is_named_and_all_is_written(server, status, code, said):
     save(server, 1)
     server.faults.append(Fault(status=status, code=code, matches=copies, times=None))
     with pytest.warns(UserWarning, match=REASON + f".*{said}") as caught:
@@ -521,46 +521,24 @@ def test_what_stays_is_said_and_written(server, status, code, said):
     assert names(server, "step-2") == before
 
 
-def test_of_a_save_that_fails_nothing_is_left(server):
+@pytest.mark.parametrize("key", ["", "step-2/index.dcprs"], ids=["data", "commit"])
+def test_failed_save_leaves_nothing(server, key):
     save(server, 1)
-    server.faults.append(
-        Fault(status=403, code="AccessDenied", matches=lambda r: r.kind == "put", times=None)
-    )
-    with pytest.raises(dcp_rs.errors.StoragePermissionError):
-        dcp_rs.save(
-            state(2),
-            server.url("step-2"),
-            parent=server.url("step-1"),
-            storage_options=server.options(),
-            no_dist=True,
-        )
-    assert server.counts()["copy"] == 1
-    assert names(server, "step-2") == []
-    server.faults.clear()
-    assert_holds(server, 1)
-
-
-def test_of_a_commit_that_fails_nothing_is_left(server):
-    save(server, 1)
-    index = "step-2/index.dcprs"
     server.faults.append(
         Fault(
             status=403,
             code="AccessDenied",
-            matches=lambda r: r.key == index and r.method == "PUT",
+            matches=lambda r: r.kind == "put" and r.key.endswith(key),
             times=None,
         )
     )
+    where = {"parent": server.url("step-1"), "storage_options": server.options()}
     with pytest.raises(dcp_rs.errors.StoragePermissionError):
-        dcp_rs.save(
-            state(2),
-            server.url("step-2"),
-            parent=server.url("step-1"),
-            storage_options=server.options(),
-            no_dist=True,
-        )
+        dcp_rs.save(state(2), server.url("step-2"), no_dist=True, **where)
     assert server.counts()["copy"] == 1
     assert names(server, "step-2") == []
+    server.faults.clear()
+    assert_holds(server, 1)
 
 
 def child(server):
