@@ -27,6 +27,7 @@ import dcp_rs
 from dcp_rs import RsReader, _core
 from dcp_rs.errors import CorruptIndexError, DcpRsError, UnsafePickleError, UnsupportedError
 from support import state_differences
+from support.pickle_opcodes import GETATTR, PROTO, SWAPPED, Reduce, global_of, short
 from support.places import STOCK
 from support.torch_files import renumbered
 
@@ -55,14 +56,6 @@ def nothing_executed(tmp_path, monkeypatch):
     assert not fired
     assert not (tmp_path / "owned").exists()
     assert not {"antigravity", "this", "test.support"} & (set(sys.modules) - modules)
-
-
-class Reduce:
-    def __init__(self, function, args=(), *more) -> None:
-        self.made = (function, args, *more)
-
-    def __reduce__(self):
-        return self.made
 
 
 def touch() -> Reduce:
@@ -94,10 +87,18 @@ def refused_at(
         lambda: dcp_rs.open(folder),
         lambda: RsReader(folder).read_metadata(),
         lambda: dcp_rs.index(folder),
+        lambda: dcp_rs.load({"float32": torch.zeros(3)}, folder, no_dist=True),
+        lambda: dcp_rs.convert(folder, "converted"),
     ):
         with pytest.raises(error, match=match) as caught:
             read()
         assert named in str(caught.value)
+    try:
+        report = dcp_rs.verify(folder)
+    except DcpRsError:
+        return
+    assert not report
+    assert report.entries is None
 
 
 def refused(
@@ -177,16 +178,7 @@ def test_reduce(exploit: object, protocol: int) -> None:
     refused(pickle.dumps(exploit, protocol), DcpRsError)
 
 
-def short(text: str) -> bytes:
-    return b"\x8c" + bytes([len(text)]) + text.encode()
-
-
-def name(module: str, attribute: str) -> bytes:
-    return short(module) + short(attribute) + b"\x93"
-
-
 METADATA = "torch.distributed.checkpoint.metadata"
-PROTO = b"\x80\x04"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +186,7 @@ PROTO = b"\x80\x04"
     [
         (b"cos\nsystem\n(S'touch owned'\ntR.", "opcode 0x53"),
         (PROTO + b"cos\nsystem\n" + short("touch owned") + b"\x85R.", r"os\.system"),
-        (PROTO + name("os", "system") + short("touch owned") + b"\x85R.", r"os\.system"),
+        (PROTO + global_of("os", "system") + short("touch owned") + b"\x85R.", r"os\.system"),
         # INST and OBJ
         (b"(S'touch owned'\nios\nsystem\n.", "opcode 0x53"),
         (PROTO + b"(" + short("touch owned") + b"ios\nsystem\n.", r"os\.system"),
@@ -206,22 +198,35 @@ PROTO = b"\x80\x04"
         # names with dots, which pickle resolves attribute by attribute, through modules and classes
         # that are allowed
         (
-            PROTO + name("torch", "os.system") + short("touch owned") + b"\x85R.",
+            PROTO + global_of("torch", "os.system") + short("touch owned") + b"\x85R.",
             r"torch\.os\.system",
         ),
-        (PROTO + name(METADATA, "os.system") + short("touch owned") + b"\x85R.", r"os\.system"),
-        (PROTO + name(METADATA, "Metadata.__init__.__globals__") + b".", "__globals__"),
-        (PROTO + name("torch", "Size.__class__") + b".", "__class__"),
+        (
+            PROTO + global_of(METADATA, "os.system") + short("touch owned") + b"\x85R.",
+            r"os\.system",
+        ),
+        (PROTO + global_of(METADATA, "Metadata.__init__.__globals__") + b".", "__globals__"),
+        (PROTO + global_of("torch", "Size.__class__") + b".", "__class__"),
         (PROTO + b"ctorch\nserialization.os.system\n.", "serialization.os.system"),
-        (PROTO + name("torch.serialization", "os") + b".", r"serialization\.os"),
-        (PROTO + name("torch.serialization", "load") + b".", r"serialization\.load"),
-        (PROTO + name("torch", "load") + b".", r"torch\.load"),
-        (PROTO + name("collections", "namedtuple") + b".", "namedtuple"),
-        (PROTO + name("pathlib", "Path.touch") + b".", "Path.touch"),
-        (PROTO + name("builtins", "eval") + b".", "builtins.eval"),
-        (PROTO + name("__builtin__", "eval") + b".", "__builtin__.eval"),
-        (PROTO + name("antigravity", "x") + b".", "antigravity"),
-        (PROTO + name("", "") + b".", "asks for"),
+        (PROTO + global_of("torch.serialization", "os") + b".", r"serialization\.os"),
+        (PROTO + global_of("torch.serialization", "load") + b".", r"serialization\.load"),
+        (PROTO + global_of("torch", "load") + b".", r"torch\.load"),
+        (PROTO + global_of("collections", "namedtuple") + b".", "namedtuple"),
+        (PROTO + global_of("pathlib", "Path.touch") + b".", "Path.touch"),
+        (PROTO + global_of("builtins", "eval") + b".", "builtins.eval"),
+        (PROTO + global_of("__builtin__", "eval") + b".", "__builtin__.eval"),
+        (PROTO + global_of("antigravity", "x") + b".", "antigravity"),
+        (PROTO + global_of("", "") + b".", "asks for"),
+        (PROTO + GETATTR + short("touch owned") + b"\x85R.", r"builtins\.getattr"),
+        (
+            PROTO + global_of("subprocess", "Popen") + short("touch owned") + b"\x85\x81.",
+            r"subprocess\.Popen",
+        ),
+        (
+            PROTO + global_of("subprocess", "Popen") + short("touch owned") + b"\x85}\x92.",
+            r"subprocess\.Popen",
+        ),
+        (PROTO + SWAPPED + short("touch owned") + b"\x85R.", r"os\.system"),
         # the name comes out of the memo
         (PROTO + short("os") + b"\x940h\x00" + short("system") + b"\x93.", r"os\.system"),
     ],
@@ -235,10 +240,10 @@ def test_globals(data: bytes, asks_for: str) -> None:
     ("data", "match"),
     [
         # a state for a global itself, for a class, a list
-        (PROTO + name(METADATA, "Metadata") + b"}b.", "a state for"),
+        (PROTO + global_of(METADATA, "Metadata") + b"}b.", "a state for"),
         (
             PROTO
-            + name(METADATA, "Metadata")
+            + global_of(METADATA, "Metadata")
             + b"N}"
             + short("__setstate__")
             + short("x")
@@ -249,7 +254,7 @@ def test_globals(data: bytes, asks_for: str) -> None:
         # calling what is no global
         (PROTO + b"K\x01)R.", "a call of what"),
         (PROTO + short("os.system") + b")R.", "a call of what"),
-        (PROTO + name("torch", "Size") + b"]R.", "a call of what"),
+        (PROTO + global_of("torch", "Size") + b"]R.", "a call of what"),
         # persistent ids, buffers
         (PROTO + short("x") + b"Q.", "opcode 0x51"),
         (b"Px\n.", "opcode 0x50"),
@@ -300,7 +305,7 @@ def test_an_exploit_within_a_real_file() -> None:
     folder = shutil.copytree(STOCK / "torch-2.15.0" / "plain", Path("plain"))
     good = (folder / ".metadata").read_bytes()
     assert _core.Index.from_data(str(folder)).tensor_count
-    call = name("os", "system") + short("touch owned") + b"\x85R"
+    call = global_of("os", "system") + short("touch owned") + b"\x85R"
     places = [
         (at, arg)
         for op, arg, at in pickletools.genops(good)
@@ -333,7 +338,7 @@ def metadata_with(planner_data: bytes, more: bytes = b"") -> bytes:
         + short("planner_data")
         + planner_data
     )
-    return PROTO + name(METADATA, "Metadata") + b")\x81}(" + fields + more + b"ub."
+    return PROTO + global_of(METADATA, "Metadata") + b")\x81}(" + fields + more + b"ub."
 
 
 def test_deep_nesting_does_not_end_the_process() -> None:
@@ -352,9 +357,9 @@ def test_deep_nesting_does_not_end_the_process() -> None:
     [
         b")" + b"\x85" * 100,
         b"]\x94h\x00a",  # a list in itself
-        name("torch", "float32"),
-        name("pathlib", "PosixPath") + b")R",
-        name("os", "system") + short("touch owned") + b"\x85R",
+        global_of("torch", "float32"),
+        global_of("pathlib", "PosixPath") + b")R",
+        global_of("os", "system") + short("touch owned") + b"\x85R",
         b"\x8f(K\x01\x90",
         b"\x8a\x09" + b"\x01" * 9,
     ],
@@ -388,37 +393,34 @@ def test_a_list_of_chunks_cannot_multiply() -> None:
     """One chunk 50,000 times in a list, and that in 1,000 tensors: 150 kB took gigabytes."""
     new = b")\x81}("
     chunk = (
-        name(METADATA, "ChunkStorageMetadata")
+        global_of(METADATA, "ChunkStorageMetadata")
         + new
         + short("offsets")
         + b"K\x00\x85"
         + short("sizes")
         + b"K\x01\x85ub"
     )
-    layout = name("torch.serialization", "_get_layout") + short("torch.strided") + b"\x85R"
-    order = name(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R"
+    layout = global_of("torch.serialization", "_get_layout") + short("torch.strided") + b"\x85R"
+    order = global_of(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R"
     properties = (
-        name(METADATA, "TensorProperties")
+        global_of(METADATA, "TensorProperties")
         + b")\x81("
-        + name("torch", "float32")
+        + global_of("torch", "float32")
         + layout
         + b"\x89"
         + order
         + b"\x89tb"
     )
     kept = b"(" + chunk + b"\x94" + b"](" + b"h\x00" * 50_000 + b"e\x94" + properties + b"\x94t"
-    tensor = name(METADATA, "TensorStorageMetadata") + new
+    tensor = global_of(METADATA, "TensorStorageMetadata") + new
     tensor += (
         short("properties") + b"h\x02" + short("size") + b"K\x01\x85" + short("chunks") + b"h\x01ub"
     )
     tensors = b"".join(short(str(number)) + tensor for number in range(1000))
     fields = short("storage_meta") + kept + short("state_dict_metadata") + b"}(" + tensors + b"u"
     fields += short("storage_data") + b"}" + short("planner_data") + b"}"
-    refused(
-        PROTO + name(METADATA, "Metadata") + b")\x81}(" + fields + b"ub.",
-        UnsupportedError,
-        "without bound",
-    )
+    with pytest.raises(UnsupportedError, match="without bound"):
+        opened(PROTO + global_of(METADATA, "Metadata") + b")\x81}(" + fields + b"ub.")
 
 
 def test_a_pickle_cannot_make_much_of_little() -> None:
@@ -488,12 +490,12 @@ def test_plain_values_are_what_pickle_reads(protocol: int) -> None:
 
 def test_calls_and_names_stay_data() -> None:
     """What a `.metadata` calls is taken note of and not made."""
-    made = name("pathlib", "PosixPath") + short("/") + short("tmp") + b"\x86R"
+    made = global_of("pathlib", "PosixPath") + short("/") + short("tmp") + b"\x86R"
     assert opened(metadata_with(b"N", short("storage_meta") + made)).tensor_count == 0
     # A call whose arguments the class would not take.
     assert (
         opened(
-            metadata_with(b"N", short("storage_meta") + name("torch", "Size") + b"K\x01\x85R")
+            metadata_with(b"N", short("storage_meta") + global_of("torch", "Size") + b"K\x01\x85R")
         ).tensor_count
         == 0
     )
