@@ -180,7 +180,7 @@ $(BIN)/s3s-fs: | $(VENV)/.uv
 	rm -rf target/s3s-fs
 
 soak: $(VENV)/.fast  ## Saves and loads for SECONDS, with memory and open files watched
-	$(PY) tests/soak.py $(SECONDS)
+	PYTHONPATH=tests $(PY) -m differential soak --seconds $(SECONDS) $(ARGS)
 
 differential: $(VENV)/.fast  ## Saves and loads by stock DCP and dcp-rs of whatever hypothesis draws, compared, for SECONDS
 	PYTHONPATH=tests nice $(PY) -m differential --seconds $(SECONDS) $(ARGS)
@@ -191,7 +191,7 @@ soak-steps: $(VENV)/.fast  ## Save, prune, kill and resume STEPS steps on 1 and 
 # Found inputs go to rust/fuzz/corpus (ignored), on top of the seeds. No parser needs 64 MiB at once for inputs of this size.
 fuzz-foreign: $(VENV)/.fast  ## Mutated files of torch, read by torch and dcp-rs and compared, for FUZZ_SECONDS each
 	@for kind in torch metadata; do \
-		PYTHONPATH=tests nice $(PY) -m differential.foreign --kind $$kind --seconds $(FUZZ_SECONDS) $(ARGS) || exit 1; \
+		PYTHONPATH=tests nice $(PY) -m differential $$kind --keep-going --seconds $(FUZZ_SECONDS) $(ARGS) || exit 1; \
 	done
 
 fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-fuzz)

@@ -7,6 +7,9 @@ import zlib
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from support.hooks import overridable
 
 __all__ = ["LOADS", "SAVES"]
 
@@ -45,12 +48,6 @@ def _plan_backwards(own: Any, self: Any) -> Any:
     return dataclasses.replace(plan, items=list(reversed(plan.items)))
 
 
-def _resolve_elsewhere(own: Any, self: Any, item: Any) -> torch.Tensor:
-    """New memory, copied when it is committed: see `_commit_elsewhere`, which stands beside it."""
-    tensor: torch.Tensor = own(item)
-    return tensor
-
-
 def _commit_and_turn(own: Any, self: Any, item: Any, tensor: torch.Tensor) -> None:
     if tensor.dtype in (torch.float32, torch.float64, torch.int64):
         tensor.neg_()
@@ -64,21 +61,12 @@ def _bytes_and_more(own: Any, self: Any, item: Any, value: Any) -> None:
 
 #: Methods of load planners, and bodies for them.
 LOADS = {
-    "count set_up_planner": ("set_up_planner", _count),
-    "count create_local_plan": ("create_local_plan", _count),
-    "count create_global_plan": ("create_global_plan", _count),
-    "count finish_plan": ("finish_plan", _count),
-    "count load_bytes": ("load_bytes", _count),
-    "count resolve_tensor": ("resolve_tensor", _count),
-    "count commit_tensor": ("commit_tensor", _count),
-    "count lookup_tensor": ("lookup_tensor", _count),
-    "count transform_tensor": ("transform_tensor", _count),
+    **{f"count {name}": (name, _count) for name in sorted(overridable(DefaultLoadPlanner))},
     "look at the plan": ("create_local_plan", _look),
     "look at the finished plan": ("finish_plan", _look),
     "plan some": ("create_local_plan", _plan_some),
     "finish some": ("finish_plan", _finish_some),
     "plan backwards": ("create_local_plan", _plan_backwards),
-    "resolve": ("resolve_tensor", _resolve_elsewhere),
     "commit and turn": ("commit_tensor", _commit_and_turn),
     "bytes and more": ("load_bytes", _bytes_and_more),
 }
@@ -100,15 +88,7 @@ def _turn(own: Any, self: Any, item: Any, *rest: Any) -> Any:
 
 #: Methods of save planners, and bodies for them.
 SAVES = {
-    "count set_up_planner": ("set_up_planner", _count),
-    "count create_local_plan": ("create_local_plan", _count),
-    "count create_global_plan": ("create_global_plan", _count),
-    "count _create_global_plan": ("_create_global_plan", _count),
-    "count _dedup_save_plans": ("_dedup_save_plans", _count),
-    "count finish_plan": ("finish_plan", _count),
-    "count resolve_data": ("resolve_data", _count),
-    "count lookup_object": ("lookup_object", _count),
-    "count transform_object": ("transform_object", _count),
+    **{f"count {name}": (name, _count) for name in sorted(overridable(DefaultSavePlanner))},
     "look at the plan": ("create_local_plan", _look),
     "look at the finished plan": ("finish_plan", _look),
     "save some": ("create_local_plan", _save_some),

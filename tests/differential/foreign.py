@@ -1,11 +1,10 @@
-"""Mutated files of torch, read by torch and by dcp-rs: ``python -m differential.foreign``.
+"""Mutated files of torch, read by torch and by dcp-rs: ``python -m differential torch``.
 
 Either may refuse a file. If both read it, they read the same.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import io
 import os
@@ -13,10 +12,8 @@ import pickle
 import pickletools
 import random
 import resource
-import shutil
 import signal
 import tempfile
-import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -158,7 +155,7 @@ def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
     """Return what differs. Whether a gradient is required is no part of the data."""
     for state in (got, want):
         for name, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 state[name] = torch.Tensor.detach(value).as_subclass(torch.Tensor)
     found = [str(one) for one in state_differences(got, want)]
     # A storage that is no tensor's is compared by its pickle, which contains its address.
@@ -237,66 +234,51 @@ def described(metadata: Any) -> dict[str, Any]:
 KINDS: dict[str, Callable[[Path], Any]] = {"torch": TorchFiles, "metadata": Metadata}
 
 
-def batch(kind: str, number: int, out: Path) -> None:
+def _run_cases(kind: str, number: int, out: Path) -> None:
     """Run the cases of one seed, and write what came of them. A later process reads it."""
     resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
     warnings.simplefilter("ignore")
-    folder = Path(tempfile.mkdtemp(prefix="differential-"))
-    try:
-        subject = KINDS[kind](folder)
-        for case in range(BATCH):
-            draw = random.Random(f"{kind} {number} {case}")
-            out.write_text(f"{case}")
-            signal.alarm(PATIENCE)
+    subject = KINDS[kind](out.parent)
+    for case in range(BATCH):
+        draw = random.Random(f"{kind} {number} {case}")
+        out.write_text(f"{case}")
+        signal.alarm(PATIENCE)
+        try:
+            found = subject.compare(draw)
+            outcome = "differ" if found else "read by both"
+        except RefusedError:
+            found, outcome = [], "refused"
+        except Exception as error:  # noqa: BLE001 - a fault of the comparison
+            found, outcome = [repr(error)], "not compared"
+        signal.alarm(0)
+        with out.with_suffix(".log").open("a") as log:
+            log.write(f"{outcome}\n")
+            for line in found[:3]:
+                log.write(f"  case {case}: {line[:300]}\n")
+
+
+def run(kind: str, number: int, tally: collections.Counter[str]) -> None:
+    """Run the cases of one seed in a process of their own, and count what came of them.
+
+    Raises:
+        AssertionError: torch and dcp-rs read something different, or could not be compared.
+    """
+    with tempfile.TemporaryDirectory(prefix="differential-") as folder:
+        out = Path(folder) / "case"
+        child = os.fork()
+        if child == 0:
             try:
-                found = subject.compare(draw)
-                outcome = "differ" if found else "read by both"
-            except RefusedError:
-                found, outcome = [], "refused"
-            signal.alarm(0)
-            with out.with_suffix(".log").open("a") as log:
-                log.write(f"{outcome}\n")
-                for line in found[:3]:
-                    log.write(f"  --kind {kind} --seed {number}, case {case}: {line[:300]}\n")
-    finally:
-        shutil.rmtree(folder)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="differential.foreign", description=__doc__)
-    parser.add_argument("--kind", choices=KINDS, default="torch")
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)))
-    arguments = parser.parse_args()
-    began, number, counts = time.monotonic(), arguments.seed, collections.Counter[str]()
-    failures: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        while time.monotonic() - began < arguments.seconds:
-            out = Path(folder) / f"{number}"
-            child = os.fork()
-            if child == 0:
-                try:
-                    batch(arguments.kind, number, out)
-                finally:
-                    os._exit(0)
-            _, status = os.waitpid(child, 0)
-            if os.WIFSIGNALED(status):
-                counts[f"ended by signal {os.WTERMSIG(status)}"] += 1
-                print(f"--seed {number}, case {out.read_text()}: signal {os.WTERMSIG(status)}")
-            log = out.with_suffix(".log")
-            for line in log.read_text().splitlines() if log.exists() else []:
-                if line.startswith("  "):
-                    failures.append(line)
-                    print(line, flush=True)
-                else:
-                    counts[line] += 1
-            number += 1
-    seconds = time.monotonic() - began
-    print(f"{counts.total()} cases in {seconds:.0f} s, seeds {arguments.seed} to {number}")
-    for outcome, count in counts.most_common():
-        print(f"{count:8} {outcome}")
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+                _run_cases(kind, number, out)
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            tally[f"ended by signal {os.WTERMSIG(status)}"] += 1
+            print(f"--seed {number}, case {out.read_text()}: signal {os.WTERMSIG(status)}")
+        log = out.with_suffix(".log")
+        lines = log.read_text().splitlines() if log.exists() else []
+    outcomes = [line for line in lines if not line.startswith("  ")]
+    tally.update(outcomes)
+    tally["cases"] += len(outcomes)
+    differences = [line for line in lines if line.startswith("  ")]
+    assert not differences, "\n".join(differences)

@@ -1,25 +1,23 @@
-"""Loads and saves for a long time, and looks whether memory and open files stay flat: ``make soak SECONDS=600``."""
+"""Loads and saves for a long time, whose memory and open files stay flat: ``make soak SECONDS=600``."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
-import sys
 import tempfile
 import threading
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import dcp_rs
 from crash.states import found_number, load_number, rank_state, stray_files
 from dcp_rs import RsReader
+from differential.judge import tally
 
 MIB = 1 << 20
 
@@ -87,48 +85,42 @@ def fail(path: Path, rng: random.Random) -> None:
     raise AssertionError("that should have failed")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seconds", type=float, nargs="?", default=600)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
-    options = parser.parse_args()
-    rng = random.Random(options.seed)
-    print(f"seed {options.seed}, {options.seconds:.0f} s", flush=True)
+@contextmanager
+def flat(patience: float) -> Iterator[Callable[[int], None]]:
+    """Yield what saves and loads for a while, and look whether memory and open files stayed flat.
+
+    Raises:
+        AssertionError: they grew, or files of saves were left.
+    """
+    samples: list[tuple[int, int, int]] = []
     with tempfile.TemporaryDirectory(prefix="dcp-rs-soak-") as folder:
-        path = Path(folder) / "ckpt"
-        dcp_rs.save(rank_state(1, 0), path, no_dist=True)
-        number, rounds, samples = 1, 0, []
-        begin = told = time.monotonic()
-        while (now := time.monotonic()) < begin + options.seconds:
-            number = work(path, number, rng)
-            rounds += 1
-            if rounds % 50 == 0:
-                gc.collect()
-                samples.append((now - begin, resident(), descriptors(), threads()))
-            if now > told + 30:
-                told = now
-                print(
-                    f"{now - begin:5.0f} s: {rounds} rounds, {number} saves, {samples[-1][1] // MIB} MiB",
-                    flush=True,
-                )
+        path, number = Path(folder) / "ckpt", 1
+        dcp_rs.save(rank_state(number, 0), path, no_dist=True)
+
+        def batch(seed: int) -> None:
+            nonlocal number
+            rng = random.Random(seed)
+            for _ in range(50):
+                number = work(path, number, rng)
+            tally["cases"] += 50
+            gc.collect()
+            samples.append((resident(), descriptors(), threads()))
+
+        yield batch
         assert found_number(path, 1) == number
         strays = stray_files(path)
+    assert len(samples) > 5, "too short to tell"
     # The first third is for caches and arenas to fill.
     settled = samples[len(samples) // 3 :]
     half = len(settled) // 2
-    memory = [sum(s[1] for s in part) / len(part) for part in (settled[:half], settled[half:])]
-    files = [max(s[2] for s in part) for part in (settled[:half], settled[half:])]
+    memory = [sum(s[0] for s in part) / len(part) for part in (settled[:half], settled[half:])]
+    files = [max(s[1] for s in part) for part in (settled[:half], settled[half:])]
     print(
-        f"{rounds} rounds, {number} saves; memory {memory[0] / MIB:.1f} then {memory[1] / MIB:.1f} MiB, open files {files[0]} then {files[1]}, "
-        f"threads {settled[0][3]} then {settled[-1][3]}, {len(strays)} stray files"
+        f"{number} saves; memory {memory[0] / MIB:.1f} then {memory[1] / MIB:.1f} MiB, open files {files[0]} then {files[1]}, "
+        f"threads {settled[0][2]} then {settled[-1][2]}, {len(strays)} stray files"
     )
     assert memory[1] - memory[0] < 8 * MIB, "memory grows"
     assert files[1] <= files[0] + 1, "open files pile up"
-    assert settled[-1][3] <= settled[0][3] + 1, "threads pile up"
+    assert settled[-1][2] <= settled[0][2] + 1, "threads pile up"
     assert not strays
     assert threading.active_count() <= 3
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
