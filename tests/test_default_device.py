@@ -186,7 +186,7 @@ def test_no_tensor_is_made_without_its_device():
     assert [place for path in modules for place in unplaced(path)] == []
 
 
-def test_nor_does_a_tensor_go_unnoticed(tmp_path, monkeypatch):
+def test_unplaced_tensors_are_found(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     (tmp_path / "one.py").write_text(
         "a = torch.empty(3)\nb = torch.empty(3, device='cpu')\nc = map(torch.zeros, [1])\n"

@@ -209,13 +209,13 @@ def die_before_loading(path):
     dcp_rs.load({"w": torch.ones(1)}, path)
 
 
-def test_none_is_left_out():
+def test_every_error_is_provoked():
     assert set(PROVOKED) == set(CLASSES)
     assert {cls.__name__ for cls in CLASSES} == set(errors.__all__)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_it_is_raised_with_what_one_needs_to_know(ckpt, cls):
+def test_error_names_file_tensor_and_place(ckpt, cls):
     with pytest.raises(cls) as raised:
         PROVOKED[cls](ckpt)
     error = raised.value
@@ -237,7 +237,7 @@ def test_it_is_raised_with_what_one_needs_to_know(ckpt, cls):
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_it_is_documented(cls):
+def test_error_is_documented(cls):
     section = re.search(
         rf"^## `{cls.__name__}`.*?(?=^## |\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL
     )
@@ -365,7 +365,7 @@ def test_an_error_of_the_system_in_one_process_is_that_error(tmp_path, save):
         save({"w": torch.ones(1)}, tmp_path / "file" / "ckpt", no_dist=True)
 
 
-def test_what_cannot_be_saved_is_named(ckpt):
+def test_unsavable_entry_is_named(ckpt):
     with pytest.raises(errors.PlanError) as raised:
         dcp_rs.save({"w": torch.ones([1] * 65)}, ckpt, no_dist=True)
     assert raised.value.tensor == "w"

@@ -324,7 +324,7 @@ def test_dtype_may_be_a_name(tmp_path):
     ("prefix", "rename"),
     [("module.", {"": "module"}), ("other.", lambda name: f"other.{name}")],
 )
-def test_what_is_said_to_mend_does(world, prefix, rename):
+def test_suggested_remedies_work(world, prefix, rename):
     state = prefixed(prefix)
     load(state, world / "bare", planner=RsLoadPlanner(rename=rename))
     assert all(torch.equal(value, torch.ones(2)) for value in state.values())

@@ -105,7 +105,7 @@ def test_every_bit_of_every_dtype_counts(dtype):
     assert not oracle.state_differences(want.clone(), want)
 
 
-def test_what_a_view_shows_is_compared():
+def test_views_are_compared_by_value():
     """Not what its memory holds: strides, lazy conjugates and negations are no difference, the elements are."""
     for name, want in shapes_state().items():
         got = want.resolve_conj().resolve_neg().contiguous().clone()

@@ -25,7 +25,7 @@ def bench(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_measures_and_checks(bench, tmp_path, capsys):
+def test_bench_measures_and_checks(bench, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = f"--device cpu --sizes 0.002 --layouts large --rounds 1 --folder {tmp_path / 'data'} --out {out}"
     assert bench.main(arguments.split()) == 0
@@ -45,7 +45,7 @@ def test_it_measures_and_checks(bench, tmp_path, capsys):
     assert list((tmp_path / "data").iterdir()) == []
 
 
-def test_it_notices_what_was_loaded_wrongly(bench, tmp_path, monkeypatch):
+def test_bench_notices_a_wrong_load(bench, tmp_path, monkeypatch):
     def wrong(path, state, device):
         bench.load_stock(path, state, device)
         next(iter(state.values())).view(-1)[-1] += 1

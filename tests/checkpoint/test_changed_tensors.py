@@ -146,7 +146,7 @@ def test_attributes_do_not_make_a_tensor_a_value(value, tmp_path):
 
 
 @pytest.mark.parametrize("pickle", TRICKS.values(), ids=TRICKS)
-def test_what_torch_reads_otherwise_is_refused(pickle, tmp_path):
+def test_file_that_torch_reads_differently_is_refused(pickle, tmp_path):
     data = archive(b"\x80\x02" + pickle + b".", RECORDS)
     (tmp_path / "m.pt").write_bytes(data)
     try:

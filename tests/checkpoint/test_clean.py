@@ -173,7 +173,7 @@ def test_where_the_index_cannot_be_read_nothing_is_removed(ckpt):
     assert files_in(ckpt) == before
 
 
-def test_what_is_young_stays_where_that_was_asked_for(ckpt):
+def test_clean_keeps_young_files(ckpt):
     save(ckpt, 1)
     kill_a_save(ckpt)
     assert [kept.verdict for kept in dcp_rs.clean(ckpt, yes=True, older_than=3600).kept] == [

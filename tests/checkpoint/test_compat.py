@@ -102,7 +102,7 @@ def test_every_kind_of_save_is_recovered(kind, tmp_path):
         assert describe(entries) == describe(dict(checkpoint))
 
 
-def test_what_each_rank_saved_for_itself(tmp_path):
+def test_rank_local_saves_of_old_versions(tmp_path):
     folder, about = copied("rank_local", tmp_path)
     for rank, state in enumerate(about["states"]):
         index = _core.Index.open(str(folder), rank, False)

@@ -78,7 +78,7 @@ def dropped(path):
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_what_is_verified_by_default_costs_no_reads(ckpt):
+def test_default_verification_costs_no_reads(ckpt):
     """Of rows that go to memory with gaps, blocks would be read twice."""
     shape = (6000, 896)
     dcp_rs.save({"w": torch.randn(shape)}, ckpt, no_dist=True)
@@ -114,7 +114,7 @@ def test_a_damaged_header_loses_nothing(ckpt):
     assert torch.equal(dcp_rs.open(ckpt)["small"], STATE["small"])
 
 
-def test_what_is_corrupt_is_called_what_it_is(ckpt, tmp_path):
+def test_corruption_has_an_error_of_its_own(ckpt, tmp_path):
     save_rs(STATE, ckpt)
     dcp_rs.convert(ckpt, tmp_path / "hf", to="safetensors", skip_unsupported=True)
     flip(tmp_path / "hf" / "model.safetensors", 9)

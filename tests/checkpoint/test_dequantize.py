@@ -106,7 +106,7 @@ def test_numpy_has_them_in_float32(tmp_path):
     np.testing.assert_array_equal(arrays["a.blocks.weight"], expected["a.blocks.weight"].numpy())
 
 
-def test_what_is_not_quantized_stays_as_it_is(tmp_path):
+def test_other_integers_stay(tmp_path):
     """Masks and counters are integers without being codes."""
     tensors = {
         "w.weight": torch.randn(4, 4),
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_dcp_rs_in_shards_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_what_is_verified_by_default_costs_no_reads(tmp_path, dtype):
+def test_default_verification_costs_no_reads(tmp_path, dtype):
     """In place, and by slabs: windows end within blocks, and each read all that it touched."""
     stored, whole = quantized.fp8("m", 2000, 1500, seed=20)
     dcp_rs.save(stored, tmp_path, no_dist=True)

@@ -241,7 +241,7 @@ assert not wrong
 """
 
 
-def test_what_would_crash_or_fill_the_memory_is_refused():
+def test_values_that_would_crash_or_fill_the_memory_are_refused():
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT.format(tests=tests)]
     done = programs.run(
@@ -255,7 +255,7 @@ def test_what_would_crash_or_fill_the_memory_is_refused():
     assert done.returncode == 0, done.stdout
 
 
-def test_what_torch_saves_is_let_through():
+def test_values_of_torch_are_let_through():
     values = [
         *rich_state().values(),
         VALUE,

@@ -75,7 +75,7 @@ def make_folder(folder: Path, base: list[str], beside: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_of_several_models_the_one_that_loaders_take(tmp_path, kind):
+def test_model_that_loaders_take_is_opened(tmp_path, kind):
     folder = tmp_path / "model"
     make_folder(folder, *FOLDERS[kind])
     assert same(contents(folder), BASE)

@@ -52,7 +52,7 @@ def test_a_save_that_replaced_the_checkpoint_while_it_was_indexed(ckpt):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_of_two_that_index_the_data_of_others_the_first_stays(ckpt, overwrite):
+def test_first_of_two_indexes_stays(ckpt, overwrite):
     save_stock(state(1.0), ckpt)
     if overwrite:
         dcp_rs.index(ckpt)

@@ -41,7 +41,7 @@ STATE = {"w": torch.arange(4.0), "deep": {"step": 3}}
     ],
     ids=["set", "object", "integer", "alone"],
 )
-def test_it_is_named(tmp_path, planner_data, named):
+def test_left_out_planner_data_is_named(tmp_path, planner_data, named):
     stock = tmp_path / "stock"
     dcp.save(STATE, checkpoint_id=stock, planner=Own(planner_data), no_dist=True)
     with pytest.warns(UserWarning, match=f"left out: {named}"):

@@ -67,7 +67,7 @@ def test_every_kind_gives_the_bits_that_torch_gives(kinds, kind):
         assert compared > 20
 
 
-def test_what_is_in_one_piece_is_a_view_that_changes_no_file(ckpt):
+def test_tensor_in_one_piece_is_a_private_view(ckpt):
     save_rs({"w": WHOLE}, ckpt)
     with dcp_rs.open(ckpt, framework="np") as arrays:
         view = arrays["w"]

@@ -110,7 +110,7 @@ def test_readers_and_writers_go_to_other_processes_without_it(world):
     )
 
 
-def test_what_it_raises_ends_the_work(world, tmp_path):
+def test_error_of_progress_ends_the_work(world, tmp_path):
     def stop(done: int, total: int | None) -> None:
         raise ValueError(done, total)
 
@@ -139,7 +139,7 @@ def stop_on_one_rank(path: str) -> str:
     return "nothing"
 
 
-def test_what_it_raises_on_one_rank_all_hear(ckpt):
+def test_error_of_progress_is_raised_on_all_ranks(ckpt):
     dcp_rs.save({"w": torch.arange(5_000.0)}, ckpt)
     assert run_ranks(2, stop_on_one_rank, ckpt) == ["ValueError"] * 2
 

@@ -255,7 +255,7 @@ def test_files_that_are_no_whole_are_refused_by_name(saved, tmp_path, damage):
     assert named in str(error.value)
 
 
-def test_what_is_no_part_of_a_whole_is_refused(saved):
+def test_rank_files_that_do_not_fit_are_refused(saved):
     with pytest.raises(UnsupportedError, match=r"partial_world_size_4_rank_0.*Partial"):
         dcp_rs.open(saved / "partial_*")
     with pytest.raises(CorruptDataError, match=r"extra_world_size_4_rank_1.*differs"):

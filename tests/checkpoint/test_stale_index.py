@@ -51,7 +51,7 @@ def gone(path, file):
 
 @pytest.mark.parametrize("use", [load, read_whole])
 @pytest.mark.parametrize("change", [longer, touched, gone])
-def test_of_the_data_of_others(indexed, dcp_rs_cli, change, use):
+def test_stale_index_over_data_of_others(indexed, dcp_rs_cli, change, use):
     path, file = indexed
     what = change(path, file)
     error = failure(CorruptDataError, use, path)
@@ -70,7 +70,7 @@ def test_of_the_data_of_others(indexed, dcp_rs_cli, change, use):
 
 
 @pytest.mark.parametrize("use", [load, read_whole])
-def test_of_data_that_dcp_rs_wrote(tmp_path, use):
+def test_stale_index_over_native_data(tmp_path, use):
     """No index mends that; what is lost is only in part of the files."""
     path = tmp_path / "ckpt"
     save_rs(STATE, path)
@@ -85,7 +85,7 @@ def test_of_data_that_dcp_rs_wrote(tmp_path, use):
         assert "dcp_rs." not in str(problem)
 
 
-def test_of_data_without_an_index(tmp_path):
+def test_data_without_an_index(tmp_path):
     """What was read when it was opened is not true any more."""
     save_stock(STATE, tmp_path / "stock")
     with dcp_rs.open(tmp_path / "stock") as checkpoint:

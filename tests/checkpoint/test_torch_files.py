@@ -39,7 +39,7 @@ def state_for(*, zipped):
     "name", ["x.pth", "x.pt", "x.bin", "x.ckpt", "checkpoint", "odd.safetensors"]
 )
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_what_it_holds_comes_back(tmp_path, name, zipped):
+def test_torch_file_comes_back(tmp_path, name, zipped):
     path = tmp_path / name
     torch.save(state_for(zipped=zipped), tmp_path / "saved", _use_new_zipfile_serialization=zipped)
     want = flat(torch.load(tmp_path / "saved", weights_only=True))
@@ -65,7 +65,7 @@ def test_what_it_holds_comes_back(tmp_path, name, zipped):
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_it_loads_into_what_is_there(tmp_path, zipped):
+def test_torch_file_loads_in_place(tmp_path, zipped):
     path = tmp_path / "x.pth"
     state = nested_state() | {"shapes": rich_state()["shapes"]}
     torch.save(state, path, _use_new_zipfile_serialization=zipped)
@@ -208,7 +208,7 @@ def test_a_class_that_is_not_allowed_is_named_when_it_is_asked_for(tmp_path):
         ({1: 1, "1": 2}, PlanError, "two entries flatten to this name"),
     ],
 )
-def test_what_is_no_state_dict(tmp_path, content, error, why):
+def test_file_without_a_state_dict(tmp_path, content, error, why):
     path = tmp_path / "x.pt"
     torch.save(content, path)
     with pytest.raises(error, match=why) as raised:

@@ -194,7 +194,7 @@ def test_records_that_share_bytes(tmp_path):
     [b"\0" * 100, b"x" * 60_000, b"PK\x05\x06"],
     ids=["zeros", "much", "the beginning of an end"],
 )
-def test_what_follows_an_archive_is_no_part_of_it(tmp_path, follows):
+def test_bytes_behind_an_archive_are_ignored(tmp_path, follows):
     path = tmp_path / "x.pth"
     torch.save({"w": torch.arange(4.0)}, path)
     with path.open("ab") as file:
@@ -214,7 +214,7 @@ def test_a_comment_of_an_archive(tmp_path):
 @pytest.mark.parametrize(
     "follows", [b"x" * 0x10000, b"PK\x05\x06" + b"x" * 18], ids=["too much", "another end"]
 )
-def test_what_torch_cannot_find_the_end_of(tmp_path, follows):
+def test_archive_whose_end_torch_cannot_find(tmp_path, follows):
     path = tmp_path / "x.pth"
     torch.save({"w": torch.arange(4.0)}, path)
     with path.open("ab") as file:

@@ -154,7 +154,7 @@ def test_an_index_beside_it(tmp_path, digests):
 
 
 @pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch"])
-def test_it_converts(tmp_path, to):
+def test_torch_file_converts(tmp_path, to):
     path, out = tmp_path / "x.pth", tmp_path / "out"
     torch.save(rich_state(), path)
     want = flat(torch.load(path, weights_only=True))

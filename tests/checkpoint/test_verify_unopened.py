@@ -97,7 +97,7 @@ def test_one_that_opens_says_how_much_it_has(dcp_rs_cli, tmp_path):
     assert json.loads(dcp_rs_cli("verify", tmp_path / "ckpt", "--json")[1])["entries"] == 2
 
 
-def test_what_is_no_damage_is_an_error_as_before(dcp_rs_cli, tmp_path):
+def test_verify_raises_errors_other_than_damage(dcp_rs_cli, tmp_path):
     save_stock(STATE, tmp_path / "stock")
     (tmp_path / "empty").mkdir()
     for nothing in ("empty", "nowhere", "stock/__0_0.distcp"):

@@ -28,7 +28,7 @@ def lost(tmp_path):
         ({"threads": 0}, "threads=0: must be a positive integer"),
     ],
 )
-def test_what_makes_no_sense_is_named(lost, option, says):
+def test_contradicting_options_are_named(lost, option, says):
     """It was an OverflowError, or a badly formed string of somebody's."""
     with pytest.raises(ValueError, match=says):
         dcp_rs.index(lost, **option)
@@ -53,7 +53,7 @@ def test_there_is_nothing_to_choose_among_data_of_others(tmp_path):
     assert not (tmp_path / "hf" / "index.dcprs").exists()
 
 
-def test_what_is_there_is_chosen(lost):
+def test_generation_that_is_there_is_indexed(lost):
     with pytest.raises(CheckpointNotFoundError):
         dcp_rs.index(lost, generation=2)
     dcp_rs.index(lost, generation=1)

@@ -115,7 +115,7 @@ def test_pruning_by_every_policy(dcp_rs_does, run, options, left):
     assert folders(run) == [*left, 400]
 
 
-def test_what_is_not_removed_is_a_finding(dcp_rs_does, run):
+def test_step_that_is_not_removed_is_a_finding(dcp_rs_does, run):
     for step in (200, 300):
         data = next((run / f"step-{step}").glob("g*"))
         with data.open("r+b") as file:
@@ -138,11 +138,11 @@ def test_what_is_not_removed_is_a_finding(dcp_rs_does, run):
         ("--mode", "best"),
     ],
 )
-def test_what_makes_no_sense_is_said(dcp_rs_does, run, wrong):
+def test_senseless_arguments_are_explained(dcp_rs_does, run, wrong):
     dcp_rs_does("prune", run, *wrong, status=2)
 
 
-def test_what_steps_share_is_told_and_counted_once(dcp_rs_does, tmp_path):
+def test_shared_bytes_are_shown_and_counted_once(dcp_rs_does, tmp_path):
     root = tmp_path / "run"
     with CheckpointManager(root, reuse=True) as manager:
         for step in (1, 2, 3):

@@ -54,7 +54,7 @@ def rows(document: str) -> list[str]:
     return re.findall(r'<tr class="row"><td class="n">(.*?)</td>', document)
 
 
-def test_it_needs_nothing_else(tmp_path: Path) -> None:
+def test_page_needs_no_other_file(tmp_path: Path) -> None:
     save_rs(nested_state(), tmp_path / "ckpt")
     text = page.render(Contents(tmp_path / "ckpt"))
     assert "default-src 'none'" in text
@@ -245,7 +245,7 @@ def test_two_that_are_the_same(
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(("width", "columns"), [(400, 1), (900, 2), (1500, 2)])
 @pytest.mark.slow
-def test_it_fits_the_window(
+def test_page_fits_the_window(
     two: tuple[Path, Path], tmp_path: Path, width: int, columns: int, *, dark: bool
 ) -> None:
     """At three sizes, light and dark: nothing is wider than the window, also with an entry open, and the maps have colours."""

@@ -138,7 +138,7 @@ def test_safetensors_holds_its_own_dtypes(tmp_path: Path) -> None:
     sorted(p.parent for p in STOCK.glob("*/*/.metadata") if "nested" in p.parts[-2]),
     ids=lambda p: p.parts[-2],
 )
-def test_what_older_torch_wrote(case: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_older_torch_converts(case: Path, tmp_path: Path) -> None:
     dcp_rs.convert(case, tmp_path / "dst")
     with dcp_rs.open(case) as old, dcp_rs.open(tmp_path / "dst") as new:
         assert_state_equal(new.state_dict(), old.state_dict())
@@ -169,7 +169,7 @@ def test_tensors_that_raw_bytes_cannot_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["dcp-rs", "torch"])
-def test_what_wants_a_gradient_goes_on_to_want_it(source: str, tmp_path: Path) -> None:
+def test_requires_grad_is_kept(source: str, tmp_path: Path) -> None:
     """Of complex numbers that was lost: in a file of torch.save, and where a save took a part of a tensor or its conjugate."""
     kinds = (torch.float32, torch.bfloat16, torch.complex64, torch.complex128)
     state = {str(dtype): torch.ones(4, dtype=dtype, requires_grad=True) for dtype in kinds}

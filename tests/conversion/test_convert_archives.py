@@ -155,7 +155,7 @@ def test_a_torch_that_would_write_what_stands_for_a_tensor(
     assert {entry.name for entry in tmp_path.iterdir()} == {"src"}
 
 
-def test_what_is_no_archive_gets_no_checksums(tmp_path: Path) -> None:
+def test_other_files_get_no_checksums(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save({"w": torch.ones(100)}, buffer)
     good = buffer.getvalue()

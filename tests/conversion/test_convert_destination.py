@@ -13,7 +13,7 @@ from dcp_rs.errors import CheckpointExistsError
 from support.formats import judge, leftovers, make
 
 
-def test_what_is_there_is_kept(tmp_path: Path) -> None:
+def test_existing_destination_is_kept(tmp_path: Path) -> None:
     make("dcp-rs", {"w": torch.ones(3)}, tmp_path / "src")
     make("dcp", {"old": torch.ones(3)}, tmp_path / "dst")
     with pytest.raises(CheckpointExistsError, match="exists"):

@@ -46,7 +46,7 @@ def src(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("to", "name"), KINDS)
 @pytest.mark.parametrize("is_file", [False, True])
-def test_what_came_meanwhile_stays(src: Path, to: str, name: str, is_file: bool) -> None:
+def test_destination_made_meanwhile_stays(src: Path, to: str, name: str, is_file: bool) -> None:
     dst = src.parent / name
 
     def come() -> None:
@@ -102,7 +102,7 @@ def test_a_save_or_a_file_that_came_into_the_folder_stays(src: Path) -> None:
 
 
 @pytest.mark.parametrize(("to", "name"), KINDS)
-def test_of_two_conversions_to_one_place_one_wins(tmp_path: Path, to: str, name: str) -> None:
+def test_two_conversions_to_one_place_leave_one(tmp_path: Path, to: str, name: str) -> None:
     meet = threading.Barrier(2)
     came: dict[int, object] = {}
 

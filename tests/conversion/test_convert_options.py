@@ -144,7 +144,7 @@ def test_choosing_and_renaming(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["torch", "dcp-rs", "dcp"])
-def test_what_is_taken_out_of_its_container_stays_nested(tmp_path: Path, source: str) -> None:
+def test_part_of_a_container_stays_nested(tmp_path: Path, source: str) -> None:
     inner = {
         "state": {"w": {"step": torch.tensor(2.0), "exp_avg": torch.ones(3)}},
         "param_groups": [{"lr": 0.1, "params": ["w"]}],

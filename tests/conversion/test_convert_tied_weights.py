@@ -43,7 +43,7 @@ def test_tied_weights(tmp_path: Path) -> None:
     assert again["lm_head"].data_ptr() == again["embed"].data_ptr()
 
 
-def test_of_tied_weights_the_one_stays_that_transformers_keeps(tmp_path: Path) -> None:
+def test_tied_weights_keep_the_name_of_transformers(tmp_path: Path) -> None:
     weight, bias = random_tensor((6, 4), seed=1), random_tensor((6,), seed=2)
     models = {
         # (names of one tensor, in the order of the state dict) and the one that `save_pretrained`
@@ -116,7 +116,7 @@ def test_a_tied_tensor_takes_no_word_of_the_header(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_what_a_header_says_is_kept(tmp_path: Path, shards: int) -> None:
+def test_header_metadata_is_kept(tmp_path: Path, shards: int) -> None:
     """But of where pieces are: they are whole."""
     said = {"format": "flax", "modelspec.title": "näh", "DCP_VERSION": "1.0"}
     state = {"a": torch.ones(3), "b": torch.zeros(2)}

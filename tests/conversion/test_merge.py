@@ -277,7 +277,7 @@ def test_the_state_of_optimizers_is_left_out_unless_it_is_included(
 
 
 @pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch"])
-def test_what_is_left_out_takes_its_containers_with_it(to: str, tmp_path: Path) -> None:
+def test_excluded_entries_leave_no_empty_containers(to: str, tmp_path: Path) -> None:
     """An empty ``ema`` and optimizer were left, which DCP has no place for."""
     states = [
         {
@@ -295,7 +295,7 @@ def test_what_is_left_out_takes_its_containers_with_it(to: str, tmp_path: Path) 
             assert ckpt.state_dict().keys() == kept
 
 
-def test_what_differs_and_is_not_summed_is_an_error_that_names_the_ways_out(tmp_path: Path) -> None:
+def test_conflict_names_its_solutions(tmp_path: Path) -> None:
     a, b = three(tmp_path, [training(100), training(110, rng=1)])
     with pytest.raises(PlanError, match=r"'step'|'rng'") as raised:
         dcp_rs.merge([a, b], tmp_path / "out")
@@ -336,7 +336,7 @@ def test_conflicts_are_settled_as_the_caller_says(
     same_numbers(got["model.weight"], summed([state["model"]["weight"] for state in states]))
 
 
-def test_what_the_last_input_settles_stays_in_its_place_in_the_first(tmp_path: Path) -> None:
+def test_last_input_keeps_the_order_of_the_first(tmp_path: Path) -> None:
     paths = [
         make("torch", {"model": {"w": torch.ones(2), "seen": torch.tensor(1)}}, tmp_path / "a.pt"),
         make(

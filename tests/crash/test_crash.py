@@ -312,7 +312,7 @@ def contend(path):
     return seen
 
 
-def test_of_two_writers_one_wins(ckpt):
+def test_two_writers_leave_one_save(ckpt):
     save(ckpt, 1)
     seen = run_ranks(3, contend, ckpt)[2]
     assert found_number(ckpt, 1) in (109, 209)
@@ -321,7 +321,7 @@ def test_of_two_writers_one_wins(ckpt):
     assert seen
 
 
-def test_what_lies_about_is_never_taken_for_a_checkpoint(ckpt):
+def test_leftovers_are_no_checkpoint(ckpt):
     ckpt.mkdir()
     save(ckpt.parent / "other", 5)
     for file in (ckpt.parent / "other").iterdir():
@@ -362,7 +362,7 @@ def test_a_writer_of_torch_protocol_discards_when_the_commit_fails(ckpt, monkeyp
     check_after_failure(ckpt, 1)
 
 
-def test_what_was_committed_is_not_discarded(ckpt):
+def test_committed_save_is_not_discarded(ckpt):
     """The sync after the rename fails: the caller gets the error, and the new checkpoint is in place."""
     writer = dcp_rs.RsWriter(ckpt)
     dcp.save(rank_state(3, 0), storage_writer=writer, no_dist=True)

@@ -32,7 +32,7 @@ def saved(path):
 # -------------------------------------------------------------------------------------
 
 
-def test_it_returns_when_the_copy_has_begun(ckpt):
+def test_async_staging_returns_before_the_copy(ckpt):
     weight = torch.nn.Parameter(torch.ones(1000))
     state = {"w": weight, "view": weight.detach()[:10], "at": {"lr": 0.5, "rows": [1, 2]}}
     with copies_held_up():
@@ -52,7 +52,7 @@ def test_it_returns_when_the_copy_has_begun(ckpt):
 
 
 @pytest.mark.parametrize("cache", [None, False, True])
-def test_what_changes_once_it_is_staged_does_not_reach_the_checkpoint(tmp_path, cache):
+def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path, cache):
     stager = None if cache is None else HostStager(cache=cache)
     state = {f"w{i}": torch.empty(700, 300 + i) for i in range(12)}
     futures = []
@@ -201,7 +201,7 @@ def test_a_change_before_it_is_staged_is_an_error_and_no_checkpoint(ckpt):
     assert kept() is None  # by the error
 
 
-def test_who_waits_for_the_copy_is_told_of_no_change():
+def test_changes_after_waiting_for_the_copy_are_no_error():
     state = {"w": torch.ones(10)}
     staging = Staging(state, BlockPool())
     state["w"].add_(0)  # another thread's, say

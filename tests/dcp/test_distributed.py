@@ -136,7 +136,7 @@ def test_a_sharded_tensor_that_is_missing(ckpt):
 
 
 @pytest.mark.parametrize("saved", SIZES)
-def test_what_some_ranks_save_any_number_loads(ckpt, saved):
+def test_any_number_of_ranks_loads(ckpt, saved):
     run_ranks(saved, save_with, RsWriter, ckpt)
     for loaded in SIZES:
         run_ranks(loaded, load_all, ckpt)

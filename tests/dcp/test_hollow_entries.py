@@ -14,7 +14,7 @@ from support import assert_state_equal
 
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("empty", [{}, [], {"a": {}}, {"a": {"b": {}}, "c": {}}], ids=str)
-def test_what_is_empty_needs_nothing_from_the_checkpoint(tmp_path, empty, flatten):
+def test_empty_containers_need_no_entry(tmp_path, empty, flatten):
     state = {"w": torch.ones(2), "e": empty}
     stock, ours = (
         DefaultSavePlanner(flatten_state_dict=flatten),

@@ -171,7 +171,7 @@ def test_new_tensors_come_with_what_was_read(way, device, options):
 
 
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
-def test_what_fails_in_planning_has_replaced_nothing(way, device, options):
+def test_failed_plan_replaces_nothing(way, device, options):
     way.save(STATE)
     for wrong in (
         {"missing": torch.zeros(2)},
@@ -200,7 +200,7 @@ def test_a_partial_load_leaves_alone_what_it_does_not_fill(way):
         assert len(report.shape_mismatched) == 2
 
 
-def test_what_is_excluded_stays(way):
+def test_excluded_entries_stay(way):
     way.save(STATE)
     state = template(STATE, "meta")
     weight = state["model"]["layers"][1]["weight"]

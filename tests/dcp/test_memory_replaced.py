@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "change", [other_memory, other_strides, freed_and_allocated, other_storage]
 )
-def test_what_is_filled_is_the_memory_at_the_read(folder, change, dtype, grad):
+def test_load_fills_the_memory_at_the_read(folder, change, dtype, grad):
     def change_some(state):
         for name in ("w1", "w3"):
             change(state[name])
@@ -130,7 +130,7 @@ def test_another_shape_is_an_error(folder, dtype):
         dcp_rs.load(fresh(dtype), folder / "rs", planner=with_finish_plan(RsLoadPlanner, shrink))
 
 
-def test_what_the_checkpoint_holds_in_part(tmp_path):
+def test_replaced_memory_of_a_tensor_with_a_hole(tmp_path):
     save_with_hole(tmp_path)
     state = {"w": torch.full((8, 1), -2.0)}
     planner = with_finish_plan(

@@ -56,7 +56,7 @@ def test_a_partial_load_with_nothing_in_common(saved):
         dcp_rs.load(blank(""), saved, planner=RsLoadPlanner(allow_partial_load=True))
 
 
-def test_what_is_there_in_part_is_loaded_and_counted(saved):
+def test_partial_match_is_loaded_and_counted(saved):
     state = {**blank(), "head": torch.zeros(1)}
     report = dcp_rs.load(
         state,

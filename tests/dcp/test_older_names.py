@@ -32,7 +32,7 @@ def test_values_fill_a_template_that_is_filled(ckpt, planner):
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}])
-def test_what_is_excluded_stays(ckpt, options):
+def test_excluded_entries_stay(ckpt, options):
     save_whole({"w": torch.ones(2), "a": {"x": 1}, "b": {"x": 1}}, ckpt)
     state = {"w": torch.zeros(2), "a": {"x": 0}, "b": {"x": 0}}
     dcp_rs.load(state, ckpt, exclude="b*", no_dist=True, **options)
@@ -56,7 +56,7 @@ def test_a_value_that_became_a_dict_hides_no_others(ckpt, load):
         assert report.missing == ["opt"]
 
 
-def test_what_a_subclass_left_out_stays(ckpt):
+def test_entries_left_out_by_a_subclass_stay(ckpt):
     class LeavesOut(RsLoadPlanner):
         def set_up_planner(self, *args, **kwargs):
             super().set_up_planner(*args, **kwargs)

@@ -209,7 +209,7 @@ def save_unless_there(path, others):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_was_committed_meanwhile_is_not_replaced_unless_that_is_asked_for(ckpt, ranks):
+def test_checkpoint_committed_meanwhile_is_replaced_on_request(ckpt, ranks):
     run = (
         (lambda *args: [save_unless_there(*args)])
         if ranks == 1

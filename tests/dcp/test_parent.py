@@ -254,7 +254,7 @@ def save_rank_local(folder):
 # ----------------------------------------------------------------------------
 
 
-def test_of_what_is_frozen_only_the_first_block_is_compared(tmp_path):
+def test_frozen_tensors_are_compared_by_their_first_block(tmp_path):
     save(state(1), tmp_path / "1", reuse="froz*")
     changed = state(2) | {"frozen": state()["frozen"].clone()}
     changed["frozen"][-1] += 1
@@ -336,7 +336,7 @@ def test_any_planner(tmp_path, planner):
     assert_state_equal(load_rs(blank(state(2)), tmp_path / "2", verify=True), state(2))
 
 
-def test_what_is_cast_is_compared_as_it_is_stored(tmp_path):
+def test_cast_tensors_are_compared_as_stored(tmp_path):
     for number, parent in ((1, None), (2, tmp_path / "1")):
         writer = RsWriter(tmp_path / str(number), parent=parent)
         values = {"w": torch.arange(700_000.0), "n": torch.tensor(float(number))}

@@ -45,7 +45,7 @@ def two(tmp_path):
 
 
 @pytest.mark.parametrize("make", [RsReader, RsWriter])
-def test_it_is_what_torch_expects(tmp_path, make):
+def test_storage_is_of_torchs_classes(tmp_path, make):
     storage = make(tmp_path)
     assert isinstance(storage, StorageReader if make is RsReader else StorageWriter)
     assert storage  # torch asks `if storage:`

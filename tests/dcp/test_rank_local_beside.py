@@ -210,7 +210,7 @@ def save_beside_a_rank(path):
     return True
 
 
-def test_nor_one_that_was_committed_meanwhile(ckpt):
+def test_rank_local_save_committed_meanwhile_is_kept(ckpt):
     assert run_ranks(1, save_beside_a_rank, ckpt) == [True]
     got = RsReader(ckpt)
     assert set(got.read_metadata(rank=0).state_dict_metadata) == {"w", "step"}

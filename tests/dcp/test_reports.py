@@ -105,7 +105,7 @@ def test_a_writer_reports_its_save(ckpt):
     assert str(report).startswith(f"saved 1.20 MB to {ckpt} in ")
 
 
-def test_what_save_returns_has_a_report(ckpt):
+def test_metadata_of_a_save_has_a_report(ckpt):
     metadata = dcp_rs.save(STATE, ckpt, no_dist=True)
     assert isinstance(metadata, Metadata)
     assert set(metadata.state_dict_metadata) == set(STATE)
@@ -255,7 +255,7 @@ def test_every_report_is_of_plain_types_and_tells_its_speed(ckpt, tmp_path):
     ]
 
 
-def test_what_a_save_returns_prints_its_report(tmp_path):
+def test_metadata_of_a_save_prints_its_report(tmp_path):
     """It printed 600 characters of torch's metadata."""
     saved = dcp_rs.save({"w": torch.ones(2)}, tmp_path / "ckpt", no_dist=True)
     assert str(saved) == str(saved.report)

@@ -77,7 +77,7 @@ def from_numpy(buffer, tensor):
     ],
 )
 @pytest.mark.parametrize("base", BASES)
-def test_what_is_resolved_is_written_as_it_was(ckpt, monkeypatch, base, way, through):
+def test_resolved_tensors_are_written_before_the_next(ckpt, monkeypatch, base, way, through):
     with monkeypatch.context() as patch:
         planner = way(DefaultSavePlanner, "transform_object", in_one_buffer(through), patch)
         dcp.save(
@@ -95,7 +95,7 @@ def test_what_is_resolved_is_written_as_it_was(ckpt, monkeypatch, base, way, thr
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_what_looks_a_tensor_up_may_reuse_memory_too(ckpt, base):
+def test_lookup_may_reuse_memory(ckpt, base):
     buffer = torch.empty(4)
 
     def look_up(before, planner, index):
@@ -107,7 +107,7 @@ def test_what_looks_a_tensor_up_may_reuse_memory_too(ckpt, base):
     assert_state_equal(load_rs(blank(values), ckpt), values)
 
 
-def test_what_raw_bytes_cannot_hold_may_be_made_in_one_memory_too(ckpt):
+def test_sparse_tensors_may_reuse_memory(ckpt):
     """Stock cannot save it."""
     made = torch.zeros(3, 3).to_sparse()
 
@@ -156,7 +156,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("base", BASES)
-def test_what_is_the_state_dicts_own_is_not_copied(ckpt, monkeypatch, way, base):
+def test_tensors_of_the_state_dict_are_not_copied(ckpt, monkeypatch, way, base):
     values = {
         "w": torch.ones(77),
         "row": torch.ones(2, 77)[1],
@@ -178,7 +178,7 @@ def test_what_is_the_state_dicts_own_is_not_copied(ckpt, monkeypatch, way, base)
     assert copies.count == 0
 
 
-def test_what_a_parameter_is_stays_known(ckpt):
+def test_parameters_stay_known(ckpt):
     """The copy of one that needs a gradient is one that does."""
 
     def anew(before, planner, item, value):

@@ -30,7 +30,7 @@ def restored(template, path, **options):
 
 
 @pytest.mark.parametrize("make", [dtypes_state, shapes_state, strange_names_state, nested_state])
-def test_what_is_saved_is_restored(ckpt, make):
+def test_save_is_restored(ckpt, make):
     state = make()
     metadata = dcp_rs.save(state, ckpt)
     got = restored(blank(state), ckpt)

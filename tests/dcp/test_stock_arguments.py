@@ -85,7 +85,7 @@ def test_the_writer_s_arguments_do_what_they_say(ckpt):
     RsWriter(ckpt, serialization_format=SerializationFormat.SAFETENSORS)
 
 
-def test_what_changes_the_bytes_is_refused(ckpt):
+def test_arguments_that_change_the_bytes_are_refused(ckpt):
     """Encryption that is left out, with nothing but a warning, is worse than none."""
     with pytest.raises(UnsupportedError, match="_extensions"):
         RsWriter(ckpt, _extensions=[Secret()])

@@ -27,7 +27,7 @@ def test_saves_of_one_writer_right_after_each_other(ckpt):
     assert dcp_rs.open(ckpt)["w"][0] == 5
 
 
-def test_of_two_saves_to_a_path_the_last_commit_wins(ckpt):
+def test_last_commit_to_a_path_wins(ckpt):
     planner = Slow()
     first = dcp.async_save({"w": torch.ones(100)}, storage_writer=RsWriter(ckpt), planner=planner)
     assert planner.begun.wait(60)

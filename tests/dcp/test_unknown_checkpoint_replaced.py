@@ -54,7 +54,7 @@ def test_background_save_warns(ckpt):
         lambda path: dcp_rs.load({"w": torch.zeros(3)}, f"file://{path}", no_dist=True),
     ],
 )
-def test_what_was_loaded_is_replaced_silently(ckpt, look):
+def test_loaded_checkpoint_is_replaced_silently(ckpt, look):
     save_elsewhere(ckpt)
     look(ckpt)
     save_rs(STATE, ckpt)

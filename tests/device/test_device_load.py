@@ -22,7 +22,7 @@ from support.slabs import SMALL, batch_of, damage, fill, saved, state, whole
 # ----------------------------------------------------------------------------------
 
 
-def test_what_a_load_gives_is_safe_on_the_callers_stream(ckpt, sim, device):
+def test_loaded_tensors_are_safe_on_the_callers_stream(ckpt, sim, device):
     want = state() | {"large": torch.randn(700, 1000), "scalar": torch.tensor(3.0)}
     index = saved(ckpt, want)
     got = on(device, want)
@@ -409,7 +409,7 @@ def test_a_missing_file_is_found_before_anything_is_copied(ckpt, sim, device):
     assert sim.copies == before
 
 
-def test_what_cannot_be_filled_is_refused(ckpt, sim, device):
+def test_unfillable_tensor_is_refused(ckpt, sim, device):
     index = saved(ckpt, {"w": torch.randn(4, 4)})
     for tensor, error, word in (
         (torch.empty(4, 4, device="meta"), PlanError, "meta"),

@@ -92,7 +92,7 @@ def test_a_save_begins_after_the_callers_work(ckpt, sim, device):
         assert (tensor == 7).all()
 
 
-def test_what_follows_a_save_does_not_change_it(ckpt, sim, device):
+def test_work_queued_after_a_save_does_not_change_it(ckpt, sim, device):
     want = {f"w{i}": torch.randn(500 + i, 700) for i in range(20)}
     state_dict = on_device(device, want)
     sim.delay = 2000

@@ -421,9 +421,7 @@ def test_copies_have_a_stream_of_their_own_and_training_goes_on(ckpt, sim, devic
 
 
 @pytest.mark.parametrize("without", [None, "pinned", "streams"])
-def test_what_the_optimizer_does_once_it_is_staged_does_not_reach_the_checkpoint(
-    tmp_path, sim, device, without
-):
+def test_optimizer_step_after_staging_does_not_reach_the_checkpoint(tmp_path, sim, device, without):
     if without:
         setattr(sim, without, 0)
     weights = {f"w{i}": torch.empty(200, 300 + i, device=device) for i in range(10)}

@@ -13,7 +13,7 @@ from support.slabs import SMALL, fill, state
 
 
 @pytest.mark.parametrize("faulty", [False, True])
-def test_what_is_on_a_store_arrives_on_the_device(ckpt, sim, device, faulty):
+def test_load_from_a_store_arrives_on_the_device(ckpt, sim, device, faulty):
     want = state() | {"large": torch.randn(700, 1000)}
     dcp_rs.save(want, ckpt)
     with object_server() as server:

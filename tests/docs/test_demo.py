@@ -35,7 +35,7 @@ def run(demo, **options):
     return well, out.getvalue()
 
 
-def test_it_restores_bit_for_bit_and_cleans_up(demo, folder):
+def test_demo_restores_bit_for_bit_and_cleans_up(demo, folder):
     well, text = run(demo)
     assert well
     assert "DIFFERENT" not in text
@@ -49,7 +49,7 @@ def test_it_restores_bit_for_bit_and_cleans_up(demo, folder):
 
 
 @pytest.mark.slow
-def test_it_keeps_the_checkpoints_when_asked(demo, folder):
+def test_demo_keeps_the_checkpoints_on_request(demo, folder):
     well, text = run(demo, keep=True)
     assert well
     (kept,) = folder.glob(DEMOS)

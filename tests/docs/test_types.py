@@ -33,7 +33,7 @@ def blocks(page):
     yield "\n".join(page_itself)
 
 
-def test_what_the_reader_copies_is_typed(tmp_path):
+def test_code_of_the_pages_is_typed(tmp_path):
     pytest.importorskip("mypy")
     files = [*(ROOT / "examples").glob("*.py")]
     for page in pages():

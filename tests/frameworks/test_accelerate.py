@@ -114,7 +114,7 @@ def test_the_state_of_an_optimizer_is_merged_as_by_accelerate(run, tmp_path, mon
     assert not any((tmp_path / "safe").iterdir())
 
 
-def test_what_was_merged_is_removed_on_request(tmp_path):
+def test_merged_checkpoint_is_removed_on_request(tmp_path):
     state = {"model": {"w": torch.arange(6.0)}}
     dcp_rs.save(state, tmp_path / "ckpt")
     (tmp_path / "out").mkdir()

@@ -197,7 +197,7 @@ def same(mine, theirs):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_saved_in_each_mode_loads(make, mode):
+def test_save_of_each_mode_loads(make, mode):
     manager, model = make(seed=3, async_mode=mode)
     for step in (1, 2):
         assert manager.save(step)
@@ -302,7 +302,7 @@ def test_old_steps_are_purged_and_the_last_that_is_whole_never(make, tmp_path):
     assert threading.active_count() <= before
 
 
-def test_what_later_releases_ask_of_a_purge_and_a_look(make, tmp_path, monkeypatch):
+def test_purge_and_look_of_later_releases(make, tmp_path, monkeypatch):
     manager, _ = make(keep_latest_k=2)
     monkeypatch.setattr(manager, "_is_purge_exempt", lambda step: step == 1, raising=False)
     for step in (1, 2, 3):

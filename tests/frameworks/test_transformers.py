@@ -329,7 +329,7 @@ def test_no_expert_is_lost_where_transformers_loads_what_was_saved(name, tmp_pat
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_what_is_saved_transformers_loads(tmp_path):
+def test_transformers_loads_our_save(tmp_path):
     model = llama(tied=True)
     dcp_rs.save(trained(model), tmp_path / "ckpt")
     base = tmp_path / "base"
@@ -382,7 +382,7 @@ def test_a_snapshot_of_the_hub_opens_indexes_and_converts(tmp_path):
     same(transformers.AutoModelForCausalLM.from_pretrained(snapshot), model)
 
 
-def test_what_is_saved_diffusers_loads(tmp_path):
+def test_diffusers_loads_our_save(tmp_path):
     diffusers = pytest.importorskip(
         "diffusers", reason="diffusers is not installed: make test-frameworks"
     )
@@ -411,7 +411,7 @@ def test_what_is_saved_diffusers_loads(tmp_path):
     same(diffusers.UNet2DModel.from_pretrained(tmp_path / "out"), unet)
 
 
-def test_what_is_saved_peft_loads(tmp_path):
+def test_peft_loads_our_save(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed: make test-frameworks")
     adapted = peft.get_peft_model(
         llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)

@@ -12,7 +12,7 @@ from dcp_rs.integrations.accelerate import merge_fsdp_weights
 
 
 @pytest.mark.parametrize("inside", [".", "merged"])
-def test_what_is_written_is_not_removed_with_the_checkpoint(tmp_path: Path, inside: str) -> None:
+def test_removal_of_the_written_model_is_refused(tmp_path: Path, inside: str) -> None:
     """The weights went to a folder that was removed next: nothing was left of them."""
     weights = {"a": torch.ones(3), "b.c": torch.zeros(2)}
     folder = tmp_path / "ckpt"

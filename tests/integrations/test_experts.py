@@ -74,7 +74,7 @@ def test_scales_of_all_experts_are_read(end):
         weights(range(8), layer="model.layers.0.mlp.shared_experts"),
     ],
 )
-def test_what_is_no_layer_of_that_many_experts_is_read_whole(names):
+def test_names_without_all_experts_are_all_read(names):
     assert names_of_rank(names, rank=1, size=2, experts=8, placement="linear") == names
 
 

@@ -39,7 +39,7 @@ def test_saves_and_loads_by_checkpoint_id(ckpt):
     assert_state_equal(got, want)
 
 
-def test_what_stock_saved_loads(ckpt):
+def test_stock_checkpoint_loads(ckpt):
     want = state()
     dcp.save(want, checkpoint_id=ckpt, no_dist=True)
     got = blank(want)
@@ -131,7 +131,7 @@ def test_after_an_install_that_failed_the_next_one_works(monkeypatch):
     assert (dcp.FileSystemReader, dcp.FileSystemWriter) == STOCK
 
 
-def test_it_says_what_it_replaced(caplog):
+def test_install_lists_the_replaced_classes(caplog):
     with caplog.at_level("INFO", "dcp_rs"), dcp_rs.installed():
         pass
     first, last = (record.message for record in caplog.records)

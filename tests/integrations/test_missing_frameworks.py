@@ -23,7 +23,7 @@ from dcp_rs.integrations.{name} import {what}
         ("vllm", "register", ""),
     ],
 )
-def test_it_says_what_to_install(name, what, call):
+def test_missing_framework_is_named(name, what, call):
     script = SAYS.format(name=name, what=what, call=call)
     done = programs.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False

@@ -65,7 +65,7 @@ def same(loaded, expected):
         assert torch.equal(*as_bytes), name
 
 
-def test_what_is_saved_safetensors_reads(tmp_path):
+def test_safetensors_reads_our_files(tmp_path):
     path = tmp_path / "model.safetensors"
     dcp_rs.save_file(tensors(), path, {"format": "pt", "note": "näh"})
     same(stock.load_file(path), tensors())
@@ -78,7 +78,7 @@ def test_what_is_saved_safetensors_reads(tmp_path):
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-def test_what_safetensors_saved_is_loaded(tmp_path):
+def test_files_of_safetensors_load(tmp_path):
     path = tmp_path / "model.safetensors"
     stock.save_file(tensors(), path)
     for loaded in (
@@ -160,9 +160,7 @@ def test_types_that_came_later_are_written_as_safetensors_writes_them(tmp_path):
 @pytest.mark.parametrize(
     ("since", "name"), [(since, name) for since, names in YOUNG.items() for name in names]
 )
-def test_what_the_installed_safetensors_could_not_read_is_not_written(
-    tmp_path, monkeypatch, since, name
-):
+def test_dtypes_that_safetensors_cannot_read_are_not_written(tmp_path, monkeypatch, since, name):
     before = (since[0], since[1] - 1)
     said = rf"{name}, which safetensors has from {since[0]}\.{since[1]} on: {before[0]}\.{before[1]} is installed"
     dcp_rs.save({"w": young(name)}, tmp_path / "native")
@@ -227,7 +225,7 @@ def test_an_empty_file(tmp_path):
     ],
     ids=["strided", "number", "key", "list", "sparse", "dtype", "meta", "pairs", "metadata"],
 )
-def test_what_cannot_be_saved(tmp_path, saved, error, message):
+def test_unsavable_tensors_are_refused(tmp_path, saved, error, message):
     path = tmp_path / "model.safetensors"
     stock.save_file({"old": torch.ones(2)}, path)
     with pytest.raises(error, match=message):

@@ -18,7 +18,7 @@ from support.slabs import batch_of
 MIB = 1 << 20
 
 
-def test_what_needs_a_buffer_narrows_nothing_else(tmp_path, server):
+def test_one_buffered_tensor_leaves_the_others_parallel(tmp_path, server):
     """One tensor that goes by way of a buffer once had all the others wait: two at a time here."""
     state = {f"t{i}": torch.randn(256, 1024) for i in range(24)}
     state["turned"] = torch.randn(1500, 1024)

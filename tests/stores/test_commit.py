@@ -166,7 +166,7 @@ def test_a_commit_that_lands_after_its_saver_was_interrupted(server, tmp_path, h
         assert found[f"own{rank}"].eq(rank).all()
 
 
-def test_what_was_interrupted_says_why_files_are_left(server):
+def test_interrupted_commit_says_why_files_are_left(server):
     server.faults.append(at(index, lambda: os.kill(os.getpid(), signal.SIGUSR2)))
     server.faults.append(Fault(delay=30.0, matches=index))
     before = signal.signal(signal.SIGUSR2, preempt)

@@ -55,7 +55,7 @@ def is_index(request):
         if name in ("status", "cut", "reset", "lose", "silent", "short", "delay", "times") and value
     ),
 )
-def test_what_passes_is_tried_again(saved, server, fault):
+def test_passing_faults_are_retried(saved, server, fault):
     state, _ = saved
     server.faults.append(fault)
     into = blank(state)
@@ -106,7 +106,7 @@ def test_a_cut_body_goes_on_from_where_it_was_cut(saved, server):
 
 
 @pytest.mark.parametrize("matches", [is_index, is_long], ids=["index", "data"])
-def test_what_gets_anywhere_is_not_counted_as_a_failure(saved, server, matches):
+def test_slow_progress_is_no_failure(saved, server, matches):
     state, _ = saved
     fault = Fault(cut=1000, matches=matches, times=5)
     server.faults.append(fault)
@@ -155,7 +155,7 @@ def test_an_endpoint_without_credentials_is_no_missing_object(saved, server):
 
 
 @pytest.mark.parametrize("limit", [{"max_retries": 2}, {"retry_timeout": 1.5}])
-def test_what_stays_is_an_error_in_time(saved, server, limit):
+def test_lasting_fault_raises_in_time(saved, server, limit):
     server.faults.append(Fault(status=503, times=None))
     begin = time.monotonic()
     # The last time may begin as the time for all ends.
@@ -187,7 +187,7 @@ def test_nobody_there(server):
         dcp_rs.open(server.url("x"), storage_options=server_options)
 
 
-def test_who_may_not_is_told_at_once(saved, server):
+def test_missing_permission_raises_at_once(saved, server):
     server.access_key = "another"
     with pytest.raises(StoragePermissionError, match="403 InvalidAccessKeyId") as caught:
         dcp_rs.open(server.url("runs/ckpt"), storage_options=server.options())

@@ -98,7 +98,7 @@ def test_with_digests_what_is_damaged_later_is_found(hf, server):
     assert [(problem.tensor, problem.block) for problem in report.problems] == [("a", 1)]
 
 
-def test_of_a_stock_folder(server, tmp_path):
+def test_stock_folder_is_indexed(server, tmp_path):
     state = {"w": torch.randn(100, 10), "n": 3}
     dcp.save(dict(state), checkpoint_id=tmp_path / "stock", no_dist=True)
     server.put_folder(tmp_path / "stock", "stock")
@@ -124,7 +124,7 @@ def test_an_index_that_is_lost_is_made_anew(saved, server):
         assert ckpt["step"] == 17
 
 
-def test_what_was_recovered_is_what_a_folder_recovers(saved, server):
+def test_recovered_index_equals_that_of_a_folder(saved, server):
     _, folder = saved
     (folder / "index.dcprs").unlink()
     del server.objects["runs/ckpt/index.dcprs"]
@@ -202,7 +202,7 @@ def test_a_store_that_is_busy_while_data_is_hashed(hf, server):
     assert_state_equal(opened(server), tensors)
 
 
-def test_what_cannot_be_indexed_is_refused(hf, server, tmp_path):
+def test_unindexable_prefix_is_refused(hf, server, tmp_path):
     options = server.options()
     with pytest.raises(CheckpointNotFoundError):
         dcp_rs.index(server.url("nothing"), storage_options=options)

@@ -163,7 +163,7 @@ def test_checkpoints_of_others(tmp_path, store, state):
         assert ckpt["w"].equal(state["model"]["w"])
 
 
-def test_what_is_not_there(store):
+def test_missing_objects_are_not_found(store):
     with pytest.raises(CheckpointNotFoundError):
         dcp_rs.open(store.url("nothing"), storage_options=store.options())
     with pytest.raises(StorageNotFoundError, match="NoSuchBucket"):
@@ -206,7 +206,7 @@ def test_a_save_in_parts(store):
     assert store.open_uploads() == []
 
 
-def test_what_did_not_change_is_copied(tmp_path, store, state):
+def test_unchanged_tensors_are_copied(tmp_path, store, state):
     options = store.options()
     dcp_rs.save(state, store.url("step 1"), storage_options=options)
     later = {**state, "step": 4}
@@ -226,7 +226,7 @@ def test_what_did_not_change_is_copied(tmp_path, store, state):
     assert_state_equal(dcp_rs.open(tmp_path).state_dict()["model"], state["model"])
 
 
-def test_what_is_replaced_before_it_is_copied_is_written(store, state, monkeypatch):
+def test_file_replaced_before_its_copy_is_written(store, state, monkeypatch):
     """Its condition, as the server understands it; and a look at the object where it does not."""
     options = store.options()
     dcp_rs.save(state, store.url("one"), storage_options=options)
@@ -272,7 +272,7 @@ def test_an_index_is_removed_as_it_was_seen(store, state):
     assert "x/index.dcprs" not in store.keys("x/")
 
 
-def test_of_two_savers_one_wins_whole(store):
+def test_two_savers_leave_one_whole_save(store):
     """Both look at the same index, then commit: all that is there afterwards is of one of them."""
     if store.root is not None:
         pytest.skip("two may pass its conditions at a time")

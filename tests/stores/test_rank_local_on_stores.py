@@ -80,7 +80,7 @@ def test_a_save_that_may_replace_nothing_replaces_none_of_them(server):
 
 
 @pytest.mark.parametrize("way", ["save", "convert"])
-def test_what_a_rank_saves_meanwhile_stays(server, tmp_path, way):
+def test_rank_local_save_made_meanwhile_stays(server, tmp_path, way):
     url, options = server.url("ckpt"), server.options()
     saved = []
     dcp_rs.save(state(2), tmp_path / "source", no_dist=True)

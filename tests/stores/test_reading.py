@@ -381,7 +381,7 @@ def test_a_path_object_whose_text_is_a_url_is_that_url(tmp_path):
     assert location(Local()) == tmp_path
 
 
-def test_what_is_not_there_is_said(server, options, saved):
+def test_missing_checkpoint_is_named(server, options, saved):
     server.put("junk/readme.txt", b"x")
     for url, what in [
         (server.url("nothing"), "nothing is there"),

@@ -69,7 +69,7 @@ def test_the_steps_of_a_run_for_programs(does, run, server):
 
 
 @pytest.mark.slow
-def test_what_is_not_kept_is_removed_when_that_is_asked_for(does, run, server):
+def test_prune_removes_only_on_request(does, run, server):
     before = server.keys()
     out = does("prune", run, "--keep-last", 1, "--keep-best", 1, "--metric", "loss")
     assert "1 step, " in out

@@ -69,7 +69,7 @@ KINDS = {
     ],
     ids=str,
 )
-def test_what_passes_is_tried_again(server, kind, fault):
+def test_passing_faults_are_retried(server, kind, fault):
     first, second = large_state(1), large_state(2)
     if kind != "ask":
         save(server, first)
@@ -148,7 +148,7 @@ def test_one_request_in_ten_fails(server):
     ("status", "code", "kind_of"),
     [(403, "AccessDenied", StoragePermissionError), (507, "XMinioStorageFull", StorageError)],
 )
-def test_what_stays_is_an_error_and_leaves_nothing(server, kind, status, code, kind_of):
+def test_lasting_fault_raises_and_leaves_nothing(server, kind, status, code, kind_of):
     first = large_state(1)
     save(server, first)
     before = names(server)

@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("make", [small_state, large_state])
 @pytest.mark.parametrize("write", [{}, {"max_inflight_bytes": 1 << 20}, {"threads": 1}], ids=str)
-def test_what_is_saved_loads_back(server, tmp_path, make, write):
+def test_save_loads_back(server, tmp_path, make, write):
     state = make()
     dcp_rs.save(state, server.url("ckpt"), storage_options=server.options(), **write)
     assert_state_equal(loaded(server, state), state)
@@ -66,7 +66,7 @@ def test_parts_go_straight_from_memory(server):
     assert server.counts()["complete"] == 1
 
 
-def test_what_is_written_together_lies_together(server):
+def test_mixed_layouts_are_written_in_order(server):
     """Contiguous and strided tensors in turn: each part that both were in waited in memory for the second, up to the whole checkpoint."""
     state = {
         f"{i}": torch.full((512, 512), float(i)) if i % 2 else torch.full((512, 512), float(i)).t()
@@ -105,7 +105,7 @@ def test_a_save_replaces_the_one_before(server):
     assert [request.condition.partition(":")[0] for request in put] == ["If-None-Match", "If-Match"]
 
 
-def test_what_cannot_be_removed_is_a_warning(server):
+def test_undeletable_file_is_a_warning(server):
     state = small_state()
     dcp_rs.save(state, server.url("ckpt"), storage_options=server.options())
     old = next(name for name in names(server) if name.endswith(".safetensors"))
@@ -265,7 +265,7 @@ def save_where_one_fails(url, options):
     dcp_rs.save(state, url, storage_options=options)
 
 
-def test_of_four_ranks_one_may_not(server):
+def test_rank_without_permission_fails_the_save_of_all(server):
     run_ranks(4, save_sharded, server.url("ckpt"), server.options())
     before = names(server)
     server.access_key = "test-access-key"

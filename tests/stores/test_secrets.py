@@ -126,7 +126,7 @@ def test_no_variable_of_a_traceback_shows_them(saved, server, options):
     assert not any(has_secret({**variables, "storage_options": None}) for variables in frames[1:])
 
 
-def test_what_is_no_option_is_not_shown():
+def test_value_of_an_unknown_option_is_hidden():
     line = [sys.executable, "-m", "dcp_rs", "ls", "s3://b/x", "--storage-option", SECRETS[0]]
     done = programs.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -152,7 +152,7 @@ def test_a_store_of_obstore_is_taken(saved, server, options):
         assert ckpt["step"] == 17
 
 
-def test_what_lends_its_options_keeps_them_secret():
+def test_shared_options_stay_secret():
     config = {"aws_access_key_id": "a", "aws_secret_access_key": SECRETS[0]}
     store = SimpleNamespace(
         config=config, client_options={"allow_http": True}, credential_provider=None

@@ -83,14 +83,14 @@ def test_parts_that_are_too_short(store, server):
     ],
     ids=["lost", "500 after", "500", "409", "reset", "broken"],
 )
-def test_what_is_there_after_a_put_that_failed(store, server, fault, there):
+def test_object_after_a_failed_put(store, server, fault, there):
     server.faults.append(fault)
     with pytest.raises(Exception, match=r".+"):
         obstore.put(store, "a", bytes(1 << 20), mode="create", use_multipart=False)
     assert ("a" in server.objects) is there
 
 
-def test_what_is_deleted_at_once(store, server):
+def test_bulk_delete(store, server):
     names = ["a&b", "c", "kept", "x/y"]
     for name in names:
         server.put(name, b"x")

@@ -59,7 +59,7 @@ def options(server):
     return server.options(aws_allow_http=False)
 
 
-def test_who_is_not_trusted_gets_no_request(saved, server, options, monkeypatch, signed):
+def test_untrusted_server_gets_no_request(saved, server, options, monkeypatch, signed):
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     url = server.url("runs/ckpt")
     with pytest.raises(StorageError, match=r"certificate.*UnknownIssuer") as caught:

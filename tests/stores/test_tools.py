@@ -59,7 +59,7 @@ def test_from_store_to_store(saved, server):
         assert ckpt["step"] == 17
 
 
-def test_what_is_there_is_replaced_when_that_is_asked_for(saved, server, tmp_path):
+def test_overwrite_replaces_on_request(saved, server, tmp_path):
     dcp_rs.save({"w": torch.ones(3)}, tmp_path / "other")
     url, options = server.url("runs/ckpt"), server.options()
     before = dict(server.objects)

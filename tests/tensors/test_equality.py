@@ -124,7 +124,7 @@ def test_every_bit_and_every_type_makes_a_difference(pair):
 
 
 @pytest.mark.parametrize("pair", SAME, ids=label)
-def test_what_is_no_difference(pair):
+def test_equal_values(pair):
     one, other = pair
     assert same(one, other)
     assert same([{"k": (one,)}], [{"k": (other,)}])
@@ -148,7 +148,7 @@ class Odd:
         raise KeyError("nor this")
 
 
-def test_what_cannot_be_compared_is_an_error_here_and_a_difference_of_checkpoints(tmp_path):
+def test_incomparable_values_raise_and_count_as_different(tmp_path):
     with pytest.raises(Exception, match="nor this"):
         same(Odd(), Odd())
     torch.save({"q": quantized(1.0), "mixed": [{0.0}, 1], "w": torch.ones(1)}, tmp_path / "a.pt")

@@ -66,7 +66,7 @@ def expected():
     return want
 
 
-def test_what_is_saved_comes_back(ckpt):
+def test_nested_state_comes_back(ckpt):
     dcp_rs.save(tree(), ckpt)
     got = dcp_rs.open(ckpt).state_dict()
     assert identical(got, expected())
@@ -81,7 +81,7 @@ def test_fqns_are_those_of_dcp(ckpt):
         assert checkpoint["extra.cfg.a.5"] == [1, 2]
 
 
-def test_what_comes_back_from_an_asynchronous_save_is_the_same(ckpt):
+def test_nested_state_of_a_background_save_comes_back(ckpt):
     dcp_rs.async_save(tree(), ckpt).result()
     assert identical(dcp_rs.open(ckpt).state_dict(), expected())
 
@@ -347,7 +347,7 @@ def test_the_numbers_of_an_optimizer_pass_through_dcp(tmp_path):
     assert dcp_rs.open(tmp_path / "b").state_dict()["optimizer"]["state"].keys() == {0, 1}
 
 
-def test_what_is_renamed_or_left_out_by_a_conversion(tmp_path):
+def test_conversion_renames_and_excludes_containers(tmp_path):
     state = {"model": OrderedDict(w=torch.ones(1), e={}), "n": {5: 1}, "gone": {}}
     dcp_rs.save(state, tmp_path / "a")
     dcp_rs.convert(tmp_path / "a", tmp_path / "b", rename={"model": "m"}, exclude="gone")
@@ -469,7 +469,7 @@ class Finishing(RsLoadPlanner):
 
 @pytest.mark.parametrize("planner", [RsLoadPlanner, Finishing])
 @pytest.mark.parametrize("by", ["dcp-rs", "torch", "torch, read by torch"])
-def test_what_was_not_flattened_fills_what_is_empty(ckpt, by, planner):
+def test_unflattened_values_fill_empty_containers(ckpt, by, planner):
     """As is all that torch saved before 2.4, where it holds no tensors."""
     saved = {
         "w": torch.ones(2),

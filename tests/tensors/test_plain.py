@@ -80,7 +80,7 @@ def left_out(tensors: list[torch.Tensor]) -> list[int]:
 @pytest.mark.parametrize(
     ("tensors", "is_plain"), [(PLAIN, True), (STRIDED, False), (OTHERS, False)]
 )
-def test_what_is_saved_from_where_it_lies(
+def test_plain_tensors_are_saved_in_place(
     tensors: dict[str, Callable[[], torch.Tensor]], is_plain: bool
 ) -> None:
     made = [make() for make in tensors.values()]
@@ -92,7 +92,7 @@ def test_what_is_saved_from_where_it_lies(
 @pytest.mark.parametrize(
     "kind", [*PLAIN, *(kind for kind in STRIDED if kind != "one element many times")]
 )
-def test_what_is_loaded_to_where_it_lies(kind: str, tmp_path) -> None:
+def test_plain_tensors_are_loaded_in_place(kind: str, tmp_path) -> None:
     tensor = (PLAIN | STRIDED)[kind]()
     values = torch.arange(tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
     dcp_rs.save({"x": values}, tmp_path, no_dist=True)
@@ -165,7 +165,7 @@ def test_integers_of_a_few_bits_are_not_bytes(
 
 
 @pytest.mark.usefixtures("told")
-def test_what_torch_says_nothing_of_is_no_end_of_the_others() -> None:
+def test_unknown_tensor_leaves_the_others_plain() -> None:
     of_bits = torch.empty(3, dtype=torch.bits8)
     assert left_out(
         [torch.ones(3), of_bits, torch.ones(3), torch.ones(3, device="meta"), torch.ones(3)]
@@ -209,7 +209,7 @@ def test_a_save_is_not_locked_while_tensors_are_looked_at(tmp_path) -> None:
     assert save.finish()
 
 
-def test_what_made_the_write_fail_comes_before_what_it_led_to(tmp_path) -> None:
+def test_first_error_of_a_write_is_raised(tmp_path) -> None:
     tensors = [torch.full((1024,), float(i)) for i in range(MANY)]
     save = begun(tensors, tmp_path)
     save.write_plain(tensors, PLAIN_TYPES, NAMES)

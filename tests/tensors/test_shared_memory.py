@@ -40,7 +40,7 @@ def test_tied_weights_with_different_values_hold_one_of_them(tmp_path):
                 assert_state_equal(load_rs(tied(), tmp_path / path), want)
 
 
-def test_what_one_tensor_hides_is_not_read(tmp_path):
+def test_tensors_in_one_memory_are_read_once(tmp_path):
     save_rs({"a": torch.ones(MIB), "b": torch.ones(MIB)}, tmp_path)
     memory = torch.zeros(MIB)
     report = dcp_rs.load({"a": memory, "b": memory}, tmp_path, no_dist=True)

@@ -116,7 +116,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_fill_a_tensor_is_refused_by_its_class(kind, load, tmp_path):
+def test_value_that_fills_no_tensor_is_refused_by_class(kind, load, tmp_path):
     saved, template, named = REFUSED[kind]
     if template.is_meta and load in (WAYS["reader"], WAYS["planner"]):
         return  # torch makes it real itself

@@ -62,7 +62,7 @@ def test_a_tied_model_loads(one_name):
 
 
 @pytest.mark.parametrize("read_items", [False, True])
-def test_what_is_replaced_stays_tied(one_name, read_items):
+def test_replaced_tensors_stay_tied(one_name, read_items):
     class Items(RsLoadPlanner):
         def resolve_tensor(self, read_item):
             return super().resolve_tensor(read_item)

@@ -165,13 +165,13 @@ def test_pipeline_ranks_read_their_own_past_the_page_cache(of_pipeline, load):
         assert total <= 1.1 * RANKS * LAYER
 
 
-def test_what_all_want_is_told_from_what_each_wants_in_one_file(of_pipeline):
+def test_shared_regions_of_a_file_are_told_from_own_ones(of_pipeline):
     for total, direct in run_ranks(RANKS, load_of_pipeline, of_pipeline, ["embedding", "layers.*"]):
         assert 0.8 * LAYER / (LAYER + EMBEDDING) < direct < 1.2 * LAYER / (LAYER + EMBEDDING)
         assert total <= 1.1 * (EMBEDDING + RANKS * LAYER)
 
 
-def test_of_two_replicas_each_half_reads_once(of_pipeline):
+def test_halves_of_two_replicas_are_read_once(of_pipeline):
     """Ranks 0 and 1 want what lies beside what 2 and 3 want."""
     names = [["layers.0"], ["layers.0"], ["layers.1"], ["layers.1"]]
     for total, direct in run_ranks(RANKS, load_by_rank, of_pipeline, names):
@@ -192,7 +192,7 @@ def load_by_rank(path, names):
     ],
     ids=["a reader that says nothing", "who is told to share", "half of the ranks"],
 )
-def test_what_is_not_known_is_guessed(of_pipeline, options):
+def test_unknown_sharing_is_guessed(of_pipeline, options):
     for _, direct in run_ranks(RANKS, load_of_pipeline_with, of_pipeline, options):
         assert direct == 0
 
@@ -248,7 +248,7 @@ def load_replicas(path):
     return reader.report.bytes_read, reader.report.bytes_direct
 
 
-def test_what_ranks_read_for_each_other_each_reads_alone(saved):
+def test_broadcast_reads_are_direct(saved):
     loads = run_ranks(RANKS, load_replicas, saved / "replicas")
     assert sum(read for read, _ in loads) <= 1.1 * numbered().nbytes
     assert all(read == direct for read, direct in loads)
@@ -265,7 +265,7 @@ def test_a_rank_that_fails_in_its_plan_fails_all(of_pipeline):
     run_ranks(RANKS, fail_in_plan, of_pipeline)
 
 
-def test_what_is_said_of_what_is_wanted_does_not_grow(tmp_path, monkeypatch):
+def test_message_of_wanted_regions_is_of_constant_size(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     sizes = []
     for count, rows in ((1, 64), (1, 1 << 15), (300, 1 << 8)):
@@ -305,7 +305,7 @@ def test_machines_are_compared_apart(tmp_path):
         _core.compare_samples([(here, b"abc")])
 
 
-def test_who_does_not_share_reads_alone(saved):
+def test_rank_without_sharing_reads_alone(saved):
     for share in run_ranks(RANKS, load_cold, saved, None, False):
         assert share > 1.2
 

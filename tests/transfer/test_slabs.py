@@ -17,7 +17,7 @@ from support.slabs import batch_of, saved, state
 # ------------------------------------------------------------------------------------
 
 
-def test_what_is_not_in_the_page_cache_is_read_past_it(ckpt):
+def test_uncached_data_is_read_past_the_page_cache(ckpt):
     want = state() | {"large": torch.randn(1500, 1000)}
     index = saved(ckpt, want)
     for path in index.file_paths():
