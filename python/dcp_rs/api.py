@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -35,7 +35,7 @@ from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
-from dcp_rs.options import LoadArguments, WriterArguments, take_options
+from dcp_rs.options import LoadArguments, WriterArguments, split_options, take_options
 from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.tensors.memory import clone
@@ -44,8 +44,6 @@ from dcp_rs.transfer.buffers import shared_blocks
 from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
-
-_LOAD_OPTIONS = {each.name for each in fields(LoadOptions)}
 
 
 @suggest_option
@@ -183,10 +181,8 @@ def load(
         nonlocal source
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
-        given = take_options(load, options)
-        of_load = {name: given[name] for name in _LOAD_OPTIONS & given.keys()}
-        of_reader = {name: given[name] for name in given.keys() - _LOAD_OPTIONS}
-        chosen = LoadOptions(**of_load | {"dtype": parse_dtype(given.get("dtype"))})
+        of_load, of_reader = split_options(take_options(load, options), LoadOptions)
+        chosen = LoadOptions(**of_load | {"dtype": parse_dtype(of_load.get("dtype"))})
         if planner is not None:
             protocol.check_planner("load", planner)
             if chosen != LoadOptions():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from functools import partial
 from typing import Any, Unpack
 
@@ -20,7 +19,13 @@ from dcp_rs.engine import load as engine
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.errors import UnsupportedError
-from dcp_rs.options import OptimizerArguments, TrainingArguments, WriterArguments, take_options
+from dcp_rs.options import (
+    OptimizerArguments,
+    TrainingArguments,
+    WriterArguments,
+    split_options,
+    take_options,
+)
 from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.training.extra import (
     EXTRA,
@@ -46,7 +51,6 @@ __all__ = [
     "training_state",
 ]
 
-_OPTIONS = {each.name for each in fields(TrainingOptions)}
 Models = torch.nn.Module | Iterable[torch.nn.Module]
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -336,12 +340,11 @@ def _load(
     models, optimizers = ranks.run(lambda: _checked(model, optimizer, extra))
 
     def make_options() -> tuple[TrainingOptions, dict[str, Any]]:
-        given = take()
-        own = {name: given.pop(name) for name in _OPTIONS & given.keys()}
+        own, of_reader = split_options(take(), TrainingOptions)
         own["dtype"] = parse_dtype(own.get("dtype"))
         own["partial"] = parts_of(own.get("partial", False))
         own["names"] = own.get("names") or {}
-        return TrainingOptions(**own, key=key), given
+        return TrainingOptions(**own, key=key), of_reader
 
     options, read_options = ranks.run(make_options)
 

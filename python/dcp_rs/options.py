@@ -33,6 +33,7 @@ __all__ = [
     "WriterArguments",
     "given",
     "repeatable",
+    "split_options",
     "take_options",
 ]
 
@@ -114,6 +115,15 @@ def take_options(function: Callable[..., Any], options: Any) -> dict[str, Any]:
         is_of_store = name.endswith("storage_options")
         options[name] = StorageOptions.of(value) if is_of_store else repeatable(value)
     return options  # type: ignore[no-any-return]
+
+
+def split_options(
+    options: Mapping[str, Any], kind: type[Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that are fields of a dataclass, and the others."""
+    names = {each.name for each in fields(kind)}
+    own = {name: value for name, value in options.items() if name in names}
+    return own, {name: value for name, value in options.items() if name not in names}
 
 
 def given(options: Any) -> dict[str, Any]:

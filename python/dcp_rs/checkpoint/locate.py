@@ -41,7 +41,7 @@ from dcp_rs.errors import (
     StorageError,
     UnsupportedError,
 )
-from dcp_rs.options import ReadArguments, ReadOptions, given
+from dcp_rs.options import ReadOptions, given, split_options
 
 __all__ = ["MARKS", "LoadSource", "exists", "open_index", "payload"]
 
@@ -90,13 +90,11 @@ class LoadSource:
         Raises:
             ValueError, TypeError, UnsupportedError: an option has an invalid value.
         """
-        rest = dict(options)
-        of_read = ReadArguments.__annotations__.keys() & rest.keys()
-        read = ReadOptions(**{name: rest.pop(name) for name in of_read})
+        of_read, rest = split_options(options, ReadOptions)
         weights_only = rest.pop("weights_only", None)
         return cls(
             path=location(path),
-            read=read,
+            read=ReadOptions(**of_read),
             weights_only=weights_only is None or bool(weights_only),
             storage_options=StorageOptions.of(rest.pop("storage_options", None)),
             views=Views.of(rest.pop("dequantize", None), rest.pop("views", None)),
