@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcp_rs._core import __version__
+from dcp_rs import _core
 from dcp_rs.cli.contents import SORTS, Contents, Entry
 from dcp_rs.cli.output import line, plain, size
 
@@ -36,12 +35,7 @@ def write(page: str, out: Path, *, as_json: bool) -> int:
         out.write_bytes(data)
     else:
         target = out.resolve()  # replace the target of a link
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            temporary.write_bytes(data)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        _core.publish(os.fspath(target.parent), target.name, data, False)
     if not as_json:
         wrote = f"wrote {out} ({size(len(data))})"
         line(f"{wrote}: open it in a browser, it needs no other files")
@@ -113,7 +107,7 @@ def _data(contents: Contents, others: Sequence[Entry] = ()) -> dict[str, Any]:
     return {
         "path": os.fspath(contents.path),
         "format": contents.format,
-        "tool": f"dcp-rs {__version__}",
+        "tool": f"dcp-rs {_core.__version__}",
         "facts": contents.facts,
         "files": contents.files,
         "dtypes": dtypes,
