@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from dcp_rs import _core
 from dcp_rs._arguments import check_arguments
+from dcp_rs._log import current_rank
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, StoreArguments, StrPath
 
@@ -63,10 +64,9 @@ def has_local_peers() -> bool:
     ranks = local_ranks()
     if ranks is not None:
         return ranks > 1
-    dist = sys.modules.get("torch.distributed")  # without it, there is no process group
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if current_rank() is None:
         return False
-    return bool(dist.get_world_size() > 1)
+    return bool(sys.modules["torch.distributed"].get_world_size() > 1)
 
 
 def uuid_of(save_id: str) -> uuid.UUID:
