@@ -21,21 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Globs",
     "LoadArguments",
     "OpenArguments",
     "OptimizerArguments",
     "ReadArguments",
     "ReadOptions",
     "ReaderArguments",
-    "Rename",
     "TrainingArguments",
     "WriteOptions",
     "WriterArguments",
-    "given",
-    "repeatable",
-    "split_options",
-    "take_options",
 ]
 
 T = TypeVar("T")
