@@ -187,8 +187,8 @@ def test_counters_lie_where_the_saved_settings_have_them(ckpt):
     resumed = OnDevice(model.parameters(), {"lr": 0.1, "fused": True})
     part = Parts(ckpt, RsReader, {}, ()).optimizer()
     names = LoadNames(None, None, None)
-    left = PartialLoad(part.entries, names, LoadReport(), "optim", "optim", partial=False)
-    saved = saved_optimizers(part, left)
+    left = PartialLoad(part, names, LoadReport(), "optim", partial=False)
+    saved = saved_optimizers(left)
     template = saved.template([model], [resumed])
     assert {memory.device.type for memory in template.values()} == {"cpu"}
     load_optim_state_dict(ckpt, model, resumed)

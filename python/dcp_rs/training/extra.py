@@ -21,10 +21,9 @@ from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import TreePath, text_path
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.tensors.shards import global_shape
-from dcp_rs.training.names import without_wrappers
+from dcp_rs.training.names import unwrapper
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedEntries, SavedTree, build_tree, join, path_of
-from dcp_rs.training.sources import Part
+from dcp_rs.training.saved_tree import SavedTree, build_tree, join
 
 __all__ = [
     "EXTRA",
@@ -203,12 +202,9 @@ def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]
 
     A forward pass may write to buffers while the state dict is saved.
     """
-    names = {
-        name
-        for model in models
-        for key, _ in model.named_buffers(remove_duplicate=False)
-        for name in (without_wrappers(model, key),)
-    }
+    names = set[str]()
+    for model in models:
+        names.update(map(unwrapper(model), dict(model.named_buffers(remove_duplicate=False))))
     with torch.no_grad():
         return {key: clone(value) if key in names else value for key, value in state.items()}
 
@@ -232,7 +228,6 @@ class SavedValue:
     """Saved state at one path.
 
     Args:
-        entries: the checkpoint.
         whole: the name of the path.
         tree: what is saved there.
         own: the caller's value.
@@ -247,7 +242,6 @@ class SavedValue:
 
     def __init__(
         self,
-        entries: SavedEntries,
         whole: str,
         tree: SavedTree,
         own: Any,
@@ -274,7 +268,7 @@ class SavedValue:
         self._containers = partial_load.remaining(tree, whole)
         tensors = _tensors(own)
         self.template: dict[str, torch.Tensor | None] = {}
-        for key, entry in entries.find(list(tree.paths)).items():
+        for key, entry in partial_load.part.entries.find(tree.paths).items():
             tensor = tensors.get(_text(tree.paths[key]))
             if entry.dtype is not None and tensor is not None and not as_saved:
                 shape = tuple(global_shape(tensor))
@@ -296,7 +290,6 @@ class SavedExtra:
     """Saved state of one entry of ``extra``.
 
     Args:
-        part: the checkpoint, and the key of the entry in it.
         extra: the caller's entries.
         name: the name of this one.
         owners: the keys of all ranks, if it is a :class:`PerRank`: ``_owner`` by ``_saved_key``.
@@ -311,7 +304,6 @@ class SavedExtra:
 
     def __init__(
         self,
-        part: Part,
         extra: dict[str, Any],
         name: str,
         owners: Mapping[str, Any],
@@ -319,8 +311,8 @@ class SavedExtra:
     ) -> None:
         self._extra, self._name, self._owners = extra, name, owners
         value = extra[name]
-        entries, whole = part.entries, part.prefix
-        tree = entries.tree(part.path)
+        part = partial_load.part
+        whole, tree = part.prefix, part.entries.tree(part.path)
         own = value.state_dict() if is_stateful(value) else value
         takes_all = False
         # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
@@ -338,7 +330,7 @@ class SavedExtra:
         own = None if takes_all else own  # the states of all keys take memory of their own
         is_saved = bool(tree.paths or (tree.containers and partial_load.includes(whole)))
         self._values = {
-            key: SavedValue(entries, whole, one, own, partial_load, as_saved=is_stateful(value))
+            key: SavedValue(whole, one, own, partial_load, as_saved=is_stateful(value))
             for key, one in trees.items()
         }
         is_empty = (
@@ -431,33 +423,30 @@ def _owner_of(key: str, *, is_text: bool) -> int | str:
     return int(owner) if owner.isdecimal() and not is_text else owner
 
 
-def split_extra_state(
-    entries: SavedEntries, part: dict[str, Any], prefix: str, partial_load: PartialLoad
-) -> dict[str, SavedValue]:
+def split_extra_state(state: dict[str, Any], partial_load: PartialLoad) -> dict[str, SavedValue]:
     """Take what ``get_extra_state`` of modules returned out of a state dict.
 
     It may have any length, and be empty before a load. So the saved state comes back as it is.
 
     Args:
-        entries: the checkpoint.
-        part: the state dict of a model.
-        prefix: the name of the model in the checkpoint.
-        partial_load: what is left alone.
+        state: the state dict of a model.
+        partial_load: its place in the checkpoint, and what is left alone.
 
     Returns:
-        What is saved of it, by key in ``part``.
+        What is saved of it, by key in ``state``.
 
     Raises:
         PlanError: the checkpoint lacks some, and that is an error.
     """
     found: dict[str, SavedValue] = {}
-    for key in [key for key in part if f".{key}".endswith("._extra_state")]:
-        own, whole = part.pop(key), join(prefix, key)
-        tree = entries.tree((*path_of(prefix), key))
+    part = partial_load.part
+    for key in [key for key in state if f".{key}".endswith("._extra_state")]:
+        own, whole = state.pop(key), join(part.prefix, key)
+        tree = part.entries.tree((*part.path, key))
         if not partial_load.includes(whole) and not tree.paths:
             partial_load.report.excluded.append(whole)
             continue
-        value = SavedValue(entries, whole, tree, own, partial_load, as_saved=True)
+        value = SavedValue(whole, tree, own, partial_load, as_saved=True)
         # DCP stores nothing for an empty dict.
         if value.is_loaded or (not tree.is_exact and isinstance(own, dict) and not own):
             found[key] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from dcp_rs.errors import PlanError
 from dcp_rs.options import Rename
 from dcp_rs.training.extra import EXTRA, PerRank, SavedExtra, split_extra_state
 from dcp_rs.training.load_optimizer import SavedOptimizers, saved_optimizers
-from dcp_rs.training.names import StoredNames, without_wrappers
+from dcp_rs.training.names import StoredNames, unwrapper
 from dcp_rs.training.optimizers import is_fsdp1, joined, model_state
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_tree import join
@@ -79,8 +79,6 @@ class TrainingLoad:
         self._names = LoadNames(None, options.include, options.exclude)
         self._parts = Parts(path, open_reader, options.names, extra or ())
         self._puts: list[Callable[[Mapping[str, Any]], None]] = []
-        #: The templates of each checkpoint, by the id of its entries.
-        self._states: dict[int, dict[str, Any]] = {}
         #: Names that no template has: they were read before, or are entries of other ranks.
         self._known: list[str] = [VERSIONS]
         self._left = LoadReport()
@@ -102,13 +100,8 @@ class TrainingLoad:
         ranks.run(self._end)
 
     def _partial(self, part: Part, name: str, usual: str) -> PartialLoad:
-        return PartialLoad(
-            *(part.entries, self._names, self._left, part.prefix, usual),
-            partial=name in self._options.partial,
-        )
-
-    def _add(self, part: Part, template: Mapping[str, Any]) -> None:
-        self._states.setdefault(id(part.entries), {}).update(template)
+        partial = name in self._options.partial
+        return PartialLoad(part, self._names, self._left, usual, partial=partial)
 
     # --- templates
 
@@ -117,9 +110,7 @@ class TrainingLoad:
             return None
         part = self._parts.optimizer(self._options.key)
         self._known.append(join(part.prefix, "param_groups"))
-        self._add(part, {})
         saved = saved_optimizers(
-            part,
             self._partial(part, "optimizer", OPTIM),
             keep=self._options.keep_settings,
             needed=self._extra is None,
@@ -149,16 +140,15 @@ class TrainingLoad:
     ) -> None:
         """Make the templates. Nothing of the caller's changes."""
         if saved is not None:
-            part = self._parts.optimizer(self._options.key)
-            self._add(part, saved.template(self._models, self._optimizers))
+            saved.part.template |= saved.template(self._models, self._optimizers)
         if self._extra is None:
             return
         self._begin_models()
         for name, value in self._extra.items():
             part = self._parts.entry(name)
             left = self._partial(part, "extra", f"{EXTRA}.{name}")
-            entry = SavedExtra(part, self._extra, name, owners.get(name, {}), left)
-            self._add(part, entry.template)
+            entry = SavedExtra(self._extra, name, owners.get(name, {}), left)
+            part.template |= entry.template
             self._puts.append(entry.put)
             if isinstance(value, PerRank):
                 self._known.append(part.prefix)
@@ -168,22 +158,20 @@ class TrainingLoad:
         whole = joined(states, "modules")
         part = self._parts.model(whole)
         left = self._partial(part, "model", MODEL)
-        values = [split_extra_state(part.entries, state, part.prefix, left) for state in states]
+        values = [split_extra_state(state, left) for state in states]
         for value in (value for of_state in values for value in of_state.values()):
-            self._add(part, value.template)
+            part.template |= value.template
         start = len(part.prefix) + 1 if part.prefix else 0
         stored = StoredNames(
             (name[start:] for name in part.entries.below(part.prefix)), self._options.rename
         )
-        template: dict[str, Any] = {}
         name_of: dict[str, str] = {}
         for fqn, value in (pair for state in states for pair in state.items()):
             name_of[fqn] = join(part.prefix, stored.find(fqn) or fqn)
             if self._names.wants(join(MODEL, fqn)):
-                template[name_of[fqn]] = value
+                part.template[name_of[fqn]] = value
             else:
                 self._left.excluded.append(join(MODEL, fqn))
-        self._add(part, template)
         versions = saved_versions(part, ((name[start:], fqn) for fqn, name in name_of.items()))
 
         def put(loaded: Mapping[str, Any]) -> None:
@@ -205,20 +193,22 @@ class TrainingLoad:
         def requests() -> list[tuple[engine.LoadRequest, _core.Index]]:
             """Return the requests. Plan all before the first of several reads."""
             found = [
-                (engine.LoadRequest(self._states[id(entries)], reader._source, options), entries)
-                for reader, entries in self._parts.opened()
-                if id(entries) in self._states
+                (engine.LoadRequest(template, reader._source, options), entries)
+                for reader, entries, template in self._parts.opened()
             ]
             for request, entries in found if found[1:] else ():
                 engine.plan_rank(request, rank=ranks.rank, ranks=ranks.size, index=entries.index)
             return [(request, entries.index) for request, entries in found]
 
         for request, index in ranks.run(requests):
-            _add_report(self.report, engine.load(ranks, partial(_same, request), index=index))
+            report = engine.load(ranks, partial(replace, request), index=index)
+            _add_report(self.report, report)
 
     def _end(self) -> None:
         """Hand over what was read."""
-        loaded = {name: value for state in self._states.values() for name, value in state.items()}
+        loaded: dict[str, Any] = {}
+        for _, _, template in self._parts.opened():
+            loaded |= template
         for put in self._puts:
             put(loaded)
         report, left = self.report, self._left
@@ -231,10 +221,6 @@ class TrainingLoad:
             for name in report.unexpected
             if name not in known and not f"{name}.".startswith(above)
         ]
-
-
-def _same(request: engine.LoadRequest) -> engine.LoadRequest:
-    return request
 
 
 def _add_report(whole: LoadReport, report: LoadReport) -> None:
@@ -262,6 +248,7 @@ def _load_model(
         set_model_state_dict(model, state, options=StateDictOptions(strict=not partial))
         return
     # That function raises if a wrapped module is registered under two names.
-    names = {key: without_wrappers(model, key) for key in model.state_dict()}
+    unwrap = unwrapper(model)
+    names = {key: unwrap(key) for key in model.state_dict()}
     found = {key: own[name] for key, name in names.items() if name in own}
     model.load_state_dict(with_versions(found, model, versions), strict=not partial)

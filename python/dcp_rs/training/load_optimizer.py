@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ from dcp_rs.training.optimizers import (
     sharded_state_dicts,
 )
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedEntries, build_tree, join, path_of
+from dcp_rs.training.saved_tree import SavedTree, build_tree, join, path_of
 from dcp_rs.training.settings import (
     GroupSettings,
     KeepSettings,
@@ -46,44 +47,81 @@ from dcp_rs.training.settings import (
     match_empty,
     warn_of_replaced,
 )
-from dcp_rs.training.sources import MODEL, Part
+from dcp_rs.training.sources import MODEL
 
 __all__ = ["SavedOptimizers", "saved_optimizers"]
 
 _MISSING: Any = object()
+#: The state of a parameter that the checkpoint does not have.
+_NOTHING = SavedTree()
+
+
+@dataclass
+class _Slot:
+    """State of one parameter, or of one key that belongs to no parameter.
+
+    Attributes:
+        fqn: the parameter, or the key.
+        key: its key in the checkpoint.
+        tree: what the checkpoint has of it.
+        param: the parameter, if it is of one.
+        shard: the parameter in the state dict of an FSDP1 model.
+        made: the state that the optimizer has or, if it has none, makes in its first step, as its
+            ``state_dict()`` returns it. Of a parameter of FSDP1 there is none: it is flat.
+        own: the state that it has.
+        kinds: the kinds of that state, or of what its next step makes; None if they are not known.
+        stays: the load leaves it as it is.
+    """
+
+    fqn: str
+    key: str
+    tree: SavedTree
+    param: torch.Tensor | None = None
+    shard: Any = None
+    made: Any = None
+    own: Any = None
+    kinds: set[str] | None = None
+    stays: bool = False
+
+
+@dataclass
+class _Group:
+    """A group of an optimizer: its settings, and the state of its parameters."""
+
+    settings: GroupSettings
+    slots: list[_Slot]
+
+    @property
+    def stays(self) -> bool:
+        """True if the state of all of its parameters stays."""
+        return all(slot.stays for slot in self.slots)
+
+    def after_load(self) -> dict[str, Any]:
+        """Return the parameters and settings of the group after the load."""
+        stays = self.slots and self.stays
+        settings = self.settings.own if stays else self.settings.chosen()
+        return settings | {"params": [slot.fqn for slot in self.slots]}
 
 
 @dataclass
 class _Target:
     """An optimizer to load into.
 
-    State that belongs to no parameter goes by its own key in place of an FQN.
-
     Attributes:
-        names: its parameters with their FQNs.
+        slots: the slots of each parameter, and of each other key. A flat parameter has several.
         own_keys: the keys of its parameters in its own state dict, by FQN; empty for FSDP1.
-        keys: the keys of its parameters in the checkpoint, by FQN.
-        groups: the parameters and settings of each of its groups.
-        own: the state that it has, by FQN, as its ``state_dict()`` returns it.
-        made: that state or, if it has none, the state that its first step makes. Of parameters of
-            FSDP1 there is none: they are flat.
+        groups: the parameters and settings of each of its groups after the load.
         is_converted: its ``state_dict()`` has other dtypes or shapes than its ``state``.
-        kept: the FQNs of parameters whose own state stays.
     """
 
     optimizer: Optimizer
-    names: list[tuple[torch.Tensor, list[str]]]
+    slots: list[list[_Slot]]
     own_keys: dict[str, Any]
-    keys: dict[str, str]
     groups: list[dict[str, Any]]
-    own: dict[str, Any]
-    made: dict[str, Any]
     is_converted: bool
-    kept: set[str]
 
 
 def saved_optimizers(
-    part: Part,
     partial_load: PartialLoad,
     *,
     keep: KeepSettings = False,
@@ -93,8 +131,7 @@ def saved_optimizers(
     """Return the optimizer state under a key; None if there is none, or the load excludes it.
 
     Args:
-        part: the checkpoint, and the key of the state in it.
-        partial_load: what is left alone.
+        partial_load: the place of the state, and what is left alone.
         keep: the settings of the optimizers that stay.
         needed: raise if there is no state, in a partial load too.
         rename: as for :func:`dcp_rs.load`, of names of parameters below ``model``.
@@ -102,6 +139,7 @@ def saved_optimizers(
     Raises:
         PlanError: there is none, and that is an error. Or what is there has no parameter groups.
     """
+    part = partial_load.part
     entries, key = part.entries, part.prefix
     base = join(key, "param_groups")
     names = [name for name in entries.below(key) if name != key]
@@ -118,7 +156,7 @@ def saved_optimizers(
         if not any(map(partial_load.includes, tree.paths)):
             partial_load.report.excluded += tree.paths
             groups = [{"params": group["params"]} for group in groups]
-        return SavedOptimizers(entries, key, groups, partial_load, keep, rename)
+        return SavedOptimizers(groups, partial_load, keep, rename)
     if partial_load.is_partial and not needed:
         partial_load.report.missing.append(key)
         return None
@@ -160,28 +198,28 @@ class SavedOptimizers:
     """The optimizer state in a checkpoint, and its way into optimizers.
 
     Args:
-        entries: the checkpoint.
-        key: the entry that holds it; empty if the checkpoint holds nothing else.
         groups: the saved parameter groups.
-        partial_load: what is left alone.
+        partial_load: the place of the state, and what is left alone.
         keep: the settings of the optimizers that stay.
         rename: a renaming of parameters.
+
+    Attributes:
+        part: the place of the state.
     """
 
     def __init__(
         self,
-        entries: SavedEntries,
-        key: str,
         groups: list[dict[str, Any]],
         partial_load: PartialLoad,
         keep: KeepSettings,
         rename: Rename,
     ) -> None:
-        self._saved = entries
+        self.part = partial_load.part
+        self._saved = entries = self.part.entries
         self._groups = groups
         self._partial = partial_load
         self._keep = keep
-        self._prefix = join(key, "state")
+        self._prefix = join(self.part.prefix, "state")
         #: The settings of the group of each saved parameter.
         self._settings: dict[str, dict[str, Any]] = {}
         #: Those of the groups without parameters.
@@ -192,10 +230,11 @@ class SavedOptimizers:
         whole = entries.tree(path_of(self._prefix), self._settings, may_be_flat=True)
         #: The state of each parameter, and of each key that belongs to none.
         self._state = whole.by_key()
+        self._infos = entries.find(whole.paths)
         self._takes_groups = any(map(settings_of, groups))
         #: The dtypes of the memory for state, by name. The load may cast to another dtype.
         self._dtypes: dict[str, torch.dtype] = {}
-        self._models: Sequence[torch.nn.Module] = ()
+        self._model: torch.nn.Module | None = None  # if it is of FSDP1
         self._targets: list[_Target] = []
 
     def template(
@@ -207,22 +246,22 @@ class SavedOptimizers:
             PlanError: the checkpoint has other parameters, numbers, groups, settings, kinds of
                 state or shapes.
         """
-        self._models = models
+        self._model = models[0] if is_fsdp1(models[0]) else None
         check_kept([group for one in optimizers for group in one.param_groups], self._keep)
-        shards = get_model_state_dict(models[0]) if is_fsdp1(models[0]) else {}
         fqns_of = fqns_by_parameter(models)
+        shards = {} if self._model is None else get_model_state_dict(self._model)
         values: dict[str, Any] = {}
         for number, optimizer in enumerate(optimizers):
             names = parameter_names(fqns_of, optimizer, number)
-            target = self._target(optimizer, names, number, shards)
-            self._targets.append(target)
-            others = self._other_keys(target, is_only=len(optimizers) == 1)
-            for param, fqns in [*target.names, *((None, [key]) for key in others)]:
-                spaces = [self._space(target, fqn, param, shards.get(fqn)) for fqn in fqns]
+            is_only = len(optimizers) == 1
+            self._targets.append(self._target(optimizer, names, number, shards, is_only=is_only))
+            for slots in self._targets[-1].slots:
+                spaces = [self._space(slot, optimizer) for slot in slots]
                 found = {name: space[name] for space in spaces if space for name in space}
                 if None in spaces:
                     # The state of a flat parameter must not come from two steps: all of it stays.
-                    target.kept.update(fqns)
+                    for slot in slots:
+                        slot.stays = True
                     self._partial.report.excluded += found
                 else:
                     values |= found
@@ -234,14 +273,15 @@ class SavedOptimizers:
         What was not loaded stays.
         """
         for target in self._targets:
-            if not self._takes_groups and target.kept.issuperset(target.keys):
+            slots = list(itertools.chain.from_iterable(target.slots))
+            if not self._takes_groups and all(slot.stays for slot in slots):
                 continue
-            state = self._loaded(target, loaded)
-            state |= {fqn: target.own[fqn] for fqn in target.kept if fqn in target.own}
+            state = self._loaded(slots, loaded)
+            state |= {slot.fqn: slot.own for slot in slots if slot.stays and slot.own is not None}
             to_load = (
-                _fsdp1_state_dict(self._models[0], target, state)
-                if is_fsdp1(self._models[0])
-                else _plain_state_dict(target, state)
+                _plain_state_dict(target, state)
+                if self._model is None
+                else _fsdp1_state_dict(self._model, target, state)
             )
             if _torch.loads_by_itself(target.optimizer):
                 # It looks in them for the parameter of each tensor, which is slow in a list. In the
@@ -251,9 +291,9 @@ class SavedOptimizers:
             target.optimizer.load_state_dict(to_load)
             if target.is_converted:
                 continue
-            for number, (param, _) in enumerate(target.names):
-                if number in to_load["state"]:
-                    _undo_casts(target.optimizer.state[param], to_load["state"][number])
+            for number, (slot, *_) in enumerate(target.slots):
+                if slot.param is not None and number in to_load["state"]:
+                    _undo_casts(target.optimizer.state[slot.param], to_load["state"][number])
 
     # --- parameters
 
@@ -263,152 +303,142 @@ class SavedOptimizers:
         names: list[tuple[torch.Tensor, list[str]]],
         number: int,
         shards: Mapping[str, Any],
+        *,
+        is_only: bool,
     ) -> _Target:
         """Match an optimizer with the saved parameters and groups.
+
+        Args:
+            optimizer: the optimizer.
+            names: its parameters with their FQNs.
+            number: its number, for messages.
+            shards: the state dict of an FSDP1 model.
+            is_only: there is no other optimizer.
 
         Raises:
             PlanError: the checkpoint has other parameters, numbers, groups or kinds of state.
         """
-        fsdp1 = is_fsdp1(self._models[0])
-        fqns_of = {id(param): fqns for param, fqns in names}
-        own_groups = [
-            [fqn for param in group["params"] for fqn in fqns_of[id(param)]]
+        model, is_new = self._model, not optimizer.state
+        slots = [
+            [_Slot(fqn, fqn, _NOTHING, param, shards.get(fqn)) for fqn in fqns]
+            for param, fqns in names
+        ]
+        of_parameters = iter(slots)
+        members = [
+            [slot for _ in group["params"] for slot in next(of_parameters)]
             for group in optimizer.param_groups
         ]
-        is_flat = any(len(fqns) > 1 for _, fqns in names)
-        keys = self._saved_keys(own_groups, list(shards) if is_flat else [])
-        kept = set(self._unknown_params(keys, number))
-        matched = self._match_groups(optimizer, own_groups, keys, number)
-        is_new = not optimizer.state
-        needed = any(self._entries(key) for key in keys.values())
-        needed |= any(group.replaced() for group in matched)
+        self._find_saved(members, list(shards) if any(several[1:] for several in slots) else [])
+        known = {slot.fqn: slot for group in members for slot in group}
+        self._check_known(known.values(), number)
+        groups = self._match_groups(optimizer, members, number)
+        needed = any(slot.tree.paths for slot in known.values())
+        needed |= any(group.settings.replaced() for group in groups)
+        made: dict[str, Any] = {}
+        own_keys: dict[str, Any] = {}
         with _with_state(optimizer, needed=needed) as makes_state:
             state: Mapping[Any, Any] = dict(optimizer.state)
-            made: dict[str, Any] = {}
-            own_keys: dict[str, Any] = {}
-            is_converted = False
-            if not fsdp1:
+            if model is None:
                 osd = optimizer.state_dict()
                 by_key = names_by_key(names, osd, number)
                 own_keys = {fqn: key for key, fqn in by_key.items()}
                 made = {by_key.get(key, key): value for key, value in osd["state"].items()}
-                made = {key: value for key, value in made.items() if isinstance(key, str)}
-                is_converted = any(
-                    _is_other(state.get(param), made.get(fqns[0])) for param, fqns in names
-                )
-            kinds = {
-                fqn: _kinds(state.get(param, {}) if fsdp1 else made.get(fqn, {}))
-                for param, fqns in names
-                for fqn in fqns
-                if param in state or (is_new and makes_state and param.requires_grad)
-            }
-        for group, fqns in zip(matched, own_groups, strict=True):
-            kept |= self._unfit(optimizer, group, fqns, keys, kinds)
+        is_converted = False
+        for (param, _), several in zip(names, slots, strict=True):
+            for slot in several:
+                slot.made = made.get(slot.fqn)
+                if param in state or (is_new and makes_state and param.requires_grad):
+                    slot.kinds = _kinds(slot.made if model is None else state.get(param))
+            is_converted |= _is_other(state.get(param), several[0].made)
+        for group in groups:
+            self._check_kinds(optimizer, group)
         if self._takes_groups:
-            taken = zip(matched, own_groups, strict=True)
-            warn_of_replaced(
-                [group for group, fqns in taken if not kept.issuperset(fqns)], optimizer
-            )
-        groups = [
-            (group.own if fqns and kept.issuperset(fqns) else group.chosen()) | {"params": fqns}
-            for group, fqns in zip(matched, own_groups, strict=True)
-        ]
-        own = {} if is_new else made
-        if fsdp1 and self._partial.may_leave:
-            own = fsdp1_state(self._models[0], optimizer)["state"] | own
-        return _Target(*(optimizer, names, own_keys, keys, groups, own, made, is_converted, kept))
+            taken = [group.settings for group in groups if not group.stays]
+            warn_of_replaced(taken, optimizer)
+        after = [group.after_load() for group in groups]
+        others = {
+            key: value for key, value in made.items() if isinstance(key, str) and key not in known
+        }
+        slots += [[slot] for slot in self._other_slots(others, known, is_only=is_only)]
+        own: Mapping[str, Any] = {}
+        if model is not None and self._partial.may_leave:
+            own = fsdp1_state(model, optimizer)["state"]
+        for slot in itertools.chain.from_iterable(slots):
+            slot.own = slot.made if model is None and not is_new else own.get(slot.fqn)
+        return _Target(optimizer, slots, own_keys, after, is_converted)
 
     def _match_groups(
-        self, optimizer: Optimizer, own_groups: list[list[str]], keys: dict[str, str], number: int
-    ) -> list[GroupSettings]:
-        """Return the settings of each group of an optimizer, and the saved ones.
+        self, optimizer: Optimizer, members: list[list[_Slot]], number: int
+    ) -> list[_Group]:
+        """Return the groups of an optimizer.
 
         Raises:
             PlanError: nothing tells which saved settings a group gets, and that is an error.
         """
-        empty = [
-            group
-            for group, fqns in zip(optimizer.param_groups, own_groups, strict=True)
-            if not fqns
-        ]
+        pairs = list(zip(optimizer.param_groups, members, strict=True))
+        empty = [group for group, slots in pairs if not slots]
         of_empty = iter(match_empty(empty, self._empty, self._keep))
-        groups: list[GroupSettings] = []
-        for place, (group, fqns) in enumerate(zip(optimizer.param_groups, own_groups, strict=True)):
-            found = [self._settings[keys[fqn]] for fqn in fqns if keys[fqn] in self._settings]
-            saved = list({id(one): one for one in found}.values()) if fqns else next(of_empty)
+        groups: list[_Group] = []
+        for place, (group, slots) in enumerate(pairs):
+            found = [self._settings[slot.key] for slot in slots if slot.key in self._settings]
+            saved = list({id(one): one for one in found}.values()) if slots else next(of_empty)
             shown = f"group {place} of optimizer {number}"
-            groups.append(GroupSettings(shown, settings_of(group), saved, self._keep))
-        problems = [(group, group.contradiction()) for group in groups]
+            groups.append(
+                _Group(GroupSettings(shown, settings_of(group), saved, self._keep), slots)
+            )
+        problems = [(group.settings, group.settings.contradiction()) for group in groups]
         first: dict[int, GroupSettings] = {}
-        for matched in groups:
-            others = {
-                id(other): other
-                for saved in matched.saved
-                if (other := first.setdefault(id(saved), matched)) is not matched
-            }
-            problems += [(matched, other.differs_from(matched)) for other in others.values()]
-        for matched, problem in problems:
+        for own in (group.settings for group in groups):
+            firsts = [first.setdefault(id(saved), own) for saved in own.saved]
+            others = {id(other): other for other in firsts if other is not own}
+            problems += [(own, other.differs_from(own)) for other in others.values()]
+        for own, problem in problems:
             if problem is not None and not self._partial.is_partial:
                 raise PlanError(problem)
             if problem is not None:
-                matched.saved = []
+                own.saved = []
         return groups
 
-    def _unfit(
-        self,
-        optimizer: Optimizer,
-        group: GroupSettings,
-        fqns: list[str],
-        keys: dict[str, str],
-        kinds: dict[str, set[str]],
-    ) -> set[str]:
-        """Return the parameters of a group whose saved state is of other kinds than its own.
-
-        Args:
-            optimizer: the optimizer.
-            group: the settings of the group.
-            fqns: its parameters.
-            keys: their keys in the checkpoint, by FQN.
-            kinds: the kinds of state that the optimizer has or makes, as far as they are known.
+    def _check_kinds(self, optimizer: Optimizer, group: _Group) -> None:
+        """Leave the state of parameters of a group that is of other kinds in the checkpoint.
 
         Raises:
             PlanError: there are some, and that is an error.
         """
-        unfit: set[str] = set()
-        is_stateless = not any(self._entries(key) for key in keys.values())
+        is_stateless = not any(slot.tree.paths for slot in group.slots)
         is_new = not optimizer.state
         # If one side has no state, the settings tell whether the optimizers are of one kind.
-        makes_state = is_stateless and any(kinds.get(fqn) for fqn in fqns)
-        other_kind = check_stateless(group, optimizer, makes_state=makes_state)
-        for fqn in fqns:
-            saved = set(self._state[keys[fqn]].by_key()) if keys[fqn] in self._state else set()
-            if saved and fqn in kinds:
-                problem = check_kinds(fqn, saved, kinds[fqn], group, optimizer, is_new=is_new)
+        makes_state = is_stateless and any(slot.kinds for slot in group.slots)
+        other_kind = check_stateless(group.settings, optimizer, makes_state=makes_state)
+        for slot in group.slots:
+            saved, own, place = slot.tree.keys(), slot.kinds, f"{self._prefix}.{slot.fqn}"
+            if saved and own is not None:
+                problem = check_kinds(
+                    slot.fqn, saved, own, group.settings, optimizer, is_new=is_new
+                )
             else:
                 problem = other_kind if saved or is_stateless else None
-            if problem is None or not self._partial.includes(f"{self._prefix}.{fqn}"):
+            if problem is None or not self._partial.includes(place):
                 continue
             if not self._partial.is_partial:
-                raise PlanError(problem, tensor=fqn)
-            unfit.add(fqn)
-            lacks = sorted(kinds.get(fqn, set()) - saved)
-            self._partial.report.missing += [f"{self._prefix}.{fqn}.{kind}" for kind in lacks]
-        return unfit
+                raise PlanError(problem, tensor=slot.fqn)
+            slot.stays = True
+            lacks = sorted((own or set()) - saved)
+            self._partial.report.missing += [f"{place}.{kind}" for kind in lacks]
 
-    def _saved_keys(self, groups: list[list[str]], order: list[str]) -> dict[str, str]:
-        """Return the keys of an optimizer's parameters in the checkpoint, by FQN.
+    def _find_saved(self, groups: list[list[_Slot]], order: list[str]) -> None:
+        """Find the keys and the state of an optimizer's parameters in the checkpoint.
 
         Args:
-            groups: the FQNs of each of its groups.
+            groups: the parameters of each of its groups.
             order: the FQNs in the order of the model, if the optimizer has flat parameters.
 
         Raises:
             PlanError: the keys are numbers, and the saved groups have other sizes.
         """
         saved = [group["params"] for group in self._groups]
-        if not any(isinstance(key, int) for keys in saved for key in keys):
-            return {fqn: self._names.find(fqn) or fqn for fqns in groups for fqn in fqns}
-        if list(map(len, groups)) != list(map(len, saved)):
+        by_number = any(isinstance(key, int) for keys in saved for key in keys)
+        if by_number and list(map(len, groups)) != list(map(len, saved)):
             msg = (
                 f"the saved optimizer has {_sizes(saved)}, which go by number, "
                 f"and this one has {_sizes(groups)}"
@@ -416,22 +446,26 @@ class SavedOptimizers:
             raise PlanError(msg)
         # Numbers are older than flat parameters: group by group, in the order of the model.
         place = {fqn: number for number, fqn in enumerate(order)}
-        return {
-            fqn: str(key)
-            for fqns, keys in zip(groups, saved, strict=True)
-            for fqn, key in zip(
-                sorted(fqns, key=lambda fqn: place.get(fqn, len(place))), keys, strict=True
-            )
-        }
+        for number, slots in enumerate(groups):
+            in_order = sorted(slots, key=lambda slot: place.get(slot.fqn, len(place)))
+            for at, slot in enumerate(in_order):
+                slot.key = (
+                    str(saved[number][at]) if by_number else self._names.find(slot.fqn) or slot.fqn
+                )
+                slot.tree = self._state.get(slot.key, _NOTHING)
 
-    def _unknown_params(self, keys: dict[str, str], number: int) -> list[str]:
-        """Return the parameters that no saved optimizer has.
+    def _check_known(self, slots: Iterable[_Slot], number: int) -> None:
+        """Leave the state of parameters that no saved optimizer has.
 
         Raises:
             PlanError: there are some, and that is an error.
         """
-        unknown = [fqn for fqn, key in keys.items() if key not in self._settings]
-        missing = [fqn for fqn in unknown if self._partial.includes(f"{self._prefix}.{fqn}")]
+        missing: list[str] = []
+        for slot in slots:
+            if slot.key not in self._settings:
+                slot.stays = True
+                if self._partial.includes(f"{self._prefix}.{slot.fqn}"):
+                    missing.append(slot.fqn)
         if missing and not self._partial.is_partial:
             more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
             msg = (
@@ -440,104 +474,90 @@ class SavedOptimizers:
             )
             raise PlanError(msg, tensor=missing[0])
         self._partial.report.missing += [f"{self._prefix}.{fqn}" for fqn in missing]
-        return unknown
 
     # --- memory
 
-    def _other_keys(self, target: _Target, *, is_only: bool) -> list[str]:
-        """Add state that belongs to no parameter, such as MADGRAD's ``k``, to a target.
+    def _other_slots(
+        self, made: Mapping[str, Any], known: Collection[str], *, is_only: bool
+    ) -> list[_Slot]:
+        """Return slots for state that belongs to no parameter, such as MADGRAD's ``k``.
 
         The only optimizer takes what is saved. One of several takes what it has, or makes in its
         first step.
 
-        Returns:
-            The keys of that state.
+        Args:
+            made: the state that the optimizer has or makes of keys that are no parameters.
+            known: the parameters of the optimizer.
+            is_only: there is no other optimizer.
         """
         # A stock save of a pipeline may list the parameters of one rank alone.
         saved = [
             key
             for key in (self._state if is_only else ())
-            if key not in self._settings and join(MODEL, key) not in self._saved
+            if not (key in self._settings or key in known or join(MODEL, key) in self._saved)
         ]
-        keys = [key for key in dict.fromkeys([*saved, *target.made]) if key not in target.keys]
-        target.keys |= {key: key for key in keys}
-        if self._partial.is_partial:
-            target.kept.update(key for key in keys if key not in self._state)
-        return keys
+        slots = []
+        for key in dict.fromkeys([*saved, *made]):
+            slot = _Slot(key, key, self._state.get(key, _NOTHING), made=made.get(key))
+            slot.stays = self._partial.is_partial and key not in self._state
+            slots.append(slot)
+        return slots
 
-    def _space(
-        self, target: _Target, fqn: str, param: torch.Tensor | None, shard: Any
-    ) -> dict[str, Any] | None:
-        """Return memory for a parameter's state, by name; None if the state that it has stays.
-
-        Args:
-            target: the optimizer.
-            fqn: the name of the parameter.
-            param: the parameter, if the state is of one.
-            shard: the parameter in the state dict of an FSDP1 model.
-        """
-        entries = None if fqn in target.kept else self._included(target, fqn)
-        if entries is None:
+    def _space(self, slot: _Slot, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Return memory for a slot, by name; None if the state that the optimizer has stays."""
+        paths = None if slot.stays else self._included(slot)
+        if paths is None:
             return None
         space: dict[str, Any] = {}
-        infos = self._saved.find(entries)
-        for name, path in entries.items():
-            stored = infos[name]
+        for name, path in paths.items():
+            stored = self._infos[name]
             if stored.dtype is None:
                 space[name] = None
                 continue
             shape = stored.shape
-            memory = expected = _tensor_at(target.made.get(fqn), path)
-            if shape and shard is not None and type(shard) not in _torch.PLAIN_TYPES:
-                expected = shard
+            memory = expected = _tensor_at(slot.made, path)
+            if shape and slot.shard is not None and type(slot.shard) not in _torch.PLAIN_TYPES:
+                expected = slot.shard
             if expected is not None and tuple(global_shape(expected)) != shape:
                 shown = tuple(global_shape(expected))
                 self._partial.refuse_shape(name, shown, shape, "the optimizer")
                 return None
             if memory is None:
-                like = param if shard is None else shard
-                memory = self._memory(fqn, path, shape, stored.dtype, like)
-            if path == ("step",) and not shape and _places_steps(target.optimizer):
+                memory = self._memory(slot, path, shape, stored.dtype)
+            if path == ("step",) and not shape and _places_steps(optimizer):
                 # The saved settings tell where it belongs. load_state_dict only moves it from here.
                 memory = torch.empty((), dtype=memory.dtype, device="cpu")
             space[name], self._dtypes[name] = memory, memory.dtype
         return space
 
-    def _included(self, target: _Target, fqn: str) -> dict[str, TreePath] | None:
-        """Return the entries of a parameter's state to load; None if the state that it has stays.
+    def _included(self, slot: _Slot) -> dict[str, TreePath] | None:
+        """Return the entries of a slot to load; None if the state that the optimizer has stays.
 
         Optimizers need a whole state: if the own state lacks an excluded entry, nothing is loaded.
         """
-        entries = self._entries(target.keys[fqn])
-        if not entries and not self._partial.includes(f"{self._prefix}.{fqn}"):
+        paths = slot.tree.paths
+        if not self._partial.may_leave:
+            return paths
+        if not paths and not self._partial.includes(f"{self._prefix}.{slot.fqn}"):
             return None
-        excluded = self._partial.exclude(entries)
-        rest = {name: path for name, path in entries.items() if name not in excluded}
-        own = target.own.get(fqn)
-        lacks = any(get_at(own, entries[name], _MISSING) is _MISSING for name in excluded)
+        excluded = self._partial.exclude(paths)
+        rest = {name: path for name, path in paths.items() if name not in excluded}
+        lacks = any(get_at(slot.own, paths[name], _MISSING) is _MISSING for name in excluded)
         if excluded and (lacks or not rest):
             self._partial.report.excluded += rest
             return None
         return None if self._partial.incomplete(rest) else rest
 
-    def _entries(self, key: str) -> dict[str, TreePath]:
-        """Return the paths of a parameter's entries, by name."""
-        return self._state[key].paths if key in self._state else {}
-
     def _memory(
-        self,
-        fqn: str,
-        path: TreePath,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        like: torch.Tensor | None,
+        self, slot: _Slot, path: TreePath, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return memory for an entry of which the optimizer has no tensor: like the parameter.
 
         A scalar, such as a counter, keeps its dtype.
         """
+        like = slot.param if slot.shard is None else slot.shard
         if like is not None and shape and path != ("step",):
-            model = self._saved.find([join(MODEL, fqn)]).get(join(MODEL, fqn))
+            model = self._saved.find([join(MODEL, slot.fqn)]).get(join(MODEL, slot.fqn))
             if model is None or model.dtype != like.dtype:
                 dtype = like.dtype  # state goes with its parameter
             if global_shape(like) == shape:
@@ -546,11 +566,11 @@ class SavedOptimizers:
 
     # --- what was loaded
 
-    def _loaded(self, target: _Target, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _loaded(self, slots: list[_Slot], values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the loaded states of an optimizer's parameters, by FQN.
 
         Args:
-            target: the optimizer. An entry that was not loaded is the one that it has.
+            slots: those of the optimizer. An entry that was not loaded is the one that it has.
             values: the loaded values, by name.
 
         Raises:
@@ -558,20 +578,21 @@ class SavedOptimizers:
         """
         leaves: list[tuple[int | None, TreePath, Any]] = []
         containers: list[Container] = []
-        for fqn, key in target.keys.items():
-            if fqn in target.kept or key not in self._state:
+        for slot in slots:
+            if slot.stays:
                 continue
-            tree = self._state[key]
+            tree = slot.tree
             for name, path in tree.paths.items():
-                value = values[name] if name in values else get_at(target.own[fqn], path)
-                if name in values and name in self._dtypes:
-                    value = value.to(self._dtypes[name])
+                value = values[name] if name in values else get_at(slot.own, path)
+                dtype = self._dtypes.get(name)
+                if name in values and dtype is not None and value.dtype != dtype:
+                    value = value.to(dtype)
                 # DCP stores every key as text.
-                own = path if tree.is_exact else _with_keys_of(target.made.get(fqn), path)
-                leaves.append((tree.positions[name], (fqn, *own), value))
+                own = path if tree.is_exact else _with_keys_of(slot.made, path)
+                leaves.append((tree.positions[name], (slot.fqn, *own), value))
             containers += [
-                Container(c.position, (fqn, *c.path), c.kind)
-                for c in self._partial.remaining(tree, f"{self._prefix}.{key}")
+                Container(c.position, (slot.fqn, *c.path), c.kind)
+                for c in self._partial.remaining(tree, f"{self._prefix}.{slot.key}")
             ]
         return nest(leaves, containers)
 
@@ -662,7 +683,7 @@ def _kinds(state: Any) -> set[str]:
 
 def _is_other(state: Any, shown: Any) -> bool:
     """Return whether a parameter's state differs in kind from what ``state_dict()`` has of it."""
-    if not isinstance(state, Mapping) or not isinstance(shown, Mapping):
+    if state is shown or not isinstance(state, Mapping) or not isinstance(shown, Mapping):
         return False
     return state.keys() != shown.keys() or any(
         isinstance(value, torch.Tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import torch
@@ -14,7 +14,7 @@ from dcp_rs.checkpoint.names import renamer
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Rename
 
-__all__ = ["StoredNames", "without_prefixes", "without_wrappers"]
+__all__ = ["StoredNames", "unwrapper"]
 
 #: What torch.compile, activation checkpointing and FSDP1 put into names.
 _PREFIXES = re.compile(
@@ -25,19 +25,29 @@ _MODULE = re.compile(r"(?:^|(?<=\.))module\.")
 _MODEL = "model."
 
 
-def without_prefixes(name: str) -> str:
-    """Return a name without the prefixes that wrappers put anywhere into it."""
-    return _PREFIXES.sub("", name).removesuffix(".")
+def unwrapper(model: torch.nn.Module) -> Callable[[str], str]:
+    """Return a function that maps names of a model's modules and entries to those without wrappers.
+
+    The prefixes of wrappers go wherever they are.
+    """
+    of_ddp = 0
+    inner = _torch.without_compiler(model)
+    while isinstance(inner, DataParallel | DistributedDataParallel):
+        of_ddp += 1
+        inner = _torch.without_compiler(inner.module)
+
+    def unwrap(name: str) -> str:
+        name = _without_prefixes(name)
+        for _ in range(of_ddp):
+            name = name.removeprefix("module").removeprefix(".")
+        return name
+
+    return unwrap
 
 
-def without_wrappers(model: torch.nn.Module, name: str) -> str:
-    """Return the name of a module or parameter of a model as without wrappers."""
-    name = without_prefixes(name)
-    while True:
-        model = _torch.without_compiler(model)
-        if not isinstance(model, DataParallel | DistributedDataParallel):
-            return name
-        model, name = model.module, name.removeprefix("module").removeprefix(".")
+def _without_prefixes(name: str) -> str:
+    # A regular expression is slow, and most names have no such prefix.
+    return _PREFIXES.sub("", name).removesuffix(".") if "_mod" in name else name
 
 
 class StoredNames:
@@ -72,7 +82,7 @@ class StoredNames:
     def _by_name(self) -> dict[str, list[str]]:
         by_name: dict[str, list[str]] = {}
         for stored in self._stored:
-            name = without_prefixes(stored)
+            name = _without_prefixes(stored)
             if self._rename is not None:
                 name = self._rename(_MODEL + name)
                 if not name.startswith(_MODEL):

@@ -26,7 +26,7 @@ from dcp_rs import _torch
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.pickles import plain_numbers
-from dcp_rs.training.names import without_wrappers
+from dcp_rs.training.names import unwrapper
 
 __all__ = [
     "compiler_names",
@@ -88,7 +88,8 @@ def model_state(model: torch.nn.Module) -> dict[str, Any]:
     if is_fsdp1(model):
         state: dict[str, Any] = get_model_state_dict(model)
         return state
-    return {without_wrappers(model, key): value for key, value in model.state_dict().items()}
+    unwrap = unwrapper(model)
+    return {unwrap(key): value for key, value in model.state_dict().items()}
 
 
 def joined(parts: Iterable[Mapping[str, Any]], owners: str) -> dict[str, Any]:
@@ -177,7 +178,7 @@ def _plain(value: Any) -> Any:
 
 def is_fsdp1(model: torch.nn.Module) -> bool:
     """Return whether any module of the model is an FSDP1 module."""
-    return bool(FullyShardedDataParallel.fsdp_modules(model))
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def fsdp1_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
@@ -207,10 +208,10 @@ def fqns_by_parameter(models: Sequence[torch.nn.Module]) -> dict[int, list[str]]
     # A parameter that several models have goes by its name in the first one.
     fqns_of: dict[int, list[str]] = {}
     for model in reversed(models):
-        fsdp1 = is_fsdp1(model)
+        fsdp1, unwrap = is_fsdp1(model), unwrapper(model)
         for key, param in model.named_parameters():
             fqns = _torch.fqns(model, key) if fsdp1 else [key]
-            fqns_of[id(param)] = [without_wrappers(model, fqn) for fqn in fqns]
+            fqns_of[id(param)] = list(map(unwrap, fqns))
     return fqns_of
 
 

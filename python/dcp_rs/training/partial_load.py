@@ -8,7 +8,8 @@ from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.nesting import Container, remaining
-from dcp_rs.training.saved_tree import SavedEntries, SavedTree, join
+from dcp_rs.training.saved_tree import SavedTree, join
+from dcp_rs.training.sources import Part
 
 __all__ = ["PARTS", "PartialLoad", "parts_of"]
 
@@ -33,36 +34,35 @@ def parts_of(partial: bool | Collection[str]) -> set[str]:
 
 
 class PartialLoad:
-    """What one part of a load leaves alone.
+    """Load of one part of a training state, and what it leaves alone.
 
     Args:
-        entries: the checkpoint.
+        part: the place of the part in a checkpoint.
         names: the names that the load includes.
         report: notes what is left alone.
-        prefix: the key of the part in the checkpoint.
         usual: the key of the part in a training state, by which ``names`` go.
         partial: leave alone what the checkpoint lacks, has not all of, or has in another shape.
             Otherwise that is an error.
 
     Attributes:
-        is_partial, report: as given.
+        part, report: as given.
+        is_partial: ``partial``, as given.
     """
 
     def __init__(
         self,
-        entries: SavedEntries,
+        part: Part,
         names: LoadNames,
         report: LoadReport,
-        prefix: str,
         usual: str,
         *,
         partial: bool,
     ) -> None:
         self.is_partial = partial
         self.report = report
-        self._index = entries.index
+        self.part = part
         self._names = names
-        self._prefix, self._usual = prefix, usual
+        self._usual = usual
 
     @property
     def may_leave(self) -> bool:
@@ -71,8 +71,9 @@ class PartialLoad:
 
     def includes(self, name: str) -> bool:
         """Return whether the load includes an entry of the checkpoint."""
-        if self._prefix != self._usual:
-            name = join(self._usual, name.removeprefix(self._prefix).removeprefix("."))
+        prefix = self.part.prefix
+        if prefix != self._usual:
+            name = join(self._usual, name.removeprefix(prefix).removeprefix("."))
         return self._names.wants(name)
 
     def exclude(self, names: Iterable[str]) -> set[str]:
@@ -101,12 +102,13 @@ class PartialLoad:
         if not self.is_partial:
             return set()  # the load raises
         tensors, regions = [], []
+        index = self.part.entries.index
         for name in names:
-            number = self._index.find(name)
-            if number is not None and not (tensor := self._index.tensor(number)).is_bytes:
+            number = index.find(name)
+            if number is not None and not (tensor := index.tensor(number)).is_bytes:
                 tensors.append(name)
                 regions.append((number, (0,) * len(tensor.shape), tensor.shape))
-        holes = self._index.check_regions(regions, [])
+        holes = index.check_regions(regions, [])
         found = list(dict.fromkeys(tensors[at] for at, _, _ in holes))
         self.report.partly_filled += found
         return set(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,13 +32,20 @@ class SavedTree:
     containers: list[Container] = field(default_factory=list)
     is_exact: bool = True
 
+    def keys(self) -> set[str]:
+        """Return the first keys, as text."""
+        paths = (*self.paths.values(), *(container.path for container in self.containers))
+        return {_first_key(path) for path in paths if path}
+
     def by_key(self) -> dict[str, SavedTree]:
         """Return the trees below the first keys, by key as text."""
         trees: dict[str, SavedTree] = {}
 
         def below(path: TreePath) -> SavedTree:
-            new = SavedTree(positions=self.positions, is_exact=self.is_exact)
-            return trees.setdefault(name_of(path[:1]), new)
+            key = _first_key(path)
+            if key not in trees:
+                trees[key] = SavedTree(positions=self.positions, is_exact=self.is_exact)
+            return trees[key]
 
         for name, path in self.paths.items():
             if path:
@@ -65,13 +73,11 @@ class SavedEntries:
         self._positions = index.positions()
         root, self._containers = planner_data(index)
         self._paths: dict[str, Any] = root if isinstance(root, dict) else {}
-        #: The numbers of the entries by the first part of their names.
-        self._numbers: dict[str, list[int]] = {}
-        for number, name in enumerate(self.names):
-            self._numbers.setdefault(name.partition(".")[0], []).append(number)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._sorted = sorted(self.names)
 
     def __contains__(self, name: str) -> bool:
-        return self.index.find(name) is not None
+        return name in self._numbers
 
     def find(self, names: Iterable[str]) -> dict[str, EntryInfo]:
         """Return the entries with these names; it lacks those that the checkpoint lacks."""
@@ -82,9 +88,10 @@ class SavedEntries:
         """Return the names of the entry at a prefix and below, of all entries for an empty one."""
         if not prefix:
             return self.names
-        names = (self.names[number] for number in self._numbers.get(prefix.partition(".")[0], ()))
-        start = f"{prefix}."
-        return [name for name in names if name.startswith(start) or name == prefix]
+        # A slash follows a dot in the order of characters.
+        start, end = (bisect_left(self._sorted, prefix + after) for after in "./")
+        found = [*self._sorted[start:end], *([prefix] if prefix in self else ())]
+        return sorted(found, key=self._numbers.__getitem__)
 
     def versions(self, path: tuple[str, ...]) -> Mapping[str, Any]:
         """Return the versions of modules that are noted in the mapping at a path."""
@@ -108,14 +115,8 @@ class SavedEntries:
         """
         whole, depth = ".".join(prefix), len(prefix)
         tree = SavedTree(is_exact=self._containers is not None)
-        start = f"{whole}."
-        numbers: Iterable[int] = range(len(self.names))
-        if prefix:
-            numbers = self._numbers.get(whole.partition(".")[0], ())
-        for number in numbers:
-            name = self.names[number]
-            if prefix and not (name.startswith(start) or name == whole):
-                continue
+        for name in self.below(whole):
+            number = self._numbers[name]
             path = self.index.planner_path(number) or self._paths.get(name)
             if path is None or not _is_below(path, prefix):
                 if path is not None and not may_be_flat and path[:1] == prefix[:1]:
@@ -168,8 +169,13 @@ def _split(name: str, parameters: Collection[str]) -> list[str]:
     return name.rsplit(".", 1) if name else []
 
 
+def _first_key(path: TreePath) -> str:
+    return path[0] if type(path[0]) is str else name_of(path[:1])
+
+
 def _is_below(path: TreePath, prefix: tuple[str, ...]) -> bool:
-    return _text(path[: len(prefix)]) == prefix
+    start = path[: len(prefix)]
+    return start == prefix or _text(start) == prefix
 
 
 def _text(path: TreePath) -> tuple[str, ...]:

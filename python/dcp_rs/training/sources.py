@@ -36,10 +36,17 @@ _OPTIMIZERS_OF_ACCELERATE = {"optimizer_0": "optimizer", "optimizer.bin": ""}
 
 @dataclass
 class Part:
-    """One entry of a training state: a checkpoint, and the key of the entry in it, and its path."""
+    """One entry of a training state.
+
+    Attributes:
+        reader, entries: the checkpoint.
+        template: what is loaded from that checkpoint, of other entries too.
+        prefix, path: the key of the entry in it, and its path.
+    """
 
     reader: RsReader
     entries: SavedEntries
+    template: dict[str, Any]
     prefix: str
     path: tuple[str, ...]
 
@@ -73,15 +80,15 @@ class Parts:
             msg = f"names= has {unknown[0]!r}: its keys are 'model', 'optimizer' and names of extra"
             raise TypeError(msg)
         self._path, self._open, self._names = path, open_reader, names
-        self._opened: dict[Any, tuple[RsReader, SavedEntries]] = {}
+        self._opened: dict[Any, tuple[RsReader, SavedEntries, dict[str, Any]]] = {}
         self._folder: Path | None = None
         if not names and "://" not in str(path):
             folder = Path(path)
             if any((folder / name).exists() for name in _OPTIMIZERS_OF_ACCELERATE):
                 self._folder = folder
 
-    def opened(self) -> list[tuple[RsReader, SavedEntries]]:
-        """Return all checkpoints that were opened."""
+    def opened(self) -> list[tuple[RsReader, SavedEntries, dict[str, Any]]]:
+        """Return all checkpoints that were opened, with what is loaded from each."""
         return list(self._opened.values())
 
     def model(self, fqns: Collection[str]) -> Part:
@@ -154,5 +161,5 @@ class Parts:
             reader = self._open(path)
             index = index_of(reader.read_metadata())
             assert index is not None  # noqa: S101  # an RsReader read it
-            self._opened[path] = reader, SavedEntries(index)
+            self._opened[path] = reader, SavedEntries(index), {}
         return Part(*self._opened[path], prefix, path_of(prefix) if parts is None else parts)

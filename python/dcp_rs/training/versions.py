@@ -11,7 +11,7 @@ import torch
 from dcp_rs import _torch
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.tensors.nesting import moved_versions
-from dcp_rs.training.names import without_wrappers
+from dcp_rs.training.names import unwrapper
 from dcp_rs.training.sources import Part
 
 __all__ = ["VERSIONS", "gather_versions", "noted", "saved_versions", "with_versions"]
@@ -49,8 +49,9 @@ def gather_versions(
 
     def versions() -> list[tuple[str, int]]:
         return [
-            (without_wrappers(model, name), version)
+            (unwrap(name), version)
             for model in models
+            for unwrap in (unwrapper(model),)
             for name, module in model.named_modules()
             if (version := _torch.module_version(module)) not in (None, _FIRST)
         ]
@@ -71,8 +72,10 @@ def noted(
         gathered: the versions of all ranks' modules.
     """
     whole = OrderedDict(state)
-    names = [without_wrappers(model, name) for model in models for name, _ in model.named_modules()]
-    versions = dict.fromkeys(names, _FIRST) | dict(gathered)
+    versions = dict[str, int]()
+    for model in models:
+        versions |= dict.fromkeys(map(unwrapper(model), dict(model.named_modules())), _FIRST)
+    versions |= gathered
     _torch.set_module_versions(whole, {name: {"version": v} for name, v in versions.items()})
     return whole
 
@@ -88,12 +91,12 @@ def with_versions(
         saved: returns the saved version of the module with a name, None if it is not known.
             Without it, values are taken for those of the modules as they are, as DCP does.
     """
-    whole = OrderedDict(state)
+    whole, unwrap = OrderedDict(state), unwrapper(model)
     versions: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
         version = _torch.module_version(module)
         if saved is not None and version is not None:
-            version = saved(without_wrappers(model, name))
+            version = saved(unwrap(name))
         versions[name] = {"version": version}
     _torch.set_module_versions(whole, versions)
     return whole
