@@ -212,6 +212,8 @@ class Index:
         """
     def pass_over(self, path: str, reason: str) -> bool:
         """Read a data file from elsewhere from now on, if it is in a tier. Return whether it is."""
+    def lacking(self) -> list[str]:
+        """Return the data files that reads asked for so far, and that no tier had."""
     def take_delivered(self) -> list[tuple[Path, int]]:
         """Return the bytes that reads delivered from each tier since the last call."""
     @staticmethod
@@ -802,12 +804,13 @@ def commit_indexes(
     fsync: bool,
     overwrite: bool = True,
     store: Store | None = None,
+    publish: bool = True,
 ) -> tuple[Index, list[str]]:
     """Merge the indexes of all ranks, and commit the result.
 
     Return the index, and the reasons why files of the previous checkpoint are still there. Without
     ``overwrite`` nothing is replaced. On a store, that applies to the indexes of single ranks, and
-    ``Store.begin`` decides about the index itself.
+    ``Store.begin`` decides about the index itself. Without ``publish`` nothing is written.
     """
 
 def check_no_rank_indexes(folder: str) -> None:

@@ -35,6 +35,7 @@ from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
+from dcp_rs.errors import UnsupportedError
 from dcp_rs.options import LoadArguments, WriterArguments, split_options, take_options
 from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.flatten import is_stateful
@@ -249,6 +250,8 @@ def save(
         save_id: a UUID for the save; the coordinator's counts. Default: a random one.
         guard: called once on the coordinator. It returns a context manager, in which the commit
             runs. If entering that raises, nothing is committed.
+        publish: called on the coordinator with the bytes of the index, in place of the commit. The
+            caller stores them beside the data files, which may be in a folder of each rank.
 
     Returns:
         The metadata, as ``dcp.save`` returns it. Its ``report`` is this rank's
@@ -311,6 +314,10 @@ def _save_options(options: WriterArguments, planner: Any) -> SaveOptions:
         if (checked.include, checked.exclude, checked.dtype) != (None, None, None):
             msg = "give the planner include, exclude and dtype, or no planner"
             raise TypeError(msg)
+        if checked.publish is not None:
+            raise UnsupportedError(
+                "planner= goes neither with publish= nor with a manager's local="
+            )
     return checked
 
 
@@ -358,7 +365,8 @@ def async_save(
             optimizers.
         overwrite, strict_values, parent, reuse, verify_reuse, storage_options: as for
             :func:`save`.
-        progress, io, threads, fsync, max_inflight_bytes, save_id, guard: as for :func:`save`.
+        progress, io, threads, fsync, max_inflight_bytes, save_id, guard, publish: as for
+            :func:`save`.
 
     Returns:
         A future of the metadata, done when the checkpoint is committed. It raises what

@@ -231,6 +231,7 @@ class WriterArguments(TypedDict, total=False):
     verify_reuse: bool
     storage_options: StoreArguments
     guard: Callable[[], AbstractContextManager[object]] | None
+    publish: Callable[[bytes], object] | None
 
 
 @dataclass(frozen=True, kw_only=True)

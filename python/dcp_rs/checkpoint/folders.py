@@ -24,6 +24,7 @@ __all__ = [
     "local_path",
     "make_folder",
     "rank_index_name",
+    "rank_of",
     "remember",
     "warn_of_foreign_model",
 ]
@@ -33,7 +34,7 @@ INDEX_NAME = "index.dcprs"
 STOCK_NAME = ".metadata"
 
 #: Names of data files (section 1.1 of the format).
-_DATA_FILE = re.compile(r"g\d{8,}-[0-9a-f]{16}-r\d{5,}-f\d{5,}\.safetensors")
+_DATA_FILE = re.compile(r"g\d{8,}-[0-9a-f]{16}-r(\d{5,})-f\d{5,}\.safetensors")
 #: Names of the indexes of rank-local saves, by this package and by torch.
 _RANK_LOCAL = (f"__*.{INDEX_NAME}", "__*.metadata")
 
@@ -63,6 +64,12 @@ def rank_index_name(rank: int) -> str:
 def is_data_file(name: str) -> bool:
     """Return whether a file name is that of a data file of this package."""
     return _DATA_FILE.fullmatch(name) is not None
+
+
+def rank_of(name: str) -> int | None:
+    """Return the rank that wrote a data file of this package; None for another file."""
+    found = _DATA_FILE.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def local_path(path: StrPath) -> Path:

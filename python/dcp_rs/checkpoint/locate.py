@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
@@ -43,7 +43,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.options import ReadOptions, given, split_options
 
-__all__ = ["MARKS", "LoadSource", "exists", "open_index", "payload"]
+__all__ = ["MARKS", "LoadSource", "Tiers", "exists", "open_index", "payload"]
 
 #: The name of a model on the Hugging Face hub: owner and model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -181,6 +181,8 @@ def open_index(
         if isinstance(error, CheckpointNotFoundError):
             error.args = (f"{error}{_suggestion(where)}",)
         raise
+    if isinstance(tiers, Tiers):
+        tiers.opened.append(index)
     remember(where)
     if verify and index.chunk_count and not index.has_digests():
         warn_caller(
@@ -204,6 +206,26 @@ def open_index(
     return views.apply(index)
 
 
+class Tiers(tuple[str, ...]):  # noqa: SLOT001  # it has an attribute
+    """Folders that are asked for each data file first, and the indexes that were opened with them.
+
+    Attributes:
+        opened: these indexes.
+    """
+
+    opened: list[_core.Index]
+
+    def __new__(cls, folders: Iterable[str] = ()) -> Self:
+        """Return the folders."""
+        tiers = super().__new__(cls, folders)
+        tiers.opened = []
+        return tiers
+
+    def lacking(self) -> set[str]:
+        """Return the data files that reads asked for so far, and that no folder had."""
+        return {name for index in self.opened for name in index.lacking()}
+
+
 def _tier_folders(tiers: Iterable[StrPath] | None) -> tuple[str, ...]:
     """Return the folders of the option ``tiers``.
 
@@ -211,6 +233,8 @@ def _tier_folders(tiers: Iterable[StrPath] | None) -> tuple[str, ...]:
         TypeError: one path in place of several.
         UnsupportedError: a URL.
     """
+    if isinstance(tiers, Tiers):
+        return tiers
     if isinstance(tiers, str | os.PathLike):
         msg = f"tiers={tiers!r}: a list of folders"
         raise TypeError(msg)

@@ -137,10 +137,17 @@ class Destination:
             )
         return generation
 
-    def commit(self, rank: int | None, indexes: Sequence[bytes], **how: Any) -> _core.Index:
-        """Merge the indexes of all ranks, and commit the result.
+    def commit(
+        self,
+        rank: int | None,
+        indexes: Sequence[bytes],
+        *,
+        publish: Callable[[bytes], object] | None = None,
+        **how: Any,
+    ) -> _core.Index:
+        """Merge the indexes of all ranks, and commit the result, or give it to ``publish``.
 
-        It warns if files of the checkpoint before are left. Arguments are those of
+        It warns if files of the checkpoint before are left. Other arguments are those of
         ``_core.commit_indexes``.
 
         Raises:
@@ -148,7 +155,12 @@ class Destination:
                 may not replace it.
             StoragePreconditionError: the same on a store.
         """
-        index, left = _core.commit_indexes(self.folder, rank, indexes, store=self.store, **how)
+        index, left = _core.commit_indexes(
+            self.folder, rank, indexes, store=self.store, publish=publish is None, **how
+        )
+        if publish is not None:
+            publish(index.to_bytes())
+            return index
         for reason in left:
             warn_caller(
                 f"the checkpoint is saved, but a file of the one before is still there: {reason}"

@@ -159,6 +159,7 @@ class SaveOptions:
         storage_options: how to reach a store.
         save_id: UUID of the save; the coordinator's counts. Default: a random one.
         guard: returns the context manager that the coordinator commits in.
+        publish: takes the bytes of the index on the coordinator, in place of the commit.
 
     Raises:
         ValueError: an option has an invalid value.
@@ -184,6 +185,7 @@ class SaveOptions:
         storage_options: Mapping[str, Any] | Any | None = None,
         save_id: str | None = None,
         guard: Callable[[], AbstractContextManager[object]] | None = None,
+        publish: Callable[[bytes], object] | None = None,
     ) -> None:
         self.write = WriteOptions(
             threads=threads, fsync=fsync, io=io, max_inflight_bytes=max_inflight_bytes
@@ -205,6 +207,7 @@ class SaveOptions:
         )
         self.save_id = uuid.uuid4() if save_id is None else uuid_of(save_id)
         self.guard = guard or nullcontext
+        self.publish = publish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,6 +384,7 @@ def commit_files(
             names=names,
             fsync=options.write.fsync,
             overwrite=options.overwrite,
+            publish=options.publish,
         )
     clock.end("commit")
     written.report.entries = index.tensor_count

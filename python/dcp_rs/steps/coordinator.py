@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID, uuid4
 
+from dcp_rs import _core
 from dcp_rs.checkpoint.folders import remember
 from dcp_rs.checkpoint.index import index
+from dcp_rs.engine.destination import Destination
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -26,7 +28,7 @@ from dcp_rs.steps.notes import is_extra
 from dcp_rs.steps.retention import Policies, prune
 from dcp_rs.steps.step_store import MAY_BE_WHOLE, SkippedStep, Step, StepStore
 
-__all__ = ["Coordinator", "ExtraFiles", "Prepared"]
+__all__ = ["Coordinator", "ExtraFiles", "Prepared", "check_save"]
 
 #: The user's files for the folder of a step, by name: bytes, or a path.
 ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]]
@@ -65,6 +67,7 @@ class Coordinator:
         verify: remove nothing unless a step that stays is verified.
         latest: let ``latest`` in the root name the newest step.
         on_saved: called after each commit with the path of the step.
+        needed: returns steps that are not removed.
 
     Attributes:
         resumed: the step that this run resumed from. It is never removed.
@@ -80,6 +83,7 @@ class Coordinator:
         verify: bool,
         latest: bool = False,
         on_saved: Callable[[Path], object] | None = None,
+        needed: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.resumed: int | None = None
         self._store = store
@@ -87,6 +91,7 @@ class Coordinator:
         self._verify = verify
         self._latest = latest
         self._on_saved = on_saved
+        self._needed = needed
         self.problems = store.problems
         self._told: set[str] = set()  # problems that were told
         self._late_files: Mapping[str, bytes] = {}  # to put into the step, once it is committed
@@ -106,21 +111,23 @@ class Coordinator:
         *,
         force: bool,
         reuse: bool,
+        save_id: str | None = None,
+        **more: bool,
     ) -> Prepared:
         """Create the folder of a step that is about to be saved, and make room for it.
 
+        Args:
+            step, metrics, files, force, reuse: as for a save of the manager.
+            save_id: the id of the save. Default: a new one.
+            more: for the note of the save.
+
         Raises:
-            TypeError: a state dict in place of the step.
-            ValueError: an invalid step, metric or name of a file.
+            Exception: as :func:`check_save`.
             CheckpointExistsError, SaveInProgressError: the step exists, and ``force`` is not set.
             RunTakenOverError: another run began here.
             OSError: the folder cannot be created, or what is there cannot be read.
         """
-        if isinstance(step, Mapping):
-            raise TypeError("the step comes first, then the state dict")
-        check_step(step)
-        numbers = _numbers(metrics)
-        contents = _read_extra_files(files)
+        numbers, contents = check_save(step, metrics, files)
         if self._store.run is None:
             self._store.take_over()
         with self._store.holding():
@@ -135,9 +142,9 @@ class Coordinator:
                 # keep the newest step, which may be a damaged one.
                 room = newest.written if is_trusted else newest.nbytes
                 self._prune(step, newest.number, room=room)
-        save_id = uuid.uuid4().hex
+        save_id = save_id or uuid4().hex
         self._supersede(step, save_id)
-        self._store.begin(step, save_id, numbers, contents)
+        self._store.begin(step, save_id, numbers, contents, **more)
         if not replaces:
             self._store.put_files(step, contents)
         self._late_files = contents if replaces else {}
@@ -146,6 +153,54 @@ class Coordinator:
             remember(self._store.folder(step))  # which the caller said, or the load that failed
         run = self._store.run
         return Prepared(save_id, run, parent, is_trusted, overwrite=force or replaces)
+
+    def begin_upload(self, step: Step, files: Mapping[str, bytes], *, force: bool) -> None:
+        """Prepare the root for a step that is uploaded from nodes.
+
+        Raises:
+            CheckpointExistsError: there is another save of this step, which may not be replaced.
+            RunTakenOverError: another run began here.
+            OSError: the root cannot be reached.
+        """
+        if self._store.run is None:
+            self._store.take_over()
+        with self._store.holding():
+            pass  # raise before anything is written
+        found = self._store.look_at(step.number)
+        if isinstance(found, Step) and found.save_id != step.save_id:
+            self._check_may_replace(found, force=force)
+        self._supersede(step.number, step.save_id)
+        self._store.begin(step.number, step.save_id, step.metrics, files)
+        self._begun.add(step.save_id)
+        self._late_files = files
+
+    def commit_upload(self, step: Step, index: _core.Index) -> bool:
+        """Commit a step if all of its data files were uploaded. Return whether they were.
+
+        Raises:
+            RunTakenOverError: another run began here.
+            OSError: the root cannot be reached.
+        """
+        there = self._store.lengths(step.number)
+        if any(there.get(entry.name) != entry.size for entry in index.files()):
+            return False
+        folder = self._store.folder(step.number)
+        remember(folder)  # a save that may be replaced
+        to = Destination(folder, self._store.access.get("storage_options"))
+        generation = to.begin(None, overwrite=True)
+        with self._store.holding():
+            to.commit(
+                None,
+                [index.to_bytes()],
+                save_id=UUID(step.save_id).bytes,
+                generation=generation,
+                planner_data={},
+                items=None,
+                names={},
+                fsync=True,
+            )
+        self.committed(step.number, step.save_id)
+        return True
 
     def _newest(self) -> Step | None:
         """Return the newest step that no load found damaged; None if one cannot be read."""
@@ -169,19 +224,8 @@ class Coordinator:
         if found is None:
             return False
         if isinstance(found, Step):
-            if found.is_stock:
-                msg = f"{found.path} holds a checkpoint of torch: delete({step}) removes it"
-                raise CheckpointExistsError(msg, path=found.path)
-            if force or found.save_id in self._damaged or self._is_rolled_back(found):
-                return True
-            if self._is_late(found):
-                self.problems.append(
-                    f"an earlier run committed {found.path.name} after this one began, where no "
-                    "lock kept it from that: it is replaced"
-                )
-                return True
-            msg = f"there is a step {step} in {self._store.path} already: force=True replaces it"
-            raise CheckpointExistsError(msg, path=found.path)
+            self._check_may_replace(found, force=force)
+            return True
         msg = f"step {step} cannot be saved to {found.path}: {found.why}"
         if found.kind in MAY_BE_WHOLE:
             raise CheckpointExistsError(f"{msg}; delete({step}) removes it", path=found.path)
@@ -193,6 +237,23 @@ class Coordinator:
             msg = f"{msg} (force=True removes what it wrote)"
             raise SaveInProgressError(msg, path=found.path)
         return False
+
+    def _check_may_replace(self, found: Step, *, force: bool) -> None:
+        """Raise a ``CheckpointExistsError`` unless a save may replace a whole step."""
+        step = found.number
+        if found.is_stock:
+            msg = f"{found.path} holds a checkpoint of torch: delete({step}) removes it"
+            raise CheckpointExistsError(msg, path=found.path)
+        if force or found.save_id in self._damaged or self._is_rolled_back(found):
+            return
+        if self._is_late(found):
+            self.problems.append(
+                f"an earlier run committed {found.path.name} after this one began, where no "
+                "lock kept it from that: it is replaced"
+            )
+            return
+        msg = f"there is a step {step} in {self._store.path} already: force=True replaces it"
+        raise CheckpointExistsError(msg, path=found.path)
 
     def _is_rolled_back(self, found: Step) -> bool:
         """Return whether the run went back to a step before this one, which it did not save."""
@@ -225,6 +286,18 @@ class Coordinator:
                 f"there are later steps, which this run did not save ({names}"
                 f"{', …' if len(new) > 6 else ''}): from now on step {step} and those after it "
                 "count as newer. Delete the later ones if you do not need them"
+            )
+
+    def supersede_now(self, step: int, save_id: str) -> None:
+        """Let a step that is saved elsewhere, and those after it, count as newer."""
+        try:
+            self._supersede(step, save_id)
+            if self._older:
+                self._store.supersede(self._older)
+                self._older = []
+        except OSError as error:
+            self.problems.append(
+                f"at {self._store.path}, later steps still count as newer than step {step}: {error}"
             )
 
     def _is_late(self, found: Step) -> bool:
@@ -263,7 +336,7 @@ class Coordinator:
             done = prune(
                 self._store,
                 self._policies,
-                protected={*protected, self.resumed},
+                protected={*protected, *self._needed(), self.resumed},
                 room=room,
                 verify=self._verify,
                 # Where nothing can go, only what killed saves of this run left is looked for.
@@ -333,9 +406,7 @@ class Coordinator:
             ValueError: ``step`` is not a number from 0 on.
             OSError: a step cannot be read, and may be whole.
         """
-        # A parameter that was frozen in an earlier save may have other values after the load.
-        self._begun.clear()
-        self._superseded_from = None
+        self.forget_saves()
         if step is not None:
             check_step(step)
             found = self._store.look_at(step)
@@ -372,6 +443,11 @@ class Coordinator:
             msg = f"{self._store.path} has steps, and none can be resumed from: {why}"
             raise CheckpointNotFoundError(msg, path=self._store.path)
         return None, skipped
+
+    def forget_saves(self) -> None:
+        """Forget the saves before a load: it may change what was frozen."""
+        self._begun.clear()
+        self._superseded_from = None
 
     def _later_than(self, step: int) -> int | None:
         """Return the newest step, if it is not this one."""
@@ -442,6 +518,22 @@ class Coordinator:
         msg += "" if found is None else f" ({found.why})"
         msg += f": it has {', '.join(numbers) or 'none'}"
         return CheckpointNotFoundError(msg, path=self._store.folder(step))
+
+
+def check_save(
+    step: Any, metrics: Any, files: ExtraFiles
+) -> tuple[dict[str, float], dict[str, bytes]]:
+    """Check the arguments of a save. Return the metrics, and the bytes of the user's files.
+
+    Raises:
+        TypeError: a state dict in place of the step.
+        ValueError: an invalid step, metric or name of a file.
+        OSError: a file cannot be read.
+    """
+    if isinstance(step, Mapping):
+        raise TypeError("the step comes first, then the state dict")
+    check_step(step)
+    return _numbers(metrics), _read_extra_files(files)
 
 
 def _damaged_step(found: Step | SkippedStep, why: str) -> SkippedStep:

@@ -23,7 +23,7 @@ from dcp_rs.errors import SaveInProgressError
 from dcp_rs.steps import notes
 from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, Step, StepStore
 
-__all__ = ["FolderStepStore"]
+__all__ = ["FolderStepStore", "sync"]
 
 T = TypeVar("T")
 
@@ -79,6 +79,20 @@ class FolderStepStore(StepStore):
             # set this folder aside. That request comes only now.
             make_folder(path.parent)
             _core.publish(os.fspath(path.parent), path.name, data, self.fsync)
+
+    def put_file(self, path: Path, to: Path) -> None:
+        """Copy a local file. See :meth:`StepStore.put_file`."""
+        make_folder(to.parent)
+        part = to.with_name(f"{to.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            shutil.copyfile(path, part)
+            if self.fsync:
+                sync(part)
+            part.replace(to)
+            if self.fsync:
+                sync(to.parent)
+        finally:
+            part.unlink(missing_ok=True)
 
     def _rename(self, path: Path, to: Path) -> None:
         path.rename(to)
@@ -204,7 +218,7 @@ class FolderStepStore(StepStore):
         except FileNotFoundError:  # another process was faster
             return None
         if self.fsync:
-            _sync(self.path)  # a power failure must not undo the rename after files were deleted
+            sync(self.path)  # a power failure must not undo the rename after files were deleted
         return doomed
 
     def set_aside_before(self) -> list[Path]:
@@ -355,8 +369,9 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)  # raise what was ignored
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

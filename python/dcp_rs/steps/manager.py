@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from dcp_rs import api, optim
 from dcp_rs._arguments import check_arguments, suggest, suggest_option
 from dcp_rs._warnings import warn_caller
 from dcp_rs.engine.background import SaveFuture
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.errors import (
@@ -28,6 +29,7 @@ from dcp_rs.errors import (
     CorruptDataError,
     CorruptIndexError,
     DcpRsError,
+    UnsupportedError,
 )
 from dcp_rs.options import (
     LoadArguments,
@@ -38,6 +40,7 @@ from dcp_rs.options import (
     repeatable,
 )
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
+from dcp_rs.steps.nodes import Choice, Nodes, NodeStepStore, TierReport, names_of_nodes
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.ranks import ManagerRanks
@@ -104,6 +107,19 @@ class CheckpointManager:
         step_name: the name of a step's folder, with ``{}`` for its number. Only such folders are
             steps.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
+        local: a folder on a disk of this node. Saves go there, and are done once each node has its
+            part. The root gets steps later, from a thread of the first rank of each node. A load
+            takes each file from the nearest place that has it: this node, another one, the root.
+            ``reuse`` and ``max_bytes`` do not go with it.
+        upload_every: every n-th save of this manager goes to the root as well, the first included.
+        keep_local: the number of newest steps that stay on each node. Steps that are still to go to
+            the root stay as well. The other policies are for the root.
+        copies: the number of other nodes that get a copy of each file before the save is done: 0
+            or 1.
+        node: the name of this node, the same on all of its ranks. Default: ``LOCAL_WORLD_SIZE``
+            consecutive ranks are a node; if that is not set, all ranks of a host.
+        on_uploaded: called once for each step that is at the root, on the coordinator, with its
+            path, in another thread. With ``local``, ``on_saved`` is called once it is on the nodes.
         io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
 
     Attributes:
@@ -161,6 +177,12 @@ class CheckpointManager:
         no_dist: bool = False,
         step_name: str = "step-{}",
         storage_options: Mapping[str, Any] | Any | None = None,
+        local: str | os.PathLike[str] | None = None,
+        upload_every: int = 1,
+        keep_local: int = 2,
+        copies: int = 0,
+        node: str | None = None,
+        on_uploaded: Callable[[Path], object] | None = None,
         io: Literal["auto", "direct", "buffered"] = "auto",
         threads: int | None = None,
         fsync: bool = True,
@@ -170,6 +192,14 @@ class CheckpointManager:
         check_positive("preemption_every", preemption_every)
         check_positive("max_failures", max_failures)
         check_positive("retry_after", retry_after)
+        check_positive("upload_every", upload_every)
+        check_positive("keep_local", keep_local)
+        if copies not in (0, 1):
+            raise UnsupportedError(f"copies={copies!r}: must be one of 0, 1")
+        if local is not None and (reuse is not False or max_bytes is not None):
+            raise ValueError("local= goes with neither reuse= nor max_bytes=")
+        if local is None and (copies or node is not None or on_uploaded is not None):
+            raise ValueError("copies=, node= and on_uploaded= need local=, a folder on each node")
         if on_error not in ("raise", "warn"):
             msg = f"on_error={on_error!r}: must be one of 'raise', 'warn'"
             raise ValueError(msg)
@@ -189,7 +219,7 @@ class CheckpointManager:
             self._policies,
             verify=verify_before_prune,
             latest=latest,
-            on_saved=on_saved,
+            on_saved=on_saved if local is None else on_uploaded,
         )
         self._on_error, self._max_failures, self._retry_after = on_error, max_failures, retry_after
         self._failures = 0  # in a row
@@ -211,6 +241,20 @@ class CheckpointManager:
         self._closed = False
         self._done: int | None = None  # the last step that was saved or loaded
         self._ranks = ManagerRanks(process_group, no_dist=no_dist)
+        self._nodes: Nodes | None = None
+        names = names_of_nodes(self._ranks, local, node)
+        if names is not None and local is not None:
+            self._nodes = Nodes(
+                self._ranks,
+                names,
+                NodeStepStore(local, step_name, fsync=fsync),
+                self._coordinator,
+                self._store,
+                upload_every=upload_every,
+                keep_local=keep_local,
+                copies=copies,
+                on_saved=on_saved,
+            )
         self._preemption = Preemption(preemption)
 
     def __repr__(self) -> str:
@@ -278,11 +322,39 @@ class CheckpointManager:
             assert dcp_rs.CheckpointManager("run").latest_step() == 2
             ```
         """
-        # As for a load, which makes a lost index again.
-        for found in self._store.newest():
-            if isinstance(found, Step) or found.kind == "no index":
-                return found.number
-        return None
+        on_node = None if self._nodes is None else self._nodes.store.latest()
+        local = -1 if on_node is None else on_node.number
+        newest = -1
+        try:
+            # As for a load, which makes a lost index again.
+            for found in self._store.newest():
+                if isinstance(found, Step) or found.kind == "no index":
+                    newest = found.number
+                    break
+        except OSError:
+            if on_node is None:
+                raise
+        return None if max(local, newest) < 0 else max(local, newest)
+
+    def tiers(self) -> TierReport:
+        """Look at the steps of this node and at the root, and return how far behind the root is.
+
+        Returns:
+            The newest steps, as this rank sees them now.
+
+        Raises:
+            ValueError: the manager was made without ``local``.
+
+        Example:
+            ```python
+            with dcp_rs.CheckpointManager("run", local="node") as manager:
+                manager.save(3, {"model": model})
+                manager.tiers()
+            ```
+        """
+        if self._nodes is None:
+            raise ValueError("tiers() needs local=, a folder on each node")
+        return self._nodes.report()
 
     def best_step(self) -> int | None:
         """Return the best step by ``metric``.
@@ -386,16 +458,19 @@ class CheckpointManager:
         self._settle()
         metadata: SavedMetadata | None = None
         with self._may_fail(step):
-            options = self._begin(step, metrics, extra_files, force=force)
-            with self._coordinator.explaining():
-                metadata = api.save(state_dict, self.path(step), planner=planner, **options)
+            path, options, committed = self._begin(step, metrics, extra_files, force=force)
+            with self._explaining():
+                metadata = api.save(state_dict, path, planner=planner, **options)
+                if self._nodes is not None:
+                    committed(self._ranks.saving_ranks())
             self._done = step
 
             def finish() -> None:
-                self._coordinator.committed(step, options["save_id"])
+                if self._nodes is None:
+                    committed(self._ranks)
                 self._warn()
 
-            self._ranks.broadcast(finish)
+            self._ranks.run(finish)
         return metadata
 
     @suggest_option
@@ -437,21 +512,11 @@ class CheckpointManager:
         self._settle()
         begun = failed = SaveFuture()
         with self._may_fail(step, failed):
-            begun = self._async_save(
-                step,
-                state_dict,
-                self._begin(step, metrics, extra_files, force=force),
-                planner=planner,
-                async_staging=async_staging,
-            )
+            path, options, committed = self._begin(step, metrics, extra_files, force=force)
+            options |= {"planner": planner, "async_staging": async_staging}
+            self._done = self._begun = step
+            begun = self._ranks.save(state_dict, path, committed, **options)
         return begun  # noqa: RET504  # the context may have ended the call
-
-    def _async_save(
-        self, step: int, state_dict: dict[str, Any], options: dict[str, Any], **more: Any
-    ) -> SaveFuture:
-        self._done = self._begun = step
-        committed = partial(self._coordinator.committed, step, options["save_id"])
-        return self._ranks.save(state_dict, self.path(step), committed, **options, **more)
 
     @suggest_option
     def wait(self) -> None:
@@ -492,9 +557,12 @@ class CheckpointManager:
 
         def remove() -> None:
             self._coordinator.delete(step)
-            self._warn()
 
-        self._ranks.decide(step, remove)
+        if self._nodes is None:
+            self._ranks.decide(step, remove)
+        else:
+            self._nodes.delete(step, remove)
+        self._ranks.run(self._warn)
 
     @suggest_option
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -640,68 +708,117 @@ class CheckpointManager:
         """Load ``step``; or the newest whole step that the load does not find damaged."""
         self._settle()
         self._ranks.run(check)
-        if take_over:
+        nodes = self._nodes if take_over else None  # else nothing is written, to nodes neither
+        if nodes is not None:
+            nodes.take_over()
+        elif take_over:
             self._ranks.broadcast(self._coordinator.take_over)
         self.report = None
-        options = {**self._store.access, **self._ranks.options, **options}
+        options = {**self._ranks.options, **options}
         # Each attempt iterates over globs and views.
         options = {name: repeatable(value) for name, value in options.items()}
-        is_partial = (
+        is_partial = bool(
             options.get("allow_partial_load")
             or options.get("partial")
             or getattr(options.get("planner"), "allow_partial_load", False)
         )
 
-        def attempt(number: int) -> str | None:
-            """Load a step. Return why it is damaged; None if it is not."""
-            try:
-                self.report = load(self.path(number), **options)
-            except _DAMAGED as error:
-                if step is not None:
-                    raise
-                if is_partial and isinstance(error, CorruptDataError):
-                    error.add_note(
-                        "No older step takes the place of this one: a partial load of it may leave "
-                        "in the state what was read of this one. Make the state anew, and name the "
-                        "step to load."
-                    )
-                    raise
-                return str(error)
-            return None
+        def attempt(choice: Choice) -> str | None:
+            path, access = self._access(choice)
+            # Another place may have what this one lacks.
+            is_final = choice.save_id is None and step is not None
+            is_only = choice.save_id is None and is_partial
+            return self._attempt(
+                partial(load, path, **access, **options), is_final=is_final, is_only=is_only
+            )
 
         damaged: dict[int, str] = {}
         while True:
-            number, self.passed_over = self._ranks.decide(
-                step, partial(self._coordinator.choose, step, damaged)
-            )
-            if number is None:
+            choice = self._choose(step, damaged, nodes)
+            self.passed_over = choice.skipped
+            if choice.step is None:
                 break
+            if nodes is not None:
+                nodes.fetch_own(choice)
             # A step that one rank finds damaged, no rank takes.
-            results = self._ranks.all_gather(partial(attempt, number))
+            results = self._ranks.all_gather(partial(attempt, choice))
             reasons = [why for why in results if why is not None]
             if not reasons:
                 break
-            damaged[number] = reasons[0]
-        self._coordinator.resumed = self.resumed = self._done = number
-        self._coordinator.went_back = step is not None
+            if nodes is None or choice.save_id is None:
+                damaged[choice.step] = reasons[0]
+            elif not nodes.repair(choice) and is_partial:
+                raise CorruptDataError(reasons[0], path=self.path(choice.step))
+        self._end_load(choice, went_back=step is not None)
+        if nodes is not None:
+            nodes.resume_uploads(choice.step)
+        return choice.step
+
+    def _attempt(
+        self, load: Callable[[], LoadReport | None], *, is_final: bool, is_only: bool
+    ) -> str | None:
+        """Load a step. Return why it is damaged; None if it is not.
+
+        Args:
+            load: loads it.
+            is_final: no other step takes its place.
+            is_only: none does after a part of it was read.
+        """
+        try:
+            self.report = load()
+        except _DAMAGED as error:
+            if is_final:
+                raise
+            if is_only and isinstance(error, CorruptDataError):
+                error.add_note(
+                    "No older step takes the place of this one: a partial load of it may leave in "
+                    "the state what was read of this one. Make the state anew, and name the step "
+                    "to load."
+                )
+                raise
+            return str(error)
+        return None
+
+    def _end_load(self, choice: Choice, *, went_back: bool) -> None:
+        self.resumed = self._done = choice.step
+        for coordinator in self._coordinators():
+            coordinator.resumed, coordinator.went_back = choice.step, went_back
 
         def warn() -> None:
-            for skipped in self.passed_over:
-                warn_caller(f"not resumed from {skipped}")
+            if self._ranks.is_coordinator:
+                for skipped in choice.skipped:
+                    warn_caller(f"not resumed from {skipped}")
             self._warn()
 
-        self._ranks.broadcast(warn)
-        return number
+        self._ranks.run(warn)
+
+    def _choose(self, step: int | None, damaged: Mapping[int, str], nodes: Nodes | None) -> Choice:
+        """Return the step to load: ``step``, or the newest that is not damaged."""
+        if nodes is not None:
+            return nodes.choose(step, damaged)
+        return Choice(*self._ranks.decide(step, partial(self._coordinator.choose, step, damaged)))
+
+    def _access(self, choice: Choice) -> tuple[Path, Mapping[str, Any]]:
+        """Return the path to load a step from, and the options that lead to it."""
+        assert choice.step is not None  # noqa: S101  # there is a step
+        if self._nodes is not None:
+            return self._nodes.access(choice)
+        return self.path(choice.step), self._store.access
+
+    def _coordinators(self) -> list[Coordinator]:
+        return [self._coordinator, *([] if self._nodes is None else [self._nodes.own])]
 
     # --- the end
 
     @suggest_option
     def close(self) -> None:
-        """Wait for the save in the background, and restore signal handlers.
+        """Wait for the save in the background and for uploads, and restore signal handlers.
 
         A second call does nothing.
 
         Raises:
+            StorageError: with ``local``: steps are not at the root. They stay on the nodes, and the
+                next run that loads goes on with their upload.
             ValueError: outside of the main thread a handler cannot be restored. All else is done.
             Exception: the error of the save.
 
@@ -715,6 +832,8 @@ class CheckpointManager:
             return
         try:
             self._settle()
+            if self._nodes is not None:
+                self._nodes.close()
         finally:
             self._release()
 
@@ -738,6 +857,9 @@ class CheckpointManager:
 
     def _release(self) -> None:
         self._closed = True
+        if self._nodes is not None:
+            self._nodes.uploads.end()
+            self._nodes.store.release()
         try:
             self._preemption.close()
         finally:
@@ -758,8 +880,19 @@ class CheckpointManager:
         files: ExtraFiles | None,
         *,
         force: bool,
-    ) -> dict[str, Any]:
-        """Create the folder of a step. Return the options of its save."""
+    ) -> tuple[Path, dict[str, Any], Callable[[RankGroup], None]]:
+        """Create the folder of a step.
+
+        Returns:
+            The path to save to, options of the save, and what every rank calls after it.
+        """
+        options = {**given(self._write), **self._ranks.options}
+        if self._nodes is not None:
+            with self._explaining():
+                path, more, commit = self._nodes.begin(
+                    step, metrics or {}, files or {}, force=force
+                )
+            return path, {**options, **more}, commit
 
         def prepare() -> Prepared:
             prepared = self._coordinator.prepare(
@@ -768,13 +901,16 @@ class CheckpointManager:
             self._warn()
             return prepared
 
-        with self._coordinator.explaining():
+        with self._explaining():
             prepared = self._ranks.decide(step, prepare)
         self._store.run = prepared.run  # on all ranks, which then know why a save fails
-        return {
-            **given(self._write),
+
+        def committed(ranks: RankGroup) -> None:
+            if ranks.is_coordinator:
+                self._coordinator.committed(step, prepared.save_id)
+
+        options |= {
             **self._store.access,
-            **self._ranks.options,
             "save_id": prepared.save_id,
             "overwrite": prepared.overwrite,
             "guard": self._store.holding,
@@ -782,17 +918,21 @@ class CheckpointManager:
             "reuse": Frozen(self._frozen, trusted=prepared.is_trusted),
             "verify_reuse": self._verify_reuse,
         }
+        return self.path(step), options, committed
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        return self._coordinators()[-1].explaining()
 
     def _settle(self) -> None:
         """Wait for the save in the background. Raise on every rank if it failed on one."""
         self._check_open()
         try:
             if self._ranks.pending is not None:
-                with self._may_fail(self._begun), self._coordinator.explaining():
+                with self._may_fail(self._begun), self._explaining():
                     self._ranks.settle(self._warn)
         finally:
             if self._ranks.pending is None:
-                self._store.release()
+                (self._store if self._nodes is None else self._nodes.store).release()
 
     @contextmanager
     def _may_fail(self, step: int | None, failed: SaveFuture | None = None) -> Iterator[None]:
@@ -829,6 +969,8 @@ class CheckpointManager:
                 self._failures, self._retry_at = 0, None
 
     def _warn(self) -> None:
-        """Warn of the coordinator's problems, in a step: a warning may be an error on all ranks."""
+        """Warn of problems, in a step: a warning may be an error on all ranks."""
+        if self._nodes is not None:
+            self._nodes.warn()
         for problem in self._coordinator.untold():
             warn_caller(f"{self.root}: {problem}")

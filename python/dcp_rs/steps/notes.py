@@ -52,6 +52,8 @@ class Note:
         process: the process that began it, in words.
         metrics: the metrics of the save.
         files: the names of the user's files in the folder of the step.
+        upload: the step is on nodes, and is to go to the root as well.
+        replaces: it may replace another save of the step there.
     """
 
     run: str | None
@@ -59,6 +61,8 @@ class Note:
     process: str
     metrics: Mapping[str, float]
     files: frozenset[str]
+    upload: bool = False
+    replaces: bool = False
 
 
 def saving_name(save_id: str) -> str:
@@ -116,6 +120,8 @@ def read(data: bytes | None) -> Note | None:
             process=f"process {int(note['pid'])} on {str(note['host'])[:256]!r} since {since} UTC",
             metrics={name: float(value) for name, value in note.get("metrics", {}).items()},
             files=frozenset(filter(is_extra, note.get("files", ()))),
+            upload=note.get("upload") is True,
+            replaces=note.get("replaces") is True,
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
         return None

@@ -25,6 +25,8 @@ from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, Ste
 
 __all__ = ["ObjectStepStore", "step_store_at"]
 
+#: Bound on the memory of an upload of a file.
+_UPLOAD_BYTES = 64 << 20
 #: Seconds. A save may still be under way if it stored something after that.
 _DAY = 24 * 60 * 60
 
@@ -88,6 +90,12 @@ class ObjectStepStore(StepStore):
 
     def _put(self, path: Path, data: bytes) -> None:
         self._store().put(path, data)
+
+    def put_file(self, path: Path, to: Path) -> None:
+        """Upload a local file. See :meth:`StepStore.put_file`."""
+        self._store().upload_file(
+            path, to, overwrite=True, threads=0, max_inflight_bytes=_UPLOAD_BYTES
+        )
 
     def _rename(self, path: Path, to: Path) -> None:
         (data,) = self._read([path])

@@ -68,6 +68,10 @@ class ManagerRanks(RankGroup):
 
         return self.all_reduce(lambda: step, join)
 
+    def saving_ranks(self) -> RankGroup:
+        """Return the same ranks, in the process group of the saves."""
+        return RankGroup(self.options["process_group"], no_dist=self.is_alone)
+
     def settle(self, then: Callable[[], None]) -> None:
         """Wait for the save in the background, if there is one, and call ``then`` after it.
 
@@ -87,13 +91,18 @@ class ManagerRanks(RankGroup):
                     self.pending = None
 
     def save(
-        self, state_dict: dict[str, Any], path: Path, committed: Callable[[], None], **options: Any
+        self,
+        state_dict: dict[str, Any],
+        path: Path,
+        committed: Callable[[RankGroup], None],
+        **options: Any,
     ) -> SaveFuture:
         """Begin a save in the background.
 
-        The coordinator calls ``committed`` after the commit, before the future is done.
+        Every rank calls ``committed`` after the save, before the future is done.
         """
         self.pending = done = SaveFuture()
+        saving_ranks = self.saving_ranks()
         try:
             saving = api.async_save(state_dict, path, stager=self._stager, **options)
         except BaseException as error:
@@ -108,8 +117,7 @@ class ManagerRanks(RankGroup):
         def finish(_: Future[Any]) -> None:
             try:
                 metadata = saving.result()
-                if self.is_coordinator:
-                    committed()
+                committed(saving_ranks)
             except BaseException as error:  # noqa: BLE001  # goes into the future
                 done.set_exception(error)
             else:

@@ -281,6 +281,10 @@ class StepStore(ABC):
         """Store a file, durably and in one step, in place of an older one."""
 
     @abstractmethod
+    def put_file(self, path: Path, to: Path) -> None:
+        """Store a copy of a local file, durably and in one step."""
+
+    @abstractmethod
     def _rename(self, path: Path, to: Path) -> None:
         """Rename a small file.
 
@@ -732,7 +736,12 @@ class StepStore(ABC):
     # --- a save
 
     def begin(
-        self, number: int, save_id: str, metrics: Mapping[str, float], files: Iterable[str] = ()
+        self,
+        number: int,
+        save_id: str,
+        metrics: Mapping[str, float],
+        files: Iterable[str] = (),
+        **more: bool,
     ) -> None:
         """Create the folder of a step, with the note of the save.
 
@@ -741,11 +750,23 @@ class StepStore(ABC):
             save_id: the id of the save.
             metrics: its metrics.
             files: the names of files of the user, which :meth:`put_files` puts into the folder.
+            more: see :class:`dcp_rs.steps.notes.Note`.
         """
         note = self.folder(number) / saving_name(save_id)
-        content = {"step": number, "metrics": dict(metrics), "files": sorted(files)}
+        content = {"step": number, "metrics": dict(metrics), "files": sorted(files), **more}
         self._put(note, notes.write(self.run, **content))
         self._claim(note)
+
+    def lengths(self, number: int) -> dict[str, int]:
+        """Return the length of each file in the folder of a step, by name."""
+        files = self._list([self.folder(number)])[0] or {}
+        return {name: file.nbytes for name, file in files.items() if file.is_file}
+
+    def note(self, step: Step) -> notes.Note | None:
+        """Return the note of a save, if there is one."""
+        names = saved_name(step.save_id), saving_name(step.save_id)
+        found = map(notes.read, self._read([step.path / name for name in names]))
+        return next((note for note in found if note is not None), None)
 
     def put_files(self, number: int, files: Mapping[str, bytes]) -> None:
         """Put files of the user into the folder of a step."""

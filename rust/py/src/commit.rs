@@ -25,11 +25,12 @@ use crate::{index, interrupt};
 ///   applies to the index of one rank; `Store.begin` decided about the index of all ranks.
 /// - `items` is the expected number of chunks and values, if it is known.
 /// - `names` are tensors that the indexes must have.
+/// - Without `publish`, the index is merged and checked, and nothing is written.
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (
     folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync,
-    overwrite=true, store=None
+    overwrite=true, store=None, publish=true
 ))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
 pub fn commit_indexes(
@@ -45,8 +46,10 @@ pub fn commit_indexes(
     fsync: bool,
     overwrite: bool,
     store: Option<&Bound<'_, Store>>,
+    publish: bool,
 ) -> PyResult<(index::Index, Vec<String>)> {
     let to = match store {
+        _ if !publish => To::Nothing,
         Some(store) => To::Store(store.get()),
         None => To::Disk { fsync },
     };
@@ -94,6 +97,7 @@ pub fn commit_indexes(
 enum To<'a> {
     Disk { fsync: bool },
     Store(&'a Store),
+    Nothing,
 }
 
 fn commit_one(
@@ -117,6 +121,7 @@ fn commit_one(
             )));
         }
         let committed = match *to {
+            To::Nothing => checkpoint::Committed::default(),
             To::Store(store) => {
                 let committed = store.commit(folder, rank, &index, replace, control);
                 stored = checkpoint::may_be_stored(&path, &committed);

@@ -78,6 +78,12 @@ impl Index {
         Ok(is_passed_over)
     }
 
+    /// Returns the names of the data files that reads asked for so far, and that no tier had.
+    fn lacking(&self) -> Vec<&str> {
+        let lacking = self.inner.tiers().map(|tiers| tiers.lacking()).unwrap_or_default();
+        lacking.into_iter().map(|file| self.inner.file(file).name).collect()
+    }
+
     /// Returns the bytes that reads delivered from each tier since the last call.
     fn take_delivered(&self) -> Vec<(FsPath, u64)> {
         let delivered = self.inner.tiers().map(|tiers| tiers.take_delivered());

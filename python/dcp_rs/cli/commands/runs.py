@@ -53,18 +53,79 @@ _step_name = click.option(
 )
 
 
-@command("steps", "dcp-rs steps run/", "dcp-rs steps run/ --json | jq '.steps[-1].path'")
+@command(
+    "steps",
+    "dcp-rs steps run/",
+    "dcp-rs steps run/ --json | jq '.steps[-1].path'",
+    "dcp-rs steps s3://bucket/run --local /nvme/run",
+)
 @_root
 @_step_name
+@click.option(
+    "--local",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="The folder of a node (local= of the manager): show how much of each step is there.",
+)
 @options.storage
 @options.json
-def _steps(root: Path, step_name: str, as_json: bool) -> None:
+def _steps(root: Path, step_name: str, local: Path | None, as_json: bool) -> None:
     """List the steps that a run can resume from, and those that are passed over and why.
 
     ROOT is the folder of a run, which holds a folder step-N for each step, or its URL.
     """
+    if local is not None:
+        _list_places(root, local, step_name, as_json=as_json)
+        return
     _, found = _look(root, step_name)
     _list_steps(root, found, as_json=as_json)
+
+
+def _list_places(root: Path, local: Path, step_name: str, *, as_json: bool) -> None:
+    """Print how many data files of each step are on a node and at the root."""
+    from dcp_rs import _core
+    from dcp_rs.steps.nodes import NodeStepStore
+    from dcp_rs.steps.object_store import step_store_at
+
+    node, store = NodeStepStore(local, step_name), step_store_at(root, step_name=step_name)
+    at_root = {step.number: step for step in store.look().steps}
+    rows: list[dict[str, Any]] = []
+    for step in node.look().steps:
+        index = _core.Index.open(str(step.path), None, False)
+        sizes = {(entry.name, entry.size) for entry in index.files()}
+        here, there = (
+            len(sizes & set(place.lengths(step.number).items())) for place in (node, store)
+        )
+        found = at_root.get(step.number)
+        rows.append(
+            {
+                "step": step.number,
+                "files": len(sizes),
+                "on_node": here,
+                "at_root": there,
+                "is_at_root": found is not None and found.save_id == step.save_id,
+            }
+        )
+    known = {row["step"] for row in rows}
+    rows += [
+        {"step": number, "files": None, "on_node": 0, "at_root": None, "is_at_root": True}
+        for number in at_root.keys() - known
+    ]
+    rows.sort(key=lambda row: row["step"] or 0)
+    if as_json:
+        print_json({"path": str(root), "local": str(local), "steps": rows})
+        return
+    table(
+        [">step", ">on the node", "<at the root"],
+        [
+            [
+                str(row["step"]),
+                f"{row['on_node']} of {row['files']} files" if row["files"] else "",
+                "yes" if row["is_at_root"] else f"{row['at_root']} of {row['files']} files",
+            ]
+            for row in rows
+        ],
+    )
 
 
 def list_if_run(path: Path, *, as_json: bool) -> bool:

@@ -1,5 +1,6 @@
 //! Tiers: folders that may have some of the data files of a checkpoint, nearer than its own place.
 
+use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,6 +19,8 @@ pub struct Tiers {
     /// For each file, its folder; `None` if it is read from its own place.
     found: RwLock<Vec<Option<usize>>>,
     problems: Mutex<Vec<String>>,
+    /// Files that were asked for, and that no folder has.
+    lacking: Mutex<BTreeSet<u32>>,
 }
 
 /// A data file in a tier.
@@ -37,6 +40,7 @@ impl Tiers {
             folders,
             found: RwLock::default(),
             problems: Mutex::default(),
+            lacking: Mutex::default(),
         };
         let found = files.into_iter().map(|(name, size)| new.find(name, size, 0)).collect();
         *new.found.write().unwrap_or_else(PoisonError::into_inner) = found;
@@ -79,7 +83,10 @@ impl Tiers {
 
     /// Returns the place of a file, given its number and name; `None` for its own place.
     pub(crate) fn place(&self, file: u32, name: &str) -> Option<Placed> {
-        let tier = self.tier_of(file)?;
+        let Some(tier) = self.tier_of(file) else {
+            self.lacking.lock().unwrap_or_else(PoisonError::into_inner).insert(file);
+            return None;
+        };
         Some(Placed {
             path: self.folders[tier].join(name),
             links: self.links(tier),
@@ -125,6 +132,11 @@ impl Tiers {
             }
         }
         has
+    }
+
+    /// Returns the files that were asked for so far, and that no folder had.
+    pub fn lacking(&self) -> Vec<u32> {
+        self.lacking.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
     }
 
     /// Returns what was passed over since the last call, and why.

@@ -1,0 +1,495 @@
+"""Steps on the disks of nodes: saved there, copied to other nodes, uploaded behind, and restored.
+
+A node is a name and a folder, and some processes of this machine.
+"""
+
+import io
+import os
+import shutil
+import signal
+import time
+import warnings
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_rs
+from dcp_rs import CheckpointManager
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    RankLostError,
+    RunTakenOverError,
+    StorageError,
+    UnsupportedError,
+)
+from support import rank_outcomes, run_ranks
+from support.object_server import Fault, object_server
+
+ROWS = 24_000
+
+
+@pytest.fixture
+def server():
+    with object_server() as store:
+        yield store
+
+
+def state_of(step):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(4.0 * ROWS).reshape(ROWS, 4) + step
+    return {
+        "rows": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None),
+        "whole": torch.full((10_000,), float(step)),
+        "step": step,
+    }
+
+
+def manager_of(base, root, per_node=1, options=None, **more):
+    """A manager of this rank; each node has a folder of its own under ``base``."""
+    node = f"node{dist.get_rank() // per_node}"
+    given = {} if options is None else {"storage_options": options}
+    return CheckpointManager(root, local=Path(base) / node, node=node, **given, **more)
+
+
+def loaded(manager, step=None, **options):
+    state = state_of(-1)
+    with warnings.catch_warnings(action="ignore"):
+        found = manager.load(state, step, **options)
+    want = state_of(-1 if found is None else found)
+    assert torch.equal(state["rows"].to_local(), want["rows"].to_local())
+    assert torch.equal(state["whole"], want["whole"])
+    assert state["step"] == want["step"]
+    return found
+
+
+def save(base, root, steps, per_node=1, asynchronous=False, **options):
+    with manager_of(base, root, per_node, **options) as manager:
+        for step in steps:
+            (manager.async_save if asynchronous else manager.save)(
+                step, state_of(step), metrics={"loss": 1.0 / step}
+            )
+    return manager.tiers()
+
+
+def resume(base, root, per_node=1, step=None, verify="auto", **options):
+    """The step that was loaded, the bytes that were wanted, and those that came from the node."""
+    with manager_of(base, root, per_node, **options) as manager:
+        found = loaded(manager, step, verify=verify)
+    report = manager.report
+    if report is None:
+        return found, 0, 0
+    return found, report.bytes_wanted, sum(report.bytes_from_tiers.values())
+
+
+def call(function, how):
+    return function(**how)
+
+
+def ranks(size, function, **how):
+    return run_ranks(size, call, function, how)
+
+
+def steps_at(root):
+    return sorted(p.name for p in Path(root).glob("step-*") if (p / "index.dcprs").exists())
+
+
+def steps_on(server):
+    return sorted({k.split("/")[1] for k in server.keys("run/") if k.endswith("index.dcprs")})
+
+
+def data_files(folder):
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
+def got_data(server):
+    return [r for r in server.requests if r.kind == "get" and r.key.endswith(".safetensors")]
+
+
+def on_store(server, **more):
+    return {"root": server.url("run"), "options": server.options(max_retries=0, **more)}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_step_is_on_all_nodes_and_some_go_to_the_root(tmp_path, asynchronous):
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    how = {"per_node": 2, "upload_every": 2, "asynchronous": asynchronous}
+    for told in ranks(4, save, base=base, root=root, steps=[1, 2, 3, 4, 5], **how):
+        assert (told.local_step, told.root_step, told.steps_behind) == (5, 5, 0)
+    assert steps_at(root) == ["step-1", "step-3", "step-5"]
+    for node in ("node0", "node1"):
+        assert steps_at(base / node) == ["step-4", "step-5"]
+        assert len(data_files(base / node / "step-5")) == 2
+    assert dcp_rs.verify(root / "step-5").ok
+    assert CheckpointManager(root, no_dist=True).steps()[0].metrics == {"loss": 1.0}
+    shutil.rmtree(root)
+    for found, _wanted, from_node in ranks(4, resume, base=base, root=root, per_node=2):
+        assert found == 5
+        assert from_node
+    # The step is at the root again, since the restart went on with its upload.
+    assert steps_at(root) == ["step-5"]
+
+
+def test_copies_are_on_the_next_node(tmp_path):
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    ranks(3, save, base=base, root=root, steps=[1, 2], copies=1, asynchronous=True)
+    for node in range(3):
+        names = [path.name for path in data_files(base / f"node{node}" / "step-2")]
+        assert sorted(name.split("-")[2] for name in names) == sorted(
+            f"r{rank:05d}" for rank in (node, (node - 1) % 3)
+        )
+        for path in data_files(base / f"node{node}" / "step-2"):
+            assert path.read_bytes() == (root / "step-2" / path.name).read_bytes()
+    assert steps_at(root) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_node_that_lost_its_disk_gets_its_files_from_others(tmp_path, server, gone):
+    base, at = tmp_path / "nodes", on_store(server)
+    ranks(4, save, base=base, steps=[1, 2], copies=1, upload_every=2, **at)
+    shutil.rmtree(base / f"node{gone}")
+    server.requests.clear()
+    for found, _wanted, from_node in ranks(4, resume, base=base, copies=1, **at):
+        assert found == 2
+        assert from_node
+    assert not got_data(server)
+    assert steps_at(base / f"node{gone}") == ["step-2"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_other_numbers_of_nodes_after_the_loss_of_one(tmp_path, size):
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    ranks(4, save, base=base, root=root, steps=[1, 2], copies=1, upload_every=5)
+    shutil.rmtree(base / "node3")
+    # One or two of the nodes have too few of the files between them.
+    want = 2 if size > 2 else 1
+    assert [got[0] for got in ranks(size, resume, base=base, root=root, copies=1)] == [want] * size
+
+
+def test_without_copies_a_lost_node_costs_the_steps_since_the_last_upload(tmp_path, server):
+    base, at = tmp_path / "nodes", on_store(server)
+    ranks(3, save, base=base, steps=[1, 2, 3, 4, 5], upload_every=3, keep_local=3, **at)
+    assert steps_on(server) == ["step-1", "step-4"]
+    shutil.rmtree(base / "node1")
+    for rank, (found, wanted, from_node) in enumerate(ranks(3, resume, base=base, **at)):
+        assert found == 4
+        assert from_node < wanted
+        assert bool(from_node) == (rank != 1)
+
+
+def test_all_nodes_gone(tmp_path, server):
+    base, at = tmp_path / "nodes", on_store(server)
+    ranks(3, save, base=base, steps=[1, 2], copies=1, **at)
+    shutil.rmtree(base)
+    assert [got[0] for got in ranks(2, resume, base=base, **at)] == [2, 2]
+
+
+def tear(path, how):
+    data = path.read_bytes()
+    if how == "short":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "flipped":
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("where", ["a node", "the root", "nowhere"])
+@pytest.mark.parametrize("how", ["short", "flipped", "missing"])
+def test_torn_file_of_a_node_comes_from_the_next_place(tmp_path, how, where):
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    options = {
+        "a node": {"copies": 1, "upload_every": 9},
+        "the root": {},
+        "nowhere": {"upload_every": 9},
+    }[where]
+    ranks(2, save, base=base, root=root, steps=[1, 2], **options)
+    tear(data_files(base / "node0" / "step-2")[0], how)
+    found = [got[0] for got in ranks(2, resume, base=base, root=root, verify=True, **options)]
+    assert found == [1 if where == "nowhere" else 2] * 2
+    if where == "a node":
+        assert all(len(data_files(base / n / "step-2")) == 2 for n in ("node0", "node1"))
+
+
+def save_and_die(base, root, at, victim, copies=1, **options):
+    """Step 1 is saved; while step 2 is, one rank is killed."""
+    from dcp_rs.steps import coordinator, exchange, nodes
+
+    manager = manager_of(base, root, copies=copies, **options)
+    manager.save(1, state_of(1))
+
+    def die(*_args, **_kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == victim:
+        if at == "copy":
+            exchange._File.load = die
+        elif at == "prepare":
+            nodes._raise_if_lost = die
+        elif at == "publish":
+            nodes.Nodes._publish = die
+        elif at == "after":
+            coordinator.Coordinator.committed = die
+    try:
+        manager.save(2, state_of(2))
+    except RankLostError:
+        return "lost"
+    return "saved"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("at", ["copy", "prepare", "publish", "after"])
+def test_node_that_dies_during_a_save_costs_that_step_at_most(tmp_path, at, victim):
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    how = {"base": base, "root": root, "at": at, "victim": victim}
+    before = time.monotonic()
+    outcomes = rank_outcomes(3, call, save_and_die, how, fresh=True)
+    assert time.monotonic() - before < 60
+    assert {o.value for o in outcomes if o.error is None} == {"lost"}
+    assert outcomes[victim].error is not None
+    shutil.rmtree(base / f"node{victim}")
+    found = {got[0] for got in ranks(3, resume, base=base, root=root, copies=1)}
+    # Before the first node has the index, the step is nowhere.
+    assert found == ({1} if at in ("copy", "prepare") else {2})
+
+
+def save_and_fail(base, root):
+    from dcp_rs import _core
+
+    manager = manager_of(base, root, copies=1)
+    manager.save(1, state_of(1))
+    whole = _core.publish
+
+    def full(folder, name, *more):
+        if name.startswith("index"):
+            raise OSError(28, "No space left on device")
+        whole(folder, name, *more)
+
+    if dist.get_rank() == 1:
+        _core.publish = full
+    try:
+        manager.save(2, state_of(2))
+    except OSError as error:
+        _core.publish = whole
+        assert not data_files(Path(base) / f"node{dist.get_rank()}" / "step-2")
+        manager.save(3, state_of(3))
+        manager.close()
+        return error
+    return None
+
+
+def test_save_that_one_node_cannot_finish_is_on_none(tmp_path):
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    outcomes = rank_outcomes(3, call, save_and_fail, {"base": base, "root": root}, fresh=True)
+    for outcome in outcomes:
+        assert isinstance(outcome.value, OSError), outcome
+    assert [steps_at(base / f"node{node}") for node in range(3)] == [["step-1", "step-3"]] * 3
+
+
+def save_while_the_root_is_gone(base, root, **options):
+    manager = manager_of(base, root, **options)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        try:
+            manager.close()
+        except StorageError as error:
+            why = str(error)
+        else:
+            why = ""
+    return why, [str(w.message) for w in told if "not at" in str(w.message)]
+
+
+def resume_and_leave(base, root, **options):
+    manager = manager_of(base, root, **options)
+    found = loaded(manager)
+    manager._release()
+    return found
+
+
+def test_root_out_of_reach_delays_no_save_and_is_told(tmp_path, server):
+    base, at = tmp_path / "nodes", on_store(server, retry_timeout=1)
+    server.faults = [Fault(status=503, times=None)]
+    for why, told in ranks(2, save_while_the_root_is_gone, base=base, keep_local=1, **at):
+        assert "1, 2, 3" in why
+        assert 1 <= len(told) <= 3
+    # What is still to go up outlives keep_local.
+    assert steps_at(base / "node0") == ["step-1", "step-2", "step-3"]
+    # A restart loads the newest step of the nodes meanwhile.
+    assert ranks(2, resume_and_leave, base=base, **at) == [3, 3]
+    server.faults = []
+    assert [got[0] for got in ranks(2, resume, base=base, **at)] == [3, 3]
+    assert steps_on(server) == ["step-1", "step-2", "step-3"]
+
+
+@pytest.mark.parametrize("number", range(1, 14, 3))
+def test_upload_that_is_cut_off_goes_on_and_sends_nothing_twice(tmp_path, server, number):
+    base, at = tmp_path / "nodes", on_store(server, retry_timeout=1)
+    count = 0
+
+    def is_due(request):
+        nonlocal count
+        count += request.key.startswith("run")
+        return count >= number
+
+    server.faults = [Fault(reset=True, times=None, matches=is_due)]
+    outcomes = rank_outcomes(2, call, save, {"base": base, "steps": [1], **at}, fresh=True)
+    assert all(isinstance(o.error, StorageError) or o.error is None for o in outcomes)
+    server.faults = []
+    there = {key for key in server.keys("run/") if key.endswith(".safetensors")}
+    server.requests.clear()
+    assert [got[0] for got in ranks(2, resume, base=base, **at)] == [1, 1]
+    assert steps_on(server) == ["step-1"]
+    assert not {r.key for r in server.requests if r.kind == "put"} & there
+    got = tmp_path / "got"
+    server.get_folder("run/step-1", got)
+    assert dcp_rs.verify(got).ok
+
+
+def test_restart_uploads_the_files_of_a_lost_node_from_its_copies(tmp_path, server):
+    base, at = tmp_path / "nodes", on_store(server, retry_timeout=1)
+    server.faults = [Fault(status=503, times=None)]
+    rank_outcomes(3, call, save, {"base": base, "steps": [1, 2], "copies": 1, **at}, fresh=True)
+    server.faults = []
+    shutil.rmtree(base / "node0")
+    assert [got[0] for got in ranks(3, resume, base=base, copies=1, **at)] == [2, 2, 2]
+    assert steps_on(server) == ["step-1", "step-2"]
+
+
+def take_over(base, root):
+    """The first rank runs; the second, a run of its own, takes its folder."""
+    me = dist.get_rank()
+    local = Path(base) / "node"
+    manager = CheckpointManager(root / f"root{me}", local=local, no_dist=True)
+    if me == 0:
+        manager.save(1, {"step": 1})
+    dist.barrier()
+    if me == 1:
+        state = {"step": 0}
+        assert manager.load(state) == 1
+        manager.save(2, {"step": 2})
+    dist.barrier()
+    if me == 0:
+        with pytest.raises(RunTakenOverError):
+            manager.save(3, {"step": 3})
+    dist.barrier()
+    manager.close()
+    return steps_at(local)
+
+
+def test_of_two_runs_in_one_folder_the_first_learns_that_it_is_over(tmp_path):
+    for names in run_ranks(2, take_over, tmp_path / "nodes", tmp_path):
+        assert names == ["step-1", "step-2"]
+
+
+def go_back(base, root):
+    with manager_of(base, root, upload_every=9, keep_local=9) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state_of(step))
+    with manager_of(base, root, upload_every=9, keep_local=9) as manager:
+        loaded(manager, 2)
+        with warnings.catch_warnings(action="ignore"):
+            manager.save(3, state_of(3))
+    with manager_of(base, root) as manager:
+        return loaded(manager)
+
+
+def test_steps_after_one_that_the_run_went_back_to_count_as_older(tmp_path):
+    assert ranks(2, go_back, base=tmp_path / "nodes", root=tmp_path / "root") == [3, 3]
+
+
+def test_step_that_exists_is_replaced_by_force_alone(tmp_path):
+    manager = CheckpointManager(tmp_path / "root", local=tmp_path / "node", no_dist=True)
+    with manager:
+        manager.save(1, {"x": torch.zeros(3)})
+        with pytest.raises(CheckpointExistsError):
+            manager.save(1, {"x": torch.ones(3)})
+        manager.save(1, {"x": torch.ones(3)}, force=True)
+    state = {"x": torch.zeros(3)}
+    for path in (tmp_path / "root/step-1", tmp_path / "node/step-1"):
+        dcp_rs.load(state, path)
+        assert torch.equal(state["x"], torch.ones(3))
+        assert len(data_files(path)) == 1
+
+
+def test_delete_removes_a_step_everywhere(tmp_path):
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "node", no_dist=True) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": torch.zeros(3)}, extra_files={"readme": b"hello"})
+    assert (tmp_path / "root/step-2/readme").read_bytes() == b"hello"
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "node", no_dist=True) as manager:
+        manager.delete(2)
+        assert manager.latest_step() == 1
+        with pytest.raises(CheckpointNotFoundError):
+            manager.delete(2)
+
+
+def test_calls_come_at_each_commit(tmp_path):
+    saved, uploaded = [], []
+    with CheckpointManager(
+        tmp_path / "root",
+        local=tmp_path / "node",
+        upload_every=2,
+        no_dist=True,
+        on_saved=saved.append,
+        on_uploaded=uploaded.append,
+    ) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"x": torch.zeros(3)})
+        assert manager.latest_step() == 3
+    assert [path.name for path in saved] == ["step-1", "step-2", "step-3"]
+    assert saved[0].parent == tmp_path / "node"
+    assert [path.name for path in uploaded] == ["step-1", "step-3"]
+    assert uploaded[0].parent == tmp_path / "root"
+
+
+def test_steps_command_shows_where_each_step_is(tmp_path):
+    from dcp_rs.cli import main
+
+    root, base = tmp_path / "root", tmp_path / "nodes"
+    ranks(2, save, base=base, root=root, steps=[1, 2, 3], upload_every=2)
+    with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as out:
+        main(["steps", str(root), "--local", str(base / "node0")])
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert lines == [
+        "step on the node at the root",
+        "1 yes",
+        "2 1 of 2 files 0 of 2 files",
+        "3 1 of 2 files yes",
+    ]
+
+
+def make_unlike(root, local):
+    try:
+        CheckpointManager(root, local=local if dist.get_rank() else None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_all_have_a_folder_are_refused(tmp_path):
+    for why in run_ranks(2, make_unlike, tmp_path / "root", tmp_path / "node"):
+        assert "not on ranks [0]" in why
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"upload_every": 0}, ValueError),
+        ({"keep_local": 0}, ValueError),
+        ({"copies": 2}, UnsupportedError),
+        ({"reuse": True}, ValueError),
+        ({"max_bytes": 5}, ValueError),
+        ({"local": "s3://bucket/run"}, UnsupportedError),
+    ],
+)
+def test_invalid_options(tmp_path, options, error):
+    with pytest.raises(error):
+        CheckpointManager(tmp_path / "r", no_dist=True, **{"local": tmp_path / "n", **options})
