@@ -1,6 +1,7 @@
 //! All changes of folders by this crate. They go through [`Disk`], so that tests can watch the
 //! order of the calls and make any of them fail.
 
+use std::env;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
@@ -429,7 +430,16 @@ fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-fn is_unsupported(error: &io::Error) -> bool {
+/// Creates a file in the folder for temporary files. It has no name, so it lasts until it is closed.
+pub(crate) fn temporary_file() -> Result<File> {
+    let path = env::temp_dir().join(format!("dcp-rs.{:016x}", super::random_token()?));
+    let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
+    let removed = file.and_then(|file| fs::remove_file(&path).map(|()| file));
+    removed.map_err(|error| Error::io("create", &path, error))
+}
+
+/// Returns whether a file system does not support what it was asked for.
+pub(crate) fn is_unsupported(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported)
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::disk::{Disk, LOCK_NAME, Locked, Mode};
+use super::disk::{Disk, LOCK_NAME, Locked, Mode, is_unsupported};
 use super::fork::OwnFile;
 use super::publish::publish_on;
 use super::{is_remote, platform, read_at};
@@ -204,9 +204,11 @@ impl FolderLock {
             if fsync { disk.sync(&file, &self.path, control) } else { Ok(()) }
         });
         match (stored, self.path.parent()) {
-            // A file of another user. Those who wait for its lock see that it was replaced.
+            // A file of another user, or a file system that takes bytes only at the end of a file.
+            // Those who wait for its lock see that it was replaced.
             (Err(Error::Io { source, .. }), Some(folder))
-                if source.kind() == std::io::ErrorKind::PermissionDenied =>
+                if source.kind() == std::io::ErrorKind::PermissionDenied
+                    || is_unsupported(&source) =>
             {
                 publish_on(&disk, folder, LOCK_NAME, bytes, fsync, control)
             }

@@ -470,3 +470,32 @@ fn files_of_a_foreign_layout_have_their_checksums() {
         assert!(written[7..].starts_with(&data[..to_usize(lengths[0])]));
     }
 }
+
+/// A file system that takes writes at the end of a file only.
+struct AtEndsOnly;
+
+impl Hook for AtEndsOnly {
+    fn before(&self, call: Call, path: &Path) -> io::Result<usize> {
+        match call {
+            Call::Write { offset, .. }
+                if fs::metadata(path).is_ok_and(|at| at.is_file() && at.len() != offset) =>
+            {
+                Err(io::Error::from_raw_os_error(libc::ENOTSUP))
+            }
+            _ => Ok(50_007), // short writes, so that some are refused half way
+        }
+    }
+}
+
+#[test]
+fn file_system_that_takes_writes_at_ends_only() {
+    let items = uneven();
+    let contents = contents(&items);
+    for io in [WriteIo::Direct, WriteIo::Buffered] {
+        let dir = tempdir().unwrap();
+        let disk = Disk::hooked(Arc::new(AtEndsOnly));
+        let save = create_on(&disk, dir.path(), items.clone(), INFO, &options(io)).unwrap();
+        write_by_blocks(&save, &contents).unwrap();
+        assert_saved(&finish(save, dir.path()), &items);
+    }
+}

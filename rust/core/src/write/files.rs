@@ -1,11 +1,14 @@
 //! The data files of a save during the write.
 
+use std::env;
 use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use super::jobs::to_usize;
 use super::layout::FilePlan;
-use crate::store::disk::Disk;
+use crate::store::disk::{Disk, is_unsupported, temporary_file};
 use crate::store::{FileLock, FolderLock, Mode};
 use crate::{Control, Error, Result};
 
@@ -22,7 +25,13 @@ pub(super) struct Handles {
 struct DataFile {
     path: PathBuf,
     held: Option<Arc<Handles>>,
+    /// The bytes that the file system refused at their offsets, because it takes bytes only at the
+    /// end of a file.
+    refused: OnceLock<File>,
 }
+
+/// Bytes to copy at a time.
+const COPIED: u64 = 8 << 20;
 
 /// The data files that a save created and linked. They are removed on drop, unless they are
 /// [kept](Self::keep).
@@ -103,7 +112,7 @@ impl DataFiles {
             control.check()?;
             let path = dir.join(&plan.name);
             let plain = files.disk.create(&path)?;
-            files.files.push(DataFile { path: path.clone(), held: None });
+            files.files.push(DataFile { path: path.clone(), held: None, refused: OnceLock::new() });
             // The folder stays locked until the file is claimed.
             if let Some(_locked) = lock.take() {
                 files.claim = FileLock::claim(&files.disk, &path, control)?;
@@ -123,11 +132,68 @@ impl DataFiles {
 
     /// Returns the open handles of a file, or opens new ones.
     pub(super) fn handles(&self, file: u32) -> Result<Arc<Handles>> {
-        let DataFile { path, held } = &self.files[file as usize];
+        let DataFile { path, held, .. } = &self.files[file as usize];
         if let Some(held) = held {
             return Ok(Arc::clone(held));
         }
         Ok(Arc::new(Handles { plain: self.disk.open(path)?, direct: self.open_direct(path)? }))
+    }
+
+    /// Writes `bytes` at `offset`. If the file system refuses the offset, they go to a temporary
+    /// file until [`append_refused`](Self::append_refused).
+    pub(super) fn write(
+        &self,
+        file: u32,
+        handles: &Handles,
+        bytes: &[u8],
+        offset: u64,
+    ) -> Result<()> {
+        let DataFile { path, refused, .. } = &self.files[file as usize];
+        if refused.get().is_none() {
+            match self.disk.write(&handles.plain, path, bytes, offset) {
+                Err(Error::Io { source, .. }) if is_unsupported(&source) => {
+                    let temporary = temporary_file()?;
+                    refused.get_or_init(|| temporary);
+                }
+                result => return result,
+            }
+        }
+        let temporary = refused.get().expect("it was just made");
+        self.disk.write(temporary, &env::temp_dir(), bytes, offset)
+    }
+
+    /// Appends the bytes that were refused at their offsets, if there are any, to a file that gets
+    /// `size` bytes. The header is then written before the payload: only its length shows that a
+    /// file is not complete.
+    pub(super) fn append_refused(
+        &self,
+        file: u32,
+        handles: &Handles,
+        size: u64,
+        control: &Control,
+    ) -> Result<()> {
+        let DataFile { path, refused, .. } = &self.files[file as usize];
+        let Some(temporary) = refused.get() else {
+            return Ok(());
+        };
+        let failed = |error| Error::io("write", path, error);
+        let unread = |error| Error::io("read a temporary file in", &env::temp_dir(), error);
+        temporary.set_len(size).map_err(unread)?; // the end may be a gap
+        let mut at = handles.plain.metadata().map_err(failed)?.len();
+        if at == size {
+            // The length was set in advance, so that the file system refused every offset.
+            handles.plain.set_len(0).map_err(failed)?;
+            at = 0;
+        }
+        let mut buffer = vec![0; to_usize(COPIED.min(size))];
+        while at < size {
+            control.check()?;
+            let part = &mut buffer[..to_usize(COPIED.min(size - at))];
+            temporary.read_exact_at(part, at).map_err(unread)?;
+            self.disk.write(&handles.plain, path, part, at)?;
+            at += part.len() as u64;
+        }
+        Ok(())
     }
 
     /// Returns whether the handles of a file are closed after use. Closing loses errors of the page

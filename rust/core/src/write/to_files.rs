@@ -56,7 +56,8 @@ impl Sink for ToFiles {
         for (number, plan) in (0..).zip(&self.layout.files) {
             control.check()?;
             let handles = self.files.handles(number)?;
-            self.disk.write(&handles.plain, self.files.path(number), &plan.header, 0)?;
+            self.files.write(number, &handles, &plan.header, 0)?;
+            self.files.append_refused(number, &handles, plan.size, control)?;
             if self.how.fsync && self.files.is_transient(number) {
                 self.disk.sync(&handles.plain, self.files.path(number), control)?;
             }
@@ -126,7 +127,7 @@ impl ToFiles {
         let rest = [start..direct.start, direct.end..end];
         for part in rest.iter().filter(|part| !part.is_empty()) {
             let bytes = &bytes[to_usize(part.start - start)..to_usize(part.end - start)];
-            self.disk.write(&handles.plain, path, bytes, part.start)?;
+            self.files.write(job.file, handles, bytes, part.start)?;
         }
         if self.how.fsync
             && self.files.is_transient(job.file)
