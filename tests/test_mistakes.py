@@ -69,6 +69,19 @@ def save(state: Any, path: Any, **options: Any) -> None:
     dcp_rs.save(state, path, no_dist=True, **options)
 
 
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+def cyclic(container: Any) -> Any:
+    """Return a container that contains itself."""
+    if isinstance(container, list):
+        container.append(container)
+    else:
+        container["self"] = container
+    return container
+
+
 def command(*arguments: Any) -> None:
     main([str(argument) for argument in arguments])
 
@@ -205,12 +218,21 @@ MISTAKES: list[Mistake] = [
     ("an option of a training load", lambda w: dcp_rs.optim.load_training_state(w / "bare", torch.nn.Linear(2, 2), verfy=True, no_dist=True), TypeError, "dcp_rs.optim.load_training_state() has no option 'verfy': did you mean 'verify'?"),
     ("an option of a load of an optimizer", lambda w: dcp_rs.optim.load_optim_state_dict(w / "bare", module := torch.nn.Linear(2, 2), torch.optim.SGD(module.parameters()), partal=True), TypeError, "dcp_rs.optim.load_optim_state_dict() has no option 'partal': did you mean 'partial'?"),
     ("a training load without a model", lambda w: dcp_rs.optim.load_training_state(w / "bare", io="mmap"), TypeError, "missing 1 required positional argument: 'model'"),
+    ("a number for the function that keeps", lambda w: dcp_rs.CheckpointManager(w / "new", keep=3), TypeError, "keep=3: pass a function of a step's number and metrics"),
+    ("a name for the function of a saved step", lambda w: dcp_rs.CheckpointManager(w / "new", on_saved="evaluate"), TypeError, "on_saved='evaluate': pass a function of a step's path"),
+    ("a plain value of each rank", lambda w: dcp_rs.optim.PerRank({"at": 3}), TypeError, "PerRank takes an object with state_dict() and load_state_dict(), not dict"),
+    ("a data loader without a state", lambda w: dcp_rs.optim.PerRank(torch.utils.data.DataLoader([1])), TypeError, "not DataLoader"),
     ("no metric for the best", lambda w: dcp_rs.CheckpointManager(w / "new", keep_best=2), ValueError, "keep_best= needs metric=, the name of the metric to compare"),
     # what does not fit
     ("another shape", lambda w: load({"layers.0.weight": torch.zeros(3)}, w / "bare"), PlanError, "tensor 'layers.0.weight' has shape (3,) in the state dict, and (2,) in the checkpoint"),
     ("a number for a tensor", lambda w: load({"layers.0.weight": 1}, w / "bare"), PlanError, "'layers.0.weight' is a tensor in the checkpoint, and"),
     ("a slice of a value", lambda w: dcp_rs.open(w / "named").get_slice("epoch"), TypeError, "'epoch' is not a tensor"),
     ("a function in a state dict", lambda w: save({"f": lambda: 1}, w / "made"), UnsupportedError, "value 'f' (function) cannot be pickled"),
+    ("a strided nested tensor", lambda w: save({"layer": {"n": nested()}}, w / "made"), UnsupportedError, "tensor 'layer.n' is a nested tensor of the strided layout"),
+    ("a strided nested tensor, in the background", lambda w: dcp_rs.async_save({"n": nested()}, w / "made", no_dist=True).result(), UnsupportedError, "tensor 'n' is a nested tensor"),
+    ("a dict that contains itself", lambda w: save(cyclic({"w": torch.ones(1)}), w / "made"), PlanError, "the state dict contains itself, or is nested too deep: look at ['self']['self']"),
+    ("a list that contains itself", lambda w: save({"a": cyclic([torch.ones(1)])}, w / "made"), PlanError, "the state dict contains itself"),
+    ("a dict that contains itself, to load into", lambda w: load(cyclic({}), w / "bare"), PlanError, "the state dict contains itself"),
     ("a tensor without data", lambda w: save({"t": torch.empty(1, device="meta")}, w / "made"), UnsupportedError, "'t'"),
     ("a nested dict in a .safetensors file", lambda w: dcp_rs.save_file({"a": {"b": torch.ones(1)}}, w / "empty" / "x.safetensors"), UnsupportedError, "safetensors cannot hold 'a': it is a dict"),
     ("values in a .safetensors file", lambda w: dcp_rs.convert(w / "named", w / "new", to="safetensors"), UnsupportedError, "safetensors cannot hold 1 of 2 entries: 'epoch' is not a tensor. skip_unsupported=True leaves them out"),

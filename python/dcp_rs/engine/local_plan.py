@@ -129,6 +129,12 @@ def _entries_of(
     if is_lazy(value):
         msg = f"tensor {fqn!r} has no shape yet: run a forward pass of its lazy module first"
         raise UnsupportedError(msg, tensor=fqn)
+    if value.is_nested and value.layout == torch.strided:
+        msg = (
+            f"tensor {fqn!r} is a nested tensor of the strided layout, which has no shape: "
+            "save the tensors of its unbind()"
+        )
+        raise UnsupportedError(msg, tensor=fqn)
     shape = tuple(value.shape)
     shards: list[tuple[tuple[int, ...], torch.Tensor]]
     if isinstance(value, (DTensor, ShardedTensor)) or _torch.is_shard(value):

@@ -130,7 +130,7 @@ class CheckpointManager:
 
     Raises:
         ValueError: an invalid argument.
-        TypeError: an unknown option.
+        TypeError: an unknown option; ``keep`` or ``on_saved`` is not a function.
         UnsupportedError: a URL of an unknown scheme; ``storage_options`` for a path of the file
             system.
 
@@ -203,6 +203,14 @@ class CheckpointManager:
         if on_error not in ("raise", "warn"):
             msg = f"on_error={on_error!r}: must be one of 'raise', 'warn'"
             raise ValueError(msg)
+        functions: tuple[tuple[str, object, str], ...] = (
+            ("keep", keep, "a step's number and metrics"),
+            ("on_saved", on_saved, "a step's path"),
+        )
+        for name, function, gets in functions:
+            if function is not None and not callable(function):
+                msg = f"{name}={function!r}: pass a function of {gets}"
+                raise TypeError(msg)
         self._store = step_store_at(root, storage_options, step_name, fsync=fsync)
         self._policies = Policies(
             keep_last=keep_last,

@@ -61,7 +61,7 @@ def flatten(state_dict: Mapping[Any, Any], state_of: Callable[[Any], Any] | None
             entries are leaves.
 
     Raises:
-        PlanError: two leaves have the same FQN.
+        PlanError: two leaves have the same FQN; the state dict contains itself.
     """
     flat = Flat({}, {}, [])
     # A look at each type costs less than one at each value.
@@ -71,7 +71,13 @@ def flatten(state_dict: Mapping[Any, Any], state_of: Callable[[Any], Any] | None
         if (kind := kind_of(state_dict)) != "dict":
             flat.containers.append(_container(0, (), kind, state_dict))
     else:
-        _enter(state_dict, "", (), flat, state_of)
+        try:
+            _enter(state_dict, "", (), flat, state_of)
+        except RecursionError as error:
+            last = next(reversed(flat.paths.values()), ())
+            msg = "the state dict contains itself, or is nested too deep"
+            msg += f": look at {shown(last[:2])}" if last else ""
+            raise PlanError(msg) from error
     return flat
 
 

@@ -72,11 +72,20 @@ class PerRank:
         ```python
         extra = {"loader": dcp_rs.optim.PerRank(loader, key=mesh["dp"].get_local_rank())}
         ```
+
+    Raises:
+        TypeError: the value has no ``state_dict`` or no ``load_state_dict``.
     """
 
     def __init__(
         self, value: Any, key: int | str | None = None, reshard: Reshard | None = None
     ) -> None:
+        if not is_stateful(value):
+            msg = (
+                "PerRank takes an object with state_dict() and load_state_dict(), "
+                f"not {type(value).__name__}"
+            )
+            raise TypeError(msg)
         self.value = value
         self.key = key
         self.reshard = reshard
