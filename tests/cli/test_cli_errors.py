@@ -47,6 +47,18 @@ def test_errors_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["convert", "merge"])
+def test_only_globs_that_were_given_are_named(
+    dcp_rs_cli, command: str, world: Path, tmp_path: Path
+) -> None:
+    inputs = [world / "ckpt"] * (2 if command == "merge" else 1)
+    out = ["-o"] if command == "merge" else []
+    _, _, err = dcp_rs_cli(command, *inputs, *out, tmp_path / "out", "--include", "nothing.*")
+    assert "--include" in err
+    assert "exclude" not in err
+    assert "None" not in err
+
+
 def test_errors_need_no_new_click(dcp_rs_cli, monkeypatch) -> None:
     """Click 8.1 lacks this class: each error ended in an AttributeError."""
     monkeypatch.delattr("click.exceptions.NoArgsIsHelpError", raising=False)

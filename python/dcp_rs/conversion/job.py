@@ -211,10 +211,7 @@ def select(
         path = item.path if name == item.name and item.path is not None else (name,)
         tasks.append(Task(item, name, new_dtype(item, request.dtype), path))
     if source.items and not tasks:
-        msg = (
-            f"none of the {len(source.items)} entries is wanted by include={request.include!r}, "
-            f"exclude={request.exclude!r}"
-        )
+        msg = f"none of the {len(source.items)} entries is wanted by {request.globs}"
         raise PlanError(msg)
     leaves = [task.item.path for task in tasks if task.item.path is not None]
     containers = remaining(source.containers or [], leaves, passes)

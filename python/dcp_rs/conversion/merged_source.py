@@ -114,8 +114,7 @@ class MergedSource:
         if first.items and not self.items:
             msg = (
                 f"nothing is left of the {len(first.items)} entries of {inputs[0].path} by "
-                f"include={request.include!r}, exclude={request.exclude!r}, "
-                f"conflicts={conflicts!r}"
+                + ", ".join(filter(None, [request.globs, f"conflicts={conflicts!r}"]))
             )
             raise PlanError(msg)
 

@@ -154,6 +154,12 @@ class WriteRequest:
         return IndexSource(index, self.read_options)
 
     @property
+    def globs(self) -> str:
+        """The globs that were given, for messages."""
+        both = {"include": self.include, "exclude": self.exclude}
+        return ", ".join(f"{name}={globs!r}" for name, globs in both.items() if globs is not None)
+
+    @property
     def target(self) -> Format:
         """The format. Default: by the ending of ``out``."""
         return _ENDINGS.get(self.suffix, "dcp-rs") if self.to is None else self.to
