@@ -164,8 +164,8 @@ def save_training_state(
         strict_values: as for :func:`dcp_rs.save`. For values in ``extra`` and of optimizers it is
             true by default.
         io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
-        overwrite, progress, save_id, parent, reuse, verify_reuse, storage_options, guard: as for
-            :func:`dcp_rs.save`.
+        overwrite, progress, save_id, parent, reuse, verify_reuse: as for :func:`dcp_rs.save`.
+        storage_options, guard, publish: as for :func:`dcp_rs.save`.
 
     Returns:
         The metadata, as :func:`dcp_rs.save`.

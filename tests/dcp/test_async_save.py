@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import threading
 
 import pytest
@@ -304,11 +303,15 @@ def test_an_interrupt_after_the_hand_over_leaves_the_save_as_it_is(ckpt, monkeyp
     assert saved_after(ckpt) == [0, 0, 0]
 
 
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("step", ["_enter", "stage"])
 def test_after_an_interrupt_before_the_hand_over_nothing_is_saved(ckpt, monkeypatch, step):
     dcp_rs.save({"w": torch.ones(3)}, ckpt)
     if step == "stage":
-        monkeypatch.setattr(Staging, "finish", lambda _: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr(Staging, "finish", interrupted)
     else:
         interrupt_after(monkeypatch, step)
     with pytest.raises(KeyboardInterrupt):

@@ -168,6 +168,19 @@ def test_where_torch_alone_can_pin_blocks_are_not_rounded_up_together(sim, devic
     assert sim.pinned_bytes == 0
 
 
+@pytest.mark.parametrize("descending", [False, True])
+def test_a_block_may_lie_below_or_above_the_one_before(sim, device, monkeypatch, descending):
+    """A block below was taken for a part of the block before it, and the copy failed."""
+    want = {f"w{i}": torch.randn(100 + i, 200) for i in range(30)}
+    made = [torch.empty(MIB, dtype=torch.uint8, pin_memory=True) for _ in range(8)]
+    blocks = iter(sorted(made, key=torch.Tensor.data_ptr, reverse=descending))
+    monkeypatch.setattr("dcp_rs.transfer.stage.BLOCK_BYTES", MIB)
+    monkeypatch.setattr(
+        "dcp_rs.transfer.stage.host_memory", lambda nbytes, **_: next(blocks)[:nbytes]
+    )
+    assert_state_equal(dict(HostStager().stage(to(device, want))), want)
+
+
 def test_one_staged_state_dict_at_a_time(sim, device):
     for seed in range(4):
         staging = Staging(to(device, state(seed)), shared_blocks)

@@ -82,7 +82,7 @@ SHOWN = {
     "Checkpoint": "chunks close get get_slice get_tensor get_tensors info metadata offset_keys path report save_id "
     "source state_dict stream",
     "CheckpointManager": "annotate async_save best_step close delete latest_step load load_training_state path root save "
-    "should_save steps wait",
+    "should_save steps tiers wait",
     "CleanReport": "gb_per_second nbytes to_dict",
     "Concat": "dim",
     "ConvertReport": "bytes files gb_per_second seconds to_dict",

@@ -129,7 +129,7 @@ def _entries_of(
     if is_lazy(value):
         msg = f"tensor {fqn!r} has no shape yet: run a forward pass of its lazy module first"
         raise UnsupportedError(msg, tensor=fqn)
-    if value.is_nested and value.layout == torch.strided:
+    if type(value) is torch.Tensor and value.is_nested and value.layout == torch.strided:
         msg = (
             f"tensor {fqn!r} is a nested tensor of the strided layout, which has no shape: "
             "save the tensors of its unbind()"

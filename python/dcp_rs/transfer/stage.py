@@ -221,11 +221,13 @@ class _DeviceCopies:
         stream: where they run.
         direct: (destination, source) of large tensors.
         runs: small tensors side by side: their memory, and the offset and source of each.
+        last: where the last run begins.
     """
 
     stream: CopyStream
     direct: list[Pair] = field(default_factory=list)
     runs: list[tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]] = field(default_factory=list)
+    last: _Place = 0, 0
 
     def start(self) -> None:
         """Start all copies."""
@@ -270,13 +272,13 @@ def _copies(
                 of_device.direct.append((as_integers(views[key]), raw))
                 continue
             end = begin + source.nbytes
-            if of_device.runs:
-                run, parts = of_device.runs[-1]
-                first = run.data_ptr() - memory[block].data_ptr()
-                if first >= 0 and end <= first + SLAB_BYTES:
-                    of_device.runs[-1] = (memory[block][first:end], parts)
-                    parts.append((begin - first, raw))
-                    continue
+            last, first = of_device.last
+            if of_device.runs and block == last and end <= first + SLAB_BYTES:
+                _, parts = of_device.runs[-1]
+                of_device.runs[-1] = (memory[block][first:end], parts)
+                parts.append((begin - first, raw))
+                continue
+            of_device.last = block, begin
             of_device.runs.append((memory[block][begin:end], [(0, raw)]))
     for of_device in found.values():
         of_device.stream.reserve(max((run.numel() for run, _ in of_device.runs), default=0))
