@@ -21,10 +21,10 @@ import dcp_rs
 from dcp_rs import RsReader
 
 dcp_rs.opne("x")  # attr-defined
-dcp_rs.load({}, "x", verfy=True)  # arg-type
+dcp_rs.load({}, "x", verfy=True)  # call-arg
 dcp_rs.load({}, "x", io="mmaped")  # typeddict-item arg-type
-dcp_rs.save({}, "x", fsnyc=False)  # arg-type
-dcp_rs.async_save({}, "x", overwite=False)  # arg-type
+dcp_rs.save({}, "x", fsnyc=False)  # call-arg
+dcp_rs.async_save({}, "x", overwite=False)  # call-arg
 dcp_rs.open("x", devcie="cpu")  # call-overload
 dcp_rs.open("x", framework="numpy")  # call-overload
 RsReader("x", theads=2)  # call-arg

@@ -235,7 +235,11 @@ def save_and_die(base, root, at, victim, copies=1, **options):
         elif at == "publish":
             nodes.Nodes._publish = die
         elif at == "after":
-            coordinator.Coordinator.committed = die
+            # That of step 1 at the root may come meanwhile.
+            committed = coordinator.Coordinator.committed
+            coordinator.Coordinator.committed = lambda self, step, *more: (
+                die() if step == 2 else committed(self, step, *more)
+            )
     try:
         manager.save(2, state_of(2))
     except RankLostError:
