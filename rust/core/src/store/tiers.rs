@@ -130,6 +130,9 @@ impl Tiers {
             while let Some(tier) = now.filter(|&tier| is_at(tier)) {
                 *now = self.find(name, size, tier + 1);
             }
+            if now.is_none() {
+                self.lacking.lock().unwrap_or_else(PoisonError::into_inner).insert(file);
+            }
         }
         has
     }
