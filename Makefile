@@ -167,7 +167,7 @@ $(VENV)/.bench: $(VENV)/.built
 	$(UV) pip install --quiet --python $(PY) --group bench
 	@touch $@
 
-crash: $(VENV)/.fast  ## Kill 2,000 saves, fail every write, cut the power at every moment, kill 120 saves to a store 500 runs on what looks like NFS, and 300 that save to nodes, and look at what is left (ARGS)
+crash: $(VENV)/.fast  ## Kill, starve and cut off thousands of saves and runs, and look at what is left (ARGS)
 	PYTHONPATH=tests $(PY) -m crash --faults --power 2000 $(ARGS)
 	PYTHONPATH=tests $(PY) -m crash --store --kills 100 --kills-of-four 20
 	PYTHONPATH=tests $(PY) -m crash.nfs

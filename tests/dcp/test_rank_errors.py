@@ -1,4 +1,4 @@
-"""What errors of one rank say on all of them. test_rank_matrix.py has the steps that may fail."""
+"""Errors of one rank, as all of them tell them. test_rank_matrix.py has the steps that may fail."""
 
 import contextlib
 import pickle

@@ -491,6 +491,7 @@ def test_ranks_that_do_not_all_have_a_folder_are_refused(tmp_path):
         ({"copies": 2}, UnsupportedError),
         ({"reuse": True}, ValueError),
         ({"max_bytes": 5}, ValueError),
+        ({"on_uploaded": "evaluate"}, TypeError),
         ({"local": "s3://bucket/run"}, UnsupportedError),
     ],
 )

@@ -119,7 +119,8 @@ class CheckpointManager:
         node: the name of this node, the same on all of its ranks. Default: ``LOCAL_WORLD_SIZE``
             consecutive ranks are a node; if that is not set, all ranks of a host.
         on_uploaded: called once for each step that is at the root, on the coordinator, with its
-            path, in another thread. With ``local``, ``on_saved`` is called once it is on the nodes.
+            path, in another thread or in :meth:`close`. With ``local``, ``on_saved`` is called once
+            it is on the nodes.
         io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
 
     Attributes:
@@ -206,6 +207,7 @@ class CheckpointManager:
         functions: tuple[tuple[str, object, str], ...] = (
             ("keep", keep, "a step's number and metrics"),
             ("on_saved", on_saved, "a step's path"),
+            ("on_uploaded", on_uploaded, "a step's path"),
         )
         for name, function, gets in functions:
             if function is not None and not callable(function):
@@ -251,7 +253,7 @@ class CheckpointManager:
         self._ranks = ManagerRanks(process_group, no_dist=no_dist)
         self._nodes: Nodes | None = None
         names = names_of_nodes(self._ranks, local, node)
-        if names is not None and local is not None:
+        if local is not None:
             self._nodes = Nodes(
                 self._ranks,
                 names,

@@ -70,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a node has of one step.
+    """One step on a node.
 
     Attributes:
         number: the number of the step.
@@ -108,8 +108,8 @@ class NodeStepStore(FolderStepStore):
 
 def names_of_nodes(
     ranks: RankGroup, local: str | os.PathLike[str] | None, node: str | None
-) -> list[str] | None:
-    """Return the name of each rank's node; None if the steps are not saved on nodes.
+) -> list[str]:
+    """Return the name of each rank's node. It is empty if the steps are not saved on nodes.
 
     Every rank calls it.
 
@@ -131,13 +131,13 @@ def names_of_nodes(
     if None in names and any(names):
         without = [rank for rank, name in enumerate(names) if name is None]
         raise ValueError(f"local= is given on some ranks only, and not on ranks {without}")
-    return [name for name in names if name is not None] or None
+    return [name for name in names if name is not None]
 
 
 def _raise_if_lost(failed: Sequence[Transfer], folder: Path) -> None:
     if failed:
-        names = f"{failed[0].name}" + (f" and {len(failed) - 1} more" if len(failed) > 1 else "")
-        msg = f"{names} could not be copied to another node, so the step is not saved"
+        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        msg = f"{failed[0].name}{more} could not be copied to another node: the step is not saved"
         raise StorageError(msg, path=folder)
 
 
@@ -495,7 +495,7 @@ class Nodes:
         wanted = [set().union(*(asked[rank] for rank in ranks)) for ranks in self._nodes]
         sizes = {entry.name: entry.size for entry in index.files()}
         holders = self._holders(choice.step)
-        # What is there, and a read passed over, is damaged.
+        # A file that is there, and that a read passed over, is damaged.
         damaged = {
             (node, name)
             for node, names in enumerate(wanted)

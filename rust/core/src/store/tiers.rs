@@ -179,8 +179,9 @@ mod tests {
         // Another thread met the same damage, and reads again as well.
         assert!(pass_over(&at_first));
         assert_eq!(tiers.folder_of(0), Some(&*second));
+        assert!(tiers.lacking().is_empty());
         assert!(pass_over(&at_second));
-        assert_eq!(tiers.folder_of(0), None);
+        assert_eq!((tiers.folder_of(0), tiers.lacking()), (None, vec![0]));
         let problems: Vec<String> = [&at_first, &at_second]
             .map(|path| format!("{} is passed over: torn", path.display()))
             .into();
