@@ -12,6 +12,7 @@ FAMILIES = {
     "save": "saving, with fsync",
     "restart": "a save, and restores in new processes after it",
     "steps": "steps of a run that trains adapters of a frozen backbone",
+    "nodes": "saves to the disks of nodes, and restores after one of them is lost",
     "stall": "what a save in the background costs the training step that it begins in",
     "memory": "anonymous memory while loading",
     "views": "opening a checkpoint and touching every name",

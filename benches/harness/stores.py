@@ -43,7 +43,7 @@ class Store:
     process: Driven
 
     def counts(self) -> dict[str, int]:
-        """Requests since the last time, by kind; `all` of them; `most at once`."""
+        """Requests since the last time, by kind; `all` of them; `data`, gets of data files; `most at once`."""
         return {
             name: count for name, count in self.process.ask("counts").items() if name != "seconds"
         }

@@ -18,9 +18,10 @@ with object_server() as server:
 
     def counts() -> dict[str, int]:
         asked, most = dict(server.counts()), server.most_at_once
+        data = [r for r in server.requests if r.kind == "get" and r.key.endswith(".safetensors")]
         server.requests.clear()
         server.most_at_once = server.at_once
-        return {**asked, "most at once": most, "all": sum(asked.values())}
+        return {**asked, "most at once": most, "all": sum(asked.values()), "data": len(data)}
 
     def forget(prefix: str) -> None:
         for key in server.keys(prefix):
