@@ -6,23 +6,36 @@
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
-use std::sync::Mutex;
+use std::path::Path;
+use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group};
 use dcp_rs_core::Dtype;
-use dcp_rs_core::copy::{Accumulate, Loop, Stores, copy_strided, copy_with_digest_unfenced, fence};
+use dcp_rs_core::copy::{
+    Accumulate, Loop, Signs, Stores, copy_strided, copy_with_digest_unfenced, fence,
+};
+use dcp_rs_core::format::{
+    ChunkEntry, FileEntry, Index, IndexBuilder, Kind, SourceKind, TensorEntry,
+};
+use dcp_rs_core::geometry::Dims;
+use dcp_rs_core::quant::{Coded, Format, Target};
 
 const OFFSETS: [usize; 10] = [0, 64, 128, 192, 256, 512, 1024, 2048, 3072, 4032];
 const SIZES: [(&str, usize); 3] = [("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("64 MiB", 64 << 20)];
 /// Elements on a side of a transposed matrix.
 const SIDE: usize = 128;
 const PAGE: usize = 4096;
+/// Columns of a quantized matrix, and rows and columns of its blocks.
+const COLUMNS: usize = 4096;
+const BLOCK: usize = 128;
+/// Codes that are decoded at a time, as a load does it.
+const WINDOW: usize = 256 << 10;
 
 /// Copies this many bytes, or adds as many elements, from the second to the first.
 type Kernel = fn(*mut u8, *const u8, usize);
 
-const KERNELS: [(&str, Kernel); 9] = [
+const KERNELS: [(&str, Kernel); 10] = [
     ("memcpy", |dst, src, len| {
         // SAFETY: both sides have `len` bytes, here and below.
         unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
@@ -60,7 +73,84 @@ const KERNELS: [(&str, Kernel); 9] = [
         // SAFETY: as many sums of four bytes as elements of two fit in `len` bytes.
         unsafe { add.run(dst, src, &[], len as u64 / 2) };
     }),
+    ("dequantize FP8 blocks", |dst, src, len| {
+        // SAFETY: the codes are half as long as what they become.
+        let (codes, out) = unsafe {
+            (std::slice::from_raw_parts(src, len / 2), std::slice::from_raw_parts_mut(dst, len))
+        };
+        for (codes, out) in codes.chunks(WINDOW).zip(out.chunks_mut(2 * WINDOW)) {
+            let rows = codes.len() / COLUMNS;
+            let scales = &SCALES[..4 * rows.div_ceil(BLOCK) * (COLUMNS / BLOCK)];
+            let sizes = [rows as u64, COLUMNS as u64];
+            QUANTIZED.decode(&[0, 0], &sizes, &[codes, scales], out).expect("whole rows");
+        }
+    }),
 ];
+
+/// A matrix of FP8 codes that is decoded as the largest size of bfloat16.
+static QUANTIZED: LazyLock<Coded> = LazyLock::new(|| {
+    let rows = SIZES[2].1 / 2 / COLUMNS;
+    let mut builder = IndexBuilder::new(SourceKind::Native);
+    let codes = add(&mut builder, "codes", "float8_e4m3fn", [rows, COLUMNS], 1);
+    let scale = add(&mut builder, "scale", "float32", [rows / BLOCK, COLUMNS / BLOCK], 4);
+    let bytes = builder.build().expect("a valid index");
+    let index = Index::from_bytes(bytes, Path::new("index.dcprs")).expect("a valid index");
+    Coded {
+        index: Arc::new(index),
+        shape: Dims::from_slice(&[rows as u64, COLUMNS as u64]),
+        target: Target::BFloat16,
+        format: Format::Fp8,
+        block: [BLOCK as u64; 2],
+        codes,
+        scale,
+        zeros: None,
+        global: None,
+    }
+});
+/// Scales of all its blocks.
+static SCALES: LazyLock<Vec<u8>> =
+    LazyLock::new(|| 0.5_f32.to_le_bytes().repeat(SIZES[2].1 / 2 / BLOCK / BLOCK));
+
+/// Adds a tensor in a file of its own. Returns its number.
+fn add(builder: &mut IndexBuilder, name: &str, dtype: &str, shape: [usize; 2], item: usize) -> u32 {
+    let sizes = Dims::from_slice(&shape.map(|size| size as u64));
+    let length = (shape[0] * shape[1] * item) as u64;
+    let file = FileEntry {
+        name: format!("{name}.safetensors"),
+        size: PAGE as u64 + length,
+        data_start: PAGE as u64,
+        external: false,
+        linked: false,
+        head_digest: None,
+        mtime_ns: 0,
+    };
+    let file = builder.add_file(file).expect("a new file");
+    let tensor = TensorEntry {
+        name: name.into(),
+        kind: Kind::Tensor,
+        dtype: Dtype::from_name(dtype),
+        shape: sizes.clone(),
+        flags: 0,
+        path: None,
+        position: None,
+    };
+    let tensor = builder.add_tensor(tensor).expect("a new tensor");
+    let chunk = ChunkEntry {
+        tensor,
+        file,
+        offset: PAGE as u64,
+        length,
+        offsets: Dims::from_slice(&[0, 0]),
+        sizes,
+        strides: None,
+        signs: Signs::default(),
+        digests: None,
+        content: None,
+        frozen: false,
+    };
+    builder.add_chunk(chunk).expect("a new chunk");
+    tensor
+}
 
 /// Copies runs, each from twice as far as it goes to: half of each row of a matrix.
 fn runs(dst: *mut u8, src: *const u8, len: usize, run: usize) {
