@@ -21,7 +21,7 @@ from dcp_rs.errors import PlanError
 from dcp_rs.options import Globs, ReadOptions, Rename
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.equality import same
-from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
+from dcp_rs.tensors.nesting import shown
 
 __all__ = ["Comparison", "Difference", "compare", "entry_differences"]
 
@@ -37,7 +37,7 @@ _INT64_MIN = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True)
 class Difference:
-    """An entry or container that differs between two checkpoints.
+    """An entry that differs between two checkpoints.
 
     Attributes:
         name: its FQN.
@@ -48,7 +48,6 @@ class Difference:
         max_abs: the largest absolute difference of two elements, an exact ``int`` for integers; NaN
             if only one of them is NaN. Between two dtypes 0 says that all elements are equal, and
             None that torch has no dtype for both.
-        container: whether it is a container: an empty one, or one of another kind than ``dict``.
     """
 
     name: str
@@ -57,7 +56,6 @@ class Difference:
     b: str = ""
     elements: int | None = None
     max_abs: float | None = None
-    container: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,9 +92,10 @@ def compare(
     views: Views | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Comparison:
-    """Compare two checkpoints of any kind, to the bit. Chunks and files make no difference.
+    """Compare the entries of two checkpoints of any kind, to the bit.
 
-    Digests are not checked: damage shows as a difference.
+    Chunks and files make no difference, nor do empty dicts and the kinds of dicts. Digests are not
+    checked: damage shows as a difference.
 
     Args:
         a, b: paths or URLs.
@@ -144,14 +143,12 @@ def compare(
     left.check([item for item, _ in pairs])
     right.check([item for _, item in pairs])
     differences += entry_differences(left, right, pairs, tolerance, progress)
-    kinds_a, kinds_b = _container_kinds(left, in_a, passes), _container_kinds(right, in_b, passes)
-    if rename is None and kinds_a is not None and kinds_b is not None:
-        differences += [
-            Difference(one.name, "path", shown(one.path or ()), shown(other.path or ()))
-            for one, other in pairs
-            if not same(one.path, other.path)
+    # Stock checkpoints have text for every key.
+    if rename is None and left.containers is not None and right.containers is not None:
+        paths = [
+            (one.name, shown(one.path or ()), shown(other.path or ())) for one, other in pairs
         ]
-        differences += _container_differences(kinds_a, kinds_b)
+        differences += [Difference(name, "path", a, b) for name, a, b in paths if a != b]
     missing = [name for name in in_b if name not in in_a]
     return Comparison(
         sorted(differences, key=lambda d: d.name),
@@ -173,39 +170,6 @@ def _renamed(items: Sequence[Item], rename: Rename) -> list[Item]:
     if len(found) < len(items):
         raise PlanError("rename= gives two entries of one checkpoint the same name")
     return [replace(item, name=name) for name, item in found.items()]
-
-
-def _container_kinds(
-    source: CheckpointReader, chosen: dict[str, Item], passes: Callable[[str], bool]
-) -> dict[str, tuple[TreePath, str]] | None:
-    """Return path and kind of each container that is listed, or None if the format lists none."""
-    if source.containers is None:
-        return None
-    leaves = [item.path for item in chosen.values() if item.path is not None]
-    holding = {path[:depth] for path in leaves for depth in range(len(path))}
-    return {
-        name_of(c.path): (c.path, c.kind if c.path in holding else f"empty {c.kind}")
-        for c in remaining(source.containers, leaves, passes)
-        if c.path or c.kind != "dict"
-    }
-
-
-def _container_differences(
-    a: dict[str, tuple[TreePath, str]], b: dict[str, tuple[TreePath, str]]
-) -> Iterator[Difference]:
-    for name in {**a, **b}:
-        # A dict is listed only if it is empty.
-        (path_a, kind_a), (path_b, kind_b) = a.get(name, ((), "")), b.get(name, ((), ""))
-        if not kind_b and kind_a.startswith("empty "):
-            yield Difference(name, "only in a", kind_a, container=True)
-        elif not kind_a and kind_b.startswith("empty "):
-            yield Difference(name, "only in b", b=kind_b, container=True)
-        elif kind_a != kind_b:
-            yield Difference(name, "kind", kind_a or "dict", kind_b or "dict", container=True)
-        elif kind_a.startswith("empty ") and not same(path_a, path_b):
-            # Of other containers, the entries differ in their paths.
-            text_a, text_b = (f"{kind_a} {shown(path)}" for path in (path_a, path_b))
-            yield Difference(name, "path", text_a, text_b, container=True)
 
 
 def _describe(item: Item) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import struct
+import pickle
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,26 +17,18 @@ from dcp_rs.tensors.nesting import kind_of
 
 __all__ = ["raw_bytes", "same"]
 
-#: Types whose ``==`` compares everything, except that floats are compared by their bits.
-_EXACT = (
-    *(type(None), bool, int, float, complex, str, bytes, bytearray),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-
 
 def same(one: Any, other: Any) -> bool:
     """Return whether two values have the same types and bits throughout.
 
-    The order of a dict does not count; that of an ``OrderedDict`` does. Values of unknown types
-    are compared by their ``torch.save`` bytes.
+    The order of a dict does not count; that of an ``OrderedDict`` does. Keys, and the elements of
+    sets, are compared by their ``repr``, and values without elements by their pickles.
 
     Raises:
         Exception: the values cannot be compared. The exception may be of any type.
     """
     if type(one) is not type(other):
         return False
-    if type(one) in _EXACT:
-        return _exact(one) == _exact(other)
     if isinstance(one, torch.Tensor):
         return _same_tensors(one, other)
     if isinstance(one, Mapping):
@@ -44,8 +36,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, set | frozenset):
-        return len(one) == len(other) and set(map(_exact, one)) == set(map(_exact, other))
-    return pickles.dump(one) == pickles.dump(other)
+        return sorted(map(repr, one)) == sorted(map(repr, other))
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,21 +48,9 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat_bytes(as_stored.contiguous())
 
 
-def _exact(value: Hashable) -> Hashable:
-    """Return a key that tells 1, 1.0 and True apart, and 0.0 from -0.0. Python does not."""
-    kind = type(value)
-    if isinstance(value, (float, complex)):
-        return kind, struct.pack("<dd", value.real, value.imag)
-    if isinstance(value, (tuple, frozenset)):
-        rebuild = tuple if isinstance(value, tuple) else frozenset
-        return kind, rebuild(map(_exact, value))
-    return kind, value
-
-
 def _same_mappings(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    mine, others = (
-        {_exact(key): value for key, value in mapping.items()} for mapping in (one, other)
-    )
+    # Python takes the keys 1, 1.0 and True for equal.
+    mine, others = ({repr(key): value for key, value in each.items()} for each in (one, other))
     return (
         len(one) == len(other) == len(mine)
         and mine.keys() == others.keys()
@@ -85,12 +65,12 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     if type(one) not in PLAIN_TYPES:
         return pickles.dump(one) == pickles.dump(other)
 
-    def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    def facts(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad
 
-    if kind(one) != kind(other) or not same(vars(one), vars(other)):
+    if facts(one) != facts(other) or not same(vars(one), vars(other)):
         return False
-    if one.device.type == "meta":
+    if one.is_meta:
         return True
     if one.is_quantized or one.layout != torch.strided:
         # The clones hold no more than their elements.

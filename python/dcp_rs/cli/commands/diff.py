@@ -18,7 +18,7 @@ from dcp_rs.cli.contents import Contents
 from dcp_rs.cli.output import count, for_command_line, line, print_json, size
 
 if TYPE_CHECKING:
-    from dcp_rs.checkpoint.compare import Comparison, Difference  # they import torch
+    from dcp_rs.checkpoint.compare import Difference  # it imports torch
 
 #: The kinds of differences, in the order in which they are printed.
 _KINDS = ("only in a", "only in b", "kind", "path", "shape", "dtype", "value", "elements")
@@ -104,7 +104,9 @@ def _diff(
         if html is None:
             _list(groups, show_all=show_all)
         counts = ", ".join(f"{kind}: {len(group):,}" for kind, group in groups.items())
-        line((_verdict(found), "red"), f" ({counts}; {size(found.bytes)} compared)")
+        names = {difference.name for difference in differences}
+        verdict = f"{len(names):,} of {count(found.entries, 'entry')} differ"
+        line((verdict, "red"), f" ({counts}; {size(found.bytes)} compared)")
         if found.hint:
             line((f"{a}: {for_command_line(found.hint)}", "yellow"))
     else:
@@ -142,11 +144,3 @@ def _details(one: Difference) -> str:
         is_equal = one.kind == "dtype" and one.max_abs == 0
         details.append("equal elements" if is_equal else f"by at most {one.max_abs:.3g}")
     return ", ".join(filter(None, details))
-
-
-def _verdict(found: Comparison) -> str:
-    """Return how many entries differ, and how many containers, which ``ls`` does not list."""
-    names = {difference.name for difference in found.differences if not difference.container}
-    containers = {difference.name for difference in found.differences if difference.container}
-    more = f", and {count(len(containers), 'container')}" if containers else ""
-    return f"{len(names):,} of {count(found.entries, 'entry')} differ{more}"
