@@ -1,4 +1,4 @@
-"""``dcp-rs inspect --html`` and ``diff --html``: one page, opened in a browser where there is one."""
+"""``dcp-rs inspect --html``: one page, opened in a browser where there is one."""
 
 import json
 import re
@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dcp_rs.checkpoint.compare import Difference
-from dcp_rs.cli import main, page
+from dcp_rs.cli import page
 from dcp_rs.cli.contents import Contents, Entry
 from support import nested_state
 from support.both import save_rs
@@ -163,102 +162,22 @@ def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     assert "100,000" in document
 
 
-# --- two beside each other
-# ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> tuple[Path, Path]:
-    before = {f"model.layers.{i}.w": torch.full((8, 8), float(i)) for i in range(12)}
-    after = {name: tensor.clone() for name, tensor in before.items()}
-    after["model.layers.10.w"][0, :3] += 0.5
-    after["model.layers.2.w"] = after["model.layers.2.w"].double()
-    after["model.layers.7.w"] = torch.ones(4, 4)
-    del after["model.layers.11.w"]
-    after["model.<b>new</b>"] = torch.tensor([float("nan"), 1.0])
-    save_rs({**before, "step": 3, "lr": 0.5}, tmp_path / "before")
-    save_rs({**after, "step": 4, "lr": 0.5}, tmp_path / "after")
-    return tmp_path / "before", tmp_path / "after"
-
-
-def diff(*arguments: Any) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["diff", *map(str, arguments)])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
-
-
-@pytest.mark.slow
-def test_two_are_beside_each_other(
-    two: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "page.html"
-    assert diff(*two, "--html", file) == 1
-    printed = capfd.readouterr().out
-    assert printed.startswith(f"wrote {file} (")
-    assert len(printed.splitlines()) == 2  # and how many differ
-    document = in_a_browser(file)
-    assert 'data-ready="yes"' in document
-    assert len(re.findall("<canvas ", document)) == 2
-    # What differs comes first, and as a person counts.
-    kinds = dict(
-        re.findall(r'<tr class="row"><td class="n">(.*?)</td><td class="">(.*?)</td>', document)
-    )
-    assert list(kinds)[:6] == [
-        "model.&lt;b&gt;new&lt;/b&gt;",
-        "model.layers.2.w",
-        "model.layers.7.w",
-        "model.layers.10.w",
-        "model.layers.11.w",
-        "step",
-    ]
-    assert [kinds[name] for name in list(kinds)[:5]] == [
-        "only in b",
-        "dtype",
-        "shape",
-        "elements",
-        "only in a",
-    ]
-    assert (kinds["step"], kinds["lr"], kinds["model.layers.3.w"]) == ("value", "", "")
-    assert "<b>new</b>" not in document
-    document = in_a_browser(file, "#q=layers.10.w")
-    assert "elements, 3 elements differ, by at most 0.500" in document
-    assert "value, 3 | 4" in in_a_browser(file, "#q=step")
-    assert rows(in_a_browser(file, "#q=only%20b")) == ["model.&lt;b&gt;new&lt;/b&gt;"]
-
-
-def test_two_that_are_the_same(
-    two: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert diff(two[0], two[0], "--html", tmp_path / "page.html") == 0
-    capfd.readouterr()
-    assert diff(*two, "--html", tmp_path / "some.html", "--include", "model.layers.1*") == 1
-    text = (tmp_path / "some.html").read_text()
-    assert text.startswith("<!doctype html>")
-    assert text.rstrip().endswith("</html>")
-    assert "model.layers.2.w" not in text  # it was not asked about
-    document = in_a_browser(tmp_path / "page.html")
-    assert "<b>0</b>differ, of 14" in document
-
-
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize(("width", "columns"), [(400, 1), (900, 2), (1500, 2)])
+@pytest.mark.parametrize("width", [400, 900, 1500])
 @pytest.mark.slow
-def test_page_fits_the_window(
-    two: tuple[Path, Path], tmp_path: Path, width: int, columns: int, *, dark: bool
-) -> None:
-    """At three sizes, light and dark: nothing is wider than the window, also with an entry open, and the maps have colours."""
+def test_page_fits_the_window(tmp_path: Path, width: int, *, dark: bool) -> None:
+    """At three sizes, light and dark: nothing is wider than the window, also with an entry open, and the map has colours."""
+    state = {f"model.layers.{i}.w": torch.full((8, 8), float(i)) for i in range(12)}
+    save_rs({**state, "step": 3, "lr": 0.5}, tmp_path / "ckpt")
     file = tmp_path / "page.html"
-    diff(*two, "--html", file)
+    file.write_text(page.render(Contents(tmp_path / "ckpt")))
     probe = """<script>
     addEventListener("load", () => {
       drawMap();
-      const maps = [...document.querySelectorAll("canvas")], box = (one) => one.getBoundingClientRect();
-      const inks = maps.map((map) => new Set(new Uint32Array(map.getContext("2d").getImageData(0, 0, map.width, map.height).data.buffer)).size);
+      const map = document.querySelector("canvas");
+      const inks = new Set(new Uint32Array(map.getContext("2d").getImageData(0, 0, map.width, map.height).data.buffer)).size;
       const back = getComputedStyle(document.body).backgroundColor;
-      document.body.append("PROBE " + JSON.stringify({ wide: document.documentElement.scrollWidth - innerWidth, inks, back,
-        columns: new Set(maps.map((map) => Math.round(box(map).left))).size }));
+      document.body.append("PROBE " + JSON.stringify({ wide: document.documentElement.scrollWidth - innerWidth, inks, back }));
     });
     </script>"""
     file.write_text(file.read_text().replace("</html>", probe + "</html>"))
@@ -270,35 +189,5 @@ def test_page_fits_the_window(
     assert found is not None
     seen = json.loads(found[1])
     assert seen["wide"] <= 0
-    assert seen["columns"] == columns
-    assert min(seen["inks"]) > 5
+    assert seen["inks"] > 5
     assert seen["back"] == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
-
-
-@pytest.mark.slow
-def test_two_of_a_hundred_thousand_tensors(tmp_path: Path) -> None:
-    names = sorted(f"model.layers.{i // 100}.experts.{i % 100}.weight" for i in range(100_000))
-    entries = [Entry(name, i, "bfloat16", (64, 64), 1, 8192) for i, name in enumerate(names)]
-    one = [Chunk(0, 8192, (0, 0), (64, 64))]
-    contents: Any = SimpleNamespace(
-        path=Path("big"),
-        format="dcp-rs",
-        facts={},
-        files=[("a.safetensors", 1)],
-        entries=entries,
-        tensors=100_000,
-        stored_chunks=lambda entry: one,
-    )
-    differences = [
-        Difference(
-            "model.layers.777.experts.42.weight", "elements", elements=1, max_abs=float("nan")
-        )
-    ]
-    text = page.render_both(contents, contents, differences)
-    assert (tmp_path / "page.html").write_text(text) < 30e6
-    document = in_a_browser(tmp_path / "page.html")
-    assert rows(document)[0] == "model.layers.777.experts.42.weight"
-    assert len(rows(document)) == 200
-    document = in_a_browser(tmp_path / "page.html", "#q=elements")
-    assert rows(document) == ["model.layers.777.experts.42.weight"]
-    assert "1 element differs, by at most nan" in document

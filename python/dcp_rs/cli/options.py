@@ -20,7 +20,6 @@ __all__ = [
     "checkpoint",
     "exclude",
     "external",
-    "html",
     "include",
     "json",
     "location_argument",
@@ -174,20 +173,6 @@ def selection(function: Command) -> Command:
     return globs(include(exclude(with_selection)))  # type: ignore[return-value]  # as above
 
 
-def _page(_context: click.Context, _parameter: click.Parameter, out: Path | None) -> Path | None:
-    if out == Path("-"):
-        raise click.BadParameter("a page goes to a file, not to '-'")
-    return out
-
-
-html = click.option(
-    "--html",
-    metavar="FILE",
-    type=local_path,
-    callback=_page,
-    shell_complete=_files,
-    help="Write an HTML page in place of text.",
-)
 external = click.option(
     "--allow-external",
     is_flag=True,

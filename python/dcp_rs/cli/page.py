@@ -1,23 +1,18 @@
-"""A checkpoint, or two side by side, as one page of HTML without a network or a library."""
+"""A checkpoint as one page of HTML without a network or a library."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcp_rs import _core
-from dcp_rs.cli.contents import SORTS, Contents, Entry
+from dcp_rs.cli.contents import SORTS, Contents
 from dcp_rs.cli.output import line, plain, size
 
-if TYPE_CHECKING:
-    from dcp_rs.checkpoint.compare import Difference  # it needs torch
-
-__all__ = ["render", "render_both", "write"]
+__all__ = ["render", "write"]
 
 #: Chunks of one tensor that are drawn. The page says how many there are.
 _MAX_PIECES = 512
@@ -44,66 +39,26 @@ def write(page: str, out: Path, *, as_json: bool) -> int:
 
 def render(contents: Contents) -> str:
     """Return the page of a checkpoint."""
-    return _fill(_data(contents))
-
-
-def render_both(a: Contents, b: Contents, differences: Sequence[Difference]) -> str:
-    """Return the page of two checkpoints: the entries of ``b`` and those of ``a`` alone."""
-    in_a, in_b = ({entry.name: entry for entry in side.entries} for side in (a, b))
-    others = {
-        name: replace(entry, number=-1, nbytes=0)
-        for name, entry in in_a.items()
-        if name not in in_b
-    }
-    for one in differences:
-        if one.name not in in_b and one.name not in others:  # a container, such as a dict
-            others[one.name] = Entry(one.name, -1, None, (), 0, 0)
-    data = _data(b, list(others.values()))
-    number = {name: i for i, name in enumerate(data["names"])}
-    kinds = ["same", *dict.fromkeys(difference.kind for difference in differences)]
-    kind = [0] * len(number)
-    more: dict[str, list[Any]] = {}
-    for one in differences:
-        i = number[one.name]
-        kind[i] = kind[i] or kinds.index(one.kind)
-        more.setdefault(str(i), []).append([one.kind, one.a, one.b, one.elements, one.max_abs])
-    data["diff"] = {
-        "path": os.fspath(a.path),
-        "format": a.format,
-        "facts": a.facts,
-        "files": len(a.files),
-        "bytes": [in_a[name].nbytes if name in in_a else 0 for name in data["names"]],
-        "kinds": kinds,
-        "kind": kind,
-        "more": more,
-    }
-    return _fill(data)
-
-
-def _fill(page: dict[str, Any]) -> str:
     template = resources.files("dcp_rs.cli").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(plain(page), separators=(",", ":"))
+    data = json.dumps(plain(_data(contents)), separators=(",", ":"))
     # A name may contain any text: it must not end the script, or begin another.
     return template.replace("/*DATA*/null", data.replace("<", "\\u003c"), 1)
 
 
-def _data(contents: Contents, others: Sequence[Entry] = ()) -> dict[str, Any]:
-    """Return columns, as a row for each of 100,000 tensors would repeat its keys.
-
-    ``others`` are entries that the checkpoint does not hold: their number is -1.
-    """
-    entries = sorted([*contents.entries, *others], key=SORTS["name"])
+def _data(contents: Contents) -> dict[str, Any]:
+    """Return columns, as a row for each of 100,000 tensors would repeat its keys."""
+    entries = sorted(contents.entries, key=SORTS["name"])
     dtypes = sorted({entry.dtype or "value" for entry in entries})
     number = {dtype: i for i, dtype in enumerate(dtypes)}
     # The file of an entry of one chunk; else [file, bytes, offsets, sizes] of each chunk.
     pieces: list[Any] = []
     for entry in entries:
-        stored = [] if entry.number < 0 else contents.stored_chunks(entry)
+        stored = contents.stored_chunks(entry)
         if len(stored) == 1:
             pieces.append(stored[0].file)
         else:
             pieces.append([[c.file, c.length, c.offsets, c.sizes] for c in stored[:_MAX_PIECES]])
-    values = [(i, e) for i, e in enumerate(entries) if e.dtype is None and e.number >= 0]
+    values = [(i, e) for i, e in enumerate(entries) if e.dtype is None]
     return {
         "path": os.fspath(contents.path),
         "format": contents.format,

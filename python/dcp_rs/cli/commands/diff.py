@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dcp_rs._progress import watching
-from dcp_rs.checkpoint.names import natural, renamer, selector
+from dcp_rs.checkpoint.names import natural
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.contents import Contents
 from dcp_rs.cli.output import count, for_command_line, line, print_json, size
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ _SOME, _WIDTH = 10, 60
     "dcp-rs diff before/ after/",
     "dcp-rs diff ckpt/ hf_model/ --include 'model.*' --tolerance 1e-3",
     "dcp-rs diff ckpt/ pytorch_model.bin --include 'encoder.*' --rename model=",
-    "dcp-rs diff before/ after/ --html page.html",
 )
 @options.location_argument("a")
 @options.location_argument("b")
@@ -45,7 +43,6 @@ _SOME, _WIDTH = 10, 60
     default=0.0,
     help="Ignore absolute differences up to this.",
 )
-@options.html
 @options.views
 @options.external
 @options.threads
@@ -59,7 +56,6 @@ def _diff(
     rename: dict[str, str] | None,
     show_all: bool,
     tolerance: float,
-    html: Path | None,
     views: Views,
     allow_external: bool,
     threads: int | None,
@@ -87,22 +83,11 @@ def _diff(
         )
     differences = found.differences
     status = 1 if differences else 0
-    if html is not None:
-        from dcp_rs.cli import page
-
-        new_name, chosen = renamer(rename), selector(include, exclude) or (lambda _: True)
-        left, right = (
-            Contents(path, passes, allow_external=allow_external, views=views)
-            for path, passes in ((a, lambda name: chosen(new_name(name))), (b, chosen))
-        )
-        left.entries = [replace(entry, name=new_name(entry.name)) for entry in left.entries]
-        page.write(page.render_both(left, right, differences), html, as_json=as_json)
     if as_json:
         print_json({"a": str(a), "b": str(b), "same": not differences, **asdict(found)})
     elif differences:
         groups = _grouped(differences)
-        if html is None:
-            _list(groups, show_all=show_all)
+        _list(groups, show_all=show_all)
         counts = ", ".join(f"{kind}: {len(group):,}" for kind, group in groups.items())
         names = {difference.name for difference in differences}
         verdict = f"{len(names):,} of {count(found.entries, 'entry')} differ"

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from dcp_rs.checkpoint.clean import seen_beside
+from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.metadata import merged_from
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import cutmap, options
@@ -24,6 +25,12 @@ from dcp_rs.tensors.nesting import shown
 _SOME = 10
 
 
+def _page(_context: click.Context, _parameter: click.Parameter, out: Path | None) -> Path | None:
+    if out == Path("-"):
+        raise click.BadParameter("a page goes to a file, not to '-'")
+    return out
+
+
 @command(
     "inspect",
     "dcp-rs inspect ckpt/",
@@ -32,7 +39,14 @@ _SOME = 10
 )
 @options.checkpoint
 @click.argument("name", required=False)
-@options.html
+@click.option(
+    "--html",
+    metavar="FILE",
+    type=local_path,
+    callback=_page,
+    shell_complete=click.Path().shell_complete,
+    help="Write an HTML page in place of text.",
+)
 @options.show_all
 @options.views
 @options.rank
