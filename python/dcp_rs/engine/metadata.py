@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -22,15 +21,14 @@ from dcp_rs import _core
 from dcp_rs._url import StorageOptions, location, options_for
 from dcp_rs.checkpoint.metadata import planner_data
 from dcp_rs.checkpoint.views import Views
-from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
-from dcp_rs.tensors.dtypes import BY_NAME, REQUIRES_GRAD
+from dcp_rs.errors import CheckpointNotFoundError
+from dcp_rs.tensors.dtypes import REQUIRES_GRAD
 from dcp_rs.tensors.nesting import text_path
+from dcp_rs.transfer.target import stored_dtype
 
 __all__ = [
     "Entries",
     "PlannerPaths",
-    "StorageInfo",
-    "StorageInfos",
     "index_of",
     "make_metadata",
     "tensor_flags",
@@ -73,7 +71,6 @@ def make_metadata(
     metadata = Metadata(
         state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # planners need a mapping
         planner_data=data,
-        storage_data=StorageInfos(handle),
         storage_meta=StorageMeta(
             checkpoint_id=checkpoint_id, save_id=index.save_id, load_id=load_id
         ),
@@ -160,14 +157,9 @@ class Entries(Mapping[str, Any]):
         entry = self.index.tensor(tensor)
         if entry.is_bytes:
             return BytesStorageMetadata()
-        if entry.dtype not in BY_NAME:
-            msg = (
-                f"tensor {entry.name!r} is of dtype {entry.dtype}, "
-                f"which torch {torch.__version__} does not have"
-            )
-            raise UnsupportedError(msg, path=self.index.path, tensor=entry.name)
+        dtype = stored_dtype(entry.name, entry.dtype)
         return TensorStorageMetadata(
-            properties=tensor_properties(BY_NAME[entry.dtype], entry.flags),
+            properties=tensor_properties(dtype, entry.flags),
             size=torch.Size(entry.shape),
             chunks=self.index.make_chunks(tensor, ChunkStorageMetadata, torch.Size),
         )
@@ -218,43 +210,3 @@ class PlannerPaths(Mapping[str, Any]):
         if path is None:
             return (fqn,) if self._is_flat else None
         return text_path(path)
-
-
-@dataclass(frozen=True)
-class StorageInfo:
-    """Place of a chunk: ``length`` bytes from byte ``offset`` of the file ``relative_path``."""
-
-    relative_path: str
-    offset: int
-    length: int
-
-
-@dataclass(eq=False, repr=False)
-class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
-    """``storage_data``: a mapping of chunks to their places."""
-
-    _handle: _Handle
-
-    def __getitem__(self, key: MetadataIndex) -> StorageInfo:
-        index = self._handle.index
-        tensor = index.find(key.fqn)
-        for chunk in [] if tensor is None else index.chunks(tensor):
-            if key.offset is None or tuple(key.offset) == chunk.offsets:
-                file = index.files()[chunk.file].name
-                return StorageInfo(file, chunk.offset, chunk.length)
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[MetadataIndex]:
-        index = self._handle.index
-        for tensor, name in enumerate(index.names()):
-            if index.tensor(tensor).is_bytes:
-                yield MetadataIndex(name)
-                continue
-            for number, chunk in enumerate(index.chunks(tensor)):
-                yield MetadataIndex(name, torch.Size(chunk.offsets), number)
-
-    def __len__(self) -> int:
-        return self._handle.index.chunk_count
-
-    def __repr__(self) -> str:
-        return f"<{len(self):,} chunks of {self._handle.index.path}>"
