@@ -36,7 +36,7 @@ from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
 from dcp_rs.errors import UnsupportedError
-from dcp_rs.options import LoadArguments, WriterArguments, split_options, take_options
+from dcp_rs.options import LoadArguments, SaveArguments, split_options, take_options
 from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.tensors.memory import clone
@@ -219,7 +219,7 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **options: Unpack[WriterArguments],
+    **options: Unpack[SaveArguments],
 ) -> SavedMetadata:
     """Save ``state_dict`` to the folder ``path``. Every rank of ``process_group`` calls it.
 
@@ -276,8 +276,7 @@ def save(
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         saves.check_path(path)
-        take_options(save, options)
-        checked = _save_options(options, planner)
+        checked = _save_options(take_options(save, options), planner)
         where = location(path)
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
@@ -307,8 +306,8 @@ def _state_of_copied_buffers(holder: Any) -> Any:
     return like(state, copied)
 
 
-def _save_options(options: WriterArguments, planner: Any) -> SaveOptions:
-    checked = SaveOptions(**options)
+def _save_options(options: Mapping[str, Any], planner: Any) -> SaveOptions:
+    checked = SaveOptions.of(options)
     if planner is not None:
         protocol.check_planner("save", planner)
         if (checked.include, checked.exclude, checked.dtype) != (None, None, None):
@@ -331,7 +330,7 @@ def async_save(
     no_dist: bool = False,
     stager: HostStager | None = None,
     async_staging: bool = False,
-    **options: Unpack[WriterArguments],
+    **options: Unpack[SaveArguments],
 ) -> SaveFuture:
     """Save in the background. Training may change ``state_dict`` once this returns.
 
@@ -402,16 +401,16 @@ def async_save(
         nonlocal where, checked, entries
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
-        take_options(async_save, options)
+        given = take_options(async_save, options)
         _check_stager(stager)
-        checked = _save_options(options, planner)
+        checked = _save_options(given, planner)
         where = absolute(location(path))  # until the save begins, the current folder may change
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
         state_of = _state_of_copied_buffers if async_staging else _state_of
         selected = select(state_dict, checked.include, checked.exclude, state_of=state_of)
         if checked.parent is not None:
-            checked.parent = checked.parent.resolve(selected.values)
+            checked = replace(checked, parent=checked.parent.resolve(selected.values))
         entries = replace(selected, values={})  # the save keeps no tensor of the caller
         return Staging(selected.values, shared_blocks, watched=async_staging)
 

@@ -21,8 +21,8 @@ from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.options import (
     OptimizerArguments,
+    SaveArguments,
     TrainingArguments,
-    WriterArguments,
     split_options,
     take_options,
 )
@@ -141,7 +141,7 @@ def save_training_state(
     process_group: dist.ProcessGroup | None = None,
     planner: SavePlanner | None = None,
     no_dist: bool = False,
-    **write_options: Unpack[WriterArguments],
+    **write_options: Unpack[SaveArguments],
 ) -> SavedMetadata:
     """Save a training job to the folder ``path``. Every rank of ``process_group`` calls it.
 

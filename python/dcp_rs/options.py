@@ -27,7 +27,9 @@ __all__ = [
     "ReadArguments",
     "ReadOptions",
     "ReaderArguments",
+    "SaveArguments",
     "TrainingArguments",
+    "WriteArguments",
     "WriteOptions",
     "WriterArguments",
 ]
@@ -211,18 +213,18 @@ class TrainingArguments(OptimizerArguments, total=False):
     rename: Rename
 
 
-class WriterArguments(TypedDict, total=False):
-    """Keyword arguments of :func:`dcp_rs.save`, for functions that pass them on."""
-
-    include: Globs
-    exclude: Globs
-    dtype: torch.dtype | str | None
+class WriteArguments(TypedDict, total=False):
+    """Keyword arguments of :class:`WriteOptions`, for signatures."""
 
     io: Literal["auto", "direct", "buffered"]
     threads: int | None
     fsync: bool
     max_inflight_bytes: int | None
-    overwrite: bool
+
+
+class WriterArguments(WriteArguments, total=False):
+    """Keyword arguments of :class:`dcp_rs.RsWriter` that torch's writer lacks."""
+
     strict_values: bool
     progress: Progress
     save_id: str | None
@@ -231,6 +233,15 @@ class WriterArguments(TypedDict, total=False):
     verify_reuse: bool
     storage_options: StoreArguments
     guard: Callable[[], AbstractContextManager[object]] | None
+
+
+class SaveArguments(WriterArguments, total=False):
+    """Keyword arguments of :func:`dcp_rs.save`, for functions that pass them on."""
+
+    overwrite: bool
+    include: Globs
+    exclude: Globs
+    dtype: torch.dtype | str | None
     publish: Callable[[bytes], object] | None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
 import itertools
@@ -10,10 +9,9 @@ import os
 import sys
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,6 @@ from torch.futures import Future
 
 from dcp_rs import _core, _torch
 from dcp_rs._arguments import suggest_option
-from dcp_rs._progress import Progress
 from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import absolute, location
@@ -44,7 +41,6 @@ from dcp_rs.engine.local_plan import Writes, check_complete
 from dcp_rs.engine.metadata import tensor_flags
 from dcp_rs.engine.ranks import RankGroup, has_group, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
-from dcp_rs.engine.reuse import Frozen
 from dcp_rs.engine.save import (
     MIXED_PLANNERS,
     SaveOptions,
@@ -54,7 +50,7 @@ from dcp_rs.engine.save import (
     write_files,
 )
 from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
-from dcp_rs.options import WriteOptions
+from dcp_rs.options import WriteOptions, WriterArguments, given, take_options
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.memory import clone, memory_of, why_not_raw
@@ -140,19 +136,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         overwrite: bool = True,
         _extensions: Sequence[Any] | None = None,
         serialization_format: Any = None,
-        *,
-        threads: int | None = None,
-        fsync: bool | None = None,
-        io: Literal["auto", "direct", "buffered"] = "auto",
-        max_inflight_bytes: int | None = None,
-        strict_values: bool = False,
-        progress: Progress = None,
-        parent: str | os.PathLike[str] | None = None,
-        reuse: str | Iterable[str] | torch.nn.Module | Frozen | None = None,
-        verify_reuse: bool = False,
-        storage_options: Mapping[str, Any] | Any | None = None,
-        save_id: str | None = None,
-        guard: Callable[[], AbstractContextManager[object]] | None = None,
+        **options: Unpack[WriterArguments],
     ) -> None:
         BlockingAsyncStager.__init__(self)
         if _extensions:
@@ -162,22 +146,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 "the data would be stored without them"
             )
             raise UnsupportedError(msg, path=path)
-        fsync = choose_argument("fsync", fsync, "sync_files", sync_files)
-        self._options = SaveOptions(
-            io=io,
-            threads=choose_argument("threads", threads, "thread_count", thread_count),
-            fsync=True if fsync is None else fsync,
-            max_inflight_bytes=max_inflight_bytes,
-            overwrite=overwrite,
-            strict_values=strict_values,
-            progress=progress,
-            parent=parent,
-            reuse=reuse,
-            verify_reuse=verify_reuse,
-            storage_options=storage_options,
-            save_id=save_id,
-            guard=guard,
-        )
+        given = take_options(RsWriter.__init__, options)
+        fsync = choose_argument("fsync", given.get("fsync"), "sync_files", sync_files)
+        threads = choose_argument("threads", given.get("threads"), "thread_count", thread_count)
+        given |= {"threads": threads, "fsync": True if fsync is None else fsync}
+        self._options = SaveOptions.of(given | {"overwrite": overwrite})
         self.path = location(path)
         self.save_id = str(self._options.save_id)
         self.report: SaveReport | None = None
@@ -198,18 +171,15 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return writer
 
     def __repr__(self) -> str:
-        write, options = self.options, self._options
-        given: dict[str, Any] = {
-            "threads": write.threads,
-            "fsync": None if write.fsync else False,
-            "io": None if write.io == "auto" else write.io,
-            "max_inflight_bytes": write.max_inflight_bytes,
-            "overwrite": None if options.overwrite else False,
-            "strict_values": options.strict_values or None,
-            "parent": options.parent and options.parent.path and os.fspath(options.parent.path),
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        return short_repr(self, repr(os.fspath(self.path)), **given)
+        options, parent = self._options, self._options.parent
+        shown = given(options.write)
+        if not options.overwrite:
+            shown["overwrite"] = False
+        if options.strict_values:
+            shown["strict_values"] = True
+        if parent is not None and parent.path is not None:
+            shown["parent"] = os.fspath(parent.path)
+        return short_repr(self, repr(os.fspath(self.path)), **shown)
 
     @property
     def options(self) -> WriteOptions:
@@ -233,7 +203,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._staged_ranks = job_size()
         self.path = absolute(self.path)  # until the save begins, the current folder may change
         if self._options.parent is not None:
-            self._options.parent = self._options.parent.at_absolute_path()
+            parent = self._options.parent.at_absolute_path()
+            self._options = dataclasses.replace(self._options, parent=parent)
         if self._staged_ranks == 0 or dist.get_rank() == 0:
             warn_of_foreign_model(self.path)  # here, as a thread or a process saves
         return HostStager().stage(state_dict)
@@ -388,10 +359,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         # A save in another process begins anew there. torch sends the staged state dict itself.
-        options = copy.copy(self._options)
-        options.progress = None
-        if options.parent is not None:
-            options.parent = options.parent.resolve({})  # a module stays in this process
+        parent = self._options.parent
+        if parent is not None:
+            parent = parent.resolve({})  # a module stays in this process
+        options = dataclasses.replace(self._options, progress=None, parent=parent)
         # torch sends the same writer for each save, and each save needs an id of its own.
         return {
             **self.__dict__,

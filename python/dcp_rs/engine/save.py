@@ -6,11 +6,11 @@ import os
 import secrets
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,9 +26,9 @@ from dcp_rs.engine.local_plan import Selected, Writes, plan_locally
 from dcp_rs.engine.metadata import make_metadata
 from dcp_rs.engine.ranks import RankGroup, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
-from dcp_rs.engine.reuse import Frozen, Parent
+from dcp_rs.engine.reuse import Parent
 from dcp_rs.errors import PlanError
-from dcp_rs.options import WriteOptions, uuid_of
+from dcp_rs.options import Globs, WriteOptions, split_options, uuid_of
 from dcp_rs.tensors.dtypes import NAMES, parse_dtype
 from dcp_rs.transfer.save import turns, write_entries
 
@@ -145,69 +145,58 @@ def save(  # one function to read from top to bottom
     return SavedMetadata(**vars(metadata), report=written.report)
 
 
+@dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """Options of one save, checked.
+    """Options of one save. :func:`dcp_rs.save` describes the attributes.
 
-    Args:
-        io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
-        overwrite: replace a checkpoint that is there.
-        include, exclude: globs over names: other entries, or these, are not saved.
-        dtype: dtype to store floating-point tensors of 16 bits and more in; None keeps theirs.
-        strict_values: refuse values and keys that would not load back as they are.
-        progress: callable or bar for the bytes that are written.
-        parent, reuse, verify_reuse: see :class:`dcp_rs.engine.reuse.Parent`.
-        storage_options: how to reach a store.
-        save_id: UUID of the save; the coordinator's counts. Default: a random one.
-        guard: returns the context manager that the coordinator commits in.
-        publish: takes the bytes of the index on the coordinator, in place of the commit.
+    Attributes:
+        write: how bytes are written.
+        parent: the checkpoint that unchanged tensors are taken from.
 
     Raises:
-        ValueError: an option has an invalid value.
-        TypeError: ``reuse`` is neither globs nor a module.
+        TypeError: an option has an invalid value.
     """
 
-    def __init__(
-        self,
-        *,
-        io: Literal["auto", "direct", "buffered"] = "auto",
-        threads: int | None = None,
-        fsync: bool = True,
-        max_inflight_bytes: int | None = None,
-        overwrite: bool = True,
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] | None = None,
-        dtype: torch.dtype | str | None = None,
-        strict_values: bool = False,
-        progress: Progress = None,
-        parent: str | os.PathLike[str] | None = None,
-        reuse: str | Iterable[str] | torch.nn.Module | Frozen | None = None,
-        verify_reuse: bool = False,
-        storage_options: Mapping[str, Any] | Any | None = None,
-        save_id: str | None = None,
-        guard: Callable[[], AbstractContextManager[object]] | None = None,
-        publish: Callable[[bytes], object] | None = None,
-    ) -> None:
-        self.write = WriteOptions(
-            threads=threads, fsync=fsync, io=io, max_inflight_bytes=max_inflight_bytes
-        )
-        if not isinstance(overwrite, bool):
-            raise TypeError(f"overwrite={overwrite!r}: must be one of True, False")
-        if guard is not None and not callable(guard):
-            raise TypeError(f"guard={guard!r}: pass a function that returns a context manager")
-        self.overwrite = overwrite
-        self.include, self.exclude = include, exclude
-        self.dtype = parse_dtype(dtype)
-        self.strict_values = strict_values
-        self.progress = progress
-        self.parent: Parent | None = None
+    write: WriteOptions = field(default_factory=WriteOptions)
+    overwrite: bool = True
+    include: Globs = None
+    exclude: Globs = None
+    dtype: torch.dtype | None = None
+    strict_values: bool = False
+    progress: Progress = None
+    parent: Parent | None = None
+    storage_options: StorageOptions | None = None
+    save_id: uuid.UUID = field(default_factory=uuid.uuid4)
+    guard: Callable[[], AbstractContextManager[object]] | None = None
+    publish: Callable[[bytes], object] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.overwrite, bool):
+            raise TypeError(f"overwrite={self.overwrite!r}: must be one of True, False")
+        if self.guard is not None and not callable(self.guard):
+            msg = f"guard={self.guard!r}: pass a function that returns a context manager"
+            raise TypeError(msg)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> SaveOptions:
+        """Return the options for arguments of :func:`dcp_rs.save`.
+
+        Raises:
+            ValueError, TypeError, UnsupportedError: an option has an invalid value.
+        """
+        of_write, rest = split_options(options, WriteOptions)
+        parent, reuse = rest.pop("parent", None), rest.pop("reuse", None)
+        verify = rest.pop("verify_reuse", False)
         if parent is not None or reuse is not None:
-            self.parent = Parent(parent, reuse, verify=verify_reuse) or None
-        self.storage_options = (
-            None if storage_options is None else StorageOptions.of(storage_options)
+            rest["parent"] = Parent(parent, reuse, verify=verify) or None
+        if (save_id := rest.pop("save_id", None)) is not None:
+            rest["save_id"] = uuid_of(save_id)
+        return cls(
+            write=WriteOptions(**of_write),
+            dtype=parse_dtype(rest.pop("dtype", None)),
+            storage_options=StorageOptions.of(rest.pop("storage_options", None)),
+            **rest,
         )
-        self.save_id = uuid.uuid4() if save_id is None else uuid_of(save_id)
-        self.guard = guard or nullcontext
-        self.publish = publish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +362,7 @@ def commit_files(
         The metadata of the checkpoint.
     """
     to, ticket = written.to, written.ticket
-    with options.guard():
+    with (options.guard or nullcontext)():
         index = to.commit(
             ticket.own_rank,
             indexes,

@@ -20,7 +20,7 @@ from dcp_rs.checkpoint.open import open as open_checkpoint
 from dcp_rs.conversion.output import new_output
 from dcp_rs.integrations._needs import framework
 from dcp_rs.integrations.install import installed
-from dcp_rs.options import WriterArguments
+from dcp_rs.options import SaveArguments
 
 __all__ = ["DcpRsCheckpointIO", "DcpRsFSDPStrategy", "DcpRsModelParallelStrategy", "DcpRsSharded"]
 
@@ -62,7 +62,7 @@ class DcpRsCheckpointIO(_bases(0, "plugins", "CheckpointIO")):  # type: ignore[m
     """
 
     def __init__(
-        self, *, asynchronous: bool = False, **write_options: Unpack[WriterArguments]
+        self, *, asynchronous: bool = False, **write_options: Unpack[SaveArguments]
     ) -> None:
         super().__init__()
         check_arguments(save, write_options)
