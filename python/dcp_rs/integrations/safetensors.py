@@ -6,12 +6,12 @@ import errno
 import os
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
 from dcp_rs import _core
-from dcp_rs._arguments import suggest_option
+from dcp_rs._arguments import check_arguments, suggest_option
 from dcp_rs._url import StrPath, absolute
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
@@ -20,7 +20,7 @@ from dcp_rs.conversion.job import aborting
 from dcp_rs.conversion.output import new_output
 from dcp_rs.conversion.safetensors import header, why_not_of
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.options import ReadArguments, ReadOptions, WriteArguments, WriteOptions
 from dcp_rs.tensors.memory import why_not_raw
 from dcp_rs.transfer.save import Entry, refuse_meta, write_entries
 
@@ -35,11 +35,7 @@ def load_file(
     device: torch.device | str | int = "cpu",
     *,
     backend: Literal["mmap", "pread"] | None = None,
-    io: Literal["auto", "mmap", "direct", "buffered"] | None = None,
-    threads: int | None = None,
-    verify: Literal["auto"] | bool = "auto",
-    shared: bool | None = None,
-    max_inflight_bytes: int | None = None,
+    **read_options: Unpack[ReadArguments],
 ) -> dict[str, torch.Tensor]:
     """Load all tensors of a file, as ``safetensors.torch.load_file`` does.
 
@@ -70,18 +66,13 @@ def load_file(
         tensors = dcp_rs.load_file("hf_model/model.safetensors")
         ```
     """
+    check_arguments(load_file, read_options)
     if backend is not None:
         if backend not in _BACKENDS:
             msg = f"backend is one of {', '.join(map(repr, _BACKENDS))}, not {backend!r}"
             raise ValueError(msg)
-        io = io or _BACKENDS[backend]
-    options = ReadOptions(
-        io=io or "auto",
-        threads=threads,
-        verify=verify,
-        shared=shared,
-        max_inflight_bytes=max_inflight_bytes,
-    )
+        read_options.setdefault("io", _BACKENDS[backend])
+    options = ReadOptions(**read_options)
     index = open_index(filename, verify=options.verify is True)
     in_place = backend == "mmap" and torch.device(device).type == "cpu"
     for number in range(index.tensor_count):
@@ -99,11 +90,7 @@ def save_file(
     tensors: Mapping[str, torch.Tensor],
     filename: StrPath,
     metadata: Mapping[str, str] | None = None,
-    *,
-    io: Literal["auto", "direct", "buffered"] = "auto",
-    threads: int | None = None,
-    fsync: bool = True,
-    max_inflight_bytes: int | None = None,
+    **write_options: Unpack[WriteArguments],
 ) -> None:
     """Write tensors, on any device, to one file, as ``safetensors.torch.save_file`` does.
 
@@ -130,9 +117,8 @@ def save_file(
         dcp_rs.save_file(model.state_dict(), "model.safetensors", metadata={"format": "pt"})
         ```
     """
-    options = WriteOptions(
-        io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
-    )
+    check_arguments(save_file, write_options)
+    options = WriteOptions(**write_options)
     target = absolute(local_path(filename))  # a link at the end is replaced
     if target.is_dir() and not target.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(filename))

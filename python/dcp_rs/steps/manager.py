@@ -34,6 +34,7 @@ from dcp_rs.errors import (
 from dcp_rs.options import (
     LoadArguments,
     TrainingArguments,
+    WriteArguments,
     WriteOptions,
     check_positive,
     given,
@@ -184,11 +185,10 @@ class CheckpointManager:
         copies: int = 0,
         node: str | None = None,
         on_uploaded: Callable[[Path], object] | None = None,
-        io: Literal["auto", "direct", "buffered"] = "auto",
-        threads: int | None = None,
-        fsync: bool = True,
-        max_inflight_bytes: int | None = None,
+        **write_options: Unpack[WriteArguments],
     ) -> None:
+        check_arguments(CheckpointManager.__init__, write_options)
+        self._write = WriteOptions(**write_options)
         check_positive("save_every", save_every)
         check_positive("preemption_every", preemption_every)
         check_positive("max_failures", max_failures)
@@ -213,7 +213,7 @@ class CheckpointManager:
             if function is not None and not callable(function):
                 msg = f"{name}={function!r}: pass a function of {gets}"
                 raise TypeError(msg)
-        self._store = step_store_at(root, storage_options, step_name, fsync=fsync)
+        self._store = step_store_at(root, storage_options, step_name, fsync=self._write.fsync)
         self._policies = Policies(
             keep_last=keep_last,
             keep_every=keep_every,
@@ -235,9 +235,6 @@ class CheckpointManager:
         self._failures = 0  # in a row
         self._retry_at: int | None = None
         self._begun: int | None = None  # the step of the last save that began
-        self._write = WriteOptions(
-            io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes
-        )
         self._reuse, self._verify_reuse = reuse is not False, verify_reuse
         self._frozen: str | Iterable[str] | torch.nn.Module | None = None
         if not isinstance(reuse, bool):
@@ -257,7 +254,7 @@ class CheckpointManager:
             self._nodes = Nodes(
                 self._ranks,
                 names,
-                NodeStepStore(local, step_name, fsync=fsync),
+                NodeStepStore(local, step_name, fsync=self._write.fsync),
                 self._coordinator,
                 self._store,
                 upload_every=upload_every,
