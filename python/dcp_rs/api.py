@@ -37,7 +37,6 @@ from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.options import LoadArguments, SaveArguments, split_options, take_options
-from dcp_rs.tensors.dtypes import parse_dtype
 from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import like
@@ -183,7 +182,7 @@ def load(
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         of_load, of_reader = split_options(take_options(load, options), LoadOptions)
-        chosen = LoadOptions(**of_load | {"dtype": parse_dtype(of_load.get("dtype"))})
+        chosen = LoadOptions.of(of_load)
         if planner is not None:
             protocol.check_planner("load", planner)
             if chosen != LoadOptions():

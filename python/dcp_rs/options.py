@@ -24,6 +24,7 @@ __all__ = [
     "LoadArguments",
     "OpenArguments",
     "OptimizerArguments",
+    "PlannerArguments",
     "ReadArguments",
     "ReadOptions",
     "ReaderArguments",
@@ -183,8 +184,8 @@ class ReaderArguments(OpenArguments, total=False):
     progress: Progress
 
 
-class LoadArguments(ReaderArguments, total=False):
-    """Keyword arguments of :func:`dcp_rs.load`, for functions that pass them on."""
+class PlannerArguments(TypedDict, total=False):
+    """Keyword arguments of :class:`dcp_rs.RsLoadPlanner` that :func:`dcp_rs.load` takes, too."""
 
     rename: Rename
     include: Globs
@@ -194,6 +195,10 @@ class LoadArguments(ReaderArguments, total=False):
     device: torch.device | str | None
     assign: bool
     dtype_policy: Literal["warn", "error", "cast"]
+
+
+class LoadArguments(ReaderArguments, PlannerArguments, total=False):
+    """Keyword arguments of :func:`dcp_rs.load`, for functions that pass them on."""
 
 
 class OptimizerArguments(ReaderArguments, total=False):

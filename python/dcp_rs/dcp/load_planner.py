@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, TypeGuard
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeGuard, Unpack
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dcp_rs import _core, _torch
 from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
-from dcp_rs._url import location
+from dcp_rs._url import StrPath, location
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
@@ -30,8 +29,7 @@ from dcp_rs.engine.matching import LoadOptions, check_cast
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import EntryNotFoundError, PlanError
-from dcp_rs.options import ReadOptions, Rename, given, repeatable
-from dcp_rs.tensors.dtypes import parse_dtype
+from dcp_rs.options import PlannerArguments, ReadOptions, given, take_options
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
 from dcp_rs.tensors.shards import Piece, ShardCache, local_pieces
 from dcp_rs.transfer.load import fill_tensor
@@ -82,46 +80,25 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def __init__(
         self,
         *,
-        checkpoint: str | os.PathLike[str] | None = None,
-        dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None,
-        assign: bool = False,
-        dtype_policy: Literal["warn", "error", "cast"] = "warn",
-        rename: Rename = None,
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] | None = None,
-        allow_partial_load: bool = False,
+        checkpoint: StrPath | None = None,
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
+        **options: Unpack[PlannerArguments],
     ) -> None:
-        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        self.dtype, self.dtype_policy = parse_dtype(dtype), dtype_policy
-        self.device = None if device is None else torch.device(device)
-        self.rename, self.assign = rename, assign
-        self.include, self.exclude = repeatable(include), repeatable(exclude)
+        own = LoadOptions.of(take_options(RsLoadPlanner.__init__, options))
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, own.allow_partial_load)
+        vars(self).update(vars(own))  # attributes that a user may set
         self.report = LoadReport()
         self.metadata: Metadata | None = None
-        self.names = LoadNames(rename, self.include, self.exclude)
-        self._options()  # checks the policy
         #: The source of reads by name, if torch did not call this planner for the last load.
         self._source = None if checkpoint is None else LoadSource(path=location(checkpoint))
         self._index: _core.Index | None = None
         self._flat = Flat({}, {}, [])
         self._reads: Reads | None = None
 
-    def _given(self) -> dict[str, Any]:
-        """Return the options that torch's planner lacks."""
-        names = ("dtype", "device", "rename", "include", "exclude")
-        return {name: getattr(self, name) for name in names}
-
     def _options(self) -> LoadOptions:
         """Return the options of a load without a planner."""
-        return LoadOptions(
-            **self._given(),
-            allow_partial_load=self.allow_partial_load,
-            assign=self.assign,
-            dtype_policy=self.dtype_policy,
-        )
+        return LoadOptions(**{one.name: getattr(self, one.name) for one in fields(LoadOptions)})
 
     def __repr__(self) -> str:
         return short_repr(self, **given(self._options()))
@@ -143,9 +120,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self._source = None
         self._index = index_of(metadata) if self.flatten_state_dict else None
         if self._index is None:
-            given = {**self._given(), "dtype_policy": self.dtype_policy == "error" or None}
-            given["assign"] = self.assign or None
-            if names := [f"{name}=" for name, value in given.items() if value is not None]:
+            # torch's planner casts as well.
+            own = {name: value for name, value in given(self._options()).items() if value != "cast"}
+            if names := [f"{name}=" for name in own if name != "allow_partial_load"]:
                 needed = "an RsReader" if self.flatten_state_dict else "flatten_state_dict=True"
                 raise PlanError(f"{' and '.join(names)} of RsLoadPlanner need {needed}")
             super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -231,9 +208,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if not isinstance(read_item, str):
             tensor: torch.Tensor = super().resolve_tensor(read_item)
             return tensor
-        device = torch.device(self.device or "cpu" if device is None else device)
+        options = self._options()
+        device = torch.device(options.device or "cpu" if device is None else device)
         with self._open(device) as checkpoint:
-            names = LoadNames(self.rename, None, None, checkpoint.keys)
+            names = LoadNames(options.rename, None, None, checkpoint.keys)
             if (name := names.stored_name(read_item)) is None:
                 msg = f"there is no entry {read_item!r} in {checkpoint.path}"
                 msg += names.explain([read_item], (), ())
@@ -242,7 +220,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             if not isinstance(value, torch.Tensor):
                 msg = f"{read_item!r} is not a tensor"
                 raise TypeError(msg)
-            wanted = dtype or (self.dtype if value.is_floating_point() else None)
+            wanted = dtype or (options.dtype if value.is_floating_point() else None)
             if wanted is not None and wanted != value.dtype:
                 check_cast(read_item, wanted, value.dtype)
                 return value.to(wanted)

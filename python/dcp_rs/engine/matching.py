@@ -15,8 +15,8 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import LoadNames, some
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
-from dcp_rs.options import ReadOptions, Rename
-from dcp_rs.tensors.dtypes import BY_NAME
+from dcp_rs.options import Globs, ReadOptions, Rename
+from dcp_rs.tensors.dtypes import BY_NAME, parse_dtype
 from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import find_tied, on_meta
@@ -51,13 +51,22 @@ class LoadOptions:
     """Options for the entries of a load. :func:`dcp_rs.load` describes the attributes."""
 
     rename: Rename = None
-    include: str | Iterable[str] | None = None
-    exclude: str | Iterable[str] | None = None
+    include: Globs = None
+    exclude: Globs = None
     allow_partial_load: bool = False
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     assign: bool = False
     dtype_policy: Literal["warn", "error", "cast"] = "warn"
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> LoadOptions:
+        """Return the options for arguments of :func:`dcp_rs.load`.
+
+        Raises:
+            ValueError: an option has an invalid value.
+        """
+        return cls(**{**options, "dtype": parse_dtype(options.get("dtype"))})
 
     def __post_init__(self) -> None:
         if self.dtype_policy not in ("warn", "error", "cast"):
