@@ -88,6 +88,13 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(msg)
 
 
+def check_choice(name: str, value: object, *choices: object) -> None:
+    """Raise a ``ValueError`` unless the value is one of these."""
+    if value not in choices:
+        msg = f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}"
+        raise ValueError(msg)
+
+
 def repeatable(values: T | Iterator[Any]) -> T | tuple[Any, ...]:
     """Return values that can be iterated over more than once: those of an iterator as a tuple."""
     return tuple(values) if isinstance(values, Iterator) else values
@@ -138,18 +145,9 @@ class _Options:
     threads: int | None
     max_inflight_bytes: int | None
 
-    def _check(self, **allowed: tuple[Any, ...]) -> None:
-        """Raise a ``ValueError`` for an option of an invalid value.
-
-        Args:
-            allowed: the valid values, by option.
-        """
-        for name, values in allowed.items():
-            if (value := getattr(self, name)) not in values:
-                msg = f"{name}={value!r}: must be one of {', '.join(map(repr, values))}"
-                raise ValueError(msg)
-        for name in ("threads", "max_inflight_bytes"):
-            check_positive(name, getattr(self, name))
+    def __post_init__(self) -> None:
+        check_positive("threads", self.threads)
+        check_positive("max_inflight_bytes", self.max_inflight_bytes)
 
     def inflight_bytes(self, *, accelerator: bool) -> int:
         """Return the bound for tensors on the CPU or on an accelerator."""
@@ -282,11 +280,10 @@ class ReadOptions(_Options):
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        self._check(
-            io=("auto", "mmap", "direct", "buffered"),
-            verify=("auto", True, False),
-            shared=(True, False, None),
-        )
+        check_choice("io", self.io, "auto", "mmap", "direct", "buffered")
+        check_choice("verify", self.verify, "auto", True, False)
+        check_choice("shared", self.shared, True, False, None)
+        super().__post_init__()
 
     def engine(self) -> dict[str, Any]:
         """Return keyword arguments for the engine."""
@@ -336,7 +333,9 @@ class WriteOptions(_Options):
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        self._check(io=("auto", "direct", "buffered"), fsync=(True, False))
+        check_choice("io", self.io, "auto", "direct", "buffered")
+        check_choice("fsync", self.fsync, True, False)
+        super().__post_init__()
 
     def engine(self, *, remote: bool = False) -> dict[str, Any]:
         """Return keyword arguments for the engine; ``remote`` for an object store."""

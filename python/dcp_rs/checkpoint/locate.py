@@ -41,7 +41,7 @@ from dcp_rs.errors import (
     StorageError,
     UnsupportedError,
 )
-from dcp_rs.options import ReadOptions, given, split_options
+from dcp_rs.options import ReadOptions, check_choice, given, split_options
 
 __all__ = ["MARKS", "LoadSource", "Tiers", "exists", "open_index", "payload"]
 
@@ -79,9 +79,7 @@ class LoadSource:
     tiers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.replicas not in ("each", "node", "all"):
-            msg = f"replicas={self.replicas!r}: must be one of 'each', 'node', 'all'"
-            raise ValueError(msg)
+        check_choice("replicas", self.replicas, "each", "node", "all")
 
     @classmethod
     def of(cls, path: StrPath, options: Mapping[str, Any]) -> LoadSource:

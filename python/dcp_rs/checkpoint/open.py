@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.locate import LoadSource
-from dcp_rs.options import OpenArguments, take_options
+from dcp_rs.options import OpenArguments, check_choice, take_options
 
 if TYPE_CHECKING:
     import torch
@@ -74,9 +74,7 @@ def open(
         ```
     """
     source = LoadSource.of(path, take_options(open, options))
-    if framework not in ("pt", "np"):
-        msg = f"framework={framework!r}: must be one of 'pt', 'np'"
-        raise ValueError(msg)
+    check_choice("framework", framework, "pt", "np")
     if framework == "np" and (str(device) != "cpu" or not source.weights_only):
         msg = (
             "framework='np' has neither devices nor other pickles than those of plain types: leave "

@@ -17,7 +17,7 @@ from dcp_rs._url import StrPath, location
 from dcp_rs.conversion import ConvertReport, write_result
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
 from dcp_rs.conversion.request import ConvertArguments, WriteRequest
-from dcp_rs.options import take_options
+from dcp_rs.options import check_choice, take_options
 
 __all__ = ["MergeReport", "merge"]
 
@@ -111,9 +111,7 @@ def merge(
     given = take_options(merge, options)
     paths = _check_inputs(inputs)
     factors = _check_weights(weights, len(paths))
-    if conflicts not in get_args(Conflicts):
-        msg = f"conflicts={conflicts!r}: one of {', '.join(map(repr, get_args(Conflicts)))}"
-        raise ValueError(msg)
+    check_choice("conflicts", conflicts, *get_args(Conflicts))
     request = WriteRequest.of(paths, out, given)
     opened = [
         Input(path, request.open(path), factor) for path, factor in zip(paths, factors, strict=True)

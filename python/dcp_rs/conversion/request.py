@@ -22,7 +22,14 @@ from dcp_rs._url import (
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.views import View, Views
-from dcp_rs.options import Globs, ReadOptions, Rename, WriteOptions
+from dcp_rs.options import (
+    Globs,
+    ReadOptions,
+    Rename,
+    WriteOptions,
+    check_choice,
+    check_positive,
+)
 from dcp_rs.tensors.dtypes import parse_dtype
 
 __all__ = ["ConvertArguments", "Format", "WriteRequest"]
@@ -129,18 +136,13 @@ class WriteRequest:
         )
 
     def __post_init__(self) -> None:
-        if self.target not in get_args(Format):
-            msg = f"to={self.to!r}: must be one of {', '.join(map(repr, get_args(Format)))}"
-            raise ValueError(msg)
-        shards = self.shards
-        if shards is not None and not (type(shards) is int and shards > 0):
-            msg = f"shards={shards!r}: must be a positive integer"
-            raise ValueError(msg)
+        check_choice("to", self.target, *get_args(Format))
+        check_positive("shards", self.shards)
         if not self.name or "/" in self.name:
             msg = f"name={self.name!r}: what files are called"
             raise ValueError(msg)
-        if self.as_file and (shards or 1) > 1:
-            msg = f"shards={shards}: {self.out} is one file"
+        if self.as_file and (self.shards or 1) > 1:
+            msg = f"shards={self.shards}: {self.out} is one file"
             raise ValueError(msg)
 
     def open(self, path: Path) -> IndexSource:

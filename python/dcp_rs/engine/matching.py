@@ -15,7 +15,7 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import LoadNames, some
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
-from dcp_rs.options import Globs, ReadOptions, Rename
+from dcp_rs.options import Globs, ReadOptions, Rename, check_choice
 from dcp_rs.tensors.dtypes import BY_NAME, parse_dtype
 from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.materialize import NewTensors
@@ -69,9 +69,7 @@ class LoadOptions:
         return cls(**{**options, "dtype": parse_dtype(options.get("dtype"))})
 
     def __post_init__(self) -> None:
-        if self.dtype_policy not in ("warn", "error", "cast"):
-            msg = f"dtype_policy={self.dtype_policy!r}: must be one of 'warn', 'error', 'cast'"
-            raise ValueError(msg)
+        check_choice("dtype_policy", self.dtype_policy, "warn", "error", "cast")
 
 
 @dataclass(slots=True)

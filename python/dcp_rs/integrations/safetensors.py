@@ -20,7 +20,13 @@ from dcp_rs.conversion.job import aborting
 from dcp_rs.conversion.output import new_output
 from dcp_rs.conversion.safetensors import header, why_not_of
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.options import ReadArguments, ReadOptions, WriteArguments, WriteOptions
+from dcp_rs.options import (
+    ReadArguments,
+    ReadOptions,
+    WriteArguments,
+    WriteOptions,
+    check_choice,
+)
 from dcp_rs.tensors.memory import why_not_raw
 from dcp_rs.transfer.save import Entry, refuse_meta, write_entries
 
@@ -68,9 +74,7 @@ def load_file(
     """
     check_arguments(load_file, read_options)
     if backend is not None:
-        if backend not in _BACKENDS:
-            msg = f"backend is one of {', '.join(map(repr, _BACKENDS))}, not {backend!r}"
-            raise ValueError(msg)
+        check_choice("backend", backend, *_BACKENDS)
         read_options.setdefault("io", _BACKENDS[backend])
     options = ReadOptions(**read_options)
     index = open_index(filename, verify=options.verify is True)

@@ -36,6 +36,7 @@ from dcp_rs.options import (
     TrainingArguments,
     WriteArguments,
     WriteOptions,
+    check_choice,
     check_positive,
     given,
     repeatable,
@@ -201,9 +202,7 @@ class CheckpointManager:
             raise ValueError("local= goes with neither reuse= nor max_bytes=")
         if local is None and (copies or node is not None or on_uploaded is not None):
             raise ValueError("copies=, node= and on_uploaded= need local=, a folder on each node")
-        if on_error not in ("raise", "warn"):
-            msg = f"on_error={on_error!r}: must be one of 'raise', 'warn'"
-            raise ValueError(msg)
+        check_choice("on_error", on_error, "raise", "warn")
         functions: tuple[tuple[str, object, str], ...] = (
             ("keep", keep, "a step's number and metrics"),
             ("on_saved", on_saved, "a step's path"),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dcp_rs._reports import Report
 from dcp_rs.errors import DcpRsError, StorageError, StoragePreconditionError
-from dcp_rs.options import check_positive
+from dcp_rs.options import check_choice, check_positive
 from dcp_rs.steps.step_store import SkippedStep, Step, StepStore
 
 __all__ = [
@@ -143,9 +143,7 @@ class Policies:
                 "seconds"
             )
             raise ValueError(msg)
-        if self.mode not in ("min", "max"):
-            msg = f"mode={self.mode!r}: must be one of 'min', 'max'"
-            raise ValueError(msg)
+        check_choice("mode", self.mode, "min", "max")
         if self.keep_best is not None and self.metric is None:
             msg = "keep_best= needs metric=, the name of the metric to compare"
             raise ValueError(msg)
