@@ -8,7 +8,7 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["check_arguments", "equivalent", "foreign", "suggest", "suggest_option"]
+__all__ = ["check_arguments", "equivalent", "foreign", "suggest", "suggest_option", "type_of"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +48,11 @@ def suggest(name: str, known: Collection[str], owner: str = "") -> str | None:
     # Names of other libraries that are only a little like one of ours mean something else.
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return equivalent(name, known, owner) or (f"did you mean {near[0]!r}?" if near else None)
+
+
+def type_of(value: object) -> str:
+    """Return the name of a value's type for a message, or that the value is a class itself."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 class _Omitted:

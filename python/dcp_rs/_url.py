@@ -9,7 +9,7 @@ from pathlib import Path, PosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from dcp_rs._arguments import equivalent
+from dcp_rs._arguments import equivalent, type_of
 from dcp_rs.errors import UnsupportedError
 
 __all__ = [
@@ -167,10 +167,9 @@ def _check_credentials(scheme: str, rest: str) -> None:
 
 def _explain_no_path(value: Any) -> str:
     """Return the message for an argument that is no path."""
-    kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
     own = getattr(value, "checkpoint_id", None) or getattr(value, "path", None)
     hint = f": pass {os.fspath(own)!r}, its own path" if isinstance(own, str | os.PathLike) else ""
-    return f"a path is a str or a pathlib.Path, not {'None' if value is None else kind}{hint}"
+    return f"a path is a str or a pathlib.Path, not {'None' if value is None else type_of(value)}{hint}"
 
 
 class StorageOptions(Mapping[str, str]):

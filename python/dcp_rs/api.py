@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
-from dcp_rs._arguments import suggest_option
+from dcp_rs._arguments import suggest_option, type_of
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
 from dcp_rs.checkpoint.locate import LoadSource
@@ -466,6 +466,5 @@ def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
 def _check_stager(stager: Any) -> None:
     """Raise a ``TypeError`` with advice unless this is a stager or None."""
     if stager is not None and not isinstance(stager, HostStager):
-        kind = f"the class {stager.__name__}" if isinstance(stager, type) else type(stager).__name__
-        msg = f"stager= takes an instance such as HostStager(cache=True), not {kind}"
+        msg = f"stager= takes an instance such as HostStager(cache=True), not {type_of(stager)}"
         raise TypeError(msg)

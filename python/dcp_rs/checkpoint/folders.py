@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = [
     "rank_index_name",
     "rank_of",
     "remember",
+    "sync",
     "warn_of_foreign_model",
 ]
 
@@ -115,6 +117,19 @@ def _kind(path: Path) -> str:
     if path.is_symlink():
         return f"a dangling link to {path.readlink()}"
     return "not a folder"
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder, and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def holds_index(folder: Path) -> bool:

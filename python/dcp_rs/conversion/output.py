@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -16,7 +15,7 @@ from typing import Literal
 from dcp_rs import _core
 from dcp_rs._url import Url, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, make_folder
+from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, make_folder, sync
 from dcp_rs.conversion.request import WriteRequest
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
 
@@ -307,7 +306,8 @@ def new_output(out: Path, before: _core.Fingerprint | Literal["anything"] | None
         made = beside / _MADE
         yield made
         if before == "anything":
-            _replace_file(made, out)
+            made.replace(out)
+            sync(out.parent)
             return
         is_ours = False  # the earlier checkpoint passes through this folder
         try:
@@ -320,16 +320,3 @@ def new_output(out: Path, before: _core.Fingerprint | Literal["anything"] | None
         del lock  # network file systems rename the file of an open lock instead of deleting it
         if is_ours:
             shutil.rmtree(beside, ignore_errors=True)
-
-
-def _replace_file(made: Path, out: Path) -> None:
-    made.replace(out)
-    folder = os.open(out.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        # Some network file systems cannot sync a folder, and need not.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_rs import _torch
 from dcp_rs._url import StrPath
+from dcp_rs.checkpoint.folders import STOCK_NAME, sync
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.placeholders import Placeholders
 from dcp_rs.engine.metadata import tensor_properties
@@ -65,8 +65,7 @@ def write(job: Job, result: Path) -> None:
         writer.finish(metadata, results)
     # The writer of torch 2.8 syncs the metadata before all of it is written.
     if job.request.write_options.fsync:
-        with (result / ".metadata").open("rb") as file:
-            os.fsync(file.fileno())
+        sync(result / STOCK_NAME)
     job.report.files = sum(1 for _ in result.glob("*.distcp"))
 
 

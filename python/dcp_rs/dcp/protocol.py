@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
+from dcp_rs._arguments import type_of
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine_load
 from dcp_rs.engine.load import call_state_dicts, load_stateful, retry
@@ -135,7 +136,7 @@ def check_planner(called: Literal["load", "save"], planner: Any) -> None:
     if isinstance(planner, LoadPlanner | SavePlanner):
         why = f", which plans a {'save' if called == 'load' else 'load'}"
     msg = (
-        f"planner= of a {called} takes a planner such as {example}(...), not {_kind(planner)}{why}"
+        f"planner= of a {called} takes a planner such as {example}(...), not {type_of(planner)}{why}"
     )
     raise TypeError(msg)
 
@@ -150,9 +151,5 @@ def check_reader(reader: Any) -> None:
             "or call dcp_rs.load(state_dict, path)"
         )
     else:
-        msg = f"storage_reader= takes a reader such as RsReader(path), not {_kind(reader)}"
+        msg = f"storage_reader= takes a reader such as RsReader(path), not {type_of(reader)}"
     raise TypeError(msg)
-
-
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

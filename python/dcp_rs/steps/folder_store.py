@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dcp_rs import _core
 from dcp_rs._url import absolute
 from dcp_rs.checkpoint.clean import leftovers
-from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder
+from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder, sync
 from dcp_rs.errors import SaveInProgressError
 from dcp_rs.steps import notes
 from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, Step, StepStore
@@ -367,16 +367,3 @@ def _delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # free the space of all other files
     if path.exists():
         shutil.rmtree(path)  # raise what was ignored
-
-
-def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a folder, and need not.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
