@@ -24,7 +24,7 @@ from dcp_rs._url import StrPath, location
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
-from dcp_rs.engine.load import Reads, plan_reads
+from dcp_rs.engine.load import Reads, check_something, plan_reads
 from dcp_rs.engine.matching import LoadOptions, check_cast
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
@@ -148,9 +148,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         )
         self.report = reads.report
         self._set_flat(reads.flat)
-        # A text: this rank has nothing to load. It is empty if it wants nothing either.
-        reason = reads.nothing_to_load if self.state_dict else ""
-        return LoadPlan(_make_items(reads, self.metadata), planner_data=reason)
+        items = _make_items(reads, self.metadata)
+        return LoadPlan(items, planner_data=reads.nothing_to_load)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plan of each rank as it is.
@@ -158,9 +157,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlanError: no rank has anything to load, though there are entries.
         """
-        reasons = [plan.planner_data for plan in global_plan]
-        if any(reasons) and all(isinstance(reason, str) for reason in reasons):
-            raise PlanError(next(filter(None, reasons)))
+        data = (plan.planner_data for plan in global_plan)
+        check_something(one if isinstance(one, str) else None for one in data)
         plans: list[LoadPlan] = super().create_global_plan(global_plan)
         return plans
 

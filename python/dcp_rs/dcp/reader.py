@@ -33,12 +33,12 @@ from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine import cache_sharing
+from dcp_rs.engine.load import check_same_save
 from dcp_rs.engine.matching import warn_of_left_out_state
 from dcp_rs.engine.metadata import index_of, make_metadata
 from dcp_rs.engine.reports import LoadReport, Phases
 from dcp_rs.errors import (
     CheckpointNotFoundError,
-    CheckpointReplacedError,
     PlanError,
     UnsupportedError,
 )
@@ -212,7 +212,7 @@ class RsReader(StorageReader):
         self._sample = None
         with suppress(PlanError):  # `finish_plan` may leave out what the checkpoint lacks
             self._sample = cache_sharing.sample_of(index, self._source.read, regions)
-        sample = None if self._sample is None else cache_sharing.share(self._sample)
+        sample = cache_sharing.share(self._sample)
         note = _Note(is_of_all=True, save_id=index.save_id, sample=sample)
         return dataclasses.replace(plan, storage_data=note)
 
@@ -223,13 +223,8 @@ class RsReader(StorageReader):
             CheckpointReplacedError: another save was committed while the ranks opened it.
         """
         notes = [plan.storage_data for plan in plans]
-        saves = {(note.is_of_all, note.save_id) for note in notes if isinstance(note, _Note)}
-        if len(saves) > 1:
-            msg = (
-                "the checkpoint was replaced by another save while the ranks were opening it: "
-                f"{self.path}"
-            )
-            raise CheckpointReplacedError(msg, path=self.path)
+        own = [note for note in notes if isinstance(note, _Note)]
+        check_same_save(((note.is_of_all, note.save_id) for note in own), self.path)
         samples = [note.sample if isinstance(note, _Note) else None for note in notes]
         return [
             dataclasses.replace(plan, storage_data=reply)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -14,6 +14,7 @@ import torch
 from dcp_rs import _core, _torch
 from dcp_rs._progress import Counts, watching
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs._url import StrPath
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.names import LoadNames
@@ -46,6 +47,8 @@ __all__ = [
     "Plan",
     "Reads",
     "call_state_dicts",
+    "check_same_save",
+    "check_something",
     "compare",
     "load",
     "load_stateful",
@@ -153,8 +156,7 @@ class _PlanSummary:
         save_id: the save that the rank opened; None for a rank-local save.
         is_of_all: it is a save of all ranks.
         replicas: the option of the load.
-        is_empty: the state dict has no entries.
-        nothing_to_load: a message, if the rank has nothing to load though it has entries.
+        nothing_to_load: as in :class:`Reads`.
         sample: a sample of the rank's reads, for the other ranks of the machine.
     """
 
@@ -162,7 +164,6 @@ class _PlanSummary:
     save_id: str | None
     is_of_all: bool
     replicas: str
-    is_empty: bool
     nothing_to_load: str | None
     sample: cache_sharing.ReadSample | None
 
@@ -224,9 +225,8 @@ def plan_rank(
         save_id=index.save_id if is_of_all else None,
         is_of_all=is_of_all,
         replicas=source.replicas,
-        is_empty=not reads.flat.values,
         nothing_to_load=reads.nothing_to_load,
-        sample=None if sample is None else cache_sharing.share(sample),
+        sample=cache_sharing.share(sample),
     )
     return Plan(request, index, state_dict, holders, reads, sample, summary, clock)
 
@@ -258,7 +258,8 @@ class Reads:
         values: the entries in ``found`` that are no tensors.
         new: tensors that replace tensors of the state dict.
         targets: regions of the other tensors.
-        nothing_to_load: a message, if there is nothing to load though there are entries.
+        nothing_to_load: a message, if there is nothing to load though there are entries; an empty
+            one without entries.
     """
 
     flat: Flat
@@ -368,7 +369,7 @@ def plan_reads(
         match.warn_of_replaced({fqn: flat.values[fqn] for fqn in loaded})
     return Reads(
         *(flat, report, batch, fqns, stored, tensors, plain, found, values, new, targets),
-        nothing_to_load=match.explain_nothing() if report.missing or report.excluded else None,
+        nothing_to_load=match.explain_nothing(),
     )
 
 
@@ -458,21 +459,41 @@ def compare(summaries: list[_PlanSummary]) -> list[cache_sharing.CommonReads | N
     if len(replicas := {summary.replicas for summary in summaries}) > 1:
         msg = f"the ranks give replicas= different values: {sorted(replicas)}"
         raise PlanError(msg, path=path)
-    if len({summary.is_of_all for summary in summaries}) > 1:
-        msg = (
-            "a save of all ranks replaced those of single ranks while the ranks were opening it: "
-            f"{path}"
-        )
-        raise CheckpointReplacedError(msg, path=path)
-    if len({summary.save_id for summary in summaries}) > 1:
-        msg = f"the checkpoint was replaced by another save while the ranks were opening it: {path}"
-        raise CheckpointReplacedError(msg, path=path)
-    reasons = [each.nothing_to_load for each in summaries if each.nothing_to_load is not None]
-    if reasons and all(each.is_empty or each.nothing_to_load is not None for each in summaries):
-        raise PlanError(reasons[0], path=path)
+    check_same_save(((each.is_of_all, each.save_id) for each in summaries), path)
+    check_something((each.nothing_to_load for each in summaries), path)
     if len(summaries) == 1:
         return [None]
     return cache_sharing.compare_samples([summary.sample for summary in summaries])
+
+
+def check_same_save(saves: Iterable[tuple[bool, str | None]], path: StrPath) -> None:
+    """Raise unless all ranks opened the same save.
+
+    Args:
+        saves: of each rank, whether it opened a save of all ranks, and the id of it.
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointReplacedError: two ranks opened different saves.
+    """
+    if len(set(saves)) > 1:
+        msg = f"the checkpoint was replaced by another save while the ranks were opening it: {path}"
+        raise CheckpointReplacedError(msg, path=path)
+
+
+def check_something(nothing_to_load: Iterable[str | None], path: StrPath | None = None) -> None:
+    """Raise if no rank has anything to load, though there are entries.
+
+    Args:
+        nothing_to_load: of each rank, as in :class:`Reads`.
+        path: the checkpoint, if it is known.
+
+    Raises:
+        PlanError: with the first message.
+    """
+    messages = list(nothing_to_load)
+    if any(messages) and None not in messages:
+        raise PlanError(next(filter(None, messages)), path=path)
 
 
 # --- step 2: read ---------------------------------------------------------------------------------

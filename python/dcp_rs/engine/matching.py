@@ -363,9 +363,11 @@ class Matching:
             )
 
     def explain_nothing(self) -> str | None:
-        """Return a message if all entries are missing or excluded; None otherwise."""
+        """Return a message if all entries are missing or excluded; an empty one without entries."""
         report, values, names = self.report, self.flat.values, self._names
-        if not values or len(values) != len(report.missing) + len(report.excluded):
+        if not values:
+            return ""
+        if len(values) != len(report.missing) + len(report.excluded):
             return None
         if not self._index.tensor_count:
             return None
