@@ -128,10 +128,7 @@ class Coordinator:
             OSError: the folder cannot be created, or what is there cannot be read.
         """
         numbers, contents = check_save(step, metrics, files)
-        if self._store.run is None:
-            self._store.take_over()
-        with self._store.holding():
-            pass  # raise before anything is written
+        self._enter_run()
         replaces = self._make_way(step, force=force)
         parent, is_trusted, limited = None, False, self._policies.max_bytes is not None
         if (reuse or limited) and (newest := self._newest()) is not None:
@@ -162,10 +159,7 @@ class Coordinator:
             RunTakenOverError: another run began here.
             OSError: the root cannot be reached.
         """
-        if self._store.run is None:
-            self._store.take_over()
-        with self._store.holding():
-            pass  # raise before anything is written
+        self._enter_run()
         found = self._store.look_at(step.number)
         if isinstance(found, Step) and found.save_id != step.save_id:
             self._check_may_replace(found, force=force)
@@ -201,6 +195,12 @@ class Coordinator:
             )
         self.committed(step.number, step.save_id)
         return True
+
+    def _enter_run(self) -> None:
+        """Take the root over, unless this run has. Raise if another run did since then."""
+        if self._store.run is None:
+            self._store.take_over()
+        self._store.check_run()
 
     def _newest(self) -> Step | None:
         """Return the newest step that no load found damaged; None if one cannot be read."""
@@ -452,7 +452,7 @@ class Coordinator:
     def _later_than(self, step: int) -> int | None:
         """Return the newest step, if it is not this one."""
         try:
-            newest = next((each for each in self._store.newest() if isinstance(each, Step)), None)
+            newest = self._store.latest()
         except OSError:
             return None  # the caller named the step, whatever else there is
         return None if newest is None or newest.number == step else newest.number

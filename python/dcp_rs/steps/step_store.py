@@ -329,13 +329,13 @@ class StepStore(ABC):
                 note = {"older": sorted({*older, *save_ids})}
             self._put(self.path / notes.OLDER_NAME, json.dumps(note).encode())
 
-    def superseded(self) -> set[str]:
-        """Return the ids of the saves that are older than all others."""
-        return self._superseded(self._names())
+    def superseded(self, names: Iterable[str] | None = None) -> set[str]:
+        """Return the ids of the saves that are older than all others.
 
-    def _superseded(self, names: Iterable[str]) -> set[str]:
-        """Return the ids of the saves that are older than all others."""
-        if notes.OLDER_NAME not in names:
+        Args:
+            names: the names in the root, if they are known.
+        """
+        if notes.OLDER_NAME not in (self._names() if names is None else names):
             return set()
         (data,) = self._read([self.path / notes.OLDER_NAME])
         try:
@@ -411,7 +411,7 @@ class StepStore(ABC):
         listed = {*numbers, *(step.number for step in recalled)}
         self._known = {n: step for n, step in list(self._known.items()) if n in listed}
         return Listing(
-            _by_age([step for step in found if isinstance(step, Step)], self._superseded(names)),
+            _by_age([step for step in found if isinstance(step, Step)], self.superseded(names)),
             sorted(skipped, key=lambda step: step.number),
             names=names,
         )
@@ -420,7 +420,7 @@ class StepStore(ABC):
         """Return the whole steps of a listing after another look at some of them."""
         looked = [step for step in self._look(sorted(numbers)).values() if isinstance(step, Step)]
         others = [step for step in listing.steps if step.number not in numbers]
-        return _by_age([*others, *looked], self._superseded(listing.names))
+        return _by_age([*others, *looked], self.superseded(listing.names))
 
     def look_at(self, number: int) -> Step | SkippedStep | None:
         """Look at one step.
@@ -443,7 +443,7 @@ class StepStore(ABC):
             OSError: as :meth:`look_at`.
         """
         names = self._names()
-        older, superseded = [], self._superseded(names)
+        older, superseded = [], self.superseded(names)
         for number, name in reversed(self._numbered(names)):
             if name == self.folder(number).name:
                 found = self.look_at(number)
@@ -573,30 +573,29 @@ class StepStore(ABC):
                 reused += used
                 shared.add(file.id)
         save_id = (index.save_id or "").replace("-", "")
-        step = Step(
-            number=number,
-            path=path,
-            save_id=save_id,
-            saved=files[INDEX_NAME].changed,
-            nbytes=len(content) + sum(sizes.values()),
-            reused=reused,
-            linked=sum(sizes[file] for file in shared) if self._shares_files else 0,
-            files=sizes,
-            verified=verified_name(save_id) in files,
-            committed=files[INDEX_NAME].changed,
-        )
+        committed = files[INDEX_NAME].changed
         names = [name for name in (saved_name(save_id), saving_name(save_id)) if name in files]
         noted = data.get(names[0], b"") if names else None
-        if (note := notes.read(noted)) is not None:
-            step = replace(step, saved=note.saved, metrics=note.metrics, run=note.run)
-        elif noted is not None:
+        note, later = (notes.read(n) for n in (noted, data.get(annotated_name(save_id))))
+        if note is None and noted is not None:
             warn_caller(
                 f"{path / names[0]} is not a note of a save, so the step has no metrics, and is as "
                 "old as its index"
             )
-        later = notes.read(data.get(annotated_name(save_id)))
-        if later is not None:
-            step = replace(step, metrics={**step.metrics, **later.metrics})
+        step = Step(
+            number=number,
+            path=path,
+            save_id=save_id,
+            saved=note.saved if note else committed,
+            nbytes=len(content) + sum(sizes.values()),
+            reused=reused,
+            linked=sum(sizes[file] for file in shared) if self._shares_files else 0,
+            files=sizes,
+            metrics={**(note.metrics if note else {}), **(later.metrics if later else {})},
+            verified=verified_name(save_id) in files,
+            run=note.run if note else None,
+            committed=committed,
+        )
         # The listing tells of all its data, and nothing of it went.
         if all(entry.name in files for entry in entries) and None not in data.values():
             self._known[number] = files, step
