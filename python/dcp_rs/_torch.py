@@ -185,11 +185,6 @@ def dtensor_of(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> DTenso
     return DTensor(local, spec, requires_grad=requires_grad)
 
 
-def host_copy_of_sharded(tensor: ShardedTensor) -> ShardedTensor:
-    """Copy a ShardedTensor to host memory."""
-    return tensor.to("cpu", copy=True)
-
-
 def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Flatten a state dict as torch before 2.4: containers without tensors stay whole."""
     _version._derived_version = "2_3"

@@ -349,9 +349,7 @@ def _load(
     options, read_options = ranks.run(make_options)
 
     def begin() -> TrainingLoad:
-        def open_reader(where: Any) -> RsReader:
-            return RsReader(where, **read_options)
-
+        open_reader = partial(RsReader, **read_options)
         return TrainingLoad(path, open_reader, models, optimizers, extra, options)
 
     def load() -> LoadReport:

@@ -269,13 +269,11 @@ def _check_not_quantized(source: IndexSource, chosen: dict[str, Item]) -> None:
     for codes, scale in source.index.codes_beside_scales():
         for name in (codes, scale):
             if name in chosen and chosen[name].dtype in _SUMMED:
-                raise _quantized(codes, scale)
-
-
-def _quantized(name: str, scale: str) -> UnsupportedError:
-    decode = "" if scale.endswith(_NOT_DECODED) else "give dequantize=True (--dequantize), or "
-    msg = (
-        f"{name!r} is quantized, with its scales in {scale!r}: weights and scales cannot be summed "
-        f"apart; {decode}merge the checkpoints that it was quantized from"
-    )
-    return UnsupportedError(msg, tensor=name)
+                decode = "give dequantize=True (--dequantize), or "
+                msg = (
+                    f"{codes!r} is quantized, with its scales in {scale!r}: weights and scales "
+                    "cannot be summed apart; "
+                    f"{'' if scale.endswith(_NOT_DECODED) else decode}merge the checkpoints that "
+                    "it was quantized from"
+                )
+                raise UnsupportedError(msg, tensor=codes)

@@ -109,7 +109,9 @@ class RsSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return torch's plan, with the dtypes that tensors are stored in."""
-        self.plan = self._with_dtype(super().create_local_plan())
+        self.plan = super().create_local_plan()
+        if self.dtype is not None:
+            self.plan = replace(self.plan, items=list(map(self._item_with_dtype, self.plan.items)))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -131,11 +133,6 @@ class RsSavePlanner(DefaultSavePlanner):
         if not isinstance(made, torch.Tensor) or is_counter(write_item.index.fqn, made.shape):
             return made
         return made.to(cast_to(made.dtype, self.dtype))
-
-    def _with_dtype(self, plan: SavePlan) -> SavePlan:
-        if self.dtype is None:
-            return plan
-        return replace(plan, items=list(map(self._item_with_dtype, plan.items)))
 
     def _item_with_dtype(self, item: WriteItem) -> WriteItem:
         data = item.tensor_data

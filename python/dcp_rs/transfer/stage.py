@@ -322,6 +322,6 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if isinstance(value, ShardedTensor):
-        return _torch.host_copy_of_sharded(value)
+        return value.to("cpu", copy=True)
     copied = clone(value, to_host=True)
     return copied.requires_grad_() if copied is not value and value.requires_grad else copied
