@@ -19,7 +19,6 @@ from dcp_rs.errors import (
     PlanError,
     UnsupportedError,
 )
-from dcp_rs.tensors import elements
 
 DTYPES = [
     *(
@@ -114,7 +113,7 @@ def test_views_of_a_checkpoint_of_several_pieces(tmp_path):
 
 
 def test_a_backend_that_is_none_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="one of 'mmap', 'pread', not 'nmap'"):
+    with pytest.raises(ValueError, match="backend='nmap': must be one of 'mmap', 'pread'"):
         dcp_rs.load_file(tmp_path / "model.safetensors", backend="nmap")
 
 
@@ -155,22 +154,6 @@ def test_types_that_came_later_are_written_as_safetensors_writes_them(tmp_path):
             with safetensors.safe_open(path, "pt") as read:
                 for name in wanted:
                     assert read.get_slice(name).get_shape() == known.get_slice(name).get_shape()
-
-
-@pytest.mark.parametrize(
-    ("since", "name"), [(since, name) for since, names in YOUNG.items() for name in names]
-)
-def test_dtypes_that_safetensors_cannot_read_are_not_written(tmp_path, monkeypatch, since, name):
-    before = (since[0], since[1] - 1)
-    said = rf"{name}, which safetensors has from {since[0]}\.{since[1]} on: {before[0]}\.{before[1]} is installed"
-    dcp_rs.save({"w": young(name)}, tmp_path / "native")
-    monkeypatch.setattr(elements, "_safetensors_version", lambda: before)
-    with pytest.raises(UnsupportedError, match=said):
-        dcp_rs.save_file({"w": young(name)}, tmp_path / "w.safetensors")
-    with pytest.raises(UnsupportedError, match=said):
-        dcp_rs.convert(tmp_path / "native", tmp_path / "w.safetensors")
-    monkeypatch.setattr(elements, "_safetensors_version", lambda: since)
-    dcp_rs.save_file({"w": young(name)}, tmp_path / "w.safetensors")
 
 
 def test_signatures_are_those_of_safetensors():

@@ -51,15 +51,6 @@ _SAFETENSORS_NAMES = {
     "float8_e8m0fnu": "F8_E8M0",
     "float4_e2m1fn_x2": "F4",
 }
-#: The first release of safetensors that reads a dtype, if it is younger than torch 2.8 needs.
-_SINCE = {
-    "F8_E8M0": (0, 6),
-    "F4": (0, 6),
-    "C64": (0, 7),
-    "F8_E4M3FNUZ": (0, 8),
-    "F8_E5M2FNUZ": (0, 8),
-}
-
 _IN_NUMPY = frozenset(
     [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
     + ["bool", "float16", "float32", "float64", "complex64", "complex128"]
@@ -79,27 +70,12 @@ def safetensors_shape(name: str, shape: Sequence[int]) -> list[int]:
 
 
 def why_not_safetensors(name: str, shape: Sequence[int]) -> str | None:
-    """Return why the installed safetensors cannot read tensors of a dtype, or None if it can."""
-    header = _SAFETENSORS_NAMES.get(name)
-    if header is None:
+    """Return why safetensors cannot hold tensors of a dtype, or None if it can."""
+    if name not in _SAFETENSORS_NAMES:
         return name
-    if header == "F4" and not shape:
+    if name == "float4_e2m1fn_x2" and not shape:
         return f"{name} without a dimension, which safetensors cannot count in pairs"
-    since, here = _SINCE.get(header, (0, 0)), _safetensors_version()
-    if here < since:
-        return (
-            f"{name}, which safetensors has from {since[0]}.{since[1]} on: "
-            f"{here[0]}.{here[1]} is installed"
-        )
     return None
-
-
-@cache
-def _safetensors_version() -> tuple[int, int]:
-    from importlib.metadata import version  # it imports the email package
-
-    major, minor = version("safetensors").split(".")[:2]
-    return int(major), int(minor)
 
 
 def bits_dtype(name: str) -> np.dtype[Any]:
