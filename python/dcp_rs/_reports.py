@@ -17,21 +17,11 @@ _MAX_REPR = 200
 class Report:
     """Base of all reports, which are dataclasses. A list of names is shown by its first names."""
 
-    #: The field with the bytes that took ``seconds``.
-    _timed = ""
-
-    @property
-    def gb_per_second(self) -> float | None:
-        """Gigabytes (10^9 bytes) a second; None if nothing was timed."""
-        seconds = getattr(self, "seconds", 0.0)
-        nbytes = getattr(self, self._timed, 0) if self._timed else 0
-        return nbytes / seconds / 1e9 if seconds and nbytes else None
-
     def to_dict(self) -> dict[str, Any]:
         """Convert the report to plain types, for ``json.dumps``.
 
         Returns:
-            The fields by name, and ``gb_per_second`` where time was measured.
+            The fields by name.
 
         Example:
             ```python
@@ -40,14 +30,12 @@ class Report:
             ```
         """
         found: dict[str, Any] = _plain(self)
-        speed = self.gb_per_second
-        return found if speed is None else found | {"gb_per_second": speed}
+        return found
 
     def __repr__(self) -> str:
-        values = vars(self) | {"gb_per_second": self.gb_per_second}
         shown = [
             f"{name}={_short(name, value)}"
-            for name, value in values.items()
+            for name, value in vars(self).items()
             if value not in (None, 0, "", [], {})
         ]
         return short_repr(self, *shown)

@@ -244,11 +244,8 @@ def test_every_report_is_of_plain_types_and_tells_its_speed(ckpt, tmp_path):
     assert [step.number for step in pruned.removed] == [1]
     for report in (*timed, read, dcp_rs.clean(ckpt), pruned):
         told = json.loads(json.dumps(report.to_dict()))
-        assert {"gb_per_second"} ^ told.keys() ^ {known.name for known in fields(report)} == (
-            set() if report in timed else {"gb_per_second"}
-        )
+        assert told.keys() == {known.name for known in fields(report)}
     for report in timed:
-        assert report.to_dict()["gb_per_second"] == report.gb_per_second > 0
         assert "seconds=" in repr(report)
     assert cast.to_dict()["dtype_mismatched"] == [
         {"name": "w", "expected": "torch.bfloat16", "got": "torch.float32"}

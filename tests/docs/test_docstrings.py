@@ -83,17 +83,17 @@ SHOWN = {
     "source state_dict stream",
     "CheckpointManager": "annotate async_save best_step close delete latest_step load load_training_state path root save "
     "should_save steps tiers wait",
-    "CleanReport": "gb_per_second nbytes to_dict",
+    "CleanReport": "nbytes to_dict",
     "Concat": "dim",
-    "ConvertReport": "bytes files gb_per_second seconds to_dict",
+    "ConvertReport": "bytes files seconds to_dict",
     "HostStager": "release stage",
     "Leftover": "why_kept",
     "LoadReport": "bytes_direct bytes_mapped bytes_read bytes_verified bytes_wanted entries entries_loaded "
-    "gb_per_second path replaced requests seconds to_dict",
-    "MergeReport": "bytes files gb_per_second seconds to_dict",
+    "path replaced requests seconds to_dict",
+    "MergeReport": "bytes files seconds to_dict",
     "NumpyCheckpoint": "chunks close get get_slice get_tensor get_tensors info metadata offset_keys "
     "path report save_id source",
-    "ReadReport": "bytes_direct bytes_mapped bytes_read bytes_wanted gb_per_second path requests to_dict",
+    "ReadReport": "bytes_direct bytes_mapped bytes_read bytes_wanted path requests to_dict",
     "RsLoadPlanner": "create_global_plan create_local_plan finish_plan load_bytes resolve_tensor set_up_planner",
     "RsReader": "checkpoint_id path prepare_global_plan prepare_local_plan read_data read_metadata reset "
     "set_up_storage_reader source validate_checkpoint_id",
@@ -101,13 +101,13 @@ SHOWN = {
     "RsWriter": "checkpoint_id close finish options overwrite prepare_global_plan prepare_local_plan reset set_up_storage_writer stage "
     "storage_meta validate_checkpoint_id write_data",
     "SaveFuture": "cancel",
-    "SaveReport": "bytes_reused bytes_written entries gb_per_second path requests seconds to_dict",
+    "SaveReport": "bytes_reused bytes_written entries path requests seconds to_dict",
     "SavedMetadata": "report",
     "Split": "dim sizes",
     "Stack": "dim",
     "Transpose": "",
     "Unstack": "dim",
-    "VerifyReport": "bytes_verified bytes_without_digest entries gb_per_second ok seconds to_dict",
+    "VerifyReport": "bytes_verified bytes_without_digest entries ok seconds to_dict",
     "optim.PerRank": "load_state_dict state_dict",
     "optim.RngState": "load_state_dict state_dict",
 }

@@ -70,8 +70,6 @@ class Comparison(Report):
         hint: the ``rename=`` that would let more names agree; empty if there is none.
     """
 
-    _timed = "bytes"
-
     differences: list[Difference]
     entries: int
     bytes: int

@@ -63,8 +63,6 @@ class VerifyReport(Report):
         seconds: the time it took.
     """
 
-    _timed = "bytes_verified"
-
     problems: list[Problem] = field(default_factory=list)
     bytes_verified: int = 0
     bytes_without_digest: int = 0

@@ -39,8 +39,6 @@ class ConvertReport(Report):
         seconds: the time.
     """
 
-    _timed = "bytes"
-
     written: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)

@@ -83,8 +83,6 @@ class LoadReport(_Timed):
         phases: seconds by phase: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
 
-    _timed = "bytes_wanted"
-
     entries: int = 0
     entries_loaded: int = 0
     replaced: int = 0
@@ -155,8 +153,6 @@ class SaveReport(_Timed):
             other ranks).
         fallbacks: reasons why copies from a device were slow, if they were.
     """
-
-    _timed = "bytes_written"
 
     bytes_written: int = 0
     bytes_reused: int = 0
