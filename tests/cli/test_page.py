@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from dcp_rs.checkpoint.mapping import TensorInfo
 from dcp_rs.cli import page
-from dcp_rs.cli.contents import Contents, Entry
+from dcp_rs.cli.contents import Contents
 from support import nested_state
 from support.both import save_rs
 
@@ -144,7 +145,7 @@ def test_colours_are_the_same_on_every_page(tmp_path: Path) -> None:
 def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     names = [f"model.layers.{i // 100}.experts.{i % 100}.weight" for i in range(100_000)]
     entries = [
-        Entry(name, i, "bfloat16", (64, 64), 2, 8192) for i, name in enumerate(sorted(names))
+        TensorInfo(name, "bfloat16", (64, 64), 2, 8192) for name in sorted(names)
     ]
     cut = [Chunk(0, 4096, (0, 0), (32, 64)), Chunk(1, 4096, (32, 0), (32, 64))]
     contents: Any = SimpleNamespace(

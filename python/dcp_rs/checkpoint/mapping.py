@@ -8,7 +8,7 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -26,10 +26,18 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
+from dcp_rs.tensors.elements import ITEMSIZES, safetensors_name, safetensors_shape
 from dcp_rs.tensors.regions import selection
 
-__all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "TensorInfo", "TensorSlice", "check_held"]
+__all__ = [
+    "ChunkInfo",
+    "OpenCheckpoint",
+    "ReadReport",
+    "TensorInfo",
+    "TensorSlice",
+    "check_held",
+    "describe",
+]
 
 #: A tensor of torch, or an array of NumPy.
 Array = TypeVar("Array")
@@ -103,6 +111,16 @@ class ChunkInfo:
     file: str
     offset: int
     nbytes: int
+
+
+def describe(index: _core.Index, number: int) -> TensorInfo:
+    """Return the description of an entry. The dtype is the format's name of it."""
+    entry = index.tensor(number)
+    if entry.dtype is None:
+        nbytes = index.chunks(number)[0].length
+    else:
+        nbytes = math.prod(entry.shape) * ITEMSIZES.get(entry.dtype, 1)
+    return TensorInfo(entry.name, entry.dtype, entry.shape, entry.chunk_count, nbytes)
 
 
 class OpenCheckpoint(Mapping[str, Any], Generic[Array]):
@@ -271,12 +289,9 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Array]):
         """
         number = self._find(fqn)
         entry = self._index.tensor(number)
-        if entry.is_bytes:
-            dtype, nbytes = None, self._index.chunks(number)[0].length
-        else:
-            dtype = self._dtype(entry)
-            nbytes = dtype.itemsize * math.prod(entry.shape)
-        return TensorInfo(fqn, dtype, self._shape(entry.shape), entry.chunk_count, nbytes)
+        dtype = None if entry.is_bytes else self._dtype(entry)
+        shape = self._shape(entry.shape)
+        return replace(describe(self._index, number), dtype=dtype, shape=shape)
 
     def chunks(self, fqn: str) -> list[ChunkInfo]:
         """List the chunks that ``fqn`` is stored in.

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._url import StrPath, location
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.mapping import TensorInfo, describe
 from dcp_rs.checkpoint.names import hint, natural
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli.output import count, for_command_line, json_text, size
 from dcp_rs.errors import DcpRsError, EntryNotFoundError, UnsupportedError
-from dcp_rs.tensors.elements import ITEMSIZES
 from dcp_rs.tensors.nesting import TreePath
 
-__all__ = ["FORMATS", "SORTS", "Contents", "Entry"]
+__all__ = ["FORMATS", "SORTS", "Contents", "to_json"]
 
 #: The formats, for people.
 FORMATS = {
@@ -34,27 +32,16 @@ SORTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor, or (``dtype`` None) another value."""
-
-    name: str
-    number: int
-    dtype: str | None
-    shape: tuple[int, ...]
-    chunks: int
-    nbytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry for ``--json``."""
-        return {
-            "name": self.name,
-            "kind": "value" if self.dtype is None else "tensor",
-            "dtype": self.dtype,
-            "shape": None if self.dtype is None else self.shape,
-            "chunks": self.chunks,
-            "bytes": self.nbytes,
-        }
+def to_json(entry: TensorInfo) -> dict[str, Any]:
+    """Return an entry for ``--json``."""
+    return {
+        "name": entry.name,
+        "kind": "value" if entry.dtype is None else "tensor",
+        "dtype": entry.dtype,
+        "shape": None if entry.dtype is None else entry.shape,
+        "chunks": entry.chunks,
+        "bytes": entry.nbytes,
+    }
 
 
 class Contents:
@@ -71,7 +58,8 @@ class Contents:
         format: ``dcp-rs``, ``dcp``, ``safetensors`` or ``torch``.
         facts: version, writer and save of the index, by name; none if it was made in memory.
         files: (name, size in bytes).
-        entries: those that are chosen, sorted by name.
+        entries: those that are chosen, sorted by name, with the format's names of dtypes.
+        numbers: their numbers in the index, by name.
         tensors, nbytes: how many of them are tensors, and the bytes of all.
     """
 
@@ -97,23 +85,16 @@ class Contents:
                 "generation": index.generation,
                 "save_id": index.save_id,
             }
-        self.entries = [
-            self._entry(number)
+        self.numbers = {
+            name: number
             for number, name in enumerate(index.names())
             if chosen is None or chosen(name)
-        ]
+        }
+        self.entries = [describe(index, number) for number in self.numbers.values()]
         self.tensors = sum(entry.dtype is not None for entry in self.entries)
         self.nbytes = sum(entry.nbytes for entry in self.entries)
 
-    def _entry(self, number: int) -> Entry:
-        tensor = self.index.tensor(number)
-        if tensor.dtype is None:
-            nbytes = self.index.chunks(number)[0].length
-        else:
-            nbytes = math.prod(tensor.shape) * ITEMSIZES.get(tensor.dtype, 1)
-        return Entry(tensor.name, number, tensor.dtype, tensor.shape, tensor.chunk_count, nbytes)
-
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorInfo:
         """Return an entry by name, if all are wanted.
 
         Raises:
@@ -125,9 +106,9 @@ class Contents:
             raise EntryNotFoundError(msg, path=self.path, tensor=name)
         return self.entries[number]
 
-    def state_path(self, entry: Entry) -> TreePath | None:
+    def state_path(self, entry: TensorInfo) -> TreePath | None:
         """Return the keys of an entry in the state dict, if they are known."""
-        path = self.index.planner_path(entry.number)
+        path = self.index.planner_path(self.numbers[entry.name])
         if path is None or self.index.nesting() is not None:
             return path
         # Stock DCP stores the numbers of parameters in an optimizer's state as text, and a load
@@ -147,14 +128,14 @@ class Contents:
         values = f", {count(self.values, 'value')}" if self.values else ""
         return count(self.tensors, "tensor") + values
 
-    def stored_chunks(self, entry: Entry) -> list[_core.ChunkEntry]:
+    def stored_chunks(self, entry: TensorInfo) -> list[_core.ChunkEntry]:
         """Return the stored chunks of an entry."""
-        return self.index.chunks(entry.number)
+        return self.index.chunks(self.numbers[entry.name])
 
     def decoded(self) -> tuple[int, int]:
         """Return the number of tensors that are decoded, and their stored bytes."""
         entries = self.entries if self.index.is_view else []
-        coded = [self.stored_chunks(one) for one in entries if self.index.coded_from(one.number)]
+        coded = [self.stored_chunks(one) for one in entries if self.index.coded_from(self.numbers[one.name])]
         return len(coded), sum(chunk.length for chunks in coded for chunk in chunks)
 
     def decoded_text(self) -> str:
@@ -162,7 +143,7 @@ class Contents:
         number, nbytes = self.decoded()
         return f"; {number:,} of them decoded from {size(nbytes)} that are stored" if number else ""
 
-    def sharing(self, entry: Entry) -> list[str]:
+    def sharing(self, entry: TensorInfo) -> list[str]:
         """Return the other tensors with bytes of this one.
 
         In files of ``torch.save``, tensors are views of storages.
@@ -183,7 +164,7 @@ class Contents:
             )
         ]
 
-    def value(self, entry: Entry) -> Any:
+    def value(self, entry: TensorInfo) -> Any:
         """Load a non-tensor value with torch.
 
         Raises:
@@ -192,7 +173,7 @@ class Contents:
         """
         from dcp_rs.tensors import pickles  # it imports torch
 
-        first = self.index.first_chunk(entry.number)
+        first = self.index.first_chunk(self.numbers[entry.name])
         (data,) = self.index.read_bytes(
             [first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22
         )
@@ -205,7 +186,7 @@ class Contents:
             raise UnsupportedError(msg, tensor=entry.name)
         return value
 
-    def value_json(self, entry: Entry) -> dict[str, Any]:
+    def value_json(self, entry: TensorInfo) -> dict[str, Any]:
         """Return ``value`` if JSON can hold it, else its ``repr``, else the ``problem``."""
         if entry.dtype is not None:
             return {}
@@ -219,7 +200,7 @@ class Contents:
             return {"problem": _why_unshown(error)}
         return {"value": value}
 
-    def value_text(self, entry: Entry, most: int) -> str:
+    def value_text(self, entry: TensorInfo, most: int) -> str:
         """Return a value, or why it cannot be shown, in one line; nothing for a tensor."""
         if entry.dtype is not None:
             return ""

@@ -6,7 +6,6 @@ vLLM finds :func:`register` by its entry point.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
@@ -17,6 +16,7 @@ from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs._reports import size
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.mapping import describe
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import PlanError
@@ -29,7 +29,6 @@ from dcp_rs.integrations.transformers import (
     stored_tensors,
 )
 from dcp_rs.options import ReadOptions
-from dcp_rs.transfer.target import stored_dtype
 
 __all__ = ["DcpRsModelLoader", "register"]
 
@@ -111,11 +110,8 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
             index = Views.of(False, views).apply(index)
             names = self._names(index, model_config.hf_config)
         wanted = _names_to_read(names.values(), model_config)
-        skipped = (index.tensor(number) for number, name in names.items() if name not in wanted)
-        skipped_bytes = sum(
-            math.prod(entry.shape) * stored_dtype(entry.name, entry.dtype).itemsize
-            for entry in skipped
-        )
+        skipped = (number for number, name in names.items() if name not in wanted)
+        skipped_bytes = sum(describe(index, number).nbytes for number in skipped)
         names = {number: name for number, name in names.items() if name in wanted}
         new_names = {index.name(number): name for number, name in names.items()}
         device, counts = next(model.parameters()).device, Counts()

@@ -11,13 +11,14 @@ import click
 
 from dcp_rs.checkpoint.clean import seen_beside
 from dcp_rs.checkpoint.folders import local_path
+from dcp_rs.checkpoint.mapping import TensorInfo
 from dcp_rs.checkpoint.metadata import merged_from
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import cutmap, options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.commands.clean import mention
 from dcp_rs.cli.commands.runs import list_if_run
-from dcp_rs.cli.contents import FORMATS, SORTS, Contents, Entry
+from dcp_rs.cli.contents import FORMATS, SORTS, Contents, to_json
 from dcp_rs.cli.output import bar, count, line, print_json, show_shape, size, table
 from dcp_rs.tensors.nesting import shown
 
@@ -115,7 +116,7 @@ def _show_overview(contents: Contents, *, show_all: bool, as_json: bool) -> None
                 "dtypes": [{"dtype": d, "tensors": n, "bytes": b} for d, n, b in dtypes],
                 "merged_from": merged_from(contents.index),
                 "leftovers": [asdict(leftover) for leftover in leftovers],
-                "biggest": [entry.to_json() for entry in biggest[:some]],
+                "biggest": [to_json(entry) for entry in biggest[:some]],
             }
         )
         return
@@ -175,10 +176,10 @@ def _show_entry(contents: Contents, name: str, *, show_all: bool, as_json: bool)
     chunks = contents.stored_chunks(entry)
     state_path = contents.state_path(entry)
     shared = contents.sharing(entry)
-    decoded = contents.index.coded_from(entry.number)
+    decoded = contents.index.coded_from(contents.numbers[name])
     if as_json:
         known: dict[str, Any] = {
-            **entry.to_json(),
+            **to_json(entry),
             **contents.value_json(entry),
             "state_dict_path": None if state_path is None else list(state_path),
             "shares_bytes_with": shared,
@@ -216,7 +217,7 @@ def _show_entry(contents: Contents, name: str, *, show_all: bool, as_json: bool)
         _show_chunks(contents, entry, show_all=show_all)
 
 
-def _show_chunks(contents: Contents, entry: Entry, *, show_all: bool) -> None:
+def _show_chunks(contents: Contents, entry: TensorInfo, *, show_all: bool) -> None:
     """Draw a map of the files that hold a tensor, and list its chunks."""
     chunks = contents.stored_chunks(entry)
     line()

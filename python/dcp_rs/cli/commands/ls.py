@@ -14,7 +14,7 @@ from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.commands.runs import list_if_run
-from dcp_rs.cli.contents import FORMATS, SORTS, Contents
+from dcp_rs.cli.contents import FORMATS, SORTS, Contents, to_json
 from dcp_rs.cli.output import count, for_command_line, line, print_json, show_shape, size, table
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 
@@ -65,7 +65,7 @@ def _ls(
                 "values": contents.values,
                 "bytes": contents.nbytes,
                 "entries": [
-                    entry.to_json() | (contents.value_json(entry) if values else {})
+                    to_json(entry) | (contents.value_json(entry) if values else {})
                     for entry in entries
                 ],
             }

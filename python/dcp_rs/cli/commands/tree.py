@@ -9,10 +9,11 @@ from typing import Any
 
 import click
 
+from dcp_rs.checkpoint.mapping import TensorInfo
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.contents import SORTS, Contents, Entry
+from dcp_rs.cli.contents import SORTS, Contents
 from dcp_rs.cli.output import bar, line, print_json, size
 
 
@@ -26,7 +27,7 @@ class Module:
     nbytes: int = 0
     count: int = 0
 
-    def add(self, parts: list[str], entry: Entry) -> None:
+    def add(self, parts: list[str], entry: TensorInfo) -> None:
         """Add an entry. ``parts`` is the rest of its name."""
         self.nbytes += entry.nbytes
         self.count += 1
