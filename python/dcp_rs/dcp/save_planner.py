@@ -78,15 +78,8 @@ class RsSavePlanner(DefaultSavePlanner):
         self.include, self.exclude = repeatable(include), repeatable(exclude)
 
     def __repr__(self) -> str:
-        given: dict[str, Any] = {
-            "flatten_state_dict": None if self.flatten_state_dict else False,
-            "flatten_sharded_tensors": None if self.flatten_sharded_tensors else False,
-            "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank or None,
-            "dtype": self.dtype,
-            "include": self.include,
-            "exclude": self.exclude,
-        }
-        return short_repr(self, **{name: one for name, one in given.items() if one is not None})
+        own = {name: getattr(self, name) for name in ("dtype", "include", "exclude")}
+        return short_repr(self, **{name: one for name, one in own.items() if one is not None})
 
     def set_up_planner(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -185,28 +186,27 @@ class PlannerPaths(Mapping[str, Any]):
     _other: dict[str, Any]  # paths that belong to no entry
     _is_flat: bool  # entries without a path are at their names
 
+    @cached_property
+    def _paths(self) -> dict[str, Any]:
+        index = self._handle.index
+        paths = {name: index.planner_path(number) for number, name in enumerate(index.names())}
+        return self._other | {
+            name: (name,) if path is None else text_path(path)
+            for name, path in paths.items()
+            if self._is_flat or path is not None
+        }
+
     def __getitem__(self, fqn: str) -> Any:
-        path = self._path(fqn)
-        return self._other[fqn] if path is None else path
+        return self._paths[fqn]
 
     def __iter__(self) -> Iterator[str]:
-        index = self._handle.index
-        for number, name in enumerate(index.names()):
-            if self._is_flat or index.planner_path(number) is not None:
-                yield name
-        yield from (key for key in self._other if self._path(key) is None)
+        return iter(self._paths)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._paths)
 
     def __repr__(self) -> str:
         return f"<paths in {self._handle.index.path}>"
 
-    def _path(self, fqn: str) -> tuple[Any, ...] | None:
-        tensor = self._handle.index.find(fqn) if isinstance(fqn, str) else None
-        if tensor is None:
-            return None
-        path = self._handle.index.planner_path(tensor)
-        if path is None:
-            return (fqn,) if self._is_flat else None
-        return text_path(path)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_paths"}
