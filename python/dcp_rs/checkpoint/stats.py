@@ -69,47 +69,49 @@ class _Sums:
     nan: int = 0
     infinite: int = 0
 
-    def add(self, other: _Sums) -> None:
-        """Add other elements, without sums that could overflow."""
-        self.nan, self.infinite = self.nan + other.nan, self.infinite + other.infinite
-        if other.finite == 0:
+    def add(self, piece: torch.Tensor, dtype: str) -> None:
+        """Add the elements in some bytes, without sums that could overflow."""
+        stored = piece.view(BY_NAME[_COUNTED_AS.get(dtype, dtype)])
+        if dtype == "float4_e2m1fn_x2":
+            values = torch.tensor(
+                [*_FLOAT4, *(-value for value in _FLOAT4)], dtype=torch.float64, device="cpu"
+            )
+            numbers = values[torch.cat([stored & 15, stored >> 4]).long()]
+        else:
+            numbers = stored.double()
+        is_finite = numbers.isfinite()
+        finite = int(is_finite.sum())
+        if finite < numbers.numel():
+            nan = int(numbers.isnan().sum())
+            self.nan, self.infinite = self.nan + nan, self.infinite + numbers.numel() - finite - nan
+            numbers = numbers[is_finite]
+        if finite == 0:
             return
-        self.least, self.greatest = min(self.least, other.least), max(self.greatest, other.greatest)
-        total = self.finite + other.finite
-        self.mean = self.mean * (self.finite / total) + other.mean * (other.finite / total)
+        least, greatest = _extremes(stored, numbers, dtype)
+        self.least, self.greatest = min(self.least, least), max(self.greatest, greatest)
+        total = self.finite + finite
+        mean = float((numbers / finite).sum())
+        self.mean = self.mean * (self.finite / total) + mean * (finite / total)
         self.finite = total
 
 
-def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
-    """Return the statistics of the elements in some bytes."""
-    stored = piece.view(BY_NAME[_COUNTED_AS.get(dtype, dtype)])
-    if dtype == "float4_e2m1fn_x2":
-        values = torch.tensor(
-            [*_FLOAT4, *(-value for value in _FLOAT4)], dtype=torch.float64, device="cpu"
-        )
-        numbers = values[torch.cat([stored & 15, stored >> 4]).long()]
-    else:
-        numbers = stored.double()
-    sums = _Sums()
-    finite = numbers.isfinite()
-    sums.finite = int(finite.sum())
-    if sums.finite < numbers.numel():
-        sums.nan = int(numbers.isnan().sum())
-        sums.infinite = numbers.numel() - sums.finite - sums.nan
-        numbers = numbers[finite]
-    if sums.finite == 0:
-        return sums
-    sums.least, sums.greatest = (float(extreme) for extreme in numbers.aminmax())
-    # Divided first, or the sum of large elements would overflow.
-    sums.mean = float((numbers / sums.finite).sum())
+def _extremes(stored: torch.Tensor, numbers: torch.Tensor, dtype: str) -> tuple[float, float]:
+    """Return the least and the greatest element, integers exactly.
+
+    Args:
+        stored: the elements.
+        numbers: the finite ones in float64.
+        dtype: the format's name of their dtype.
+    """
     if dtype == "int64":
-        sums.least, sums.greatest = (int(extreme) for extreme in stored.aminmax())
+        numbers = stored
     elif dtype == "uint64":  # torch cannot compare them
         signed = stored.view(torch.int64) ^ torch.iinfo(torch.int64).min
-        sums.least, sums.greatest = (int(extreme) + (1 << 63) for extreme in signed.aminmax())
-    elif dtype == "bool" or "int" in dtype:
-        sums.least, sums.greatest = int(sums.least), int(sums.greatest)
-    return sums
+        least, greatest = (int(extreme) + (1 << 63) for extreme in signed.aminmax())
+        return least, greatest
+    is_integral = dtype == "bool" or "int" in dtype
+    least, greatest = (int(e) if is_integral else float(e) for e in numbers.aminmax())
+    return least, greatest
 
 
 def stats(
@@ -137,7 +139,7 @@ def stats(
         for block in slab:
             for at in range(0, block.data.nbytes, _COUNTED_BYTES):
                 piece = block.data[at : at + _COUNTED_BYTES]
-                found[block.region].add(_sums(piece, dtypes[block.region]))
+                found[block.region].add(piece, dtypes[block.region])
             done += block.data.nbytes
         if progress is not None:
             progress(done, total)
