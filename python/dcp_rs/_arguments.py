@@ -72,8 +72,8 @@ def _named_options(function: Callable[..., Any]) -> Signature:
     if last.kind is not Parameter.VAR_KEYWORD:
         return shown
     arguments = function.__globals__[str(last.annotation)[len("Unpack[") : -1]]
-    for name, kind in arguments.__annotations__.items():
-        annotation = kind.__forward_arg__
+    for name, option_type in arguments.__annotations__.items():
+        annotation = option_type.__forward_arg__
         known.append(
             Parameter(name, Parameter.KEYWORD_ONLY, default=_Omitted(), annotation=annotation)
         )

@@ -129,9 +129,9 @@ def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
 def forget_plans(planner: SavePlanner) -> None:
     """Remove the plans that a planner cached for the next save (2.8, 2.11, 2.15)."""
     if getattr(planner, "_enable_plan_caching", False):
-        kinds = ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
-        for kind in kinds:
-            cache: dict[str, Any] = getattr(SavePlanner, f"_cached_{kind}", {})
+        names = ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
+        for name in names:
+            cache: dict[str, Any] = getattr(SavePlanner, f"_cached_{name}", {})
             cache.pop(planner._cached_plans_key, None)  # type: ignore[attr-defined]
 
 
@@ -388,8 +388,8 @@ def modules_that_name(stock: type) -> list[Any]:
         own = getattr(module, "__dict__", {})  # None prevents an import
         if own.get(stock.__name__) is not stock:
             continue
-        classes = [kind for kind in own.values() if isinstance(kind, type) and kind is not stock]
-        if not any(kind.__module__ == name and issubclass(kind, stock) for kind in classes):
+        classes = [cls for cls in own.values() if isinstance(cls, type) and cls is not stock]
+        if not any(cls.__module__ == name and issubclass(cls, stock) for cls in classes):
             found.append(module)
     return found
 

@@ -169,7 +169,8 @@ def _explain_no_path(value: Any) -> str:
     """Return the message for an argument that is no path."""
     own = getattr(value, "checkpoint_id", None) or getattr(value, "path", None)
     hint = f": pass {os.fspath(own)!r}, its own path" if isinstance(own, str | os.PathLike) else ""
-    return f"a path is a str or a pathlib.Path, not {'None' if value is None else type_of(value)}{hint}"
+    shown = "None" if value is None else type_of(value)
+    return f"a path is a str or a pathlib.Path, not {shown}{hint}"
 
 
 class StorageOptions(Mapping[str, str]):

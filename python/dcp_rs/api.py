@@ -447,17 +447,17 @@ def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
         state_dict: the argument.
         path: the other argument. The caller may have swapped them.
     """
-    kind = type(state_dict).__name__
+    type_name = type(state_dict).__name__
     if isinstance(state_dict, str | os.PathLike):
         msg = "the state dict comes first, then the path"
         if not isinstance(path, Mapping):
             msg += f"; {state_dict!r} is not a state dict"
     elif is_stateful(state_dict):
         name = "optim" if isinstance(state_dict, Optimizer) else "model"
-        msg = f"{kind} is not a state dict: pass {{{name!r}: {name}}}, or {name}.state_dict()"
+        msg = f"{type_name} is not a state dict: pass {{{name!r}: {name}}}, or {name}.state_dict()"
     else:
         msg = (
-            f"{kind} is not a state dict: pass a dict of names to tensors, to values, "
+            f"{type_name} is not a state dict: pass a dict of names to tensors, to values, "
             "or to objects with state_dict() and load_state_dict()"
         )
     return TypeError(msg)

@@ -376,13 +376,13 @@ def _checked(
 def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
     if isinstance(model, torch.nn.Module):
         return (model,)
-    kind = type(model).__name__
+    type_name = type(model).__name__
     if isinstance(model, Mapping):
-        raise TypeError(f"model is a state dict ({kind}): pass the module that it is of")
+        raise TypeError(f"model is a state dict ({type_name}): pass the module that it is of")
     models = tuple(model) if isinstance(model, Iterable) else ()
     if not models or not all(isinstance(one, torch.nn.Module) for one in models):
-        kinds = ", ".join(sorted({type(one).__name__ for one in models})) or kind
-        raise TypeError(f"model is of type {kinds}: pass a torch.nn.Module, or several")
+        type_names = ", ".join(sorted({type(one).__name__ for one in models})) or type_name
+        raise TypeError(f"model is of type {type_names}: pass a torch.nn.Module, or several")
     if models[1:] and any(map(is_fsdp1, models)):
         msg = (
             "several modules, of which one is of FSDP1 (FullyShardedDataParallel): "

@@ -122,10 +122,10 @@ def take_options(function: Callable[..., Any], options: Any) -> dict[str, Any]:
 
 
 def split_options(
-    options: Mapping[str, Any], kind: type[Any]
+    options: Mapping[str, Any], cls: type[Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options that are fields of a dataclass, and the others."""
-    names = {each.name for each in fields(kind)}
+    names = {each.name for each in fields(cls)}
     own = {name: value for name, value in options.items() if name in names}
     return own, {name: value for name, value in options.items() if name not in names}
 

@@ -23,7 +23,7 @@ from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 
 __all__ = ["CleanReport", "Leftover", "clean", "leftovers"]
 
-Kind = Literal["data", "temporary index", "rank index", "conversion"]
+LeftoverKind = Literal["data", "temporary index", "rank index", "conversion"]
 Verdict = Literal["left", "in use", "young", "whole"]
 
 _WHY_KEPT = {
@@ -56,7 +56,7 @@ class Leftover:
 
     path: str
     nbytes: int
-    kind: Kind
+    kind: LeftoverKind
     verdict: Verdict
 
     @property

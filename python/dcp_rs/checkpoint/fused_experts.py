@@ -64,22 +64,23 @@ def views_for(
     if isinstance(config, str | os.PathLike):
         config = read_config(Path(config) / "config.json")
     known = config if isinstance(config, Mapping) else config.to_dict()
-    kind = known.get("model_type")
-    kind = kind if isinstance(kind, str) else None
-    if kind not in _TYPES:
+    model_type = known.get("model_type")
+    model_type = model_type if isinstance(model_type, str) else None
+    if model_type not in _TYPES:
         inner = known.get("text_config")
         places = [known, inner] if isinstance(inner, Mapping) else [known]
-        if kind not in _FUSED and any(place.get(name) for place in places for name in _COUNTS):
+        has_experts = any(place.get(name) for place in places for name in _COUNTS)
+        if has_experts and model_type not in _FUSED:
             msg = (
-                f"model type {kind!r} has experts, and no views are known for it: give Stack and "
-                "Concat of your own"
+                f"model type {model_type!r} has experts, and no views are known for it: give Stack "
+                "and Concat of your own"
             )
             raise UnsupportedError(msg)
         return []
     counts = [known[name] for name in _COUNTS if name in known]
     if counts and not any(counts):
         return []
-    stored, fused, (gate, up, down) = _TYPES[kind]
+    stored, fused, (gate, up, down) = _TYPES[model_type]
     layer = f"{prefix}model.layers.{{layer}}"
     experts, into = f"{layer}.{stored}.experts", f"{layer}.{fused}.experts"
     single = {name: f"{experts}.{{expert}}.{name}.weight" for name in (gate, up, down)}

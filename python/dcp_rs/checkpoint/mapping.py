@@ -448,7 +448,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Array]):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:

@@ -70,7 +70,7 @@ class CheckpointReader(Protocol):
     """A checkpoint to read entries from.
 
     Attributes:
-        kind: the kind of its data files.
+        format: the format of its data files.
         root: planner data that belongs to no entry.
         containers: the containers that paths do not describe; None if the format lists none.
         items: the entries, in the order in which they are best read.
@@ -78,7 +78,7 @@ class CheckpointReader(Protocol):
         files: its data files.
     """
 
-    kind: str
+    format: str
     root: Any
     containers: list[Container] | None
     items: list[Item]
@@ -98,7 +98,7 @@ class CheckpointReader(Protocol):
         """Return the ``torch.save`` bytes of a value."""
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata of local safetensors files; nothing for other kinds."""
+        """Return the metadata of local safetensors files; nothing for other formats."""
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Return the names of tied tensors, each with the name that keeps the data."""
@@ -119,7 +119,7 @@ class IndexSource:
         options: ReadOptions,
         passes: Callable[[str], bool] | None = None,
     ) -> None:
-        self.kind = index.source
+        self.format = index.source
         self.root, self.containers = planner_data(index)
         self._positions = index.positions()
         self.index = index
@@ -195,8 +195,8 @@ class IndexSource:
         return self.index.read_bytes([chunk], **self._options.engine())[0]
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata of local safetensors files; nothing for other kinds."""
-        has_some = self.kind == "safetensors" and not self.index.is_remote
+        """Return the metadata of local safetensors files; nothing for other formats."""
+        has_some = self.format == "safetensors" and not self.index.is_remote
         return safetensors_metadata(self.files) if has_some else {}
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:

@@ -134,8 +134,8 @@ class Contents:
 
     def decoded(self) -> tuple[int, int]:
         """Return the number of tensors that are decoded, and their stored bytes."""
-        entries = self.entries if self.index.is_view else []
-        coded = [self.stored_chunks(one) for one in entries if self.index.coded_from(self.numbers[one.name])]
+        numbers = self.numbers.values() if self.index.is_view else ()
+        coded = [self.index.chunks(n) for n in numbers if self.index.coded_from(n)]
         return len(coded), sum(chunk.length for chunks in coded for chunk in chunks)
 
     def decoded_text(self) -> str:

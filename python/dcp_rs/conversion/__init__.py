@@ -168,7 +168,7 @@ def write_result(
     if request.target == "dcp":
         stock.check_nesting(job)
     for task in job.tasks:
-        if task.dtype is None and source.kind == "torch" and request.weights_only:
+        if task.dtype is None and source.format == "torch" and request.weights_only:
             pickles.check_loadable(task.item.name, source.value(task.item))
     source.check([task.item for task in job.tasks])
     with (

@@ -75,7 +75,7 @@ class MergedSource:
     ) -> None:
         self._inputs, self._request = inputs, request
         first = inputs[0].source
-        self.kind, self.root, self.path = first.kind, first.root, first.path
+        self.format, self.root, self.path = first.format, first.root, first.path
         self.files = [path for one in inputs for path in one.source.files]
         self.containers = first.containers
         self.left_out: list[str] = []

@@ -136,7 +136,8 @@ def check_planner(called: Literal["load", "save"], planner: Any) -> None:
     if isinstance(planner, LoadPlanner | SavePlanner):
         why = f", which plans a {'save' if called == 'load' else 'load'}"
     msg = (
-        f"planner= of a {called} takes a planner such as {example}(...), not {type_of(planner)}{why}"
+        f"planner= of a {called} takes a planner such as {example}(...), "
+        f"not {type_of(planner)}{why}"
     )
     raise TypeError(msg)
 

@@ -518,8 +518,8 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
     if item.type == WriteItemType.BYTE_IO and isinstance(data, io.BytesIO):
         return Entry(fqn, data.getvalue(), path=path)
     if not isinstance(data, torch.Tensor) or item.tensor_data is None:
-        kind = type(data).__name__
-        msg = f"{fqn!r}: the planner resolved a {kind} for an item {item.type.name}"
+        type_name = type(data).__name__
+        msg = f"{fqn!r}: the planner resolved a {type_name} for an item {item.type.name}"
         raise PlanError(msg, tensor=fqn)
     tensor = _torch.wait_tensor(data.detach())
     refuse_meta(fqn, tensor)

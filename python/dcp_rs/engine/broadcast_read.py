@@ -92,7 +92,7 @@ def read_shared(
             device: _Memory(device, [one for one in exchanges if one.device == device])
             for device in own
         }
-        types = {kind for _, _, kinds in everyone for kind in kinds if kind != "cpu"}
+        types = {one for _, _, send_types in everyone for one in send_types if one != "cpu"}
         of_type = {device.type: device for device in own}
         first = [of_type.get(t) or _torch.device_of(ranks.process_group, t) for t in sorted(types)]
         return exchanges, memories, [torch.zeros(1, device=device) for device in first]

@@ -417,9 +417,11 @@ class Matching:
             PlanError: it needs a cast that is refused.
         """
         if not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            msg = f"{fqn!r} is a tensor in the checkpoint, and of type {kind} in the state dict"
-            self._misfits.append((Mismatch(fqn, kind, entry.shape), msg))
+            type_name = type(value).__name__
+            msg = (
+                f"{fqn!r} is a tensor in the checkpoint, and of type {type_name} in the state dict"
+            )
+            self._misfits.append((Mismatch(fqn, type_name, entry.shape), msg))
             return False
         shape = global_shape(value)
         if shape != entry.shape:

@@ -340,14 +340,15 @@ def save_pretrained(
     """
     source = local_path(config) if config is not None else local_path(path)
     beside = _beside(source)
-    kind = next((name for name in ("adapter_config.json", "config.json") if name in beside), None)
-    if kind is None:
+    configs = ("adapter_config.json", "config.json")
+    config_name = next((name for name in configs if name in beside), None)
+    if config_name is None:
         msg = (
             f"there is no config.json or adapter_config.json in {source}: "
             "config= says where the model's configuration is"
         )
         raise FileNotFoundError(msg)
-    if kind == "adapter_config.json":
+    if config_name == "adapter_config.json":
         if shards not in (None, 1):
             msg = f"shards={shards!r}: peft reads an adapter from one file"
             raise ValueError(msg)
@@ -364,8 +365,8 @@ def save_pretrained(
     include, exclude = repeatable(include), repeatable(exclude)
     chosen, new_name = selector(include, exclude), renamer(rename)
     names = {name: new_name(name) for name in index.names() if chosen is None or chosen(name)}
-    views = single_experts(names, source) if kind == "config.json" else []
-    tied = _tied_head(index, stored_tensors(index, include, exclude), beside[kind], rename)
+    views = single_experts(names, source) if config_name == "config.json" else []
+    tied = _tied_head(index, stored_tensors(index, include, exclude), beside[config_name], rename)
     if tied:
         left_out = [exclude] if isinstance(exclude, str) else list(exclude or ())
         exclude = [*left_out, *map(escape, tied)]
@@ -379,7 +380,7 @@ def save_pretrained(
             exclude=exclude,
             dtype=dtype,
             shards=shards,
-            name=_stem(beside[kind]),
+            name=_stem(beside[config_name]),
             views=views,
         )
         report.tied.update({new_name(head): new_name(kept) for head, kept in tied.items()})

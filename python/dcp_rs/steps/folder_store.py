@@ -21,7 +21,7 @@ from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder, sync
 from dcp_rs.errors import SaveInProgressError
 from dcp_rs.steps import notes
-from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, Step, StepStore
+from dcp_rs.steps.step_store import File, Files, Listing, SkipKind, SkippedStep, Step, StepStore
 
 __all__ = ["FolderStepStore", "sync"]
 
@@ -139,7 +139,7 @@ class FolderStepStore(StepStore):
                 )
         return found
 
-    def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> Kind:
+    def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> SkipKind:
         # An index without its final name is claimed by the lock of the folder, which may be ours.
         verdicts = {left.verdict for left in leftovers(self.folder(number)) if left.kind == "data"}
         # Before a save writes data, its note alone is claimed.

@@ -21,7 +21,7 @@ from dcp_rs.errors import CorruptDataError, CorruptIndexError, UnsupportedError
 from dcp_rs.steps import notes
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.notes import saved_name, saving_name
-from dcp_rs.steps.step_store import File, Files, Kind, Listing, SkippedStep, Step, StepStore
+from dcp_rs.steps.step_store import File, Files, Listing, SkipKind, SkippedStep, Step, StepStore
 
 __all__ = ["ObjectStepStore", "step_store_at"]
 
@@ -118,7 +118,7 @@ class ObjectStepStore(StepStore):
             files = self._walk(index.path.parent)
         return [files.get(entry.name) for entry in entries]
 
-    def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> Kind:
+    def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> SkipKind:
         return "unknown" if any(map(_is_young, files.values())) else "unfinished"
 
     # --- the run

@@ -38,8 +38,8 @@ __all__ = [
     "MAY_BE_WHOLE",
     "File",
     "Files",
-    "Kind",
     "Listing",
+    "SkipKind",
     "SkippedStep",
     "Step",
     "StepStore",
@@ -62,9 +62,11 @@ _PASSING = re.compile(
 #: Ends of names of files that may be a checkpoint of another program.
 _MODELS = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".npz", ".h5", ".gguf")
 
-Kind = Literal["unfinished", "in use", "unknown", "no index", "foreign", "unreadable", "damaged"]
+SkipKind = Literal[
+    "unfinished", "in use", "unknown", "no index", "foreign", "unreadable", "damaged"
+]
 #: A step of these kinds may be whole, so no older step takes its place.
-MAY_BE_WHOLE: tuple[Kind, ...] = ("no index", "foreign")
+MAY_BE_WHOLE: tuple[SkipKind, ...] = ("no index", "foreign")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,7 @@ class SkippedStep:
     number: int
     path: Path
     why: str
-    kind: Kind
+    kind: SkipKind
     is_over: bool = field(default=False, repr=False, compare=False)
     others: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     is_empty: bool = field(default=False, repr=False, compare=False)
@@ -528,7 +530,7 @@ class StepStore(ABC):
         self, number: int, files: Files, data: Mapping[str, bytes | None]
     ) -> Step | SkippedStep:
         """Return the state of a step, given its listing and the bytes of its index and notes."""
-        kind: Kind = "damaged"
+        kind: SkipKind = "damaged"
         try:
             if INDEX_NAME in files:
                 return self._whole_step(number, files, data)
@@ -668,7 +670,7 @@ class StepStore(ABC):
         ]
 
     @abstractmethod
-    def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> Kind:
+    def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> SkipKind:
         """Return what is known of a save without an index. If ``is_over``, it cannot commit."""
 
     # --- the run

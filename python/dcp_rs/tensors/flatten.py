@@ -65,8 +65,8 @@ def flatten(state_dict: Mapping[Any, Any], state_of: Callable[[Any], Any] | None
     """
     flat = Flat({}, {}, [])
     # A look at each type costs less than one at each value.
-    kinds = set(map(type, state_dict.values()))
-    if set(map(type, state_dict)) <= {str} and all(issubclass(k, torch.Tensor) for k in kinds):
+    types = set(map(type, state_dict.values()))
+    if set(map(type, state_dict)) <= {str} and all(issubclass(t, torch.Tensor) for t in types):
         flat.values, flat.paths = dict(state_dict), {key: (key,) for key in state_dict}
         if (kind := kind_of(state_dict)) != "dict":
             flat.containers.append(_container(0, (), kind, state_dict))
@@ -127,7 +127,7 @@ def _is_inner(value: Any) -> bool:
 
 def holds_sharded(flat: Flat) -> bool:
     """Return whether a state dict has ShardedTensors, which 2-D FSDP nests."""
-    return any(issubclass(kind, ShardedTensor) for kind in set(map(type, flat.values.values())))
+    return any(issubclass(cls, ShardedTensor) for cls in set(map(type, flat.values.values())))
 
 
 def is_stateful(value: Any) -> bool:

@@ -66,7 +66,7 @@ class NewTensors:
         is_tensor = [isinstance(value, torch.Tensor) for value in values]
         if not self._assign or (self._dtype is None and self._device is None):
             tensors = list(compress(values, is_tensor))
-            is_sharded = any(issubclass(kind, ShardedTensor) for kind in set(map(type, tensors)))
+            is_sharded = any(issubclass(cls, ShardedTensor) for cls in set(map(type, tensors)))
             # Only tensors on `meta` need one, and this is faster to ask.
             if not is_sharded and not any(map(attrgetter("is_meta"), tensors)):
                 return {}

@@ -69,8 +69,8 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"its layout is {tensor.layout}"
     if _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor):
-        kind = type(tensor)
-        return "its memory has been freed" if kind in PLAIN_TYPES else f"it is a {kind.__name__}"
+        cls = type(tensor)
+        return "its memory has been freed" if cls in PLAIN_TYPES else f"it is a {cls.__name__}"
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None

@@ -33,7 +33,7 @@ __all__ = [
 TreePath = tuple[Any, ...]
 
 _FACTORIES = {
-    kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)
+    factory.__name__: factory for factory in (bool, bytes, dict, float, int, list, set, str, tuple)
 }
 #: The constructor of each kind in section 5 of the format. Other mappings come back as a ``dict``.
 _KINDS: dict[str, Callable[[], dict[Any, Any]]] = {
@@ -71,12 +71,12 @@ class Container:
 
 def kind_of(mapping: Mapping[Any, Any]) -> str:
     """Return the kind of a mapping, as an index stores it."""
-    kind = type(mapping)
-    if kind is defaultdict:
+    cls = type(mapping)
+    if cls is defaultdict:
         make = mapping.default_factory  # type: ignore[attr-defined]
         name = next((name for name, factory in _FACTORIES.items() if factory is make), None)
         return "defaultdict" if name is None else f"defaultdict({name})"
-    return kind.__name__ if kind in (OrderedDict, Counter) else "dict"
+    return cls.__name__ if cls in (OrderedDict, Counter) else "dict"
 
 
 def like(mapping: Mapping[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -125,12 +125,12 @@ def storable(path: TreePath) -> tuple[TreePath, list[Any]]:
 
 
 def _is_storable(key: Any) -> bool:
-    kind = type(key)
-    if kind is tuple:
+    cls = type(key)
+    if cls is tuple:
         return all(type(item) is str or _is_storable(item) for item in key)
-    if kind is float:
+    if cls is float:
         return math.isfinite(key)
-    return key is None or kind is bool or (kind is int and key in _INT64)
+    return key is None or cls is bool or (cls is int and key in _INT64)
 
 
 def remaining(

@@ -160,18 +160,18 @@ _PLAIN = {*_IMMUTABLE, *PLAIN_TYPES}
 
 
 def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind in (dict, OrderedDict):
+    cls = type(value)
+    if cls in (dict, OrderedDict):
         return _is_plain(list(value)) and _is_plain(list(value.values()))
-    if kind in (list, tuple, set):
+    if cls in (list, tuple, set):
         return set(map(type, value)) <= _PLAIN or all(map(_is_plain, value))
-    return kind in _PLAIN
+    return cls in _PLAIN
 
 
 def _type_name(value: Any) -> str:
-    kind = type(value)
-    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{module}{kind.__qualname__}"
+    cls = type(value)
+    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+    return f"{module}{cls.__qualname__}"
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
@@ -194,12 +194,12 @@ def plain_numbers(tree: Any) -> Any:
 
 
 def _plain(tree: Any, number: type, *, in_tuple: bool = False) -> Any:
-    kind = type(tree)
-    if issubclass(kind, number):
+    cls = type(tree)
+    if issubclass(cls, number):
         return tree.item()
-    if isinstance(tree, Mapping) and (not in_tuple or kind in (dict, OrderedDict)):
+    if isinstance(tree, Mapping) and (not in_tuple or cls in (dict, OrderedDict)):
         items = tree.items()
         return like(tree, ((key, _plain(one, number, in_tuple=in_tuple)) for key, one in items))
-    if kind in (list, tuple):
-        return kind(_plain(one, number, in_tuple=in_tuple or kind is tuple) for one in tree)
+    if cls in (list, tuple):
+        return cls(_plain(one, number, in_tuple=in_tuple or cls is tuple) for one in tree)
     return tree

@@ -30,9 +30,7 @@ _RATES = {"lr", "initial_lr"}
 #: Settings that ``OneCycleLR`` and ``CyclicLR`` change as well.
 _MOMENTA = {"momentum", "betas"}
 #: Settings that schedulers of torch add to groups.
-_OF_SCHEDULERS = {
-    *("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"),
-}
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 #: Settings that choose another implementation of the same algorithm.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 #: The longest setting in a message.
@@ -164,16 +162,17 @@ def check_kinds(
     # Those of torch make all of it in the first step, so a setting that is kept counts as well.
     if not (lacks or group.replaced(kept=is_exact) or any(group.unshared())):
         return None
-    kind = type(optimizer).__name__
+    optimizer_type = type(optimizer).__name__
     differing = group.replaced(kept=True)
     settings = ""
     if differing:
         values = [{key: pair[at] for key, pair in differing.items()} for at in (0, 1)]
         settings = f"; {group.shown} and the saved one differ in {_list_values(differing, values)}"
     return (
-        f"the checkpoint has {_list(saved)} of parameter {name!r}, and this optimizer ({kind}) "
-        f"has, or makes in its next step, {_list(own)}{settings}. Make the optimizer as the saved "
-        "one was made, or pass partial={'optimizer'} to keep the state that does not fit as it is"
+        f"the checkpoint has {_list(saved)} of parameter {name!r}, and this optimizer "
+        f"({optimizer_type}) has, or makes in its next step, {_list(own)}{settings}. Make the "
+        "optimizer as the saved one was made, or pass partial={'optimizer'} to keep the state that "
+        "does not fit as it is"
     )
 
 
@@ -190,12 +189,12 @@ def check_stateless(
         makes_state: it has state, or makes some in its next step, and the saved one has none.
     """
     advice = "Make the optimizer as the saved one was made, or pass partial={'optimizer'}"
-    kind = type(optimizer).__name__
+    optimizer_type = type(optimizer).__name__
     own, saved = group.unshared()
     own &= getattr(optimizer, "defaults", {}).keys()  # an optimizer around another one lacks it
     if own and saved:
         return (
-            f"{group.shown} has the settings {_list(own)} ({kind}), and the saved one "
+            f"{group.shown} has the settings {_list(own)} ({optimizer_type}), and the saved one "
             f"{_list(saved)} in their place: it was an optimizer of another kind. {advice}"
         )
     changed = group.replaced().keys() - _IMPLEMENTATION
@@ -203,8 +202,8 @@ def check_stateless(
         return None
     values = [{key: pair[at] for key, pair in group.replaced().items()} for at in (0, 1)]
     return (
-        f"{group.shown} ({kind}) has state, or makes some in its next step, and the checkpoint has "
-        f"none of it; they differ in {_list_values(changed, values)}. {advice}; "
+        f"{group.shown} ({optimizer_type}) has state, or makes some in its next step, and the "
+        f"checkpoint has none of it; they differ in {_list_values(changed, values)}. {advice}; "
         f"keep_settings={changed!r} keeps these settings"
     )
 

@@ -128,14 +128,14 @@ class Block:
     Attributes:
         memory: all of it, as a row of bytes.
         nbytes: its size.
-        kind: the type of the device that it is pinned for; None if for none.
+        device_type: the type of the device that it is pinned for; None if for none.
         skipped: the number of copies that chose other blocks since this one was used.
         fallbacks: the reason if it could not be pinned.
     """
 
     def __init__(self, nbytes: int, pin: torch.device | None) -> None:
         self.nbytes = nbytes
-        self.kind = None if pin is None else pin.type
+        self.device_type = None if pin is None else pin.type
         self.skipped = 0
         self.fallbacks: list[str] = []
         self._runtime: Any = None  # that pinned it
@@ -215,10 +215,10 @@ class BlockPool:
             pin: the device that copies to the blocks; None if none does.
             fallbacks: takes the reason if blocks cannot be pinned.
         """
-        kind = None if pin is None else pin.type
+        device_type = None if pin is None else pin.type
         taken: list[Block] = []
         with self._of_process():
-            found = [self._take(size, kind) for size in sizes]
+            found = [self._take(size, device_type) for size in sizes]
             for block in self._idle:
                 block.skipped += 1
             # Blocks that two copies skipped were for another model.
@@ -237,9 +237,13 @@ class BlockPool:
             note_fallback(reason, fallbacks)
         return taken
 
-    def _take(self, nbytes: int, kind: str | None) -> Block | None:
+    def _take(self, nbytes: int, device_type: str | None) -> Block | None:
         """Take the smallest block that is large enough, unless it is more than twice as large."""
-        fit = [b for b in self._idle if b.kind == kind and nbytes <= b.nbytes <= 2 * nbytes]
+        fit = [
+            block
+            for block in self._idle
+            if block.device_type == device_type and nbytes <= block.nbytes <= 2 * nbytes
+        ]
         found = min(fit, key=lambda block: block.nbytes, default=None)
         if found is not None:
             self._idle.remove(found)
@@ -258,7 +262,7 @@ class BlockPool:
     def clear(self) -> int:
         """Free the idle blocks, and return the bytes of those for a device."""
         with self._of_process():
-            freed = sum(block.nbytes for block in self._idle if block.kind is not None)
+            freed = sum(block.nbytes for block in self._idle if block.device_type is not None)
             self._free(list(self._idle))
         return freed
 

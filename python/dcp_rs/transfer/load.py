@@ -251,7 +251,7 @@ def fill_tensor(name: str, tensor: Any, value: Any) -> bool:
 
 def _class_of(tensor: torch.Tensor) -> str:
     """Return the class of a tensor, with its dtype or layout if these make it special."""
-    kind = type(tensor).__name__
+    name = type(tensor).__name__
     if tensor.layout != torch.strided:
-        return f"{kind} with layout {tensor.layout}"
-    return f"{kind} of {tensor.dtype}" if tensor.is_quantized else kind
+        return f"{name} with layout {tensor.layout}"
+    return f"{name} of {tensor.dtype}" if tensor.is_quantized else name

@@ -149,7 +149,7 @@ def _free_memory() -> int | None:
         return None
 
 
-def _readers(path: Path, kind: str, files: Sequence[Path], **options: Any) -> dict[str, Read]:
+def _readers(path: Path, source: str, files: Sequence[Path], **options: Any) -> dict[str, Read]:
     """Return the readers by name. Their times are compared with that of the first."""
     import torch.distributed.checkpoint as dcp
 
@@ -159,11 +159,11 @@ def _readers(path: Path, kind: str, files: Sequence[Path], **options: Any) -> di
         dcp.load(state, storage_reader=reader(), no_dist=True)  # type: ignore[attr-defined]
 
     readers: dict[str, Read] = {}
-    stock = "FileSystemReader" if kind == "dcp" else "HuggingFaceStorageReader"
+    stock = "FileSystemReader" if source == "dcp" else "HuggingFaceStorageReader"
     if path.is_dir() and hasattr(dcp, stock):
         reader = partial(getattr(dcp, stock), os.fspath(path))
         readers[f"dcp.load, {stock}"] = partial(through_torch, reader)
-    if kind != "dcp":
+    if source != "dcp":
         readers["safetensors, one by one"] = partial(_safetensors, files)
     readers["dcp.load, RsReader"] = partial(
         through_torch, partial(dcp_rs.RsReader, path, **options)
