@@ -95,6 +95,18 @@ def check_choice(name: str, value: object, *choices: object) -> None:
         raise ValueError(msg)
 
 
+def check_function(name: str, value: object, what: str) -> None:
+    """Raise a ``TypeError`` unless the value can be called, or is None.
+
+    Args:
+        name: the option.
+        value: its value.
+        what: what it should do, in words, after "a function".
+    """
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}={value!r}: pass a function {what}")
+
+
 def repeatable(values: T | Iterator[Any]) -> T | tuple[Any, ...]:
     """Return values that can be iterated over more than once: those of an iterator as a tuple."""
     return tuple(values) if isinstance(values, Iterator) else values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -550,9 +550,7 @@ def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
     if reads.targets:
         job.add(reads.targets)
     passes = job.arrange()
-    at_once = plan.reads.batch.at_once()
-    if len(at_once) < len(reads.plain) + len({target.place for target in reads.targets}):
-        _warn_of_ties(plan, at_once)
+    _warn_of_ties(plan)
     return passes
 
 
@@ -590,17 +588,14 @@ def _match_tensors(plan: Plan) -> None:
     matching.warn_of_casts(casts, options)
 
 
-def _warn_of_ties(plan: Plan, first: Collection[int]) -> None:
-    """Warn of two names that are one tensor in the state dict, and differ in the checkpoint.
-
-    Args:
-        plan: the plan of this rank.
-        first: the places that are filled in the first pass, and that no later one overwrites.
-    """
+def _warn_of_ties(plan: Plan) -> None:
+    """Warn of two names that are one tensor in the state dict, and differ in the checkpoint."""
     reads, source = plan.reads, plan.request.source
-    planned = {*reads.plain, *(target.place for target in reads.targets)}
-    late = [reads.names[place] for place in sorted(planned.difference(first))]
-    early = [reads.names[place] for place in first]
+    first = reads.batch.at_once()  # filled in the first pass, and overwritten by no later one
+    places = {*reads.plain, *(target.place for target in reads.targets)}.difference(first)
+    if not places:
+        return
+    late, early = ([reads.names[i] for i in several] for several in (sorted(places), first))
     stored = dict(zip(reads.names, reads.stored, strict=True))
     for fqn, other in find_tied(late, early, reads.flat.values).items():
         if fqn in reads.report.partly_filled or other in reads.report.partly_filled:

@@ -28,7 +28,7 @@ from dcp_rs.engine.ranks import RankGroup, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Parent
 from dcp_rs.errors import PlanError
-from dcp_rs.options import Globs, WriteOptions, split_options, uuid_of
+from dcp_rs.options import Globs, WriteOptions, check_function, split_options, uuid_of
 from dcp_rs.tensors.dtypes import NAMES, parse_dtype
 from dcp_rs.transfer.save import turns, write_entries
 
@@ -173,9 +173,7 @@ class SaveOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.overwrite, bool):
             raise TypeError(f"overwrite={self.overwrite!r}: must be one of True, False")
-        if self.guard is not None and not callable(self.guard):
-            msg = f"guard={self.guard!r}: pass a function that returns a context manager"
-            raise TypeError(msg)
+        check_function("guard", self.guard, "that returns a context manager")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SaveOptions:

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -37,22 +36,29 @@ from dcp_rs.options import (
     WriteArguments,
     WriteOptions,
     check_choice,
+    check_function,
     check_positive,
     given,
     repeatable,
+    split_options,
+    take_options,
 )
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
 from dcp_rs.steps.nodes import Choice, Nodes, NodeStepStore, TierReport, names_of_nodes
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.ranks import ManagerRanks
-from dcp_rs.steps.retention import Policies
+from dcp_rs.steps.retention import Policies, PolicyArguments
 from dcp_rs.steps.step_store import SkippedStep, Step
 
 __all__ = ["CheckpointManager"]
 
 #: A load of the latest step that fails with one of these goes on with the step before.
 _DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
+
+
+class ManagerArguments(PolicyArguments, WriteArguments, total=False):
+    """Keyword arguments of :class:`CheckpointManager` for retention and for writes."""
 
 
 class CheckpointManager:
@@ -158,14 +164,6 @@ class CheckpointManager:
         root: str | os.PathLike[str],
         *,
         save_every: int | None = None,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_within: timedelta | float | None = None,
-        keep_best: int | None = None,
-        max_bytes: int | None = None,
-        metric: str | None = None,
-        mode: Literal["min", "max"] = "min",
-        keep: Callable[[int, Mapping[str, float]], bool] | None = None,
         latest: bool = False,
         on_saved: Callable[[Path], object] | None = None,
         on_error: Literal["raise", "warn"] = "raise",
@@ -186,10 +184,11 @@ class CheckpointManager:
         copies: int = 0,
         node: str | None = None,
         on_uploaded: Callable[[Path], object] | None = None,
-        **write_options: Unpack[WriteArguments],
+        **options: Unpack[ManagerArguments],
     ) -> None:
-        check_arguments(CheckpointManager.__init__, write_options)
-        self._write = WriteOptions(**write_options)
+        given_options = take_options(CheckpointManager.__init__, options)
+        of_policies, of_write = split_options(given_options, Policies)
+        self._policies, self._write = Policies(**of_policies), WriteOptions(**of_write)
         check_positive("save_every", save_every)
         check_positive("preemption_every", preemption_every)
         check_positive("max_failures", max_failures)
@@ -198,31 +197,14 @@ class CheckpointManager:
         check_positive("keep_local", keep_local)
         if copies not in (0, 1):
             raise UnsupportedError(f"copies={copies!r}: must be one of 0, 1")
-        if local is not None and (reuse is not False or max_bytes is not None):
+        if local is not None and (reuse is not False or self._policies.max_bytes):
             raise ValueError("local= goes with neither reuse= nor max_bytes=")
         if local is None and (copies or node is not None or on_uploaded is not None):
             raise ValueError("copies=, node= and on_uploaded= need local=, a folder on each node")
         check_choice("on_error", on_error, "raise", "warn")
-        functions: tuple[tuple[str, object, str], ...] = (
-            ("keep", keep, "a step's number and metrics"),
-            ("on_saved", on_saved, "a step's path"),
-            ("on_uploaded", on_uploaded, "a step's path"),
-        )
-        for name, function, gets in functions:
-            if function is not None and not callable(function):
-                msg = f"{name}={function!r}: pass a function of {gets}"
-                raise TypeError(msg)
+        check_function("on_saved", on_saved, "of a step's path")
+        check_function("on_uploaded", on_uploaded, "of a step's path")
         self._store = step_store_at(root, storage_options, step_name, fsync=self._write.fsync)
-        self._policies = Policies(
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_within=keep_within,
-            keep_best=keep_best,
-            max_bytes=max_bytes,
-            metric=metric,
-            mode=mode,
-            keep=keep,
-        )
         self._coordinator = Coordinator(
             self._store,
             self._policies,

@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from dcp_rs._reports import Report
 from dcp_rs.errors import DcpRsError, StorageError, StoragePreconditionError
-from dcp_rs.options import check_choice, check_positive
+from dcp_rs.options import check_choice, check_function, check_positive
 from dcp_rs.steps.step_store import SkippedStep, Step, StepStore
 
 __all__ = [
     "Policies",
+    "PolicyArguments",
     "Pruned",
     "beyond",
     "keep_best",
@@ -102,6 +103,19 @@ def used(steps: Iterable[Step]) -> int:
     return sum(step.nbytes - sum(step.files.values()) for step in steps) + sum(shared.values())
 
 
+class PolicyArguments(TypedDict, total=False):
+    """Keyword arguments of :class:`Policies`, for signatures."""
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_within: timedelta | float | None
+    keep_best: int | None
+    max_bytes: int | None
+    metric: str | None
+    mode: Literal["min", "max"]
+    keep: Callable[[int, Mapping[str, float]], bool] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policies:
     """Retention policies of a run.
@@ -121,6 +135,7 @@ class Policies:
             unless ``max_bytes`` removes them.
 
     Raises:
+        TypeError: ``keep`` is not a function.
         ValueError: a number that is not positive; ``keep_best`` without ``metric``; another mode.
     """
 
@@ -144,6 +159,7 @@ class Policies:
             )
             raise ValueError(msg)
         check_choice("mode", self.mode, "min", "max")
+        check_function("keep", self.keep, "of a step's number and metrics")
         if self.keep_best is not None and self.metric is None:
             msg = "keep_best= needs metric=, the name of the metric to compare"
             raise ValueError(msg)
