@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from dcp_rs._progress import Watch
 from dcp_rs._reports import Report
 from dcp_rs._url import StrPath
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
@@ -88,7 +89,7 @@ def compare(
     threads: int | None = None,
     allow_external: bool = False,
     views: Views | None = None,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: Watch | None = None,
 ) -> Comparison:
     """Compare the entries of two checkpoints of any kind, to the bit.
 
@@ -183,7 +184,7 @@ def entry_differences(
     right: CheckpointReader,
     pairs: Sequence[tuple[Item, Item]],
     tolerance: float = 0.0,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: Watch | None = None,
 ) -> Iterator[Difference]:
     """Yield the differences between entries of ``left`` and entries of ``right``.
 

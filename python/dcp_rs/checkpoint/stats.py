@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dcp_rs._progress import Watch
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
 from dcp_rs.checkpoint.source import CheckpointReader, Item
 from dcp_rs.tensors.dtypes import BY_NAME, NAMES
@@ -117,7 +118,7 @@ def _extremes(stored: torch.Tensor, numbers: torch.Tensor, dtype: str) -> tuple[
 def stats(
     source: CheckpointReader,
     items: Sequence[Item],
-    progress: Callable[[int, int], Any] | None = None,
+    progress: Watch | None = None,
 ) -> list[TensorStats]:
     """Return the statistics of tensors.
 

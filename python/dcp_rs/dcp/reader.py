@@ -25,7 +25,7 @@ from dcp_rs._log import current_rank
 from dcp_rs._progress import Counts, watching
 from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs._url import location
+from dcp_rs._url import StrPath, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.metadata import warn_of_left_out
@@ -116,7 +116,7 @@ class RsReader(StorageReader):
     @suggest_option
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         *,
         thread_count: int | None = None,
         token: str | None = None,
@@ -150,7 +150,7 @@ class RsReader(StorageReader):
     def __repr__(self) -> str:
         return short_repr(self, repr(os.fspath(self.path)), **self._source.given())
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin a new load, and take another path if one is given."""
         if checkpoint_id:
             self._source = dataclasses.replace(self._source, path=location(checkpoint_id))
@@ -158,7 +158,7 @@ class RsReader(StorageReader):
         self._index = self._sample = None
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
+    def checkpoint_id(self) -> StrPath:
         """The path, as DCP calls it."""
         return self.path
 
@@ -289,7 +289,7 @@ class RsReader(StorageReader):
         return self._open_once().source
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Return true if the id can be a path of the file system, or a URL of a store."""
         try:
             location(checkpoint_id)

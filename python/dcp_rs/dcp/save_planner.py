@@ -16,7 +16,7 @@ from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
 from dcp_rs.checkpoint.names import nothing_passes, selector
 from dcp_rs.errors import PlanError
-from dcp_rs.options import repeatable
+from dcp_rs.options import Globs, repeatable
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import cast_to, is_counter, parse_dtype
 
@@ -65,8 +65,8 @@ class RsSavePlanner(DefaultSavePlanner):
         enable_plan_caching: bool = False,
         *,
         dtype: torch.dtype | str | None = None,
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] | None = None,
+        include: Globs = None,
+        exclude: Globs = None,
     ) -> None:
         super().__init__(
             flatten_state_dict,

@@ -32,7 +32,7 @@ from dcp_rs import _core, _torch
 from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs._url import absolute, location
+from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
 from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine.destination import Destination
@@ -127,7 +127,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     @suggest_option
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         single_file_per_rank: bool = True,
         sync_files: bool | None = None,
         thread_count: int | None = None,
@@ -164,7 +164,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._generation: int  # the coordinator knows it
 
     @classmethod
-    def _of(cls, path: str | os.PathLike[str], options: SaveOptions) -> RsWriter:
+    def _of(cls, path: StrPath, options: SaveOptions) -> RsWriter:
         """Return a writer with options that are checked."""
         writer = cls(path)
         writer._options, writer.save_id = options, str(options.save_id)
@@ -192,7 +192,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return self._options.overwrite
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
+    def checkpoint_id(self) -> StrPath:
         """The path, as DCP calls it."""
         return self.path
 
@@ -209,7 +209,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             warn_of_foreign_model(self.path)  # here, as a thread or a process saves
         return HostStager().stage(state_dict)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin a new save, and take another path if one is given."""
         self._discard_failed()
         if checkpoint_id:
@@ -372,7 +372,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         }
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Return true if the id can be a path of the file system, or a URL to save to."""
         scheme, is_url, _ = os.fspath(checkpoint_id).partition("://")
         return not is_url or scheme.lower() in ("file", "s3", "gs", "az")

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from dcp_rs._log import log as _log
-from dcp_rs._url import location
+from dcp_rs._url import StrPath, location
 from dcp_rs.engine.reports import SavedMetadata, SaveReport
 from dcp_rs.errors import SaveInProgressError
 from dcp_rs.transfer.stage import Staging
@@ -146,7 +146,7 @@ class SaveQueue:
 
     def submit(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         stage: Callable[[], Staging],
         save: Callable[[Callable[[], Staging]], SavedMetadata],
         *,
@@ -197,7 +197,7 @@ class SaveQueue:
             raise
         return job.future
 
-    def check_path(self, path: str | os.PathLike[str]) -> None:
+    def check_path(self, path: StrPath) -> None:
         """Raise a ``SaveInProgressError`` if a save to ``path`` is not over."""
         if self._process != os.getpid():
             self._begin_anew()
@@ -211,7 +211,7 @@ class SaveQueue:
             )
             raise SaveInProgressError(msg, path=path)
 
-    def _enter(self, job: _Job, path: str | os.PathLike[str], max_copies: int) -> None:
+    def _enter(self, job: _Job, path: StrPath, max_copies: int) -> None:
         """Wait until there may be the copy of one more job."""
         self.check_path(path)
         with self._changed:
@@ -258,7 +258,7 @@ class SaveQueue:
             job.tell()
 
 
-def _key(path: str | os.PathLike[str]) -> str:
+def _key(path: StrPath) -> str:
     text = os.fspath(location(path))
     return text if "://" in text else os.path.realpath(text)
 

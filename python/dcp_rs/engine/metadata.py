@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions, location, options_for
+from dcp_rs._url import StorageOptions, StrPath, location, options_for
 from dcp_rs.checkpoint.metadata import planner_data
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import CheckpointNotFoundError
@@ -47,7 +47,7 @@ def make_metadata(
     index: _core.Index,
     *,
     rank: int | None,
-    checkpoint_id: str | os.PathLike[str],
+    checkpoint_id: StrPath,
     load_id: str | None = None,
     storage_options: StorageOptions | None = None,
     views: Views | None = None,

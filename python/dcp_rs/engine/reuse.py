@@ -10,7 +10,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs._url import absolute, location, options_for
+from dcp_rs._url import StrPath, absolute, location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.engine.destination import Destination
@@ -98,7 +98,7 @@ class Parent:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None,
+        path: StrPath | None,
         reuse: str | Iterable[str] | torch.nn.Module | Frozen | None,
         *,
         verify: bool,

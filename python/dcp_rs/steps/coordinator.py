@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 from dcp_rs import _core
+from dcp_rs._url import StrPath
 from dcp_rs.checkpoint.folders import remember
 from dcp_rs.checkpoint.index import index
 from dcp_rs.engine.destination import Destination
@@ -31,7 +31,7 @@ from dcp_rs.steps.step_store import MAY_BE_WHOLE, SkippedStep, Step, StepStore
 __all__ = ["Coordinator", "ExtraFiles", "Prepared", "check_save"]
 
 #: The user's files for the folder of a step, by name: bytes, or a path.
-ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]]
+ExtraFiles = Mapping[str, bytes | StrPath]
 
 #: There never was a checkpoint.
 _NEVER_WHOLE = ("unfinished", "in use", "unknown")

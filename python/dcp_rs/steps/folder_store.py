@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dcp_rs import _core
-from dcp_rs._url import absolute
+from dcp_rs._url import StrPath, absolute
 from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder, sync
 from dcp_rs.errors import SaveInProgressError
@@ -48,7 +48,7 @@ class FolderStepStore(StepStore):
     _shares_files = True
 
     def __init__(
-        self, path: str | os.PathLike[str], step_name: str = "step-{}", *, fsync: bool = True
+        self, path: StrPath, step_name: str = "step-{}", *, fsync: bool = True
     ) -> None:
         super().__init__(step_name)
         self.fsync = fsync

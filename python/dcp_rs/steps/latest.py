@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dcp_rs._arguments import suggest_option
+from dcp_rs._url import StoreArguments, StrPath
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import exists
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
@@ -22,10 +22,10 @@ _SAVED = ("foreign", "unreadable", "damaged")
 
 @suggest_option
 def latest(
-    root: str | os.PathLike[str],
+    root: StrPath,
     *,
     step_name: str = "step-{}",
-    storage_options: Mapping[str, Any] | Any | None = None,
+    storage_options: StoreArguments = None,
 ) -> Path | None:
     """Return the path of the newest step of a run that is committed and whole.
 

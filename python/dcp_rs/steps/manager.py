@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
 from dcp_rs._arguments import check_arguments, suggest, suggest_option
+from dcp_rs._url import StoreArguments, StrPath
 from dcp_rs._warnings import warn_caller
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.ranks import RankGroup
@@ -161,7 +162,7 @@ class CheckpointManager:
     @suggest_option
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: StrPath,
         *,
         save_every: int | None = None,
         latest: bool = False,
@@ -177,8 +178,8 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
         step_name: str = "step-{}",
-        storage_options: Mapping[str, Any] | Any | None = None,
-        local: str | os.PathLike[str] | None = None,
+        storage_options: StoreArguments = None,
+        local: StrPath | None = None,
         upload_every: int = 1,
         keep_local: int = 2,
         copies: int = 0,
@@ -641,8 +642,8 @@ class CheckpointManager:
     @suggest_option
     def load_training_state(
         self,
-        model: torch.nn.Module | Iterable[torch.nn.Module],
-        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        model: optim.Models,
+        optimizers: optim.Optimizers | None = (),
         extra: dict[str, Any] | None = None,
         step: int | None = None,
         *,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions, Url, location, options_for
+from dcp_rs._url import StorageOptions, StoreArguments, StrPath, Url, location, options_for
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
 from dcp_rs.errors import CorruptDataError, CorruptIndexError, UnsupportedError
 from dcp_rs.steps import notes
@@ -227,8 +227,8 @@ def _of_other_saves(files: Files, own: Collection[str], save_id: str) -> list[st
 
 
 def step_store_at(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | Any | None = None,
+    path: StrPath,
+    storage_options: StoreArguments = None,
     step_name: str = "step-{}",
     *,
     fsync: bool = True,

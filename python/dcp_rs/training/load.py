@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from dcp_rs.engine.matching import LoadOptions
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError
-from dcp_rs.options import Rename
+from dcp_rs.options import Globs, Rename
 from dcp_rs.training.extra import EXTRA, PerRank, SavedExtra, split_extra_state
 from dcp_rs.training.load_optimizer import SavedOptimizers, saved_optimizers
 from dcp_rs.training.names import StoredNames, unwrapper
@@ -43,8 +43,8 @@ class TrainingOptions:
 
     names: Mapping[str, str] = field(default_factory=dict)
     rename: Rename = None
-    include: str | Iterable[str] | None = None
-    exclude: str | Iterable[str] | None = None
+    include: Globs = None
+    exclude: Globs = None
     dtype: torch.dtype | None = None
     partial: Collection[str] = ()
     keep_settings: KeepSettings = False
