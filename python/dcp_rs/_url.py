@@ -9,6 +9,7 @@ from pathlib import Path, PosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from dcp_rs import _core
 from dcp_rs._arguments import equivalent, type_of
 from dcp_rs.errors import UnsupportedError
 
@@ -20,6 +21,7 @@ __all__ = [
     "absolute",
     "location",
     "options_for",
+    "store_at",
     "use_storage_options",
 ]
 
@@ -274,3 +276,11 @@ def options_for(path: Path, options: StorageOptions | None) -> dict[str, str] | 
         msg = f"{path} is on the file system, which has no storage_options"
         raise UnsupportedError(msg, path=path)
     return None
+
+
+def store_at(url: Path, options: StorageOptions | None) -> _core.Store:
+    """Return the store of a URL, for one operation: it refuses objects that change meanwhile.
+
+    Secrets get no variable, as tools show the variables of a traceback.
+    """
+    return _core.Store(os.fspath(url), options_for(url, options) or {})

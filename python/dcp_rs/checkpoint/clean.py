@@ -17,6 +17,7 @@ from dcp_rs._url import (
     absolute,
     location,
     options_for,
+    store_at,
 )
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
@@ -190,10 +191,10 @@ def seen_beside(path: StrPath) -> list[Leftover]:
 
 def _where(path: StrPath, storage_options: StoreArguments) -> tuple[str, _core.Store | None]:
     where = location(path)
-    # Secrets get no variable here, as tools show the variables of a traceback.
-    reach = options_for(where, StorageOptions.of(storage_options))
+    options = StorageOptions.of(storage_options)
     if isinstance(where, Url):
-        return os.fspath(where), _core.Store(os.fspath(where), reach or {})
+        return os.fspath(where), store_at(where, options)
+    options_for(where, options)  # it raises if there are any
     return os.fspath(absolute(where)), None
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._progress import Progress, watching
-from dcp_rs._url import StorageOptions, StoreArguments, StrPath, Url, location, options_for
+from dcp_rs._url import (
+    StorageOptions,
+    StoreArguments,
+    StrPath,
+    Url,
+    location,
+    options_for,
+    store_at,
+)
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file, local_path, make_folder
 from dcp_rs.checkpoint.locate import payload
 from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedError
@@ -187,8 +195,7 @@ def _index_on_store(
     url: Url, options: StorageOptions | None, maker: _Maker, overwrite: bool
 ) -> Path:
     """Do the same for a URL. It replaces only the index that it found at first."""
-    # Secrets get no variable here, as tools show the variables of a traceback.
-    store = _core.Store(os.fspath(url), options_for(url, options) or {})
+    store = store_at(url, options)
     ((files, _),) = store.list([url])
     folder = url if files else url.parent  # the URL of a single file
     store.begin(os.fspath(folder), None)

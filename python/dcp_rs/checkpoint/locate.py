@@ -22,6 +22,7 @@ from dcp_rs._url import (
     absolute,
     location,
     options_for,
+    store_at,
 )
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import (
@@ -270,7 +271,7 @@ def exists(path: StrPath, *, storage_options: StoreArguments = None) -> bool:
     # Secrets get no variable here, as tools show the variables of a traceback.
     options = StorageOptions.of(storage_options)
     if isinstance(where, Url):  # wrong options must not look like a checkpoint that cannot be read
-        _core.Store(os.fspath(where), options_for(where, options) or {})
+        store_at(where, options)
     else:
         options_for(where, options)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from dcp_rs import _core
-from dcp_rs._url import Url, options_for
+from dcp_rs._url import Url, store_at
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, make_folder, sync
 from dcp_rs.conversion.request import WriteRequest
@@ -214,7 +214,7 @@ def uploaded_output(request: WriteRequest, out: Url) -> Iterator[Path]:
         StorageUnclearError: the store did not answer. Nothing of the result is removed.
         StorageError: see :mod:`dcp_rs.errors`.
     """
-    store = _core.Store(os.fspath(out), options_for(out, request.storage_options) or {})
+    store = store_at(out, request.storage_options)
     inflight = request.write_options.inflight_bytes(accelerator=False)
     limits = {"threads": request.threads or 0, "max_inflight_bytes": inflight}
     with tempfile.TemporaryDirectory(prefix="dcp-rs-convert-") as scratch:

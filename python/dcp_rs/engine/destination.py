@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions, Url, absolute, options_for
+from dcp_rs._url import StorageOptions, Url, absolute, options_for, store_at
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import (
     INDEX_NAME,
@@ -72,10 +72,9 @@ class Destination:
         self.path = path
         self.options = options
         self.store: _core.Store | None = None
-        # Secrets get no name here: tools show the variables of a traceback.
         if isinstance(path, Url):
             self.folder = os.fspath(path)
-            self.store = _core.Store(self.folder, options_for(path, options) or {})
+            self.store = store_at(path, options)
         else:
             options_for(path, options)
             self.folder = os.fspath(absolute(path))

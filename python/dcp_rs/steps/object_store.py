@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions, StoreArguments, StrPath, Url, location, options_for
+from dcp_rs._url import (
+    StorageOptions,
+    StoreArguments,
+    StrPath,
+    Url,
+    location,
+    options_for,
+    store_at,
+)
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
 from dcp_rs.errors import CorruptDataError, CorruptIndexError, UnsupportedError
 from dcp_rs.steps import notes
@@ -48,11 +56,7 @@ class ObjectStepStore(StepStore):
         self.access: Mapping[str, Any] = {"storage_options": options}
 
     def _store(self) -> _core.Store:
-        """Return a store for one operation: it refuses objects that change after it saw them."""
-        # A secret must not be in a variable: tools show those of a traceback.
-        return _core.Store(
-            os.fspath(self.path), options_for(self.path, self.access["storage_options"]) or {}
-        )
+        return store_at(self.path, self.access["storage_options"])
 
     # --- files
 
