@@ -118,7 +118,7 @@ def compare(
         IndexSource(open_index(path, allow_external=allow_external, views=views), options)
         for path in (a, b)
     )
-    passes = selector(include, exclude) or (lambda _: True)
+    passes = selector(include, exclude)
     in_a = {item.name: item for item in _renamed(left.items, rename) if passes(item.name)}
     in_b = {item.name: item for item in right.items if passes(item.name)}
     there = [item.name for item in (*left.items, *right.items)]

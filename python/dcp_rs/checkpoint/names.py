@@ -14,6 +14,7 @@ from dcp_rs.options import Globs, Rename
 
 __all__ = [
     "LoadNames",
+    "every",
     "explain_missing",
     "explain_prefix",
     "globs",
@@ -52,13 +53,18 @@ def globs(patterns: Globs) -> re.Pattern[str] | None:
     return re.compile("|".join(fnmatch.translate(pattern) for pattern in several) or r"(?!)")
 
 
-def selector(include: Globs, exclude: Globs) -> Callable[[str], bool] | None:
-    """Return a test of names against globs, or None if all names pass.
+def every(_name: str) -> bool:
+    """Return true: the test that all names pass."""
+    return True
+
+
+def selector(include: Globs, exclude: Globs) -> Callable[[str], bool]:
+    """Return a test of names against globs; :func:`every` if there are none.
 
     A name passes if it matches a glob of ``include`` (or that is None), and none of ``exclude``.
     """
     if include is None and exclude is None:
-        return None
+        return every
     wanted, unwanted = globs(include), globs(exclude)
 
     def passes(name: str) -> bool:
@@ -271,11 +277,11 @@ class LoadNames:
     @property
     def is_selective(self) -> bool:
         """True if there is an ``include`` or ``exclude``."""
-        return self._passes is not None
+        return self._passes is not every
 
     def wants(self, fqn: str) -> bool:
         """Return whether to load an entry of the state dict."""
-        return self._passes is None or self._passes(fqn)
+        return self._passes(fqn)
 
     def choose(self, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
         """Split the names of a state dict into those to load and those that are excluded.
@@ -284,10 +290,9 @@ class LoadNames:
             The names to load with their stored names, and the excluded names. Names that no stored
             name is renamed to are only in ``unnamed``.
         """
-        wanted, excluded = list(names), []
-        if self._passes is not None:
-            excluded = [fqn for fqn in wanted if not self._passes(fqn)]
-            wanted = list(filter(self._passes, wanted))
+        names = list(names)
+        wanted = list(filter(self._passes, names))
+        excluded = [fqn for fqn in names if not self._passes(fqn)]
         named = self.named(wanted)
         self.unnamed = [fqn for fqn in wanted if fqn not in named]
         return named, excluded

@@ -14,6 +14,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.metadata import planner_data, safetensors_metadata
+from dcp_rs.checkpoint.names import every
 from dcp_rs.errors import CorruptDataError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import Container, TreePath
@@ -110,14 +111,14 @@ class IndexSource:
     Args:
         index: the index.
         options: how to read.
-        passes: a test of the names of the items, if not all are wanted.
+        passes: a test of the names of the items.
     """
 
     def __init__(
         self,
         index: _core.Index,
         options: ReadOptions,
-        passes: Callable[[str], bool] | None = None,
+        passes: Callable[[str], bool] = every,
     ) -> None:
         self.format = index.source
         self.root, self.containers = planner_data(index)
@@ -128,7 +129,7 @@ class IndexSource:
         self.items = [
             self._item(number)
             for number in index.file_order()
-            if passes is None or passes(index.name(number))
+            if passes(index.name(number))
         ]
 
     def _item(self, number: int) -> Item:

@@ -9,7 +9,7 @@ from dcp_rs import _core
 from dcp_rs._url import StrPath, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.mapping import TensorInfo, describe
-from dcp_rs.checkpoint.names import hint, natural
+from dcp_rs.checkpoint.names import every, hint, natural
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli.output import count, for_command_line, json_text, size
 from dcp_rs.errors import DcpRsError, EntryNotFoundError, UnsupportedError
@@ -49,7 +49,7 @@ class Contents:
 
     Args:
         path: a path, or a URL of a store.
-        chosen: a test of names, if not all entries are wanted.
+        chosen: a test of names.
         rank, allow_external, views: see :func:`dcp_rs.checkpoint.locate.open_index`.
 
     Attributes:
@@ -66,7 +66,7 @@ class Contents:
     def __init__(
         self,
         path: StrPath,
-        chosen: Callable[[str], bool] | None = None,
+        chosen: Callable[[str], bool] = every,
         *,
         rank: int | None = None,
         allow_external: bool = False,
@@ -85,11 +85,7 @@ class Contents:
                 "generation": index.generation,
                 "save_id": index.save_id,
             }
-        self.numbers = {
-            name: number
-            for number, name in enumerate(index.names())
-            if chosen is None or chosen(name)
-        }
+        self.numbers = {name: n for n, name in enumerate(index.names()) if chosen(name)}
         self.entries = [describe(index, number) for number in self.numbers.values()]
         self.tensors = sum(entry.dtype is not None for entry in self.entries)
         self.nbytes = sum(entry.nbytes for entry in self.entries)

@@ -194,7 +194,7 @@ def select(
     Raises:
         PlanError: nothing is included, or two entries would have one name.
     """
-    passes = selector(request.include, request.exclude) or (lambda _: True)
+    passes = selector(request.include, request.exclude)
     new_name = renamer(request.rename)
     tasks: list[Task] = []
     names: dict[str, str] = {}

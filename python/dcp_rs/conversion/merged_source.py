@@ -191,7 +191,7 @@ def _is_of_optimizer(item: Item) -> bool:
 
 def _choose(source: IndexSource, request: WriteRequest) -> dict[str, Item]:
     """Return the included entries by name. Optimizer state has to be included by name."""
-    passes = selector(request.include, request.exclude) or (lambda _: True)
+    passes = selector(request.include, request.exclude)
     return {
         item.name: item
         for item in source.items

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
-from dcp_rs.checkpoint.names import nothing_passes, selector
+from dcp_rs.checkpoint.names import every, nothing_passes, selector
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Globs, repeatable
 from dcp_rs.tensors import pickles
@@ -91,7 +91,7 @@ class RsSavePlanner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._nothing_to_save = None
         passes = selector(self.include, self.exclude)
-        if passes is None:
+        if passes is every:
             return
         values = self.state_dict
         self.state_dict = {name: value for name, value in values.items() if passes(name)}

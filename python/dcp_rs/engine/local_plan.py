@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from dcp_rs import _core, _torch
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.names import nothing_passes, selector
+from dcp_rs.checkpoint.names import every, nothing_passes, selector
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES, REQUIRES_GRAD, can_require_grad, cast_to, is_counter
 from dcp_rs.tensors.flatten import flatten, holds_sharded
@@ -288,8 +288,8 @@ def select(
         _store_keys(selected)
     if holds_sharded(flat):
         selected.values = _torch.flatten_sharded_tensors(flat.values)
-    passes = None if include is exclude is None else selector(include, exclude)
-    if passes is None:
+    passes = selector(include, exclude)
+    if passes is every:
         return selected
     values = selected.values
     selected.values = chosen = {name: value for name, value in values.items() if passes(name)}

@@ -246,7 +246,7 @@ def stored_tensors(
     return {
         name: number
         for number, name in enumerate(index.names())
-        if not index.tensor(number).is_bytes and (chosen is None or chosen(name))
+        if not index.tensor(number).is_bytes and chosen(name)
     }
 
 
@@ -364,7 +364,7 @@ def save_pretrained(
         _check_holds_model(target)
     include, exclude = repeatable(include), repeatable(exclude)
     chosen, new_name = selector(include, exclude), renamer(rename)
-    names = {name: new_name(name) for name in index.names() if chosen is None or chosen(name)}
+    names = {name: new_name(name) for name in index.names() if chosen(name)}
     views = single_experts(names, source) if config_name == "config.json" else []
     tied = _tied_head(index, stored_tensors(index, include, exclude), beside[config_name], rename)
     if tied:

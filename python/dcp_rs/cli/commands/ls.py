@@ -35,7 +35,7 @@ from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 @options.json
 def _ls(
     path: Path,
-    chosen: Callable[[str], bool] | None,
+    chosen: Callable[[str], bool],
     sort: str,
     values: bool,
     views: Views,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dcp_rs._progress import watching
-from dcp_rs.checkpoint.names import natural
+from dcp_rs.checkpoint.names import every, natural
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
@@ -51,7 +51,7 @@ _COLUMNS = ["<dtype", "<shape", *(f">{name}" for name in _SORTS[1:-1]), "<name"]
 @options.json
 def _stats(
     path: Path,
-    chosen: Callable[[str], bool] | None,
+    chosen: Callable[[str], bool],
     sort: str,
     fail_on_nan: bool,
     views: Views,
@@ -70,7 +70,7 @@ def _stats(
     contents = Contents(path, chosen, rank=rank, allow_external=allow_external, views=views)
     source = IndexSource(contents.index, ReadOptions(threads=threads), chosen)
     items = [item for item in source.items if item.dtype is not None]
-    if chosen is not None and not items:
+    if chosen is not every and not items:
         msg = "no tensor matches: a pattern covers a whole name, as '*norm*' does"
         raise PlanError(msg, path=path)
     nbytes = sum(item.nbytes for item in items)

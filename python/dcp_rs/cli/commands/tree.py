@@ -81,7 +81,7 @@ class Module:
 @options.json
 def _tree(
     path: Path,
-    chosen: Callable[[str], bool] | None,
+    chosen: Callable[[str], bool],
     depth: int,
     sort: str,
     views: Views,
