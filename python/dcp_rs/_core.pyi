@@ -6,6 +6,7 @@ Ctrl-C stops it.
 """
 
 import builtins
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar, Unpack, final
@@ -14,6 +15,7 @@ from typing_extensions import Buffer
 
 __version__: str
 
+_Path: TypeAlias = str | os.PathLike[str]
 _Extent: TypeAlias = Sequence[int]
 _Size = TypeVar("_Size", bound=_Extent)
 _Made = TypeVar("_Made")
@@ -200,7 +202,7 @@ class Index:
 
     @staticmethod
     def open(
-        path: str,
+        path: _Path,
         rank: int | None,
         allow_external: bool,
         storage_options: Mapping[str, str] | None = None,
@@ -210,16 +212,16 @@ class Index:
 
         Data files are read from `tiers`, folders, where these have them.
         """
-    def pass_over(self, path: str, reason: str) -> bool:
+    def pass_over(self, path: _Path, reason: str) -> bool:
         """Read a data file from elsewhere from now on, if it is in a tier. Return whether it is."""
     def lacking(self) -> list[str]:
         """Return the data files that reads asked for so far, and that no tier had."""
     def take_delivered(self) -> list[tuple[Path, int]]:
         """Return the bytes that reads delivered from each tier since the last call."""
     @staticmethod
-    def from_bytes(data: bytes, path: str, allow_external: bool) -> Index: ...
+    def from_bytes(data: bytes, path: _Path, allow_external: bool) -> Index: ...
     @staticmethod
-    def from_data(path: str, storage_options: Mapping[str, str] | None = None) -> Index:
+    def from_data(path: _Path, storage_options: Mapping[str, str] | None = None) -> Index:
         """Make an index of the foreign checkpoint at `path`, and ignore an index that is there.
 
         `path` is a URL if `storage_options` are given.
@@ -360,7 +362,7 @@ class Index:
     def copy(
         self,
         *,
-        prefix: str | None,
+        prefix: _Path | None,
         digests: bool,
         save_id: bytes,
         threads: int,
@@ -486,7 +488,7 @@ class SavePlan:
         """Return the items given to ``add`` that this rank saves."""
     def create(
         self,
-        folder: str,
+        folder: _Path,
         keep: bytes | None,
         lengths: Sequence[int],
         *,
@@ -593,20 +595,20 @@ class Reuse:
 class Store:
     """Store for one save. Its commit replaces what was there when the save began."""
 
-    def __new__(cls, url: str, storage_options: Mapping[str, str]) -> Store: ...
-    def begin(self, folder: str, rank: int | None) -> int:
+    def __new__(cls, url: _Path, storage_options: Mapping[str, str]) -> Store: ...
+    def begin(self, folder: _Path, rank: int | None) -> int:
         """Look at what a save to ``folder`` will replace, and return the number of the save.
 
         With ``rank``, the save is that of one rank.
         """
-    def has_index(self, folder: str, rank: int | None) -> bool:
+    def has_index(self, folder: _Path, rank: int | None) -> bool:
         """Return whether there is an index."""
-    def discard(self, folder: str, rank: int | None, indexes: Sequence[bytes]) -> None:
+    def discard(self, folder: _Path, rank: int | None, indexes: Sequence[bytes]) -> None:
         """Call the function of this name on the store, for the files of several ranks."""
-    def leftovers(self, folder: str, older_than: float | None) -> list[Leftover]:
+    def leftovers(self, folder: _Path, older_than: float | None) -> list[Leftover]:
         """Call the function of this name on the store."""
     def clean(
-        self, folder: str, older_than: float | None
+        self, folder: _Path, older_than: float | None
     ) -> tuple[list[Leftover], list[Leftover], list[str]]:
         """Call the function of this name on the store."""
     def list(
@@ -617,17 +619,17 @@ class Store:
         """Return files (name, length, age in seconds, tag) and folders of each folder."""
     def read(self, paths: Sequence[str | Path]) -> builtins.list[bytes | None]:
         """Return the bytes of each file; None for a file that is not there."""
-    def put(self, path: str | Path, data: bytes) -> None:
+    def put(self, path: _Path, data: bytes) -> None:
         """Store a file, and replace one of the same name."""
-    def asks_conditions(self, folder: str | Path) -> bool:
+    def asks_conditions(self, folder: _Path) -> bool:
         """Return whether the store keeps conditions. One request in a process finds out."""
-    def put_new(self, path: str | Path, data: bytes) -> None:
+    def put_new(self, path: _Path, data: bytes) -> None:
         """Store a new file. If there is another one, raise ``StoragePreconditionError``."""
-    def has(self, path: str | Path, data: bytes) -> bool:
+    def has(self, path: _Path, data: bytes) -> bool:
         """Return whether a file has these bytes, and is the one that was seen before, if any."""
     def upload_file(
         self,
-        path: str | Path,
+        path: _Path,
         to: str | Path,
         *,
         overwrite: bool,
@@ -651,9 +653,9 @@ class Store:
         """
     def remove(self, paths: Sequence[str | Path]) -> None:
         """Remove files that exist. Try all, and raise for the first that could not be removed."""
-    def remove_seen(self, path: str | Path) -> None:
+    def remove_seen(self, path: _Path) -> None:
         """Remove a file that was read, if it exists. Raise if another replaced it."""
-    def replace_index(self, folder: str, index: bytes) -> None:
+    def replace_index(self, folder: _Path, index: bytes) -> None:
         """Store an index over existing data, in place of the index seen at :meth:`begin`."""
     @property
     def keeps_conditions(self) -> bool:
@@ -671,7 +673,7 @@ class Save:
 
     @staticmethod
     def create(
-        folder: str,
+        folder: _Path,
         items: Sequence[SaveItem],
         *,
         store: Store | None = None,
@@ -680,7 +682,7 @@ class Save:
         """Lay out the files for the items, and create them."""
     @staticmethod
     def create_files(
-        folder: str,
+        folder: _Path,
         files: Sequence[tuple[str, bytes, int]],
         values: Sequence[PlacedValue],
         *,
@@ -765,7 +767,7 @@ class Template:
         """Return (first byte in the file, length) of the bytes kept."""
     def seal(
         self,
-        path: str,
+        path: _Path,
         archives: Sequence[tuple[int, int]],
         filled: Sequence[tuple[int, int, int]],
         threads: int,
@@ -776,7 +778,7 @@ class Template:
         """
 
 def recover(
-    folder: str,
+    folder: _Path,
     *,
     generation: int | None,
     save_id: bytes | None,
@@ -792,7 +794,7 @@ def assign_saves(requests: Sequence[bytes]) -> tuple[list[bytes], int, list[int]
     """
 
 def commit_indexes(
-    folder: str,
+    folder: _Path,
     rank: int | None,
     indexes: Sequence[bytes],
     *,
@@ -813,11 +815,11 @@ def commit_indexes(
     ``Store.begin`` decides about the index itself. Without ``publish`` nothing is written.
     """
 
-def check_no_rank_indexes(folder: str) -> None:
+def check_no_rank_indexes(folder: _Path) -> None:
     """Raise if a rank has an index of its own in the folder."""
 
-def has_native_data(folder: str) -> bool: ...
-def next_generation(folder: str) -> int: ...
+def has_native_data(folder: _Path) -> bool: ...
+def next_generation(folder: _Path) -> int: ...
 def available_cores() -> int:
     """Return the cores of this process, by its affinity and the quota of its cgroup."""
 
@@ -830,20 +832,20 @@ def refusal(data: bytes) -> tuple[bool, str] | None:
 def block_digest(data: bytes) -> int:
     """Return the XXH3-64 of a block, as the format defines it."""
 
-def create_folder(folder: str) -> None:
+def create_folder(folder: _Path) -> None:
     """Create a folder and its parents, durably. An existing folder stays as it is."""
 
-def publish(folder: str, name: str, data: bytes, fsync: bool) -> None:
+def publish(folder: _Path, name: str, data: bytes, fsync: bool) -> None:
     """Publish ``data`` under a name, in one step."""
 
 @final
 class Fingerprint:
     """State of a path: a file, or a folder and its content."""
 
-def fingerprint(path: str) -> Fingerprint | None:
+def fingerprint(path: _Path) -> Fingerprint | None:
     """Return the state of a path; None if nothing is there."""
 
-def replace_index(folder: str, index: bytes, before: Fingerprint | None, fsync: bool) -> None:
+def replace_index(folder: _Path, index: bytes, before: Fingerprint | None, fsync: bool) -> None:
     """Replace the index of a folder in one step and under its lock, if it is still ``before``."""
 
 def put_in_place(from_: str, to: str, before: Fingerprint | None) -> None:
@@ -859,20 +861,20 @@ LOCK_NAME: str
 class FolderLock:
     """Lock of a folder, held while this object exists. Waits over `notice` seconds are logged."""
 
-    def __init__(self, folder: str, *, notice: float = 10.0) -> None: ...
+    def __init__(self, folder: _Path, *, notice: float = 10.0) -> None: ...
     def read(self) -> bytes:
         """Return the bytes in the file of the lock."""
 
     def write(self, data: bytes, fsync: bool) -> None:
         """Store bytes in the file of the lock. Later bytes must have the same length."""
 
-def leftovers(path: str, older_than: float | None) -> list[Leftover]:
+def leftovers(path: _Path, older_than: float | None) -> list[Leftover]:
     """Return what killed saves and conversions left. Change nothing."""
 
-def clean(path: str, older_than: float | None) -> tuple[list[Leftover], list[Leftover], list[str]]:
+def clean(path: _Path, older_than: float | None) -> tuple[list[Leftover], list[Leftover], list[str]]:
     """Remove leftovers. Return what was removed, what was kept, and the failures."""
 
-def discard(folder: str, rank: int | None, index: bytes) -> None:
+def discard(folder: _Path, rank: int | None, index: bytes) -> None:
     """Remove the data files that ``index`` names and the published index does not.
 
     With ``rank``, the published index is that of the rank.

@@ -283,4 +283,4 @@ def store_at(url: Path, options: StorageOptions | None) -> _core.Store:
 
     Secrets get no variable, as tools show the variables of a traceback.
     """
-    return _core.Store(os.fspath(url), options_for(url, options) or {})
+    return _core.Store(url, options_for(url, options) or {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from dcp_rs import _core
@@ -189,13 +190,13 @@ def seen_beside(path: StrPath) -> list[Leftover]:
         return []
 
 
-def _where(path: StrPath, storage_options: StoreArguments) -> tuple[str, _core.Store | None]:
+def _where(path: StrPath, storage_options: StoreArguments) -> tuple[Path, _core.Store | None]:
     where = location(path)
     options = StorageOptions.of(storage_options)
     if isinstance(where, Url):
-        return os.fspath(where), store_at(where, options)
+        return where, store_at(where, options)
     options_for(where, options)  # it raises if there are any
-    return os.fspath(absolute(where)), None
+    return absolute(where), None
 
 
 def _seconds(older_than: float | None) -> float | None:

@@ -99,7 +99,7 @@ def make_folder(path: StrPath) -> None:
         OSError: the system refuses.
     """
     try:
-        _core.create_folder(os.fspath(path))
+        _core.create_folder(path)
     except (FileExistsError, NotADirectoryError) as error:
         folder = Path(path)
         there = next(

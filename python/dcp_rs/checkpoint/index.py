@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +133,7 @@ class _Maker:
         """Return an index of a save, rebuilt from all of its data."""
         with watching(self.progress, "indexing") as watch:
             return _core.recover(
-                os.fspath(folder),
+                folder,
                 generation=self.generation,
                 save_id=self.save_id,
                 threads=self.threads or 0,
@@ -162,21 +161,21 @@ def _index_files(source: Path, out: Path | None, maker: _Maker, overwrite: bool)
         out = None
     target = folder if out is None else out
     if target.is_dir():
-        _core.check_no_rank_indexes(os.fspath(target))
-    before = _core.fingerprint(os.fspath(target / INDEX_NAME))
+        _core.check_no_rank_indexes(target)
+    before = _core.fingerprint(target / INDEX_NAME)
     if (target / INDEX_NAME).exists() and not overwrite:
         raise _exists(target)
     if not source.exists():
         msg = f"no checkpoint at {source}: there is no such path"
         raise CheckpointNotFoundError(msg, path=source)
-    is_lost = source.is_dir() and _core.has_native_data(os.fspath(source))
+    is_lost = source.is_dir() and _core.has_native_data(source)
     maker.check_choice(source, is_lost=is_lost)
     if is_lost:
         recovered = maker.recover(source)
-        found = _core.Index.from_bytes(recovered, os.fspath(folder / INDEX_NAME), False)
+        found = _core.Index.from_bytes(recovered, folder / INDEX_NAME, False)
     else:
         # Not from an index that is to be replaced.
-        found = _core.Index.from_data(os.fspath(source))
+        found = _core.Index.from_data(source)
     if out is None and (link := found.find_link_outside()) is not None:
         msg = (
             f"{link} is a link to something outside its folder, which is followed through an index "
@@ -185,9 +184,9 @@ def _index_files(source: Path, out: Path | None, maker: _Maker, overwrite: bool)
             "allow_external=True; or put the file in place of the link"
         )
         raise UnsupportedError(msg, path=link)
-    data = maker.copy(found, None if out is None else os.fspath(folder.absolute()))
+    data = maker.copy(found, None if out is None else folder.absolute())
     make_folder(target)
-    _core.replace_index(os.fspath(target), data, before, True)
+    _core.replace_index(target, data, before, True)
     return target / INDEX_NAME
 
 
@@ -198,7 +197,7 @@ def _index_on_store(
     store = store_at(url, options)
     ((files, _),) = store.list([url])
     folder = url if files else url.parent  # the URL of a single file
-    store.begin(os.fspath(folder), None)
+    store.begin(folder, None)
     if store.replaces and not overwrite:
         raise _exists(folder)
     ((files, _),) = store.list([url])
@@ -208,8 +207,8 @@ def _index_on_store(
         data = maker.recover(folder, store)
     else:
         # Not from an index that is to be replaced.
-        data = maker.copy(_core.Index.from_data(os.fspath(url), options_for(url, options)))
-    store.replace_index(os.fspath(folder), data)
+        data = maker.copy(_core.Index.from_data(url, options_for(url, options)))
+    store.replace_index(folder, data)
     return folder / INDEX_NAME
 
 

@@ -169,7 +169,7 @@ def open_index(
     try:
         # Secrets get no variable here, as tools show the variables of a traceback.
         index = _core.Index.open(
-            os.fspath(where), rank, allow_external, options_for(where, storage_options), tiers
+            where, rank, allow_external, options_for(where, storage_options), tiers
         )
     except (CheckpointNotFoundError, CorruptDataError, UnsupportedError) as error:
         if is_remote:
@@ -276,12 +276,12 @@ def exists(path: StrPath, *, storage_options: StoreArguments = None) -> bool:
         options_for(where, options)
     try:
         try:
-            _core.Index.open(os.fspath(where), None, False, options_for(where, options))
+            _core.Index.open(where, None, False, options_for(where, options))
         except CheckpointNotFoundError:
             if not isinstance(where, Url):
                 # A broken link in the place of an index is a checkpoint out of reach.
                 return is_of_all_ranks(where) or is_rank_local(where)
-            _core.Index.open(os.fspath(where), 0, False, options_for(where, options))
+            _core.Index.open(where, 0, False, options_for(where, options))
     except CheckpointNotFoundError:
         return False
     except (OSError, StorageError):

@@ -30,7 +30,7 @@ def write(page: str, out: Path, *, as_json: bool) -> int:
         out.write_bytes(data)
     else:
         target = out.resolve()  # replace the target of a link
-        _core.publish(os.fspath(target.parent), target.name, data, False)
+        _core.publish(target.parent, target.name, data, False)
     if not as_json:
         wrote = f"wrote {out} ({size(len(data))})"
         line(f"{wrote}: open it in a browser, it needs no other files")

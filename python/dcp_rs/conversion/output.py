@@ -70,7 +70,7 @@ def check_output(
             one checkpoint.
     """
     check_not_source(paths, out)
-    before = _core.fingerprint(os.fspath(out))
+    before = _core.fingerprint(out)
     is_folder = out.is_dir() and not out.is_symlink()
     if before is None or (
         is_folder and not as_file and all(entry.name == _core.LOCK_NAME for entry in out.iterdir())
@@ -162,7 +162,7 @@ def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
     models = [name for name in names if name.endswith(_MODELS) and not _is_own_name(name)]
     if models and not others:
         try:
-            index = _core.Index.open(os.fspath(folder), None, True, None)
+            index = _core.Index.open(folder, None, True, None)
         except (DcpRsError, OSError) as error:
             msg = (
                 f"{folder} does not open as one checkpoint, and is not replaced ({error}); "
@@ -186,7 +186,7 @@ def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
 def _open(path: Path) -> _core.Index | None:
     """Return the index of what is there; None if it does not open."""
     try:
-        return _core.Index.open(os.fspath(path), None, True, None)
+        return _core.Index.open(path, None, True, None)
     except (DcpRsError, OSError):
         return None
 
@@ -302,7 +302,7 @@ def new_output(out: Path, before: _core.Fingerprint | Literal["anything"] | None
     beside.mkdir()
     is_ours, lock = True, None
     try:
-        lock = _core.FolderLock(os.fspath(beside))
+        lock = _core.FolderLock(beside)
         made = beside / _MADE
         yield made
         if before == "anything":
@@ -311,7 +311,7 @@ def new_output(out: Path, before: _core.Fingerprint | Literal["anything"] | None
             return
         is_ours = False  # the earlier checkpoint passes through this folder
         try:
-            _core.put_in_place(os.fspath(made), os.fspath(out), before)
+            _core.put_in_place(made, out, before)
         except (OSError, DcpRsError) as error:
             is_ours = getattr(error, "filename2", None) is None
             raise

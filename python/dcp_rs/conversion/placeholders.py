@@ -9,7 +9,6 @@ speed of ``cp``; this way reaches 0.5 to 0.8 of it.
 from __future__ import annotations
 
 import mmap
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -79,13 +78,13 @@ class Placeholders:
         first = len(values)
         for file, stream in enumerate(self._streams.values()):
             values += [_core.PlacedValue("", file, at, length) for at, length in stream.pieces()]
-        save = _core.Save.create_files(os.fspath(folder), files, values, crc32=True, **job.engine())
+        save = _core.Save.create_files(folder, files, values, crc32=True, **job.engine())
         with aborting(save):
             job.write(save, regions)
             crc32s = iter(save.crc32s())
             for name, stream in self._streams.items():
                 filled = [(at, length, next(crc32s)) for at, _, length in stream.holes()]
-                path, threads = os.fspath(folder / name), job.request.threads or 0
+                path, threads = folder / name, job.request.threads or 0
                 stream.seal(path, archives.get(name, ()), filled, threads)
                 save.write_template(stream, first)
                 first += len(stream.pieces())

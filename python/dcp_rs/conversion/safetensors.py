@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,7 @@ def write(job: Job, result: Path) -> None:
             values.append(_core.PlacedValue(name, number, at, region.nbytes))
             at += region.nbytes
         files.append((file, head, at))
-    save = _core.Save.create_files(os.fspath(folder), files, values, **job.engine())
+    save = _core.Save.create_files(folder, files, values, **job.engine())
     with aborting(save):
         job.write(save, regions)
         save.finish()
@@ -173,7 +172,7 @@ def _write_index(job: Job, folder: Path, weight_map: dict[str, str]) -> None:
     index = {"metadata": {"total_size": job.total}, "weight_map": dict(sorted(weight_map.items()))}
     text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
     _core.publish(
-        os.fspath(folder),
+        folder,
         f"{job.request.name}.safetensors.index.json",
         text.encode(),
         job.request.write_options.fsync,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -71,13 +70,12 @@ class Destination:
     def __init__(self, path: Path, options: StorageOptions | None) -> None:
         self.path = path
         self.options = options
+        self.folder = absolute(path)
         self.store: _core.Store | None = None
         if isinstance(path, Url):
-            self.folder = os.fspath(path)
             self.store = store_at(path, options)
         else:
-            options_for(path, options)
-            self.folder = os.fspath(absolute(path))
+            options_for(path, options)  # it raises if there are any
 
     def why_no_shared_files(self, other: Path) -> str | None:
         """Return why no file of another folder can be linked or copied here; None if it can."""
@@ -120,7 +118,7 @@ class Destination:
             CheckpointExistsError: on a store, a checkpoint is there that may not be replaced.
         """
         if self.store is None:
-            if self._has_index(rank) and not is_known(Path(self.folder)):
+            if self._has_index(rank) and not is_known(self.folder):
                 self._warn_of_unknown(INDEX_NAME if rank is None else rank_index_name(rank))
             return _core.next_generation(self.folder)
         generation = self.store.begin(self.folder, rank)
@@ -164,7 +162,7 @@ class Destination:
             warn_caller(
                 f"the checkpoint is saved, but a file of the one before is still there: {reason}"
             )
-        remember(Path(self.folder) if self.store is None else self.path)
+        remember(self.folder)
         return index
 
     def give_up(
@@ -214,7 +212,7 @@ class Destination:
         saved = ""
         with suppress(OSError):  # replaced meanwhile
             if index is not None:
-                modified = time.gmtime((Path(self.folder) / index).stat().st_mtime)
+                modified = time.gmtime((self.folder / index).stat().st_mtime)
                 saved = f" saved {time.strftime('%Y-%m-%d %H:%M', modified)} UTC"
         warn_caller(
             f"this save replaces the checkpoint{saved} at {self.path}, which this process has "
@@ -233,11 +231,11 @@ class Destination:
         if self.store is not None:
             return self.store.has_index(self.folder, rank)
         name = INDEX_NAME if rank is None else rank_index_name(rank)
-        return (Path(self.folder) / name).exists()
+        return (self.folder / name).exists()
 
     def _has_rank_index(self) -> bool:
         """Return whether a folder holds a rank-local save. `begin` looks on a store."""
-        return self.store is None and any(Path(self.folder).glob(f"__[0-9]*.{INDEX_NAME}"))
+        return self.store is None and any(self.folder.glob(f"__[0-9]*.{INDEX_NAME}"))
 
 
 def _bucket(url: Path) -> list[str]:

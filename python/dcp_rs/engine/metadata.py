@@ -126,7 +126,7 @@ class _Handle:
         if self.opened is None:
             where = location(self.path)
             index = _core.Index.open(
-                os.fspath(where), self.rank, False, options_for(where, self.storage_options)
+                where, self.rank, False, options_for(where, self.storage_options)
             )
             if index.save_id != self.save_id:
                 msg = (

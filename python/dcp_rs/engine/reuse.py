@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -168,7 +167,7 @@ class Parent:
             return None
         try:
             index = _core.Index.open(
-                os.fspath(self.path), rank, False, options_for(self.path, to.options)
+                self.path, rank, False, options_for(self.path, to.options)
             )
         except (DcpRsError, OSError) as error:
             self.warn(to, [str(error)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from concurrent.futures import Future
@@ -91,7 +90,7 @@ class DcpRsCheckpointIO(_bases(0, "plugins", "CheckpointIO")):  # type: ignore[m
         self.wait()
         target = local_path(path)
         if target.is_file() or target.is_symlink():
-            with new_output(target, _core.fingerprint(os.fspath(target))) as made:
+            with new_output(target, _core.fingerprint(target)) as made:
                 save(checkpoint, made, no_dist=True, **self._options)
         elif self._asynchronous:
             self._saving = async_save(checkpoint, target, no_dist=True, **self._options)

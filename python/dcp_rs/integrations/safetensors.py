@@ -143,7 +143,7 @@ def save_file(
         at += entry.nbytes
     with new_output(target, "anything") as made:
         save = _core.Save.create_files(
-            os.fspath(made.parent), [(made.name, head, at)], values, **options.engine()
+            made.parent, [(made.name, head, at)], values, **options.engine()
         )
         with aborting(save):
             write_entries(save, entries, options)

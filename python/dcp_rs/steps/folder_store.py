@@ -73,12 +73,12 @@ class FolderStepStore(StepStore):
     def _put(self, path: Path, data: bytes) -> None:
         try:
             make_folder(path.parent)
-            _core.publish(os.fspath(path.parent), path.name, data, self.fsync)
+            _core.publish(path.parent, path.name, data, self.fsync)
         except FileNotFoundError:
             # A killed process may have asked another program or machine, which serves the files, to
             # set this folder aside. That request comes only now.
             make_folder(path.parent)
-            _core.publish(os.fspath(path.parent), path.name, data, self.fsync)
+            _core.publish(path.parent, path.name, data, self.fsync)
 
     def put_file(self, path: Path, to: Path) -> None:
         """Copy a local file. See :meth:`StepStore.put_file`."""
@@ -154,7 +154,7 @@ class FolderStepStore(StepStore):
     @contextmanager
     def _lock(self) -> Iterator[_LockedNote]:
         make_folder(self.path)
-        note = _LockedNote(_core.FolderLock(os.fspath(self.path)), fsync=self.fsync)
+        note = _LockedNote(_core.FolderLock(self.path), fsync=self.fsync)
         try:
             yield note
         finally:
@@ -242,7 +242,7 @@ class FolderStepStore(StepStore):
         lock = None
         # The lock of the root comes before that of the step, as in a commit.
         try:
-            lock = _core.FolderLock(os.fspath(left.path))  # while this is held, no save commits
+            lock = _core.FolderLock(left.path)  # while this is held, no save commits
             found = self.look_at(left.number)
             if isinstance(found, SkippedStep) and found.kind == "unfinished":
                 if not found.others:

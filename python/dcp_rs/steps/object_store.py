@@ -6,7 +6,6 @@ index are swept after a day.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -152,7 +151,7 @@ class ObjectStepStore(StepStore):
         if INDEX_NAME in files:
             (data,) = store.read([path / INDEX_NAME])
             with suppress(CorruptIndexError, UnsupportedError):
-                index = _core.Index.from_bytes(data or b"", os.fspath(path / INDEX_NAME), False)
+                index = _core.Index.from_bytes(data or b"", path / INDEX_NAME, False)
                 own = {entry.name for entry in index.files()}
                 others = _of_other_saves(files, own, (index.save_id or "").replace("-", ""))
                 young = {name for name in others if _is_young(files[name])}

@@ -7,7 +7,6 @@ the steps or points to the latest. A store looks, each time.
 from __future__ import annotations
 
 import json
-import os
 import re
 import uuid
 from abc import ABC, abstractmethod
@@ -555,7 +554,7 @@ class StepStore(ABC):
         content = data.get(INDEX_NAME)
         if content is None:
             raise CorruptDataError(f"its {INDEX_NAME} cannot be read", path=path)
-        index = _core.Index.from_bytes(content, os.fspath(path / INDEX_NAME), False)
+        index = _core.Index.from_bytes(content, path / INDEX_NAME, False)
         entries = index.files()
         sizes: dict[Any, int] = {}
         reused, shared = 0, set()
