@@ -187,7 +187,7 @@ def test_counters_lie_where_the_saved_settings_have_them(ckpt):
     resumed = OnDevice(model.parameters(), {"lr": 0.1, "fused": True})
     part = Parts(ckpt, RsReader, {}, ()).optimizer()
     names = LoadNames(None, None, None)
-    left = PartialLoad(part, names, LoadReport(), "optim", partial=False)
+    left = PartialLoad(part, names, LoadReport(), "optim", False)
     saved = saved_optimizers(left)
     template = saved.template([model], [resumed])
     assert {memory.device.type for memory in template.values()} == {"cpu"}

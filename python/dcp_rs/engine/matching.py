@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -203,40 +203,29 @@ def add_hollow(
             flat.values[fqn], flat.paths[fqn] = get_at(state_dict, path), path
 
 
+@dataclass
 class Matching:
     """Comparison of a state dict with a checkpoint, for one load.
 
-    Args:
+    Attributes:
         state_dict: the state dict to fill.
-        flat: the same, flattened.
+        flat: the same, flattened. If the checkpoint has the names that torch before 2.4 gives, it
+            is flattened in that way.
         index: the index of the checkpoint.
         names: the names of the load.
         options: the options of the load.
         new: new tensors for those that are replaced before they are filled.
-
-    Attributes:
-        flat: the flattened state dict. If the checkpoint has the names that torch before 2.4
-            gives, it is flattened in that way.
         report: the report of the load.
     """
 
-    def __init__(
-        self,
-        state_dict: dict[str, Any],
-        flat: Flat,
-        index: _core.Index,
-        names: LoadNames,
-        options: LoadOptions,
-        new: NewTensors,
-    ) -> None:
-        self.flat = flat
-        self.report = LoadReport()
-        self._state_dict = state_dict
-        self._index = index
-        self._names = names
-        self._options = options
-        self._new = new
-        self._misfits: list[tuple[Mismatch, str]] = []
+    state_dict: dict[str, Any]
+    flat: Flat
+    index: _core.Index
+    names: LoadNames
+    options: LoadOptions
+    new: NewTensors
+    report: LoadReport = field(default_factory=LoadReport)
+    _misfits: list[tuple[Mismatch, str]] = field(default_factory=list)
 
     def match(self, wanted: Mapping[str, str]) -> dict[str, EntryInfo]:
         """Return the stored entries that fit, by names of the state dict.
@@ -248,19 +237,19 @@ class Matching:
             PlanError: an entry is missing, has another shape or kind, or needs a cast that is
                 refused.
         """
-        found = find_entries(self._index, wanted)
-        missing = [fqn for fqn, entry in found.items() if entry is None] + self._names.unnamed
+        found = find_entries(self.index, wanted)
+        missing = [fqn for fqn, entry in found.items() if entry is None] + self.names.unnamed
         if missing and (older := self._flatten_as_older_torch()) is not None:
             whole = [fqn for fqn in older.values if fqn not in self.flat.values]
-            whole = list(filter(self._names.wants, whole))
+            whole = list(filter(self.names.wants, whole))
             self.flat = older
-            named = {**wanted, **self._names.named(whole)}
+            named = {**wanted, **self.names.named(whole)}
             known = {fqn: name for fqn, name in named.items() if fqn in older.values}
-            found = find_entries(self._index, known)
+            found = find_entries(self.index, known)
             missing = [fqn for fqn, entry in found.items() if entry is None]
-            unnamed = dict.fromkeys([*self._names.unnamed, *whole])
+            unnamed = dict.fromkeys([*self.names.unnamed, *whole])
             missing += [fqn for fqn in unnamed if fqn in older.values and fqn not in known]
-        if missing or self._options.allow_partial_load:
+        if missing or self.options.allow_partial_load:
             self._note_missing(missing, found)
         values = self.flat.values
         fitting = {
@@ -280,14 +269,14 @@ class Matching:
             The flattened state dict; None if the checkpoint stores none of these containers. It
             lacks entries that :attr:`flat` lacks, and containers that are empty and not stored.
         """
-        values, paths = _torch.flatten_as_2_3(self._state_dict)
+        values, paths = _torch.flatten_as_2_3(self.state_dict)
         leaves = [path for fqn, path in self.flat.paths.items() if fqn in self.flat.values]
         filled = {name_of(path[:depth]) for path in leaves for depth in range(1, len(path))}
         empty = [container.path for container in self.flat.containers]
         hollow = {name_of(path[:depth]) for path in empty for depth in range(1, len(path) + 1)}
         whole = filled.union(hollow).difference(self.flat.values).intersection(values)
-        named = self._names.named(filter(self._names.wants, whole))
-        stored = {fqn for fqn, name in named.items() if self._index.find(name) is not None}
+        named = self.names.named(filter(self.names.wants, whole))
+        stored = {fqn for fqn, name in named.items() if self.index.find(name) is not None}
         if not stored:
             return None
         kept = filled.union(stored, self.flat.values)
@@ -309,10 +298,10 @@ class Matching:
         Raises:
             PlanError: the load is not partial.
         """
-        report, new = self.report, self._new
+        report, new = self.report, self.new
         left_on_meta: set[str] = set()
         for fqn, offsets, sizes in holes:
-            if not self._options.allow_partial_load:
+            if not self.options.allow_partial_load:
                 msg = (
                     f"tensor {fqn!r}: the checkpoint does not hold {list(sizes)} elements "
                     f"at {list(offsets)}"
@@ -339,7 +328,7 @@ class Matching:
         Args:
             loaded: the entries that are loaded, with new tensors for those that are replaced.
         """
-        options, new = self._options, self._new.new
+        options, new = self.options, self.new.new
         self.report.replaced = len(new)
         if options.assign:
             return
@@ -355,7 +344,7 @@ class Matching:
         asked = [
             f"{n}={v!r}" for n in ("dtype", "device") if (v := getattr(options, n)) is not None
         ]
-        unlike = [fqn for fqn, one in kept if asked and self._new.is_unlike(fqn, one)]
+        unlike = [fqn for fqn, one in kept if asked and self.new.is_unlike(fqn, one)]
         if unlike:
             warn_caller(
                 f"{' and '.join(asked)} does not change tensors that have memory ({some(unlike)}): "
@@ -364,15 +353,15 @@ class Matching:
 
     def explain_nothing(self) -> str | None:
         """Return a message if all entries are missing or excluded; an empty one without entries."""
-        report, values, names = self.report, self.flat.values, self._names
+        report, values, names = self.report, self.flat.values, self.names
         if not values:
             return ""
         if len(values) != len(report.missing) + len(report.excluded):
             return None
-        if not self._index.tensor_count:
+        if not self.index.tensor_count:
             return None
         if not report.missing:
-            given = {"include": self._options.include, "exclude": self._options.exclude}
+            given = {"include": self.options.include, "exclude": self.options.exclude}
             passed = ", ".join(
                 f"{name}={value!r}" for name, value in given.items() if value is not None
             )
@@ -380,7 +369,7 @@ class Matching:
                 f"there is nothing to load: no name of the state dict passes {passed}; "
                 f"it has {some(values)}"
             )
-        stored = list(self._index.names())
+        stored = list(self.index.names())
         return (
             "there is nothing to load: the checkpoint has none of the names that are wanted "
             f"({some(report.missing)}); "
@@ -388,26 +377,26 @@ class Matching:
         )
 
     def _note_missing(self, missing: list[str], found: Collection[str]) -> None:
-        report, stored = self.report, self._index.names()
+        report, stored = self.report, self.index.names()
         report.tied = self._find_tied(missing) if missing else {}
         report.missing = missing = [fqn for fqn in missing if fqn not in report.tied]
-        if self._options.allow_partial_load:
-            known = {self._names.stored_name(fqn) for fqn in self.flat.values}
+        if self.options.allow_partial_load:
+            known = {self.names.stored_name(fqn) for fqn in self.flat.values}
             report.unexpected = [name for name in stored if name not in known]
         elif missing:
             more = ""
             if missing[1:]:
                 named = ", ".join(map(repr, missing[1:6]))
                 more = f" (and {len(missing) - 1} more: {named})"
-            hint = self._names.explain(missing, found, list(stored))
+            hint = self.names.explain(missing, found, list(stored))
             raise PlanError(f"the checkpoint has no {missing[0]!r}{more}{hint}", tensor=missing[0])
 
     def _find_tied(self, missing: list[str]) -> dict[str, str]:
         """Return missing names that share the memory of a stored entry, with its name."""
         values, lacking = self.flat.values, set(missing)
-        others = [fqn for fqn in values if fqn not in lacking and self._names.wants(fqn)]
+        others = [fqn for fqn in values if fqn not in lacking and self.names.wants(fqn)]
         tied = find_tied(missing, others, values)
-        stored = set(fitting(self._index, self._names.named(tied.values()), values))
+        stored = set(fitting(self.index, self.names.named(tied.values()), values))
         return {fqn: other for fqn, other in tied.items() if other in stored}
 
     def _fits(self, fqn: str, value: Any, entry: EntryInfo, stored: torch.dtype) -> bool:
@@ -431,16 +420,16 @@ class Matching:
             )
             self._misfits.append((Mismatch(fqn, tuple(shape), entry.shape), msg))
             return False
-        dtype = self._new.dtype_of(fqn, value)
+        dtype = self.new.dtype_of(fqn, value)
         if dtype != stored:
             check_cast(fqn, dtype, stored)
-            if dtype != self._options.dtype:  # the caller did not ask for it
-                self.report.dtype_mismatched.append(cast_of(fqn, dtype, stored, self._options))
+            if dtype != self.options.dtype:  # the caller did not ask for it
+                self.report.dtype_mismatched.append(cast_of(fqn, dtype, stored, self.options))
         return True
 
     def _skip_or_refuse_misfits(self) -> None:
         """Report entries that do not fit, or raise an error that names them."""
-        if self._options.allow_partial_load:
+        if self.options.allow_partial_load:
             self.report.shape_mismatched += [mismatch for mismatch, _ in self._misfits]
             return
         more = len(self._misfits) - _NAMED

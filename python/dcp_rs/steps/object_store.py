@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ class ObjectStepStore(StepStore):
 
     @contextmanager
     def _lock(self) -> Iterator[_StoredNote]:
-        yield _StoredNote(self.path / notes.RUN_NAME, self._read, self._put)
+        yield _StoredNote(self.path / notes.RUN_NAME, self._store)
 
     def _now(self) -> float:
         return time.time()
@@ -196,23 +197,18 @@ class ObjectStepStore(StepStore):
         return left
 
 
+@dataclass
 class _StoredNote:
     """The note of the run, an object of its own. A store has no locks."""
 
-    def __init__(
-        self,
-        path: Path,
-        read: Callable[[Sequence[Path]], list[bytes | None]],
-        put: Callable[[Path, bytes], None],
-    ) -> None:
-        self._path, self._read, self._put = path, read, put
+    path: Path
+    store: Callable[[], _core.Store]
 
     def read(self) -> bytes:
-        (data,) = self._read([self._path])
-        return data or b""
+        return self.store().read([self.path])[0] or b""
 
     def write(self, data: bytes) -> None:
-        self._put(self._path, data)
+        self.store().put(self.path, data)
 
 
 def _is_young(file: File) -> bool:

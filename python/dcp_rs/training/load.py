@@ -100,8 +100,7 @@ class TrainingLoad:
         ranks.run(self._end)
 
     def _partial(self, part: Part, name: str, usual: str) -> PartialLoad:
-        partial = name in self._options.partial
-        return PartialLoad(part, self._names, self._left, usual, partial=partial)
+        return PartialLoad(part, self._names, self._left, usual, name in self._options.partial)
 
     # --- templates
 

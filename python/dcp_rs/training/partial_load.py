@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.engine.reports import LoadReport, Mismatch
@@ -33,48 +34,36 @@ def parts_of(partial: bool | Collection[str]) -> set[str]:
     return set(partial)
 
 
+@dataclass
 class PartialLoad:
     """Load of one part of a training state, and what it leaves alone.
 
-    Args:
+    Attributes:
         part: the place of the part in a checkpoint.
         names: the names that the load includes.
         report: notes what is left alone.
         usual: the key of the part in a training state, by which ``names`` go.
-        partial: leave alone what the checkpoint lacks, has not all of, or has in another shape.
+        is_partial: leave alone what the checkpoint lacks, has not all of, or has in another shape.
             Otherwise that is an error.
-
-    Attributes:
-        part, report: as given.
-        is_partial: ``partial``, as given.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        names: LoadNames,
-        report: LoadReport,
-        usual: str,
-        *,
-        partial: bool,
-    ) -> None:
-        self.is_partial = partial
-        self.report = report
-        self.part = part
-        self._names = names
-        self._usual = usual
+    part: Part
+    names: LoadNames
+    report: LoadReport
+    usual: str
+    is_partial: bool
 
     @property
     def may_leave(self) -> bool:
         """True if the load may leave entries alone."""
-        return self.is_partial or self._names.is_selective
+        return self.is_partial or self.names.is_selective
 
     def includes(self, name: str) -> bool:
         """Return whether the load includes an entry of the checkpoint."""
         prefix = self.part.prefix
-        if prefix != self._usual:
-            name = join(self._usual, name.removeprefix(prefix).removeprefix("."))
-        return self._names.wants(name)
+        if prefix != self.usual:
+            name = join(self.usual, name.removeprefix(prefix).removeprefix("."))
+        return self.names.wants(name)
 
     def exclude(self, names: Iterable[str]) -> set[str]:
         """Return the names that the load does not include, and report them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from dcp_rs.transfer.upload import upload
 __all__ = ["Load", "as_tensor", "copy_value", "fill", "fill_tensor", "read_values"]
 
 
+@dataclass
 class Load:
     """All targets of one load.
 
@@ -38,7 +39,7 @@ class Load:
     is that of stock DCP's readers: file by file as the plan first needs them, and within a file as
     planned.
 
-    Args:
+    Attributes:
         index: the checkpoint.
         options: how to read.
         batch: the batch, which may have targets already.
@@ -46,21 +47,13 @@ class Load:
         common: the sections of the checkpoint that other ranks read, too.
     """
 
-    def __init__(
-        self,
-        index: _core.Index,
-        options: ReadOptions,
-        batch: _core.Batch,
-        counts: Counts,
-        common: _core.SharedSections | None = None,
-    ) -> None:
-        self._common = common
-        self._counts = counts
-        self._index = index
-        self._options = options
-        self._batch = batch
-        #: The targets that the engine does not fill in place.
-        self._device_targets: list[Target] = []
+    index: _core.Index
+    options: ReadOptions
+    batch: _core.Batch
+    counts: Counts
+    common: _core.SharedSections | None = None
+    #: The targets that the engine does not fill in place.
+    _device_targets: list[Target] = field(default_factory=list)
 
     def add(self, targets: Iterable[Target]) -> None:
         """Add targets.
@@ -76,48 +69,48 @@ class Load:
                 direct.append(target)
             else:
                 self._add_device_target(target)
-        self._batch.add(direct)
+        self.batch.add(direct)
 
     def _add_device_target(self, target: Target) -> None:
         check_fillable(target.name, target.tensor)
         number = len(self._device_targets)
         self._device_targets.append(target)
         if is_opaque(target.tensor):
-            self._batch.add_opaque(number, target, memory_of(target.tensor))
+            self.batch.add_opaque(number, target, memory_of(target.tensor))
         else:
             space = space_of(target.tensor.device)
-            self._batch.add_device_target(number, target, space, there=True)
+            self.batch.add_device_target(number, target, space, there=True)
 
     def arrange(self) -> int:
         """Arrange the targets after the last one was added, and return the number of passes."""
-        passes = self._batch.arrange()
-        if self._common is not None:
-            self._batch.divide(self._common)
+        passes = self.batch.arrange()
+        if self.common is not None:
+            self.batch.divide(self.common)
         return passes
 
     def run(self, number: int) -> None:
         """Fill the targets of one pass."""
-        tell = None if self._counts.watch is None else self._counts.tell
-        self._counts.add(self._batch.read(number, progress=tell, **self._options.engine()))
-        regions = self._batch.slab_regions(number)
+        tell = None if self.counts.watch is None else self.counts.tell
+        self.counts.add(self.batch.read(number, progress=tell, **self.options.engine()))
+        regions = self.batch.slab_regions(number)
         if regions:
-            slow = self._counts.fallbacks
+            slow = self.counts.fallbacks
             while True:
                 try:
-                    self._counts.add(
+                    self.counts.add(
                         upload(
-                            self._batch, regions, self._device_targets, self._options, tell, slow
+                            self.batch, regions, self._device_targets, self.options, tell, slow
                         )
                     )
                     break
                 except (CorruptDataError, OSError) as error:
                     # A file of a tier that is damaged or cannot be read is read from elsewhere.
                     path = error.filename if isinstance(error, OSError) else error.path
-                    if path is None or not self._index.pass_over(path, str(error)):
+                    if path is None or not self.index.pass_over(path, str(error)):
                         raise
-        if opaque := self._batch.opaque(number):
+        if opaque := self.batch.opaque(number):
             _fill_opaque(
-                self._index, [self._device_targets[i] for i in opaque], self._options, self._counts
+                self.index, [self._device_targets[i] for i in opaque], self.options, self.counts
             )
 
 
