@@ -11,7 +11,7 @@ __all__ = ["warn_caller"]
 _SKIPPED = ("dcp_rs", "torch", "contextlib", "functools")
 
 
-def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_caller(message: str) -> None:
     """Warn at the nearest line outside of this package and torch."""
     level, frame = 1, sys._getframe(0)  # noqa: SLF001  # the documented way to walk up
     while (
@@ -19,4 +19,4 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
         and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED
     ):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(message, stacklevel=level)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from dcp_rs._log import log as _log
 from dcp_rs._url import StrPath, location
@@ -52,6 +53,7 @@ class SaveFuture(Future[SavedMetadata]):
         return False
 
 
+@dataclass(eq=False)
 class _Job:
     """A save in the background.
 
@@ -67,16 +69,15 @@ class _Job:
         result: what the future gets.
     """
 
-    def __init__(self, path: str, save: Callable[[Callable[[], Staging]], SavedMetadata]) -> None:
-        self.path = path
-        self.save = save
-        self.future = SaveFuture()
-        self.staging: Staging | None = None
-        self.copying: threading.Thread | None = None
-        self.error: BaseException | None = None
-        self.has_begun = False
-        self.is_over = threading.Event()
-        self.result: SavedMetadata | BaseException
+    path: str
+    save: Callable[[Callable[[], Staging]], SavedMetadata]
+    future: SaveFuture = field(default_factory=SaveFuture)
+    staging: Staging | None = None
+    copying: threading.Thread | None = None
+    error: BaseException | None = None
+    has_begun: bool = False
+    is_over: threading.Event = field(default_factory=threading.Event)
+    result: SavedMetadata | BaseException = field(init=False)
 
     def copy(self) -> None:
         """Copy the bytes of the tensors. Keep the error for the save."""
