@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "lock-not-taken",
         "python/dcp_rs/steps/folder_store.py",
-        "lock = _core.FolderLock(os.fspath(left.path))  # while",
+        "lock = _core.FolderLock(left.path)  # while",
         "lock = None  # while",
         ("tests/steps/test_folder_steps.py",),
         "A folder is removed while another process commits to it.",
