@@ -50,10 +50,6 @@ class NewTensors:
         """Return the dtype that an entry has after the load."""
         return self._asked_dtype(name, tensor) if self._may_replace(tensor) else tensor.dtype
 
-    def needs_new(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return true if an entry needs a new tensor."""
-        return self._may_replace(tensor) and self.is_unlike(name, tensor)
-
     def is_unlike(self, name: str, tensor: torch.Tensor) -> bool:
         """Return true if an entry has another dtype or device than the caller asks for."""
         if self._asked_dtype(name, tensor) != tensor.dtype:
@@ -70,8 +66,11 @@ class NewTensors:
             # Only tensors on `meta` need one, and this is faster to ask.
             if not is_sharded and not any(map(attrgetter("is_meta"), tensors)):
                 return {}
-        pairs = compress(zip(names, values, strict=True), is_tensor)
-        return dict.fromkeys(name for name, value in pairs if self.needs_new(name, value))
+        return dict.fromkeys(
+            name
+            for name, value in compress(zip(names, values, strict=True), is_tensor)
+            if self._may_replace(value) and self.is_unlike(name, value)
+        )
 
     def make_all(self, state_dict: Mapping[str, Any], flat: Flat, names: Iterable[str]) -> None:
         """Make new tensors, uninitialized. The state dict keeps its own tensors.
