@@ -848,7 +848,7 @@ def fingerprint(path: _Path) -> Fingerprint | None:
 def replace_index(folder: _Path, index: bytes, before: Fingerprint | None, fsync: bool) -> None:
     """Replace the index of a folder in one step and under its lock, if it is still ``before``."""
 
-def put_in_place(from_: str, to: str, before: Fingerprint | None) -> None:
+def put_in_place(from_: _Path, to: _Path, before: Fingerprint | None) -> None:
     """Rename a finished file or folder in one step, if the target is still ``before``.
 
     The old target is at ``from_`` or beside it afterwards. If it could not be put back after an
@@ -871,7 +871,9 @@ class FolderLock:
 def leftovers(path: _Path, older_than: float | None) -> list[Leftover]:
     """Return what killed saves and conversions left. Change nothing."""
 
-def clean(path: _Path, older_than: float | None) -> tuple[list[Leftover], list[Leftover], list[str]]:
+def clean(
+    path: _Path, older_than: float | None
+) -> tuple[list[Leftover], list[Leftover], list[str]]:
     """Remove leftovers. Return what was removed, what was kept, and the failures."""
 
 def discard(folder: _Path, rank: int | None, index: bytes) -> None:

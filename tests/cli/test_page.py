@@ -144,9 +144,7 @@ def test_colours_are_the_same_on_every_page(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     names = [f"model.layers.{i // 100}.experts.{i % 100}.weight" for i in range(100_000)]
-    entries = [
-        TensorInfo(name, "bfloat16", (64, 64), 2, 8192) for name in sorted(names)
-    ]
+    entries = [TensorInfo(name, "bfloat16", (64, 64), 2, 8192) for name in sorted(names)]
     cut = [Chunk(0, 4096, (0, 0), (32, 64)), Chunk(1, 4096, (32, 0), (32, 64))]
     contents: Any = SimpleNamespace(
         path=Path("big"),

@@ -144,9 +144,7 @@ def compare(
     differences += entry_differences(left, right, pairs, tolerance, progress)
     # Stock checkpoints have text for every key.
     if rename is None and left.containers is not None and right.containers is not None:
-        paths = [
-            (one.name, shown(one.path or ()), shown(other.path or ())) for one, other in pairs
-        ]
+        paths = [(one.name, shown(one.path or ()), shown(other.path or ())) for one, other in pairs]
         differences += [Difference(name, "path", a, b) for name, a, b in paths if a != b]
     missing = [name for name in in_b if name not in in_a]
     return Comparison(

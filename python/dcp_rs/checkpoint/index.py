@@ -141,7 +141,7 @@ class _Maker:
                 store=store,
             )
 
-    def copy(self, found: _core.Index, prefix: str | None = None) -> bytes:
+    def copy(self, found: _core.Index, prefix: Path | None = None) -> bytes:
         """Return a native index of the same data, with the id of the save that wrote it, if any."""
         save_id = uuid.uuid4() if found.save_id is None else uuid.UUID(found.save_id)
         with watching(self.progress, "indexing") as watch:

@@ -127,9 +127,7 @@ class IndexSource:
         self.path, self.files = index.path, index.file_paths()
         self._options = options
         self.items = [
-            self._item(number)
-            for number in index.file_order()
-            if passes(index.name(number))
+            self._item(number) for number in index.file_order() if passes(index.name(number))
         ]
 
     def _item(self, number: int) -> Item:

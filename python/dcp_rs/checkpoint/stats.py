@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -104,15 +103,14 @@ def _extremes(stored: torch.Tensor, numbers: torch.Tensor, dtype: str) -> tuple[
         numbers: the finite ones in float64.
         dtype: the format's name of their dtype.
     """
-    if dtype == "int64":
-        numbers = stored
-    elif dtype == "uint64":  # torch cannot compare them
+    if dtype == "uint64":  # torch cannot compare them
         signed = stored.view(torch.int64) ^ torch.iinfo(torch.int64).min
         least, greatest = (int(extreme) + (1 << 63) for extreme in signed.aminmax())
         return least, greatest
-    is_integral = dtype == "bool" or "int" in dtype
-    least, greatest = (int(e) if is_integral else float(e) for e in numbers.aminmax())
-    return least, greatest
+    lowest, highest = (stored if dtype == "int64" else numbers).aminmax()
+    if dtype == "bool" or "int" in dtype:
+        return int(lowest), int(highest)
+    return float(lowest), float(highest)
 
 
 def stats(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from dcp_rs._url import StorageOptions, location, use_storage_options
-from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli.contents import SORTS

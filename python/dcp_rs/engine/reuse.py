@@ -166,9 +166,7 @@ class Parent:
             self.warn(to, [reason])
             return None
         try:
-            index = _core.Index.open(
-                self.path, rank, False, options_for(self.path, to.options)
-            )
+            index = _core.Index.open(self.path, rank, False, options_for(self.path, to.options))
         except (DcpRsError, OSError) as error:
             self.warn(to, [str(error)])
             return None

@@ -47,9 +47,7 @@ class FolderStepStore(StepStore):
 
     _shares_files = True
 
-    def __init__(
-        self, path: StrPath, step_name: str = "step-{}", *, fsync: bool = True
-    ) -> None:
+    def __init__(self, path: StrPath, step_name: str = "step-{}", *, fsync: bool = True) -> None:
         super().__init__(step_name)
         self.fsync = fsync
         self.path = absolute(local_path(path))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StoreArguments, StrPath

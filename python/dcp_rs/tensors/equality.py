@@ -37,7 +37,8 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, set | frozenset):
         return sorted(map(repr, one)) == sorted(map(repr, other))
-    return pickle.dumps(one) == pickle.dumps(other)
+    dump = pickle.dumps if type(one).__module__ == "builtins" else pickles.dump
+    return dump(one) == dump(other)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -98,9 +98,7 @@ class Load:
             while True:
                 try:
                     self.counts.add(
-                        upload(
-                            self.batch, regions, self._device_targets, self.options, tell, slow
-                        )
+                        upload(self.batch, regions, self._device_targets, self.options, tell, slow)
                     )
                     break
                 except (CorruptDataError, OSError) as error:
