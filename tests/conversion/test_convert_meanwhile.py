@@ -135,10 +135,10 @@ def test_the_old_one_outlives_a_replacement_that_fails(
     dst = src.parent / "dst"
     dcp_rs.save({"w": torch.zeros(2)}, dst)
 
-    def put_in_place(made: str, to: str, _before: object) -> None:
+    def put_in_place(made: Path, to: Path, _before: object) -> None:
         if not displaced:
             raise OSError(errno.EIO, "failed", to)
-        aside = made + ".replaced"
+        aside = f"{made}.replaced"
         Path(to).rename(aside)
         raise OSError(errno.EIO, "failed", to, None, aside)
 

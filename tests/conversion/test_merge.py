@@ -443,7 +443,10 @@ def test_mistakes_are_answered_by_what_to_do(tmp_path: Path) -> None:
         ({"weights": [1.0, float("nan")]}, "nan is not a finite"),
         ({"weights": [1.0, 1e300]}, "within the range of float32"),
         ({"weights": [True, 1.0]}, "True is not a finite Python or NumPy number"),
-        ({"conflicts": "ignore"}, "conflicts='ignore': one of 'error', 'first', 'last', 'drop'"),
+        (
+            {"conflicts": "ignore"},
+            "conflicts='ignore': must be one of 'error', 'first', 'last', 'drop'",
+        ),
         ({"dtype": "int8"}, "dtype='int8'"),
     ):
         with pytest.raises(ValueError, match=message):
