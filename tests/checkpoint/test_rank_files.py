@@ -2,12 +2,14 @@
 
 import copy
 import shutil
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -124,6 +126,77 @@ def test_a_folder_with_several_series_is_its_model(saved):
     opened = dcp_rs.open(saved)
     assert_same(dict(opened), wanted)
     assert torch.equal(opened.get_slice("twice")[2:9, 1], wanted["twice"][2:9, 1])
+
+
+def gathered(state):
+    """The state with whole tensors in place of ShardedTensors; only rank 0 has their elements."""
+    found = {}
+    for name, value in state.items():
+        whole = value
+        if isinstance(value, ShardedTensor):
+            whole = torch.empty(value.size(), dtype=value.dtype)
+            value.gather(0, whole if dist.get_rank() == 0 else None, enforce_dtype=True)
+        found[name] = whole
+    return found
+
+
+def save_fsdp1(folder):
+    """FSDP1's model by parameter and by flat parameter, and its optimizer."""
+    warnings.simplefilter("ignore")  # torch calls FSDP1 deprecated
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 10), torch.nn.Linear(10, 7), torch.nn.Linear(7, 2)
+    )
+    model.register_buffer("steps", torch.tensor([3.0, 4.0]))
+    model = FullyShardedDataParallel(model.double(), device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6).double()).sum().backward()
+    optimizer.step()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        sharded = model.state_dict()
+        optim = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        local = model.state_dict()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        wanted = {
+            "sharded": model.state_dict(),
+            "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        }
+    wanted["local"] = gathered(local)
+    lacking = copy.copy(sharded)
+    if rank == 2:
+        lacking["0.bias"] = copy.copy(sharded["0.bias"])
+        lacking["0.bias"]._local_shards = []
+    states = {"sharded": sharded, "optim": optim, "local": local, "lacking": lacking}
+    for name, state in states.items():
+        torch.save(state, folder / f"{name}_world_size_{world}_rank_{rank}.pt")
+    if rank == 0:
+        torch.save(wanted, folder / "wanted.pt")
+
+
+@pytest.fixture(scope="module")
+def saved_by_fsdp1(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp1")
+    run_ranks(4, save_fsdp1, folder)
+    return folder
+
+
+@pytest.mark.parametrize("series", ["sharded", "local", "optim"])
+def test_sharded_tensors_of_fsdp1_are_whole(saved_by_fsdp1, tmp_path, series):
+    """They were values of their rank, and the file of rank 1 was called corrupt."""
+    wanted = flat(torch.load(saved_by_fsdp1 / "wanted.pt", weights_only=False)[series])
+    assert any(value.ndim for value in wanted.values() if isinstance(value, torch.Tensor))
+    opened = dcp_rs.open(saved_by_fsdp1 / f"{series}_world_size_4_rank_*.pt")
+    assert_same(dict(opened), wanted)
+    folder = only(saved_by_fsdp1, tmp_path / "own", series)
+    dcp_rs.convert(folder, tmp_path / "native")
+    assert_same(dict(dcp_rs.open(tmp_path / "native", verify=True)), wanted)
+
+
+def test_a_sharded_tensor_that_lacks_a_shard_is_refused(saved_by_fsdp1):
+    with pytest.raises(CorruptDataError, match=r"0\.bias.*do not make up \[10\]"):
+        dcp_rs.open(saved_by_fsdp1 / "lacking_*")
 
 
 def load_sharded(folder, wanted):

@@ -3,34 +3,34 @@
 use super::fault::{Fault, FaultResult};
 use super::pickle::{Item, Pickle};
 use super::tensor_pickle::{self, StoredTensor, dims};
+use crate::Dtype;
 use crate::geometry::{Dims, Region};
 
-/// A shard of a tensor.
+/// The part of a global tensor that a rank saved.
 #[derive(Debug)]
-pub(super) struct Shard {
-    /// The stored elements.
-    pub local: StoredTensor,
-    /// The global tensor and its distribution. Equal in all files of a checkpoint.
+pub(super) struct Part {
+    /// Equal in all files of a checkpoint.
     pub spec: Spec,
-    /// Coordinates in the mesh of the rank that saved the shard.
-    pub coordinates: Dims,
-    /// That rank, if the pickle has it.
+    pub dtype: Dtype,
+    /// The rank that saved it, if the pickle has it.
     pub rank: Option<u64>,
     pub requires_grad: bool,
+    /// The stored elements, and their regions of the global tensor.
+    pub shards: Vec<(StoredTensor, Region)>,
 }
 
 /// Shape and distribution of a global tensor.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Spec {
     pub shape: Dims,
-    /// Ranks along each dimension of the mesh.
+    /// Ranks along each dimension of the mesh. A `ShardedTensor` has none.
     pub mesh: Dims,
     /// For each dimension of the mesh.
-    placements: Vec<Placement>,
+    pub placements: Vec<Placement>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Placement {
+pub(super) enum Placement {
     Replicate,
     Shard(usize),
     /// A shard that is cut after those of the following dimensions of the mesh, which are this many
@@ -38,11 +38,11 @@ enum Placement {
     StridedShard(usize, u64),
 }
 
-impl Shard {
-    /// Returns the region of the global tensor that the shard is, as torch computes it
+impl Spec {
+    /// Returns the region of the shard at these coordinates in the mesh, as torch computes it
     /// (`compute_local_shape_and_global_offset`).
-    pub(super) fn region(&self) -> FaultResult<Region> {
-        let Spec { shape, mesh, placements } = &self.spec;
+    fn region(&self, coordinates: &[u64]) -> FaultResult<Region> {
+        let Self { shape, mesh, placements } = self;
         let mut region = Region::new(&Dims::from_elem(0, shape.len()), shape);
         for dim in 0..shape.len() {
             let mut cuts: Vec<usize> = (0..mesh.len())
@@ -66,17 +66,10 @@ impl Shard {
             let (mut begin, mut size) = (0, shape[dim]);
             for at in cuts {
                 let chunk = size.div_ceil(mesh[at].max(1));
-                let skip = chunk.saturating_mul(self.coordinates[at]).min(size);
+                let skip = chunk.saturating_mul(coordinates[at]).min(size);
                 (begin, size) = (begin + skip, chunk.min(size - skip));
             }
             (region.offsets[dim], region.sizes[dim]) = (begin, size);
-        }
-        if region.sizes != self.local.sizes {
-            return Err(odd(&format!(
-                "its shard is {:?}, and by its placements {:?}",
-                self.local.sizes.as_slice(),
-                region.sizes.as_slice()
-            )));
         }
         Ok(region)
     }
@@ -91,7 +84,7 @@ fn strided() -> Fault {
 }
 
 /// Parses an item; returns `None` if it is no `DTensor`.
-pub(super) fn read(pickle: &Pickle<'_>, item: Item) -> FaultResult<Option<Shard>> {
+pub(super) fn read(pickle: &Pickle<'_>, item: Item) -> FaultResult<Option<Part>> {
     let Some((("torch._tensor", "_rebuild_from_type_v2"), [function, kind, args, state], None)) =
         pickle.as_object(item)
     else {
@@ -138,13 +131,22 @@ pub(super) fn read(pickle: &Pickle<'_>, item: Item) -> FaultResult<Option<Shard>
         return Err(odd("its mesh and its placements"));
     }
     let local = tensor_pickle::read(pickle, part(slots, "_local_tensor")?)?;
+    let spec = Spec { shape, mesh: sizes, placements };
+    let region = spec.region(&coordinates)?;
+    if region.sizes != local.sizes {
+        return Err(odd(&format!(
+            "its shard is {:?}, and by its placements {:?}",
+            local.sizes.as_slice(),
+            region.sizes.as_slice()
+        )));
+    }
     let requires_grad = pickle.as_tuple(*args).and_then(|args| args.get(7));
-    Ok(Some(Shard {
-        local,
-        spec: Spec { shape, mesh: sizes, placements },
-        coordinates,
+    Ok(Some(Part {
+        spec,
+        dtype: local.dtype,
         rank: pickle.get(mesh, "_rank").and_then(number),
         requires_grad: requires_grad == Some(&Item::Bool(true)),
+        shards: vec![(local, region)],
     }))
 }
 
@@ -211,7 +213,8 @@ fn product(pickle: &Pickle<'_>, item: Item) -> Option<u64> {
     }
 }
 
-fn numbers(pickle: &Pickle<'_>, item: Item) -> Option<Dims> {
+/// Returns the numbers of a tuple or a list.
+pub(super) fn numbers(pickle: &Pickle<'_>, item: Item) -> Option<Dims> {
     let items = pickle.as_tuple(item).or_else(|| pickle.as_list(item))?;
     (items.len() <= 64).then(|| items.iter().map(|item| number(*item)).collect())?
 }

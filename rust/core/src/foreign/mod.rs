@@ -13,6 +13,7 @@ pub(crate) mod models;
 mod pickle;
 pub(crate) mod rank_files;
 pub mod safetensors;
+mod sharded_tensor;
 mod sharding;
 mod template;
 mod tensor_pickle;

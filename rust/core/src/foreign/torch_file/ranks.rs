@@ -1,5 +1,5 @@
-//! Files that each rank saved with `torch.save`, as one checkpoint. A `DTensor` is made of the
-//! shards in all files. Other entries have to be the same in all of them.
+//! Files that each rank saved with `torch.save`, as one checkpoint. A `DTensor` or `ShardedTensor`
+//! is made of the shards in all files. Other entries have to be the same in all of them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -7,7 +7,10 @@ use std::path::Path;
 use super::archive::TorchFile;
 use super::tree::{Content, Leaf};
 use super::{add, add_entry, place_of};
-use crate::foreign::dtensor::{self, Shard, Spec};
+use crate::foreign::dtensor::{self, Part, Spec};
+use crate::foreign::fault::FaultResult;
+use crate::foreign::pickle::{Item, Pickle};
+use crate::foreign::sharded_tensor;
 use crate::format::{
     FileEntry, Index, IndexBuilder, Logical, Origin, SourceKind, Value, ViewSource,
 };
@@ -28,6 +31,15 @@ struct Sharded {
     requires_grad: bool,
     /// Names of the shards in the index, and their places. Replicas are left out.
     shards: Vec<(String, Region)>,
+}
+
+impl Sharded {
+    /// Returns whether the shards make up the tensor.
+    fn is_whole(&self) -> bool {
+        let rectangles: Vec<(&[u64], &[u64])> =
+            (self.shards.iter()).map(|(_, place)| (&place.offsets[..], &place.sizes[..])).collect();
+        !rectangles.is_empty() && tiling::check_tiling(&self.spec.shape, &rectangles).is_ok()
+    }
 }
 
 impl Ranks {
@@ -84,12 +96,12 @@ pub(crate) fn index_ranks(
         }
         for (position, leaf) in (0..).zip(tree.leaves) {
             let bad = |reason: String| Err(Error::corrupt_data(&path, &leaf.name, 0, reason));
-            let shard = match &leaf.content {
+            let part = match &leaf.content {
                 Content::Tensor(_) => None,
-                Content::Value => dtensor::read(&file.parts.pickle, leaf.item)
+                Content::Value => part(&file.parts.pickle, leaf.item)
                     .map_err(|fault| file.name_fault(fault, &leaf.name))?,
             };
-            let Some(shard) = shard else {
+            let Some(part) = part else {
                 let contents = Contents::of(&file, &leaf)?;
                 match same.get(&leaf.name) {
                     None if rank == 0 => {
@@ -102,64 +114,77 @@ pub(crate) fn index_ranks(
                 }
                 continue;
             };
-            if shard.rank.is_some_and(|own| own != rank) {
-                let own = shard.rank.unwrap_or_default();
+            if part.rank.is_some_and(|own| own != rank) {
+                let own = part.rank.unwrap_or_default();
                 return bad(format!("rank {own} saved it, and the file is of rank {rank}"));
             }
-            let ranks: u64 = shard.spec.mesh.iter().product();
+            let Part { spec, dtype, requires_grad, shards, .. } = part;
+            let ranks: u64 = spec.mesh.iter().product();
             if ranks > names.len() as u64 {
                 return bad(format!("its mesh has {ranks} ranks, and {} have files", names.len()));
             }
-            let region = shard.region().map_err(|fault| file.name_fault(fault, &leaf.name))?;
-            let Shard { local, spec, requires_grad, .. } = shard;
             let known = match sharded.get_mut(&leaf.name) {
                 None if rank == 0 => sharded.entry(leaf.name.clone()).or_insert(Sharded {
                     spec,
-                    dtype: local.dtype,
+                    dtype,
                     requires_grad,
                     shards: Vec::new(),
                 }),
-                Some(known) if known.spec == spec && known.dtype == local.dtype => known,
+                Some(known) if known.spec == spec && known.dtype == dtype => known,
                 Some(_) => {
                     let reason = "its dtype, shape, mesh or placements differ from those";
                     return bad(format!("{reason} in {:?}", names[0]));
                 }
-                None => return bad(format!("{:?} has no such DTensor", names[0])),
+                None => return bad(format!("{:?} has no such tensor of several ranks", names[0])),
             };
-            if known.shards.iter().any(|(_, place)| *place == region) {
-                continue;
+            for (local, region) in shards {
+                if known.shards.iter().any(|(_, place)| *place == region) {
+                    continue;
+                }
+                let place = place_of(&file.parts, &local)
+                    .map_err(|fault| file.name_fault(fault, &leaf.name))?;
+                // The first shard has the tensor's own name, with its place in the state dict.
+                let stored = match known.shards.len() {
+                    0 => leaf.name.clone(),
+                    count => format!("{}, shard {count}", leaf.name),
+                };
+                known.shards.push((stored.clone(), region));
+                let requires_grad = known.requires_grad;
+                let tensor = super::StoredTensor { requires_grad, ..local };
+                let leaf = Leaf {
+                    name: stored,
+                    path: leaf.path.clone(),
+                    content: Content::Tensor(Box::new(tensor)),
+                    ..leaf
+                };
+                add_entry(&mut builder, number, leaf, place, position)?;
             }
-            let place = place_of(&file.parts, &local)
-                .map_err(|fault| file.name_fault(fault, &leaf.name))?;
-            // The first shard has the tensor's own name, with its place in the state dict.
-            let stored =
-                if rank == 0 { leaf.name.clone() } else { format!("{} of rank {rank}", leaf.name) };
-            known.shards.push((stored.clone(), region));
-            let requires_grad = known.requires_grad;
-            let tensor = super::StoredTensor { requires_grad, ..local };
-            let leaf = Leaf { name: stored, content: Content::Tensor(Box::new(tensor)), ..leaf };
-            add_entry(&mut builder, number, leaf, place, position)?;
         }
     }
     let first = dir.join(&names[0]);
     if sharded.is_empty() {
         return Err(Error::Unsupported(format!(
-            "{}: no entry is a DTensor, whose place in a tensor the file would have: open the file \
-             of one rank",
+            "{}: no entry is a DTensor or a ShardedTensor, whose place in a tensor the file would \
+             have: open the file of one rank",
             first.display()
         )));
     }
     for (name, sharded) in &sharded {
-        let rectangles: Vec<(&[u64], &[u64])> = (sharded.shards.iter())
-            .map(|(_, place)| (&place.offsets[..], &place.sizes[..]))
-            .collect();
-        if tiling::check_tiling(&sharded.spec.shape, &rectangles).is_err() {
+        if !sharded.is_whole() {
             let shape = sharded.spec.shape.as_slice();
             let reason = format!("its shards in {} files do not make up {shape:?}", names.len());
             return Err(Error::corrupt_data(&first, name, 0, reason));
         }
     }
     Ok(Ranks { index: builder.build()?, sharded })
+}
+
+/// Parses an item that is a part of a tensor of several ranks; returns `None` for others.
+fn part(pickle: &Pickle<'_>, item: Item) -> FaultResult<Option<Part>> {
+    match dtensor::read(pickle, item)? {
+        None => sharded_tensor::read(pickle, item),
+        part => Ok(part),
+    }
 }
 
 /// The contents of an entry that all ranks have, as far as they can be compared without a read of
