@@ -609,6 +609,22 @@ def test_files_of_comfyui(tmp_path):
         assert same(checkpoint["m.weight"], expected)
 
 
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (3, 64, 64)])
+@pytest.mark.parametrize("end", ["weight_scale", "scale_weight", "weight_scale_inv"])
+@pytest.mark.parametrize("scale_shape", [(), (1,)])
+def test_one_scale_for_a_weight_of_many_matrices(tmp_path, shape, end, scale_shape):
+    """Convolutions of ComfyUI's files, and fused experts, were refused."""
+    weight = quantized.codes(*shape, seed=1, dtype=torch.float8_e4m3fn)
+    scale = torch.full(scale_shape, 0.3)
+    quantized.write(tmp_path, {"m.weight": weight, f"m.{end}": scale})
+    for dtype in (BF16, torch.float32):
+        checkpoint = dcp_rs.open(tmp_path, dequantize=dtype)
+        expected = (weight.float() * scale).to(dtype)
+        assert same(checkpoint["m.weight"], expected)
+        part = checkpoint.get_slice("m.weight")[1:3, 1:, 2:]
+        assert same(part, expected[1:3, 1:, 2:].contiguous())
+
+
 def as_json(value):
     return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
 
@@ -671,6 +687,12 @@ def test_modelopts_own_file_counts(tmp_path):
         else:
             with pytest.raises(dcp_rs.QuantizationError, match=algorithm):
                 dcp_rs.open(tmp_path, dequantize=True)
+
+
+def test_modelopt_writes_mxfp4_in_lower_case(tmp_path):
+    tensors, whole = quantized.mxfp4_rows("m", 4, 64, seed=1, modelopt=True)
+    quantized.write(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": "mxfp4"})
+    assert same(dcp_rs.open(tmp_path, dequantize=True)["m.weight"], whole.to(BF16))
 
 
 def test_json_of_python(tmp_path):

@@ -151,7 +151,9 @@ fn has_any(value: &Value) -> bool {
 }
 
 fn one_of(value: &Value, name: &str, known: &[&str], may_lack: bool) -> Result<(), String> {
-    if may_lack && value.is_null() || value.as_str().is_some_and(|text| known.contains(&text)) {
+    // modelopt writes some algorithms in lower case.
+    let is_known = |text: &str| known.iter().any(|known| text.eq_ignore_ascii_case(known));
+    if may_lack && value.is_null() || value.as_str().is_some_and(is_known) {
         return Ok(());
     }
     Err(format!("{name} is {value}; known are {}", known.join(", ")))

@@ -253,7 +253,10 @@ impl Detector<'_> {
             {
                 return self.bad(
                     &name,
-                    format!("ComfyUI's format {about} is not known; known is float8_e4m3fn"),
+                    format!(
+                        "ComfyUI's format {about} is not known; known is float8_e4m3fn. Take the \
+                         model that this one was made from, or its codes (without dequantize=)"
+                    ),
                 );
             }
             let codes = self.index.find(&name);
@@ -373,8 +376,7 @@ impl Detector<'_> {
         };
         let scaling = weight.known.scaling;
         // A single number beside DeepSeek-V4's names could as well be a divisor.
-        let is_one =
-            scaling != Scaling::Blocks && [lead, &*scales].concat().iter().all(|&size| size == 1);
+        let is_one = scaling != Scaling::Blocks && scales.iter().all(|&size| size == 1);
         let is_row = |sizes: &[u64]| matches!(sizes, [count] | [count, 1] if *count == rows);
         let has_exponents = matches!(self.dtype(scale), "float8_e8m0fnu" | "uint8");
         let configured = self.config.block;

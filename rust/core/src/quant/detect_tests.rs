@@ -84,6 +84,9 @@ fn scales_have_the_shape_of_their_format() {
         ("1x30", "1x1", blocks, "1x30 / 128x128"),
         ("3x130x200", "3x2x2", None, "3x130x200 / 128x128"),
         ("3x130x200", "3x1x1", None, "3x130x200 / 130x200"),
+        ("3x130x200", "-", None, "3x130x200 / 130x200"),
+        ("3x130x200", "1", blocks, "3x130x200 / 130x200"),
+        ("8x4x3x3", "1", None, "8x4x3x3 / 3x3"),
         ("0x200", "0x2", None, "0x200 / 128x128"),
     ] {
         let expected = format!("m.weight fp8 {expected}");

@@ -120,7 +120,7 @@ pub struct Coded {
     pub block: [u64; 2],
     /// The codes.
     pub codes: u32,
-    /// A scale for each block.
+    /// A scale for each block, or one for the whole tensor.
     pub scale: u32,
     /// Zero points, packed like the codes but along the rows.
     pub zeros: Option<u32>,
@@ -241,7 +241,12 @@ impl Coded {
         let bytes = usize_of(steps(offsets[lead + 1], sizes[lead + 1], unit).1 * unit_bytes);
         let groups = usize_of(steps(offsets[lead + 1], sizes[lead + 1], self.block[1]).1);
         let (first_scale, scale_rows) = steps(offsets[lead], sizes[lead], self.block[0]);
-        let scales = self.scales(stored)?;
+        let mut scales = self.scales(stored)?;
+        if let [one] = scales[..] {
+            // A single scale may be that of all matrices.
+            let outer = usize_of(sizes[..lead].iter().product());
+            scales.resize(outer * usize_of(scale_rows) * groups, one);
+        }
         let rectangle = Rectangle { rows, columns, bytes, groups };
         if self.target.size() == 2 && self.look_up(offsets, &rectangle, &scales, stored, out) {
             return Ok(());
