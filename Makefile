@@ -17,7 +17,7 @@ SECONDS ?= 600
 # What wheels are built for.
 WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu x86_64-unknown-linux-musl aarch64-unknown-linux-musl
 # The integrations that are tested.
-FRAMEWORKS ?= transformers lightning accelerate torchtitan vllm
+FRAMEWORKS ?= transformers lightning accelerate torchtitan vllm quantizers
 # How many steps the soak of the checkpoint manager saves, on each number of ranks.
 STEPS  ?= 10000
 
