@@ -164,12 +164,18 @@ class Coordinator:
         if isinstance(found, Step) and found.save_id != step.save_id:
             self._check_may_replace(found, force=force)
         self._supersede(step.number, step.save_id)
+        self._settle_older()  # now, as the step is saved already
         self._store.begin(step.number, step.save_id, step.metrics, files)
         self._begun.add(step.save_id)
         self._late_files = files
 
-    def commit_upload(self, step: Step, index: _core.Index) -> bool:
+    def commit_upload(self, step: Step, index: _core.Index, notes: Mapping[str, bytes]) -> bool:
         """Commit a step if all of its data files were uploaded. Return whether they were.
+
+        Args:
+            step: the step on the nodes.
+            index: its index.
+            notes: further notes of it, by name.
 
         Raises:
             RunTakenOverError: another run began here.
@@ -178,6 +184,7 @@ class Coordinator:
         there = self._store.lengths(step.number)
         if any(there.get(entry.name) != entry.size for entry in index.files()):
             return False
+        self._store.put_files(step.number, notes)
         folder = self._store.folder(step.number)
         remember(folder)  # a save that may be replaced
         to = Destination(folder, self._store.access.get("storage_options"))
@@ -288,17 +295,11 @@ class Coordinator:
                 "count as newer. Delete the later ones if you do not need them"
             )
 
-    def supersede_now(self, step: int, save_id: str) -> None:
-        """Let a step that is saved elsewhere, and those after it, count as newer."""
-        try:
-            self._supersede(step, save_id)
-            if self._older:
-                self._store.supersede(self._older)
-                self._older = []
-        except OSError as error:
-            self.problems.append(
-                f"at {self._store.path}, later steps still count as newer than step {step}: {error}"
-            )
+    def _settle_older(self) -> None:
+        """Let the steps that were superseded count as older from now on."""
+        if self._older:
+            self._store.supersede(self._older)
+            self._older = []
 
     def _is_late(self, found: Step) -> bool:
         """Return whether another run committed a step after this run took over."""
@@ -312,9 +313,7 @@ class Coordinator:
                 self._store.put_files(step, self._late_files)
             finally:
                 self._store.settle(step, save_id)
-            if self._older:
-                self._store.supersede(self._older)
-                self._older = []
+            self._settle_older()
         except (OSError, RunTakenOverError) as error:
             self.problems.append(
                 f"step {step} is saved, but its notes or extra_files are not all in place: {error}"
@@ -392,7 +391,7 @@ class Coordinator:
 
     def choose(
         self, step: int | None, damaged: Mapping[int, str]
-    ) -> tuple[int | None, list[SkippedStep]]:
+    ) -> tuple[Step | None, list[SkippedStep]]:
         """Return the step to load, and the newer steps that were skipped for it.
 
         Args:
@@ -417,13 +416,13 @@ class Coordinator:
                     f"step {latest} is later than step {step}, which is loaded: if this run saves "
                     "from here, its steps count as newer"
                 )
-            return step, []
+            return found, []
         self._check_root()
         skipped: list[SkippedStep] = []
         for found in map(self._restore_index, self._store.newest(misnamed=True)):
             if isinstance(found, Step):
                 if found.number not in damaged:
-                    return found.number, skipped
+                    return found, skipped
                 self._damaged.add(found.save_id)
                 skipped.append(_damaged_step(found, damaged[found.number]))
             elif found.kind in MAY_BE_WHOLE:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.engine.ranks import RankGroup
+from dcp_rs.steps.folder_store import sync
 
-__all__ = ["Transfer", "exchange"]
+__all__ = ["Transfer", "send_files"]
 
-#: Bytes of the blocks of one file, and of the blocks of all files of a rank.
-_BLOCK, _BLOCKS = 8 << 20, 128 << 20
+#: Bytes of a block, and the number of files that a rank sends and receives at the same time.
+_BLOCK, _AT_ONCE = 8 << 20, 8
 #: Added to the name of a file that is not complete yet.
 _PART = f".{0:016x}.tmp"
 
@@ -40,150 +41,102 @@ class Transfer:
     target: int
 
 
-def exchange(
+def send_files(
     ranks: RankGroup, transfers: Sequence[Transfer], folder: Path, *, fsync: bool
 ) -> set[int]:
-    """Send files from the folders of some ranks to those of others. Every rank calls it.
+    """Send files from the folders of some ranks to those of others.
 
-    A rank that cannot read or write a file goes on with what it has, so that no rank waits for it.
-    Such a file does not arrive. A file gets its name once all files were sent.
+    Every rank calls it, within the work of a step. A rank that cannot read or write a file goes on
+    sending or receiving, so that no rank waits for it.
 
     Args:
         ranks: the ranks.
-        transfers: all transfers, the same on all ranks. Files get their names in this order.
+        transfers: all transfers, the same on all ranks.
         folder: the folder of this rank.
         fsync: make the files durable before they get their names.
 
     Returns:
-        The places in ``transfers`` of the files that did not arrive, the same on all ranks.
+        The places in ``transfers`` of the files that this rank was to send, and cannot read.
 
     Raises:
+        OSError: this rank cannot store a file.
         RankLostError: a rank is gone.
-        OSError: on all ranks: a file could not get its name.
     """
-    failed: set[int] = set()
-    with ExitStack() as stack:
 
-        def prepare() -> list[_File]:
-            own = [
-                n for n, each in enumerate(transfers) if ranks.rank in (each.source, each.target)
-            ]
-            size = min(_BLOCK, _BLOCKS // max(1, len(own)))
-            files = [_File(n, transfers[n], ranks.rank, folder, size, failed) for n in own]
-            for file in files:
-                stack.callback(file.close)
-                file.open()
-            return files
+    def move(number: int) -> list[OSError]:
+        each = transfers[number]
+        if each.source == ranks.rank:
+            return _send(ranks, number, each, folder / each.name)
+        return _receive(ranks, number, each, folder / each.name, fsync=fsync)
 
-        files = ranks.run(prepare)
-        rounds = max((file.blocks for file in files), default=0)
-        for number in range(rounds):
-            _send_blocks(ranks, [file for file in files if number < file.blocks], number)
-        for file in files:
-            file.finish(fsync=fsync)
-        failed.update(*ranks.all_gather(partial(set, failed)))
-
-    def keep() -> None:
-        for file in files:
-            file.keep()
-
-    ranks.run(keep)
-    return failed
+    own = [n for n, each in enumerate(transfers) if ranks.rank in (each.source, each.target)]
+    if not own:
+        return set()
+    # All ranks take the transfers in the same order, so that none waits for another in a circle.
+    with ThreadPoolExecutor(_AT_ONCE) as pool, ranks.talking():
+        errors = dict(zip(own, pool.map(move, own), strict=True))
+    for number, found in errors.items():
+        if found and transfers[number].target == ranks.rank:
+            raise found[0]
+    return {number for number, found in errors.items() if found}
 
 
-def _send_blocks(ranks: RankGroup, files: Sequence[_File], number: int) -> None:
-    """Send and receive one block of each file."""
-    with ranks.talking():
-        works = []
-        for file in files:  # every receive has begun before anything waits
-            file.load(number)
-            peer = ranks.global_rank(file.peer)
-            call = dist.irecv if file.is_target else dist.isend
-            works.append(call(file.block(number), peer, ranks.process_group, tag=file.number))
-        for work in works:
-            if work is not None:
-                work.wait()
-        for file in files:
-            file.store(number)
+def _blocks(nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Return the place of each block of a file, and memory for it.
+
+    The last byte of the memory is not of the file. It is 1 once the source cannot read.
+    """
+    memory = torch.zeros(min(_BLOCK, nbytes) + 1, dtype=torch.uint8, device="cpu")
+    for at in range(0, max(1, nbytes), _BLOCK):
+        yield at, memory[: min(_BLOCK, nbytes - at) + 1]
 
 
-class _File:
-    """An open file of a transfer, and memory for a block of it. An error ends all work on it."""
-
-    def __init__(
-        self, number: int, of: Transfer, rank: int, folder: Path, size: int, failed: set[int]
-    ) -> None:
-        self.number, self._of, self._size, self._failed = number, of, size, failed
-        self.is_target = of.target == rank
-        self.peer = of.source if self.is_target else of.target
-        self.blocks = -(-of.nbytes // size)
-        self._path = folder / (of.name + (_PART if self.is_target else ""))
-        self._memory = torch.empty(min(size, of.nbytes), dtype=torch.uint8, device="cpu")
-        self._descriptor = -1
-
-    def block(self, number: int) -> torch.Tensor:
-        """Return the memory of a block."""
-        return self._memory[: min(self._size, self._of.nbytes - number * self._size)]
-
-    def open(self) -> None:
-        def work() -> None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if self.is_target else os.O_RDONLY
-            if self.is_target:
-                make_folder(self._path.parent)
-            self._descriptor = os.open(self._path, flags, 0o644)
-            if not self.is_target and os.fstat(self._descriptor).st_size != self._of.nbytes:
-                raise OSError(f"{self._path} has another length")
-
-        self._attempt(work)
-
-    def load(self, number: int) -> None:
-        """Read a block of a file that is sent."""
-        view = _bytes_of(self.block(number))
-        if not self.is_target:
-            self._attempt(lambda: self._read(view, number * self._size))
-
-    def _read(self, view: memoryview, at: int) -> None:
-        while view:
-            done = os.preadv(self._descriptor, [view], at)
-            if done == 0:
-                raise OSError(f"{self._path} is shorter than it was")
-            view, at = view[done:], at + done
-
-    def store(self, number: int) -> None:
-        """Write a block of a file that is received."""
-        view = _bytes_of(self.block(number))
-        if self.is_target:
-            self._attempt(lambda: self._write(view, number * self._size))
-
-    def _write(self, view: memoryview, at: int) -> None:
-        while view:
-            done = os.pwrite(self._descriptor, view, at)
-            view, at = view[done:], at + done
-
-    def finish(self, *, fsync: bool) -> None:
-        """Make a received file durable."""
-        if self.is_target and fsync:
-            self._attempt(lambda: os.fsync(self._descriptor))
-
-    def keep(self) -> None:
-        """Give a received file its name, if it arrived."""
-        if self.is_target and self.number in self._failed:
-            self._path.unlink(missing_ok=True)
-        elif self.is_target:
-            self._path.replace(self._path.with_name(self._of.name))
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-
-    def _attempt(self, work: Callable[[], None]) -> None:
-        if self.number not in self._failed:
-            try:
-                work()
-            except OSError:
-                self._failed.add(self.number)
-
-
-def _bytes_of(block: torch.Tensor) -> memoryview:
-    array: Any = block.numpy()
+def _data(block: torch.Tensor) -> memoryview:
+    array: Any = block[:-1].numpy()
     return memoryview(array)
+
+
+def _send(ranks: RankGroup, number: int, of: Transfer, path: Path) -> list[OSError]:
+    """Send a file. Return the error if it cannot be read."""
+    errors: list[OSError] = []
+    for at, block in _blocks(of.nbytes):
+        with _noting(errors), path.open("rb") as file:
+            file.seek(at)
+            data = _data(block)
+            if os.fstat(file.fileno()).st_size != of.nbytes or file.readinto(data) != len(data):
+                raise OSError(f"{path} has another length")
+        block[-1] = bool(errors)
+        dist.send(block, ranks.global_rank(of.target), ranks.process_group, tag=number)
+    return errors
+
+
+def _receive(
+    ranks: RankGroup, number: int, of: Transfer, path: Path, *, fsync: bool
+) -> list[OSError]:
+    """Receive a file. Return the error if it cannot be stored."""
+    part, errors, is_unread = path.with_name(path.name + _PART), list[OSError](), False
+    with _noting(errors):
+        make_folder(path.parent)
+    for at, block in _blocks(of.nbytes):
+        dist.recv(block, ranks.global_rank(of.source), ranks.process_group, tag=number)
+        is_unread = is_unread or bool(block[-1])
+        if not errors:
+            with _noting(errors), part.open("ab" if at else "wb") as file:
+                file.write(_data(block))
+    with _noting(errors):
+        if errors or is_unread:
+            part.unlink(missing_ok=True)
+        else:
+            if fsync:
+                sync(part)
+            part.replace(path)
+    return errors
+
+
+@contextmanager
+def _noting(errors: list[OSError]) -> Iterator[None]:
+    """Note an error in place of raising it."""
+    try:
+        yield
+    except OSError as error:
+        errors.append(error)

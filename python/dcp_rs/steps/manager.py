@@ -45,7 +45,8 @@ from dcp_rs.options import (
     take_options,
 )
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
-from dcp_rs.steps.nodes import Choice, Nodes, NodeStepStore, TierReport, names_of_nodes
+from dcp_rs.steps.node_load import Choice, NodeLoad
+from dcp_rs.steps.nodes import Nodes, NodeStepStore, TierReport, names_of_nodes
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.ranks import ManagerRanks
@@ -283,6 +284,9 @@ class CheckpointManager:
     def steps(self) -> list[Step]:
         """Return the steps that are committed and whole, as this rank sees them now.
 
+        With ``local``, these are the steps at the root, and those of this node that are not there:
+        their ``path`` is on the node.
+
         Returns:
             The steps, oldest first.
 
@@ -295,7 +299,11 @@ class CheckpointManager:
                 print(step.number, step.nbytes, step.metrics)
             ```
         """
-        return self._store.look().steps
+        steps = self._store.look().steps
+        if self._nodes is not None:
+            known = {step.number for step in steps}
+            steps += [s for s in self._nodes.store.look().steps if s.number not in known]
+        return sorted(steps, key=lambda step: step.age)
 
     def latest_step(self) -> int | None:
         """Return the newest step that is committed and whole.
@@ -348,6 +356,8 @@ class CheckpointManager:
     def best_step(self) -> int | None:
         """Return the best step by ``metric``.
 
+        With ``local``, it is the best at the root. A step on the nodes alone goes soon.
+
         Returns:
             Its number; None if no step has the metric.
 
@@ -362,7 +372,7 @@ class CheckpointManager:
         if self._policies.metric is None:
             msg = "best_step() needs metric=, the name of the metric to compare"
             raise ValueError(msg)
-        return self._policies.best(self.steps())
+        return self._policies.best(self._store.look().steps)
 
     # --- saves
 
@@ -557,7 +567,9 @@ class CheckpointManager:
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to a step that is saved, such as those of an evaluation that ended later.
 
-        They count for ``keep_best`` and :meth:`best_step`. One process alone may call this.
+        They count for ``keep_best`` and :meth:`best_step`. One process alone may call this. With
+        ``local``, call it on the first rank: a step that is on the nodes and not yet at the root
+        takes its metrics there.
 
         Args:
             step: its number.
@@ -575,7 +587,7 @@ class CheckpointManager:
             assert manager.best_step() == 2
             ```
         """
-        self._coordinator.annotate(step, metrics)
+        (self._coordinator if self._nodes is None else self._nodes).annotate(step, metrics)
 
     # --- loads
 
@@ -697,7 +709,8 @@ class CheckpointManager:
         """Load ``step``; or the newest whole step that the load does not find damaged."""
         self._settle()
         self._ranks.run(check)
-        nodes = self._nodes if take_over else None  # else nothing is written, to nodes neither
+        places = None if self._nodes is None else NodeLoad(self._nodes)
+        nodes = places if take_over else None  # else nothing is written, to nodes neither
         if nodes is not None:
             nodes.take_over()
         elif take_over:
@@ -713,7 +726,10 @@ class CheckpointManager:
         )
 
         def attempt(choice: Choice) -> str | None:
-            path, access = self._access(choice)
+            assert choice.step is not None  # noqa: S101  # there is a step
+            path, access = self.path(choice.step), self._store.access
+            if places is not None:
+                path, access = places.access(choice)
             # Another place may have what this one lacks.
             is_final = choice.save_id is None and step is not None
             is_only = choice.save_id is None and is_partial
@@ -727,8 +743,6 @@ class CheckpointManager:
             self.passed_over = choice.skipped
             if choice.step is None:
                 break
-            if nodes is not None:
-                nodes.fetch_own(choice)
             # A step that one rank finds damaged, no rank takes.
             results = self._ranks.all_gather(partial(attempt, choice))
             reasons = [why for why in results if why is not None]
@@ -736,7 +750,7 @@ class CheckpointManager:
                 break
             if nodes is None or choice.save_id is None:
                 damaged[choice.step] = reasons[0]
-            elif not nodes.repair(choice) and is_partial:
+            elif not nodes.repair(choice, reasons[0]) and is_partial:
                 raise CorruptDataError(reasons[0], path=self.path(choice.step))
         self._end_load(choice, went_back=step is not None)
         if nodes is not None:
@@ -781,18 +795,16 @@ class CheckpointManager:
 
         self._ranks.run(warn)
 
-    def _choose(self, step: int | None, damaged: Mapping[int, str], nodes: Nodes | None) -> Choice:
+    def _choose(
+        self, step: int | None, damaged: Mapping[int, str], nodes: NodeLoad | None
+    ) -> Choice:
         """Return the step to load: ``step``, or the newest that is not damaged."""
-        if nodes is not None:
-            return nodes.choose(step, damaged)
-        return Choice(*self._ranks.decide(step, partial(self._coordinator.choose, step, damaged)))
 
-    def _access(self, choice: Choice) -> tuple[Path, Mapping[str, Any]]:
-        """Return the path to load a step from, and the options that lead to it."""
-        assert choice.step is not None  # noqa: S101  # there is a step
-        if self._nodes is not None:
-            return self._nodes.access(choice)
-        return self.path(choice.step), self._store.access
+        def choose() -> Choice:
+            found, skipped = self._coordinator.choose(step, damaged)
+            return Choice(None if found is None else found.number, skipped)
+
+        return self._ranks.decide(step, choose) if nodes is None else nodes.choose(step, damaged)
 
     def _coordinators(self) -> list[Coordinator]:
         return [self._coordinator, *([] if self._nodes is None else [self._nodes.own])]

@@ -1,36 +1,40 @@
-"""Steps on the disks of nodes: saved there, uploaded behind, read from the nearest place."""
+"""Steps on the disks of nodes: saves there, and what is the same for saves and loads."""
 
 from __future__ import annotations
 
 import os
 import socket
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file, local_path, rank_of
-from dcp_rs.checkpoint.locate import Tiers
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, StorageError
 from dcp_rs.options import local_ranks
-from dcp_rs.steps import notes
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, check_save
-from dcp_rs.steps.exchange import Transfer, exchange
+from dcp_rs.steps.exchange import Transfer, send_files
 from dcp_rs.steps.folder_store import FolderStepStore, sync
 from dcp_rs.steps.ranks import ManagerRanks
 from dcp_rs.steps.retention import Policies
-from dcp_rs.steps.step_store import File, Files, SkippedStep, StepStore
+from dcp_rs.steps.step_store import File, Files, Step, StepStore
 from dcp_rs.steps.uploads import Uploads
 
-__all__ = ["Choice", "NodeStepStore", "Nodes", "TierReport", "names_of_nodes"]
+__all__ = [
+    "Layout",
+    "NodeStepStore",
+    "Nodes",
+    "TierReport",
+    "bytes_at",
+    "names_of_nodes",
+    "newer_than_root",
+]
 
 #: Seconds between two looks of all ranks at the uploads that are left.
 _LOOK = 2.0
@@ -44,54 +48,15 @@ class TierReport:
         local_step: the newest step on this node; None if there is none.
         root_step: the newest step at the root; None if there is none, or it cannot be reached.
         steps_behind: the number of steps on this node that are still to go to the root.
+        uploaded_bytes: the bytes of their data files, of all nodes, that are at the root already.
+        pending_bytes: the bytes that are not. A file counts once all of it is there.
     """
 
     local_step: int | None
     root_step: int | None
     steps_behind: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A step to load, and where it is.
-
-    Attributes:
-        step: its number; None if there is none.
-        skipped: newer steps that are not loaded.
-        save_id: the save on the nodes; None if the step is read from the root alone.
-        is_whole: all of its files are on nodes.
-    """
-
-    step: int | None
-    skipped: list[SkippedStep]
-    save_id: str | None = None
-    is_whole: bool = False
-
-
-@dataclass(frozen=True)
-class _Held:
-    """One step on a node.
-
-    Attributes:
-        number: the number of the step.
-        files: the length of each file, by name.
-        save_id: the id of its save; empty if there is no index.
-        saved: the time of the save.
-        is_superseded: all other steps count as newer.
-        upload: it is to go to the root.
-    """
-
-    number: int
-    files: Mapping[str, int]
-    save_id: str = ""
-    saved: float = 0.0
-    is_superseded: bool = False
-    upload: bool = False
-
-    @property
-    def age(self) -> tuple[bool, int, float]:
-        """A key that sorts saves, the oldest first."""
-        return not self.is_superseded, self.number, self.saved
+    uploaded_bytes: int
+    pending_bytes: int
 
 
 class NodeStepStore(FolderStepStore):
@@ -104,6 +69,10 @@ class NodeStepStore(FolderStepStore):
             else File(entry.size, entry.name, None, 0.0)
             for entry in index.files()
         ]
+
+    def index(self, number: int) -> _core.Index:
+        """Open the index of a step."""
+        return _core.Index.open(os.fspath(self.folder(number)), None, False)
 
 
 def names_of_nodes(
@@ -124,8 +93,9 @@ def names_of_nodes(
         local_path(local)
         if node is not None:
             return node
-        count = local_ranks()
-        return socket.gethostname() if count is None else f"#{_rank() // count}"
+        if (count := local_ranks()) is None:
+            return socket.gethostname()
+        return f"#{ranks.global_rank(ranks.rank) // count}"
 
     names = ranks.all_gather(name)
     if None in names and any(names):
@@ -134,15 +104,78 @@ def names_of_nodes(
     return [name for name in names if name is not None]
 
 
-def _raise_if_lost(failed: Sequence[Transfer], folder: Path) -> None:
-    if failed:
-        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        msg = f"{failed[0].name}{more} could not be copied to another node: the step is not saved"
-        raise StorageError(msg, path=folder)
+def newer_than_root(saves: Sequence[Step], root: StepStore) -> list[Step]:
+    """Return the saves after the newest of them that is at the root.
+
+    Those before it were at the root, too, and may have been removed there.
+
+    Args:
+        saves: the saves that are to go to the root, the oldest first.
+        root: the steps at the root.
+
+    Raises:
+        OSError: the root cannot be reached.
+    """
+    for place in reversed(range(len(saves))):
+        found = root.look_at(saves[place].number)
+        if isinstance(found, Step) and found.save_id == saves[place].save_id:
+            return list(saves[place + 1 :])
+    return list(saves)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+def bytes_at(lengths: Mapping[str, int], index: _core.Index) -> int:
+    """Return the bytes of the data files of a step that are in a folder of these files."""
+    return sum(each.size for each in index.files() if lengths.get(each.name) == each.size)
+
+
+def _raise_lost(lost: Sequence[Transfer], folder: Path) -> None:
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    msg = f"{lost[0].name}{more} could not be copied to another node: the step is not saved"
+    raise StorageError(msg, path=folder)
+
+
+class Layout:
+    """The ranks of each node, given the name of each rank's node.
+
+    Attributes:
+        ranks: the ranks by node. The first node is that of rank 0.
+        node_of: the node by rank.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self.node_of = [numbers[name] for name in names]
+        self.ranks: list[list[int]] = [[] for _ in numbers]
+        for rank, node in enumerate(self.node_of):
+            self.ranks[node].append(rank)
+
+    def owner(self, name: str) -> int:
+        """Return the node whose own a data file is: that of the rank that wrote it.
+
+        In a job of other ranks, some node has it for its own, the same on all ranks.
+        """
+        return self.node_of[(rank_of(name) or 0) % len(self.node_of)]
+
+    def own(self, index: _core.Index) -> list[list[_core.FileEntry]]:
+        """Return the data files of each node's own."""
+        files: list[list[_core.FileEntry]] = [[] for _ in self.ranks]
+        for entry in index.files():
+            files[self.owner(entry.name)].append(entry)
+        return files
+
+    def transfer(self, name: str, nbytes: int, source: int, target: int, turn: int = 0) -> Transfer:
+        """Return a transfer between two nodes, whose ranks take turns."""
+        sources, targets = self.ranks[source], self.ranks[target]
+        return Transfer(name, nbytes, sources[turn % len(sources)], targets[turn % len(targets)])
+
+    def to_next_node(self, index: _core.Index) -> list[Transfer]:
+        """Return the transfers of each node's files to the node after it."""
+        return [
+            self.transfer(entry.name, entry.size, node, (node + 1) % len(self.ranks), turn)
+            for node, entries in enumerate(self.own(index))
+            for turn, entry in enumerate(entries)
+            if len(self.ranks) > 1
+        ]
 
 
 class Nodes:
@@ -159,6 +192,12 @@ class Nodes:
         root: the coordinator's part at the root.
         root_store: the steps at the root.
         upload_every, keep_local, copies, on_saved: as for the manager.
+
+    Attributes:
+        own: the coordinator's part on this node.
+        is_leader: this rank changes the folder of its node.
+        uploads: what this node uploads.
+        saved: the number of saves since the last load.
     """
 
     def __init__(
@@ -174,15 +213,10 @@ class Nodes:
         copies: int,
         on_saved: Callable[[Path], object] | None,
     ) -> None:
-        self._ranks, self.store, self._root, self._root_store = ranks, store, root, root_store
-        self._upload_every, self._copies = upload_every, copies
-        of_node: dict[str, list[int]] = {}
-        for rank, name in enumerate(names):
-            of_node.setdefault(name, []).append(rank)
-        #: The ranks of each node.
-        self._nodes = list(of_node.values())
-        self._node = list(of_node).index(names[ranks.rank])
-        self._is_leader = self._nodes[self._node][0] == ranks.rank
+        self.ranks, self.store, self.root, self.root_store = ranks, store, root, root_store
+        self.layout = Layout(names)
+        self.node = self.layout.node_of[ranks.rank]
+        self.is_leader = self.layout.ranks[self.node][0] == ranks.rank
         self.uploads = Uploads(store, root_store, root if ranks.is_coordinator else None)
         self.own = Coordinator(
             store,
@@ -191,12 +225,8 @@ class Nodes:
             on_saved=on_saved if ranks.is_coordinator else None,
             needed=self.uploads.pending,
         )
-        self._saved = 0  # by this manager
-        self._held: list[list[_Held]] = [[] for _ in self._nodes]
-        self._unusable: set[str] = set()  # saves that could not be loaded from the nodes
-        self._lost: set[tuple[int, str]] = set()  # nodes, and damaged files there
-        self._sent: set[tuple[int, str]] = set()  # nodes, and files that they got
-        self._tiers = Tiers()
+        self._upload_every, self._copies = upload_every, copies
+        self.saved = 0
 
     # --- saves
 
@@ -210,22 +240,28 @@ class Nodes:
         """
 
         def check() -> tuple[str, dict[str, float], dict[str, bytes]]:
-            if self.uploads.taken_over is not None:
-                raise self.uploads.taken_over
+            self.uploads.check()
             return uuid.uuid4().hex, *check_save(step, metrics, files)
 
-        save_id, numbers, contents = self._ranks.decide(step, check)
-        upload = self._saved % self._upload_every == 0
+        save_id, numbers, contents = self.ranks.decide(step, check)
+        upload = self.saved % self._upload_every == 0
 
         def prepare() -> None:
-            if self._is_leader:
-                how = {"upload": upload, "replaces": force}
+            if self.is_leader:
                 self.own.prepare(
-                    step, numbers, contents, force=force, reuse=False, save_id=save_id, **how
+                    step,
+                    numbers,
+                    contents,
+                    force=force,
+                    reuse=False,
+                    save_id=save_id,
+                    upload=upload,
+                    replaces=force,
+                    went_back=self.own.went_back,
                 )
             self.warn()
 
-        self._ranks.run(prepare)
+        self.ranks.run(prepare)
         made: list[bytes] = []
         commit = partial(self._commit, made=made, step=step, save_id=save_id, upload=upload)
         return self.store.folder(step), {"save_id": save_id, "publish": made.append}, commit
@@ -237,329 +273,58 @@ class Nodes:
         data = ranks.broadcast(made.pop)
         folder = self.store.folder(step)
         index = _core.Index.from_bytes(data, os.fspath(folder / INDEX_NAME), False)
-        prepared = f"{INDEX_NAME}.{save_id[:16]}.tmp"
-        try:
-            failed = exchange(
-                ranks, transfers := list(self._to_copy(index)), folder, fsync=self._fsync
-            )
+        copies = self.layout.to_next_node(index) if self._copies else []
+        prepared = folder / f"{INDEX_NAME}.{save_id[:16]}.tmp"
 
-            def prepare() -> None:
-                _raise_if_lost([transfers[number] for number in failed], folder)
-                if self._is_leader:
-                    with self.store.holding():
-                        _core.publish(os.fspath(folder), prepared, data, self._fsync)
-
-            ranks.run(prepare)
-        except BaseException:
-            # Without failures that all ranks know of, another node may still commit.
-            if self._is_leader and ranks.failures:
-                self._abandon(folder, data)
-            raise
+        def prepare() -> set[int]:
+            unread = send_files(ranks, copies, folder, fsync=self.store.fsync)
+            if self.is_leader:
+                with self.store.holding():
+                    prepared.write_bytes(data)
+                    if self.store.fsync:
+                        sync(prepared)
+            return unread
 
         def publish() -> None:
-            if self._is_leader:
+            if self.is_leader:
                 with self.store.holding():
-                    self._publish(folder, prepared, index)
-
-        def finish() -> None:
-            if ranks.is_coordinator and self._root.went_back:
-                with self.uploads.paused():
-                    self._root.supersede_now(step, save_id)
-            if self._is_leader:
+                    self._publish(prepared, index)
                 if upload:
-                    self.uploads.add(step, save_id, self._by_node(index)[self._node])
+                    self.upload(step, save_id, index, is_new=True)
                 self.own.committed(step, save_id)
 
+        try:
+            unread = set().union(*ranks.all_gather(prepare))
+            if unread:
+                ranks.run(partial(_raise_lost, [copies[number] for number in unread], folder))
+        except BaseException:
+            # Without failures that all ranks know of, another node may still commit.
+            if self.is_leader and ranks.failures:
+                with suppress(OSError, DcpRsError):  # a sweep removes what is left
+                    _core.discard(os.fspath(folder), None, data)  # the files of other nodes, too
+            raise
         ranks.run(publish)
-        self._saved += 1
-        ranks.run(finish)
+        self.saved += 1
 
-    @property
-    def _fsync(self) -> bool:
-        return self.store.fsync
-
-    def _by_node(self, index: _core.Index) -> list[list[str]]:
-        """Return the data files that the ranks of each node wrote, if the job is as it was then."""
-        files: list[list[str]] = [[] for _ in self._nodes]
-        node_of = {rank: node for node, ranks in enumerate(self._nodes) for rank in ranks}
-        for entry in index.files():
-            rank = rank_of(entry.name)
-            if rank in node_of:
-                files[node_of[rank]].append(entry.name)
-        return files
-
-    def _publish(self, folder: Path, prepared: str, index: _core.Index) -> None:
+    def _publish(self, prepared: Path, index: _core.Index) -> None:
         """Give an index its name. Remove the data files of the save that it replaces."""
-        (folder / prepared).replace(folder / INDEX_NAME)
-        if self._fsync:
+        folder = prepared.parent
+        prepared.replace(folder / INDEX_NAME)
+        if self.store.fsync:
             sync(folder)
         names = {entry.name for entry in index.files()}
-        with os.scandir(folder) as files:
-            old = [
-                each.path for each in files if is_data_file(each.name) and each.name not in names
-            ]
-        for path in old:
-            Path(path).unlink(missing_ok=True)
+        for path in list(folder.iterdir()):
+            if is_data_file(path.name) and path.name not in names:
+                path.unlink(missing_ok=True)
 
-    def _abandon(self, folder: Path, index: bytes) -> None:
-        """Remove the files of a save that failed, those of other nodes too."""
-        with suppress(OSError, DcpRsError):  # a sweep removes what is left
-            _core.discard(os.fspath(folder), None, index)
-
-    def _to_copy(self, index: _core.Index) -> Iterator[Transfer]:
-        """Return the transfers of each node's files to the nodes after it."""
-        sizes = {entry.name: entry.size for entry in index.files()}
-        by_node = self._by_node(index)
-        for distance in range(1, min(self._copies, len(self._nodes) - 1) + 1):
-            for node, names in enumerate(by_node):
-                target = (node + distance) % len(self._nodes)
-                for number, name in enumerate(names):
-                    yield self._transfer(name, sizes[name], node, target, number)
-
-    def _transfer(self, name: str, nbytes: int, source: int, target: int, number: int) -> Transfer:
-        """Return a transfer between two nodes, whose ranks take turns."""
-        of_source, of_target = self._nodes[source], self._nodes[target]
-        return Transfer(
-            name,
-            nbytes,
-            of_source[number % len(of_source)],
-            of_target[number % len(of_target)],
-        )
-
-    # --- loads
-
-    def take_over(self) -> None:
-        """Begin a run in the folder of each node, and at the root if it can be reached."""
-        self._lost, self._sent, self._unusable = set(), set(), set()
-
-        def take() -> None:
-            if self._ranks.is_coordinator:
-                try:
-                    with self.uploads.paused():
-                        self._root.take_over()
-                except OSError as error:
-                    self.own.problems.append(f"{self._root_store.path} cannot be reached: {error}")
-            if self._is_leader:
-                self.own.take_over()
-
-        self._ranks.run(take)
-
-    def choose(self, step: int | None, damaged: Mapping[int, str]) -> Choice:
-        """Choose the newest step of which each file is on a node or at the root.
-
-        Args:
-            step: the step that the caller names.
-            damaged: steps that a load from the root found damaged, and why.
-
-        Raises:
-            Exception: as :meth:`Coordinator.choose`, if no node has a step.
-        """
-        self.own.forget_saves()
-        held = self._ranks.all_gather(lambda: list(self._look()) if self._is_leader else [])
-        self._held = [held[ranks[0]] for ranks in self._nodes]
-        at_root, save_id, problem = self._ranks.decide(
-            step, partial(self._choose_root, step, damaged)
-        )
-        skipped: list[SkippedStep] = []
-        for save in self._saves():
-            if save.save_id in self._unusable or step not in (None, save.number):
-                continue
-            newer = at_root.step is not None and (
-                save.is_superseded
-                or at_root.step > save.number
-                or (at_root.step == save.number and save_id != save.save_id)
-            )
-            if newer:
-                break
-            self._adopt(save)
-            is_whole = self._place(save)
-            if is_whole is not None:
-                return Choice(save.number, skipped, save.save_id, is_whole)
-            self._unusable.add(save.save_id)
-            path, why = self.store.folder(save.number), "some of its files are nowhere"
-            skipped.append(SkippedStep(number=save.number, path=path, why=why, kind="damaged"))
-        if problem is not None:
-            raise problem
-        return Choice(at_root.step, [*skipped, *at_root.skipped])
-
-    def _choose_root(
-        self, step: int | None, damaged: Mapping[int, str]
-    ) -> tuple[Choice, str | None, Exception | None]:
-        """Return the choice at the root and its save, and the error if there is none."""
-        try:
-            with self.uploads.paused():
-                number, skipped = self._root.choose(step, damaged)
-                found = None if number is None else self._root_store.look_at(number)
-            return Choice(number, skipped), getattr(found, "save_id", None), None
-        except (CheckpointNotFoundError, OSError) as error:
-            return Choice(None, []), None, error
-
-    def _look(self) -> Iterator[_Held]:
-        """Look at the steps on this node."""
-        listing = self.store.look()
-        for step in listing.steps:
-            note, files = self.store.note(step), self.store.lengths(step.number)
-            yield _Held(
-                number=step.number,
-                save_id=step.save_id,
-                saved=step.committed,
-                is_superseded=step.is_superseded,
-                upload=note is not None and note.upload,
-                files=files,
-            )
-        for skipped in listing.passed_over:  # its index may have come to other nodes only
-            yield _Held(skipped.number, files=self.store.lengths(skipped.number))
-
-    def _saves(self) -> list[_Held]:
-        """Return the saves of which a node has the index, the newest first."""
-        found: dict[str, _Held] = {}
-        for each in self._all_held():
-            if each.save_id and (each.save_id not in found or each.upload or each.is_superseded):
-                found[each.save_id] = each
-        return sorted(found.values(), key=lambda held: held.age, reverse=True)
-
-    def _all_held(self) -> Iterator[_Held]:
-        return (each for held in self._held for each in held)
-
-    def _holders(self, number: int) -> dict[tuple[str, int], list[int]]:
-        """Return the nodes that have each data file (name, length) of a step, undamaged."""
-        found: dict[tuple[str, int], list[int]] = {}
-        for node, held in enumerate(self._held):
-            files = next((each.files for each in held if each.number == number), {})
-            for name, nbytes in files.items():
-                if is_data_file(name) and (node, name) not in self._lost:
-                    found.setdefault((name, nbytes), []).append(node)
-        return found
-
-    def _adopt(self, save: _Held) -> None:
-        """Give the index of a save, its note and the user's files to the nodes that lack it."""
-        having = [any(each.save_id == save.save_id for each in held) for held in self._held]
-        source = having.index(True)
-        files = next(each.files for each in self._held[source] if each.save_id == save.save_id)
-        names = [name for name in files if notes.is_extra(name)]
-        names += [name for name in files if notes.id_of(name) == save.save_id]
-        transfers = [
-            Transfer(name, files[name], self._nodes[source][0], self._nodes[target][0])
-            for name in (*names, INDEX_NAME)
-            for target, has in enumerate(having)
-            if not has
-        ]
-        if transfers:
-            exchange(self._ranks, transfers, self.store.folder(save.number), fsync=self._fsync)
-
-    def _index(self, number: int) -> _core.Index:
-        return _core.Index.open(os.fspath(self.store.folder(number)), None, False)
-
-    def _place(self, save: _Held) -> bool | None:
-        """Return whether nodes have all files of a save; None if the root lacks some as well."""
-
-        def look() -> bool | None:
-            holders = self._holders(save.number)
-            files = {(entry.name, entry.size) for entry in self._index(save.number).files()}
-            missing = files - holders.keys()
-            try:
-                there = self._root_store.lengths(save.number).items() if missing else ()
-            except OSError:
-                there = ()
-            return not missing or (None if missing - set(there) else False)
-
-        return self._ranks.broadcast(look)
-
-    def access(self, choice: Choice) -> tuple[Path, dict[str, Any]]:
-        """Return the path to load a step from, and options of the load."""
-        assert choice.step is not None  # noqa: S101  # there is a step
-        folder = self.store.folder(choice.step)
-        self._tiers = Tiers([os.fspath(folder)])
-        if choice.is_whole:
-            return folder, {"tiers": self._tiers}
-        return self._root_store.folder(choice.step), {
-            **self._root_store.access,
-            "tiers": self._tiers,
-        }
-
-    def fetch_own(self, choice: Choice) -> None:
-        """Give each node the files that its ranks wrote, if another node has them."""
-        if choice.is_whole and choice.step is not None:
-            index = self._ranks.run(partial(self._index, choice.step))
-            self._fetch(choice.step, index, self._by_node(index))
-
-    def repair(self, choice: Choice) -> bool:
-        """Get what a failed load lacked from other nodes. Every rank calls it.
-
-        Returns:
-            Whether the load may succeed now. If not, the step is loaded from the nodes no more.
-        """
-        assert choice.step is not None  # noqa: S101  # it was loaded
-        asked = self._ranks.all_gather(self._tiers.lacking)
-        index = self._ranks.run(partial(self._index, choice.step))
-        wanted = [set().union(*(asked[rank] for rank in ranks)) for ranks in self._nodes]
-        sizes = {entry.name: entry.size for entry in index.files()}
-        holders = self._holders(choice.step)
-        # A file that is there, and that a read passed over, is damaged.
-        damaged = {
-            (node, name)
-            for node, names in enumerate(wanted)
-            for name in names
-            if node in holders.get((name, sizes[name]), ())
-        }
-        self._lost |= damaged
-        if choice.is_whole and (self._fetch(choice.step, index, wanted) or damaged):
-            return True
-        self._unusable.add(choice.save_id or "")
-        return False
-
-    def _fetch(self, step: int, index: _core.Index, wanted: Sequence[Collection[str]]) -> bool:
-        """Send files to the nodes that want and lack them. Return whether one arrived."""
-        sizes = {entry.name: entry.size for entry in index.files()}
-        transfers, targets, places = [], [], self._holders(step)
-        for node, names in enumerate(wanted):
-            for number, name in enumerate(sorted(names)):
-                holders = places.get((name, sizes[name]), [])
-                if holders and node not in holders and (node, name) not in self._sent:
-                    source = holders[(node + number) % len(holders)]
-                    transfers.append(self._transfer(name, sizes[name], source, node, number))
-                    targets.append((node, source))
-        if not transfers:
-            return False
-        failed = exchange(self._ranks, transfers, self.store.folder(step), fsync=False)
-        for number, (each, (node, source)) in enumerate(zip(transfers, targets, strict=True)):
-            if number in failed:
-                self._lost.add((source, each.name))
-            else:
-                self._sent.add((node, each.name))
-                self._lost.discard((node, each.name))
-        return len(failed) < len(transfers)
-
-    def resume_uploads(self, last: int | None) -> None:
-        """Go on with the uploads that an earlier process began, of steps up to ``last``."""
-
-        def look() -> list[tuple[int, str]] | None:
-            try:
-                return [(step.number, step.save_id) for step in self._root_store.look().steps]
-            except OSError:
-                return None
-
-        at_root, saves = self._ranks.broadcast(look) or [], self._saves()
-        there, held = {save_id for _, save_id in at_root}, {save.save_id for save in saves}
-        # Steps before one that is at the root were there, too, and were removed.
-        newest = max((number for number, save_id in at_root if save_id in held), default=-1)
-        for save in reversed(saves):
-            is_due = save.upload and not save.is_superseded and save.save_id not in there
-            if last is not None and is_due and newest < save.number <= last:
-                self._adopt(save)
-                if self._place(save) is not None:
-                    self._ranks.run(partial(self._resume_upload, save))
-
-    def _resume_upload(self, save: _Held) -> None:
-        """Upload the files of which this node is the first that has them."""
-        holders = self._holders(save.number)
-        first = {
-            entry.name: holders.get((entry.name, entry.size), [-1])[0]
-            for entry in self._index(save.number).files()
-        }
-        own = [name for name, node in first.items() if node == self._node]
-        if self._ranks.is_coordinator or (self._is_leader and own):
-            self.uploads.add(save.number, save.save_id, own)
+    def upload(self, step: int, save_id: str, index: _core.Index, *, is_new: bool) -> None:
+        """Begin the upload of this node's own files of a step. See :meth:`Uploads.add`."""
+        there = self.store.lengths(step)
+        own = self.layout.own(index)[self.node]
+        # What no node has is at the root.
+        names = [each.name for each in own if there.get(each.name) == each.size]
+        if names or self.ranks.is_coordinator:
+            self.uploads.add(step, save_id, names, is_new=is_new)
 
     # --- the rest
 
@@ -571,39 +336,66 @@ class Nodes:
         """
 
         def remove() -> bool:
-            if not self._is_leader or self.store.look_at(step) is None:
+            if not self.is_leader or self.store.look_at(step) is None:
                 return False
-            self.uploads.drop(step)
+            self.uploads.drop({step})
             self.store.remove(step)
             return True
 
-        was_here = any(self._ranks.all_gather(remove))
-
-        def remove_there() -> None:
+        def remove_there(was_here: list[bool]) -> None:
             try:
                 with self.uploads.paused():
                     remove_at_root()
             except CheckpointNotFoundError:
-                if not was_here:
+                if not any(was_here):
                     raise
 
-        self._ranks.decide(step, remove_there)
+        self.ranks.decide_by(step, remove, remove_there)
+
+    def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Store metrics of a step at the root. On the first node, those of others stay beside it.
+
+        They go to the root with it.
+
+        Raises:
+            Exception: as :meth:`Coordinator.annotate`.
+        """
+        is_here = self.node == 0 and isinstance(self.store.look_at(step), Step)
+        with self.uploads.paused():
+            if is_here and step in self.uploads.pending():
+                self.own.annotate(step, metrics)
+                return
+            try:
+                self.root.annotate(step, metrics)
+            except CheckpointNotFoundError:
+                if not is_here:
+                    raise
+                self.own.annotate(step, metrics)
 
     def report(self) -> TierReport:
         """Look at the steps of this node and at the root."""
-        local = self.store.latest()
-        try:
-            steps = self._root_store.look().steps
-        except OSError:
-            steps = []
-        there = {step.save_id for step in steps}
-        newest = steps[-1].number if steps else None
-        behind = [
-            step
-            for step in self.store.look().steps
-            if step.save_id not in there and (note := self.store.note(step)) and note.upload
-        ]
-        return TierReport(None if local is None else local.number, newest, len(behind))
+        steps = self.store.look().steps
+        behind = [step for step in steps if self._is_to_go_up(step)]
+        newest: Step | None = None
+        there: dict[int, Mapping[str, int]] = {}
+        with suppress(OSError):
+            newest = self.root_store.latest()
+            behind = newer_than_root(behind, self.root_store)
+            there = {step.number: self.root_store.lengths(step.number) for step in behind}
+        indexes = {step.number: self.store.index(step.number) for step in behind}
+        uploaded = sum(bytes_at(there.get(n, {}), index) for n, index in indexes.items())
+        total = sum(entry.size for index in indexes.values() for entry in index.files())
+        return TierReport(
+            local_step=steps[-1].number if steps else None,
+            root_step=None if newest is None else newest.number,
+            steps_behind=len(behind),
+            uploaded_bytes=uploaded,
+            pending_bytes=total - uploaded,
+        )
+
+    def _is_to_go_up(self, step: Step) -> bool:
+        note = self.store.note(step)
+        return note is not None and note.upload and not step.is_superseded
 
     def warn(self) -> None:
         """Warn of the problems of this node."""
@@ -618,24 +410,21 @@ class Nodes:
         Raises:
             StorageError: steps are not at the root. They stay on the nodes.
         """
-        ranks = self._ranks
+        ranks = self.ranks
         self.uploads.end()
         while not all(ranks.all_gather(partial(self.uploads.has_ended, _LOOK))):
             pass
         ranks.broadcast(self.uploads.run_once)  # now that all nodes sent what they could
-        left = sorted(
-            {step for of_rank in ranks.all_gather(self.uploads.pending) for step in of_rank}
-        )
+        left = sorted(set().union(*ranks.all_gather(self.uploads.pending)))
 
         def check() -> None:
             self.warn()
-            if self.uploads.taken_over is not None:
-                raise self.uploads.taken_over
+            self.uploads.check()
             if left:
                 msg = (
-                    f"these steps are on the nodes, and not at {self._root_store.path}: "
+                    f"these steps are on the nodes, and not at {self.root_store.path}: "
                     f"{', '.join(map(str, left))}. The next run that loads goes on with them"
                 )
-                raise StorageError(msg, path=self._root_store.path)
+                raise StorageError(msg, path=self.root_store.path)
 
         ranks.run(check)

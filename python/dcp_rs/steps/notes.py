@@ -54,6 +54,7 @@ class Note:
         files: the names of the user's files in the folder of the step.
         upload: the step is on nodes, and is to go to the root as well.
         replaces: it may replace another save of the step there.
+        went_back: its run went back to an earlier step before it.
     """
 
     run: str | None
@@ -63,6 +64,7 @@ class Note:
     files: frozenset[str]
     upload: bool = False
     replaces: bool = False
+    went_back: bool = False
 
 
 def saving_name(save_id: str) -> str:
@@ -122,6 +124,7 @@ def read(data: bytes | None) -> Note | None:
             files=frozenset(filter(is_extra, note.get("files", ()))),
             upload=note.get("upload") is True,
             replaces=note.get("replaces") is True,
+            went_back=note.get("went_back") is True,
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
         return None

@@ -18,6 +18,7 @@ from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["ManagerRanks"]
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 #: Votes of a rank in :meth:`ManagerRanks.agree`. The highest counts.
@@ -55,18 +56,30 @@ class ManagerRanks(RankGroup):
         Raises:
             PlanError: the ranks give different steps.
         """
+        return self.decide_by(step, lambda: None, lambda _: work())
 
-        def join(steps: list[int | None]) -> T:
-            for rank, other in enumerate(steps):
+    def decide_by(self, step: int | None, tell: Callable[[], R], work: Callable[[list[R]], T]) -> T:
+        """Call ``tell`` on every rank, and ``work`` on the coordinator with all results.
+
+        Returns:
+            What ``work`` returned, on all ranks.
+
+        Raises:
+            PlanError: the ranks give different steps.
+        """
+
+        def join(told: list[tuple[int | None, R]]) -> T:
+            first = told[0][0]
+            for rank, (other, _) in enumerate(told):
                 if other != step:
                     msg = (
-                        f"the ranks give different steps: rank 0 gives {steps[0]!r}, "
+                        f"the ranks give different steps: rank 0 gives {first!r}, "
                         f"rank {rank} gives {other!r}"
                     )
                     raise PlanError(msg)
-            return work()
+            return work([each for _, each in told])
 
-        return self.all_reduce(lambda: step, join)
+        return self.all_reduce(lambda: (step, tell()), join)
 
     def saving_ranks(self) -> RankGroup:
         """Return the same ranks, in the process group of the saves."""

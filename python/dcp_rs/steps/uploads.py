@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dcp_rs import _core
 from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, RunTakenOverError
 from dcp_rs.steps.coordinator import Coordinator
+from dcp_rs.steps.notes import annotated_name
 from dcp_rs.steps.step_store import Step, StepStore
 
 __all__ = ["Uploads"]
@@ -29,17 +30,19 @@ class _Upload:
 
     Attributes:
         number, save_id: the step.
-        files: the data files that this node sends.
+        files: the data files that this node is still to send.
+        is_new: none of them is at the root. Otherwise it is asked which are.
         has_begun: the root has the note of the save.
-        problem: why the last attempt failed.
+        is_told: there was a warning of it.
         is_refused: no further attempt can succeed.
     """
 
     number: int
     save_id: str
-    files: Collection[str]
+    files: list[str]
+    is_new: bool
     has_begun: bool = False
-    problem: str | None = None
+    is_told: bool = False
     is_refused: bool = False
 
 
@@ -48,26 +51,24 @@ class Uploads:
 
     Each node sends its own files. The coordinator then waits until those of all nodes are at the
     root, and stores the index, which makes them a step. It looks at the root for that, so that no
-    rank waits for another. A file that is at the root in its full length is not sent again.
+    rank waits for another. Steps get there in order. A file that is at the root in its full length
+    is not sent again.
 
     Args:
         node: the steps of the node.
         root: the steps at the root.
         coordinator: what commits steps at the root; None on all nodes but the first.
-
-    Attributes:
-        taken_over: another run began at the root.
     """
 
     def __init__(self, node: StepStore, root: StepStore, coordinator: Coordinator | None) -> None:
         self._node, self._root, self._coordinator = node, root, coordinator
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock may be taken again
         self._queue: list[_Upload] = []
         self._problems: list[str] = []
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._is_ending = False
-        self.taken_over: RunTakenOverError | None = None
+        self._taken_over: RunTakenOverError | None = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -75,14 +76,24 @@ class Uploads:
         with self._lock:
             yield
 
-    def add(self, step: int, save_id: str, files: Collection[str]) -> None:
-        """Upload files of a step, after those of the steps that were added before."""
+    def check(self) -> None:
+        """Raise a ``RunTakenOverError`` if another run began at the root."""
+        if self._taken_over is not None:
+            raise self._taken_over
+
+    def add(self, step: int, save_id: str, files: Iterable[str], *, is_new: bool) -> None:
+        """Upload files of a step, after those of the steps that were added before.
+
+        Args:
+            step, save_id: the step.
+            files: the names of the files.
+            is_new: none of them can be at the root.
+        """
         with self._changed:
             if any(each.save_id == save_id for each in self._queue):
                 return
-            # A save that was replaced goes nowhere.
-            self._queue = [each for each in self._queue if each.number != step]
-            self._queue.append(_Upload(step, save_id, files))
+            self.drop({step})  # a save that was replaced goes nowhere
+            self._queue.append(_Upload(step, save_id, sorted(files), is_new))
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dcp_rs.upload")
@@ -93,10 +104,10 @@ class Uploads:
         with self._changed:
             return {each.number for each in self._queue}
 
-    def drop(self, step: int) -> None:
-        """Upload a step no more."""
+    def drop(self, steps: Container[int]) -> None:
+        """Upload these steps no more."""
         with self._changed:
-            self._queue = [each for each in self._queue if each.number != step]
+            self._queue = [each for each in self._queue if each.number not in steps]
 
     def problems(self) -> list[str]:
         """Return what went wrong since the last call, once for each step."""
@@ -118,31 +129,31 @@ class Uploads:
     def run_once(self) -> None:
         """Try to upload each step, in order, until one fails."""
         with self._changed:
-            steps = list(self._queue)
+            steps = [each for each in self._queue if not each.is_refused]
         for each in steps:
             try:
-                is_done = not each.is_refused and self._upload(each)
+                is_done = self._upload(each)
             except Exception as error:  # noqa: BLE001  # the step stays in the queue
-                self._note(each, error)
-                if not each.is_refused:  # the root cannot be reached: do not try it with others
-                    return
-                continue
-            if is_done:
-                with self._changed:
-                    self._queue = [other for other in self._queue if other is not each]
-            elif not each.is_refused:
-                return  # steps reach the root in order
+                each.is_refused = isinstance(error, _REFUSED)
+                self._note(error, [each] if each.is_refused else steps)
+                if each.is_refused:
+                    continue
+                return  # the root cannot be reached: do not try it with others
+            if not is_done:
+                return
+            with self._changed:
+                self._queue = [other for other in self._queue if other is not each]
 
-    def _note(self, upload: _Upload, error: Exception) -> None:
+    def _note(self, error: Exception, steps: list[_Upload]) -> None:
+        """Note why steps are not at the root, once for each."""
         if isinstance(error, RunTakenOverError):
-            self.taken_over = error
-        upload.is_refused = isinstance(error, _REFUSED)
+            self._taken_over = error
         with self._changed:
-            if upload.problem is None and upload in self._queue:
-                self._problems.append(
-                    f"step {upload.number} is on the nodes, and not at {self._root.path}: {error}"
-                )
-        upload.problem = str(error)
+            for step in steps:
+                if not step.is_told and step in self._queue:
+                    step.is_told = True
+                    where = f"step {step.number} is on the nodes, and not at {self._root.path}"
+                    self._problems.append(f"{where}: {error}")
 
     def _run(self) -> None:
         pause = _PAUSE
@@ -170,8 +181,11 @@ class Uploads:
             raise CheckpointNotFoundError(msg, path=self._node.folder(step.number))
         folder, to = found.path, self._root.folder(step.number)
         index = _core.Index.open(os.fspath(folder), None, False)
-        sizes = {entry.name: entry.size for entry in index.files()}
-        there = self._root.lengths(step.number)
+        if not step.is_new:
+            sizes = {entry.name: entry.size for entry in index.files()}
+            there = self._root.lengths(step.number)
+            step.files = [name for name in step.files if there.get(name) != sizes[name]]
+            step.is_new = True
         if self._coordinator is not None and not step.has_begun:
             note = self._node.note(found)
             extra = {name: (folder / name).read_bytes() for name in (note.files if note else ())}
@@ -179,13 +193,17 @@ class Uploads:
                 force = note is not None and note.replaces
                 self._coordinator.begin_upload(found, extra, force=force)
             step.has_begun = True
-        for name in sorted(step.files):
-            if there.get(name) != sizes[name]:
-                self._root.put_file(folder / name, to / name)
+        while step.files:
+            self._root.put_file(folder / step.files[0], to / step.files[0])
+            del step.files[0]
         if self._coordinator is None:
             return True
         with self._lock:
-            return self._coordinator.commit_upload(found, index)
+            if step not in self._queue:  # it was dropped meanwhile
+                return True
+            later = folder / annotated_name(step.save_id)
+            metrics = {later.name: later.read_bytes()} if later.exists() else {}
+            return self._coordinator.commit_upload(found, index, metrics)
 
 
 def _program_ends() -> bool:

@@ -58,70 +58,75 @@ _step_name = click.option(
     "dcp-rs steps run/",
     "dcp-rs steps run/ --json | jq '.steps[-1].path'",
     "dcp-rs steps s3://bucket/run --local /nvme/run",
+    "dcp-rs steps run/ --local node0/run --local node1/run",
 )
 @_root
 @_step_name
 @click.option(
     "--local",
+    multiple=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="The folder of a node (local= of the manager): show how much of each step is there.",
+    help="The folder of a node (local= of the manager), once for each node that can be seen from "
+    "here: show where each step is, and how much of it is uploaded.",
 )
 @options.storage
 @options.json
-def _steps(root: Path, step_name: str, local: Path | None, as_json: bool) -> None:
+def _steps(root: Path, step_name: str, local: tuple[Path, ...], as_json: bool) -> None:
     """List the steps that a run can resume from, and those that are passed over and why.
 
     ROOT is the folder of a run, which holds a folder step-N for each step, or its URL.
     """
-    if local is not None:
+    if local:
         _list_places(root, local, step_name, as_json=as_json)
         return
     _, found = _look(root, step_name)
     _list_steps(root, found, as_json=as_json)
 
 
-def _list_places(root: Path, local: Path, step_name: str, *, as_json: bool) -> None:
-    """Print how many data files of each step are on a node and at the root."""
-    from dcp_rs import _core
-    from dcp_rs.steps.nodes import NodeStepStore
+def _list_places(root: Path, folders: Sequence[Path], step_name: str, *, as_json: bool) -> None:
+    """Print where each step is: on how many nodes, with how many copies, and at the root."""
+    from dcp_rs.steps.nodes import NodeStepStore, bytes_at
     from dcp_rs.steps.object_store import step_store_at
 
-    node, store = NodeStepStore(local, step_name), step_store_at(root, step_name=step_name)
+    store = step_store_at(root, step_name=step_name)
     at_root = {step.number: step for step in store.look().steps}
+    nodes = [NodeStepStore(folder, step_name) for folder in folders]
+    listed = [{step.number: step for step in node.look().steps} for node in nodes]
     rows: list[dict[str, Any]] = []
-    for step in node.look().steps:
-        index = _core.Index.open(str(step.path), None, False)
-        sizes = {(entry.name, entry.size) for entry in index.files()}
-        here, there = (
-            len(sizes & set(place.lengths(step.number).items())) for place in (node, store)
-        )
-        found = at_root.get(step.number)
-        rows.append(
-            {
-                "step": step.number,
-                "files": len(sizes),
-                "on_node": here,
-                "at_root": there,
-                "is_at_root": found is not None and found.save_id == step.save_id,
+    for number in sorted(at_root.keys() | {n for steps in listed for n in steps}):
+        having = [node for node, steps in zip(nodes, listed, strict=True) if number in steps]
+        found = at_root.get(number)
+        row: dict[str, Any] = {"step": number, "nodes": len(having), "is_at_root": bool(found)}
+        if having:
+            save_id = next(steps[number].save_id for steps in listed if number in steps)
+            row["is_at_root"] = found is not None and found.save_id == save_id
+            index = having[0].index(number)
+            sizes = {entry.name: entry.size for entry in index.files()}
+            lengths = [node.lengths(number) for node in nodes]
+            held = [sum(of.get(n) == size for of in lengths) for n, size in sizes.items()]
+            row |= {
+                "files": len(held),
+                "files_on_nodes": sum(map(bool, held)),
+                "copies": min(held, default=0) - 1,
+                "bytes": sum(sizes.values()),
+                "uploaded_bytes": bytes_at(store.lengths(number), index),
             }
-        )
-    known = {row["step"] for row in rows}
-    rows += [
-        {"step": number, "files": None, "on_node": 0, "at_root": None, "is_at_root": True}
-        for number in at_root.keys() - known
-    ]
-    rows.sort(key=lambda row: row["step"] or 0)
+        rows.append(row)
     if as_json:
-        print_json({"path": str(root), "local": str(local), "steps": rows})
+        print_json({"path": str(root), "local": list(map(str, folders)), "steps": rows})
         return
     table(
-        [">step", ">on the node", "<at the root"],
+        [">step", ">nodes", ">files there", ">copies", "<at the root"],
         [
             [
                 str(row["step"]),
-                f"{row['on_node']} of {row['files']} files" if row["files"] else "",
-                "yes" if row["is_at_root"] else f"{row['at_root']} of {row['files']} files",
+                f"{row['nodes']} of {len(nodes)}",
+                f"{row['files_on_nodes']} of {row['files']}" if row["nodes"] else "",
+                str(row["copies"]) if row.get("copies", -1) >= 0 else "",
+                "yes"
+                if row["is_at_root"]
+                else f"{size(row['uploaded_bytes'])} of {size(row['bytes'])}",
             ]
             for row in rows
         ],
