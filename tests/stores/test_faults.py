@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -214,6 +215,19 @@ def test_an_object_that_changes_is_an_error(saved, server, ignored):
         with pytest.raises(StoragePreconditionError) as caught:
             ckpt["model.big"]
     assert caught.value.path.endswith(".safetensors")
+
+
+def test_an_endpoint_where_nobody_listens_fails_in_seconds():
+    """It took two minutes."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        options = {"aws_endpoint": url, "aws_region": "x", "aws_skip_signature": "true"}
+        for path, more in ((f"{url}/ckpt", {}), ("s3://bucket/ckpt", options)):
+            begin = time.monotonic()
+            with pytest.raises(StorageError, match=r"no connection .*refused"):
+                dcp_rs.open(path, storage_options={**more, "allow_http": "true"})
+            assert time.monotonic() - begin < 30
 
 
 def test_an_object_of_another_length_is_an_error(saved, server):

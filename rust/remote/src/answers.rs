@@ -8,7 +8,7 @@ use dcp_rs_core::{Error, StorageFault};
 use object_store::client::{HttpError, HttpErrorKind};
 
 use crate::secrets::Secrets;
-use crate::transport::{Refused, plain};
+use crate::transport::{NobodyListens, Refused, plain};
 
 /// Codes of temporary errors, whatever the status. AWS's own clients retry them, and S3 sends some
 /// with 400 or 409.
@@ -52,6 +52,8 @@ pub struct Failure {
     pub status: Option<u16>,
     /// True if the request was sent.
     pub was_sent: bool,
+    /// True if the store refused the connection, and has never answered this process.
+    pub nobody_listens: bool,
 }
 
 impl Failure {
@@ -63,6 +65,7 @@ impl Failure {
             reason: reason.into(),
             status: None,
             was_sent: true,
+            nobody_listens: false,
         }
     }
 
@@ -74,6 +77,7 @@ impl Failure {
             reason: reason.into(),
             status: None,
             was_sent: true,
+            nobody_listens: false,
         }
     }
 
@@ -85,6 +89,7 @@ impl Failure {
             status,
             was_sent: transport(error) != Some(HttpErrorKind::Connect)
                 && !is_of_the_client(error, &text),
+            nobody_listens: found::<NobodyListens>(error).is_some(),
             ..Self::judged(error, &text, status)
         }
     }
@@ -240,7 +245,7 @@ fn transport(error: &(dyn StdError + 'static)) -> Option<HttpErrorKind> {
 }
 
 /// Returns the error of this type among an error and its causes.
-fn found<'a, E: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Option<&'a E> {
+pub fn found<'a, E: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Option<&'a E> {
     let mut next = Some(error);
     while let Some(error) = next {
         if let Some(found) = error.downcast_ref() {

@@ -38,6 +38,8 @@ pub struct Limits {
     pub time: Duration,
     /// Retries after the first attempt. By default only the time is limited.
     pub retries: u32,
+    /// Time limit of a store that refuses connections, and has never answered this process.
+    pub refused: Duration,
     /// Time limit without a byte, after which a request counts as lost.
     pub silence: Duration,
     /// Time without progress until a notice.
@@ -49,6 +51,7 @@ impl Default for Limits {
         Self {
             time: Duration::from_secs(120),
             retries: u32::MAX,
+            refused: Duration::from_secs(5),
             silence: Duration::from_secs(15),
             notice: NOTICE,
         }
@@ -167,7 +170,10 @@ impl Config {
 
     fn take(&mut self, key: &str, value: String) -> Result<()> {
         match key {
-            "retry_timeout" => self.limits.time = seconds(key, &value)?,
+            "retry_timeout" => {
+                self.limits.time = seconds(key, &value)?;
+                self.limits.refused = self.limits.time;
+            }
             "aws_ca_bundle" if self.kind == StoreKind::S3 => self.authorities = Some(value),
             "read_timeout" => self.limits.silence = seconds(key, &value)?,
             "max_retries" => {

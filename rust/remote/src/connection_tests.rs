@@ -1,7 +1,10 @@
 //! A request that fails, or is abandoned, does not affect other requests.
 
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
 use std::sync::mpsc::channel;
 use std::thread;
+use std::time::Instant;
 
 use super::*;
 use crate::testing::{Reply, options, serve};
@@ -81,4 +84,46 @@ fn what_was_answered_does_not_wait_until_all_is_sent() {
         let _ = done.send(connection.put_part(&upload(), 0, &body, &Control::new()));
     });
     assert!(is_done.recv_timeout(Duration::from_secs(60)).is_ok());
+}
+
+/// A client that gives a store up in a fifth of a second if nobody ever served it.
+fn impatient(url: &str) -> Connected {
+    let mut config = Config::new("s3://bucket", options("s3", url, &[])).unwrap();
+    config.limits.refused = Duration::from_millis(200);
+    Connected::new(Arc::new(config), Arc::default(), 2).unwrap()
+}
+
+/// It took two minutes.
+#[test]
+fn a_store_that_nobody_serves_is_given_up_soon() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    let asked = Instant::now();
+    let failed = impatient(&url).look(Path::new("s3://bucket/file"), &Control::new());
+    assert_eq!(kind(&failed.unwrap_err()), StorageFault::Failed);
+    assert!(asked.elapsed() < Duration::from_secs(30), "{:?}", asked.elapsed());
+}
+
+#[test]
+fn a_store_that_answered_before_is_waited_for_while_it_starts_again() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let url = format!("http://{address}");
+    thread::spawn(move || {
+        let answer = |listener: TcpListener| {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut asked = [0; 1024];
+            let _ = stream.read(&mut asked);
+            stream.write_all(b"HTTP/1.1 404 x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        };
+        answer(listener).unwrap();
+        thread::sleep(Duration::from_secs(1));
+        answer(TcpListener::bind(address).unwrap()).unwrap();
+    });
+    for name in ["a", "b"] {
+        // Each call has a session of its own.
+        let path = PathBuf::from(format!("s3://bucket/{name}"));
+        assert_eq!(impatient(&url).look(&path, &Control::new()).unwrap(), None);
+    }
 }

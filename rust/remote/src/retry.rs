@@ -98,9 +98,11 @@ impl RetryState {
 
     /// Waits until the request may be retried after this failure. Returns false if it may not.
     pub async fn wait_to_retry(&mut self, failure: &Failure) -> bool {
-        let wait = self.failed().filter(|_| failure.is_worth_another_try);
+        let passed = self.since.elapsed();
+        let limit = if failure.nobody_listens { self.limits.refused } else { Duration::MAX };
+        let is_in_time = |wait: Duration| passed.saturating_add(wait) < limit;
+        let wait = self.failed().filter(|&wait| failure.is_worth_another_try && is_in_time(wait));
         if let Some(wait) = wait {
-            let passed = self.since.elapsed();
             if passed >= self.limits.notice {
                 self.hold.tell(|| {
                     let (seconds, attempts) = (passed.as_secs(), self.attempts());
@@ -151,6 +153,7 @@ mod tests {
         let limits = Limits {
             time: Duration::from_secs(60),
             retries: 2,
+            refused: Duration::from_secs(5),
             silence: Duration::from_secs(1),
             notice: Duration::from_secs(1),
         };

@@ -1,9 +1,11 @@
 //! The HTTP client for the clients of stores. It limits the length of answers. It follows no
 //! redirect of a store, which would take credentials to another host.
 
+use std::collections::HashSet;
 use std::fmt;
+use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -42,6 +44,27 @@ impl fmt::Display for Refused {
 }
 
 impl std::error::Error for Refused {}
+
+/// A refused connection to a store that has not answered this process yet. Probably its URL or its
+/// endpoint is wrong.
+#[derive(Debug)]
+pub struct NobodyListens(HttpError);
+
+impl fmt::Display for NobodyListens {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for NobodyListens {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.0)
+    }
+}
+
+/// The stores that have answered a request of this process, by the fingerprint of the
+/// configuration. A session lasts as long as a call, so it cannot remember that.
+static ANSWERED: LazyLock<Mutex<HashSet<u64>>> = LazyLock::new(Mutex::default);
 
 /// The time until which a store asked for no requests (`Retry-After`), and the notices about
 /// requests without progress. All requests of a session share it.
@@ -125,6 +148,7 @@ impl Transport {
             client,
             fingerprint: self.fingerprint,
             hold: Arc::clone(&self.hold),
+            is_of_store: self.shared.is_some(),
         }))
     }
 
@@ -273,6 +297,35 @@ struct Bounded {
     client: reqwest::Client,
     fingerprint: u64,
     hold: Arc<Hold>,
+    /// False if it asks a provider of credentials.
+    is_of_store: bool,
+}
+
+impl Bounded {
+    /// Sends a request. Remembers that the store answered, or says that it never did.
+    async fn send(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let answer = HttpService::call(&self.client, request).await;
+        if !self.is_of_store {
+            return answer;
+        }
+        // Nobody waits for the lock: of several requests at once, one may remember it for all.
+        let Ok(mut answered) = ANSWERED.try_lock() else { return answer };
+        match answer {
+            Ok(response) => {
+                answered.insert(self.fingerprint);
+                Ok(response)
+            }
+            Err(error) if is_refused(&error) && !answered.contains(&self.fingerprint) => {
+                Err(HttpError::new(error.kind(), NobodyListens(error)))
+            }
+            failed => failed,
+        }
+    }
+}
+
+fn is_refused(error: &HttpError) -> bool {
+    answers::found::<io::Error>(error)
+        .is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 #[async_trait]
@@ -280,7 +333,7 @@ impl HttpService for Bounded {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let is_range = request.method() == Method::GET && request.headers().contains_key(RANGE);
         let asked = request.uri().host().unwrap_or_default().to_owned();
-        let response = HttpService::call(&self.client, request).await?;
+        let response = self.send(request).await?;
         let status = response.status();
         if status.is_redirection() && status != StatusCode::NOT_MODIFIED {
             return Err(refused(redirected(status, response.headers(), &asked)));
