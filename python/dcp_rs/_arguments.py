@@ -8,7 +8,15 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["check_arguments", "equivalent", "foreign", "suggest", "suggest_option", "type_of"]
+__all__ = [
+    "check_arguments",
+    "equivalent",
+    "foreign",
+    "no_attribute",
+    "suggest",
+    "suggest_option",
+    "type_of",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,6 +61,14 @@ def suggest(name: str, known: Collection[str], owner: str = "") -> str | None:
 def type_of(value: object) -> str:
     """Return the name of a value's type for a message, or that the value is a class itself."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def no_attribute(thing: object, name: str) -> AttributeError:
+    """Return the error for an attribute that an object lacks. It names the one that is meant."""
+    kind = type(thing).__name__
+    known = [each for each in dir(thing) if each[0] != "_"]
+    hint = None if name.startswith("_") else suggest(name, known, kind)
+    return AttributeError(f"{kind} has no attribute {name!r}" + (f": {hint}" if hint else ""))
 
 
 class _Omitted:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, TypeVar
 
 from dcp_rs import _core
 from dcp_rs._arguments import check_arguments
@@ -81,9 +82,21 @@ def uuid_of(save_id: str) -> uuid.UUID:
         raise ValueError(msg) from None
 
 
+def as_integer(value: object) -> int | None:
+    """Return an integer of any type, such as NumPy's, as an int; None for anything else."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # a tensor of another dtype
+        return None
+
+
 def check_positive(name: str, value: object) -> None:
     """Raise a ``ValueError`` unless the value is a positive integer, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+    if value is not None and (as_integer(value) or 0) <= 0:
         msg = f"{name}={value!r}: must be a positive integer"
         raise ValueError(msg)
 
@@ -93,6 +106,13 @@ def check_choice(name: str, value: object, *choices: object) -> None:
     if value not in choices:
         msg = f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}"
         raise ValueError(msg)
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise a ``TypeError`` unless the value is true or false. A text such as "no" is neither."""
+    if value not in (True, False):
+        msg = f"{name}={value!r}: must be one of True, False"
+        raise TypeError(msg)
 
 
 def check_function(name: str, value: object, what: str) -> None:

@@ -11,6 +11,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,11 +57,39 @@ def flip(manager, step):
 # -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, "3", True])
+@pytest.mark.parametrize("step", [-1, 1.0, "3", True, None, np.float32(1), torch.tensor(1.0)])
 def test_wrong_step_number_is_refused(run, step):
-    with CheckpointManager(run) as manager, pytest.raises(ValueError, match="an integer from 0 on"):
-        manager.save(step, state_of(0))
+    with CheckpointManager(run, save_every=1) as manager:
+        calls = [
+            lambda: manager.save(step, state_of(0)),
+            lambda: manager.async_save(step, state_of(0)).result(),
+            lambda: manager.should_save(step),
+            lambda: manager.path(step),
+            lambda: manager.delete(step),
+            lambda: manager.annotate(step, {"loss": 1.0}),
+        ]
+        if step is not None:
+            calls += [lambda: manager.load(state_of(0), step)]
+        for call in calls:
+            with pytest.raises(ValueError, match="must be an integer from 0 on"):
+                call()
     assert not run.exists()
+
+
+def test_integers_of_numpy_and_torch_are_step_numbers(run):
+    """They were refused, or ended in an error of json."""
+    for one in (np.int64(2), np.uint8(2), torch.tensor(2)):
+        with CheckpointManager(run, save_every=np.int64(2), keep_last=np.int32(1)) as manager:
+            assert manager.should_save(one) is True
+            manager.save(one, state_of(2))
+            assert manager.should_save(one) is False
+            assert manager.path(one) == run / "step-2"
+            manager.annotate(one, {"loss": 1.0})
+            assert loaded(manager, one) == 2
+            assert type(manager.resumed) is int
+            manager.async_save(one, state_of(2), force=True).result()
+            manager.delete(one)
+            assert numbers(manager) == []
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class RankGroup:
         coordinator: int = 0,
     ) -> None:
         if process_group is not None:
-            _check_group(process_group)
+            check_group(process_group)
         self.process_group = process_group
         self._has_group = not no_dist and has_group()
         self.rank = dist.get_rank(process_group) if self._has_group else 0
@@ -379,7 +379,7 @@ class _Failure:
         return DcpRsError(self.text)
 
 
-def _check_group(group: Any) -> None:
+def check_group(group: Any) -> None:
     """Raise a ``TypeError`` unless ``group`` may be a process group."""
     # torch gives a marker to ranks outside of a new group. It is refused later, on all ranks.
     if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, cast
 from uuid import UUID, uuid4
 
 from dcp_rs import _core
@@ -24,11 +24,12 @@ from dcp_rs.errors import (
     SaveInProgressError,
     UnsupportedError,
 )
+from dcp_rs.options import as_integer
 from dcp_rs.steps.notes import is_extra
 from dcp_rs.steps.retention import Policies, prune
 from dcp_rs.steps.step_store import MAY_BE_WHOLE, SkippedStep, Step, StepStore
 
-__all__ = ["Coordinator", "ExtraFiles", "Prepared", "check_save"]
+__all__ = ["Coordinator", "ExtraFiles", "Prepared", "check_save", "check_step", "step_number"]
 
 #: The user's files for the folder of a step, by name: bytes, or a path.
 ExtraFiles = Mapping[str, bytes | StrPath]
@@ -493,7 +494,7 @@ class Coordinator:
 
         Raises:
             CheckpointNotFoundError: there is no such step, or torch saved it.
-            ValueError: an invalid metric.
+            ValueError: an invalid step or metric.
         """
         numbers = _numbers(metrics)
         found = self._store.look_at(step)
@@ -539,13 +540,20 @@ def _damaged_step(found: Step | SkippedStep, why: str) -> SkippedStep:
     return SkippedStep(number=found.number, path=found.path, why=why, kind="damaged")
 
 
-def _read_extra_files(files: ExtraFiles) -> dict[str, bytes]:
+def _read_extra_files(files: Any) -> dict[str, bytes]:
     """Return the bytes of the user's files for the folder of a step.
 
     Raises:
+        TypeError: they are not given by name.
         ValueError: a name that is a path, hidden, or one of this package's own.
         OSError: a file cannot be read.
     """
+    if not isinstance(files, Mapping):
+        msg = (
+            f"extra_files={files!r}: pass a dict of bytes or paths by name, such as "
+            "{'tokenizer.json': 'base/tokenizer.json'}"
+        )
+        raise TypeError(msg)
     for name in files:
         if not is_extra(name):
             msg = (
@@ -557,6 +565,15 @@ def _read_extra_files(files: ExtraFiles) -> dict[str, bytes]:
         name: bytes(file) if isinstance(file, bytes) else Path(file).read_bytes()
         for name, file in files.items()
     }
+
+
+def step_number(step: SupportsIndex) -> int:
+    """Return the number of a step, which may be an integer of NumPy, as an int.
+
+    What is no integer is returned as it is: :func:`check_step` refuses it, on all ranks.
+    """
+    number = as_integer(step)
+    return cast(int, step) if number is None else number
 
 
 def check_step(step: Any) -> None:

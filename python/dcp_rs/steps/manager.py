@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
-from dcp_rs._arguments import check_arguments, suggest, suggest_option
+from dcp_rs._arguments import check_arguments, no_attribute, suggest_option
 from dcp_rs._url import StoreArguments, StrPath
 from dcp_rs._warnings import warn_caller
 from dcp_rs.engine.background import SaveFuture
@@ -44,7 +44,13 @@ from dcp_rs.options import (
     split_options,
     take_options,
 )
-from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, Prepared
+from dcp_rs.steps.coordinator import (
+    Coordinator,
+    ExtraFiles,
+    Prepared,
+    check_step,
+    step_number,
+)
 from dcp_rs.steps.node_load import Choice, NodeLoad
 from dcp_rs.steps.nodes import Nodes, NodeStepStore, TierReport, names_of_nodes
 from dcp_rs.steps.object_store import step_store_at
@@ -80,17 +86,18 @@ class CheckpointManager:
             ``s3://bucket/run``.
         save_every: :meth:`should_save` is true for multiples of this.
         keep_last: keep this number of newest steps.
-        keep_every: keep the first step at or after each multiple of this.
+        keep_every: keep the first step at or after each multiple of this. Alone, it removes the
+            steps between the multiples.
         keep_within: keep steps saved within this time (a ``timedelta``, or seconds) of the newest.
-        keep_best: keep this number of best steps by ``metric``. A step is kept if any of the
-            ``keep_*`` keeps it. If none is given, all steps are kept.
+        keep_best: keep this number of best steps by ``metric``. A step that none of the ``keep_*``
+            keeps is removed. If none of them is given, all steps stay.
         max_bytes: bound on the size of all steps. The oldest are removed first, even if another
             policy keeps them, before a save that is as large as the latest step. Steps that are
             never removed may exceed it.
         metric: the name of the metric of the best step.
         mode: the best step has the lowest (``"min"``) or the highest (``"max"``) metric.
-        keep: a function of a step's number and metrics. Steps for which it is true stay, as by a
-            ``keep_*``.
+        keep: a function of a step's number and metrics. Steps for which it is true stay, beside
+            those that a ``keep_*`` keeps. Alone, it removes nothing.
         latest: let ``latest`` in the root lead to the newest step, for other programs: a link, or
             on a store a file with the name of the step. The manager does not read it.
         on_saved: called once for each step, on the coordinator, with its path, after the commit. If
@@ -253,9 +260,7 @@ class CheckpointManager:
     if not TYPE_CHECKING:  # where types are checked, an unknown name is an error
 
         def __getattr__(self, name: str) -> Any:
-            hint = suggest(name, [known for known in dir(self) if known[0] != "_"])
-            msg = f"CheckpointManager has no attribute {name!r}" + (f": {hint}" if hint else "")
-            raise AttributeError(msg)
+            raise no_attribute(self, name)
 
     # --- what there is
 
@@ -264,7 +269,7 @@ class CheckpointManager:
         """The folder of the run, or its URL."""
         return self._store.path
 
-    def path(self, step: int) -> Path:
+    def path(self, step: SupportsIndex) -> Path:
         """Return the folder of a step, or its URL. It need not exist.
 
         Args:
@@ -273,13 +278,18 @@ class CheckpointManager:
         Returns:
             The path.
 
+        Raises:
+            ValueError: ``step`` is not a number from 0 on.
+
         Example:
             ```python
             manager = dcp_rs.CheckpointManager("run")
             assert manager.path(7) == manager.root / "step-7"
             ```
         """
-        return self._store.folder(step)
+        number = step_number(step)
+        check_step(number)
+        return self._store.folder(number)
 
     def steps(self) -> list[Step]:
         """Return the steps that are committed and whole, as this rank sees them now.
@@ -377,7 +387,7 @@ class CheckpointManager:
     # --- saves
 
     @suggest_option
-    def should_save(self, step: int) -> bool:
+    def should_save(self, step: SupportsIndex) -> bool:
         """Return whether to save this step: a multiple of ``save_every``, or a rank is to stop.
 
         It is false for a step that was just saved or loaded. At multiples of ``preemption_every``,
@@ -391,6 +401,7 @@ class CheckpointManager:
             Whether to save it; the same on all ranks.
 
         Raises:
+            ValueError: ``step`` is not a number from 0 on.
             Exception: as the save that failed in the background.
 
         Example:
@@ -401,20 +412,22 @@ class CheckpointManager:
             ```
         """
         self._check_open()
+        number = step_number(step)
+        check_step(number)
         asks = self._preemption.is_set_up or self._ranks.pending is not None
-        if asks and step % self._preemption_every == 0:
+        if asks and number % self._preemption_every == 0:
             stops, failed = self._ranks.agree(self._preemption.noticed)
             self.preempted = self.preempted or stops
             if failed:
                 self._settle()
-        due = self._save_every is not None and step % self._save_every == 0
-        again = self._retry_at is not None and step >= self._retry_at
-        return step != self._done and (due or self.preempted or again)
+        due = self._save_every is not None and number % self._save_every == 0
+        again = self._retry_at is not None and number >= self._retry_at
+        return number != self._done and bool(due or self.preempted or again)
 
     @suggest_option
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         state_dict: dict[str, Any],
         *,
         metrics: Mapping[str, float] | None = None,
@@ -454,15 +467,16 @@ class CheckpointManager:
                 manager.save(3, {"model": model}, metrics={"loss": 0.25})
             ```
         """
+        number = step_number(step)
         self._settle()
         metadata: SavedMetadata | None = None
-        with self._may_fail(step):
-            path, options, committed = self._begin(step, metrics, extra_files, force=force)
+        with self._may_fail(number):
+            path, options, committed = self._begin(number, metrics, extra_files, force=force)
             with self._explaining():
                 metadata = api.save(state_dict, path, planner=planner, **options)
                 if self._nodes is not None:
                     committed(self._ranks.saving_ranks())
-            self._done = step
+            self._done = number
 
             def finish() -> None:
                 if self._nodes is None:
@@ -475,7 +489,7 @@ class CheckpointManager:
     @suggest_option
     def async_save(
         self,
-        step: int,
+        step: SupportsIndex,
         state_dict: dict[str, Any],
         *,
         metrics: Mapping[str, float] | None = None,
@@ -508,12 +522,13 @@ class CheckpointManager:
                 model(torch.ones(2)).sum().backward()  # training goes on
             ```
         """
+        number = step_number(step)
         self._settle()
         begun = failed = SaveFuture()
-        with self._may_fail(step, failed):
-            path, options, committed = self._begin(step, metrics, extra_files, force=force)
+        with self._may_fail(number, failed):
+            path, options, committed = self._begin(number, metrics, extra_files, force=force)
             options |= {"planner": planner, "async_staging": async_staging}
-            self._done = self._begun = step
+            self._done = self._begun = number
             begun = self._ranks.save(state_dict, path, committed, **options)
         return begun  # noqa: RET504  # the context may have ended the call
 
@@ -534,7 +549,7 @@ class CheckpointManager:
         self._settle()
 
     @suggest_option
-    def delete(self, step: int) -> None:
+    def delete(self, step: SupportsIndex) -> None:
         """Remove a step, whatever the policies say.
 
         Args:
@@ -543,6 +558,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no such step.
             PlanError: the ranks name different steps.
+            ValueError: ``step`` is not a number from 0 on.
             OSError: it cannot be removed.
 
         Example:
@@ -552,19 +568,21 @@ class CheckpointManager:
             assert manager.latest_step() == 1
             ```
         """
+        number = step_number(step)
         self._settle()
+        self._ranks.run(partial(check_step, number))
 
         def remove() -> None:
-            self._coordinator.delete(step)
+            self._coordinator.delete(number)
 
         if self._nodes is None:
-            self._ranks.decide(step, remove)
+            self._ranks.decide(number, remove)
         else:
-            self._nodes.delete(step, remove)
+            self._nodes.delete(number, remove)
         self._ranks.run(self._warn)
 
     @suggest_option
-    def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
+    def annotate(self, step: SupportsIndex, metrics: Mapping[str, float]) -> None:
         """Add metrics to a step that is saved, such as those of an evaluation that ended later.
 
         They count for ``keep_best`` and :meth:`best_step`. One process alone may call this. With
@@ -577,7 +595,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is no such step.
-            ValueError: metrics are not numbers.
+            ValueError: ``step`` is not a number from 0 on, or metrics are not numbers.
             OSError: they cannot be stored.
 
         Example:
@@ -587,7 +605,9 @@ class CheckpointManager:
             assert manager.best_step() == 2
             ```
         """
-        (self._coordinator if self._nodes is None else self._nodes).annotate(step, metrics)
+        number = step_number(step)
+        check_step(number)
+        (self._coordinator if self._nodes is None else self._nodes).annotate(number, metrics)
 
     # --- loads
 
@@ -595,7 +615,7 @@ class CheckpointManager:
     def load(
         self,
         state_dict: dict[str, Any],
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         *,
         planner: LoadPlanner | None = None,
         take_over: bool = True,
@@ -657,7 +677,7 @@ class CheckpointManager:
         model: optim.Models,
         optimizers: optim.Optimizers | None = (),
         extra: dict[str, Any] | None = None,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         *,
         take_over: bool = True,
         **options: Unpack[TrainingArguments],
@@ -699,14 +719,15 @@ class CheckpointManager:
 
     def _load(
         self,
-        step: int | None,
+        wanted: SupportsIndex | None,
         load: Callable[..., LoadReport | None],
         check: Callable[[], None],
         *,
         take_over: bool,
         **options: Any,
     ) -> int | None:
-        """Load ``step``; or the newest whole step that the load does not find damaged."""
+        """Load the step ``wanted``; or the newest whole one that the load does not find damaged."""
+        step = None if wanted is None else step_number(wanted)
         self._settle()
         self._ranks.run(check)
         places = None if self._nodes is None else NodeLoad(self._nodes)

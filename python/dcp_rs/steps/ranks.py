@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dcp_rs import _torch, api
 from dcp_rs.engine.background import SaveFuture
-from dcp_rs.engine.ranks import RankGroup, has_group
+from dcp_rs.engine.ranks import RankGroup, check_group, has_group
 from dcp_rs.errors import PlanError
 from dcp_rs.transfer.stage import HostStager
 
@@ -40,6 +40,8 @@ class ManagerRanks(RankGroup):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool) -> None:
+        if process_group is not None:
+            check_group(process_group)
         is_alone = no_dist or not has_group()
         self._groups = [] if is_alone else [_gloo_group(process_group) for _ in range(2)]
         super().__init__(None if is_alone else self._groups[0], no_dist=is_alone)
