@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -176,3 +177,36 @@ def test_steps_of_another_name(dcp_rs_does, tmp_path):
     assert manager.path(2).exists()
     dcp_rs_does("steps", manager.root, status=2)
     dcp_rs_does("steps", manager.root, "--step-name", "a/{}", status=2)
+
+
+def test_folders_that_a_removal_left_are_shown_and_removed(dcp_rs_does, run):
+    """Without --yes nothing told of them."""
+    left = run / ".removing-step-100.0123456789abcdef"
+    (run / "step-100").rename(left)
+    out = dcp_rs_does("prune", run)
+    assert f"to remove  {left.name}  it was removed, and is still there" in out
+    assert out.splitlines()[-1].startswith("2 steps, ")  # and step-150
+    assert json.loads(dcp_rs_does("prune", run, "--json"))["aside"] == [str(left)]
+    assert f"removed    {left.name}" in dcp_rs_does("prune", run, "--yes")
+    assert not left.exists()
+    assert dcp_rs_does("prune", run, "--yes").endswith("nothing to remove\n")
+
+
+def test_cleaning_a_run_says_what_removes_its_leftovers(dcp_rs_does, run):
+    """It found nothing to remove, whatever there was."""
+    (run / "step-100").rename(run / ".removing-step-100.0123456789abcdef")
+    lines = dcp_rs_does("clean", run).splitlines()
+    assert lines[0] == (
+        "left         .removing-step-100.0123456789abcdef: it was removed, and is still there"
+    )
+    assert lines[1] == "passed over  step-150: its save did not finish"
+    assert lines[2].startswith("passed over  step-400: it is complete, but its index.dcprs is gone")
+    assert lines[3] == (
+        f"{run} is a run, and clean looks at one of its steps; "
+        f"dcp-rs prune {run} --yes removes 2 leftovers of the run"
+    )
+    dcp_rs_does("prune", run, "--yes")
+    shutil.rmtree(run / "step-400")
+    out = dcp_rs_does("clean", run)
+    assert out == f"{run} is a run, and clean looks at one of its steps\n"
+    assert dcp_rs_does("clean", run / "step-200") == "nothing to remove\n"

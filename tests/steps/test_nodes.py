@@ -497,6 +497,31 @@ def test_steps_command_shows_where_each_step_is(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("command", ["steps", "ls"])
+def test_the_folder_of_a_node_is_no_run_of_damaged_steps(tmp_path, command):
+    """Each step was called damaged, for want of the files of other nodes."""
+    from dcp_rs.cli import main
+
+    root, base = tmp_path / "root", tmp_path / "nodes"
+    ranks(2, save, base=base, root=root, steps=[1, 2])
+    node = base / "node0"
+    with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as out:
+        main([command, str(node)])
+    *_, two, total, advice = out.getvalue().splitlines()
+    assert two.startswith("passed over  step-2: its data file g0")
+    assert "This is the folder of a node" in two
+    assert total == "0 steps, 0 B"
+    assert (
+        advice
+        == f"{node} is the folder of a node: dcp-rs steps ROOT --local {node} counts its files"
+    )
+    with pytest.raises(CheckpointNotFoundError, match="This is the folder of a node"):
+        dcp_rs.latest(node)
+    with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as out:
+        main(["steps", str(root)])
+    assert "folder of a node" not in out.getvalue()
+
+
 def make_unlike(root, local):
     try:
         CheckpointManager(root, local=local if dist.get_rank() else None)

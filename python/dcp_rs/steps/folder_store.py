@@ -9,7 +9,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -221,11 +221,14 @@ class FolderStepStore(StepStore):
 
     def set_aside_before(self) -> list[Path]:
         """Return the folders that were set aside and still exist."""
-        return [self.path / name for name in self._names() if name.startswith(_REMOVING)]
+        return self.aside(self._names())
+
+    def aside(self, names: Iterable[str]) -> list[Path]:
+        """Return the folders that were set aside. See :meth:`StepStore.aside`."""
+        return [self.path / name for name in names if name.startswith(_REMOVING)]
 
     def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
-        paths = [self.path / name for name in found.names if name.startswith(_REMOVING)]
-        aside = {_removed(path): partial(_delete, path) for path in paths}
+        aside = {_removed(path): partial(_delete, path) for path in self.aside(found.names)}
         return aside | super()._leftovers(found)
 
     def remove_left(self, left: SkippedStep) -> None:

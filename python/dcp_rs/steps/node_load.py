@@ -64,7 +64,7 @@ class _Held:
     @property
     def upload(self) -> bool:
         """Whether the step is to go to the root."""
-        return self.note is not None and self.note.upload and not self.step.is_superseded
+        return self.note is not None and self.note.upload is True and not self.step.is_superseded
 
     def is_older_than(self, at_root: Step) -> bool:
         """Return whether a step at the root counts as newer."""

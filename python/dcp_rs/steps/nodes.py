@@ -395,7 +395,7 @@ class Nodes:
 
     def _is_to_go_up(self, step: Step) -> bool:
         note = self.store.note(step)
-        return note is not None and note.upload and not step.is_superseded
+        return note is not None and note.upload is True and not step.is_superseded
 
     def warn(self) -> None:
         """Warn of the problems of this node."""

@@ -52,7 +52,8 @@ class Note:
         process: the process that began it, in words.
         metrics: the metrics of the save.
         files: the names of the user's files in the folder of the step.
-        upload: the step is on nodes, and is to go to the root as well.
+        upload: whether the step, which is on nodes, is to go to the root as well; None for a save
+            at the root.
         replaces: it may replace another save of the step there.
         went_back: its run went back to an earlier step before it.
     """
@@ -62,7 +63,7 @@ class Note:
     process: str
     metrics: Mapping[str, float]
     files: frozenset[str]
-    upload: bool = False
+    upload: bool | None = None
     replaces: bool = False
     went_back: bool = False
 
@@ -122,7 +123,7 @@ def read(data: bytes | None) -> Note | None:
             process=f"process {int(note['pid'])} on {str(note['host'])[:256]!r} since {since} UTC",
             metrics={name: float(value) for name, value in note.get("metrics", {}).items()},
             files=frozenset(filter(is_extra, note.get("files", ()))),
-            upload=note.get("upload") is True,
+            upload=note["upload"] is True if "upload" in note else None,
             replaces=note.get("replaces") is True,
             went_back=note.get("went_back") is True,
         )

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from dcp_rs._reports import Report
@@ -237,11 +238,13 @@ class Pruned(Report):
     Attributes:
         removed: the removed steps.
         swept: the removed leftovers of killed saves.
+        aside: the removed folders of steps that an earlier removal could not delete.
         problems: what could not be removed, and why.
     """
 
     removed: list[Step] = field(default_factory=list)
     swept: list[SkippedStep] = field(default_factory=list)
+    aside: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -265,7 +268,8 @@ def prune(
         since: look at no steps before this one.
     """
     found = store.sweep(since=since)
-    done = Pruned(swept=found.left, problems=found.problems)
+    aside = store.aside(found.names)
+    done = Pruned(swept=found.left, aside=aside, problems=found.problems)
     steps, seen = found.steps, set[int]()
     while True:
         gone = policies.unneeded(steps, protected, room=room)

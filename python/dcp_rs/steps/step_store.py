@@ -133,6 +133,7 @@ class SkippedStep:
         is_over: an earlier run began the save, and cannot commit it any more.
         others: files in it that no save wrote. They are never removed alone.
         is_empty: it holds nothing of a save.
+        is_on_node: the root is the folder of a node, and other nodes may have what it lacks.
     """
 
     number: int
@@ -142,6 +143,7 @@ class SkippedStep:
     is_over: bool = field(default=False, repr=False, compare=False)
     others: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     is_empty: bool = field(default=False, repr=False, compare=False)
+    is_on_node: bool = field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.why}"
@@ -530,6 +532,8 @@ class StepStore(ABC):
     ) -> Step | SkippedStep:
         """Return the state of a step, given its listing and the bytes of its index and notes."""
         kind: SkipKind = "damaged"
+        read = [note for each in data.values() if (note := notes.read(each)) is not None]
+        is_on_node = INDEX_NAME in files and any(note.upload is not None for note in read)
         try:
             if INDEX_NAME in files:
                 return self._whole_step(number, files, data)
@@ -542,7 +546,11 @@ class StepStore(ABC):
             why, kind = str(error), "foreign"
         except (FileNotFoundError, DcpRsError) as error:
             why = str(error)
-        return SkippedStep(number=number, path=self.folder(number), why=why, kind=kind)
+            if is_on_node:
+                why += ". This is the folder of a node (local=): another node may have it"
+        return SkippedStep(
+            number=number, path=self.folder(number), why=why, kind=kind, is_on_node=is_on_node
+        )
 
     def _whole_step(self, number: int, files: Files, data: Mapping[str, bytes | None]) -> Step:
         """Return the step of an index.
@@ -826,6 +834,14 @@ class StepStore(ABC):
             RunTakenOverError: another run began here.
             OSError: it cannot be removed.
         """
+
+    def aside(self, names: Iterable[str]) -> list[Path]:
+        """Return the folders of removed steps that could not be deleted yet.
+
+        Args:
+            names: the names in the root.
+        """
+        return []
 
     def sweep(self, *, since: int = 0) -> Listing:
         """Remove the leftovers of killed removals and killed saves (:attr:`Listing.left`).

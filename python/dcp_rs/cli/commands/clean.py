@@ -13,6 +13,7 @@ from dcp_rs._url import Url, location
 from dcp_rs.checkpoint.clean import Leftover
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
+from dcp_rs.cli.commands.runs import mention_leftovers
 from dcp_rs.cli.output import count, for_command_line, line, print_json, size
 
 
@@ -59,10 +60,10 @@ def _clean(path: Path, yes: bool, older_than: float | None, as_json: bool) -> in
     for leftover in report.found:
         line(("removed  " if yes else "left     ", "red" if yes else "yellow"), _row(leftover))
     total = _total(report.found)
-    if not report.found:
-        line("nothing to remove")
-    else:
+    if report.found:
         line((f"removed {total}" if yes else f"{total} to remove: run again with --yes", "bold"))
+    if not mention_leftovers(path) and not report.found:
+        line("nothing to remove")
     if isinstance(path, Url):
         line(("unfinished uploads are in no listing: a lifecycle rule removes them", "dim"))
     return 1 if report.failed else 0

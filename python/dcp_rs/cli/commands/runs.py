@@ -22,6 +22,7 @@ from dcp_rs.errors import CheckpointNotFoundError, PlanError
 if TYPE_CHECKING:
     from dcp_rs.steps.step_store import Listing, SkippedStep, Step, StepStore
 
+_ASIDE = "it was removed, and is still there"
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -135,15 +136,20 @@ def _list_places(root: Path, folders: Sequence[Path], step_name: str, *, as_json
 
 def list_if_run(path: Path, *, as_json: bool) -> bool:
     """If the folder is a run, list its steps. Return True if it was."""
+    store = _run_at(path)
+    if store is not None:
+        _list_steps(path, store.look(), as_json=as_json)
+    return store is not None
+
+
+def _run_at(path: Path) -> StepStore | None:
+    """Return the steps of a run; None for another folder, or a file."""
     if not isinstance(path, Url) and (path.is_file() or holds_index(path)):
-        return False
+        return None
     from dcp_rs.steps.object_store import step_store_at
 
     store = step_store_at(path)
-    if not store.is_run():
-        return False
-    _list_steps(path, store.look(), as_json=as_json)
-    return True
+    return store if store.is_run() else None
 
 
 def _list_steps(path: Path, found: Listing, *, as_json: bool) -> None:
@@ -177,9 +183,10 @@ def _list_steps(path: Path, found: Listing, *, as_json: bool) -> None:
             for step in found.steps
         ],
     )
-    for skipped in found.passed_over:
-        line(("passed over  ", "yellow"), for_command_line(str(skipped)))
+    _list_passed_over(found)
     line((f"{count(len(found.steps), 'step')}, {size(used(found.steps))}", "bold"))
+    if any(skipped.is_on_node for skipped in found.passed_over):
+        line(f"{path} is the folder of a node: dcp-rs steps ROOT --local {path} counts its files")
 
 
 @command(
@@ -242,7 +249,8 @@ def _prune(
     if yes:
         done = prune(opened, kept_by, verify=verify)
     else:
-        done = Pruned(kept_by.unneeded(found.steps), found.left)
+        aside = opened.aside(found.names)
+        done = Pruned(kept_by.unneeded(found.steps), found.left, aside)
     removed = {step.number for step in done.removed}
     kept = [step for step in found.steps if step.number not in removed]
     nbytes = used(found.steps) - used(kept)
@@ -252,6 +260,7 @@ def _prune(
                 "path": str(root),
                 "removed" if yes else "found": [_to_json(step) for step in done.removed],
                 "unfinished": [_skipped_to_json(skipped) for skipped in done.swept],
+                "aside": [str(path) for path in done.aside],
                 "kept": [_to_json(step) for step in kept],
                 "bytes": nbytes,
                 "problems": done.problems,
@@ -265,15 +274,42 @@ def _prune(
     for skipped in done.swept:
         unfinished = ("its save did not finish", "yellow")
         line((f"{what:<11}", style), f"{skipped.path.name}  ", unfinished)
+    for path in done.aside:
+        line((f"{what:<11}", style), f"{path.name}  ", (_ASIDE, "yellow"))
     for problem in done.problems:
         line(("problem    ", "red"), for_command_line(problem))
-    number = len(done.removed) + len(done.swept)
+    number = len(done.removed) + len(done.swept) + len(done.aside)
     total = f"{count(number, 'step')}, {size(nbytes)}"
     if not number:
         line("nothing to remove")
     else:
         line((f"removed {total}" if yes else f"{total} to remove: run again with --yes", "bold"))
     return 1 if done.problems else 0
+
+
+def mention_leftovers(path: Path) -> bool:
+    """If the folder is a run, print what is left in it, and what removes that.
+
+    Returns:
+        Whether it is a run.
+    """
+    store = _run_at(path)
+    if store is None:
+        return False
+    found = store.look()
+    aside = store.aside(found.names)
+    for folder in aside:
+        line(("left         ", "yellow"), f"{folder.name}: {_ASIDE}")
+    _list_passed_over(found)
+    number = len(aside) + len(found.left)
+    removes = f"dcp-rs prune {path} --yes removes {count(number, 'leftover')} of the run"
+    line(f"{path} is a run, and clean looks at one of its steps", f"; {removes}" if number else "")
+    return True
+
+
+def _list_passed_over(found: Listing) -> None:
+    for skipped in found.passed_over:
+        line(("passed over  ", "yellow"), for_command_line(str(skipped)))
 
 
 def _look(path: Path, step_name: str) -> tuple[StepStore, Listing]:
