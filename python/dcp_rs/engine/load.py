@@ -312,7 +312,7 @@ def plan_reads(
     Raises:
         PlanError: an entry is missing, does not fit, needs a cast that is refused, or the
             checkpoint lacks some of its elements.
-        UnsupportedError: this torch lacks the dtype of a tensor.
+        UnsupportedError: this torch lacks the dtype of a tensor, or a tensor has no shape.
     """
     names = LoadNames(options.rename, options.include, options.exclude, index.names)
     new = NewTensors(options.dtype, options.device, assign=options.assign)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from dcp_rs import _core, _torch
 from dcp_rs._warnings import warn_caller
@@ -18,7 +17,7 @@ from dcp_rs.checkpoint.names import every, nothing_passes, selector
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES, REQUIRES_GRAD, can_require_grad, cast_to, is_counter
 from dcp_rs.tensors.flatten import flatten, holds_sharded
-from dcp_rs.tensors.memory import why_not_raw
+from dcp_rs.tensors.memory import check_has_shape, has_shape, why_not_raw
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining, storable
 from dcp_rs.tensors.shards import ShardCache, global_shape, local_pieces
 from dcp_rs.transfer.save import Entry, dump, refuse_meta
@@ -54,7 +53,7 @@ def plan_locally(
             name
             for name, value in selected.values.items()
             if isinstance(value, torch.Tensor)
-            and not is_lazy(value)
+            and has_shape(value)
             and is_counter(name, value.shape)
         }
         names.sort(key=uncast.__contains__)  # they come last: Rust casts the others in one call
@@ -126,15 +125,7 @@ def _entries_of(
     """
     if not isinstance(value, torch.Tensor):
         return [Entry(fqn, None, path=path, position=position, value=value)]
-    if is_lazy(value):
-        msg = f"tensor {fqn!r} has no shape yet: run a forward pass of its lazy module first"
-        raise UnsupportedError(msg, tensor=fqn)
-    if type(value) is torch.Tensor and value.is_nested and value.layout == torch.strided:
-        msg = (
-            f"tensor {fqn!r} is a nested tensor of the strided layout, which has no shape: "
-            "save the tensors of its unbind()"
-        )
-        raise UnsupportedError(msg, tensor=fqn)
+    check_has_shape(fqn, value, "save")
     shape = tuple(value.shape)
     shards: list[tuple[tuple[int, ...], torch.Tensor]]
     if isinstance(value, (DTensor, ShardedTensor)) or _torch.is_shard(value):

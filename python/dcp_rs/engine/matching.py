@@ -15,11 +15,11 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import LoadNames, some
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
-from dcp_rs.options import Globs, ReadOptions, Rename, check_choice
+from dcp_rs.options import Globs, ReadOptions, Rename, check_choice, check_switch
 from dcp_rs.tensors.dtypes import BY_NAME, parse_dtype
 from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.materialize import NewTensors
-from dcp_rs.tensors.memory import find_tied, on_meta
+from dcp_rs.tensors.memory import check_has_shape, find_tied, on_meta, parse_device
 from dcp_rs.tensors.nesting import name_of
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.transfer.target import fills, stored_dtype
@@ -69,6 +69,10 @@ class LoadOptions:
         return cls(**{**options, "dtype": parse_dtype(options.get("dtype"))})
 
     def __post_init__(self) -> None:
+        check_switch("allow_partial_load", self.allow_partial_load)
+        check_switch("assign", self.assign)
+        if self.device is not None:
+            parse_device(self.device)  # raise for an invalid one now
         check_choice("dtype_policy", self.dtype_policy, "warn", "error", "cast")
 
 
@@ -236,7 +240,11 @@ class Matching:
         Raises:
             PlanError: an entry is missing, has another shape or kind, or needs a cast that is
                 refused.
+            UnsupportedError: a tensor to load into has no shape.
         """
+        for fqn in (*wanted, *self.names.unnamed):
+            if isinstance(value := self.flat.values[fqn], torch.Tensor):
+                check_has_shape(fqn, value, "load into")
         found = find_entries(self.index, wanted)
         missing = [fqn for fqn, entry in found.items() if entry is None] + self.names.unnamed
         if missing and (older := self._flatten_as_older_torch()) is not None:

@@ -15,7 +15,7 @@ from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import is_counter
 from dcp_rs.tensors.flatten import Flat, get_at
-from dcp_rs.tensors.memory import identity, on_meta
+from dcp_rs.tensors.memory import check_has_shape, identity, on_meta, parse_device
 from dcp_rs.tensors.shards import ShardCache, local_pieces
 
 __all__ = ["NewTensors"]
@@ -40,7 +40,7 @@ class NewTensors:
         self, dtype: torch.dtype | None, device: torch.device | str | None, *, assign: bool
     ) -> None:
         self._dtype = dtype
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else parse_device(device)
         self._assign = assign
         self.old: dict[str, torch.Tensor] = {}
         self.new: dict[str, torch.Tensor] = {}
@@ -51,7 +51,12 @@ class NewTensors:
         return self._asked_dtype(name, tensor) if self._may_replace(tensor) else tensor.dtype
 
     def is_unlike(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return true if an entry has another dtype or device than the caller asks for."""
+        """Return true if an entry has another dtype or device than the caller asks for.
+
+        Raises:
+            UnsupportedError: the tensor has no shape.
+        """
+        check_has_shape(name, tensor, "load into")
         if self._asked_dtype(name, tensor) != tensor.dtype:
             return True
         is_at, device = tensor.device, self._device_of(tensor)

@@ -20,14 +20,17 @@ __all__ = [
     "DeviceMemory",
     "changes_seen",
     "check_fillable",
+    "check_has_shape",
     "clone",
     "find_tied",
     "flat_bytes",
+    "has_shape",
     "identity",
     "is_opaque",
     "is_plain",
     "memory_of",
     "on_meta",
+    "parse_device",
     "require_real_memory",
     "space_of",
     "why_not_raw",
@@ -66,6 +69,8 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
     """Return why raw bytes cannot hold a tensor, or None if they can."""
     if tensor.is_quantized:
         return "it is quantized"
+    if not has_shape(tensor):
+        return "it has no shape"
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"its layout is {tensor.layout}"
     if _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor):
@@ -74,6 +79,38 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
+
+
+def has_shape(tensor: torch.Tensor) -> bool:
+    """Return false for parameters of lazy modules, and for nested tensors of the strided layout."""
+    return not (is_lazy(tensor) or _is_strided_nested(tensor))
+
+
+def check_has_shape(name: str, tensor: torch.Tensor, verb: str) -> None:
+    """Check that a tensor has a shape.
+
+    Args:
+        name: the name of the tensor.
+        tensor: the tensor.
+        verb: what to do with the parts of a nested tensor, such as ``"save"``.
+
+    Raises:
+        UnsupportedError: it has none.
+    """
+    if is_lazy(tensor):
+        msg = f"tensor {name!r} has no shape yet: run a forward pass of its lazy module first"
+        raise UnsupportedError(msg, tensor=name)
+    if _is_strided_nested(tensor):
+        msg = (
+            f"tensor {name!r} is a nested tensor of the strided layout, which has no shape: "
+            f"{verb} the tensors of its unbind()"
+        )
+        raise UnsupportedError(msg, tensor=name)
+
+
+def _is_strided_nested(tensor: torch.Tensor) -> bool:
+    # ShardedTensor refuses the question whether it is nested.
+    return type(tensor) in PLAIN_TYPES and tensor.is_nested and tensor.layout == torch.strided
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
@@ -201,6 +238,19 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
     if not is_opaque(tensor) and not _torch.has_memory(tensor):
         msg = f"tensor {name!r} has no memory to fill: its storage was freed"
         raise PlanError(msg, tensor=name)
+
+
+def parse_device(device: torch.device | str | int) -> torch.device:
+    """Return a device by its name.
+
+    Raises:
+        ValueError: torch has no such device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        msg = f"device={device!r}: must be a device of torch, such as 'cpu', 'cuda' or 'cuda:0'"
+        raise ValueError(msg) from None
 
 
 def require_real_memory(memory: torch.Tensor) -> torch.Tensor:

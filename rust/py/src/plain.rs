@@ -205,8 +205,10 @@ impl Index {
         let mut matches = Matches::new(this, &names);
         let mut tensors = tensors.iter().take(names.len());
         let look = || -> PyResult<Option<Vec<Option<HostTensor>>>> {
-            let block = (tensors.by_ref().take(BLOCK)).map(|tensor| plain.look(&tensor));
-            let block: Vec<_> = block.collect::<PyResult<_>>()?;
+            // If looking at a tensor raises, the planner handles it, since it has the better
+            // messages.
+            let look = |tensor| plain.look(&tensor).ok().flatten();
+            let block: Vec<_> = tensors.by_ref().take(BLOCK).map(look).collect();
             Ok((!block.is_empty()).then_some(block))
         };
         interrupt::run_on(py, None, 0, look, |blocks, _| {
