@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Unpack
@@ -27,6 +28,7 @@ from dcp_rs.options import (
     take_options,
 )
 from dcp_rs.tensors.dtypes import parse_dtype
+from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.training.extra import (
     EXTRA,
     PerRank,
@@ -369,7 +371,10 @@ def _checked(
         TypeError: an argument is of another type.
     """
     if extra is not None and not isinstance(extra, Mapping):
-        raise TypeError(f"extra is of type {type(extra).__name__}: pass a dict of entries by name")
+        msg = f"extra is of type {type(extra).__name__}: pass a dict of entries by name"
+        if is_stateful(extra):
+            msg += ", such as {'scheduler': scheduler}"
+        raise TypeError(msg)
     return _modules(model), _several(optimizers)
 
 
@@ -379,6 +384,8 @@ def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
     type_name = type(model).__name__
     if isinstance(model, Mapping):
         raise TypeError(f"model is a state dict ({type_name}): pass the module that it is of")
+    if isinstance(model, str | os.PathLike):
+        raise TypeError("the path comes first, then the model")
     models = tuple(model) if isinstance(model, Iterable) else ()
     if not models or not all(isinstance(one, torch.nn.Module) for one in models):
         type_names = ", ".join(sorted({type(one).__name__ for one in models})) or type_name
@@ -402,7 +409,8 @@ def _several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
     if other is not None:
         msg = (
             f"an optimizer is of type {type(other).__name__}, which is not a "
-            "torch.optim.Optimizer: pass the optimizer that it wraps, and its own state in extra="
+            "torch.optim.Optimizer: pass the optimizer that it wraps, and its own state in extra=; "
+            "if it trains copies of the parameters, all of it in extra="
         )
         raise TypeError(msg)
     return several

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dcp_rs.errors import PlanError
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
 from support import assert_state_equal, run_ranks
 from support.training import Model, fsdp1, quiet, train_step
@@ -149,3 +150,57 @@ def test_master_weights_of_a_model_in_another_dtype_stay(tmp_path, steps):
         state = resumed.state[again.weight][name]
         assert state.dtype == torch.float32
         assert torch.equal(state, optimizer.state[model.weight][name])
+
+
+class Outer:
+    """Trains float32 copies of the parameters by another optimizer, as some libraries do."""
+
+    def __init__(self, model):
+        self.copies = [param.detach().float() for param in model.parameters()]
+        self.optimizer = torch.optim.Adam(self.copies)
+
+    def step(self):
+        for copy in self.copies:
+            copy.grad = torch.ones_like(copy)
+        self.optimizer.step()
+
+    def state_dict(self):
+        return {"optimizer": self.optimizer.state_dict(), "copies": self.copies}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["optimizer"])
+        for copy, saved in zip(self.copies, state["copies"], strict=True):
+            copy.copy_(saved)
+
+
+def test_errors_say_where_an_optimizer_of_copies_goes(tmp_path):
+    """They led to its inner optimizer, which is none of the model, and to names={'optimizer': 'extra...'}."""
+    model, optimizer = start(0)
+    outer = Outer(model)
+    outer.step()
+    with pytest.raises(TypeError, match=r"if it trains copies of the parameters, all of it in ext"):
+        save_training_state(tmp_path, model, outer)
+    with pytest.raises(PlanError, match=r"pass the optimizer and the copies in extra="):
+        save_training_state(tmp_path, model, outer.optimizer)
+    save_training_state(tmp_path, model, None, {"outer": outer})
+    with pytest.raises(PlanError, match=r"as it was saved, in extra=\{'outer': ...\}"):
+        load_training_state(tmp_path, model, optimizer)
+    again = Outer(start(1)[0])
+    load_training_state(tmp_path, model, None, {"outer": again})
+    assert_state_equal(again.state_dict(), outer.state_dict())
+
+
+def test_errors_name_the_part_that_may_be_left_out(tmp_path):
+    model, optimizer = start(0)
+    save_training_state(tmp_path, model, None)
+    with pytest.raises(PlanError, match=r"To load the rest, pass partial=\{'optimizer'\}"):
+        load_training_state(tmp_path, model, optimizer)
+    load_training_state(tmp_path, model, optimizer, partial={"optimizer"})
+    with pytest.raises(PlanError, match=r"no extra.step. To keep .* pass partial=\{'extra'\}"):
+        load_training_state(tmp_path, model, None, {"step": 0})
+    load_training_state(tmp_path, model, None, extra := {"step": 5}, partial={"extra"})
+    assert extra == {"step": 5}
+    part = torch.nn.Linear(7, 3, bias=False)
+    save_training_state(tmp_path, part, torch.optim.SGD(part.parameters()))
+    with pytest.raises(PlanError, match=r"no saved .* pass partial=\{'optimizer'\}"):
+        load_optim_state_dict(tmp_path, model, torch.optim.SGD(model.parameters()))

@@ -17,7 +17,7 @@ from dcp_rs.engine.matching import EntryInfo
 from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.flatten import flatten, is_stateful
-from dcp_rs.tensors.memory import clone
+from dcp_rs.tensors.memory import check_has_shape, clone
 from dcp_rs.tensors.nesting import TreePath, text_path
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.tensors.shards import global_shape
@@ -279,6 +279,8 @@ class SavedValue:
         self.template: dict[str, torch.Tensor | None] = {}
         for key, entry in partial_load.part.entries.find(tree.paths).items():
             tensor = tensors.get(_text(tree.paths[key]))
+            if tensor is not None:
+                check_has_shape(key, tensor, "load into")
             if entry.dtype is not None and tensor is not None and not as_saved:
                 shape = tuple(global_shape(tensor))
                 if shape != entry.shape:
@@ -348,7 +350,11 @@ class SavedExtra:
         self._is_loaded = is_empty or any(one.is_loaded for one in self._values.values())
         if partial_load.includes(whole) and not (self._is_loaded or is_saved):
             if not isinstance(value, PerRank) and not partial_load.is_partial:
-                raise PlanError(f"the checkpoint has no {whole or name}", tensor=whole)
+                msg = (
+                    f"the checkpoint has no {whole or name}. To keep the entry as it is, pass "
+                    f"partial={{'extra'}}; if it has another name there, names={{{name!r}: ...}}"
+                )
+                raise PlanError(msg, tensor=whole)
             partial_load.report.missing.append(whole)
         self.template = {
             key: memory for one in self._values.values() for key, memory in one.template.items()

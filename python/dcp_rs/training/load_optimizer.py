@@ -21,7 +21,7 @@ from dcp_rs.options import Rename
 from dcp_rs.tensors.flatten import get_at
 from dcp_rs.tensors.nesting import Container, TreePath, kind_of, like, nest
 from dcp_rs.tensors.shards import global_shape
-from dcp_rs.training.extra import RngState
+from dcp_rs.training.extra import EXTRA, RngState
 from dcp_rs.training.names import StoredNames
 from dcp_rs.training.optimizers import (
     compiler_names,
@@ -166,11 +166,18 @@ def saved_optimizers(
     msg = f"the checkpoint has no optimizer state under {key!r}: there is no {base!r}"
     above = (f".{name}".partition(".param_groups") for name in entries.names)
     other = next((before.removeprefix(".") for before, found, _ in above if found), None)
-    if other is not None:
+    if other is not None and other.startswith(f"{EXTRA}."):
+        entry = other.split(".")[1]
+        msg += (
+            f". There is one under {other!r}: load it as it was saved, in extra={{{entry!r}: ...}}"
+        )
+    elif other is not None:
         msg += (
             f". There is one under {other!r}: pass names={{'optimizer': {other!r}}}, or "
             f"load_optim_state_dict(..., key={other!r})"
         )
+    elif not needed:
+        msg += ". To load the rest, pass partial={'optimizer'}, or no optimizer"
     raise PlanError(msg, tensor=base)
 
 
@@ -470,7 +477,8 @@ class SavedOptimizers:
             more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
             msg = (
                 f"optimizer {number} has parameter {missing[0]!r}{more}, "
-                "which no saved optimizer has"
+                "which no saved optimizer has. To keep its state as it is, pass "
+                "partial={'optimizer'}"
             )
             raise PlanError(msg, tensor=missing[0])
         self._partial.report.missing += [f"{self._prefix}.{fqn}" for fqn in missing]

@@ -235,7 +235,8 @@ def parameter_names(
             if fqns is None:
                 msg = (
                     f"optimizer {number} has a parameter that is not in the model: "
-                    f"number {place} of group {at}, of shape {tuple(param.shape)}"
+                    f"number {place} of group {at}, of shape {tuple(param.shape)}. If it is a copy "
+                    "of one (float32 master weights), pass the optimizer and the copies in extra="
                 )
                 raise PlanError(msg)
             names.append((param, fqns))
