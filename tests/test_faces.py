@@ -98,8 +98,8 @@ def test_reprs_say_something_in_a_line(ckpt):
         part = arrays.get_slice("layer.weight")
     converted = dcp_rs.convert(ckpt, ckpt.parent / "copy")
     shown = {
-        repr(opened): f"Checkpoint('{ckpt}/index.dcprs', 2 entries, device='cpu')",
-        repr(arrays): f"NumpyCheckpoint('{ckpt}/index.dcprs', 2 entries, closed)",
+        repr(opened): f"Checkpoint('{ckpt}', 2 entries, device='cpu')",
+        repr(arrays): f"NumpyCheckpoint('{ckpt}', 2 entries, closed)",
         repr(
             opened.get_slice("layer.weight")
         ): "TensorSlice('layer.weight', float32, shape=[4, 2])",

@@ -160,4 +160,4 @@ def test_errors_name_paths_that_can_be_opened(tmp_path):
     assert Path(raised.value.path).read_bytes() == data.read_bytes()
     assert Path(dcp_rs.verify(odd).problems[0].file) == data
     with dcp_rs.open(odd) as checkpoint:
-        assert Path(checkpoint.path) == odd / "index.dcprs"
+        assert Path(checkpoint.path) == odd

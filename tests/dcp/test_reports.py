@@ -129,7 +129,7 @@ def test_an_open_checkpoint_reports_what_was_read_of_it(ckpt, framework):
         report = checkpoint.report
         assert 8016 < report.bytes_wanted < 10_000
         assert report.requests >= 2
-        assert report.to_dict()["path"] == str(ckpt / "index.dcprs")
+        assert report.to_dict()["path"] == str(ckpt)
         if framework == "pt":
             dict(checkpoint.stream())
             assert checkpoint.report.bytes_wanted > report.bytes_wanted + 8000 + 800

@@ -16,6 +16,7 @@ from dcp_rs.errors import CheckpointExistsError, UnsupportedError
 __all__ = [
     "INDEX_NAME",
     "STOCK_NAME",
+    "checkpoint_path",
     "holds_index",
     "is_data_file",
     "is_foreign",
@@ -42,6 +43,12 @@ _RANK_LOCAL = (f"__*.{INDEX_NAME}", "__*.metadata")
 
 #: Where this process has opened or saved a checkpoint.
 _known: set[str] = set()
+
+
+def checkpoint_path(index: _core.Index) -> str:
+    """Return the path of an open checkpoint: its folder or its file, or the URL of one."""
+    path = os.fspath(index.path)
+    return path if index.is_in_memory else os.path.dirname(path) or "."  # noqa: PTH120  # a URL?
 
 
 def remember(path: Path) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import hashlib
 import math
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dcp_rs import _core
+from dcp_rs._arguments import no_attribute
 from dcp_rs._progress import Counts
 from dcp_rs._reports import Report, size
+from dcp_rs.checkpoint.folders import checkpoint_path
 from dcp_rs.checkpoint.metadata import safetensors_metadata
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import (
@@ -147,10 +148,15 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Array]):
         self._counts = Counts()
         self._closed = False
 
+    if not TYPE_CHECKING:  # where types are checked, an unknown name is an error
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
+
     @property
     def path(self) -> str:
-        """The file of the index."""
-        return os.fspath(self._index.path)
+        """The path of the checkpoint: its folder or its file, or the URL of one."""
+        return checkpoint_path(self._index)
 
     @property
     def report(self) -> ReadReport:
@@ -172,6 +178,8 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Array]):
 
     def __getitem__(self, fqn: str) -> Any:
         """Return the tensor or value with this name.
+
+        For type checkers it is of any type, as a value may be; :meth:`get_tensor` returns tensors.
 
         Raises:
             EntryNotFoundError: there is no such entry.
@@ -263,12 +271,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Array]):
             rows = checkpoint.get_slice("model.weight")[1:3, :]
             ```
         """
-        number = self._find(fqn)
-        entry = self._index.tensor(number)
-        if entry.is_bytes:
-            msg = f"{fqn!r} is not a tensor"
-            raise TypeError(msg)
-        return TensorSlice(self, number, entry)
+        return TensorSlice(self, *self._find_tensor(fqn))
 
     def info(self, fqn: str) -> TensorInfo:
         """Describe the entry ``fqn`` without reading it.
@@ -342,22 +345,24 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Array]):
         return self[fqn]
 
     def get_tensor(self, fqn: str) -> Array:
-        """Return ``checkpoint[fqn]``, under the name of ``safetensors.safe_open``.
+        """Return the tensor ``fqn``, under the name of ``safetensors.safe_open``.
 
         Args:
             fqn: the name of a tensor.
 
         Returns:
-            The tensor; under the name of a value, the value.
+            The tensor, as ``checkpoint[fqn]``.
 
         Raises:
             EntryNotFoundError: there is no such entry.
+            TypeError: the entry is a value.
 
         Example:
             ```python
             weight = dcp_rs.open("ckpt").get_tensor("model.weight")
             ```
         """
+        self._find_tensor(fqn)
         tensor: Array = self[fqn]
         return tensor
 
@@ -494,11 +499,21 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Array]):
 
     def _find(self, fqn: str) -> int:
         self._check_open()
+        if not isinstance(fqn, str):
+            raise TypeError(f"a name is text, and {fqn!r} is of type {type(fqn).__name__}")
         tensor = self._index.find(fqn)
         if tensor is None:
             msg = f"there is no entry {fqn!r} in {self.path}{hint(fqn, self._index.names())}"
             raise EntryNotFoundError(msg, path=self.path, tensor=fqn)
         return tensor
+
+    def _find_tensor(self, fqn: str) -> tuple[int, _core.TensorEntry]:
+        number = self._find(fqn)
+        entry = self._index.tensor(number)
+        if entry.is_bytes:
+            msg = f"{fqn!r} is not a tensor: checkpoint[{fqn!r}] reads the value"
+            raise TypeError(msg)
+        return number, entry
 
 
 def check_held(
@@ -516,7 +531,7 @@ def check_held(
         msg = (
             f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
         )
-        raise PlanError(msg, path=index.path, tensor=name)
+        raise PlanError(msg, path=checkpoint_path(index), tensor=name)
 
 
 def _reopen(open_again: Callable[[], OpenCheckpoint[Any]], identity: str) -> OpenCheckpoint[Any]:

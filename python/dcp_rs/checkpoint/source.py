@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from dcp_rs import _core
+from dcp_rs.checkpoint.folders import checkpoint_path
 from dcp_rs.checkpoint.metadata import planner_data, safetensors_metadata
 from dcp_rs.checkpoint.names import every
 from dcp_rs.errors import CorruptDataError
@@ -157,7 +158,7 @@ class IndexSource:
                 f"tensor {name!r} is not all there: nothing holds {list(sizes)} elements at "
                 f"{list(offsets)}"
             )
-            raise CorruptDataError(msg, path=self.index.path, tensor=name)
+            raise CorruptDataError(msg, path=checkpoint_path(self.index), tensor=name)
 
     @cached_property
     def _one_of_each_file(self) -> list[int]:

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dcp_rs import _core
+from dcp_rs.checkpoint.folders import checkpoint_path
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import PlanError
 
@@ -113,7 +114,8 @@ class _Names:
 
     def fail(self, reason: str, tensor: str | None = None) -> PlanError:
         """Return an error about the checkpoint."""
-        return PlanError(f"{self._index.path}: {reason}", path=self._index.path, tensor=tensor)
+        path = checkpoint_path(self._index)
+        return PlanError(f"{path}: {reason}", path=path, tensor=tensor)
 
     def match(self, pattern: str) -> list[_Stored]:
         """Return the tensors that match a pattern, in the order of their names.
@@ -397,7 +399,8 @@ class Views:
                 known = ", ".join(f"torch.{name}" for name in _TARGETS)
                 msg = f"dequantize={dequantize!r}: True, or one of {known}"
                 raise ValueError(msg)
-        given: tuple[Any, ...] = (views,) if isinstance(views, View) else tuple(views or ())
+        one: tuple[Any, ...] = () if views is None else (views,)
+        given = tuple(views) if isinstance(views, Iterable) else one
         for view in given:
             if not isinstance(view, View):
                 msg = f"views={view!r}: Stack, Concat, Unstack, Split or Transpose"

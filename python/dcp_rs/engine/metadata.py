@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, StrPath, location, options_for
+from dcp_rs.checkpoint.folders import checkpoint_path
 from dcp_rs.checkpoint.metadata import planner_data
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import CheckpointNotFoundError
@@ -64,9 +64,8 @@ def make_metadata(
     data, _ = planner_data(index)
     if data is None and is_flat:
         data = {}
-    path = os.fspath(index.path)
-    folder = path if index.is_in_memory else os.path.dirname(path)  # noqa: PTH120  # a URL?
-    handle = _Handle(index, rank, storage_options, views or Views(), folder, index.save_id)
+    path, views = checkpoint_path(index), views or Views()
+    handle = _Handle(index, rank, storage_options, views, path, index.save_id)
     if isinstance(data, dict):
         data = PlannerPaths(handle, data, is_flat)
     metadata = Metadata(
@@ -169,7 +168,7 @@ class Entries(Mapping[str, Any]):
         return isinstance(fqn, str) and self.index.find(fqn) is not None
 
     def __repr__(self) -> str:
-        return f"<{len(self):,} entries of {self.index.path}>"
+        return f"<{len(self):,} entries of {checkpoint_path(self.index)}>"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.index.names())
@@ -206,7 +205,7 @@ class PlannerPaths(Mapping[str, Any]):
         return len(self._paths)
 
     def __repr__(self) -> str:
-        return f"<paths in {self._handle.index.path}>"
+        return f"<paths in {checkpoint_path(self._handle.index)}>"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_paths"}

@@ -27,7 +27,7 @@ from dcp_rs.options import (
     WriteOptions,
     check_choice,
 )
-from dcp_rs.tensors.memory import why_not_raw
+from dcp_rs.tensors.memory import parse_device, why_not_raw
 from dcp_rs.transfer.save import Entry, refuse_meta, write_entries
 
 __all__ = ["load_file", "save_file"]
@@ -77,14 +77,15 @@ def load_file(
         check_choice("backend", backend, *_BACKENDS)
         read_options.setdefault("io", _BACKENDS[backend])
     options = ReadOptions(**read_options)
+    device = parse_device(device)
     index = open_index(filename, verify=options.verify is True)
-    in_place = backend == "mmap" and torch.device(device).type == "cpu"
+    in_place = backend == "mmap" and device.type == "cpu"
     for number in range(index.tensor_count):
         entry = index.tensor(number)
         if entry.is_bytes:
             msg = f"{entry.name!r} in {os.fspath(filename)} is not a tensor: dcp_rs.open reads it"
-            raise UnsupportedError(msg, path=index.path, tensor=entry.name)
-    if in_place or torch.device(device).type == "meta":
+            raise UnsupportedError(msg, path=os.fspath(filename), tensor=entry.name)
+    if in_place or device.type == "meta":
         return dict(Checkpoint(index, device=device, options=options))
     return read_whole(index, range(index.tensor_count), device, options)
 
@@ -123,6 +124,7 @@ def save_file(
     """
     check_arguments(save_file, write_options)
     options = WriteOptions(**write_options)
+    _check_mapping(tensors)
     target = absolute(local_path(filename))  # a link at the end is replaced
     if target.is_dir() and not target.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(filename))
@@ -150,18 +152,28 @@ def save_file(
             save.finish()
 
 
-def _check_text(metadata: Mapping[Any, Any] | None) -> None:
+def _check_mapping(tensors: Any) -> None:
+    if isinstance(tensors, str | os.PathLike):
+        raise TypeError("the tensors come first, then the file")
+    if not isinstance(tensors, Mapping):
+        msg = f"tensors is a {type(tensors).__name__}: pass a dict of tensors by name"
+        if isinstance(tensors, torch.nn.Module):
+            msg += ", such as model.state_dict()"
+        raise TypeError(msg)
+
+
+def _check_text(metadata: Any) -> None:
+    if not isinstance(metadata, Mapping | None):
+        msg = f"metadata={metadata!r}: pass a dict of text by name, such as {{'format': 'pt'}}"
+        raise TypeError(msg)
     for key, value in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
             msg = f"metadata[{key!r}] = {value!r}: safetensors holds text under text"
             raise TypeError(msg)
 
 
-def _checked(tensors: Any) -> list[tuple[str, torch.Tensor]]:
+def _checked(tensors: Mapping[Any, Any]) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors by name, if safetensors can hold all of them."""
-    if not isinstance(tensors, Mapping):
-        msg = f"tensors is a {type(tensors).__name__}: a mapping of names to tensors is wanted"
-        raise TypeError(msg)
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             msg = f"{name!r} names a tensor: a name is text"

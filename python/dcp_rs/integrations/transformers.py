@@ -16,7 +16,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.compare import entry_differences
-from dcp_rs.checkpoint.folders import local_path
+from dcp_rs.checkpoint.folders import checkpoint_path, local_path
 from dcp_rs.checkpoint.fused_experts import read_config
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import explain_missing, renamer, selector
@@ -164,9 +164,10 @@ def check_missing(
         PlanError: there are missing weights.
     """
     if missing := sorted(missing):
-        msg = f"{index.path} lacks {len(missing)} weights of the model, {missing[0]!r} first"
+        path = checkpoint_path(index)
+        msg = f"{path} lacks {len(missing)} weights of the model, {missing[0]!r} first"
         msg += explain_missing(missing, list(names), stored)
-        raise PlanError(msg, path=index.path, tensor=missing[0])
+        raise PlanError(msg, path=path, tensor=missing[0])
 
 
 def _where_configured(config: Any, path: Path) -> Any:
@@ -268,7 +269,7 @@ def numbers_in_model(
         other = numbers.setdefault(new_name(name), number)
         if other != number:
             msg = f"{index.name(other)!r} and {name!r} would both be named {new_name(name)!r}"
-            raise PlanError(msg, path=index.path, tensor=name)
+            raise PlanError(msg, path=checkpoint_path(index), tensor=name)
     return numbers
 
 

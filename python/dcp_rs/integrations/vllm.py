@@ -15,6 +15,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs._reports import size
+from dcp_rs.checkpoint.folders import checkpoint_path
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.mapping import describe
 from dcp_rs.checkpoint.stream import stream
@@ -122,7 +123,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         _log.info(
             "read %s of %s; skipped %s of experts of other ranks",
             size(counts.read),
-            index.path,
+            checkpoint_path(index),
             size(skipped_bytes),
         )
         # Models of vLLM return the names of the parameters that they loaded. Quantized models have
