@@ -44,6 +44,9 @@ def world(tmp_path_factory):
             {"w": torch.ones(1)}, folder / "pipeline" / part / "diffusion_pytorch_model.safetensors"
         )
     (folder / "pipeline" / "model_index.json").write_text("{}")
+    dcp_rs.optim.save_training_state(
+        folder / "training", torch.nn.Linear(2, 2), extra={"n": torch.ones(2)}, no_dist=True
+    )
     (folder / "notes.txt").write_text("lr 3e-4")
     save_stock(MODEL, folder / "stock")
     for step in (2, 10, 9):
@@ -132,6 +135,17 @@ MISTAKES: list[Mistake] = [
     ("a backend for a process group", lambda w: dcp_rs.save({}, w / "new", process_group="gloo"), TypeError, "process_group= takes a group, as torch.distributed.new_group() returns, not str"),
     ("a class for a stager", lambda w: dcp_rs.async_save({}, w / "new", stager=HostStager, no_dist=True), TypeError, "stager= takes an instance such as HostStager(cache=True), not the class HostStager"),
     ("a state dict and a step, swapped", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save({}, 1), TypeError, "the step comes first, then the state dict"),
+    ("a file before the tensors", lambda w: dcp_rs.save_file(w / "x.safetensors", {}), TypeError, "the tensors come first, then the file"),
+    ("a module to a .safetensors file", lambda w: dcp_rs.save_file(torch.nn.Linear(2, 2), w / "new"), TypeError, "tensors is a Linear: pass a dict of tensors by name, such as model.state_dict()"),
+    ("text for metadata", lambda w: dcp_rs.save_file({}, w / "new", metadata="pt"), TypeError, "metadata='pt': pass a dict of text by name, such as {'format': 'pt'}"),
+    ("a model before the path", lambda w: dcp_rs.optim.save_training_state(torch.nn.Linear(2, 2), "new"), TypeError, "the path comes first, then the model"),
+    ("a scheduler for extra", lambda w: dcp_rs.optim.training_state(torch.nn.Linear(2, 2), extra=dcp_rs.optim.RngState()), TypeError, "extra is of type RngState: pass a dict of entries by name, such as {'scheduler': scheduler}"),
+    ("a list of extra files", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save(1, {}, extra_files=["a"]), TypeError, "extra_files=['a']: pass a dict of bytes or paths by name"),
+    ("a number for a name", lambda w: dcp_rs.open(w / "named")[0], TypeError, "a name is text, and 0 is of type int"),
+    ("a list of names", lambda w: dcp_rs.open(w / "named").get_slice(["epoch"]), TypeError, "a name is text, and ['epoch'] is of type list"),
+    ("a module for a configuration", lambda w: dcp_rs.views_for(3), TypeError, "config is of type int: pass model.config, its dict, or a folder"),
+    ("a number for views", lambda w: RsReader(w / "bare", views=3), TypeError, "views=3: Stack, Concat, Unstack, Split or Transpose"),
+    ("a number for a manager's group", lambda w: dcp_rs.CheckpointManager(w / "new", process_group=3), TypeError, "process_group= takes a group, as torch.distributed.new_group() returns, not int"),
     # the wrong path
     ("a typo in a path", lambda w: dcp_rs.open(w / "moddel"), CheckpointNotFoundError, "did you mean"),
     ("a folder above steps", lambda w: dcp_rs.open(w / "run"), CheckpointNotFoundError, "it contains checkpoints: 'step-10', 'step-9', 'step-2'; open"),
@@ -190,6 +204,10 @@ MISTAKES: list[Mistake] = [
     ("the step of a manager's load first", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).load(1, {}), TypeError, "the state dict comes first, then the step"),
     ("text for a step", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).load({}, "1"), ValueError, "step='1': must be an integer from 0 on"),
     ("Orbax's restore", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).restore(1), AttributeError, "CheckpointManager has no attribute 'restore': use load"),
+    ("a method of other readers", lambda w: dcp_rs.open(w / "named").names(), AttributeError, "Checkpoint has no attribute 'names': use keys"),
+    ("a misspelt method of a checkpoint", lambda w: dcp_rs.open(w / "named", framework="np").get_tesnor("epoch"), AttributeError, "NumpyCheckpoint has no attribute 'get_tesnor': did you mean 'get_tensor'?"),
+    ("the wait of torch's futures", lambda w: dcp_rs.SaveFuture().wait(), AttributeError, "SaveFuture has no attribute 'wait': use result"),
+    ("a converter of torch", lambda w: dcp_rs.dcp_to_torch_save, AttributeError, "dcp_rs.convert(path, out, to='torch') writes such a file"),  # type: ignore[attr-defined]
     ("a misspelt method", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).lastest_step(), AttributeError, "did you mean 'latest_step'?"),
     ("a scheduler for a training save", lambda w: dcp_rs.optim.save_training_state(w / "new", torch.nn.Linear(2, 2), scheduler=None, no_dist=True), TypeError, "dcp_rs.optim.save_training_state() has no option 'scheduler': extra={'scheduler': scheduler, 'step': step} takes"),
     ("a class of torch", lambda w: dcp_rs.FileSystemReader, AttributeError, "use RsReader"),  # type: ignore[attr-defined]
@@ -206,6 +224,16 @@ MISTAKES: list[Mistake] = [
     ("a function for globs", lambda w: load(prefixed(""), w / "bare", include=len), TypeError, "include= and exclude= take globs over names, such as 'model.*', not <built-in function len>"),
     ("a number among globs", lambda w: save(MODEL, w / "new", exclude=[3]), TypeError, "include= and exclude= take globs over names, such as 'model.*', not 3"),
     ("text for progress", lambda w: load(prefixed(""), w / "bare", progress="yes"), TypeError, "progress='yes': pass True, or a function of two numbers"),
+    ("a device that is none", lambda w: load(prefixed(""), w / "bare", device="gpu"), ValueError, "device='gpu': must be a device of torch, such as 'cpu', 'cuda' or 'cuda:0'"),
+    ("a dtype for a device", lambda w: dcp_rs.open(w / "bare", device=torch.float32), ValueError, "device=torch.float32: must be a device of torch"),
+    ("a device of a planner", lambda w: RsLoadPlanner(device="gpu"), ValueError, "device='gpu': must be a device"),
+    ("a device of a file", lambda w: dcp_rs.load_file(w / "x.safetensors", device="gpu"), ValueError, "device='gpu': must be a device"),
+    ("a device of a stream", lambda w: dcp_rs.open(w / "bare").stream("model.*"), ValueError, "device='model.*': must be a device"),
+    ("text for a partial load", lambda w: load(prefixed(""), w / "bare", allow_partial_load="model"), TypeError, "allow_partial_load='model': must be one of True, False"),
+    ("text for assign", lambda w: load(prefixed(""), w / "bare", assign="no"), TypeError, "assign='no': must be one of True, False"),
+    ("text for weights_only", lambda w: dcp_rs.open(w / "bare", weights_only="no"), TypeError, "weights_only='no': must be one of True, False"),
+    ("text for an age", lambda w: dcp_rs.clean(w / "bare", older_than="1d"), ValueError, "older_than='1d': seconds, not negative"),
+    ("a number for globs of a planner", lambda w: RsSavePlanner(include=3), TypeError, "include= and exclude= take globs"),
     ("text for a switch", lambda w: save(MODEL, w / "new", overwrite="no"), TypeError, "overwrite='no': must be one of True, False"),
     ("a lock for a guard", lambda w: save(MODEL, w / "new", guard=3), TypeError, "guard=3: pass a function that returns a context manager"),
     ("a number for metrics", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).save(1, {}, metrics=0.5), TypeError, "metrics=0.5: pass a dict of numbers by name"),
@@ -226,10 +254,21 @@ MISTAKES: list[Mistake] = [
     # what does not fit
     ("another shape", lambda w: load({"layers.0.weight": torch.zeros(3)}, w / "bare"), PlanError, "tensor 'layers.0.weight' has shape (3,) in the state dict, and (2,) in the checkpoint"),
     ("a number for a tensor", lambda w: load({"layers.0.weight": 1}, w / "bare"), PlanError, "'layers.0.weight' is a tensor in the checkpoint, and"),
-    ("a slice of a value", lambda w: dcp_rs.open(w / "named").get_slice("epoch"), TypeError, "'epoch' is not a tensor"),
+    ("a slice of a value", lambda w: dcp_rs.open(w / "named").get_slice("epoch"), TypeError, "'epoch' is not a tensor: checkpoint['epoch'] reads the value"),
+    ("a value as a tensor", lambda w: dcp_rs.open(w / "named").get_tensor("epoch"), TypeError, "'epoch' is not a tensor: checkpoint['epoch'] reads the value"),
+    ("a value as an array", lambda w: dcp_rs.open(w / "named", framework="np").get_tensor("epoch"), TypeError, "'epoch' is not a tensor"),
     ("a function in a state dict", lambda w: save({"f": lambda: 1}, w / "made"), UnsupportedError, "value 'f' (function) cannot be pickled"),
     ("a strided nested tensor", lambda w: save({"layer": {"n": nested()}}, w / "made"), UnsupportedError, "tensor 'layer.n' is a nested tensor of the strided layout"),
     ("a strided nested tensor, in the background", lambda w: dcp_rs.async_save({"n": nested()}, w / "made", no_dist=True).result(), UnsupportedError, "tensor 'n' is a nested tensor"),
+    ("a strided nested tensor, to cast", lambda w: save({"n": nested()}, w / "made", dtype="bf16"), UnsupportedError, "tensor 'n' is a nested tensor"),
+    ("a strided nested parameter", lambda w: save({"n": torch.nn.Parameter(nested())}, w / "made"), UnsupportedError, "tensor 'n' is a nested tensor"),
+    ("a strided nested tensor in a .safetensors file", lambda w: dcp_rs.save_file({"n": nested()}, w / "empty" / "x.safetensors"), UnsupportedError, "safetensors cannot hold 'n': it has no shape"),
+    ("a strided nested tensor, to load into", lambda w: load({"layers.0.weight": nested()}, w / "bare"), UnsupportedError, "tensor 'layers.0.weight' is a nested tensor of the strided layout, which has no shape: load into the tensors of its unbind()"),
+    ("a strided nested tensor that is not stored", lambda w: load({"n": nested()}, w / "bare"), UnsupportedError, "tensor 'n' is a nested tensor"),
+    ("a strided nested tensor, to replace", lambda w: load({"layers.0.weight": nested()}, w / "bare", dtype="bf16", assign=True), UnsupportedError, "is a nested tensor"),
+    ("a strided nested tensor, through a reader", lambda w: dcp_rs.load_state_dict({"layers.0.weight": nested()}, RsReader(w / "bare"), no_dist=True), UnsupportedError, "is a nested tensor"),
+    ("a strided nested tensor among extra entries", lambda w: dcp_rs.optim.load_training_state(w / "training", torch.nn.Linear(2, 2), extra={"n": nested()}, no_dist=True), UnsupportedError, "tensor 'extra.n' is a nested tensor"),
+    ("a lazy parameter to load into", lambda w: load({"layers.0.weight": torch.nn.UninitializedParameter()}, w / "bare"), UnsupportedError, "tensor 'layers.0.weight' has no shape yet: run a forward pass of its lazy module first"),
     ("a dict that contains itself", lambda w: save(cyclic({"w": torch.ones(1)}), w / "made"), PlanError, "the state dict contains itself, or is nested too deep: look at ['self']['self']"),
     ("a list that contains itself", lambda w: save({"a": cyclic([torch.ones(1)])}, w / "made"), PlanError, "the state dict contains itself"),
     ("a dict that contains itself, to load into", lambda w: load(cyclic({}), w / "bare"), PlanError, "the state dict contains itself"),
@@ -285,6 +324,7 @@ FOREIGN = [
     *(("map_location", function, "device=") for function in (dcp_rs.load, dcp_rs.open, dcp_rs.load_file, RsLoadPlanner)),
     *(("thread_count", function, "threads=") for function in (dcp_rs.load, dcp_rs.save, dcp_rs.async_save, dcp_rs.open)),
     ("sync_files", dcp_rs.save, "fsync="),
+    ("use_pinned_memory", HostStager, "leave it out"),
     ("async_stager", dcp_rs.async_save, "stager="),
     ("torch_dtype", dcp_rs.load, "dtype="),
     ("tensors", dcp_rs.save, "state_dict="),
@@ -300,6 +340,7 @@ FOREIGN = [
     *((name, dcp_rs.CheckpointManager, "metric=") for name in ("monitor", "metric_for_best_model", "best_fn")),
     ("keep_period", dcp_rs.CheckpointManager, "keep_every="),
     ("keep_time_interval", dcp_rs.CheckpointManager, "keep_within="),
+    ("should_keep_fn", dcp_rs.CheckpointManager, "keep="),
     ("save_top_k", dcp_rs.CheckpointManager, "keep_best="),
     ("best_mode", dcp_rs.CheckpointManager, "mode="),
     ("step_prefix", dcp_rs.CheckpointManager, "step_name="),
@@ -323,7 +364,7 @@ def test_equivalents_are_options_that_there_are():
     functions += [getattr(dcp_rs.optim, name) for name in dcp_rs.optim.__all__]
     functions += [dcp_rs.open, dcp_rs.CheckpointManager.save]
     known = {*dcp_rs.__all__, *dir(dcp_rs.CheckpointManager), *_OPTIONS, "open", "preempted"}
-    known |= COMMANDS.keys()
+    known |= COMMANDS.keys() | {*dir(dcp_rs.Checkpoint), *dir(dcp_rs.SaveFuture)}
     for function in filter(callable, functions):
         known |= inspect.signature(function).parameters.keys()
     texts = {text for texts in foreign().values() for text in texts}
@@ -358,7 +399,7 @@ def test_suggested_remedies_work(world, prefix, rename):
 def test_a_name_like_no_other_gets_no_advice(world):
     with pytest.raises(KeyError) as raised:
         dcp_rs.open(world / "bare")["zzz"]
-    assert str(raised.value).endswith("index.dcprs")
+    assert str(raised.value).endswith("/bare")
     with pytest.raises(dcp_rs.errors.CheckpointNotFoundError) as raised:
         dcp_rs.open(world / "empty")
     assert "did you mean" not in str(raised.value)

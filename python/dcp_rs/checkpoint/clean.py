@@ -200,7 +200,8 @@ def _where(path: StrPath, storage_options: StoreArguments) -> tuple[Path, _core.
 
 
 def _seconds(older_than: float | None) -> float | None:
-    if older_than is not None and not 0 <= older_than < float("inf"):
+    is_number = isinstance(older_than, int | float) and 0 <= older_than < float("inf")
+    if older_than is not None and not is_number:
         msg = f"older_than={older_than!r}: seconds, not negative"
         raise ValueError(msg)
     return None if older_than is None else float(min(older_than, _LONGEST))

@@ -63,6 +63,9 @@ def views_for(
     """
     if isinstance(config, str | os.PathLike):
         config = read_config(Path(config) / "config.json")
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        msg = f"config is of type {type(config).__name__}: pass model.config, its dict, or a folder"
+        raise TypeError(msg)
     known = config if isinstance(config, Mapping) else config.to_dict()
     model_type = known.get("model_type")
     model_type = model_type if isinstance(model_type, str) else None

@@ -42,7 +42,7 @@ from dcp_rs.errors import (
     StorageError,
     UnsupportedError,
 )
-from dcp_rs.options import ReadOptions, check_choice, given, split_options
+from dcp_rs.options import ReadOptions, check_choice, check_switch, given, split_options
 
 __all__ = ["MARKS", "LoadSource", "Tiers", "exists", "open_index", "payload"]
 
@@ -91,10 +91,12 @@ class LoadSource:
         """
         of_read, rest = split_options(options, ReadOptions)
         weights_only = rest.pop("weights_only", None)
+        if weights_only is not None:
+            check_switch("weights_only", weights_only)
         return cls(
             path=location(path),
             read=ReadOptions(**of_read),
-            weights_only=weights_only is None or bool(weights_only),
+            weights_only=weights_only is None or weights_only,
             storage_options=StorageOptions.of(rest.pop("storage_options", None)),
             views=Views.of(rest.pop("dequantize", None), rest.pop("views", None)),
             tiers=_tier_folders(rest.pop("tiers", None)),

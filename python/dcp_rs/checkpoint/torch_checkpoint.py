@@ -17,6 +17,7 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import REQUIRES_GRAD, can_require_grad
 from dcp_rs.tensors.flatten import number_parameters
+from dcp_rs.tensors.memory import parse_device
 from dcp_rs.tensors.nesting import TreePath, nest
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
@@ -81,7 +82,7 @@ class Checkpoint(OpenCheckpoint[torch.Tensor]):
         open_again: Callable[[], OpenCheckpoint[torch.Tensor]] | None = None,
     ) -> None:
         super().__init__(index, options, open_again)
-        self._device = torch.device(device)
+        self._device = parse_device(device)
         self._weights_only = weights_only
         self._can_view &= self._device.type == "cpu"
 
@@ -156,7 +157,7 @@ class Checkpoint(OpenCheckpoint[torch.Tensor]):
             ```
         """
         self._check_open()
-        device = self._device if device is None else torch.device(device)
+        device = self._device if device is None else parse_device(device)
         if device.type == "meta":
             raise ValueError("on meta there is nothing to stream: state_dict() gives the skeleton")
         return stream(self._index, device, self._options, self.__getitem__, counts=self._counts)

@@ -31,6 +31,7 @@ from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import EntryNotFoundError, PlanError
 from dcp_rs.options import PlannerArguments, ReadOptions, given, take_options
 from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
+from dcp_rs.tensors.memory import parse_device
 from dcp_rs.tensors.shards import Piece, ShardCache, local_pieces
 from dcp_rs.transfer.load import fill_tensor
 
@@ -207,7 +208,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             tensor: torch.Tensor = super().resolve_tensor(read_item)
             return tensor
         options = self._options()
-        device = torch.device(options.device or "cpu" if device is None else device)
+        device = parse_device(options.device or "cpu" if device is None else device)
         with self._open(device) as checkpoint:
             names = LoadNames(options.rename, None, None, checkpoint.keys)
             if (name := names.stored_name(read_item)) is None:

@@ -75,6 +75,7 @@ class RsSavePlanner(DefaultSavePlanner):
         )
         self.dtype = parse_dtype(dtype)
         self.include, self.exclude = repeatable(include), repeatable(exclude)
+        selector(self.include, self.exclude)  # raise for an invalid argument now
 
     def __repr__(self) -> str:
         own = {name: getattr(self, name) for name in ("dtype", "include", "exclude")}

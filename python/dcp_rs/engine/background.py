@@ -9,7 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from dcp_rs._arguments import no_attribute
 from dcp_rs._log import log as _log
 from dcp_rs._url import StrPath, location
 from dcp_rs.engine.reports import SavedMetadata, SaveReport
@@ -43,6 +45,11 @@ class SaveFuture(Future[SavedMetadata]):
         self.staged: Future[None] = Future()
         self.staged.set_running_or_notify_cancel()
         self.report: SaveReport | None = None
+
+    if not TYPE_CHECKING:  # where types are checked, an unknown name is an error
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
 
     def cancel(self) -> bool:
         """Do nothing: the other ranks take part in the save.

@@ -28,7 +28,7 @@ from dcp_rs.engine.ranks import RankGroup, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Parent
 from dcp_rs.errors import PlanError
-from dcp_rs.options import Globs, WriteOptions, check_function, split_options, uuid_of
+from dcp_rs.options import Globs, WriteOptions, check_function, check_switch, split_options, uuid_of
 from dcp_rs.tensors.dtypes import NAMES, parse_dtype
 from dcp_rs.transfer.save import turns, write_entries
 
@@ -171,8 +171,7 @@ class SaveOptions:
     publish: Callable[[bytes], object] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.overwrite, bool):
-            raise TypeError(f"overwrite={self.overwrite!r}: must be one of True, False")
+        check_switch("overwrite", self.overwrite)
         check_function("guard", self.guard, "that returns a context manager")
 
     @classmethod
