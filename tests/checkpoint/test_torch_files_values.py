@@ -3,9 +3,11 @@
 import collections
 import dataclasses
 import enum
+import io
 import pickle
 import struct
 import types
+import zipfile
 from typing import ClassVar
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import UnsafePickleError
-from support.torch_files import flat, same
+from support.torch_files import archive, flat, same
 
 
 class Outer:
@@ -196,3 +198,20 @@ def test_ordered_dicts_of_python_2(tmp_path, nested, zipped):
     with dcp_rs.open(path) as checkpoint:
         assert list(checkpoint) == sorted(flat(want))
         assert same(checkpoint.state_dict(copy=True), want)
+
+
+@pytest.mark.parametrize("flag", [b"conj", b"neg"])
+def test_a_flag_that_is_off_is_torchs_to_read(tmp_path, flag):
+    """A flag that is there is set for torch, whatever its value: dcp-rs took one that is off as not set."""
+    path = tmp_path / "m.pt"
+    state = {"w": torch.tensor([1 + 2j, 3 - 4j])}
+    state["w"] = state["w"].conj() if flag == b"conj" else torch._neg_view(state["w"])
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with zipfile.ZipFile(buffer) as file:
+        inside = {name.partition("/")[2]: file.read(name) for name in file.namelist()}
+    at = inside["data.pkl"].index(b"\x88", inside["data.pkl"].index(flag))
+    off = inside["data.pkl"][:at] + b"\x89" + inside["data.pkl"][at + 1 :]
+    path.write_bytes(archive(off, [("data/0", inside["data/0"])]))
+    want = torch.load(path, weights_only=True)["w"].resolve_conj().resolve_neg()
+    assert torch.equal(dcp_rs.open(path)["w"].resolve_conj().resolve_neg(), want)

@@ -388,8 +388,8 @@ impl<'a> Reader<'a> {
         dims(self.pickle, item).ok_or_else(|| odd("its sizes and strides"))
     }
 
-    /// Parses the flags of a view that is computed when it is read: conjugate and negative. No
-    /// other flag may be set.
+    /// Parses the flags of a view that is computed when it is read: conjugate and negative. torch
+    /// takes a flag as set if it is there, but writes those only that are on.
     fn signs(&self, flags: Item, call: Item) -> FaultResult<Signs> {
         let mut signs = Signs::default();
         if flags == Item::None {
@@ -408,7 +408,6 @@ impl<'a> Reader<'a> {
                 {
                     return Err(odd("a flag that is there twice"));
                 }
-                (_, Item::Bool(false)) => {}
                 (Some("conj"), Item::Bool(true)) => signs.conjugate = true,
                 (Some("neg"), Item::Bool(true)) => signs.negative = true,
                 (name, _) => {
