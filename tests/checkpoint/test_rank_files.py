@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dcp_rs
 from dcp_rs.errors import CorruptDataError, DcpRsError, UnsupportedError
 from support import run_ranks
+from support.both import HAS_RANK_LOCAL
 
 
 def numbers(*shape, dtype=torch.float32):
@@ -33,7 +34,11 @@ def model_and_optimizer():
     """A small model under FSDP2 over tensor parallelism, which cuts strided shards, and its optimizer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 7))
+    # full_tensor() of torch 2.8 mixes rows up that strided shards divide unevenly.
+    hidden, out = (10, 7) if HAS_RANK_LOCAL else (12, 8)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, out)
+    )
     model.register_buffer("steps", torch.tensor([3.0, 4.0]))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
@@ -321,6 +326,8 @@ def change(path, function):
     ],
 )  # fmt: skip
 def test_files_that_are_no_whole_are_refused_by_name(saved, tmp_path, damage):
+    if damage is swapped and not HAS_RANK_LOCAL:
+        pytest.skip("torch 2.8 saves the place in the mesh, and that counts, not the name")
     folder = only(saved, tmp_path / "own", "model")
     named = damage(folder)
     with pytest.raises(DcpRsError) as error:

@@ -16,6 +16,10 @@ import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.errors import PlanError
 from support import run_ranks
+from support.both import HAS_RANK_LOCAL
+
+#: The second is torch 2.8's own check of a plan of one rank.
+REFUSED = "without no_dist=True|Failed to validate global plan"
 
 
 def tables(fill):
@@ -45,10 +49,12 @@ def save_tables(path, way):
         dcp.async_save(state, storage_writer=RsWriter(path)).result(60)
     else:
         dcp.save(state, storage_writer=RsWriter(path), planner=DefaultSavePlanner())
-    for load in (
+    loads = [
         lambda into: dcp_rs.load(into, path, verify=True),
         lambda into: dcp.load(into, storage_reader=RsReader(path)),
-    ):
+    ]
+    # torch 2.8 itself says that a table without parts is on meta, and cannot plan its load.
+    for load in loads if HAS_RANK_LOCAL else loads[:1]:
         got = tables(9)
         load(got)
         rank = dist.get_rank()
@@ -91,9 +97,11 @@ def save_alone(path):
     ]
     # torch plans nothing for a table without parts, so its own save cannot tell.
     with_tables = [(tables(1), way) for way in ways[:3]]
-    of_rows = [sharded, {"w": rows}, *([one_row] if rank else [])]
-    for state, save in [*product(of_rows, ways), *with_tables]:
-        with pytest.raises((PlanError, CheckpointException), match="without no_dist=True"):
+    # To torch 2.8, attributes say nothing.
+    with_rows = [({"w": rows}, way) for way in (ways if HAS_RANK_LOCAL else ways[:3])]
+    of_mesh = [sharded, *([one_row] if rank else [])]
+    for state, save in [*product(of_mesh, ways), *with_rows, *with_tables]:
+        with pytest.raises((PlanError, CheckpointException), match=REFUSED):
             save({**whole, **state})
     dcp_rs.save(whole, here, no_dist=True)
     with dcp_rs.open(here, verify=True) as saved:

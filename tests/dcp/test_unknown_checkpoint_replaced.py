@@ -96,10 +96,10 @@ def count_warnings(path):
 def test_on_a_store():
     with object_server() as server:
         options = {"storage_options": server.options()}
-        url = server.url("ckpt")
+        url = server.url("ckpt-of-this-test")  # a process knows the URLs that it saved
         dcp_rs.save(STATE, server.url("elsewhere"), no_dist=True, **options)
         for key in server.keys("elsewhere/"):
-            server.put(key.replace("elsewhere", "ckpt"), server.objects[key].data)
+            server.put(key.replace("elsewhere", "ckpt-of-this-test"), server.objects[key].data)
         with pytest.warns(UserWarning, match=f"{REPLACES} at {url}"):
             dcp_rs.save(STATE, url, no_dist=True, **options)
         with warnings.catch_warnings():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.nn.parameter import is_lazy
 
 from dcp_rs import _torch
@@ -117,7 +118,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
     """Return false for tensors on ``meta``, of lazy modules, and with a freed local storage."""
     if is_lazy(tensor) or tensor.is_meta:
         return False
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
     is_memory = type(local) in PLAIN_TYPES and local.layout == torch.strided and not local.is_nested
     return not is_memory or _torch.has_memory(local)
 
@@ -154,8 +155,14 @@ def memory_of(tensor: torch.Tensor) -> list[DeviceMemory]:
 
 
 def on_meta(tensor: torch.Tensor) -> bool:
-    """Return true if a tensor is on ``meta``. A ShardedTensor is where its first shard is."""
-    return tensor.device.type == "meta"  # `is_meta` of a ShardedTensor needs a single shard
+    """Return true if a tensor is on ``meta``. A ShardedTensor is where its first shard is.
+
+    A tensor without local shards is nowhere. torch 2.8 says ``meta`` of it.
+    """
+    if tensor.device.type != "meta":  # `is_meta` of a ShardedTensor needs a single shard
+        return False
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return not isinstance(local, LocalShardsWrapper) or bool(local.local_shards())
 
 
 #: Numbers of devices in this process. Host memory is 0.
