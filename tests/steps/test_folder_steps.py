@@ -272,6 +272,20 @@ def test_a_note_that_is_renamed_during_a_look_is_read(root, monkeypatch):
     assert (folder / f"saved-{10:032x}.json").exists()
 
 
+def test_a_note_that_is_renamed_while_its_folder_is_listed_is_read(root, monkeypatch):
+    """It was listed, and gone when its length was asked for: the step had no metrics, and a warning said so."""
+    folder, about = save_step(root, 10, {"loss": 1.0}, settle=False), folder_store._file_at
+    note = folder / f"saving-{10:032x}.json"
+
+    def settle_first(path):
+        if os.fspath(path) == os.fspath(note) and note.exists():
+            note.rename(folder / f"saved-{10:032x}.json")
+        return about(path)
+
+    monkeypatch.setattr(folder_store, "_file_at", settle_first)
+    assert root.latest().metrics == {"loss": 1.0}
+
+
 def test_notes_are_plain_json(root):
     folder = save_step(root, 10, {"loss": 0.5})
     notes = json.loads((folder / f"saved-{10:032x}.json").read_text())

@@ -310,13 +310,18 @@ def _retry(look: Callable[[], T]) -> T:
 def _files_in(folder: Path) -> dict[str, File] | None:
     try:
         with os.scandir(folder) as entries:
-            return {entry.name: _file_at(entry) or _DANGLING for entry in entries}
+            return {
+                entry.name: _file_at(entry) or (_DANGLING if entry.is_symlink() else _GONE)
+                for entry in entries
+            }
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-#: A link that leads nowhere, or a file that went after it was listed.
+#: A link that leads nowhere.
 _DANGLING = File(0, None, None, 0.0, is_file=False)
+#: A file that went after it was listed. It cannot be read, so its step is looked at again.
+_GONE = File(0, None, None, 0.0)
 
 
 def _file_at(path: Path | os.DirEntry[str]) -> File | None:

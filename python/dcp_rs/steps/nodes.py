@@ -289,9 +289,9 @@ class Nodes:
             if self.is_leader:
                 with self.store.holding():
                     self._publish(prepared, index)
+                self.own.committed(step, save_id)  # the user's files may come only now
                 if upload:
                     self.upload(step, save_id, index, is_new=True)
-                self.own.committed(step, save_id)
 
         try:
             unread = set().union(*ranks.all_gather(prepare))
