@@ -332,7 +332,7 @@ def _table(rows: list[_Row], readme: dict[tuple[str, str], str]) -> Table:
             f"{row.nbytes / 1e6:.1f}",
             f"{ratio:.1f}x" if compared else "",
             readme.get((row.action, row.how), ""),
-            {None: "", True: "the same", False: "[red]DIFFERENT[/]"}[row.same],
+            {None: "", True: "same", False: "[red]DIFFERENT[/]"}[row.same],
         )
     return table
 
