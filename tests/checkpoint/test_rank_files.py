@@ -49,6 +49,13 @@ def model_and_optimizer():
     return model, optimizer
 
 
+def save_each(states, folder):
+    """Save each state of this rank in a file of its series."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for series, state in states.items():
+        torch.save(state, folder / f"{series}_world_size_{world}_rank_{rank}.pt")
+
+
 def save_all(folder):
     rank, world = dist.get_rank(), dist.get_world_size()
     one = init_device_mesh("cpu", (world,))
@@ -67,15 +74,12 @@ def save_all(folder):
         "buffer": torch.ones(3, dtype=torch.int64),
         "epoch": 7,
     }
-    torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
     model, optimizer = model_and_optimizer()
-    states = {"fsdp": model.state_dict(), "optim": optimizer.state_dict()}
-    for name, state_dict in states.items():
-        torch.save(state_dict, folder / f"{name}_world_size_{world}_rank_{rank}.pt")
-    torch.save({"rng": torch.full((3,), rank)}, folder / f"extra_world_size_{world}_rank_{rank}.pt")
+    states = {"model": state, "fsdp": model.state_dict(), "optim": optimizer.state_dict()}
+    save_each(states, folder)
     partial = {"p": DTensor.from_local(torch.ones(2), one, [Partial()])}
-    torch.save(partial, folder / f"partial_world_size_{world}_rank_{rank}.pt")
-    wanted = {"model": full(state), **{name: full(state) for name, state in states.items()}}
+    save_each({"extra": {"rng": torch.full((3,), rank)}, "partial": partial}, folder)
+    wanted = {name: full(state) for name, state in states.items()}
     if rank == 0:
         torch.save(wanted, folder / "wanted.pt")
 
@@ -148,7 +152,7 @@ def gathered(state):
 def save_fsdp1(folder):
     """FSDP1's model by parameter and by flat parameter, and its optimizer."""
     warnings.simplefilter("ignore")  # torch calls FSDP1 deprecated
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 10), torch.nn.Linear(10, 7), torch.nn.Linear(7, 2)
@@ -174,8 +178,7 @@ def save_fsdp1(folder):
         lacking["0.bias"] = copy.copy(sharded["0.bias"])
         lacking["0.bias"]._local_shards = []
     states = {"sharded": sharded, "optim": optim, "local": local, "lacking": lacking}
-    for name, state in states.items():
-        torch.save(state, folder / f"{name}_world_size_{world}_rank_{rank}.pt")
+    save_each(states, folder)
     if rank == 0:
         torch.save(wanted, folder / "wanted.pt")
 

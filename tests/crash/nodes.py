@@ -56,7 +56,7 @@ class Folder:
         return max((int(path.parent.name[5:]) for path in steps), default=0)
 
     def is_busy(self) -> bool:
-        """Whether a file is being stored."""
+        """Return whether a file is being stored."""
         return any(self._path.glob("step-*/*.tmp"))
 
 
@@ -83,7 +83,7 @@ class Store:
         return self._ask()[0]
 
     def is_busy(self) -> bool:
-        """Whether a file is being stored."""
+        """Return whether a file is being stored."""
         return self._ask()[1] > 0
 
 
@@ -203,7 +203,7 @@ def _wait(what: str, ready: Callable[[], object], seconds: float = 180) -> None:
 
 @dataclass
 class _History:
-    """What the next run must find.
+    """The step that the next run must find.
 
     Attributes:
         last: a step that is on the nodes for sure, or at the root if they are gone.
@@ -235,7 +235,7 @@ def run(kills: int, seed: int = 0) -> Counter[str]:
 
 
 def _phases(base: Path, root: Folder | Store) -> Iterator[str]:
-    """What the run does now."""
+    """Yield the phases that the run is in now."""
     if len(_read(base, "found")) < NODES:
         yield "load"
     if any(base.glob("node*/step-*/*.0000000000000000.tmp")):

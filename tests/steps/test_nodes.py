@@ -757,7 +757,7 @@ def count_collectives(base, root, **options):
 
 @pytest.mark.parametrize(("size", "copies"), [(2, 0), (4, 1)])
 def test_number_of_collectives(tmp_path, size, copies):
-    """What docs/design/023-local-disks.md says of any number of ranks."""
+    """The numbers are those of docs/design/023-local-disks.md, for any number of ranks."""
     how = {"base": tmp_path / "nodes", "root": tmp_path / "root", "copies": copies}
     outcomes = rank_outcomes(size, call, count_collectives, how, fresh=True)
     for outcome in outcomes:

@@ -291,8 +291,8 @@ class LoadNames:
             name is renamed to are only in ``unnamed``.
         """
         names = list(names)
-        wanted = list(filter(self._passes, names))
-        excluded = [fqn for fqn in names if not self._passes(fqn)]
+        wanted = list(filter(self._passes, names)) if self.is_selective else names
+        excluded = [fqn for fqn in names if not self._passes(fqn)] if self.is_selective else []
         named = self.named(wanted)
         self.unnamed = [fqn for fqn in wanted if fqn not in named]
         return named, excluded

@@ -63,7 +63,7 @@ class _Held:
 
     @property
     def upload(self) -> bool:
-        """Whether the step is to go to the root."""
+        """True if the step is to go to the root."""
         return self.note is not None and self.note.upload is True and not self.step.is_superseded
 
     def is_older_than(self, at_root: Step) -> bool:
@@ -99,7 +99,7 @@ class NodeLoad:
         self._nodes, self._ranks, self._store = nodes, nodes.ranks, nodes.store
         self._layout, self._root_store = nodes.layout, nodes.root_store
         self._tiers = Tiers()
-        # What the coordinator knows:
+        # These are known to the coordinator:
         self._held: list[list[_Held]] = []  # by node
         self._at_root: _AtRoot | None = None
         self._unusable: dict[str, SkippedStep] = {}  # saves that cannot be loaded from the nodes
@@ -226,7 +226,7 @@ class NodeLoad:
         targets = {name: {self._layout.owner(name)} for name, _ in files}
         for node, name in self._wanted:
             targets.get(name, set()).add(node)
-        # What the first node with the index has beside the data goes to nodes that lack the index.
+        # Nodes without the index get it, and the files beside it, from the first node that has it.
         beside = {f for f, nodes in places.items() if having[0] in nodes and not is_data_file(f[0])}
         new = set(range(len(self._held))).difference(having)
         transfers = [
@@ -260,7 +260,7 @@ class NodeLoad:
         if number is None or not transfers:
             return True
         folder = self._store.folder(number)
-        # What is not durable would be found damaged after a power failure, and sent again.
+        # After a power failure they would be found damaged, and sent again.
         send = partial(send_files, self._ranks, transfers, folder, fsync=False)
         unread = set().union(*self._ranks.all_gather(send))
         node_of = self._layout.node_of
@@ -290,7 +290,7 @@ class NodeLoad:
             why: how it failed.
 
         Returns:
-            Whether the next choice may get it from other nodes. If not, the step is loaded from the
+            True if the next choice may get it from other nodes. If not, the step is loaded from the
             nodes no more.
         """
 

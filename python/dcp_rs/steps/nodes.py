@@ -321,7 +321,7 @@ class Nodes:
         """Begin the upload of this node's own files of a step. See :meth:`Uploads.add`."""
         there = self.store.lengths(step)
         own = self.layout.own(index)[self.node]
-        # What no node has is at the root.
+        # Files that no node has are at the root.
         names = [each.name for each in own if there.get(each.name) == each.size]
         if names or self.ranks.is_coordinator:
             self.uploads.add(step, save_id, names, is_new=is_new)

@@ -6,11 +6,9 @@ use std::hint::black_box;
 use std::path::Path;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use dcp_rs_core::copy::{Loop, SignBits, Signs, Stores, copy_strided};
-use dcp_rs_core::format::{
-    BLOCK_SIZE, ChunkEntry, FileEntry, Index, IndexBuilder, Kind, SourceKind, TensorEntry,
-    block_digest, cover,
-};
+use dcp_rs_benches::{chunk, file, tensor};
+use dcp_rs_core::copy::{Loop, SignBits, Stores, copy_strided};
+use dcp_rs_core::format::{BLOCK_SIZE, Index, IndexBuilder, Kind, SourceKind, block_digest, cover};
 use dcp_rs_core::geometry::{Dims, Region};
 use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{
@@ -36,40 +34,15 @@ fn index(tensors: u64, ranks: u64) -> Vec<u8> {
 /// The file of one rank, and its rows of every tensor.
 fn add_rank(builder: &mut IndexBuilder, tensors: u64, rank: u64, ranks: u64) {
     let length = ROWS * COLUMNS * 4;
-    let file = FileEntry {
-        name: format!("g00000001-{rank:016x}-r{rank:05}-f00000.safetensors"),
-        size: 4096 + tensors * length,
-        data_start: 4096,
-        external: false,
-        linked: false,
-        head_digest: None,
-        mtime_ns: 0,
-    };
+    let file =
+        file(format!("g00000001-{rank:016x}-r{rank:05}-f00000.safetensors"), tensors * length);
     let file = builder.add_file(file).expect("a new file");
     for t in 0..tensors {
-        let entry = TensorEntry {
-            name: format!("model.layers.{t:05}.weight"),
-            kind: Kind::Tensor,
-            dtype: Dtype::from_name("float32"),
-            shape: Dims::from_slice(&[ROWS * ranks, COLUMNS]),
-            flags: 0,
-            path: None,
-            position: None,
-        };
-        let tensor = builder.add_tensor(entry).expect("the same as of other ranks");
-        let chunk = ChunkEntry {
-            tensor,
-            file,
-            offset: 4096 + t * length,
-            length,
-            offsets: Dims::from_slice(&[ROWS * rank, 0]),
-            sizes: Dims::from_slice(&[ROWS, COLUMNS]),
-            strides: None,
-            signs: Signs::default(),
-            digests: None,
-            content: None,
-            frozen: false,
-        };
+        let name = format!("model.layers.{t:05}.weight");
+        let entry = tensor(name, "float32", &[ROWS * ranks, COLUMNS]);
+        let number = builder.add_tensor(entry).expect("the same as of other ranks");
+        let place = (number, file);
+        let chunk = chunk(place, t * length, length, &[ROWS * rank, 0], &[ROWS, COLUMNS]);
         builder.add_chunk(chunk).expect("a new chunk");
     }
 }

@@ -11,13 +11,10 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group};
+use dcp_rs_benches::{chunk, file, tensor};
 use dcp_rs_core::Dtype;
-use dcp_rs_core::copy::{
-    Accumulate, Loop, Signs, Stores, copy_strided, copy_with_digest_unfenced, fence,
-};
-use dcp_rs_core::format::{
-    ChunkEntry, FileEntry, Index, IndexBuilder, Kind, SourceKind, TensorEntry,
-};
+use dcp_rs_core::copy::{Accumulate, Loop, Stores, copy_strided, copy_with_digest_unfenced, fence};
+use dcp_rs_core::format::{Index, IndexBuilder, SourceKind};
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::quant::{Coded, Format, Target};
 
@@ -113,42 +110,12 @@ static SCALES: LazyLock<Vec<u8>> =
 
 /// Adds a tensor in a file of its own. Returns its number.
 fn add(builder: &mut IndexBuilder, name: &str, dtype: &str, shape: [usize; 2], item: usize) -> u32 {
-    let sizes = Dims::from_slice(&shape.map(|size| size as u64));
+    let sizes = shape.map(|size| size as u64);
     let length = (shape[0] * shape[1] * item) as u64;
-    let file = FileEntry {
-        name: format!("{name}.safetensors"),
-        size: PAGE as u64 + length,
-        data_start: PAGE as u64,
-        external: false,
-        linked: false,
-        head_digest: None,
-        mtime_ns: 0,
-    };
+    let file = file(format!("{name}.safetensors"), length);
     let file = builder.add_file(file).expect("a new file");
-    let tensor = TensorEntry {
-        name: name.into(),
-        kind: Kind::Tensor,
-        dtype: Dtype::from_name(dtype),
-        shape: sizes.clone(),
-        flags: 0,
-        path: None,
-        position: None,
-    };
-    let tensor = builder.add_tensor(tensor).expect("a new tensor");
-    let chunk = ChunkEntry {
-        tensor,
-        file,
-        offset: PAGE as u64,
-        length,
-        offsets: Dims::from_slice(&[0, 0]),
-        sizes,
-        strides: None,
-        signs: Signs::default(),
-        digests: None,
-        content: None,
-        frozen: false,
-    };
-    builder.add_chunk(chunk).expect("a new chunk");
+    let tensor = builder.add_tensor(tensor(name.into(), dtype, &sizes)).expect("a new tensor");
+    builder.add_chunk(chunk((tensor, file), 0, length, &[0, 0], &sizes)).expect("a new chunk");
     tensor
 }
 

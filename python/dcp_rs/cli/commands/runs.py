@@ -291,7 +291,7 @@ def mention_leftovers(path: Path) -> bool:
     """If the folder is a run, print what is left in it, and what removes that.
 
     Returns:
-        Whether it is a run.
+        True if it is a run.
     """
     store = _run_at(path)
     if store is None:
