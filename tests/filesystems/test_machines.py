@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.slow  # each job starts four processes and their launchers
 
 RANKS = 2  # of each machine
-_JOB = """
+_JOB = r"""
 import sys
 import warnings
 
@@ -35,6 +35,11 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
 
+def say(what):
+    # torchrun's Python is unbuffered: print would write the end of the line by itself.
+    sys.stdout.write(f"rank {dist.get_rank()} {what}\n")
+
+
 def state_of(step):
     rows = torch.arange(4000.0).reshape(1000, 4) + step
     return {"rows": distribute_tensor(rows, mesh, [Shard(0)], src_data_rank=None), "step": step}
@@ -47,10 +52,10 @@ with dcp_rs.CheckpointManager(root, keep_last=3, **more) as manager:
     want = state_of(-1 if found is None else found)
     assert torch.equal(state["rows"].to_local(), want["rows"].to_local())
     assert state["step"] == want["step"]
-    print(f"rank {dist.get_rank()} found {found}", flush=True)
+    say(f"found {found}")
     for step in range((found or 0) + 1, last + 1):
         manager.save(step, state_of(step))
-        print(f"rank {dist.get_rank()} saved {step}", flush=True)
+        say(f"saved {step}")
 dist.destroy_process_group()
 """
 
