@@ -8,16 +8,6 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = [
-    "check_arguments",
-    "equivalent",
-    "foreign",
-    "no_attribute",
-    "suggest",
-    "suggest_option",
-    "type_of",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

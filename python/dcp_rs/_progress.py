@@ -13,8 +13,6 @@ from dcp_rs import _core
 from dcp_rs._log import current_rank
 from dcp_rs._reports import size
 
-__all__ = ["Counts", "Progress", "Watch", "watching"]
-
 #: Callable for the bytes that are done, and for all bytes, or None if that is unknown.
 Watch = Callable[[int, int | None], Any]
 #: Argument of a load or save: a callable, True for a bar, or nothing.

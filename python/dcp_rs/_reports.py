@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-__all__ = ["Report", "short_repr", "size"]
-
 #: Number of names that a report shows of a long list.
 _NAMED = 2
 #: Number of characters of a ``repr``.

@@ -13,18 +13,6 @@ from dcp_rs import _core
 from dcp_rs._arguments import equivalent, type_of
 from dcp_rs.errors import UnsupportedError
 
-__all__ = [
-    "StorageOptions",
-    "StoreArguments",
-    "StrPath",
-    "Url",
-    "absolute",
-    "location",
-    "options_for",
-    "store_at",
-    "use_storage_options",
-]
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 #: A URL that went through :class:`~pathlib.Path`, which removes a slash.
 _MANGLED = re.compile(r"(s3|gs|az|https?):/(?=[^/])")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-__all__ = ["warn_caller"]
-
 #: Packages whose frames are skipped.
 _SKIPPED = ("dcp_rs", "torch", "contextlib", "functools")
 

@@ -43,8 +43,6 @@ from dcp_rs.tensors.nesting import like
 from dcp_rs.transfer.buffers import shared_blocks
 from dcp_rs.transfer.stage import HostStager, Staging
 
-__all__ = ["async_save", "load", "load_state_dict", "save"]
-
 
 @suggest_option
 def load_state_dict(

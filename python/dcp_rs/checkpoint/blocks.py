@@ -11,8 +11,6 @@ import torch
 from dcp_rs.checkpoint.source import CheckpointReader, Item, Request
 from dcp_rs.tensors.regions import BLOCK_BYTES, Cut, cut, read_ahead, unflatten
 
-__all__ = ["Region", "RegionBlock", "blocks", "make_slabs"]
-
 #: Room for a block of the smallest dtype, made of elements of the largest.
 _MIN_SLAB_BYTES = 16 * BLOCK_BYTES
 

@@ -23,8 +23,6 @@ from dcp_rs._url import (
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 
-__all__ = ["CleanReport", "Leftover", "clean", "leftovers"]
-
 LeftoverKind = Literal["data", "temporary index", "rank index", "conversion"]
 Verdict = Literal["left", "in use", "young", "whole"]
 

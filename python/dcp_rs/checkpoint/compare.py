@@ -24,8 +24,6 @@ from dcp_rs.tensors import pickles
 from dcp_rs.tensors.equality import same
 from dcp_rs.tensors.nesting import shown
 
-__all__ = ["Comparison", "Difference", "compare", "entry_differences"]
-
 #: Bytes of each checkpoint that are read at once.
 _SLAB_BYTES = 16 << 20
 #: Bytes that several passes compare at once, a multiple of all itemsizes. They stay in the cache.

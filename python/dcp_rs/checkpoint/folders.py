@@ -13,25 +13,6 @@ from dcp_rs._url import StrPath, Url, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CheckpointExistsError, UnsupportedError
 
-__all__ = [
-    "INDEX_NAME",
-    "STOCK_NAME",
-    "checkpoint_path",
-    "holds_index",
-    "is_data_file",
-    "is_foreign",
-    "is_known",
-    "is_of_all_ranks",
-    "is_rank_local",
-    "local_path",
-    "make_folder",
-    "rank_index_name",
-    "rank_of",
-    "remember",
-    "sync",
-    "warn_of_foreign_model",
-]
-
 INDEX_NAME = "index.dcprs"
 #: The file that makes a folder a checkpoint of torch.
 STOCK_NAME = ".metadata"

@@ -13,8 +13,6 @@ from dcp_rs._url import StrPath
 from dcp_rs.checkpoint.views import Concat, Split, Stack, Unstack, View
 from dcp_rs.errors import UnsupportedError
 
-__all__ = ["read_config", "views_for"]
-
 #: The limit on a ``config.json``, that of the headers of safetensors.
 _MOST_BYTES = 100_000_000
 #: The module of the experts in files and in the model, and the names of the gate, up and down

@@ -23,8 +23,6 @@ from dcp_rs.checkpoint.locate import payload
 from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedError
 from dcp_rs.options import ReadOptions, uuid_of
 
-__all__ = ["index"]
-
 
 @suggest_option
 def index(

@@ -44,8 +44,6 @@ from dcp_rs.errors import (
 )
 from dcp_rs.options import ReadOptions, check_choice, check_switch, given, split_options
 
-__all__ = ["MARKS", "LoadSource", "Tiers", "exists", "open_index", "payload"]
-
 #: The name of a model on the Hugging Face hub: owner and model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: The files by which a folder is recognized as a checkpoint.

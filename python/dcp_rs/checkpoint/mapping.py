@@ -30,16 +30,6 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.elements import ITEMSIZES, safetensors_name, safetensors_shape
 from dcp_rs.tensors.regions import selection
 
-__all__ = [
-    "ChunkInfo",
-    "OpenCheckpoint",
-    "ReadReport",
-    "TensorInfo",
-    "TensorSlice",
-    "check_held",
-    "describe",
-]
-
 #: A tensor of torch, or an array of NumPy.
 Array = TypeVar("Array")
 

@@ -11,15 +11,6 @@ from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
 from dcp_rs.tensors.nesting import Container
 
-__all__ = [
-    "MERGED_FROM",
-    "merged_from",
-    "planner_data",
-    "safetensors_metadata",
-    "warn_of_left_out",
-    "with_versions",
-]
-
 #: The key for the inputs of a merge, in the planner data of a native checkpoint and in the
 #: metadata of safetensors files.
 MERGED_FROM = "dcp_rs.merged_from"

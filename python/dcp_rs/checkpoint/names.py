@@ -12,21 +12,6 @@ from typing import Any
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Globs, Rename
 
-__all__ = [
-    "LoadNames",
-    "every",
-    "explain_missing",
-    "explain_prefix",
-    "globs",
-    "hint",
-    "natural",
-    "nearest",
-    "nothing_passes",
-    "renamer",
-    "selector",
-    "some",
-]
-
 #: The most names to compare letter by letter. More would take seconds.
 _COMPARED = 5_000
 #: The most names in a message.

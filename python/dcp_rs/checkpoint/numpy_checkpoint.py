@@ -14,8 +14,6 @@ from dcp_rs.checkpoint.mapping import OpenCheckpoint, check_held
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.elements import bits_dtype, numpy_dtype
 
-__all__ = ["NumpyCheckpoint"]
-
 
 class NumpyCheckpoint(OpenCheckpoint["np.ndarray[Any, Any]"]):
     """A checkpoint that is open for reading, as NumPy arrays.

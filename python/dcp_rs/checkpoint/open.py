@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.numpy_checkpoint import NumpyCheckpoint
     from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 
-__all__ = ["open"]
-
 
 @overload
 def open(

@@ -21,8 +21,6 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import Container, TreePath
 from dcp_rs.transfer.target import stored_dtype
 
-__all__ = ["CheckpointReader", "IndexSource", "Item", "Request"]
-
 
 @dataclass(frozen=True, slots=True)
 class Item:

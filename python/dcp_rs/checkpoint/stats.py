@@ -13,8 +13,6 @@ from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
 from dcp_rs.checkpoint.source import CheckpointReader, Item
 from dcp_rs.tensors.dtypes import BY_NAME, NAMES
 
-__all__ = ["TensorStats", "stats"]
-
 #: Bytes that are read at once.
 _SLAB_BYTES = 32 << 20
 #: Bytes that several passes count at once, a multiple of all itemsizes. As float64 they stay in the

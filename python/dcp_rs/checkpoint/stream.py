@@ -21,8 +21,6 @@ from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, groups, stored_dtype
 from dcp_rs.transfer.upload import SlabLoad, make_transfer
 
-__all__ = ["stream"]
-
 
 def stream(
     index: _core.Index,

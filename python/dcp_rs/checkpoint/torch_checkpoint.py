@@ -22,8 +22,6 @@ from dcp_rs.tensors.nesting import TreePath, nest
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 
-__all__ = ["Checkpoint", "read_whole"]
-
 
 def read_whole(
     index: _core.Index,

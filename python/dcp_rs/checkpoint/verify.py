@@ -17,8 +17,6 @@ from dcp_rs.checkpoint.locate import open_index, payload
 from dcp_rs.errors import CorruptDataError, CorruptIndexError, escaped
 from dcp_rs.options import ReadOptions
 
-__all__ = ["Problem", "VerifyReport", "verify"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -18,8 +18,6 @@ from dcp_rs.errors import PlanError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Concat", "Split", "Stack", "Transpose", "Unstack", "View", "Views"]
-
 _FIELD = re.compile(r"\{(\w+)\}")
 #: The most digits of a number to join over. Python does not convert thousands of them.
 _MAX_DIGITS = 18

@@ -11,9 +11,6 @@ import click
 from dcp_rs._arguments import suggest
 from dcp_rs._core import __version__
 
-__all__ = ["COMMANDS", "all_commands", "app", "command"]
-
-
 #: The commands, in the order of the help, and their modules.
 COMMANDS = {
     **{

@@ -15,8 +15,6 @@ from dcp_rs.cli.output import count, for_command_line, json_text, size
 from dcp_rs.errors import DcpRsError, EntryNotFoundError, UnsupportedError
 from dcp_rs.tensors.nesting import TreePath
 
-__all__ = ["FORMATS", "SORTS", "Contents", "to_json"]
-
 #: The formats, for people.
 FORMATS = {
     "dcp-rs": "dcp-rs",

@@ -14,24 +14,6 @@ from dcp_rs.checkpoint.names import selector
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli.contents import SORTS
 
-__all__ = [
-    "checkpoint",
-    "exclude",
-    "external",
-    "include",
-    "json",
-    "location_argument",
-    "rank",
-    "rename",
-    "selection",
-    "show_all",
-    "sort",
-    "storage",
-    "threads",
-    "views",
-]
-
-
 #: A function that options and arguments are added to.
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -12,8 +12,6 @@ from dcp_rs import _core
 from dcp_rs.cli.contents import SORTS, Contents
 from dcp_rs.cli.output import line, plain, size
 
-__all__ = ["render", "write"]
-
 #: Chunks of one tensor that are drawn. The page says how many there are.
 _MAX_PIECES = 512
 #: Values that are shown.

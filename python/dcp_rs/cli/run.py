@@ -13,8 +13,6 @@ from dcp_rs.cli.app import app
 from dcp_rs.cli.output import for_command_line, prepare_streams, print_json
 from dcp_rs.errors import DcpRsError
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its status."""

@@ -21,8 +21,6 @@ from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import cast_to, is_counter
 from dcp_rs.tensors.nesting import Container, TreePath, moved_versions, name_of, remaining
 
-__all__ = ["ConvertReport", "Job", "Task", "aborting", "new_dtype", "select", "split"]
-
 
 @dataclass(repr=False)
 class ConvertReport(Report):

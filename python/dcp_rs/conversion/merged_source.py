@@ -18,8 +18,6 @@ from dcp_rs.conversion.request import WriteRequest
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME
 
-__all__ = ["Conflicts", "Input", "MergedSource"]
-
 Conflicts = Literal["error", "first", "last", "drop"]
 
 #: The dtypes that are summed. Tensors of other dtypes have to be equal.

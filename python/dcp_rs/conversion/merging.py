@@ -19,8 +19,6 @@ from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
 from dcp_rs.conversion.request import ConvertArguments, WriteRequest
 from dcp_rs.options import check_choice, take_options
 
-__all__ = ["MergeReport", "merge"]
-
 
 @dataclass(repr=False)
 class MergeReport(ConvertReport):

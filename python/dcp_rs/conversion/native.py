@@ -16,8 +16,6 @@ from dcp_rs.engine.destination import Destination
 from dcp_rs.errors import CheckpointExistsError
 from dcp_rs.tensors.dtypes import NAMES
 
-__all__ = ["write"]
-
 
 def write(job: Job, result: Path) -> None:
     """Write one rank for each shard, and commit them. On a store, that replaces what is there now.

@@ -19,8 +19,6 @@ from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_data_file, make
 from dcp_rs.conversion.request import WriteRequest
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
 
-__all__ = ["check_not_source", "check_output", "new_output", "uploaded_output"]
-
 #: Files of one rank: its data under torch, and what it publishes alone.
 _OF_A_RANK = re.compile(rf"__\d+(_\d+\.distcp|\.{re.escape(INDEX_NAME)}|\.metadata)")
 #: Other programs use these endings too, so the checkpoint is opened to see whether a file is its.

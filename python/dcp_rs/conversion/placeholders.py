@@ -20,8 +20,6 @@ from dcp_rs.checkpoint.blocks import Region
 from dcp_rs.conversion.job import Job, aborting
 from dcp_rs.errors import UnsupportedError
 
-__all__ = ["Placeholders"]
-
 _ALIGNMENT = 64
 
 

@@ -32,8 +32,6 @@ from dcp_rs.options import (
 )
 from dcp_rs.tensors.dtypes import parse_dtype
 
-__all__ = ["ConvertArguments", "Format", "WriteRequest"]
-
 Format = Literal["dcp-rs", "dcp", "safetensors", "torch"]
 
 #: The format of a file, by the ending of its name.

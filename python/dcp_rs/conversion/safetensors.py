@@ -17,8 +17,6 @@ from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.elements import safetensors_name, safetensors_shape, why_not_safetensors
 
-__all__ = ["header", "leave_out", "why_not_of", "write"]
-
 #: The bytes of a file, if the number of shards is not given. transformers has the same limit.
 _SHARD_BYTES = 5_000_000_000
 #: The number of names in a message.

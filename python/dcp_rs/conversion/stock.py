@@ -34,8 +34,6 @@ from dcp_rs.engine.metadata import tensor_properties
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.tensors.nesting import TreePath, name_of, text_path
 
-__all__ = ["check_nesting", "write"]
-
 #: The numbers of the chunks of a tensor, by offsets and sizes.
 _Chunks = Mapping[tuple[tuple[int, ...], tuple[int, ...]], int | None]
 

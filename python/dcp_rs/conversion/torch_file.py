@@ -17,8 +17,6 @@ from dcp_rs.tensors.dtypes import REQUIRES_GRAD, can_require_grad
 from dcp_rs.tensors.flatten import number_parameters
 from dcp_rs.tensors.nesting import Container, name_of, nest, shown
 
-__all__ = ["write"]
-
 
 def write(job: Job, result: Path) -> None:
     """Write the state dict, nested as it was.

@@ -35,8 +35,6 @@ from dcp_rs.tensors.memory import parse_device
 from dcp_rs.tensors.shards import Piece, ShardCache, local_pieces
 from dcp_rs.transfer.load import fill_tensor
 
-__all__ = ["RsLoadPlanner", "is_plain"]
-
 
 class RsLoadPlanner(DefaultLoadPlanner):
     """Torch's ``DefaultLoadPlanner`` with the options of :func:`dcp_rs.load`.

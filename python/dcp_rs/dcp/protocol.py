@@ -20,8 +20,6 @@ from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import CheckpointNotFoundError, PlanError
 
-__all__ = ["LoadArguments", "check_planner", "check_reader", "load"]
-
 #: State dict, reader and planner of a load.
 LoadArguments = tuple[dict[str, Any], StorageReader, Any]
 

@@ -47,8 +47,6 @@ from dcp_rs.tensors import pickles
 from dcp_rs.transfer.load import fill, fill_tensor, read_values
 from dcp_rs.transfer.target import Target, stored_dtype
 
-__all__ = ["RsReader"]
-
 #: Bytes of destinations that are resolved before they are filled. A planner may allocate each.
 BATCH_BYTES = 256 << 20
 

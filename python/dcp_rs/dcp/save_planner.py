@@ -19,8 +19,6 @@ from dcp_rs.options import Globs, repeatable
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import cast_to, is_counter, parse_dtype
 
-__all__ = ["RsSavePlanner"]
-
 
 class RsSavePlanner(DefaultSavePlanner):
     """Torch's ``DefaultSavePlanner`` with options.

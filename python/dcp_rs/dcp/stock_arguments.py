@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["choose_argument"]
-
 
 def choose_argument(name: str, value: Any, stock_name: str, stock_value: Any) -> Any:
     """Return the value of an option that torch gives another name.

@@ -57,8 +57,6 @@ from dcp_rs.tensors.memory import clone, memory_of, why_not_raw
 from dcp_rs.transfer.save import Entry, as_object, refuse_meta
 from dcp_rs.transfer.stage import HostStager
 
-__all__ = ["RsWriter", "resolve_items", "save_by_planner"]
-
 
 class RsWriter(StorageWriter, BlockingAsyncStager):
     """Storage writer for ``dcp.save(state_dict, storage_writer=RsWriter(path))``.

@@ -18,8 +18,6 @@ from dcp_rs.engine.reports import SavedMetadata, SaveReport
 from dcp_rs.errors import SaveInProgressError
 from dcp_rs.transfer.stage import Staging
 
-__all__ = ["MAX_COPIES", "SaveFuture", "SaveQueue", "saves"]
-
 #: Copies of state dicts at a time: one that is written, and one that is made meanwhile.
 MAX_COPIES = 2
 

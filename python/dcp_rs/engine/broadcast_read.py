@@ -28,16 +28,6 @@ from dcp_rs.transfer.buffers import new_slabs
 from dcp_rs.transfer.copy_stream import is_accelerator
 from dcp_rs.transfer.target import Target, fills
 
-__all__ = [
-    "BroadcastGroup",
-    "Offer",
-    "Offered",
-    "any_shared",
-    "match_offers",
-    "offer",
-    "read_shared",
-]
-
 #: Large tensors are cut at multiples of this many bytes.
 _PAGE = 4096
 _MAX_PIECE_BYTES = 16 << 20

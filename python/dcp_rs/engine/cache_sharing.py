@@ -13,17 +13,6 @@ import torch.distributed as dist
 from dcp_rs import _core
 from dcp_rs.options import ReadOptions, local_ranks
 
-__all__ = [
-    "CommonReads",
-    "ReadSample",
-    "Region",
-    "common_reads",
-    "compare_samples",
-    "sample_of",
-    "share",
-]
-
-
 #: The machine, which has one page cache, and a sample of what a rank of it reads. Its size does not
 #: depend on the model.
 ReadSample = tuple[bytes, bytes]

@@ -26,8 +26,6 @@ from dcp_rs.errors import (
     StorageUnclearError,
 )
 
-__all__ = ["Destination", "commit_outcome"]
-
 
 def commit_outcome(
     error: BaseException | None, handled: BaseException | None = None

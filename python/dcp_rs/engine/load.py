@@ -41,22 +41,6 @@ from dcp_rs.tensors.shards import ShardCache, local_pieces
 from dcp_rs.transfer.load import Load, as_tensor, copy_value, read_values
 from dcp_rs.transfer.target import Target, stored_dtype
 
-__all__ = [
-    "MIXED_PLANNERS",
-    "LoadRequest",
-    "Plan",
-    "Reads",
-    "call_state_dicts",
-    "check_same_save",
-    "check_something",
-    "compare",
-    "load",
-    "load_stateful",
-    "plan_rank",
-    "plan_reads",
-    "retry",
-]
-
 T = TypeVar("T")
 
 #: Attempts of a load whose checkpoint is replaced by another save while it reads.

@@ -22,14 +22,6 @@ from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining
 from dcp_rs.tensors.shards import ShardCache, global_shape, local_pieces
 from dcp_rs.transfer.save import Entry, dump, refuse_meta
 
-__all__ = [
-    "Selected",
-    "Writes",
-    "check_complete",
-    "plan_locally",
-    "select",
-]
-
 
 def plan_locally(
     selected: Selected, dtype: torch.dtype | None, *, is_partial: bool = True

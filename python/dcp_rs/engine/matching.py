@@ -24,21 +24,6 @@ from dcp_rs.tensors.nesting import name_of
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.transfer.target import fills, stored_dtype
 
-__all__ = [
-    "EntryInfo",
-    "LoadOptions",
-    "Matching",
-    "add_hollow",
-    "begin_alike",
-    "can_cast",
-    "cast_of",
-    "check_cast",
-    "find_entries",
-    "fitting",
-    "warn_of_casts",
-    "warn_of_left_out_state",
-]
-
 #: Number of misfits that a message names.
 _NAMED = 10
 #: Number of bytes that are compared of two entries that are one tensor in the state dict.

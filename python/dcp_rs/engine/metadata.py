@@ -27,15 +27,6 @@ from dcp_rs.tensors.dtypes import REQUIRES_GRAD
 from dcp_rs.tensors.nesting import text_path
 from dcp_rs.transfer.target import stored_dtype
 
-__all__ = [
-    "Entries",
-    "PlannerPaths",
-    "index_of",
-    "make_metadata",
-    "tensor_flags",
-    "tensor_properties",
-]
-
 #: ``Metadata.version`` as torch writes it (``filesystem.py``, CURRENT_DCP_VERSION).
 _DCP_VERSION = "1.0.0"
 #: Bits of ``flags``, section 3.3 of the format.

@@ -20,8 +20,6 @@ from dcp_rs import _torch
 from dcp_rs.engine.destination import commit_outcome
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
-__all__ = ["RankGroup", "has_group", "job_size"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -15,8 +15,6 @@ from dcp_rs._log import log as _log
 from dcp_rs._progress import Counts
 from dcp_rs._reports import Report, size
 
-__all__ = ["LoadReport", "Mismatch", "Phases", "SaveReport", "SavedMetadata"]
-
 
 @dataclass(frozen=True)
 class Mismatch:

@@ -21,8 +21,6 @@ from dcp_rs.tensors.memory import identity
 from dcp_rs.tensors.regions import BLOCK_BYTES
 from dcp_rs.transfer.save import write_entries
 
-__all__ = ["Frozen", "Parent"]
-
 
 class Frozen:
     """Tensors that do not change from save to save.

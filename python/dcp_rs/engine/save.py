@@ -32,17 +32,6 @@ from dcp_rs.options import Globs, WriteOptions, check_function, check_switch, sp
 from dcp_rs.tensors.dtypes import NAMES, parse_dtype
 from dcp_rs.transfer.save import turns, write_entries
 
-__all__ = [
-    "MIXED_PLANNERS",
-    "SaveOptions",
-    "SaveRequest",
-    "SaveTicket",
-    "WrittenFiles",
-    "commit_files",
-    "save",
-    "write_files",
-]
-
 #: Message for ranks of which some plan here, and others as torch does.
 MIXED_PLANNERS = (
     "some ranks save with a planner of their own class, and others without: "

@@ -10,8 +10,6 @@ from dcp_rs.checkpoint.fused_experts import views_for
 from dcp_rs.checkpoint.views import View
 from dcp_rs.errors import UnsupportedError
 
-__all__ = ["names_of_rank", "single_experts"]
-
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 #: The tensors of an expert that a rank may skip. Scales are small, and vLLM takes the maximum over
 #: those of all experts.

@@ -15,8 +15,6 @@ from dcp_rs.conversion import convert
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import CheckpointNotFoundError
 
-__all__ = ["merge_fsdp_weights"]
-
 #: The folders of the first model and the first optimizer in one that ``save_state`` wrote.
 _PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 

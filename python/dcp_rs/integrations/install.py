@@ -16,8 +16,6 @@ from dcp_rs._log import log as _log
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
 
-__all__ = ["install", "installed", "uninstall"]
-
 _OURS = {"FileSystemReader": RsReader, "FileSystemWriter": RsWriter}
 
 _lock = threading.Lock()

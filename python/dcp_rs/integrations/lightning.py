@@ -21,8 +21,6 @@ from dcp_rs.integrations._needs import framework
 from dcp_rs.integrations.install import installed
 from dcp_rs.options import SaveArguments
 
-__all__ = ["DcpRsCheckpointIO", "DcpRsFSDPStrategy", "DcpRsModelParallelStrategy", "DcpRsSharded"]
-
 #: Lightning is published under two names, with classes of their own: of Fabric, and of PyTorch.
 _PACKAGES = {
     "lightning": ("lightning.fabric", "lightning.pytorch"),

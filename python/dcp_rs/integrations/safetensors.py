@@ -30,8 +30,6 @@ from dcp_rs.options import (
 from dcp_rs.tensors.memory import parse_device, why_not_raw
 from dcp_rs.transfer.save import Entry, refuse_meta, write_entries
 
-__all__ = ["load_file", "save_file"]
-
 _BACKENDS: dict[str, Literal["mmap", "buffered"]] = {"mmap": "mmap", "pread": "buffered"}
 
 

@@ -21,8 +21,6 @@ from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.step_store import MAY_BE_WHOLE, Step
 from dcp_rs.transfer.stage import HostStager
 
-__all__ = ["DcpRsCheckpointManager"]
-
 _checkpointer: Any = framework("torchtitan.components.checkpointer", "torchtitan")
 _tools: Any = framework("torchtitan.tools.utils", "torchtitan")
 

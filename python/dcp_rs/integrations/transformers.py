@@ -29,8 +29,6 @@ from dcp_rs.integrations._experts import single_experts
 from dcp_rs.integrations._needs import framework
 from dcp_rs.options import Globs, ReadArguments, ReadOptions, Rename, repeatable
 
-__all__ = ["from_pretrained", "save_pretrained"]
-
 #: Modules that a model may be wrapped in: ``model.``, or ``state_dict.model.`` of Lightning.
 _PREFIX_PARTS = 3
 #: Arguments of ``from_pretrained`` for the hub.

@@ -31,8 +31,6 @@ from dcp_rs.integrations.transformers import (
 )
 from dcp_rs.options import ReadOptions
 
-__all__ = ["DcpRsModelLoader", "register"]
-
 _loaders: Any = framework("vllm.model_executor.model_loader", "vllm")
 #: Fields of ``model_loader_extra_config`` that are no options of reading.
 _OWN = ("checkpoint", "rename", "include", "exclude", "allow_partial_load")

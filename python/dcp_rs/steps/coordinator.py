@@ -29,8 +29,6 @@ from dcp_rs.steps.notes import is_extra
 from dcp_rs.steps.retention import Policies, prune
 from dcp_rs.steps.step_store import MAY_BE_WHOLE, SkippedStep, Step, StepStore
 
-__all__ = ["Coordinator", "ExtraFiles", "Prepared", "check_save", "check_step", "step_number"]
-
 #: The user's files for the folder of a step, by name: bytes, or a path.
 ExtraFiles = Mapping[str, bytes | StrPath]
 

@@ -12,8 +12,6 @@ from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.step_store import SkippedStep, Step
 
-__all__ = ["latest"]
-
 #: Kinds of steps that are more than the rest of a save that was killed.
 _SAVED = ("foreign", "unreadable", "damaged")
 

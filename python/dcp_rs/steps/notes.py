@@ -16,22 +16,6 @@ from typing import Any
 
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
 
-__all__ = [
-    "MAX_BYTES",
-    "OLDER_NAME",
-    "RUN_NAME",
-    "Note",
-    "annotated_name",
-    "id_of",
-    "is_extra",
-    "is_own",
-    "read",
-    "saved_name",
-    "saving_name",
-    "verified_name",
-    "write",
-]
-
 #: The note of the run, in its root on a store. In a folder it is in the file of the lock.
 RUN_NAME = ".dcprs-run.json"
 #: The note of the saves that are older than all others, in the root.

@@ -31,8 +31,6 @@ from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.notes import saved_name, saving_name
 from dcp_rs.steps.step_store import File, Files, Listing, SkipKind, SkippedStep, Step, StepStore
 
-__all__ = ["ObjectStepStore", "step_store_at"]
-
 #: Bound on the memory of an upload of a file.
 _UPLOAD_BYTES = 64 << 20
 #: Seconds. A save may still be under way if it stored something after that.

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["Preemption"]
-
 #: Signals by which a process is ended. Others reach forked processes, such as the workers of a
 #: DataLoader, only because they are sent to the whole process group.
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -16,8 +16,6 @@ from dcp_rs.engine.ranks import RankGroup, check_group, has_group
 from dcp_rs.errors import PlanError
 from dcp_rs.transfer.stage import HostStager
 
-__all__ = ["ManagerRanks"]
-
 R = TypeVar("R")
 T = TypeVar("T")
 

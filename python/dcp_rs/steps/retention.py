@@ -16,19 +16,6 @@ from dcp_rs.errors import DcpRsError, StorageError, StoragePreconditionError
 from dcp_rs.options import check_choice, check_function, check_positive
 from dcp_rs.steps.step_store import SkippedStep, Step, StepStore
 
-__all__ = [
-    "Policies",
-    "PolicyArguments",
-    "Pruned",
-    "beyond",
-    "keep_best",
-    "keep_every",
-    "keep_last",
-    "keep_within",
-    "prune",
-    "used",
-]
-
 #: Seconds by which the clocks of two machines may differ.
 _CLOCK_SKEW = 60.0
 

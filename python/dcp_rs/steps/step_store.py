@@ -33,17 +33,6 @@ from dcp_rs.errors import (
 from dcp_rs.steps import notes
 from dcp_rs.steps.notes import annotated_name, saved_name, saving_name, verified_name
 
-__all__ = [
-    "MAY_BE_WHOLE",
-    "File",
-    "Files",
-    "Listing",
-    "SkipKind",
-    "SkippedStep",
-    "Step",
-    "StepStore",
-]
-
 #: Names that other programs give the folders of steps.
 _LOOKS_LIKE_A_STEP = re.compile(
     r"(step|global_?step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?[0-9]+", re.IGNORECASE

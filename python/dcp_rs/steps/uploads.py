@@ -14,8 +14,6 @@ from dcp_rs.steps.coordinator import Coordinator
 from dcp_rs.steps.notes import annotated_name
 from dcp_rs.steps.step_store import Step, StepStore
 
-__all__ = ["Uploads"]
-
 #: Seconds between two attempts, at first and at most.
 _PAUSE, _LONGEST_PAUSE = 0.05, 10.0
 #: Seconds after which a thread that waits looks whether the program ends.

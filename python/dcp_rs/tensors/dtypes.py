@@ -9,18 +9,6 @@ import torch
 
 from dcp_rs.tensors.elements import ITEMSIZES
 
-__all__ = [
-    "BY_NAME",
-    "COPIED_IN_GROUPS",
-    "NAMES",
-    "REQUIRES_GRAD",
-    "as_integers",
-    "can_require_grad",
-    "cast_to",
-    "is_counter",
-    "parse_dtype",
-]
-
 #: Every dtype of the format that this torch has.
 BY_NAME: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEMSIZES if hasattr(torch, name)

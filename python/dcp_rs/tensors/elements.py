@@ -12,16 +12,6 @@ from dcp_rs.errors import UnsupportedError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "ITEMSIZES",
-    "bits_dtype",
-    "has_ml_dtypes",
-    "numpy_dtype",
-    "safetensors_name",
-    "safetensors_shape",
-    "why_not_safetensors",
-]
-
 _FLOAT8 = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     "float8_e8m0fnu",

@@ -15,8 +15,6 @@ from dcp_rs.tensors.dtypes import as_integers
 from dcp_rs.tensors.memory import flat_bytes
 from dcp_rs.tensors.nesting import kind_of
 
-__all__ = ["raw_bytes", "same"]
-
 
 def same(one: Any, other: Any) -> bool:
     """Return whether two values have the same types and bits throughout.

@@ -14,16 +14,6 @@ from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.nesting import Container, TreePath, kind_of, name_of, shown, text_path
 
-__all__ = [
-    "Flat",
-    "flatten",
-    "get_at",
-    "holds_sharded",
-    "is_stateful",
-    "number_parameters",
-    "set_at",
-]
-
 
 @dataclass(slots=True)
 class Flat:

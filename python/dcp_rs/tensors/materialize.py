@@ -18,8 +18,6 @@ from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.memory import check_has_shape, identity, on_meta, parse_device
 from dcp_rs.tensors.shards import ShardCache, local_pieces
 
-__all__ = ["NewTensors"]
-
 
 class NewTensors:
     """New tensors for entries of a state dict, by name. Tied names share a new tensor.

@@ -17,26 +17,6 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES
 
-__all__ = [
-    "DeviceMemory",
-    "changes_seen",
-    "check_fillable",
-    "check_has_shape",
-    "clone",
-    "find_tied",
-    "flat_bytes",
-    "has_shape",
-    "identity",
-    "is_opaque",
-    "is_plain",
-    "memory_of",
-    "on_meta",
-    "parse_device",
-    "require_real_memory",
-    "space_of",
-    "why_not_raw",
-]
-
 
 @dataclass(slots=True)
 class DeviceMemory:

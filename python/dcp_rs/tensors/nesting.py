@@ -15,21 +15,6 @@ from typing import Any
 
 from dcp_rs.errors import PlanError
 
-__all__ = [
-    "Container",
-    "TreePath",
-    "kind_of",
-    "like",
-    "map_leaves",
-    "moved_versions",
-    "name_of",
-    "nest",
-    "remaining",
-    "shown",
-    "storable",
-    "text_path",
-]
-
 TreePath = tuple[Any, ...]
 
 _FACTORIES = {

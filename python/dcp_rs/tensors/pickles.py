@@ -18,16 +18,6 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 from dcp_rs.tensors.nesting import like
 
-__all__ = [
-    "check_loadable",
-    "dump",
-    "dump_named",
-    "load",
-    "plain_numbers",
-    "warn_unless_loadable",
-    "why_not_loadable",
-]
-
 # torch allows bytearray, but neither bytes, which is how pickle writes b"", nor io.BytesIO, which
 # torch's own examples save. Neither can run code.
 torch.serialization.add_safe_globals([bytes, io.BytesIO])

@@ -11,17 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ALIGNMENT",
-    "BLOCK_BYTES",
-    "Cut",
-    "cut",
-    "narrow",
-    "read_ahead",
-    "selection",
-    "unflatten",
-]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -17,8 +17,6 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.regions import narrow
 
-__all__ = ["Piece", "ShardCache", "global_shape", "local_pieces"]
-
 #: For each dimension, runs of consecutive indices in a shard: (first in the whole tensor, first in
 #: the shard, count).
 Runs = list[list[tuple[int, int, int]]]

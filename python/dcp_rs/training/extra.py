@@ -25,19 +25,6 @@ from dcp_rs.training.names import unwrapper
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_tree import SavedTree, build_tree, join
 
-__all__ = [
-    "EXTRA",
-    "PerRank",
-    "RngState",
-    "SavedExtra",
-    "SavedValue",
-    "check_values",
-    "split_extra_state",
-    "state_of",
-    "with_buffers_copied",
-    "without_tensors",
-]
-
 #: The key of these entries in the checkpoint.
 EXTRA = "extra"
 #: Prefix of the names of values without a key of :class:`PerRank`.

@@ -30,8 +30,6 @@ from dcp_rs.training.settings import KeepSettings
 from dcp_rs.training.sources import MODEL, OPTIM, Part, Parts
 from dcp_rs.training.versions import VERSIONS, Versions, saved_versions, with_versions
 
-__all__ = ["TrainingLoad", "TrainingOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:

@@ -49,8 +49,6 @@ from dcp_rs.training.settings import (
 )
 from dcp_rs.training.sources import MODEL
 
-__all__ = ["SavedOptimizers", "saved_optimizers"]
-
 _MISSING: Any = object()
 #: The state of a parameter that the checkpoint does not have.
 _NOTHING = SavedTree()

@@ -14,8 +14,6 @@ from dcp_rs.checkpoint.names import renamer
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Rename
 
-__all__ = ["StoredNames", "unwrapper"]
-
 #: What torch.compile, activation checkpointing and FSDP1 put into names.
 _PREFIXES = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?:\.|$)"

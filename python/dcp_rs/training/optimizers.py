@@ -28,24 +28,6 @@ from dcp_rs.errors import PlanError
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.training.names import unwrapper
 
-__all__ = [
-    "compiler_names",
-    "fqns_by_parameter",
-    "fsdp1_group",
-    "fsdp1_state",
-    "is_fsdp1",
-    "is_named",
-    "joined",
-    "model_state",
-    "names_by_key",
-    "optimizer_state",
-    "parameter_names",
-    "renamed",
-    "settings_of",
-    "sharded_state_dicts",
-    "to_bytes",
-]
-
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001
 
 

@@ -12,8 +12,6 @@ from dcp_rs.tensors.nesting import Container, remaining
 from dcp_rs.training.saved_tree import SavedTree, join
 from dcp_rs.training.sources import Part
 
-__all__ = ["PARTS", "PartialLoad", "parts_of"]
-
 #: The parts of a training state that may be loaded in part.
 PARTS = ("model", "optimizer", "extra")
 

@@ -12,8 +12,6 @@ from dcp_rs.checkpoint.metadata import planner_data
 from dcp_rs.engine.matching import EntryInfo, find_entries
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, text_path
 
-__all__ = ["SavedEntries", "SavedTree", "build_tree", "join", "path_of"]
-
 
 @dataclass(slots=True)
 class SavedTree:

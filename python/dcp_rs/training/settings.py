@@ -12,16 +12,6 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import PlanError
 from dcp_rs.training.optimizers import settings_of, to_bytes
 
-__all__ = [
-    "GroupSettings",
-    "KeepSettings",
-    "check_kept",
-    "check_kinds",
-    "check_stateless",
-    "match_empty",
-    "warn_of_replaced",
-]
-
 #: The settings of an optimizer to keep in a load: True for all of them.
 KeepSettings = bool | Collection[str]
 

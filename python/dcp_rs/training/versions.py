@@ -14,8 +14,6 @@ from dcp_rs.tensors.nesting import moved_versions
 from dcp_rs.training.names import unwrapper
 from dcp_rs.training.sources import Part
 
-__all__ = ["VERSIONS", "gather_versions", "noted", "saved_versions", "with_versions"]
-
 #: The key of the versions in the checkpoint. It is not below the model, whose entries are tensors.
 VERSIONS = "model_versions"
 #: The version of a module that does not say its own.

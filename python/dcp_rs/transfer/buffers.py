@@ -21,20 +21,6 @@ from dcp_rs import _torch
 from dcp_rs._log import log as _log
 from dcp_rs.tensors.memory import require_real_memory
 
-__all__ = [
-    "BLOCK_BYTES",
-    "SLAB_BYTES",
-    "SPARE_SLABS",
-    "Block",
-    "BlockPool",
-    "host_memory",
-    "new_slabs",
-    "note_fallback",
-    "release_pinned_memory",
-    "shared_blocks",
-    "slab_bytes",
-]
-
 #: Slabs begin at multiples of a page, for direct I/O.
 _PAGE = 4096
 #: This is large against the cost of starting a copy, and small enough for one slab per thread.

@@ -12,14 +12,6 @@ from typing_extensions import override
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.transfer.buffers import note_fallback
 
-__all__ = [
-    "CopyStream",
-    "Group",
-    "Transfer",
-    "copy_stream_for",
-    "is_accelerator",
-]
-
 
 def is_accelerator(device: torch.device) -> bool:
     """Return whether a device has memory of its own."""

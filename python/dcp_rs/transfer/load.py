@@ -25,8 +25,6 @@ from dcp_rs.tensors.memory import (
 from dcp_rs.transfer.target import Target, groups
 from dcp_rs.transfer.upload import upload
 
-__all__ = ["Load", "as_tensor", "copy_value", "fill", "fill_tensor", "read_values"]
-
 
 @dataclass
 class Load:

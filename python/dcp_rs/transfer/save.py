@@ -23,8 +23,6 @@ from dcp_rs.tensors.regions import BLOCK_BYTES, Cut, cut, narrow, unflatten
 from dcp_rs.transfer.buffers import new_slabs, slab_bytes
 from dcp_rs.transfer.copy_stream import CopyStream, Transfer, copy_stream_for, is_accelerator
 
-__all__ = ["Entry", "as_object", "dump", "refuse_meta", "turns", "write_entries"]
-
 
 @dataclass(slots=True)
 class Entry:

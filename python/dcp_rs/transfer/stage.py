@@ -23,8 +23,6 @@ from dcp_rs.tensors.regions import ALIGNMENT
 from dcp_rs.transfer.buffers import BLOCK_BYTES, SLAB_BYTES, BlockPool, host_memory, shared_blocks
 from dcp_rs.transfer.copy_stream import CopyStream, Pair, Transfer, copy_stream_for, is_accelerator
 
-__all__ = ["HostStager", "Staging"]
-
 #: Tensors of a device up to this size are gathered there, and copied together.
 _SMALL_BYTES = 1 << 20
 

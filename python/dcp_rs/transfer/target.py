@@ -13,8 +13,6 @@ from dcp_rs.errors import UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME
 from dcp_rs.tensors.regions import unflatten
 
-__all__ = ["Target", "fills", "groups", "stored_dtype"]
-
 T = TypeVar("T")
 
 

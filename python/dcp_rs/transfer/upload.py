@@ -19,8 +19,6 @@ from dcp_rs.transfer.buffers import SPARE_SLABS, new_slabs, slab_bytes
 from dcp_rs.transfer.copy_stream import CopyStream, Group, Transfer, copy_stream_for, is_accelerator
 from dcp_rs.transfer.target import Target
 
-__all__ = ["SlabLoad", "make_transfer", "upload"]
-
 #: A part of this size is worth a copy of its own. Smaller ones go to scratch memory together, and
 #: are scattered on the device.
 DIRECT_BYTES = 1 << 20
