@@ -94,7 +94,6 @@ Mistake = tuple[str, Callable[[Path], Any], type[BaseException], str]
 MISTAKES: list[Mistake] = [
     # names
     ("a letter", lambda w: dcp_rs.open(w / "named")["epohc"], EntryNotFoundError, "did you mean 'epoch'?"),
-    ("a letter, in NumPy", lambda w: dcp_rs.open(w / "named", framework="np")["embeding.weight"], EntryNotFoundError, "did you mean 'embedding.weight'?"),
     ("a letter, of a slice", lambda w: dcp_rs.open(w / "named").get_slice("embedding.wieght"), EntryNotFoundError, "did you mean 'embedding.weight'?"),
     ("a prefix too few", lambda w: dcp_rs.open(w / "model")["layers.0.weight"], EntryNotFoundError, "it is stored as 'model.layers.0.weight'"),
     ("a prefix too many", lambda w: dcp_rs.open(w / "bare")["module.layers.0.weight"], EntryNotFoundError, "it is stored as 'layers.0.weight'"),
@@ -205,7 +204,6 @@ MISTAKES: list[Mistake] = [
     ("text for a step", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).load({}, "1"), ValueError, "step='1': must be an integer from 0 on"),
     ("Orbax's restore", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).restore(1), AttributeError, "CheckpointManager has no attribute 'restore': use load"),
     ("a method of other readers", lambda w: dcp_rs.open(w / "named").names(), AttributeError, "Checkpoint has no attribute 'names': use keys"),
-    ("a misspelt method of a checkpoint", lambda w: dcp_rs.open(w / "named", framework="np").get_tesnor("epoch"), AttributeError, "NumpyCheckpoint has no attribute 'get_tesnor': did you mean 'get_tensor'?"),
     ("the wait of torch's futures", lambda w: dcp_rs.SaveFuture().wait(), AttributeError, "SaveFuture has no attribute 'wait': use result"),
     ("a converter of torch", lambda w: dcp_rs.dcp_to_torch_save, AttributeError, "dcp_rs.convert(path, out, to='torch') writes such a file"),  # type: ignore[attr-defined]
     ("a misspelt method", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).lastest_step(), AttributeError, "did you mean 'latest_step'?"),
@@ -256,7 +254,6 @@ MISTAKES: list[Mistake] = [
     ("a number for a tensor", lambda w: load({"layers.0.weight": 1}, w / "bare"), PlanError, "'layers.0.weight' is a tensor in the checkpoint, and"),
     ("a slice of a value", lambda w: dcp_rs.open(w / "named").get_slice("epoch"), TypeError, "'epoch' is not a tensor: checkpoint['epoch'] reads the value"),
     ("a value as a tensor", lambda w: dcp_rs.open(w / "named").get_tensor("epoch"), TypeError, "'epoch' is not a tensor: checkpoint['epoch'] reads the value"),
-    ("a value as an array", lambda w: dcp_rs.open(w / "named", framework="np").get_tensor("epoch"), TypeError, "'epoch' is not a tensor"),
     ("a function in a state dict", lambda w: save({"f": lambda: 1}, w / "made"), UnsupportedError, "value 'f' (function) cannot be pickled"),
     ("a strided nested tensor", lambda w: save({"layer": {"n": nested()}}, w / "made"), UnsupportedError, "tensor 'layer.n' is a nested tensor of the strided layout"),
     ("a strided nested tensor, in the background", lambda w: dcp_rs.async_save({"n": nested()}, w / "made", no_dist=True).result(), UnsupportedError, "tensor 'n' is a nested tensor"),

@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.fused_experts import views_for
     from dcp_rs.checkpoint.index import index
     from dcp_rs.checkpoint.locate import exists
-    from dcp_rs.checkpoint.mapping import ReadReport
-    from dcp_rs.checkpoint.numpy_checkpoint import NumpyCheckpoint
     from dcp_rs.checkpoint.open import open as open  # noqa: A004  # as in safetensors
-    from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
+    from dcp_rs.checkpoint.torch_checkpoint import Checkpoint, ReadReport
     from dcp_rs.checkpoint.verify import VerifyReport, verify
     from dcp_rs.checkpoint.views import Concat, Split, Stack, Transpose, Unstack
     from dcp_rs.conversion import ConvertReport, convert
@@ -46,7 +44,6 @@ __all__ = [
     "Leftover",
     "LoadReport",
     "MergeReport",
-    "NumpyCheckpoint",
     "QuantizationError",
     "ReadReport",
     "RsLoadPlanner",
@@ -87,12 +84,10 @@ __all__ = [
 _MODULES = {
     "api": ("async_save", "load", "load_state_dict", "save"),
     "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
-    "checkpoint.numpy_checkpoint": ("NumpyCheckpoint",),
     "checkpoint.open": ("open",),
     "checkpoint.fused_experts": ("views_for",),
-    "checkpoint.torch_checkpoint": ("Checkpoint",),
+    "checkpoint.torch_checkpoint": ("Checkpoint", "ReadReport"),
     "checkpoint.locate": ("exists",),
-    "checkpoint.mapping": ("ReadReport",),
     "checkpoint.views": ("Concat", "Split", "Stack", "Transpose", "Unstack"),
     "conversion": ("ConvertReport", "convert"),
     "conversion.merging": ("MergeReport", "merge"),

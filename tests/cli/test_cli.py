@@ -379,7 +379,7 @@ def test_completion_is_there() -> None:
 def test_looking_needs_no_torch(world: Path) -> None:
     script = (
         "import sys\nfrom dcp_rs.cli import main\n"
-        "for command in (['ls'], ['inspect'], ['verify']):\n"
+        "for command in (['ls'], ['inspect'], ['tree'], ['verify']):\n"
         "    try: main([*command, sys.argv[1]])\n"
         "    except SystemExit as ended: assert ended.code == 0\n"
         "assert 'torch' not in sys.modules"

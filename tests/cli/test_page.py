@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dcp_rs.checkpoint.mapping import TensorInfo
+from dcp_rs.checkpoint.entries import TensorInfo
 from dcp_rs.cli import page
 from dcp_rs.cli.contents import Contents
 from support import nested_state

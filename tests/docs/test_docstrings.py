@@ -31,7 +31,6 @@ MADE = (
 )
 PLUGINS = (
     "HostStager",
-    "NumpyCheckpoint",
     "RsLoadPlanner",
     "RsReader",
     "RsSavePlanner",
@@ -91,8 +90,6 @@ SHOWN = {
     "LoadReport": "bytes_direct bytes_mapped bytes_read bytes_verified bytes_wanted entries entries_loaded "
     "path replaced requests seconds to_dict",
     "MergeReport": "bytes files seconds to_dict",
-    "NumpyCheckpoint": "chunks close get get_slice get_tensor get_tensors info metadata offset_keys "
-    "path report save_id source",
     "ReadReport": "bytes_direct bytes_mapped bytes_read bytes_wanted path requests to_dict",
     "RsLoadPlanner": "create_global_plan create_local_plan finish_plan load_bytes resolve_tensor set_up_planner",
     "RsReader": "checkpoint_id path prepare_global_plan prepare_local_plan read_data read_metadata reset "
@@ -136,9 +133,9 @@ def test_a_class_shows_what_users_call(name):
 
 #: Classes of results that have no name in `dcp_rs`.
 RESULTS = (
-    "checkpoint.mapping.ChunkInfo",
-    "checkpoint.mapping.TensorInfo",
-    "checkpoint.mapping.TensorSlice",
+    "checkpoint.entries.ChunkInfo",
+    "checkpoint.entries.TensorInfo",
+    "checkpoint.torch_checkpoint.TensorSlice",
     "checkpoint.verify.Problem",
     "engine.reports.Mismatch",
     "steps.step_store.SkippedStep",

@@ -6,7 +6,6 @@ import pickle
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -79,15 +78,6 @@ def test_open_reads_what_is_asked_for(saved, server, url, options):
         assert torch.equal(ckpt["model.half"], state["model"]["half"])
         assert_state_equal(ckpt.state_dict(), state)
         assert {name: value for name, value in ckpt.stream() if name == "name"} == {"name": "run"}
-
-
-def test_open_without_torch(saved, url, options):
-    state, _ = saved
-    with dcp_rs.open(url, framework="np", storage_options=options) as ckpt:
-        assert np.array_equal(ckpt["model.big"], state["model"]["big"].numpy())
-        assert np.array_equal(
-            ckpt.get_slice("model.big")[:, 5:9], state["model"]["big"][:, 5:9].numpy()
-        )
 
 
 def test_columns_are_read_through_and_not_row_by_row(saved, server, url, options):

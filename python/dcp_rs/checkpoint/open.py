@@ -1,43 +1,27 @@
-"""``dcp_rs.open``: checkpoints as torch tensors or NumPy arrays."""
+"""``dcp_rs.open``: a checkpoint as a mapping."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import Literal, Unpack
+
+import torch
 
 from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.locate import LoadSource
+from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.options import OpenArguments, check_choice, take_options
 
-if TYPE_CHECKING:
-    import torch
 
-    from dcp_rs.checkpoint.numpy_checkpoint import NumpyCheckpoint
-    from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
-
-
-@overload
+@suggest_option
 def open(
     path: StrPath,
     framework: Literal["pt"] = "pt",
     device: torch.device | str | int = "cpu",
     **options: Unpack[OpenArguments],
-) -> Checkpoint: ...
-@overload
-def open(
-    path: StrPath,
-    framework: Literal["np"],
-    **options: Unpack[OpenArguments],
-) -> NumpyCheckpoint: ...
-@suggest_option
-def open(
-    path: StrPath,
-    framework: Literal["pt", "np"] = "pt",
-    device: torch.device | str | int = "cpu",
-    **options: Unpack[OpenArguments],
-) -> Checkpoint | NumpyCheckpoint:
+) -> Checkpoint:
     """Open a checkpoint for reading by name. It is a mapping from names to tensors and values.
 
     The arguments are those of ``safetensors.safe_open(path, framework, device)``, and so are the
@@ -48,8 +32,7 @@ def open(
             ``torch.save``, or the URL of one on a store. From a store each tensor is read when you
             ask for it. Files that each rank saved with ``torch.save`` are one checkpoint: give
             their folder, or a pattern (``"run/optim_world_size_8_rank_*.pt"``).
-        framework: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays. With ``"np"`` torch is
-            imported for non-tensor values only; see :class:`dcp_rs.NumpyCheckpoint`.
+        framework: ``"pt"``. For a NumPy array, call ``numpy()`` of a tensor.
         device: the device of the tensors. ``"meta"`` gives shapes, dtypes and ``requires_grad``
             without reading a tensor.
         weights_only: refuse values that ``torch.load(weights_only=True)`` would refuse. That is the
@@ -59,7 +42,7 @@ def open(
         storage_options, tiers, dequantize, views: see :class:`dcp_rs.RsReader`.
 
     Returns:
-        A :class:`Checkpoint`, or with ``framework="np"`` a :class:`NumpyCheckpoint`.
+        A :class:`Checkpoint`.
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
@@ -72,26 +55,13 @@ def open(
         ```
     """
     source = LoadSource.of(path, take_options(open, options))
-    check_choice("framework", framework, "pt", "np")
-    if framework == "np" and (str(device) != "cpu" or not source.weights_only):
-        msg = (
-            "framework='np' has neither devices nor other pickles than those of plain types: leave "
-            "device= and weights_only= out"
-        )
-        raise ValueError(msg)
+    check_choice("framework", framework, "pt")
     index, _ = source.open()
     where = os.fspath(absolute(location(path)))
-    again: partial[Any] = partial(open, where, framework, device, **source.given())
-    if framework == "np":
-        from dcp_rs.checkpoint.numpy_checkpoint import NumpyCheckpoint
-
-        return NumpyCheckpoint(index, options=source.read, open_again=again)
-    from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
-
     return Checkpoint(
         index,
         device=device,
         weights_only=source.weights_only,
         options=source.read,
-        open_again=again,
+        open_again=partial(open, where, framework, device, **source.given()),
     )

@@ -12,7 +12,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._progress import Counts
-from dcp_rs.checkpoint.mapping import check_held
+from dcp_rs.checkpoint.entries import check_held
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import space_of
 from dcp_rs.tensors.regions import read_ahead

@@ -7,8 +7,8 @@ from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._url import StrPath, location
+from dcp_rs.checkpoint.entries import TensorInfo, describe
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.mapping import TensorInfo, describe
 from dcp_rs.checkpoint.names import every, hint, natural
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli.output import count, for_command_line, json_text, size

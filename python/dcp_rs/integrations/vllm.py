@@ -15,9 +15,9 @@ import torch
 from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs._reports import size
+from dcp_rs.checkpoint.entries import describe
 from dcp_rs.checkpoint.folders import checkpoint_path
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.mapping import describe
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.errors import PlanError

@@ -1,16 +1,8 @@
-"""The format's dtypes without torch: their sizes, and their names in NumPy and safetensors."""
+"""The format's dtypes without torch: their sizes, and their names in safetensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from dcp_rs.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _FLOAT8 = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
@@ -41,12 +33,6 @@ _SAFETENSORS_NAMES = {
     "float8_e8m0fnu": "F8_E8M0",
     "float4_e2m1fn_x2": "F4",
 }
-_IN_NUMPY = frozenset(
-    [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-    + ["bool", "float16", "float32", "float64", "complex64", "complex128"]
-)
-#: The dtypes that ``ml_dtypes`` adds. Its float4 has one element per byte, and torch's has two.
-_IN_ML_DTYPES = frozenset(["bfloat16", *_FLOAT8])
 
 
 def safetensors_name(name: str) -> str:
@@ -66,38 +52,3 @@ def why_not_safetensors(name: str, shape: Sequence[int]) -> str | None:
     if name == "float4_e2m1fn_x2" and not shape:
         return f"{name} without a dimension, which safetensors cannot count in pairs"
     return None
-
-
-def bits_dtype(name: str) -> np.dtype[Any]:
-    """Return unsigned integers of the size of a dtype.
-
-    Raises:
-        UnsupportedError: this release does not know the dtype.
-    """
-    import numpy as np
-
-    if name not in ITEMSIZES:
-        raise UnsupportedError(f"dtype {name!r} is not one that this release knows")
-    return np.dtype(f"u{ITEMSIZES[name]}")
-
-
-def numpy_dtype(name: str) -> np.dtype[Any] | None:
-    """Return a dtype in NumPy or ``ml_dtypes``, or None if neither has it."""
-    import numpy as np
-
-    if name in _IN_NUMPY:
-        return np.dtype(name)
-    if name in _IN_ML_DTYPES and has_ml_dtypes():
-        young = getattr(import_module("ml_dtypes"), name, None)
-        return None if young is None else np.dtype(young)
-    return None
-
-
-@cache
-def has_ml_dtypes() -> bool:
-    """Return whether ``ml_dtypes`` is installed."""
-    try:
-        import_module("ml_dtypes")
-    except ImportError:
-        return False
-    return True

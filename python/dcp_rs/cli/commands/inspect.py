@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from dcp_rs.checkpoint.clean import seen_beside
+from dcp_rs.checkpoint.entries import TensorInfo
 from dcp_rs.checkpoint.folders import local_path
-from dcp_rs.checkpoint.mapping import TensorInfo
 from dcp_rs.checkpoint.metadata import merged_from
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import cutmap, options

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from dcp_rs.checkpoint.mapping import TensorInfo
+from dcp_rs.checkpoint.entries import TensorInfo
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
